@@ -58,7 +58,7 @@ SUB_FLOORS = {
         {"learned"},
     ],
     "probe": [
-        {"health", "options", "plan_hints", "progress"},
+        {"device_clock", "health", "options", "plan_hints", "progress"},
         {"harness"},
         {"compute", "links"},
         {"assemble"},

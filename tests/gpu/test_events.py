@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from pipette_launch.probe.compute.timing import HABITS, CudaStopwatch, time_calls
-from pipette_launch.probe.links.meter import await_device
+from pipette_launch.probe.compute.timing import HABITS, time_calls
+from pipette_launch.probe.device_clock import CudaStopwatch, await_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 CYCLES = 20_000_000

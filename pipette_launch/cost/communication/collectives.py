@@ -50,7 +50,7 @@ LINKS_AT_ONCE = 1 << 19
 
 
 _Spread: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Of each group: the hosts that it lies on, and its members on the host with the fewest."""
+"""Number of hosts of each group, and number of its members on the host with the fewest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,5 +81,5 @@ def links_together(kind: Kind, fewest: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def most_links_together(kind: Kind, size: int, num_hosts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the largest `links_together` of any group of this size, by hosts: that of equal shares."""
+    """Return the largest `links_together` of any group of this size, by hosts: members in equal shares."""
     return links_together(kind, np.where(num_hosts > 1, np.maximum(size // np.maximum(num_hosts, 1), 1), 1))

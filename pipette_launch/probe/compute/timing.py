@@ -12,11 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from pipette_launch.facts import ComputeCase, ComputeTime, Samples
+from pipette_launch.probe.device_clock import CudaStopwatch
 from pipette_patches.workload.layers import Part
 
 MAX_VALUES = 20
@@ -128,35 +129,6 @@ class CpuStopwatch:
     def _share(self) -> float:
         """Wall time over computing time of all that was timed so far."""
         return max(1.0, self._wall_s / self._computed_s) if self._computed_s else 1.0
-
-
-class CudaStopwatch:
-    """Records events in the stream, so that time in which the host only launches kernels does not count."""
-
-    def mark(self) -> Any:
-        """Record an event behind all work launched so far."""
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def seconds(self, before: Any, after: Any) -> float:
-        """Wait for the later event, then compare."""
-        after.synchronize()
-        return float(before.elapsed_time(after)) / 1e3
-
-    def check_speed(self) -> None:
-        """Do nothing: no other process uses the GPU, and verdicts compare its clocks."""
-
-    def settle(self) -> None:
-        """Wait for the whole device."""
-        torch.cuda.synchronize()
-
-    def keep_share(self) -> None:
-        """Do nothing: no other process takes a share."""
-
-    def stretch(self) -> float:
-        """Return 1: events measure wall time."""
-        return 1.0
 
 
 Stopwatch: TypeAlias = CpuStopwatch | CudaStopwatch

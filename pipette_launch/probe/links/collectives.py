@@ -2,7 +2,8 @@
 
 All groups of a dimension run at the same time, as they do in training, so the times contain contention between them.
 On CPUs every collective comes right after some computing, as in training: there the same processor sends, adds and
-computes, so a rank that was busy waits for the processor and then for its peers.
+computes, so a rank that was busy waits for the processor and then for its peers. On GPUs several calls run in a row
+between two events of the device, as launches and waits of the host are hidden in training.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples
 from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
+from pipette_launch.probe.device_clock import QueuedCalls, await_device
 from pipette_launch.probe.harness import Budget, Lockstep
-from pipette_launch.probe.links.meter import align
+from pipette_launch.probe.links.meter import align, slowest_of_all
 from pipette_launch.probe.options import GroupSamples, ProbeOptions, WorkerResult
 
 COLLECTIVES_SHARE = 0.9
@@ -28,6 +32,10 @@ COMPUTED_S = 2e-3
 it, 4.3 to 5.1 ms after 2, 5 or 15 ms, and about 6 ms in training."""
 SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
 """Up to this size collectives on CPUs are repeated so many times as often: they cost little and scatter most."""
+MOST_CALLS, CALLS_S = 16, 10e-3
+"""On GPUs a value is the mean of this many calls in a row, and of fewer if they would take longer than this."""
+DEADLINE_SHARE = 0.8
+"""Part of the time limit after which a worker gives up, before NCCL's own watchdog ends it without a reason."""
 REACH_REPEATS = 3
 REACH_S, REACH_SHARE = 1.5, 0.5
 """The largest tensors of plans, gradients above all, may be many times the largest message between stages. A size near
@@ -37,6 +45,9 @@ took 169.)"""
 REACH_LIMIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 REACH_LEAST = 2
 """A size below so many times the largest message says nothing new."""
+
+
+_Call: TypeAlias = Callable[[], object]
 
 
 def padded_bytes(size_bytes: int, group_size: int) -> int:
@@ -70,6 +81,7 @@ def measure(
     found: list[GroupSamples] = []
     notes: list[str] = []
     rank, num_groups = lockstep.rank, 0
+    queued = QueuedCalls(time.perf_counter) if options.device_kind == "cuda" else None
     for index, dimension in enumerate(dimensions):
         if index and not lockstep.agree(lambda: budget.allows(COLLECTIVES_SHARE)):
             skipped = ", ".join(skipped.name for skipped in dimensions[index:])
@@ -82,7 +94,9 @@ def measure(
         num_groups += group is not None and group is not dist.group.WORLD
         for kind in dimension.kinds:
             lockstep.progress.step(index, len(dimensions), f"{kind} of {dimension.name}")
-            timer = _Timer(options, kind, size=len(members), group=group)
+            timer = _Timer(
+                options, kind, size=len(members), group=group, queued=queued, place=f"{kind} of {dimension.name}"
+            )
             for asked_bytes in options.message_sizes_bytes:
                 timer.time(asked_bytes)
             reach_bytes = int(lockstep.broadcast(str(timer.reach_bytes(dimension.most_bytes, budget))))
@@ -120,12 +134,22 @@ class _Timer:
     """
 
     def __init__(
-        self, options: ProbeOptions, kind: CollectiveKind, *, size: int, group: dist.ProcessGroup | None
+        self,
+        options: ProbeOptions,
+        kind: CollectiveKind,
+        *,
+        size: int,
+        group: dist.ProcessGroup | None,
+        queued: QueuedCalls | None = None,
+        place: str = "",
     ) -> None:
         self._options = options
         self._kind = kind
         self._size = size
         self._group = group
+        self._queued = queued
+        self._place = place
+        self._limit_s = DEADLINE_SHARE * options.timeout_s
         self.timed: dict[int, Samples] = {}
         """By bytes of the full tensor."""
         self.refused = ""
@@ -140,21 +164,41 @@ class _Timer:
         if self._group is not None and not self.refused:
             action = _action(self._kind, size_bytes // ELEMENT_BYTES, self._size, group=self._group, device=device)
             self.refused = _try_once(action) or ""
-        # Also after a refusal and without a group: the dimension's other groups wait for all ranks here.
-        align(device)
-        if action is not None and not self.refused:
-            warmups = 0 if repeats else self._options.warmups
-            is_small = device == "cpu" and asked_bytes <= SMALL_BYTES
-            repeats = repeats or self._options.repeats * (MORE_REPEATS if is_small else 1)
-            times = [_timed(action, device) for _ in range(warmups + repeats)]
-            self.timed[size_bytes] = Samples(values_s=tuple(times[warmups:]), warmup_s=tuple(times[:warmups]))
+        action = None if self.refused else action
+        try:
+            # Also after a refusal and without a group: the dimension's other groups wait for all ranks here.
+            align(device, self._limit_s)
+            value_s = _on_cpu if self._queued is None else self._on_gpu(action, self._queued)
+            if action is not None:
+                warmups = 0 if repeats else self._options.warmups
+                is_small = device == "cpu" and asked_bytes <= SMALL_BYTES
+                repeats = repeats or self._options.repeats * (MORE_REPEATS if is_small else 1)
+                times = [value_s(action) for _ in range(warmups + repeats)]
+                self.timed[size_bytes] = Samples(values_s=tuple(times[warmups:]), warmup_s=tuple(times[:warmups]))
+        except TimeoutError as error:
+            raise ProbeError(f"collectives: no end of {self._place} ({error})") from error
+
+    def _on_gpu(self, action: _Call | None, queued: QueuedCalls) -> Callable[[_Call], float]:
+        """Return what times calls in a row, by events; all ranks agree on their number.
+
+        A single call comes first, with a wait for its end: the slowest rank's decides.
+        """
+        before_s = time.perf_counter()
+        if action is not None:
+            action()
+            await_device(self._limit_s, time.perf_counter)
+        call_s = slowest_of_all(time.perf_counter() - before_s, "cuda", self._limit_s)
+        number = max(1, min(MOST_CALLS, int(CALLS_S / max(call_s, 1e-9))))
+        return lambda call: queued.seconds(call, number, timeout_s=self._limit_s)
 
     def reach_bytes(self, most_bytes: int, budget: Budget) -> int:
         """Return the bytes of the largest tensor that there is time for, by the largest size so far; 0 = none."""
         if not self.timed:
             return 0
         known_bytes, samples = list(self.timed.items())[-1]
-        allowed_s = min(REACH_S, REACH_SHARE * budget.left_s(COLLECTIVES_SHARE)) / (REACH_REPEATS + 1)
+        # On GPUs an untimed call comes before each value.
+        calls = (REACH_REPEATS + 1) * (1 if self._queued is None else 2)
+        allowed_s = min(REACH_S, REACH_SHARE * budget.left_s(COLLECTIVES_SHARE)) / calls
         affordable = int(known_bytes * allowed_s / samples.median_s)
         reach = min(most_bytes, affordable, REACH_LIMIT_BYTES[self._options.device_kind])
         return reach if reach >= REACH_LEAST * known_bytes else 0
@@ -189,14 +233,11 @@ def _try_once(action: Callable[[], object]) -> str | None:
     return None
 
 
-def _timed(action: Callable[[], object], device_kind: str) -> float:
-    if device_kind == "cpu":
-        # Keep this thread's processor busy, however long that takes on the wall.
-        end_s = time.thread_time() + COMPUTED_S
-        while time.thread_time() < end_s:
-            pass
+def _on_cpu(action: _Call) -> float:
+    # Keep this thread's processor busy, however long that takes on the wall.
+    end_s = time.thread_time() + COMPUTED_S
+    while time.thread_time() < end_s:
+        pass
     before = time.perf_counter()
     action()
-    if device_kind == "cuda":
-        torch.cuda.synchronize()
     return time.perf_counter() - before

@@ -8,6 +8,9 @@ ends when no sender wants more.
 All rails of a pair of hosts are measured at the same time: every message begins on all of them at once, and the time of
 the hosts is when the last rail has finished. Tensor-parallel ranks of one pipeline stage send to those of the next like
 that. All messages use the communicator of all ranks: one for each pair would cost far more than the measurement.
+
+On GPUs a message is timed by events in the stream (`device_clock`): the host queues several exchanges of small messages
+and waits once.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -24,8 +28,9 @@ import torch.distributed as dist
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples
+from pipette_launch.probe.device_clock import QueuedCalls, await_device
 from pipette_launch.probe.harness import Clock, Lockstep
-from pipette_launch.probe.links.repeats import Tally, condensed, in_step, ladder
+from pipette_launch.probe.links.repeats import Tally, condensed, in_step, ladder, num_exchanges
 from pipette_launch.probe.links.sampling import Pair
 from pipette_launch.probe.options import TINY_BYTES, LinkSamples, ProbeOptions
 
@@ -84,6 +89,7 @@ class LinkMeter:
         self._ack = torch.zeros(TINY_BYTES, dtype=torch.uint8, device=self.options.device_kind)
         self._place = ""
         self._rank = self.lockstep.rank
+        self._queued = QueuedCalls(self.clock) if self.options.device_kind == "cuda" else None
 
     def measure(
         self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0, within: bool = False
@@ -114,7 +120,7 @@ class LinkMeter:
         """Measure both directions of all pairs, low ends first; returns what this rank sent, if it had a partner."""
         mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self._rank in pair), None)
         with self._deadline("the others"):
-            align(self.options.device_kind)
+            align(self.options.device_kind, self.options.timeout_s, self.clock)
         if mine is not None:
             # The first contact opens connections, which training does once; no timed message should pay for it.
             self._swap(self._ack, self._ack.clone(), mine[1], sends_first=self._rank == mine[1][0])
@@ -123,7 +129,13 @@ class LinkMeter:
             tally = None
             if mine is not None and self._rank == mine[1][end]:
                 options = self.options
-                tally = Tally(sizes=self.sizes, repeats=options.repeats, warmups=options.warmups, bound_s=self.bound_s)
+                tally = Tally(
+                    sizes=self.sizes,
+                    repeats=options.repeats,
+                    warmups=options.warmups,
+                    bound_s=self.bound_s,
+                    is_queued=self._queued is not None,
+                )
             self._direction(groups, mine, tally)
             if tally is not None and mine is not None:
                 sizes, own = tally.samples(own=True)
@@ -179,23 +191,40 @@ class LinkMeter:
         return self._largest(torch.tensor([[number]], dtype=torch.float64))[0][0]
 
     def _message(self, index: int, pair: Pair, *, is_sender: bool) -> float:
-        """Send or answer one message of this size; returns the seconds until the answer was there."""
+        """Send or answer a message of this size; returns the seconds until the answer was there.
+
+        Both ends of a pair queue the same number of exchanges on a GPU, as both know the size.
+        """
+        if self._queued is None:
+            before_s = self.clock()
+            self._swap(*self._ends(index, is_sender=is_sender), pair, sends_first=is_sender)
+            return self.clock() - before_s
+        peer = pair[0] + pair[1] - self._rank
+
+        def exchange(index: int) -> None:
+            for operation in _operations(*self._ends(index, is_sender=is_sender), peer, sends_first=is_sender):
+                for work in dist.batch_isend_irecv([operation]):
+                    # Only the stream waits.
+                    work.wait()
+
+        with self._deadline(self.options.slot_name(peer)):
+            return self._queued.seconds(
+                partial(exchange, index),
+                num_exchanges(self.sizes[index]),
+                timeout_s=PARTNER_SHARE * self.options.timeout_s,
+                first=partial(exchange, 0),
+            )
+
+    def _ends(self, index: int, *, is_sender: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tensors that this rank sends and receives: message and acknowledgement, or the reverse."""
         message = self._buffer[: self.sizes[index]]
-        before_s = self.clock()
-        if is_sender:
-            self._swap(message, self._ack, pair, sends_first=True)
-        else:
-            self._swap(self._ack, message, pair, sends_first=False)
-        return self.clock() - before_s
+        return (message, self._ack) if is_sender else (self._ack, message)
 
     def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, pair: Pair, *, sends_first: bool) -> None:
         """Send one message and receive one, in this order or the other, and wait until the device has done both."""
         peer = pair[0] + pair[1] - self._rank
-        send = dist.P2POp(dist.isend, outgoing, peer)
-        receive = dist.P2POp(dist.irecv, incoming, peer)
         with self._deadline(self.options.slot_name(peer)):
-            # batch_isend_irecv uses the world communicator; NCCL's plain send would open one for each pair.
-            for operation in (send, receive) if sends_first else (receive, send):
+            for operation in _operations(outgoing, incoming, peer, sends_first=sends_first):
                 self._finish(dist.batch_isend_irecv([operation]), PARTNER_SHARE * self.options.timeout_s)
 
     def _finish(self, works: Iterable[dist.Work | None], timeout_s: float) -> None:
@@ -216,18 +245,27 @@ class LinkMeter:
             raise ProbeError(f"links: no answer from {whom} in {self._place} ({said})") from error
 
 
-def align(device_kind: str) -> None:
-    """Wait until all ranks are here, by the smallest all-reduce."""
-    dist.all_reduce(torch.zeros(1, device=device_kind))
+def _operations(
+    outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, *, sends_first: bool
+) -> tuple[dist.P2POp, dist.P2POp]:
+    """Return a send and a receive, each for a `batch_isend_irecv` of its own, in the order in which they run.
+
+    That function uses the world's communicator, where NCCL's plain send would open one for each pair.
+    """
+    send = dist.P2POp(dist.isend, outgoing, peer)
+    receive = dist.P2POp(dist.irecv, incoming, peer)
+    return (send, receive) if sends_first else (receive, send)
+
+
+def align(device_kind: str, timeout_s: float, clock: Clock = time.perf_counter) -> None:
+    """Wait until all ranks are here, by the smallest all-reduce; raises TimeoutError at a GPU's deadline."""
+    slowest_of_all(0.0, device_kind, timeout_s, clock)
+
+
+def slowest_of_all(seconds: float, device_kind: str, timeout_s: float, clock: Clock = time.perf_counter) -> float:
+    """Return the largest of all ranks' numbers; all ranks leave this call at the same time."""
+    largest = torch.tensor([seconds], dtype=torch.float64, device=device_kind)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if device_kind == "cuda":
-        torch.cuda.synchronize()
-
-
-def await_device(timeout_s: float, clock: Clock) -> None:
-    """Wait for all that was launched on this device; raises TimeoutError, where synchronize would wait for ever."""
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    deadline_s = clock() + timeout_s
-    while not done.query():  # type: ignore[no-untyped-call]
-        if clock() > deadline_s:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for the device")
+        await_device(timeout_s, clock)
+    return float(largest)

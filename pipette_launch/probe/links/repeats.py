@@ -17,6 +17,10 @@ from pipette_launch.probe.options import MIN_SIZES, TINY_BYTES
 
 FIRST_BYTES = 64 << 10
 """Larger messages wait until the time of this size is known."""
+EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20
+"""A GPU's value is the mean of 8 exchanges in a row of a small message, and of fewer if they would exceed 1 MiB."""
+LEAD_S = 1e-3
+"""Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges."""
 GROWTH = 16
 """A size that is more than so many times the largest tried one waits until the time of that one is known."""
 TINY_REPEATS = 4
@@ -33,6 +37,11 @@ def ladder(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
     """The sizes to send, ascending: those that are asked for, a tiny one, and a first step where theirs is high."""
     first = (FIRST_BYTES,) if max(sizes_bytes) > FIRST_BYTES else ()
     return tuple(sorted({TINY_BYTES, *first, *sizes_bytes}))
+
+
+def num_exchanges(size_bytes: int) -> int:
+    """Return the number of exchanges of a message that a GPU times as one value; both ends know it by the size."""
+    return max(1, min(EXCHANGES, EXCHANGED_BYTES // size_bytes))
 
 
 def in_passes(counts: Sequence[int]) -> Iterator[int]:
@@ -106,6 +115,8 @@ class Tally:
     warmups: int
     bound_s: float
     """Seconds that this direction may take; the least number of messages is sent in any case."""
+    is_queued: bool = False
+    """Each value is a mean of `num_exchanges`, as on GPUs."""
     warm_s: list[list[float]] = field(init=False)
     values_s: list[list[float]] = field(init=False)
     own_s: list[list[float]] = field(init=False)
@@ -164,7 +175,7 @@ class Tally:
     def _affords(self, index: int, tried: int) -> bool:
         """Whether the least number of messages of a size fits into the time, by the largest size that was tried."""
         seconds = self.warm_s[tried][-1] * self.sizes[index] / self.sizes[tried]
-        return seconds * (self._num_warmups(index) + MIN_VALUES) <= self.bound_s
+        return self._took_s(index, seconds) * (self._num_warmups(index) + MIN_VALUES) <= self.bound_s
 
     def _next_values(self) -> tuple[int, ...] | None:
         kept = [index for index, warm in enumerate(self.warm_s) if warm]
@@ -182,10 +193,22 @@ class Tally:
     def _factor(self, index: int) -> int:
         return TINY_REPEATS if self.sizes[index] == TINY_BYTES else 1
 
+    def _took_s(self, index: int, value_s: float) -> float:
+        """Return the time that measuring a value takes."""
+        return LEAD_S + num_exchanges(self.sizes[index]) * value_s if self.is_queued else value_s
+
     def _affordable(self, indices: Sequence[int], wanted: int) -> int:
         """How many passes over these sizes the time still allows, at most `wanted`."""
-        latest = [(self.values_s[index] or self.warm_s[index])[-1] * self._factor(index) for index in indices]
-        left_s = self.bound_s - sum(map(sum, (*self.warm_s, *self.values_s)))
+        latest = [
+            self._took_s(index, (self.values_s[index] or self.warm_s[index])[-1]) * self._factor(index)
+            for index in indices
+        ]
+        left_s = self.bound_s - sum(
+            self._took_s(index, value)
+            for one_s in (self.warm_s, self.values_s)
+            for index, values in enumerate(one_s)
+            for value in values
+        )
         return min(wanted, int(left_s / max(sum(latest), 1e-9)))
 
     def _more(self, indices: Sequence[int], count: int) -> tuple[int, ...]:

@@ -21,9 +21,9 @@ class OnHosts(NamedTuple):
     size: int
     """Members of a group."""
     spans: int
-    """Most hosts that one of the groups lies on."""
+    """Largest number of hosts of a group."""
     fewest: int = 1
-    """Fewest members that one of the groups has on one of its hosts; 1 if no group lies on several hosts."""
+    """Least number of members on a host, among groups on several hosts; 1 if no group is."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,13 +1,19 @@
 """Tests of what is timed on a group."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from facts_for_tests import tiny_job, tiny_model
+from gpu_rules.events import SimulatedDevice
 from probe.workers import OneRankStore, tiny_options
 
+from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples
+from pipette_launch.probe.device_clock import QueuedCalls
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.links import collectives
 from pipette_launch.probe.links.collectives import padded_bytes
@@ -107,3 +113,88 @@ def test_a_rank_without_a_group_names_no_size(tmp_path: Path) -> None:
     timer = collectives._Timer(tiny_options(tmp_path, hosts=2, devices=1), "all_gather", size=0, group=None)
 
     assert 0 == timer.reach_bytes(1 << 30, Budget(started_s=0, budget_s=60, clock=lambda: 0.0))
+
+
+class OnGpu(collectives._Timer):
+    """A timer on a simulated GPU; an all-reduce over the slots carries numbers and takes no time."""
+
+    def __init__(
+        self, folder: Path, device: SimulatedDevice, *, call_s: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = replace(tiny_options(folder, hosts=2, devices=1), timeout_s=5.0)
+        group = object()
+        monkeypatch.setattr(type(options), "device_kind", "cuda")
+        monkeypatch.setattr(collectives, "_action", lambda *_, **__: self._call)
+        monkeypatch.setattr(collectives.time, "perf_counter", device.clock)
+        monkeypatch.setattr(collectives, "align", lambda *_: None)
+        monkeypatch.setattr(collectives, "slowest_of_all", lambda seconds, *_: max(seconds, self.slowest_s))
+        super().__init__(
+            options,
+            "all_gather",
+            size=2,
+            group=group,  # type: ignore[arg-type]
+            queued=QueuedCalls(device.clock, keep_busy=lambda: device.launch(50e-6)),
+            place="all_gather of 2 x stride 1",
+        )
+        self.device, self.call_s, self.calls, self.slowest_s = device, call_s, 0, 0.0
+
+    def _call(self) -> None:
+        self.calls += 1
+        self.device.launch(self.call_s)
+
+
+def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call_s: float) -> OnGpu:
+    """A collective of this duration, whose launch takes 20 us and whose host wakes up after 10."""
+    device = SimulatedDevice(launch_s=20e-6, wake_s=10e-6)
+    device.install(monkeypatch)
+    return OnGpu(tmp_path, device, call_s=call_s, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("call_s", [8e-6, 60e-6, 2e-3, 0.5])
+def test_a_collective_takes_what_the_device_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call_s: float
+) -> None:
+    """Launch and wake-up of the host, 30 us, are in no value, however short the collective is."""
+    timer = on_gpu(tmp_path, monkeypatch, call_s)
+    timer.time(4096)
+
+    assert [call_s] * 3 == pytest.approx(list(timer.timed[4096].values_s))
+
+
+@pytest.mark.parametrize(
+    ("call_s", "slowest_s", "expected"),
+    [
+        # A first call that opens connections, one that is waited for, and 4 values with an untimed call each.
+        pytest.param(60e-6, 0.0, 2 + 4 * (1 + 16), id="short: 16 calls"),
+        pytest.param(60e-6, 2.1e-3, 2 + 4 * (1 + 4), id="slow on another rank: 4 calls in 10 ms"),
+        pytest.param(0.5, 0.0, 2 + 4 * (1 + 1), id="long: 1 call"),
+    ],
+)
+def test_all_ranks_make_the_calls_that_the_slowest_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call_s: float, slowest_s: float, expected: int
+) -> None:
+    """The number comes from the slowest rank's single call, so members of a group cannot wait for different ones."""
+    timer = on_gpu(tmp_path, monkeypatch, call_s)
+    timer.slowest_s = slowest_s
+    timer.time(4096)
+
+    assert expected == timer.calls
+
+
+def test_a_collective_whose_peer_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker gives up after 0.8 of the time limit of 5 s, before NCCL's watchdog ends it without a reason."""
+    timer = on_gpu(tmp_path, monkeypatch, math.inf)
+
+    with pytest.raises(ProbeError, match=r"no end of all_gather of 2 x stride 1 .waited 4 s for the device"):
+        timer.time(4096)
+
+
+def test_ranks_are_aligned_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest all-reduce of a GPU ends with a TimeoutError where a rank hangs."""
+    device = SimulatedDevice()
+    device.install(monkeypatch)
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: torch.zeros(1, dtype=torch.float64))
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: device.launch(math.inf))
+
+    with pytest.raises(TimeoutError, match="waited 3 s for the device"):
+        collectives.align("cuda", 3.0, device.clock)

@@ -1,6 +1,7 @@
 """Tests of link measurements between real processes over gloo, and of the deadline on a device."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_rules.events import SimulatedDevice
 from probe.workers import LIMIT_S, ROOT, OneRankStore, tiny_options
 
+from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
+from pipette_launch.probe.device_clock import QueuedCalls, await_device
 from pipette_launch.probe.harness import Lockstep
-from pipette_launch.probe.links.meter import LinkMeter, await_device
+from pipette_launch.probe.links.meter import LinkMeter
 from pipette_launch.probe.options import LinkSamples, ProbeOptions
 
 WORKER = Path(__file__).parents[1] / "link_worker.py"
@@ -133,3 +137,45 @@ def test_work_on_a_device_has_a_deadline_too(
         meter._finish([Work()], 7.0)  # type: ignore[list-item]
     assert [True] == waited
     assert event.looks is None
+
+
+def meter_on(device: SimulatedDevice, folder: Path, monkeypatch: pytest.MonkeyPatch, *, hop_s: float) -> LinkMeter:
+    """A meter whose messages and acknowledgements take the device `hop_s` each, over NCCL's stream."""
+    device.install(monkeypatch)
+
+    def batch(operations: list[object]) -> list[SimpleNamespace]:
+        assert 1 == len(operations)
+        device.launch(hop_s)
+        return [SimpleNamespace(wait=lambda: None)]
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+    monkeypatch.setattr(dist, "P2POp", lambda *words: words)
+    meter = LinkMeter(
+        options=tiny_options(folder, hosts=2, devices=1, timeout_s=10.0),
+        lockstep=Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
+        bound_s=1.0,
+        clock=device.clock,
+    )
+    meter._place = "round 1 of 1 between hosts"
+    meter._queued = QueuedCalls(device.clock, keep_busy=lambda: device.launch(50e-6))
+    return meter
+
+
+@pytest.mark.parametrize("is_sender", [True, False])
+@pytest.mark.parametrize("hop_s", [3e-6, 40e-6, 5e-3])
+def test_a_message_between_gpus_takes_what_the_devices_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hop_s: float, *, is_sender: bool
+) -> None:
+    """There and back is two hops; launches of 20 us and wake-ups of 10 us are in no value once the host is ahead."""
+    meter = meter_on(SimulatedDevice(launch_s=20e-6, wake_s=10e-6), tmp_path, monkeypatch, hop_s=hop_s)
+    times_s = [meter._message(index, (0, 1), is_sender=is_sender) for index in (0, 0, 1, 2)]
+
+    assert [2 * hop_s] * 4 == pytest.approx(times_s)
+
+
+def test_a_partner_that_hangs_is_named_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 0.8 of the time limit of 10 s."""
+    meter = meter_on(SimulatedDevice(), tmp_path, monkeypatch, hop_s=math.inf)
+
+    with pytest.raises(ProbeError, match=r"no answer from node1:0 in round 1 of 1 between hosts .waited 8 s"):
+        meter._message(0, (0, 1), is_sender=True)

@@ -17,6 +17,7 @@ from pipette_launch.probe.links.repeats import (
     in_passes,
     in_step,
     ladder,
+    num_exchanges,
     quartile_spread,
     undisturbed,
 )
@@ -193,3 +194,20 @@ def test_few_values_say_as_much_as_many(values: list[float]) -> None:
     assert np.quantile(values, 0.25) == pytest.approx(few.median_s, rel=1e-5)
     assert samples.spread == pytest.approx(few.spread, rel=1e-4, abs=1e-5)
     assert (3, (2.0,)) == (len(few.values_s), few.warmup_s)
+
+
+def test_a_gpus_value_is_the_mean_of_a_few_small_messages() -> None:
+    """Eight exchanges of a small message, and no more than 1 MiB in a row."""
+    assert [8, 8, 4, 1, 1] == [num_exchanges(size) for size in (8, 128 << 10, 256 << 10, 1 << 20, 1 << 26)]
+
+
+def test_what_a_value_takes_on_a_gpu_counts() -> None:
+    """Exchanges in a row and the time before them are in the bound: within 40 ms they leave fewer values."""
+    plain, queued = (
+        Tally(sizes=SIZES, repeats=5, warmups=1, bound_s=0.04, is_queued=is_queued) for is_queued in (False, True)
+    )
+    sent(plain, 1e9)
+    sent(queued, 1e9)
+
+    assert [20, 5, 5, 5] == [len(values) for values in plain.values_s]
+    assert [12, 3, 3, 3] == [len(values) for values in queued.values_s]

@@ -1,0 +1,94 @@
+"""Tests of how the warm-up times work on a GPU, on a simulated device."""
+
+import math
+
+import pytest
+import torch
+from gpu_rules.events import SimulatedDevice
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.probe.device_clock import CudaStopwatch, QueuedCalls, await_device
+
+LAUNCH_S, WAKE_S = 20e-6, 10e-6
+CALL_S = 12e-6
+"""Shorter than its launch, as a small collective inside a host is."""
+PASS_S = 50e-6
+
+
+def queued_on(device: SimulatedDevice) -> QueuedCalls:
+    """The product's stopwatch, whose device is kept busy by passes of 50 us."""
+    return QueuedCalls(device.clock, keep_busy=lambda: device.launch(PASS_S))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    """A device whose launches take longer than its calls."""
+    device = SimulatedDevice(launch_s=LAUNCH_S, wake_s=WAKE_S)
+    device.install(monkeypatch)
+    return device
+
+
+def test_calls_in_a_row_take_the_devices_time_and_not_the_hosts(device: SimulatedDevice) -> None:
+    """Calls of 12 us whose launches take 20 us and whose wake-up takes 10 us are timed as 12 us."""
+    found_s = queued_on(device).seconds(lambda: device.launch(CALL_S), 16, timeout_s=1.0)
+
+    assert CALL_S == pytest.approx(found_s)
+
+
+def test_one_call_at_a_time_would_count_launch_and_wake_up(device: SimulatedDevice) -> None:
+    """A call on an idle device with a wait for its end takes 42 us on the host: the stand-in shows the difference."""
+    before_s = device.clock()
+    device.launch(CALL_S)
+    torch.cuda.synchronize()
+
+    assert LAUNCH_S + CALL_S + WAKE_S == pytest.approx(device.clock() - before_s)
+
+
+def test_a_device_that_was_idle_too_early_is_kept_busy_for_longer(device: SimulatedDevice) -> None:
+    """The first passes end before the host has queued 64 calls, so launches count; later values are exact."""
+    queued = queued_on(device)
+    values_s = [queued.seconds(lambda: device.launch(1e-6), 64, timeout_s=1.0) for _ in range(4)]
+
+    assert values_s[0] > 10e-6
+    assert 1e-6 == pytest.approx(values_s[-1])
+
+
+def test_the_ranks_meet_before_the_first_timed_call(device: SimulatedDevice) -> None:
+    """A first call that waits 3 ms for a peer does not count."""
+    found_s = queued_on(device).seconds(
+        lambda: device.launch(CALL_S), 8, timeout_s=1.0, first=lambda: device.launch(3e-3)
+    )
+
+    assert CALL_S == pytest.approx(found_s)
+
+
+def test_a_peer_that_hangs_ends_the_wait(device: SimulatedDevice) -> None:
+    """Work that never ends is a TimeoutError after the time limit, and not a wait for ever."""
+    with pytest.raises(TimeoutError, match="waited 2 s for the device"):
+        queued_on(device).seconds(lambda: device.launch(math.inf), 8, timeout_s=2.0)
+
+    assert device.clock() < 3.0
+
+
+def test_a_wait_for_the_device_ends_with_its_work(device: SimulatedDevice) -> None:
+    """All work launched before counts: 5 ms."""
+    device.launch(5e-3)
+    await_device(1.0, device.clock)
+
+    assert 5e-3 == pytest.approx(device.clock(), rel=0.01)
+
+
+@given(launch_s=st.floats(0, 100e-6), wake_s=st.floats(0, 100e-6), work_s=st.floats(1e-6, 1.0))
+def test_events_do_not_depend_on_the_host(launch_s: float, wake_s: float, work_s: float) -> None:
+    """Work between two events on a busy device takes the same time whatever launches and wake-ups take."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        device = SimulatedDevice(launch_s=launch_s, wake_s=wake_s)
+        device.install(monkeypatch)
+        watch = CudaStopwatch()
+        device.launch(1e-3)
+        before = watch.mark()
+        device.launch(work_s)
+        found_s = watch.seconds(before, watch.mark())
+
+    assert work_s == pytest.approx(found_s)

@@ -26,7 +26,7 @@ SUB_FLOORS = {
     "facts": [
         {"checks", "headings"},
         {"files", "health", "layout", "meanings", "performance", "schedule"},
-        {"layout_columns", "model", "schedule_file", "schedules"},
+        {"layout_columns", "model", "pipeline", "schedule_file", "schedules"},
         {"job"},
         {"machines"},
         {"measurements", "together"},

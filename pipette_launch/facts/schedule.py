@@ -69,6 +69,49 @@ class Columns(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PassTimes:
+    """Nanoseconds that passes and messages of a schedule are expected to take: their messages are ordered by them.
+
+    Whole numbers, so that sums are equal on all ranks. Raises FactError if the numbers of entries are unequal.
+    """
+
+    forward: tuple[int, ...]
+    """One entry for each stage, as in `backward`, `input` and `weight`."""
+    backward: tuple[int, ...]
+    """The whole backward."""
+    input: tuple[int, ...]
+    """Its input gradient alone."""
+    weight: tuple[int, ...]
+    """Its weight gradients alone."""
+    forward_hop: tuple[int, ...]
+    """From stage s to s + 1: one entry less than stages."""
+    backward_hop: tuple[int, ...]
+    """From stage s + 1 to s."""
+
+    def __post_init__(self) -> None:
+        passes = (self.forward, self.backward, self.input, self.weight)
+        hops = (self.forward_hop, self.backward_hop)
+        stages = len(self.forward)
+        if {len(each) for each in passes} != {stages} or {len(each) for each in hops} != {stages - 1}:
+            raise FactError(
+                f"pass times: {stages} stages need {stages} times of each pass and {stages - 1} hops each way"
+            )
+        if min(map(min, passes)) < 1 or min((0, *self.forward_hop, *self.backward_hop)) < 0:
+            raise FactError("pass times: each pass takes one nanosecond or more, and no hop takes less than none")
+
+    @classmethod
+    def equal(cls, num_stages: int) -> PassTimes:
+        """Every pass takes one unit, and messages take no time."""
+        one, nothing = (1,) * num_stages, (0,) * (num_stages - 1)
+        return cls(forward=one, backward=one, input=one, weight=one, forward_hop=nothing, backward_hop=nothing)
+
+    def of(self, action: Action) -> int:
+        """Return the time of a pass."""
+        times = {"F": self.forward, "B": self.backward, "I": self.input, "W": self.weight}
+        return times[action.kind][action.stage]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """What every pipeline rank does, in order.
 
@@ -84,6 +127,8 @@ class Schedule:
     num_microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     placement: Placement = "loop"
+    times: PassTimes | None = None
+    """By which its messages are ordered over NCCL; None = as if all passes took as long."""
 
     def __post_init__(self) -> None:
         """Check that nothing is missing, strange, double or before what it needs on its own rank."""
@@ -101,6 +146,8 @@ class Schedule:
                 f"{self.name}: {num_actions} actions cannot run {self.num_microbatches} micro-batches on "
                 f"{self.num_stages} stages"
             )
+        if self.times is not None and len(self.times.forward) != self.num_stages:
+            raise FactError(f"{self.name}: times of {len(self.times.forward)} stages for {self.num_stages}")
         columns = self.columns
         _check_owners(self, columns)
         _check_passes(self, columns)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER
-from pipette_launch.facts.schedule import KINDS, Action, Placement, Schedule, words
+from pipette_launch.facts.schedule import KINDS, Action, PassTimes, Placement, Schedule, words
 
 # schema_version history of schedule.json
 # 1  2026-11-23  first version
@@ -36,6 +36,9 @@ class ScheduleFile:
     checks_first_step: bool = field(default=False, metadata=ADDED_LATER)
     """Whether the first step is run under Megatron's own schedule too, and compared; that needs memory for both."""
 
+    times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
+    """By which its messages are ordered over NCCL; None = as if all passes took as long."""
+
     @classmethod
     def of(cls, schedule: Schedule, *, checks_first_step: bool = False) -> ScheduleFile:
         """Write a schedule."""
@@ -46,6 +49,7 @@ class ScheduleFile:
             vpp=schedule.vpp,
             num_microbatches=schedule.num_microbatches,
             placement=schedule.placement,
+            times=schedule.times,
             ranks=tuple(" ".join(words(actions)) for actions in schedule.ranks),
         )
 
@@ -57,6 +61,7 @@ class ScheduleFile:
             vpp=self.vpp,
             num_microbatches=self.num_microbatches,
             placement=self.placement,
+            times=self.times,
             ranks=tuple(tuple(map(action_of, rank.split())) for rank in self.ranks),
         )
 

@@ -11,8 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,10 +26,11 @@ from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step,
 
 from pipette_launch.cost.pipeline.named_schedules import named_schedule
 from pipette_launch.facts import files
+from pipette_launch.facts.schedule import PassTimes
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_patches import registry
 from pipette_patches.abstract.allocator import metered
-from pipette_patches.schedules import executor, patch
+from pipette_patches.schedules import executor, messages, patch
 from pipette_patches.schedules.executor import PipelineStep
 from pipette_patches.schedules.messages import PendingMessages
 
@@ -152,11 +155,16 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
         known["name"], pp=options["pp"], vpp=options.get("vpp") or 1, num_microbatches=options["microbatches"],
         **{key: value for key, value in known.items() if key != "name"},
     )  # fmt: skip
+    made = replace(made, times=PassTimes.equal(made.num_stages))
     files.write(path, ScheduleFile.of(made, checks_first_step=options.get("checks_first_step", False)))
     os.environ["PIPETTE_SCHEDULE"] = str(path)
     counted = Counted()
     broken = lost_products() if options.get("is_broken") else contextlib.nullcontext()
-    with registry.use("schedules"), counted, broken, on_gpu(dist.get_rank()) as restored:
+    streams: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if options.get("in_streams"):
+        # Gloo stands in for NCCL: the same programs, process groups and greetings.
+        streams = mock.patch.object(messages, "runs_in_streams", return_value=True)
+    with registry.use("schedules"), counted, broken, streams, on_gpu(dist.get_rank()) as restored:
         ours, gradients, held_bytes = train(options)
     furthest = max(
         (one[name] - other[name]).abs().max().item()

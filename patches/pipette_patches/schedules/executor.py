@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from pipette_launch.facts.pipeline.lowering import Message, Program, message_of
 from pipette_launch.facts.schedule import Action
-from pipette_patches.schedules.lowering import Message, Program, message_of
 from pipette_patches.schedules.messages import PendingMessages
 from pipette_patches.schedules.results import carry
 from pipette_patches.schedules.weight_gradients import Deferred, deferred
@@ -41,6 +41,8 @@ class Call:
     """What this release gives to `finalize_model_grads` by name."""
     config: Any
     """Megatron's `TransformerConfig`."""
+    in_streams: bool = False
+    """True if messages go over NCCL (`messages.runs_in_streams`)."""
     tied_weights: tuple[Any, ...] = ()
     """Embedding and head of a model that ties them, where this rank has both."""
 
@@ -123,7 +125,7 @@ class PipelineStep:
         self._model_type = (schedules.get_model_type(call.model[0]),) if asks_type else ()
         self._schedules = schedules
         self._begin = begin
-        self._messages = PendingMessages(call.groups.pp, self._empty)
+        self._messages = PendingMessages(call.groups.pp, self._empty, in_streams=call.in_streams)
         stages = [stage for stage, rank in enumerate(rank_S) if rank == call.groups.pp.rank()]
         self._chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
         passes = [step for step in program if isinstance(step, Action)]

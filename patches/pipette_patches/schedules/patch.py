@@ -19,20 +19,19 @@ import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from pipette_launch.errors import FactError
 from pipette_launch.facts import files
+from pipette_launch.facts.pipeline.lowering import Message, Program, forward_passes, programs
 from pipette_launch.facts.schedule import Schedule
 from pipette_launch.facts.schedule_file import VARIABLE, ScheduleFile
 from pipette_patches import registry
 from pipette_patches.errors import PatchError
 from pipette_patches.replacements import Replacement, Replacements
-from pipette_patches.schedules import executor, first_step, v_placement, weight_gradients
-from pipette_patches.schedules.lowering import Program, forward_passes, programs
+from pipette_patches.schedules import executor, first_step, messages, v_placement, weight_gradients
 from pipette_patches.schedules.watchdog import Watchdog
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
-GLOO_AHEAD = 1
-"""A message over gloo travels only once it is asked for."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -53,16 +52,26 @@ def _schedule(document: ScheduleFile) -> Schedule:
 
 
 @functools.lru_cache(maxsize=4)
-def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool, ahead: int) -> tuple[Program, ...]:
+def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool, in_streams: bool) -> tuple[Program, ...]:
     """Return what each rank does; raises PatchError where the schedule cannot run or is for other steps."""
-    if forward_only:
-        return programs(forward_passes(known.rank_S, num_microbatches), known.rank_S, ahead=ahead)
-    if num_microbatches != known.num_microbatches:
+    if not forward_only and num_microbatches != known.num_microbatches:
         raise PatchError(
             f"the schedule {known.name} is for {known.num_microbatches} micro-batches a step; this one has "
             f"{num_microbatches}"
         )
-    return programs(known.ranks, known.rank_S, ahead=ahead)
+    passes = forward_passes(known.rank_S, num_microbatches) if forward_only else known.ranks
+    try:
+        return programs(passes, known.rank_S, known.times if in_streams else None, in_streams=in_streams)
+    except FactError as fault:
+        raise PatchError(str(fault)) from fault
+
+
+@functools.lru_cache(maxsize=1)
+def _open_ways(path: str, group: Any) -> None:
+    """Open the communicators of a pipeline, once."""
+    known = _schedule(_document(path))
+    ranks = programs(known.ranks, known.rank_S)
+    messages.open_ways(group, {step.way for steps in ranks for step in steps if isinstance(step, Message)})
 
 
 @functools.lru_cache(maxsize=1)
@@ -95,8 +104,11 @@ def _following(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         if known.placement == "v":
             _check_fold(known, call.model, rank, attribute)
             call = replace(call, tied_weights=_tied_weights(call.model, attribute))
-        ahead = GLOO_AHEAD if dist.get_backend(call.groups.pp) == "gloo" else 0
-        program = _programs(known, call.num_microbatches, forward_only=call.forward_only, ahead=ahead)[rank]
+        if call.in_streams:
+            _open_ways(path, call.groups.pp)
+        program = _programs(known, call.num_microbatches, forward_only=call.forward_only, in_streams=call.in_streams)[
+            rank
+        ]
 
         def ours(data: list[Any]) -> list[Any]:
             step = replace(call, data_iterator=data)
@@ -141,6 +153,7 @@ def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedul
         first_val_step=arguments.get("first_val_step"),
         groups=finalize_arguments[collection],
         finalize_arguments=finalize_arguments,
+        in_streams=messages.runs_in_streams(finalize_arguments[collection].pp),
         config=megatron_schedules.get_model_config(chunks[0]),
     )
 

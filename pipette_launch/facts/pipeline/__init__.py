@@ -1,0 +1,1 @@
+"""Programs of pipeline ranks: passes, sends and receives in turn."""

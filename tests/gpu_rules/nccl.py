@@ -1,0 +1,230 @@
+"""How long a step takes whose messages are NCCL's sends and receives, run by the programs that the executor runs.
+
+Sources: PyTorch 2.x, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and torch/distributed/distributed_c10d.py; NCCL
+user guide, "Group Calls", "Point-to-point communication" and "Using multiple NCCL communicators concurrently"; CUDA
+C++ Programming Guide, "Streams", "Events" and the variable CUDA_DEVICE_MAX_CONNECTIONS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from pipette_launch.facts.pipeline.lowering import Message, message_of, message_to
+from pipette_launch.facts.schedule import Action, Kind
+
+Group = tuple[Message, ...]
+"""Messages between ncclGroupStart and ncclGroupEnd (torch: the operations of one `batch_isend_irecv`)."""
+Step = Action | Message | Group
+
+
+class DeadlockError(Exception):
+    """The ranks wait for each other for ever."""
+
+
+def way(message: Message) -> Hashable:
+    """A stream for each way: unbatched operations of two ranks have their own communicator, one in each process group.
+
+    Rule: pointToPoint takes the key of `getKeySendRecv` for its communicator and its stream, unless the group was bound
+    to a device at its start (`eagerInit_`).
+    """
+    return message.way
+
+
+def together(_: Message) -> Hashable:
+    """One stream for all: a process group has one communicator and one stream on a device (`getKeyFromDevice`)."""
+    return None
+
+
+@dataclass
+class _Operation:
+    """A group on the stream of one rank."""
+
+    rank: int
+    group: Group
+    stream: Hashable
+    passes: int
+    """Passes that this rank had issued before."""
+    before: _Operation | None
+    """The operation before it on its stream."""
+    start_s: float | None = None
+    end_s: float | None = None
+
+
+class Pipeline:
+    """Programs of all ranks, run side by side.
+
+    Args:
+        programs: what each rank issues in turn.
+        rank_S: the pipeline rank of each stage.
+        pass_s: seconds of a pass.
+        hop_s: seconds of a message.
+        stream_of: the stream of a message.
+        one_queue: whether kernels of all streams pass through one queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which
+            Megatron asks for before Blackwell): then each starts after all that the rank issued before has started.
+
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Sequence[Step]],
+        rank_S: Sequence[int],
+        pass_s: Callable[[Action], float],
+        hop_s: Callable[[Message], float],
+        *,
+        stream_of: Callable[[Message], Hashable] = way,
+        one_queue: bool = False,
+    ) -> None:
+        self.programs = programs
+        self.rank_S = rank_S
+        self.pass_s = pass_s
+        self.hop_s = hop_s
+        self.stream_of = stream_of
+        self.one_queue = one_queue
+        ranks = range(len(programs))
+        self.pass_ends: list[list[float]] = [[] for _ in ranks]
+        self.started_s = [0.0 for _ in ranks]
+        self.at = [0 for _ in ranks]
+        self.operation_of: dict[tuple[int, Message], _Operation] = {}
+        self.waiting: list[list[_Operation]] = [[] for _ in ranks]
+        self.last: list[dict[Hashable, _Operation]] = [{} for _ in ranks]
+        self.ends: dict[Action, float] = {}
+
+    def run(self) -> float:
+        """Return when the last pass and the last message end; raises DeadlockError where they never do."""
+        moved = True
+        while moved:
+            moves = [move(rank) for move in (self._issue, self._travel) for rank in range(len(self.programs))]
+            moved = any(moves)
+        for rank, program in enumerate(self.programs):
+            if self.at[rank] < len(program) or self.waiting[rank]:
+                raise DeadlockError(
+                    f"rank {rank} at {program[self.at[rank] :][:1]}, {len(self.waiting[rank])} messages"
+                )
+        arrivals = [operation.end_s or 0.0 for operation in self.operation_of.values()]
+        return max(*(ends[-1] for ends in self.pass_ends), *arrivals)
+
+    def _issue(self, rank: int) -> bool:
+        """Issue what a rank can, and start its passes: the host does not wait, streams do."""
+        first = self.at[rank]
+        for step in self.programs[rank][first:]:
+            if isinstance(step, Action):
+                if not self._run(rank, step):
+                    break
+            elif not self._post(rank, (step,) if isinstance(step, Message) else step):
+                break
+            self.at[rank] += 1
+        return self.at[rank] > first
+
+    def _post(self, rank: int, group: Group) -> bool:
+        """Put a group on its stream. Rule: coalesced operations are one work with one event (`endCoalescing`)."""
+        stream = self.stream_of(group[0])
+        for message in group:
+            assert message.source != rank or self._is_made(message), f"{message} is sent before it is made"
+        known = self.operation_of.get((rank, group[0]))
+        if known is None:
+            known = _Operation(rank, group, stream, len(self.pass_ends[rank]), self.last[rank].get(stream))
+            self.last[rank][stream] = known
+            self.waiting[rank].append(known)
+            for message in group:
+                assert (rank, message) not in self.operation_of, f"{message} is posted twice on rank {rank}"
+                self.operation_of[rank, message] = known
+        # One queue: nothing behind it is issued before it has started.
+        return not self.one_queue or self._start(known)
+
+    def _start(self, operation: _Operation) -> bool:
+        """Start a group. Rule: groups of a stream run in order, and behind the passes issued before (`syncStream`)."""
+        if operation.start_s is None:
+            before_s = operation.before.end_s if operation.before else 0.0
+            if before_s is None:
+                return False
+            ends = self.pass_ends[operation.rank][: operation.passes]
+            operation.start_s = max(before_s, ends[-1] if ends else 0.0)
+            if self.one_queue:
+                operation.start_s = max(operation.start_s, self.started_s[operation.rank])
+                self.started_s[operation.rank] = operation.start_s
+        return True
+
+    def _travel(self, rank: int) -> bool:
+        """End the groups of a rank that have met all their peers. Rule: a group ends with its slowest member."""
+        moved = False
+        for operation in list(self.waiting[rank]):
+            was = operation.start_s
+            if not self._start(operation):
+                continue
+            moved = moved or was is None
+            arrivals_s = [self._arrival_s(message) for message in operation.group]
+            if None not in arrivals_s:
+                operation.end_s = max(each for each in arrivals_s if each is not None)
+                self.waiting[rank].remove(operation)
+                moved = True
+        return moved
+
+    def _arrival_s(self, message: Message) -> float | None:
+        """Rule: a send ends only when its receive has begun (ncclSend may block until the peer's ncclRecv)."""
+        ends = [self.operation_of.get((rank, message)) for rank in message.way]
+        starts_s = [end.start_s for end in ends if end is not None and end.start_s is not None]
+        return max(starts_s) + self.hop_s(message) if len(starts_s) == len(ends) else None
+
+    def _run(self, rank: int, action: Action) -> bool:
+        """Run a pass once what it waits for is there. Rule: `wait` makes its stream wait for the work's event."""
+        stage, kind, microbatch = action
+        ends = self.pass_ends[rank]
+        ready_s = ends[-1] if ends else 0.0
+        if self.one_queue:
+            ready_s = max(ready_s, self.started_s[rank])
+        needed = [message_to(action, self.rank_S)]
+        if kind in "BI" and stage < len(self.rank_S) - 1:
+            # The executor frees the output once it was sent.
+            needed.append(message_of(self.rank_S, stage, microbatch, is_gradient=False))
+        for message in needed:
+            if message is None or message.source == message.target:
+                continue
+            operation = self.operation_of.get((rank, message))
+            assert operation is not None, f"{action.word} needs {message}, which rank {rank} has not asked for"
+            if operation.end_s is None:
+                return False
+            ready_s = max(ready_s, operation.end_s)
+        self._check_made(action)
+        self.started_s[rank] = max(self.started_s[rank], ready_s)
+        ends.append(ready_s + self.pass_s(action))
+        self.ends[action] = ends[-1]
+        return True
+
+    def _check_made(self, action: Action) -> None:
+        """Fail where a pass would run before what it needs is made, on whichever rank."""
+        stage, kind, microbatch = action
+        is_gradient = kind != "F"
+        giver = stage + (1 if is_gradient else -1)
+        if kind == "W":
+            assert Action(stage, "I", microbatch) in self.ends, f"{action.word} runs before its I"
+        elif 0 <= giver < len(self.rank_S):
+            needed = message_of(self.rank_S, giver, microbatch, is_gradient=is_gradient)
+            assert self._is_made(needed), f"{action.word} runs before {needed} is made"
+
+    def _is_made(self, message: Message) -> bool:
+        kinds: tuple[Kind, ...] = ("B", "I") if message.is_gradient else ("F",)
+        return any(Action(message.stage, kind, message.microbatch) in self.ends for kind in kinds)
+
+
+def batched(programs: Sequence[Sequence[Action | Message]]) -> list[list[Step]]:
+    """Make one group of messages that a rank posts in a row, as `batch_isend_irecv` does."""
+    done = []
+    for program in programs:
+        steps: list[Step] = []
+        for step in program:
+            if isinstance(step, Message) and steps and not isinstance(steps[-1], Action):
+                steps[-1] = (*steps[-1], step)  # type: ignore[misc]
+            else:
+                steps.append((step,) if isinstance(step, Message) else step)
+        done.append(steps)
+    return done
+
+
+def message_seconds(forward_hop: Sequence[float], backward_hop: Sequence[float]) -> Callable[[Message], float]:
+    """Seconds of a message by its stage."""
+
+    def seconds(message: Message) -> float:
+        return backward_hop[message.stage - 1] if message.is_gradient else forward_hop[message.stage]
+
+    return seconds

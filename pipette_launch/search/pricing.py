@@ -9,6 +9,7 @@ from dataclasses import replace
 from pipette_launch.facts import Layout, files
 from pipette_launch.search.candidates import Candidate, SearchInputs
 from pipette_launch.search.frontier import Promising
+from pipette_launch.search.placement.device_order import settled
 from pipette_launch.search.placement.search import begin, exchange_devices, improve
 from pipette_launch.search.placement.slots import IsLate, Placement, PlacementProblem, host_order
 
@@ -43,7 +44,7 @@ def price(
         return beaten
     problem = placement_problem(inputs, layout, bound_s)
     if carried:
-        best = problem.best_of([carried])
+        best = settled(problem, carried)
         if best.cost_s >= beat_s:
             return beaten
         host_order_s = problem.best_of([host_order(layout.world_size)]).cost_s
@@ -70,7 +71,7 @@ def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is
 
 
 def with_devices_exchanged(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
-    """Let single devices change places from the best placement on; the arguments are those of a round."""
+    """Let single ranks change hosts from the best placement on; the arguments are those of a round."""
     problem, rng = placement_problem(inputs, one.layout, one.bound_s), _chance(one, seed)
     return replace(one, placed=exchange_devices(problem, one.placed, rng=rng, is_late=is_late))
 

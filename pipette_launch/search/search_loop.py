@@ -33,7 +33,7 @@ AFTER_PRICING = ((1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
 ALIKE = 2
 """Of these at most so many of equal degrees: what one placement saves, those of others of these degrees save too."""
 ANNEALED, ANNEALED_NEAR, ANNEALED_FOR = 3, 0.05, 0.01
-"""On `ANNEALED_SLOTS` single devices change places once all rounds are done, for so many of the fastest layouts, whose
+"""On `ANNEALED_SLOTS` single ranks change hosts once all rounds are done, for so many of the fastest layouts, whose
 steps are longer than the best by that part at most and whose bounds are lower by that part at least."""
 RUNNERS_UP = 3
 """So many layouts that cannot win are priced as alternatives, as many that need less memory, and as many beside the
@@ -217,7 +217,7 @@ class SearchLoop:
         return one
 
     def _anneal(self) -> None:
-        """Let single devices change places for the fastest layouts, where that may save much of the best step."""
+        """Let single ranks change hosts for the fastest layouts, where that may save much of the best step."""
         inputs, is_late = self._inputs, self._is_late
         if inputs.cluster.num_slots not in ANNEALED_SLOTS:
             return

@@ -102,7 +102,11 @@ def solve(
         schedules_deadline_s = clock() + options.budget_s
         plan = _scheduled(plan, inputs, searched, frontier, options, lambda: clock() >= schedules_deadline_s)
     return replace(
-        plan, num_layouts=found.num_layouts, dropped=dict(dropped.most_common()), solve_s=clock() - started_s
+        plan,
+        reasons=(*plan.reasons, *explanations.kept_order(inputs, plan.chosen)),
+        num_layouts=found.num_layouts,
+        dropped=dict(dropped.most_common()),
+        solve_s=clock() - started_s,
     )
 
 

@@ -18,6 +18,7 @@ from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.fewer_hosts import keeping, rough_step
 from pipette_launch.search.layouts.enumerate import compute_cases, cuts
+from pipette_launch.search.placement.device_order import settled
 from pipette_launch.search.placement.search import begin, exchange_devices, improve
 from pipette_launch.search.placement.slots import IsLate, faster
 from pipette_launch.search.pricing import placement_problem
@@ -317,7 +318,7 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         return choice
     problem = placement_problem(inputs, layout, inputs.predictor.bound_s(layout))
     if problem.slots.allows(choice.placement):
-        placed = problem.best_of([choice.placement])
+        placed = settled(problem, choice.placement)
         placed = placed if placed.is_optimal else faster(placed, begin(problem, is_late=is_late)[0])
     else:
         # A host that took the place of another lies in another NVLink domain.

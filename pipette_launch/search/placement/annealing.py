@@ -1,4 +1,4 @@
-"""Simulated annealing of a placement: Pipette's swap, migration and reversal, of hosts or of single devices."""
+"""Simulated annealing of a placement: Pipette's swap, migration and reversal, of hosts or of single ranks."""
 
 # A line is a list of carriers, each a sequence of slots that move together.
 
@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 
+from pipette_launch.facts.machines.device_order import in_device_order, shared_order
 from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, Slots
 
 WIDTH = 32
@@ -37,10 +38,13 @@ def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: rando
     """
     here = best = start
     found_at, slots = 0, problem.slots
-    for step in range(steps):
+    devices = slots.devices_per_host
+    order_D = shared_order(start.placement, devices)
+    for step in range(steps if _kinds(slots) else 0):
         if is_late() or step - found_at >= PATIENCE:
             break
-        there = problem.best_of([neighbour(here.placement, slots, rng) for _ in range(WIDTH)])
+        neighbours = [neighbour(here.placement, slots, rng) for _ in range(WIDTH)]
+        there = problem.best_of(in_device_order(neighbours, devices, order_D))
         temperature = START_TEMPERATURE * math.pow(END_TEMPERATURE / START_TEMPERATURE, step / steps)
         if _accepts(there.cost_s - here.cost_s, temperature * (start.cost_s - problem.bound_s), rng):
             here = there
@@ -56,9 +60,10 @@ def _accepts(rise_s: float, temperature_s: float, rng: random.Random) -> bool:
 
 
 def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placement:
-    """Swap, move or reverse along a random line: the hosts, the slots of one host, or slots of several hosts.
+    """Swap, move or reverse along a random line: hosts, or slots of several hosts.
 
-    Between hosts on CUDA only ranks of equal residue change places, which keeps every host's residues distinct.
+    Between hosts on CUDA only ranks of equal residue change places, which keeps every host's residues distinct. The
+    result says which ranks a host has, and not which of its devices they take.
     """
     line = _line(placement, slots, rng)
     order = _rearranged(len(line), rng)
@@ -75,11 +80,9 @@ def _line(placement: Placement, slots: Slots, rng: random.Random) -> Sequence[Se
     kinds = _kinds(slots)
     kind = rng.choice(kinds)
     groups = slots.host_groups
-    hosts = groups[0] if len(groups) == 1 or kind in ("host", "units") else rng.choice(groups)
+    hosts = groups[0] if len(groups) == 1 or kind == "units" else rng.choice(groups)
     if kind == "hosts":
         return [slots.host(host) for host in hosts]
-    if kind == "host":
-        return [(slot,) for slot in slots.host(rng.randrange(slots.num_hosts))]
     if not slots.keeps_residues:
         return [(slot,) for slot in range(slots.num_slots)]
     if kind == "units":
@@ -91,8 +94,7 @@ def _kinds(slots: Slots) -> list[str]:
     """The lines that there are: each has two carriers at least, and keeps what must lie together."""
     devices = slots.devices_per_host
     kinds = ["hosts"] if all(len(group) > 1 for group in slots.host_groups) else []
-    kinds += ["host"] if devices > 1 else []
-    kinds += ["slots"] if len(kinds) > 1 and slots.ranks_of_a_host_unit < devices else []
+    kinds += ["slots"] if kinds and slots.ranks_of_a_host_unit < devices else []
     apart = math.lcm(slots.ranks_of_a_unit, devices)
     if slots.domain_H and slots.num_slots >= 2 * apart and slots.num_slots % apart == 0:
         kinds.append("units")

@@ -1,4 +1,4 @@
-"""Search for the placement of a layout with the least step time: from several starts, by hosts and by devices."""
+"""Search for the placement of a layout with the least step time: from several starts, by hosts and by ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.search.assignment.problem import Ints
 from pipette_launch.search.placement.annealing import annealed
 from pipette_launch.search.placement.blocks import rearranged, shuffled
+from pipette_launch.search.placement.device_order import ordered
 from pipette_launch.search.placement.exhaustive import AT_ONCE, exhaustion, num_placements
 from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem, faster
 from pipette_launch.search.placement.starts import starts
@@ -22,7 +23,7 @@ MANY_STARTS = 24
 """The first round prices so many."""
 MANY_HOSTS = 64
 FEW_SLOTS = 32
-"""Up to so many, single devices change places in each round too: on four hosts of two devices that saved up to 11 % of
+"""Up to so many, single ranks change hosts in each round too: on four hosts of two devices that saved up to 11 % of
 a step, where rings had to pass one host twice."""
 ANNEALING_STEPS = 60
 ANNEALED_SLOTS = range(FEW_SLOTS + 1, 257)
@@ -47,7 +48,7 @@ def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]
     best = problem.placed(tuple(priced_KW[least].tolist()), float(costs_s[least]))
     if num_placements(problem.layout, problem.slots) <= AT_ONCE and not best.is_optimal:
         *_, best = best, *exhaustion(problem, best, is_late=is_late)
-    return best, float(costs_s[0])
+    return faster(best, ordered(problem, best, is_late=is_late, thorough=False)), float(costs_s[0])
 
 
 def improve(
@@ -60,7 +61,7 @@ def improve(
 ) -> Placed:
     """Search for a better placement by one bounded piece of work; never worse than the best so far.
 
-    Whole hosts change places first, then on few slots single devices, by annealing. The first turn goes on from the
+    Whole hosts change places first, then on few slots single ranks, by annealing. The first turn goes on from the
     best, later ones in turn from the best with some hosts exchanged and from other starts, to find other minima.
 
     Args:
@@ -78,11 +79,11 @@ def improve(
     found = faster(best, start)
     if slots.num_slots <= FEW_SLOTS and not found.is_optimal:
         found = annealed(problem, start, steps=ANNEALING_STEPS, rng=rng, is_late=is_late)
-    return faster(best, found)
+    return faster(best, _reordered(problem, found, is_late))
 
 
 def exchange_devices(problem: PlacementProblem, best: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
-    """Let single devices change places after the last round, on as many slots as no round of `improve` does it on.
+    """Let single ranks change hosts after the last round, on as many slots as no round of `improve` does it on.
 
     Args:
         problem: what is placed where.
@@ -93,7 +94,13 @@ def exchange_devices(problem: PlacementProblem, best: Placed, *, rng: random.Ran
     """
     if best.is_optimal or problem.slots.num_slots not in ANNEALED_SLOTS:
         return best
-    return annealed(problem, best, steps=STEPS_AT_LAST, rng=rng, is_late=is_late)
+    found = annealed(problem, best, steps=STEPS_AT_LAST, rng=rng, is_late=is_late)
+    return faster(best, _reordered(problem, found, is_late))
+
+
+def _reordered(problem: PlacementProblem, found: Placed, is_late: IsLate) -> Placed:
+    """Judge the order of devices anew, as hosts have changed places since."""
+    return ordered(problem, found, is_late=is_late, thorough=problem.slots.num_slots < ANNEALED_SLOTS.stop)
 
 
 def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Random) -> Placed:

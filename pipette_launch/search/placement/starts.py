@@ -78,7 +78,8 @@ def tilings(layout: Layout, slots: Slots) -> list[Ints]:
     grid_PDCT = rank_grid(layout)
     other = grid_PDCT if layout.use_tp_pp_dp_mapping else grid_PDCT.transpose(1, 0, 2, 3)
     candidates = [ranks.reshape(shape), other.reshape(shape), ranks.reshape(shape[::-1]).T]
-    unique = {np.sort(block_HD, axis=1).tobytes(): block_HD for block_HD in reversed(candidates)}
+    in_order = [np.sort(block_HD, axis=1) for block_HD in candidates]
+    unique = {block_HD.tobytes(): block_HD for block_HD in reversed(in_order)}
     # Which host holds which of them is not settled yet.
     anywhere = replace(slots, blocks=tuple(block for block in slots.blocks if block.room == "host"), domain_H=())
     return [block_HD for block_HD in reversed(unique.values()) if anywhere.allows(block_HD)]

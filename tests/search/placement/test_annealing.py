@@ -23,7 +23,7 @@ def on_links(seed: int) -> OneByOne:
 def run(objective: OneByOne, *, seed: int = 0, is_late: Callable[[], bool] = never) -> Placed:
     """Anneal from torchrun's order."""
     order = host_order(8)
-    problem = PlacementProblem(layout=Layout(pp=4, dp=2), cluster=tiny_cluster(4, 2), objective=objective, bound_s=0.0)
+    problem = PlacementProblem(layout=Layout(pp=4, dp=2), cluster=tiny_cluster(8, 1), objective=objective, bound_s=0.0)
     start = Placed(placement=order, cost_s=objective.cost(order), is_optimal=False)
     return annealed(problem, start, steps=30, rng=random.Random(seed), is_late=is_late)
 

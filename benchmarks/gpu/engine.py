@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu import main_job
-from benchmarks.gpu.jobs import ENGINE_WORDS
+from benchmarks.gpu.jobs import ENGINE_WORDS, kernel_flags
 from benchmarks.gpu.main_job import Job
 from benchmarks.gpu.notebook import Notebook
 
 lines = main_job.lines
-"""Its records are those of the main job."""
+"""Same records as the main job."""
 
 
 def measure(book: Notebook) -> None:
@@ -24,6 +24,6 @@ def measure(book: Notebook) -> None:
         book.miss("the main job with Transformer Engine", "it is not installed")
         return
     with tempfile.TemporaryDirectory() as name:
-        job = Job(book=book, folder=Path(name), implementation=ENGINE_WORDS)
+        job = Job(book=book, folder=Path(name), implementation=(*ENGINE_WORDS, *kernel_flags(has_te=True)))
         if book.attempt("pipette-launch from nothing", partial(main_job.run_cold, job)):
             book.attempt("torchrun with the plan's flags", partial(main_job.run_torchrun, job, job.plan()))

@@ -81,7 +81,7 @@ class ByHand:
         )
 
     def _order(self, num_microbatches: int) -> ScheduleFile | None:
-        """What each pipeline rank does; None under Megatron's own schedules."""
+        """Return the actions of each pipeline rank; None under Megatron's own schedules."""
         if self.schedule in ("1f1b", "interleaved-1f1b"):
             return None
         layout = self.layout

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.gpt import gpt_job
-from benchmarks.gpu.jobs import WITHOUT_KERNELS, DeviceKind
+from benchmarks.gpu.jobs import DeviceKind, kernel_flags
 from pipette_launch.facts import Job, Layout
 from pipette_patches.cpu.cpu_replacements import WITHOUT_ENGINE
 from pipette_patches.registry import megatron_core_version
@@ -77,7 +77,7 @@ def job_of(shape: Shape, layout: Layout, *, has_te: bool) -> Job:
         moe_router_topk=2,
         moe_ffn_hidden_size=shape.ffn,
     )
-    return replace(job, model=model, performance_flags=() if has_te else WITHOUT_KERNELS)
+    return replace(job, model=model, performance_flags=kernel_flags(has_te=has_te))
 
 
 def has_transformer_engine(device_kind: str) -> bool:

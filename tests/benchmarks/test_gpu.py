@@ -9,8 +9,21 @@ import psutil
 import pytest
 from gpu_rules.nvml import FakeNvml, install
 
-from benchmarks.gpu import engine, figures, launches, main_job, memory, ranks, report, shapes, supervise, tight, times
-from benchmarks.gpu.jobs import COMMON_WORDS, ENGINE_WORDS
+from benchmarks.gpu import (
+    engine,
+    figures,
+    jobs,
+    launches,
+    main_job,
+    memory,
+    ranks,
+    report,
+    shapes,
+    supervise,
+    tight,
+    times,
+)
+from benchmarks.gpu.jobs import COMMON_WORDS, ENGINE_WORDS, WITHOUT_KERNELS
 from benchmarks.gpu.launches import Launch, losses_apart
 from benchmarks.gpu.nodes import ByHand
 from benchmarks.gpu.notebook import RUNNING, WHOLE, Notebook, device_here
@@ -289,6 +302,23 @@ def test_jobs_of_the_engine_are_read_as_such() -> None:
     assert "--bf16" not in COMMON_WORDS["cpu"]
 
 
+@pytest.mark.parametrize(
+    ("has_te", "has_apex", "flags"),
+    [
+        (False, True, WITHOUT_KERNELS),
+        (True, False, ("--no-gradient-accumulation-fusion",)),
+        (True, True, ()),
+    ],
+)
+def test_kernels_that_are_not_installed_are_switched_off(
+    monkeypatch: pytest.MonkeyPatch, has_te: bool, has_apex: bool, flags: tuple[str, ...]
+) -> None:
+    """Megatron's output layer needs Apex for fused gradients, also beside Transformer Engine."""
+    monkeypatch.setattr(jobs.importlib.util, "find_spec", lambda _: has_apex or None)
+
+    assert flags == jobs.kernel_flags(has_te=has_te)
+
+
 def test_losses_are_apart_by_their_largest_relative_difference() -> None:
     """Lists of other lengths, missing losses and losses that are no numbers are infinitely far apart."""
     assert 0.0 == losses_apart(["2.0", "1.0"], ["2.0", "1.00"])
@@ -337,7 +367,7 @@ def test_zero_bubble_schedules_run_by_hand_on_two_and_four_ranks() -> None:
 
     assert {("zb-1p", 2), ("interleaved-zb", 2), ("zb-1p", 4), ("interleaved-zb", 4)} < on_gpu
     assert {"zb-1p", "interleaved-zb"} == {one.schedule for one in ranks.BY_HAND["cpu"]}
-    assert [None, "zb-1p", "interleaved-zb", "zb-1p", "interleaved-zb"] == [one and one.name for one in made]
+    assert ["zb-1p", "interleaved-zb", None, "zb-1p", "interleaved-zb"] == [one and one.name for one in made]
     assert {8} == {one.num_microbatches for one in made if one}
 
 

@@ -112,11 +112,13 @@ class Nodes:
         return [*MODELS[kind].split(), *COMMON_WORDS[kind], *LOCAL_WORDS, "--train-iters", str(ITERATIONS)]
 
     def run(self, count: int, words: Sequence[object], *, launcher: str = OURS, limit_s: float = 0.0) -> list[Run]:
-        """Run launchers together; raises PipetteError where one fails."""
+        """Run one launcher for each rank, all together; raises PipetteError if one fails."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        flags = ["--nnodes", count, "--nproc-per-node", 1, "--rdzv-backend", "c10d"]
+        # Gloo takes any ranks of one host, and one start of torch less saves 3 s of processor time.
+        num_nodes = 1 if (launcher, self.book.kind) == (TORCHRUN, "cpu") else count
+        flags = ["--nnodes", num_nodes, "--nproc-per-node", count // num_nodes, "--rdzv-backend", "c10d"]
         flags += ["--rdzv-endpoint", f"localhost:{port}"]
         flags += ["--pipette-device", self.book.kind] if launcher == OURS else []
         launches = [
@@ -127,7 +129,7 @@ class Nodes:
                 launcher=launcher,
                 variables=apart(number) | (staging(self.book.kind) if self.is_staged else {}),
             )
-            for number in range(count)
+            for number in range(num_nodes)
         ]
         left_s = max(self.book.left_s() - GRACE_S, 1.0)
         ends_s = time.monotonic() + min(limit_s or left_s, left_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from pipette_launch.cost.memory.overhead import overhead_of
+from pipette_launch.cost.memory.overhead import measured_overhead
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.defaults import MEMORY_MARGIN, SEED
 from pipette_launch.errors import FactError, PlanError
@@ -146,13 +146,5 @@ def variant(
 
 def device_peak_bytes(job: Job, layout: Layout, measurements: Measurements) -> int:
     """What the fullest device holds by our own closed form, overhead included, for rivals that ship no figures."""
-    cluster = measurements.cluster
-    overhead = overhead_of(
-        job,
-        layout,
-        device_kind=cluster.device_kind,
-        device_name=cluster.hosts[0].devices[0].name,
-        measured_bytes=measurements.overhead_bytes,
-        apart=measurements.overhead,
-    )
+    overhead = measured_overhead(job, layout, measurements)
     return overhead.device_peak_bytes(max(parts.total for parts in peak_memory_bytes(job, layout)))

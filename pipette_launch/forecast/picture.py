@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.memory.overhead import overhead_of
+from pipette_launch.cost.memory.overhead import measured_overhead
 from pipette_launch.cost.step.assemble import pipelines, stage_times
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.cost.step.work import LayoutWork, Prices
@@ -123,16 +123,8 @@ def _exposed_s_S2(work: LayoutWork, prices: Prices) -> NDArray[np.float64]:
 
 def _memory(job: Job, choice: Choice, measured: Measurements) -> tuple[dict[str, int], ...]:
     """Split what the plan says that each rank needs as the formulas split it."""
-    device = measured.cluster.hosts[0].devices[0]
     chosen = replace(job, own=choice.layout)
-    overhead = overhead_of(
-        chosen,
-        choice.layout,
-        device_kind=device.kind,
-        device_name=device.name,
-        measured_bytes=measured.overhead_bytes,
-        apart=measured.overhead,
-    )
+    overhead = measured_overhead(chosen, choice.layout, measured)
     stages = closed_form(chosen, range(choice.layout.pp), overhead, measured=measured).stages
     needs = choice.memory_shown.need_bytes
     return tuple(scaled(stage.parts_bytes, need) for stage, need in zip(stages, needs, strict=True))

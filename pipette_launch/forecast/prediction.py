@@ -132,6 +132,7 @@ def _memory(
         device_name=machines.device_name,
         measured_bytes=machines.overhead_bytes,
         apart=machines.measured.overhead if machines.measured else None,
+        readings=machines.measured.stages if machines.measured else (),
     )
     counted = (
         stages.closed_form(job, pp_ranks, overhead, measured=machines.measured)

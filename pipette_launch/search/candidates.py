@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, CorrectedPredictor, Corrections
-from pipette_launch.cost.memory.overhead import Overhead, overhead_of
+from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators, num_group_kinds
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
-from pipette_launch.facts.layout_columns import LayoutColumns
+from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
 from pipette_launch.facts.machines.device_memory import MemoryNeed
 from pipette_launch.facts.machines.rooms import RankBlock, Rooms
 from pipette_launch.facts.together import blocks_of
@@ -176,24 +176,14 @@ def memory_limit_bytes(job: Job, layout: Layout, measurements: Measurements, *, 
     return overhead.limit_bytes(measurements.cluster.memory_bytes, memory_margin=memory_margin)
 
 
-def limits_N(columns: LayoutColumns, limit: Callable[[Layout], int]) -> NDArray[np.int64]:
-    """The memory limit of each of many layouts, from that of one: its degrees decide it."""
-    degrees = columns.groups("tp", "cp", "pp", "dp", "ep")
-    limits = [limit(columns.layout(row)) for row in degrees.first_U.tolist()]
-    return np.array(limits, dtype=np.int64)[degrees.group_N]
-
-
-def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> Overhead:
-    """What a rank holds beside the model, as far as it was measured."""
-    cluster = measurements.cluster
-    return overhead_of(
-        job,
-        layout,
-        device_kind=cluster.device_kind,
-        device_name=cluster.hosts[0].devices[0].name,
-        measured_bytes=measurements.overhead_bytes,
-        apart=measurements.overhead,
-    )
+def limits_N(job: Job, columns: LayoutColumns, limit: Callable[[Layout], int]) -> NDArray[np.int64]:
+    """Return the memory limit of each of many layouts; it depends on their communicators only."""
+    if len(columns) == 1:
+        return np.array([limit(columns.layout(0))])
+    codes = codes_of([num_communicators(job, columns), num_group_kinds(columns)])
+    _, first_U, group_N = np.unique(codes, return_index=True, return_inverse=True)
+    limits = [limit(columns.layout(row)) for row in first_U.tolist()]
+    return np.array(limits, dtype=np.int64)[group_N]
 
 
 def doublings_apart(one: Layout, other: Layout) -> float:

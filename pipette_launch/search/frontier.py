@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.columns.step_bounds import BoundColumns
-from pipette_launch.cost.memory.overhead import num_communicators
+from pipette_launch.cost.memory.overhead import num_communicators, num_group_kinds
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
@@ -100,7 +100,7 @@ class Frontier:
         """Those that fit, as does another that differs in recompute alone and runs less again."""
         self._quick: list[Layout] = []
         self._lean: list[Layout] = []
-        self._limits: dict[int, int] = {}
+        self._limits: dict[tuple[int, int], int] = {}
 
     def hurry_when(self, is_late: Callable[[], bool]) -> None:
         """From now on, list no more cuts once it is late."""
@@ -301,12 +301,12 @@ class Frontier:
     def _fits_N(self, columns: LayoutColumns, *, live: float = 1.0) -> NDArray[np.bool_]:
         """Whether each of many layouts fits into its memory limit, with this part of its activations."""
         fullest_N = self._inputs.predictor.fullest_N(columns, live=live)
-        fits_N: NDArray[np.bool_] = fullest_N <= limits_N(columns, self._limit)
+        fits_N: NDArray[np.bool_] = fullest_N <= limits_N(self._inputs.job, columns, self._limit)
         return fits_N
 
     def _limit(self, layout: Layout) -> int:
-        """The memory limit; nothing of a layout but its number of communicators moves it."""
-        groups = num_communicators(layout)
+        """Return the memory limit; nothing of a layout but its communicators moves it."""
+        groups = num_communicators(self._inputs.job, layout), num_group_kinds(layout)
         if groups not in self._limits:
             self._limits[groups] = self._inputs.limit_bytes(layout)
         return self._limits[groups]

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipette_launch.cost.memory.overhead import measured_overhead
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
-from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, limits_N, measured_overhead
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, limits_N
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 from pipette_launch.search.placement.slots import IsLate
 from pipette_launch.units import bytes_text, plural
@@ -50,7 +51,7 @@ def _nothing_fits(inputs: SearchInputs, memory_margin: float, is_late: IsLate) -
     fullest_N = inputs.predictor.fullest_N(lean)
     legal = [] if inputs.own_fault else [inputs.job.own]
     if len(lean):
-        legal.append(lean.layout(int(np.argmin(fullest_N - limits_N(lean, inputs.limit_bytes)))))
+        legal.append(lean.layout(int(np.argmin(fullest_N - limits_N(inputs.job, lean, inputs.limit_bytes)))))
     peaks = {layout: inputs.predictor.peaks(layout) for layout in legal}
     leanest = min(legal, key=lambda layout: max(peaks[layout]) - inputs.limit_bytes(layout))
     need, shown = max(peaks[leanest]), inputs.memory_need(leanest, peaks[leanest])
@@ -132,7 +133,7 @@ def _more_hosts(inputs: SearchInputs, is_late: IsLate) -> Iterator[str]:
 def _num_fitting(inputs: SearchInputs, found: Cuts) -> int:
     """How many cuts fit in the variant that should need the least memory."""
     lean = found.tables.leanest(found.columns)
-    return int((inputs.predictor.fullest_N(lean) <= limits_N(lean, inputs.limit_bytes)).sum())
+    return int((inputs.predictor.fullest_N(lean) <= limits_N(inputs.job, lean, inputs.limit_bytes)).sum())
 
 
 def _legal(job: Job, inputs: SearchInputs, world_size: int) -> Cuts:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 
 from pipette_launch.baselines.pick import Pick, PlannerOptions
 from pipette_launch.baselines.planners import RANKINGS
+from pipette_launch.cost.memory.overhead import measured_overhead
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor
 from pipette_launch.errors import PipetteError, PlanError, UsageError
 from pipette_launch.facts import Choice, Layout, Plan
 from pipette_launch.facts.results.comparison import Comparison, Entry
 from pipette_launch.facts.results.rate import Rate
-from pipette_launch.search.candidates import measured_overhead, memory_limit_bytes
+from pipette_launch.search.candidates import memory_limit_bytes
 from pipette_launch.search.layouts.rules import Rules
 from pipette_launch.tools.planning import PlanningProblem
 from pipette_launch.units import bytes_text, seconds_text

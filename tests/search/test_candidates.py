@@ -8,8 +8,9 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, with_one_full
 from search.worlds import on_gpus
 
-from pipette_launch.facts import Layout
-from pipette_launch.search.candidates import doublings_apart, memory_limit_bytes
+from pipette_launch.facts import DeviceOverhead, Layout
+from pipette_launch.facts.layout_columns import LayoutColumns
+from pipette_launch.search.candidates import doublings_apart, limits_N, memory_limit_bytes
 
 GIB = 1 << 30
 
@@ -34,6 +35,27 @@ def test_on_gpus_the_limit_leaves_the_allocators_reserve_too() -> None:
     limit = memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.0)
 
     assert int(7 * GIB / 1.03) - (64 << 20) == limit
+
+
+def test_many_limits_are_those_of_each_layout() -> None:
+    """Communicators of 100 MiB each: virtual stages and a distributed optimizer open more of them."""
+    apart = DeviceOverhead(alone_bytes=GIB, together_bytes=GIB + (400 << 20), num_communicators=4, workspace_bytes=0)
+    measurements = replace(tiny_measurements(on_gpus(tiny_cluster(memory_bytes=8 * GIB))), overhead=apart)
+    layouts = [
+        Layout(dp=4),
+        Layout(dp=4, use_distributed_optimizer=True),
+        Layout(pp=2, dp=2),
+        Layout(pp=2, dp=2, vpp=2),
+        Layout(dp=4, micro_batch_size=2),
+    ]
+
+    def limit(layout: Layout) -> int:
+        return memory_limit_bytes(tiny_job(), layout, measurements, memory_margin=0.0)
+
+    found = limits_N(tiny_job(), LayoutColumns.of(layouts), limit).tolist()
+
+    assert [limit(layout) for layout in layouts] == found
+    assert 4 == len(set(found))
 
 
 @pytest.mark.parametrize(

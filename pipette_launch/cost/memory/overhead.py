@@ -16,12 +16,16 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
+from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.machines.device_memory import DeviceOverhead, MemoryNeed
+from pipette_launch.facts.layout_columns import Ints, LayoutColumns
+from pipette_launch.facts.machines.device_memory import DeviceOverhead, MemoryNeed, StageReading, memory_digest
 from pipette_launch.facts.machines.known_devices import compute_capability
+from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.performance import flag_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.units import MIB
@@ -29,12 +33,16 @@ from pipette_launch.units import MIB
 DENSE_RESERVE = 1.03
 MOE_RESERVE = 1.15
 RESERVE_SOURCE = "default: max reserved over max allocated in public Megatron logs, dense 1.004-1.06, MoE 1.1-1.2"
+MOST_RESERVE = 1.2
+"""A larger measured ratio is cached memory, which torch's allocator gives back before it runs out."""
 CONTEXT_BYTES = 500_000_000
 CONTEXT_SOURCE = "default: a CUDA context takes 300 to 500 MB"
 COMMUNICATOR_BYTES = 500_000_000
 COMMUNICATOR_SOURCE = (
     "default: 0.5 GB for each of tp, cp, pp, dp and ep above 1 (arXiv 2411.06465); NCCL users report 0.5 to 4 GB"
 )
+RING_BATCHED = 2
+"""Transformer Engine exchanges keys and values in batches on this many ranks (`batch_p2p_comm`)."""
 UNKNOWN_CAPABILITY = 9
 MEASURED = "measured by the warm-up"
 CPU_SOURCE = "a host has no context, no communicators and no workspaces on a device"
@@ -156,6 +164,7 @@ def overhead_of(
     device_name: str = "",
     measured_bytes: int | None = None,
     apart: DeviceOverhead | None = None,
+    readings: Sequence[StageReading] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Overhead:
     """Return what a rank of this layout holds beside the model.
@@ -169,6 +178,7 @@ def overhead_of(
             them. None for machines that were not measured; 0 on a GPU counts as None, for no context is that small.
         apart: `Measurements.overhead`, the same told apart: then the layout has as many communicators as it needs, each
             as large as one of the warm-up's was on average.
+        readings: `Measurements.stages`: those of the job tell what the allocator reserved over what it allocated.
         environment: of the worker, for the variables that size workspaces; None for what the job was read with.
 
     """
@@ -182,7 +192,7 @@ def overhead_of(
             reserve=Figure(value=1.0, source="a host's allocator keeps no reserve"),
         )
     if apart is not None and apart.communicator_bytes:
-        needed = num_communicators(layout)
+        needed = num_communicators(job, layout)
         context = Figure(value=apart.alone_bytes, source=MEASURED, is_measured=True)
         communicators = Figure(
             value=needed * apart.communicator_bytes,
@@ -194,7 +204,7 @@ def overhead_of(
         communicators = Figure(value=0, source="part of the measured context", is_measured=True)
     else:
         context = Figure(value=CONTEXT_BYTES, source=CONTEXT_SOURCE)
-        communicators = Figure(value=COMMUNICATOR_BYTES * num_communicators(layout), source=COMMUNICATOR_SOURCE)
+        communicators = Figure(value=COMMUNICATOR_BYTES * num_group_kinds(layout), source=COMMUNICATOR_SOURCE)
     if environment is None:
         environment = {"CUBLAS_WORKSPACE_CONFIG": job.cublas_workspace_config}
     capability = compute_capability(device_name)
@@ -206,17 +216,97 @@ def overhead_of(
         ),
         context=context,
         communicators=communicators,
-        reserve=Figure(value=MOE_RESERVE if job.model.num_experts else DENSE_RESERVE, source=RESERVE_SOURCE),
+        reserve=_reserve(job, readings),
     )
 
 
-def num_communicators(layout: Layout) -> int:
-    """Count the kinds of process groups in which a rank is not alone and which it uses in every step.
+def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> Overhead:
+    """Return what a rank holds beside the model, as far as it was measured."""
+    device = measurements.cluster.hosts[0].devices[0]
+    return overhead_of(
+        job,
+        layout,
+        device_kind=device.kind,
+        device_name=device.name,
+        measured_bytes=measurements.overhead_bytes,
+        apart=measurements.overhead,
+        readings=measurements.stages,
+    )
 
-    Left out: groups of the embedding and the gradient norm, which are small and rare, and those that only some ranks
-    have.
+
+def _reserve(job: Job, readings: Sequence[StageReading]) -> Figure:
+    """Return the allocator's largest ratio in stages of this job that the warm-up ran; the default if it ran none."""
+    digest = memory_digest(job) if readings else ""
+    ratios = [
+        reading.reserved_peak_bytes / reading.allocator_peak_bytes
+        for reading in readings
+        if reading.job_digest == digest and reading.reserved_peak_bytes and reading.allocator_peak_bytes
+    ]
+    if not ratios:
+        return Figure(value=MOE_RESERVE if job.model.num_experts else DENSE_RESERVE, source=RESERVE_SOURCE)
+    value = round(min(max(*ratios, 1.0), MOST_RESERVE), 4)
+    return Figure(value=value, source=f"{MEASURED} in {len(ratios)} of its runs of stages", is_measured=True)
+
+
+@overload
+def num_group_kinds(layout: Layout) -> int: ...
+@overload
+def num_group_kinds(layout: LayoutColumns) -> Ints: ...
+def num_group_kinds(layout: Layout | LayoutColumns) -> int | Ints:
+    """Count tp, cp, pp, dp and ep where they are above 1: the unit of the default for communicators."""
+    return sum(several(size) for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
+
+
+@overload
+def num_communicators(job: Job, layout: Layout) -> int: ...
+@overload
+def num_communicators(job: Job, layout: LayoutColumns) -> Ints: ...
+def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
+    """Count the NCCL communicators of a rank that has the most: a first or last stage.
+
+    torch opens one for each group at its first collective or batch of messages. A plain isend or irecv opens one for
+    the two ranks instead (ProcessGroupNCCL.cpp, pointToPoint). Groups of one rank do not count, nor those of sharded
+    weights, of checkpoints and of MoE's auxiliary losses. Sources: megatron/core/parallel_state.py, and beside each.
     """
-    return sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
+    options, model = performance_options(job), job.model
+    world = several(layout.tp * layout.cp * layout.pp * layout.dp)
+    pipeline, gradients = several(layout.pp), several(layout.dp * layout.cp)
+    return (
+        # training.py, pretrain(): the start time is reduced over all ranks.
+        world
+        + several(layout.tp)
+        # finalize_model_grads.py, _allreduce_word_embedding_grads().
+        + pipeline * (not model.untie_embeddings_and_output_weights)
+        # training.py, train_step(): logical_and_across_model_parallel_group().
+        + several(layout.tp * layout.pp)
+        # optimizer/__init__.py: the gradient norm of the distributed optimizer has a group of all ranks of its own.
+        + world * (layout.use_distributed_optimizer > 0)
+        # param_and_grad_buffer.py: inside an instance of the distributed optimizer, and between instances.
+        + gradients * (1 + (options.num_distributed_optimizer_instances > 1))
+        # p2p_communication.py: a batch in the group, or with overlap plain messages from and to both neighbours. Of two
+        # stages the second communicator belongs to the group of all ranks.
+        + pipeline * (1 + several(layout.vpp) * options.overlap_p2p_comm)
+        # Transformer Engine's ring: batched for two ranks, else plain messages to the next rank and from the previous.
+        + several(layout.cp)
+        + (layout.cp > RING_BATCHED) * ("p2p" in options.cp_comm_type)
+        # token_dispatcher.py and experts.py: tokens, their counts, tensor-parallel experts, experts' gradients.
+        + bool(model.num_experts)
+        * (
+            several(layout.ep)
+            + several(layout.ep * layout.etp)
+            + several(layout.etp)
+            + several(layout.ep) * several(expert_dp(layout))
+        )
+    )
+
+
+@overload
+def several(size: int) -> int: ...
+@overload
+def several(size: Ints) -> Ints: ...
+def several(size: int | Ints) -> int | Ints:
+    """Return 1 for a group of several ranks, 0 for a rank alone."""
+    return (size > 1) * 1
 
 
 def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[str, str]) -> int:

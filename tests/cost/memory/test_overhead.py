@@ -5,21 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from search.worlds import on_gpus as cluster_on_gpus
 
 from pipette_launch.cost.memory.overhead import (
     Figure,
     Overhead,
     allowed_bytes,
     cublas_workspace_bytes,
+    measured_overhead,
     num_communicators,
+    num_group_kinds,
     overhead_of,
     workspace_bytes,
 )
 from pipette_launch.errors import FactError
-from pipette_launch.facts import DeviceOverhead, Layout
+from pipette_launch.facts import DeviceOverhead, Job, Layout, StageReading
+from pipette_launch.facts.layout_columns import LayoutColumns
+from pipette_launch.facts.machines.device_memory import memory_digest
 from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.units import MIB
 
@@ -81,13 +86,13 @@ def test_what_was_measured_takes_the_place_of_defaults() -> None:
 
 
 def test_communicators_are_counted_one_by_one() -> None:
-    """Four of them added 4 GiB to 1; a layout with three kinds of groups has three, one without has none."""
+    """Four of them added 4 GiB to 1; a layout that needs six has six, one without has none."""
     apart = DeviceOverhead(alone_bytes=GIB, together_bytes=5 * GIB, num_communicators=4, workspace_bytes=0)
 
     def outside(layout: Layout) -> int:
         return overhead_of(GPT, layout, device_kind="cuda", measured_bytes=5 * GIB, apart=apart).outside_bytes
 
-    assert 4 * GIB == outside(Layout(tp=2, pp=2, dp=2))
+    assert 7 * GIB == outside(Layout(tp=2, pp=2, dp=2))
     assert GIB == outside(Layout())
 
 
@@ -107,18 +112,127 @@ def test_a_gpu_without_any_overhead_was_not_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "count"),
+    ("layout", "flags", "count"),
     [
-        (Layout(), 0),
-        (Layout(dp=8), 1),
-        (Layout(tp=2, pp=2, dp=2), 3),
-        (Layout(tp=2, cp=2, pp=2, dp=1), 4),
-        (Layout(tp=2, dp=4, ep=4, etp=1), 3),
+        pytest.param(Layout(), (), 0, id="alone"),
+        # All ranks, gradients; the distributed optimizer's norm has a group of all ranks of its own.
+        pytest.param(Layout(dp=8), (), 2, id="dp"),
+        pytest.param(Layout(dp=8, use_distributed_optimizer=True), (), 3, id="distributed optimizer"),
+        # All ranks, tp, and the model-parallel group of the step's success.
+        pytest.param(Layout(tp=8), (), 3, id="tp"),
+        # All ranks, the model-parallel group, the embedding of first and last stage, and messages.
+        pytest.param(Layout(pp=8), (), 4, id="pp"),
+        pytest.param(Layout(pp=4, vpp=2), (), 5, id="interleaved with overlap: one for each neighbour"),
+        pytest.param(Layout(pp=2, vpp=2), (), 5, id="both ways of two stages"),
+        pytest.param(Layout(pp=4, vpp=2), ("--no-overlap-p2p-communication",), 4, id="interleaved in batches"),
+        # Keys and values go around in batches on two ranks; on more they go to one neighbour and come from another.
+        pytest.param(Layout(cp=2), (), 3, id="cp of two"),
+        pytest.param(Layout(cp=4), (), 4, id="ring of four"),
+        pytest.param(Layout(cp=4), ("--cp-comm-type a2a",), 3, id="all-to-all of four"),
+        pytest.param(Layout(tp=2, pp=2, dp=2), (), 6, id="all three"),
     ],
 )
-def test_communicators_are_counted_by_kind(layout: Layout, count: int) -> None:
-    """One for each kind of group in which a rank has company; cp takes part in the gradients' group."""
-    assert count == num_communicators(layout)
+def test_communicators_are_counted_as_torch_opens_them(layout: Layout, flags: tuple[str, ...], count: int) -> None:
+    """One for each group that Megatron uses, and one for each neighbour where messages are not batched."""
+    assert count == num_communicators(replace(GPT, performance_flags=flags), layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        # All ranks, gradients; of experts ep, the counts of their tokens, and gradients of two ranks with the same.
+        pytest.param(Layout(dp=8, ep=4), 5, id="ep"),
+        pytest.param(Layout(dp=8, ep=8), 4, id="every expert once"),
+        # All ranks, tp, the model-parallel group, gradients; ep, the counts, etp.
+        pytest.param(Layout(tp=2, etp=2, dp=4, ep=4), 7, id="tensor-parallel experts"),
+    ],
+)
+def test_experts_have_communicators_of_their_own(layout: Layout, count: int) -> None:
+    """Groups of expert parallelism are not those of the dense layers, even of the same ranks."""
+    moe = replace(GPT, model=tiny_model(num_experts=8, moe_layer_freq=(1, 1, 1, 1)))
+
+    assert count == num_communicators(moe, layout)
+
+
+def test_untied_embeddings_have_no_communicator() -> None:
+    """Nothing is exchanged between first and last stage."""
+    untied = replace(GPT, model=tiny_model(untie_embeddings_and_output_weights=True))
+
+    assert 3 == num_communicators(untied, Layout(pp=8))
+
+
+@given(
+    st.lists(
+        st.builds(
+            Layout,
+            tp=st.sampled_from((1, 2)),
+            pp=st.sampled_from((1, 2, 4)),
+            dp=st.sampled_from((1, 4)),
+            cp=st.sampled_from((1, 2, 4)),
+            use_distributed_optimizer=st.booleans(),
+        ),
+        min_size=1,
+    )
+)
+def test_many_layouts_are_counted_as_one_by_one(layouts: list[Layout]) -> None:
+    """Columns give the same counts."""
+    columns = LayoutColumns.of(layouts)
+
+    assert [num_communicators(GPT, layout) for layout in layouts] == num_communicators(GPT, columns).tolist()
+    assert [num_group_kinds(layout) for layout in layouts] == num_group_kinds(columns).tolist()
+
+
+def test_without_measurements_half_a_gigabyte_counts_for_each_degree() -> None:
+    """That rule of the literature knows tp, cp, pp, dp and ep, and its unit covers the small groups beside them."""
+    assert 3 == num_group_kinds(Layout(tp=2, pp=2, dp=2))
+    assert 2_000_000_000 == overhead_of(GPT, Layout(tp=2, pp=2, dp=2), device_kind="cuda").outside_bytes
+
+
+def stage(allocated: int, reserved: int, *, job: Job = GPT) -> StageReading:
+    """A stage that the warm-up ran."""
+    return StageReading(
+        job_digest=memory_digest(job),
+        layout=Layout(dp=8),
+        pp_rank=0,
+        slot=0,
+        allocator_peak_bytes=allocated,
+        reserved_peak_bytes=reserved,
+        device_peak_bytes=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("readings", "reserve"),
+    [
+        pytest.param([], 1.03, id="no stage was run"),
+        pytest.param([stage(100 * GIB, 101 * GIB)], 1.01, id="as measured"),
+        pytest.param([stage(100 * GIB, 101 * GIB), stage(50 * GIB, 55 * GIB)], 1.1, id="the largest counts"),
+        pytest.param([stage(100 * GIB, 190 * GIB)], 1.2, id="cached memory is given back"),
+        pytest.param([stage(100 * GIB, 99 * GIB)], 1.0, id="never below what is allocated"),
+        pytest.param([stage(100, 0), stage(0, 100)], 1.03, id="nothing was read"),
+        pytest.param([stage(100, 110, job=replace(GPT, grad_reduce_in_bf16=True))], 1.03, id="another job"),
+    ],
+)
+def test_the_reserve_is_the_measured_one(readings: list[StageReading], reserve: float) -> None:
+    """Reserved over allocated of the stages that the warm-up ran for this job, within limits; else the default."""
+    found = overhead_of(GPT, Layout(dp=8), device_kind="cuda", readings=readings).reserve
+
+    assert reserve == found.value
+    assert (reserve != 1.03) == found.is_measured
+
+
+def test_the_reserve_of_a_warm_up_counts_in_its_plans() -> None:
+    """1.1 in the file of measurements is 1.1 in the overhead of every layout, and in the note beside the plan."""
+    measured = replace(
+        tiny_measurements(cluster_on_gpus(tiny_cluster())), stages=(stage(10 * GIB, 11 * GIB),), overhead_bytes=7
+    )
+    found = measured_overhead(GPT, Layout(tp=2), measured)
+
+    assert 1.1 == found.reserve.value
+    assert (
+        "The allocator's reserve: 1.1 x what it allocates, measured by the warm-up in 1 of its runs of stages."
+        in found.notes()
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,13 @@ class PerformanceOptions:
     cp_comm_type: tuple[str, ...] = ("p2p",)
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    nccl_communicator_config_path: str | None = None
     overlap_moe_expert_parallel_comm: bool = False
     overlap_p2p_comm: bool = _option("--no-overlap-p2p-communication", default=True)
     overlap_p2p_comm_warmup_flush: bool = _option("--overlap-p2p-communication-warmup-flush", default=False)
     overlap_param_gather_with_optimizer_step: bool = False
     tp_comm_overlap: bool = False
+    use_sharp: bool = False
 
     # Optimizer.
     exp_avg_dtype: str = "fp32"

@@ -53,7 +53,6 @@ DESTS = {
     "symmetric_ar_type",
     "use_flash_attn",
     "use_ring_exchange_p2p",
-    "use_sharp",
     "window_size",
 }
 """Destinations of the flags that are kept as a job's performance flags."""

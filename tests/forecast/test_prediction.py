@@ -259,6 +259,30 @@ def test_fp8_shortens_the_products_of_layers() -> None:
     assert 0.5 < eight.breakdown_s["compute"] / plain.breakdown_s["compute"] < 1.2
 
 
+@pytest.mark.parametrize(
+    ("words", "begins", "ends"),
+    [
+        ("--use-sharp", "--use-sharp is not in the predicted step time", "the step may be too long."),
+        ("--use-nccl-ub", "--use-nccl-ub is not in the predicted step time", "the step may be too long."),
+        (
+            "--nccl-communicator-config-path nccl.yaml",
+            "--nccl-communicator-config-path nccl.yaml is not in the predicted step time",
+            "the step may be too long or too short.",
+        ),
+    ],
+)
+def test_settings_of_nccl_that_were_not_measured_have_a_note(words: str, begins: str, ends: str) -> None:
+    """Collectives are measured with NCCL's default settings, whatever the job's own will be."""
+    plain, with_flag = (
+        predict((*PIPELINE, *more), world_size=8, gpu="H100", megatron_version="0.16.1") for more in ((), words.split())
+    )
+    (note,) = set(with_flag.notes) - set(plain.notes)
+
+    assert note.startswith(begins)
+    assert note.endswith(ends)
+    assert "NCCL's default settings" in note
+
+
 def test_a_flag_that_is_not_priced_has_a_note() -> None:
     """An optimizer on the host does not change the predicted step, and the prediction says so."""
     line = (*PIPELINE, "--bf16", "--transformer-impl", "transformer_engine", "--optimizer-cpu-offload")

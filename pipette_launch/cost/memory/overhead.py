@@ -178,7 +178,7 @@ def overhead_of(
             them. None for machines that were not measured; 0 on a GPU counts as None, for no context is that small.
         apart: `Measurements.overhead`, the same told apart: then the layout has as many communicators as it needs, each
             as large as one of the warm-up's was on average.
-        readings: `Measurements.stages`: those of the job tell what the allocator reserved over what it allocated.
+        readings: `Measurements.stages`; readings of this job give the allocator's ratio of reserved to allocated bytes.
         environment: of the worker, for the variables that size workspaces; None for what the job was read with.
 
     """
@@ -221,7 +221,7 @@ def overhead_of(
 
 
 def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> Overhead:
-    """Return what a rank holds beside the model, as far as it was measured."""
+    """Return the overhead of a rank, measured figures first."""
     device = measurements.cluster.hosts[0].devices[0]
     return overhead_of(
         job,
@@ -265,8 +265,8 @@ def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
     """Count the NCCL communicators of a rank that has the most: a first or last stage.
 
     torch opens one for each group at its first collective or batch of messages. A plain isend or irecv opens one for
-    the two ranks instead (ProcessGroupNCCL.cpp, pointToPoint). Groups of one rank do not count, nor those of sharded
-    weights, of checkpoints and of MoE's auxiliary losses. Sources: megatron/core/parallel_state.py, and beside each.
+    the two ranks instead (ProcessGroupNCCL.cpp, pointToPoint). Groups of one rank do not count. Left out: groups
+    for sharded weights, checkpoints and MoE's auxiliary losses. Sources: parallel_state.py, and the file beside each.
     """
     options, model = performance_options(job), job.model
     world = several(layout.tp * layout.cp * layout.pp * layout.dp)
@@ -283,8 +283,8 @@ def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
         + world * (layout.use_distributed_optimizer > 0)
         # param_and_grad_buffer.py: inside an instance of the distributed optimizer, and between instances.
         + gradients * (1 + (options.num_distributed_optimizer_instances > 1))
-        # p2p_communication.py: a batch in the group, or with overlap plain messages from and to both neighbours. Of two
-        # stages the second communicator belongs to the group of all ranks.
+        # p2p_communication.py: a batch in the group, or with overlap plain messages from and to both neighbours. With
+        # two stages the second communicator belongs to the group of all ranks.
         + pipeline * (1 + several(layout.vpp) * options.overlap_p2p_comm)
         # Transformer Engine's ring: batched for two ranks, else plain messages to the next rank and from the previous.
         + several(layout.cp)

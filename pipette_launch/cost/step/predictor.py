@@ -52,6 +52,7 @@ UNEVEN = (
     "chooses, published steps are 6 to 25 % longer."
 )
 """Measured and imagined machines alike: the warm-up times one rank's experts with one rank's share of the tokens."""
+_NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settings, and the step may be too"
 UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     ("external_cuda_graph", frozenset({True}), _ONE_BY_ONE),
@@ -60,8 +61,12 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
         frozenset({True}),
         "the optimizer is priced as on the device, and the step is too short",
     ),
+    ("use_sharp", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
+    ("nccl_ub", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
+    ("nccl_communicator_config_path", frozenset(), f"{_NCCL_DEFAULTS} long or too short"),
 )
-"""Performance options, their values that change the step but not the predicted one, and what that means for it."""
+"""Performance options, their values that change the step but not the predicted one (empty = every value beside the
+default of none), and what that means for it."""
 GRAPHS_OF_PARTS = ("cuda_graph_impl", frozenset({"local", "transformer_engine", "full_iteration"}), _ONE_BY_ONE)
 """The same on measured machines: the warm-up times layers that no graph launches."""
 
@@ -179,7 +184,7 @@ def _unpriced(job: Job, *, launches: bool) -> Iterator[str]:
     options = performance_options(job)
     for name, values, meaning in (*UNPRICED, *((GRAPHS_OF_PARTS,) if launches else ())):
         value = getattr(options, name)
-        if value in values:
+        if value in values or (not values and value is not None):
             flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
             yield f"{flag} is not in the predicted step time: {meaning}."
     sharding = sharding_of(job)

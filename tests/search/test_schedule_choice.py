@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from facts_for_tests import tiny_measurements, tiny_model, with_free_bytes
 from search.worlds import ALL_FIELDS, pipeline_job, planned, two_racks
 
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Job, Layout, Plan, files
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedules import EXECUTABLE
-from pipette_launch.search.schedule_choice import GAIN
+from pipette_launch.search.candidates import SearchInputs
+from pipette_launch.search.schedule_choice import GAIN, _Way, _ways
 
 
 def pinned_job(**changes: object) -> Job:
@@ -62,6 +66,25 @@ def test_layers_of_transformer_engine_are_not_split() -> None:
     job = pinned_job(transformer_impl="transformer_engine")
 
     assert with_schedules(job, "zb-h1", "zb-1p").chosen.schedule == "1f1b"
+
+
+def test_layers_of_transformer_engine_run_whole_backwards() -> None:
+    """Without a split backward a folded pipeline is considered too, and the document names the same schedules."""
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    sentence = page.partition("Layers of Transformer Engine")[2].partition(" are considered")[0]
+    considered = {
+        way.name
+        for own in (Layout(pp=4), Layout(pp=4, vpp=2))
+        for way in ways(replace(folded_job(transformer_impl="transformer_engine"), own=own))
+    }
+
+    assert considered == set(re.findall("`(.+?)`", sentence)) == {"eager-1f1b", "1f1b-v"}
+
+
+def ways(job: Job) -> list[_Way]:
+    """The schedules that a job's own layout is tried with."""
+    inputs = SearchInputs.of(job, tiny_measurements(two_racks()), memory_margin=0)
+    return _ways(inputs, job.own, tuple(parts.total for parts in peak_memory_bytes(job, job.own)), EXECUTABLE)
 
 
 def folded_job(**changes: object) -> Job:

@@ -23,6 +23,10 @@ Ranks = tuple[tuple[Action, ...], ...]
 
 EXECUTABLE = ("eager-1f1b", "zb-h1", "zb-1p", "zb-2p", "interleaved-zb", "gis", "1f1b-v", "v-half", "v-min", "v-zb")
 """Schedules beside Megatron's own that the patch `schedules` executes, by name."""
+RELEASES = ((0, 14), (0, 21))
+"""Oldest release of megatron-core that the patch `schedules` supports, and the first that it refuses again."""
+FOLDING_RELEASE = (0, 16)
+"""Oldest release of megatron-core with which the patch folds a pipeline."""
 
 
 def schedule_names(given: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.performance import flag_of
 from pipette_launch.facts.schedule import Placement, Schedule
 from pipette_launch.facts.schedule_file import ScheduleFile
-from pipette_launch.facts.schedules import schedule_of
+from pipette_launch.facts.schedules import FOLDING_RELEASE, RELEASES, schedule_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, SearchInputs
 from pipette_launch.search.choose import choice_of
@@ -59,6 +59,9 @@ def unsupported(job: Job, cluster: Cluster) -> str:
     """Say what keeps the job to Megatron's own schedules, as the end of a sentence; empty where nothing does."""
     if any(host.shares_cores for host in cluster.hosts):
         return "slots share cores here, and what one leaves idle another takes"
+    if not RELEASES[0] <= job.release < RELEASES[1]:
+        known = "from {}.{} on and before {}.{}".format(*RELEASES[0], *RELEASES[1])
+        return f"they run with megatron-core {known}, and the job has {job.megatron_version}"
     fault = _unsupported(job)
     return f"they do not run with {fault}" if fault else ""
 
@@ -292,7 +295,7 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
 
 def _can_fold(job: Job, layout: Layout) -> bool:
     """Whether the patch can fold a layout: two equal chunks a rank on three ranks or more, and not in old releases."""
-    return layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk and job.release >= (0, 16)
+    return layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk and job.release >= FOLDING_RELEASE
 
 
 def _draws_as(one: Schedule, other: Schedule) -> bool:

@@ -108,7 +108,7 @@ class CpuBackend:
     """What names a CUDA device means the CPU, and what needs a CUDA kernel is off."""
 
     name = "cpu_backend"
-    supports = SpecifierSet(">=0.14,<0.20")
+    supports = SpecifierSet(">=0.14,<0.21")
 
     def __init__(self) -> None:
         self._replacements = Replacements(())

@@ -304,6 +304,13 @@ WITHOUT_ENGINE = (
         make=_a_class,
         versions=">=0.16,<0.18",
     ),
+    # Prediction depths ask from 0.20 on whether a layer is of these classes.
+    *(
+        Replacement(
+            module="megatron.core.tensor_parallel.inference_layers", path=path, make=_a_class, versions=">=0.20"
+        )
+        for path in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear")
+    ),
     # It is true wherever Megatron's own wrappers are, and their classes are then None.
     Replacement(
         module="megatron.core.transformer.multi_latent_attention", path="HAVE_TE", make=_has_engine, versions="<0.17"

@@ -24,6 +24,7 @@ from pipette_launch.facts import files
 from pipette_launch.facts.pipeline.lowering import Message, Program, forward_passes, programs
 from pipette_launch.facts.schedule import Schedule
 from pipette_launch.facts.schedule_file import VARIABLE, ScheduleFile
+from pipette_launch.facts.schedules import FOLDING_RELEASE, RELEASES
 from pipette_patches import registry
 from pipette_patches.errors import PatchError
 from pipette_patches.replacements import Replacement, Replacements
@@ -138,7 +139,7 @@ def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedul
     chunks = model if isinstance(model, list) else [model]
     # 0.14 has another name for it.
     collection = "pg_collection" if "pg_collection" in known else "grad_finalize_pgs"
-    finalize_arguments = {collection: arguments.get(collection) or _groups()}
+    finalize_arguments = {collection: arguments.get(collection) or _groups(megatron_schedules)}
     if "force_all_reduce" in known:
         finalize_arguments["force_all_reduce"] = bool(arguments.get("force_all_reduce"))
     return executor.Call(
@@ -186,8 +187,11 @@ def _tied_weights(chunks: list[Any], attribute: Callable[..., Any]) -> tuple[Any
     return tuple(attribute(chunk, "shared_embedding_or_output_weight")() for chunk in chunks)
 
 
-def _groups() -> Any:
+def _groups(megatron_schedules: Any) -> Any:
     """Return the process groups as Megatron's pipelined functions collect them."""
+    if hasattr(megatron_schedules, "_build_default_pg_collection"):
+        # From 0.19 on; 0.20 reads groups of weight shards too.
+        return megatron_schedules._build_default_pg_collection()
     from megatron.core import parallel_state
 
     groups = SimpleNamespace()
@@ -204,7 +208,7 @@ class Schedules:
     """Pipelines of more than one rank follow the named schedule."""
 
     name = "schedules"
-    supports = SpecifierSet(">=0.14,<0.20")
+    supports = SpecifierSet(">={}.{},<{}.{}".format(*RELEASES[0], *RELEASES[1]))
 
     def __init__(self) -> None:
         self._replacements = Replacements(())
@@ -216,9 +220,12 @@ class Schedules:
         replacements = [Replacement(module=MODULE, path=path, make=_following) for path in PIPELINED]
         replacements += weight_gradients.REPLACEMENTS
         if files.read(Path(os.environ[VARIABLE]), ScheduleFile).placement == "v":
-            if Version(registry.megatron_core_version()) < Version("0.16"):
-                raise PatchError("the patch 'schedules' folds pipelines from megatron-core 0.16 on")
-            replacements += v_placement.REPLACEMENTS
+            version = registry.megatron_core_version()
+            if Version(version).release < FOLDING_RELEASE:
+                raise PatchError(
+                    "the patch 'schedules' folds pipelines from megatron-core {}.{} on".format(*FOLDING_RELEASE)
+                )
+            replacements += [each for each in v_placement.REPLACEMENTS if each.fits(version)]
         self._replacements = Replacements(replacements)
         self._replacements.apply()
 

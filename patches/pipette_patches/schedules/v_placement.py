@@ -19,11 +19,11 @@ SECOND = 1
 STAGES = "megatron.core.parallel_state"
 LAYERS = "megatron.core.transformer.transformer_layer"
 GROUPS = "megatron.core.pipeline_parallel.utils"
+TRAINING = "megatron.training"
 COPIES = {
     "is_pp_last_stage": (
         "megatron.core.distributed.finalize_model_grads",
         "megatron.core.models.common.language_module.language_module",
-        "megatron.training.training",
     ),
     "get_transformer_layer_offset": (
         "megatron.core.models.gpt.gpt_layer_specs",
@@ -85,21 +85,44 @@ def _first_rank(pp_ranks: list[int]) -> list[int]:
 
 def _whole_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     """The first rank needs the labels too: give it all, as where it predicts several tokens."""
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def batch(data_iterator: Any, mtp_on_this_rank: bool = False) -> Any:
+    def batch(*args: Any, **kwargs: Any) -> Any:
         from megatron.core import parallel_state
 
-        is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
-        return original(data_iterator, mtp_on_this_rank or is_first)
+        given = signature.bind(*args, **kwargs)
+        if parallel_state.get_pipeline_model_parallel_rank() == 0:
+            given.arguments["mtp_on_this_rank"] = True
+        return original(*given.args, **given.kwargs)
 
     return batch
 
 
+def _in_model_alone(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Answer for the fold while a model is built; trainers from 0.19 on ask too where losses are, on the last rank."""
+    return lambda group: _is_pp_last_stage(group) if _Built.now else original(group)
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note that a trainer builds its model."""
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        _Built.now = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _Built.now = False
+
+    return build
+
+
 class _Built:
-    """The embedding that was built last: the second chunk of its rank is built next."""
+    """The embedding that was built last, as the second chunk of its rank is built next; whether a trainer builds."""
 
     weight: Any = None
+    now = False
 
 
 def _set_up_ends(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -126,7 +149,10 @@ REPLACEMENTS = (
     ),
     Replacement(module=STAGES, path="is_pipeline_last_stage", make=_is_pipeline_last_stage),
     Replacement(module=STAGES, path="initialize_model_parallel", make=_with_ends_on_the_first_rank),
-    Replacement(module="megatron.training.utils", path="get_batch_on_this_tp_rank", make=_whole_batch),
+    Replacement(module=f"{TRAINING}.utils", path="get_batch_on_this_tp_rank", make=_whole_batch, versions="<0.18"),
+    Replacement(module="megatron.core.utils", path="get_batch_on_this_tp_rank", make=_whole_batch, versions=">=0.18"),
+    Replacement(module=f"{TRAINING}.training", path="is_pp_last_stage", make=_in_model_alone),
+    Replacement(module=f"{TRAINING}.training", path="get_model", make=_noting),
     *(
         Replacement(module=module, path="is_pp_last_stage", make=instead(_is_pp_last_stage))
         for module in (GROUPS, *COPIES["is_pp_last_stage"])

@@ -12,7 +12,8 @@ from pipette_patches.cpu.cpu_replacements import CORE
 from pipette_patches.registry import _version_in, megatron_core_version
 from pipette_patches.replacements import Replacement
 
-# Parameters by qualified name; None: a name that is only assigned, or used without being defined.
+# First parameters by qualified name: later releases append more. None: a name that is only assigned, or used without
+# being defined.
 EXPECTED = {
     "megatron.core.model_parallel_config.ModelParallelConfig.__post_init__": ["self"],
     "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__": [
@@ -39,6 +40,8 @@ EXPECTED = {
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer.gradient_reduce_preprocessing": [
         "grad_data", "scaling_factor", "ddp_config",
     ],
+    "megatron.core.tensor_parallel.inference_layers.InferenceColumnParallelLinear": None,
+    "megatron.core.tensor_parallel.inference_layers.InferenceLayerNormColumnParallelLinear": None,
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict": ["self"],
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict": ["self", "state_dict"],
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states": [
@@ -86,7 +89,7 @@ def check(root: Path, replacement: Replacement) -> None:
     if expected is None:
         assert replacement.path in source(root, module)
     else:
-        assert parameters(root, module, replacement.path) == expected
+        assert expected == parameters(root, module, replacement.path)[: len(expected)]
 
 
 def label(replacement: Replacement) -> str:

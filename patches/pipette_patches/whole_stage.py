@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,7 @@ from pipette_patches.abstract.gpu_replacements import no_coalescing, recounting
 from pipette_patches.abstract.scale_up import enough_microbatches, full_size
 from pipette_patches.abstract.trainer import Trainer, inner_optimizers
 from pipette_patches.replacements import Replacement, Replacements, instead, nothing
-from pipette_patches.workload.layers import refusals_named
+from pipette_patches.workload.layers import forget_dummy_gradients, refusals_named
 from pipette_patches.workload.process_groups import one_rank
 
 
@@ -44,20 +43,12 @@ class StageRun:
     """In what this differs from the real job, one sentence each."""
 
 
-def load() -> None:
-    """Import what a stage needs of megatron-core; `workload.load` came before."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import megatron.core.distributed
-        import megatron.core.pipeline_parallel.schedules  # noqa: F401
-
-
 def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> StageRun:
     """Train the first rank of a stage for a step or two, and take everything down.
 
-    No process group may exist in this process, and `load` came before. On CUDA two iterations run, as the second is the
-    first that has the optimizer's states; on CPU the first is a bare optimizer step, which makes them, but not under
-    Megatron-FSDP, where parameters have no gradients before a backward.
+    No process group may exist in this process, and `workload.load` came before. On CUDA two iterations run, as the
+    second is the first that has the optimizer's states; on CPU the first is a bare optimizer step, which makes them,
+    but not under Megatron-FSDP, where parameters have no gradients before a backward.
 
     Raises:
         WorkloadError: megatron-core refuses the stage; running out of memory is left as torch raises it.
@@ -84,6 +75,7 @@ def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> St
             del trainer
             peak = max(meter.stretches, key=lambda stretch: stretch.total)
     finally:
+        forget_dummy_gradients()
         gc.collect()
     parts = {name: size for name, size in peak.at_peak.items() if size}
     return StageRun(tally_bytes=peak.total, parts=parts, notes=notes)

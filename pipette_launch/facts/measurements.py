@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
@@ -183,6 +183,20 @@ class LoadingTime:
         return self.batch_s + self.sample_s * micro_batch_size
 
 
+class Coverage(NamedTuple):
+    """Number of cases that all slots of a warm-up timed, and number of cases in its orders."""
+
+    num_timed: int
+    num_wanted: int
+
+    def words(self) -> str:
+        """Return the count as a phrase, with a warning if fewer than half of the cases were timed."""
+        said = f"{self.num_timed} of {self.num_wanted} combinations of tp, cp and micro-batch timed"
+        if 2 * self.num_timed >= self.num_wanted:
+            return said
+        return f"{said}, fewer than half: the plan rests on a device model"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurements:
     """The file cluster.json: the allocation and everything that was measured on it."""
@@ -241,6 +255,12 @@ class Measurements:
     def compute_cases(self) -> tuple[ComputeCase, ...]:
         """The cases that were measured, sorted."""
         return tuple(sorted({time.case for time in self.compute}))
+
+    def coverage(self) -> Coverage:
+        """Count the cases that this warm-up timed, and those in its orders that megatron-core runs."""
+        known = {time.case: time.source for time in self.compute}
+        num_timed = sum(source == "measured" for source in known.values())
+        return Coverage(num_timed, len({*known, *self.unmeasured}))
 
 
 def layers_digest(model: ModelSpec) -> str:

@@ -33,6 +33,7 @@ from pipette_launch.launch.trials.watch import TrialWatch
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.released_memory import await_memory
 from pipette_launch.probe.progress import last_error, last_sign
+from pipette_launch.probe.waits import START_S, wait_s
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from pipette_launch.probe.progress import Sign
 
 PROGRESS = "progress"
-WARMUP_GRACE_S = 180.0
-"""Imports and set-up of the warm-up, which its budget does not bound."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class NodeController:
         self._trial, self._recovery = TrialWatch(), Recovery()
         self._slowdown: Slowdown | None = None
         self._terminal = Terminal(options)
-        self._leads, self._measured_from_s = False, 0.0
+        self._leads, self._measured_from_s, self._num_ranks = False, 0.0, 0
         self.is_training = False
 
     def begin(self, node: Node) -> str:
@@ -202,7 +201,7 @@ class NodeController:
             self._slowdown = Slowdown(self._options.watch_limit, restarts=restarts)
         self.is_training = decision.phase == "train"
         if decision.phase == "warmup":
-            self._measured_from_s = time.monotonic()
+            self._measured_from_s, self._num_ranks = time.monotonic(), sum(decision.num_slots)
         plan = decision.plan
         if plan is None or decision.phase != "train":
             return
@@ -292,7 +291,7 @@ class NodeController:
     @property
     def warmup_deadline_s(self) -> float:
         """After how long a warm-up counts as hung."""
-        return self._options.budget_s + WARMUP_GRACE_S
+        return self._options.budget_s + wait_s(self._num_ranks, START_S)
 
     def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
         """Return what a local warm-up worker last said of itself, and why it failed if it said so."""

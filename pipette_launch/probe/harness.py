@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.probe.progress import Progress
+from pipette_launch.probe.waits import wait_s
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -103,6 +104,7 @@ class Lockstep:
     rank: int
     world_size: int
     timeout_s: float
+    """Deadline of a wait in a small job; `wait_s` adds what many ranks and a phase take."""
     progress: Progress = field(default_factory=Progress)
     """Where this worker reports what it does, and what it waits for."""
     name_of: Callable[[int], str] = "rank {}".format
@@ -110,26 +112,29 @@ class Lockstep:
     _step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.progress.limit_s = self.timeout_s
+        self.progress.limit_s = self._deadline_s()
+
+    def _deadline_s(self, left_s: float = 0.0) -> float:
+        return wait_s(self.world_size, left_s, least_s=self.timeout_s)
 
     def agree(self, decide: Callable[[], bool]) -> bool:
         """Let rank 0 decide for all ranks."""
         return self.broadcast(str(decide()) if self.rank == 0 else "") == str(True)
 
-    def broadcast(self, text: str, extra_s: float = 0.0) -> str:
-        """Return rank 0's text on every rank; rank 0 may be `extra_s` seconds later than the usual deadline."""
+    def broadcast(self, text: str, left_s: float = 0.0) -> str:
+        """Return rank 0's text on every rank; the phase of rank 0 may still take `left_s` seconds."""
         self._step += 1
         key = f"text/{self._step}"
         if self.rank == 0:
             self.store.set(key, text)
             return text
-        self._wait([key], f"{self.name_of(0)}'s decision", self.timeout_s + extra_s, missing=lambda: [0])
+        self._wait([key], f"{self.name_of(0)}'s decision", self._deadline_s(left_s), missing=lambda: [0])
         return self.store.get(key).decode()
 
-    def barrier(self, extra_s: float = 0.0) -> None:
-        """Return once every rank has called this; a rank may be `extra_s` seconds later than the usual deadline."""
+    def barrier(self, left_s: float = 0.0) -> None:
+        """Return once every rank has called this; the phase of a rank may still take `left_s` seconds."""
         self._step += 1
-        timeout_s, go = self.timeout_s + extra_s, f"go/{self._step}"
+        timeout_s, go = self._deadline_s(left_s), f"go/{self._step}"
         # One key for each rank however many steps there are, and a counter for each step.
         self.store.set(f"at/{self.rank}", str(self._step))
         if self.store.add(f"here/{self._step}", 1) == self.world_size:
@@ -148,10 +153,10 @@ class Lockstep:
             waited_s, count, ranks = failure.split()
             self._raise_missing([int(rank) for rank in ranks.split(",")], int(count), ARRIVAL, float(waited_s))
 
-    def gather(self, text: str, extra_s: float) -> list[str] | None:
+    def gather(self, text: str, left_s: float) -> list[str] | None:
         """Return every rank's text on rank 0, in rank order, and None on the others.
 
-        A rank may be `extra_s` seconds later than the usual deadline.
+        The phase of a rank may still take `left_s` seconds.
         """
         self._step += 1
         self.store.set(f"gather/{self._step}/{self.rank}", text)
@@ -162,7 +167,7 @@ class Lockstep:
         def missing() -> list[int]:
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
-        self._wait(keys, "all workers' results", self.timeout_s + extra_s, missing=missing)
+        self._wait(keys, "all workers' results", self._deadline_s(left_s), missing=missing)
         portions = [keys[first : first + KEYS_PER_READ] for first in range(0, len(keys), KEYS_PER_READ)]
         return [value.decode() for portion in portions for value in self.store.multi_get(portion)]
 

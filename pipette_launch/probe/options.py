@@ -21,6 +21,7 @@ from pipette_launch.facts import (
 from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.machines.cluster import HostsOfJob
 from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
+from pipette_launch.probe.waits import LEAST_S, START_S, wait_s
 
 FULL_HOSTS = 64
 """Up to so many hosts every pair is measured, in one round less than there are hosts."""
@@ -62,8 +63,10 @@ class ProbeOptions(HostsOfJob):
     budget_s: float = 60.0
     """Once so many seconds have passed since all workers were ready, no phase begins another case; the least is
     measured anyway."""
-    timeout_s: float = 60.0
-    """Longest wait for another worker, in seconds, beyond what the budget explains."""
+    timeout_s: float = LEAST_S
+    """Longest wait for another worker in a small job, in seconds, once its phase is over."""
+    start_s: float = START_S
+    """Time that a worker may take to start, in seconds: imports, compilation and the first lap."""
     repeats: int = 5
     """Number of timed messages or collectives of each size."""
     warmups: int = 1
@@ -114,6 +117,10 @@ class ProbeOptions(HostsOfJob):
             # Largest first: they carry the gradients, and must be timed even if the budget runs out.
             for size, stride in sorted(within | across | world, key=lambda shape: (-shape[0], shape[1]))
         )
+
+    def wait_s(self, left_s: float = 0.0) -> float:
+        """Return the longest wait for another worker whose phase may still take `left_s` seconds."""
+        return wait_s(self.num_slots, left_s, least_s=self.timeout_s)
 
     def slot_name(self, slot: int) -> str:
         """A slot as people write it: `node17:3`."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import DeviceOverhead, Links, Measurements, files
+from pipette_launch.facts.measurements import Coverage
 from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, StageCase
 from pipette_launch.probe import plan_hints
 from pipette_launch.probe.assemble import assemble
@@ -57,6 +58,8 @@ class Phases:
     lockstep: Lockstep
     budget: Budget
     meter: MemoryMeter
+    workspace_bytes: int
+    """Bytes of libraries' workspaces in the allocator after the first lap."""
     _mine: WorkerResult = field(init=False)
     """What is new since this worker last sent its results, and all single figures."""
     _gathered: list[WorkerResult] = field(default_factory=list, init=False)
@@ -75,8 +78,7 @@ class Phases:
         with self.progress.during("compute"):
             bench = layers.LayerBench(options=self.options, slot=self.rank, meter=self.meter)
             bench.measure(self.lockstep, self.budget)
-            cases = len({one.case for one in bench.times})
-            self.progress.sum_up(f"{cases} of {len(self.options.cases)} combinations of tp, cp and micro-batch timed")
+            self._count(bench)
         # Before any communicator exists.
         alone_bytes = self.meter.overhead_bytes()
         self._add(
@@ -89,7 +91,7 @@ class Phases:
                 alone_bytes=alone_bytes,
                 together_bytes=alone_bytes,
                 num_communicators=0,
-                workspace_bytes=self.meter.workspace_bytes(),
+                workspace_bytes=self.workspace_bytes or self.meter.workspace_bytes(),
             ),
             optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
             gradient_s_per_byte=bench.gradient_s_per_byte,
@@ -97,6 +99,16 @@ class Phases:
             loading=bench.loading,
             notes=tuple(bench.notes),
         )
+
+    def _count(self, bench: layers.LayerBench) -> None:
+        """Report how many of the wanted cases all slots together have timed."""
+        cases = self.options.cases
+        mine = (cases.index(one.case) for one in bench.times), map(cases.index, bench.refused)
+        texts = self.lockstep.gather("/".join(" ".join(map(str, numbers)) for numbers in mine), self.budget.left_s())
+        if texts is not None:
+            columns = zip(*(text.split("/") for text in texts), strict=True)
+            timed, refused = ({int(number) for numbers in column for number in numbers.split()} for column in columns)
+            self.progress.sum_up(Coverage(len(timed), len(cases) - len(refused - timed)).words())
 
     def together(self) -> None:
         """Measure links and collectives; the communicator of all ranks is open."""
@@ -138,8 +150,12 @@ class Phases:
 
     def alone_again(self) -> None:
         """Run whole stages under a fake communicator; that of all ranks is closed."""
+        assert self._mine.overhead is not None
+        kept_bytes = self._mine.overhead.workspace_bytes
         with self.progress.during("stages"):
-            bench = whole_stages.StageBench(options=self.options, slot=self.rank, meter=self.meter)
+            bench = whole_stages.StageBench(
+                options=self.options, slot=self.rank, meter=self.meter, workspace_bytes=kept_bytes
+            )
             bench.measure(self._stages, self.lockstep, self.budget)
         self._add(stages=tuple(bench.readings), notes=tuple(bench.notes))
 
@@ -261,7 +277,7 @@ class Phases:
 
     def _send(self) -> None:
         """Send to rank 0 what was measured since the last time."""
-        texts = self.lockstep.gather(files.dumps(self._mine), extra_s=max(self.budget.left_s(), 0.0))
+        texts = self.lockstep.gather(files.dumps(self._mine), left_s=self.budget.left_s())
         lists = [each.name for each in fields(WorkerResult) if isinstance(getattr(self._mine, each.name), tuple)]
         self._mine = replace(self._mine, **dict.fromkeys(lists, ()))  # type: ignore[arg-type]
         if texts is not None:

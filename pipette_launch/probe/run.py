@@ -38,7 +38,9 @@ def main(arguments: Sequence[str]) -> int:
         options = files.read(Path(path), ProbeOptions)
         # Not LOCAL_RANK: torchrun's --virtual-local-rank makes that 0 everywhere.
         local = place.rank % options.devices_per_host
-        progress = Progress(folder=Path(options.progress_dir), local_rank=local)
+        progress = Progress(
+            folder=Path(options.progress_dir), local_rank=local, limit_s=options.wait_s(options.start_s)
+        )
         progress.announce(progress.phase)
         _work(options, place, progress, started_s)
     except Exception as error:
@@ -65,6 +67,7 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     # torch is imported only now, so that a bad order is answered at once.
     import torch.distributed as dist
 
+    from pipette_launch.probe.compute.layers import LayerBench
     from pipette_launch.probe.compute.peak_memory import meter as meter_of
     from pipette_launch.probe.phases import Phases
     from pipette_patches.workload import layers
@@ -73,10 +76,16 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     meter = meter_of(options.device_kind, options.device(place.rank).uuid)
     if options.device_kind == "cuda":
         use_device(progress.local_rank, options.device(place.rank).uuid)
-    # The most expensive import of a warm-up on CPU: it is the same whatever is measured.
+    # Imports, compilation and the first lap take as long for any case, so they come before the budget begins.
+    progress.step(0, 0, "imports")
     layers.load(options.device_kind)
-    timeout = timedelta(seconds=options.timeout_s)
-    store = dist.PrefixStore("pipette/warm-up", _store(place, timeout))
+    progress.step(0, 0, "first lap")
+    workspace_bytes = LayerBench(options=options, slot=place.rank, meter=meter).first_lap()
+
+    def start_left_s() -> float:
+        return options.start_s - (time.perf_counter() - started_s)
+
+    store = dist.PrefixStore("pipette/warm-up", _store(place, timedelta(seconds=options.wait_s(start_left_s()))))
     lockstep = Lockstep(
         store=store,
         rank=place.rank,
@@ -86,7 +95,7 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
         name_of=options.slot_name,
     )
     # Imports end at different times, and the deadline of a phase must not have to cover that.
-    lockstep.barrier()
+    lockstep.barrier(start_left_s())
     # Imports and the rendezvous are the same whatever is measured, so the budget begins here.
     now_s = time.perf_counter()
     progress.phase_s[START] = now_s - started_s
@@ -95,13 +104,16 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
         lockstep=lockstep,
         budget=Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter),
         meter=meter,
+        workspace_bytes=workspace_bytes,
     )
     phases.alone()
     # The communicator of all ranks is for links and collectives; compute runs under a fake process group.
     # The barrier comes first: the deadline of a connection must not cover the rest of the others' compute.
-    lockstep.barrier()
+    lockstep.barrier(phases.budget.left_s())
     # No device_id: it would make NCCL split subgroups off the world, which asks for non-members too.
     world, backend = dist.PrefixStore("world", store), BACKENDS[options.device_kind]
+    # The store's deadline for NCCL's id and the watchdog of the group.
+    timeout = timedelta(seconds=options.wait_s())
     dist.init_process_group(backend, store=world, rank=place.rank, world_size=place.world_size, timeout=timeout)
     phases.together()
     # Not after a failure: peers may be gone, and NCCL would wait for them; the process ends anyway.

@@ -77,6 +77,9 @@ def what_the_plan_rests_on(plan: Plan, measurements: Measurements | None) -> Ite
         remark = f"; kept from {plan.provenance.made_at}, not measured now"
     yield machines(measurements, remark=remark)
     yield from link_lines(measurements.cluster)
+    coverage = measurements.coverage()
+    if coverage.num_timed < coverage.num_wanted:
+        yield text(f"compute: {coverage.words()}")
     yield from _chosen_layer(plan, measurements)
 
 
@@ -193,6 +196,7 @@ def _compute(measurements: Measurements) -> Iterator[RenderableType]:
     yield table
     if len(cases) > MOST_ROWS:
         yield text(f"… and {len(cases) - MOST_ROWS} more", "dim")
+    yield text(measurements.coverage().words())
     yield from slow_slots(measurements.cluster)
 
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from patches.stage_cases import CASES, SHARDED, job_of
 
 from pipette_launch.facts import Layout
-from pipette_patches.whole_stage import load as load_stages
 from pipette_patches.whole_stage import run_stage
 from pipette_patches.workload.layers import WorkloadError, load
 
@@ -42,5 +41,4 @@ def main() -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     load("cpu")
-    load_stages()
     main()

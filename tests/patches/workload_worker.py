@@ -229,9 +229,20 @@ def fine_grained() -> dict[str, Any]:
     return found
 
 
+def loaded_later() -> list[str]:
+    """Modules of megatron-core and of torch's compiler that a first case and its optimizer import after `load`."""
+    load("cpu")
+    before = set(sys.modules)
+    with workload(JOB, CASE, device_kind="cpu") as work:
+        for part in work.parts:
+            part.backward(part.forward(1))
+        optimizer_step(work, JOB).run()
+    return sorted(name for name in set(sys.modules) - before if name.startswith(("megatron", "torch._")))
+
+
 def main() -> None:
     """Find out everything."""
-    found: dict[str, Any] = {"fine-grained": fine_grained()}
+    found: dict[str, Any] = {"loaded later": loaded_later(), "fine-grained": fine_grained()}
     with workload(JOB, CASE, device_kind="cpu") as work:
         layer = work.parts[0]
         found["names"] = [part.name for part in work.parts]

@@ -134,7 +134,7 @@ def test_those_who_are_missing_are_named_to_all(steps: int, tmp_path: Path) -> N
     ranks_of_job[0]._step = steps
 
     with pytest.raises(ProbeError, match=r"waited 10 s in vain for all workers to arrive \(missing: node1:0, ") as told:
-        ranks_of_job[0].barrier(extra_s=3)
+        ranks_of_job[0].barrier(left_s=3)
     with pytest.raises(ProbeError, match=r"node4:0 and 1 more\)") as heard:
         ranks_of_job[1].barrier()
 
@@ -213,7 +213,7 @@ def test_store_traffic_is_linear_in_ranks() -> None:
             ("barrier", lambda one: one.barrier()),
             ("agree", lambda one: one.agree(lambda: True)),
             ("broadcast", lambda one: one.broadcast("x" * 100)),
-            ("gather", lambda one: one.gather("x" * 100, extra_s=0)),
+            ("gather", lambda one: one.gather("x" * 100, left_s=0)),
         ):
             store = CountingStore()
             first, *others = (lockstep(store, rank, ranks) for rank in range(ranks))
@@ -233,8 +233,8 @@ def test_results_come_home_in_rank_order() -> None:
     """Rank 0 gets everyone's text, the others nothing."""
     store = OneRankStore()
 
-    assert lockstep(store, 1).gather("b", extra_s=0) is None
-    assert ["a", "b"] == lockstep(store, 0).gather("a", extra_s=0)
+    assert lockstep(store, 1).gather("b", left_s=0) is None
+    assert ["a", "b"] == lockstep(store, 0).gather("a", left_s=0)
 
 
 ENVIRON = {

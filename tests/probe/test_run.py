@@ -159,7 +159,7 @@ def test_a_slot_alone_with_no_time_measures_the_least(tmp_path: Path) -> None:
 
 def test_a_missing_worker_ends_the_others_in_time(tmp_path: Path) -> None:
     """Rank 1 never comes: rank 0 says so within its deadline, on stderr and in its progress file."""
-    options = tiny_options(tmp_path, hosts=1, devices=2, timeout_s=2.0)
+    options = tiny_options(tmp_path, hosts=1, devices=2, timeout_s=2.0, start_s=0.0)
     outcome = run_workers(options, tmp_path, missing=(1,))
 
     reason = (tmp_path / "progress" / "0.error").read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,16 +93,30 @@ class Workload:
     """In what this differs from the real job, one sentence each."""
 
 
+MOST_VARIANTS = 64
+"""Number of variants that torch.compile keeps of one function. The warm-up's shapes, with and without gradients, reach
+its own limit of 8, and from then on it runs the function uncompiled (torch/_dynamo/config.py, recompile_limit)."""
+
+
 def load(device_kind: str) -> None:
-    """Import megatron-core, which takes seconds; on CPU the patch `cpu_backend` stays in force from here on."""
+    """Import all that a case runs, which takes seconds; on CPU the patch `cpu_backend` stays in force from here on."""
     if device_kind == "cpu":
         registry.apply("cpu_backend")
     with warnings.catch_warnings():
         # It warns of each optional library that is absent.
         warnings.simplefilter("ignore")
+        import megatron.core.distributed
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.models.gpt.gpt_model
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel.schedules  # noqa: F401
+        import torch._dynamo
 
-        # The first optimizer would bring it in: half a second that is no step's.
-        import torch._dynamo  # noqa: F401
+        if device_kind == "cuda":
+            # Megatron's `jit_fuser` is torch.compile (megatron/core/jit.py), whose first call imports its compiler.
+            import torch._inductor.compile_fx
+
+            torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, MOST_VARIANTS)
 
 
 @contextlib.contextmanager
@@ -114,10 +129,23 @@ def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workl
         WorkloadError: megatron-core refuses the case; running out of memory is left as torch raises it.
 
     """
-    with one_rank(Layout(tp=case.tp, cp=case.cp, etp=1)):
-        with refusals_named(case_words(case)):
-            built = _build(job, case, device_kind)
-        yield built
+    try:
+        with one_rank(Layout(tp=case.tp, cp=case.cp, etp=1)):
+            with refusals_named(case_words(case)):
+                built = _build(job, case, device_kind)
+            yield built
+    finally:
+        forget_dummy_gradients()
+
+
+def forget_dummy_gradients() -> None:
+    """Drop the empty weight gradients of Transformer Engine, which keeps one of each shape for the process' life.
+
+    A training has the shapes of its own layers only (transformer_engine/pytorch/module/base.py, get_dummy_wgrad, in
+    `_dummy_wgrads` from release 2.2 to 2.18).
+    """
+    base = sys.modules.get("transformer_engine.pytorch.module.base")
+    getattr(base, "_dummy_wgrads", {}).clear()
 
 
 @contextlib.contextmanager

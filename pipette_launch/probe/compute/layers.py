@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import sleep
@@ -28,7 +28,7 @@ from pipette_launch.probe.compute.timing import HABITS, stopwatch_for, time_call
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import Pace
 from pipette_patches.workload import layers as patches_workload
-from pipette_patches.workload.layers import Workload, case_words
+from pipette_patches.workload.layers import Workload, WorkloadError, case_words
 from pipette_patches.workload.optimizer import optimizer_step
 
 COMPUTE_SHARE = 0.45
@@ -74,6 +74,19 @@ def joined(times: Sequence[ComputeTime]) -> list[ComputeTime]:
     return [*found.values()]
 
 
+def untimed_lap(work: Workload) -> None:
+    """Run each part in every way that will be timed: compilers make other code without weight gradients."""
+    for part in work.parts:
+        with part.accumulating():
+            part.backward(part.forward(1))
+            if part.recomputed is not None:
+                part.backward(part.recomputed(1))
+            if part.source is not None:
+                part.freeze(True)
+                part.backward(part.forward(1))
+                part.freeze(False)
+
+
 @dataclass(kw_only=True)
 class LayerBench(Bench):
     """One slot, and what it has measured so far."""
@@ -94,49 +107,77 @@ class LayerBench(Bench):
         self._habits = HABITS[self.options.device_kind]
         self._stopwatch = stopwatch_for(self.options.device_kind)
 
+    def first_lap(self) -> int:
+        """Run the reference case and its optimizer once, untimed, before the budget begins: compilers start here.
+
+        A failure is met again, and noted, when the case is measured. Returns the bytes of workspaces that libraries
+        keep from here on.
+        """
+        with suppress(WorkloadError, RuntimeError, MemoryError), ExitStack() as stack:
+            work = self._workload_of(self.options.cases[0], stack)
+            untimed_lap(work)
+            optimizer_step(work, self.options.job).run()
+            self._stopwatch.settle()
+        return self.meter.workspace_bytes()
+
     def measure(self, lockstep: Lockstep, budget: Budget) -> None:
-        """Go through this slot's cases until rank 0 finds the budget spent."""
+        """Go through this slot's cases until rank 0 finds the budget spent.
+
+        The next case is expected to take the shortest build and first lap so far, and the longest timed part. A case
+        that compiled says nothing of the next one: sizes that have changed once are dynamic in the code of a compiler.
+        The timed part of the reference does not count, as only the reference is timed for long.
+        """
         # Imported objects stay, so garbage collections between the cases need not visit them.
         gc.freeze()
-        longest_s = 0.0
-
-        def goes_on() -> bool:
-            return budget.allows(COMPUTE_SHARE, needs_s=longest_s)
-
         reference, *others = cases_of(self.options.cases, self.slot, self.options.num_slots)
         mine = (reference, *others * SWEEPS[self.options.device_kind])
-        for index, case in enumerate(mine):
-            if index and not lockstep.agree(goes_on):
+        lockstep.progress.step(0, len(mine), case_words(reference))
+        began_s = budget.clock()
+        with ExitStack() as stack:
+            work = self._workload(reference, stack)
+            untimed_s, longest_s = budget.clock() - began_s, 0.0
+            self._reference(work, lockstep, budget)
+        self._overheads(reference)
+
+        def goes_on() -> bool:
+            return budget.allows(COMPUTE_SHARE, needs_s=untimed_s + longest_s)
+
+        for index, case in enumerate(mine[1:], start=1):
+            if not lockstep.agree(goes_on):
                 break
             lockstep.progress.step(index, len(mine), case_words(case))
-            before_s = budget.clock()
-            self._round(case, lockstep, budget)
-            longest_s = max(longest_s, budget.clock() - before_s)
-            if not index:
-                self._overheads(case)
+            began_s = budget.clock()
+            with ExitStack() as stack:
+                work = self._workload(case, stack)
+                # Also without work of its own: times are comparable only if all slots are busy at the same time.
+                lockstep.barrier(budget.left_s())
+                ready_s = budget.clock()
+                if work is not None:
+                    self._run(work, case, lockstep, again=budget.allows(AGAIN_SHARE))
+            untimed_s, longest_s = min(untimed_s, ready_s - began_s), max(longest_s, budget.clock() - ready_s)
         self.times = joined(self.times)
         self.stretch = self._stopwatch.stretch()
 
-    def _round(self, case: ComputeCase, lockstep: Lockstep, budget: Budget) -> None:
-        with ExitStack() as stack:
-            work = None if case in self.refused else self._workload(case, stack)
-            if case == self.options.cases[0]:
-                self._reference(work, lockstep, budget)
-                return
-            # Also without work of its own: times are comparable only if all slots are busy at the same time.
-            lockstep.barrier(max(budget.left_s(), 0.0))
-            if work is not None:
-                self._run(work, case, lockstep, again=budget.allows(AGAIN_SHARE))
-
     def _workload(self, case: ComputeCase, stack: ExitStack) -> Workload | None:
-        """Make the layers of a case, which the stack takes down again; None where that fails."""
+        """Make the layers of a case and run each part once; the stack takes them down again.
+
+        None if that fails, or has failed before.
+        """
+        if case in self.refused:
+            return None
         with self.noting(case_words(case), partial(self.refused.append, case)):
-            needed_bytes = weight_bytes(self.options.job, case)
-            self.check_room(case_words(case), needed_bytes, " for one layer's weights and gradients")
-            return stack.enter_context(
-                patches_workload.workload(self.options.job, case, device_kind=self.options.device_kind)
-            )
+            work = self._workload_of(case, stack)
+            untimed_lap(work)
+            self._stopwatch.settle()
+            return work
         return None
+
+    def _workload_of(self, case: ComputeCase, stack: ExitStack) -> Workload:
+        needed_bytes = weight_bytes(self.options.job, case)
+        self.check_room(case_words(case), needed_bytes, " for one layer's weights and gradients")
+        return stack.enter_context(
+            patches_workload.workload(self.options.job, case, device_kind=self.options.device_kind)
+        )
 
     def _overheads(self, case: ComputeCase) -> None:
         """Measure what a stage on a CPU takes beside its layers."""
@@ -155,8 +196,8 @@ class LayerBench(Bench):
 
     def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
         """Measure the reference case, which all slots do: with paces before and after it, and the optimizer last."""
-        case, left_s = self.options.cases[0], max(budget.left_s(), 0.0)
-        lap = self._lap(work, case) if work is not None else None
+        case, left_s = self.options.cases[0], budget.left_s()
+        lap = self._lap(work) if work is not None else None
         test = PaceTest(options=self.options, slot=self.slot)
         test.first(lap, lockstep, left_s)
         if work is not None and lap is not None and self._run(work, case, lockstep, again=True):
@@ -178,8 +219,8 @@ class LayerBench(Bench):
                 self.gradient_s_per_byte = min(few_s, whole_s) / step.gradient_bytes
                 self.optimizer_s_per_parameter = max(whole_s - few_s, 0.0) / step.num_parameters
 
-    def _lap(self, work: Workload, case: ComputeCase) -> Callable[[], None] | None:
-        """Return a function that runs one layer of each kind forward and backward; None where that fails."""
+    def _lap(self, work: Workload) -> Callable[[], None]:
+        """Return a function that runs one layer of each kind forward and backward."""
 
         def lap() -> None:
             for part in work.parts:
@@ -188,10 +229,7 @@ class LayerBench(Bench):
                         part.backward(part.forward(1))
             self._stopwatch.settle()
 
-        with self.noting(case_words(case), partial(self.refused.append, case)):
-            lap()
-            return lap
-        return None
+        return lap
 
     def _run(self, work: Workload, case: ComputeCase, lockstep: Lockstep, *, again: bool) -> bool:
         """Time all parts of a case, then read the peak memory of a layer; returns whether that worked."""

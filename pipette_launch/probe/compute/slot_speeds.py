@@ -216,39 +216,39 @@ class PaceTest:
     clock: Callable[[], float] = time.perf_counter
     paces: list[Pace] = field(default_factory=list)
 
-    def first(self, work: Callable[[], None] | None, lockstep: Lockstep, extra_s: float) -> None:
+    def first(self, work: Callable[[], None] | None, lockstep: Lockstep, left_s: float) -> None:
         """Work for a window while all others do; a slot without work (None) leaves its core to the others.
 
-        Another rank may be `extra_s` seconds late beyond the usual deadline.
+        The phase of another rank may still take `left_s` seconds.
         """
-        late_s = self._meet(lockstep, extra_s)
+        late_s = self._meet(lockstep, left_s)
         if work is not None:
             self._work(work, late_s, turn=0)
 
-    def again(self, work: Callable[[], None] | None, lockstep: Lockstep, extra_s: float) -> None:
+    def again(self, work: Callable[[], None] | None, lockstep: Lockstep, left_s: float) -> None:
         """Repeat it for the slots that differ, beside a few others, until none differs or it was repeated enough."""
         everyone: list[tuple[Pace, ...]] = [()] * self.options.num_slots
         for turn in range(1, RETESTS + 1):
             last = next((repr(pace.seconds) for pace in self.paces if pace.turn == turn - 1), "")
-            texts = lockstep.gather(last, extra_s)
+            texts = lockstep.gather(last, left_s)
             if texts is not None:
                 everyone = [
                     (*before, Pace(turn=turn - 1, seconds=float(text))) if text else before
                     for before, text in zip(everyone, texts, strict=True)
                 ]
-            chosen = lockstep.broadcast(" ".join(map(str, to_measure(self.options, everyone))), extra_s)
+            chosen = lockstep.broadcast(" ".join(map(str, to_measure(self.options, everyone))), left_s)
             if not chosen:
                 return
-            late_s = self._meet(lockstep, extra_s)
+            late_s = self._meet(lockstep, left_s)
             if work is not None and str(self.slot) in chosen.split():
                 self._work(work, late_s, turn=turn)
         # A slot that went on already would disturb those that still work.
-        lockstep.barrier(extra_s)
+        lockstep.barrier(left_s)
 
-    def _meet(self, lockstep: Lockstep, extra_s: float) -> float:
+    def _meet(self, lockstep: Lockstep, left_s: float) -> float:
         """Wait for all ranks; returns how long this one waited for a core meanwhile, and so begins too late."""
         before_s = queued_s()
-        lockstep.barrier(extra_s)
+        lockstep.barrier(left_s)
         return queued_s() - before_s
 
     def _work(self, work: Callable[[], None], late_s: float, *, turn: int) -> None:

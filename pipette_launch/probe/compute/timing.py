@@ -139,7 +139,7 @@ class Habits:
     """How a device kind is measured."""
 
     warmups: int
-    """Number of untimed turns, in which compilers, autotuners and allocators adapt."""
+    """Number of untimed turns after the first lap, in which autotuners and allocators adapt."""
     chains: tuple[int, int]
     """Lengths of the short and the long chain. A GPU needs two layers even in the short one: behind the first layers
     the host has launched ahead, or has not, as in a real stage."""
@@ -156,7 +156,7 @@ class Habits:
 
 
 HABITS = {
-    "cpu": Habits(warmups=2, chains=(1, 3), value_s=0.3, min_values=5, long_layer_s=0.1),
+    "cpu": Habits(warmups=1, chains=(1, 3), value_s=0.3, min_values=5, long_layer_s=0.1),
     "cuda": Habits(warmups=5, chains=(2, 6), value_s=0.3, min_values=5, long_layer_s=0.02),
 }
 

@@ -13,11 +13,14 @@ from pipette_launch.facts.machines.device_memory import memory_digest
 from pipette_launch.facts.messages.measuring_advice import StageCase
 from pipette_launch.probe.compute.bench import Bench, state_bytes
 from pipette_launch.probe.harness import Budget, Lockstep
+from pipette_launch.units import MIB, bytes_text
 from pipette_patches import whole_stage
 from pipette_patches.whole_stage import StageRun, stage_words
 from pipette_patches.workload.layers import is_out_of_memory
 
 STAGES_SHARE = 1.0
+LEFT_BYTES = 64 * MIB
+"""Memory beside workspaces, before a stage runs, from which on a note reports it."""
 HEAP_FACTOR = 1.6
 """On CPU the resident set grows by 1.12 to 1.61 times what the tensors hold (benchmarks/results/memory_cpu_*.md)."""
 
@@ -34,6 +37,8 @@ class StageBench(Bench):
 
     PHASE = "stages"
 
+    workspace_bytes: int
+    """Bytes of libraries' workspaces in the allocator after the first lap, which a training has too."""
     readings: list[StageReading] = field(default_factory=list)
 
     def measure(self, cases: Sequence[StageCase], lockstep: Lockstep, budget: Budget) -> None:
@@ -43,7 +48,6 @@ class StageBench(Bench):
         """
         if not cases:
             return
-        whole_stage.load()
         longest_s = 0.0
 
         def goes_on() -> bool:
@@ -59,7 +63,7 @@ class StageBench(Bench):
             lockstep.progress.step(turn, -(-len(cases) // self.options.num_slots))
             if case is not None:
                 self._measure(case)
-            lockstep.barrier(max(budget.left_s(), 0.0))
+            lockstep.barrier(budget.left_s())
             longest_s = max(longest_s, budget.clock() - before_s)
 
     def _measure(self, case: StageCase) -> None:
@@ -77,6 +81,13 @@ class StageBench(Bench):
             runs: list[StageRun] = []
             failures: list[BaseException] = []
             peak = self.meter.peak(lambda: self._run(case, runs, failures))
+            kept_bytes = min(peak.idle_bytes, self.workspace_bytes)
+            left_bytes = peak.idle_bytes - kept_bytes
+            if left_bytes > LEFT_BYTES:
+                self.notes.append(
+                    f"stages: {words} ran beside {bytes_text(left_bytes)} that earlier layers left on slot "
+                    f"{self.options.slot_name(self.slot)}; its peak is counted without them"
+                )
             if runs:
                 self.notes += runs[0].notes
             elif on_cpu:
@@ -89,7 +100,7 @@ class StageBench(Bench):
                     layout=case.layout,
                     pp_rank=case.pp_rank,
                     slot=self.slot,
-                    allocator_peak_bytes=runs[0].tally_bytes if on_cpu else peak.allocator_bytes + peak.idle_bytes,
+                    allocator_peak_bytes=runs[0].tally_bytes if on_cpu else peak.allocator_bytes + kept_bytes,
                     reserved_peak_bytes=peak.reserved_bytes,
                     device_peak_bytes=peak.device_bytes,
                     ran_out=not runs,

@@ -273,7 +273,7 @@ def in_step(
     def take(rounds: Sequence[Round]) -> list[str]:
         taken = meter(rounds)
         mine.extend(taken)
-        return lockstep.gather(json.dumps([files.to_plain(link) for link in taken]), extra_s=patience_s) or []
+        return lockstep.gather(json.dumps([files.to_plain(link) for link in taken]), left_s=patience_s) or []
 
     def measure(rounds: Sequence[Round]) -> Lines:
         lockstep.broadcast(json.dumps(rounds))
@@ -287,7 +287,7 @@ def in_step(
         found = decide(measure)
         lockstep.broadcast("[]")
         return tuple(mine), found
-    while rounds := json.loads(lockstep.broadcast("", extra_s=patience_s)):
+    while rounds := json.loads(lockstep.broadcast("", left_s=patience_s)):
         take([tuple((one, other) for one, other in pairs) for pairs in rounds])
     return tuple(mine), None
 

@@ -122,7 +122,7 @@ def _open(members: tuple[int, ...], options: ProbeOptions) -> dist.ProcessGroup:
         assert world is not None
         return world
     # Local synchronisation: only members call, so all groups of a shape open at the same time.
-    group = dist.new_group(list(members), timeout=timedelta(seconds=options.timeout_s), use_local_synchronization=True)
+    group = dist.new_group(list(members), timeout=timedelta(seconds=options.wait_s()), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

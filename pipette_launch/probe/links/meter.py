@@ -120,7 +120,7 @@ class LinkMeter:
         """Measure both directions of all pairs, low ends first; returns what this rank sent, if it had a partner."""
         mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self._rank in pair), None)
         with self._deadline("the others"):
-            align(self.options.device_kind, self.options.timeout_s, self.clock)
+            align(self.options.device_kind, self.options.wait_s(), self.clock)
         if mine is not None:
             # The first contact opens connections, which training does once; no timed message should pay for it.
             self._swap(self._ack, self._ack.clone(), mine[1], sends_first=self._rank == mine[1][0])
@@ -182,7 +182,7 @@ class LinkMeter:
         """For each group the largest numbers of its rails; all ranks leave this call at the same time."""
         shared = wishes.to(self.options.device_kind)
         with self._deadline("the others"):
-            self._finish([dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)], self.options.timeout_s)
+            self._finish([dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)], self.options.wait_s())
         largest: list[list[float]] = shared.tolist()
         return largest
 
@@ -211,7 +211,7 @@ class LinkMeter:
             return self._queued.seconds(
                 partial(exchange, index),
                 num_exchanges(self.sizes[index]),
-                timeout_s=PARTNER_SHARE * self.options.timeout_s,
+                timeout_s=PARTNER_SHARE * self.options.wait_s(),
                 first=partial(exchange, 0),
             )
 
@@ -225,7 +225,7 @@ class LinkMeter:
         peer = pair[0] + pair[1] - self._rank
         with self._deadline(self.options.slot_name(peer)):
             for operation in _operations(outgoing, incoming, peer, sends_first=sends_first):
-                self._finish(dist.batch_isend_irecv([operation]), PARTNER_SHARE * self.options.timeout_s)
+                self._finish(dist.batch_isend_irecv([operation]), PARTNER_SHARE * self.options.wait_s())
 
     def _finish(self, works: Iterable[dist.Work | None], timeout_s: float) -> None:
         """Wait until transfers are done, on the device too; raises RuntimeError or TimeoutError at the deadline."""

@@ -35,6 +35,11 @@ def found() -> dict[str, Any]:
     return result
 
 
+def test_a_first_case_imports_nothing(found: dict[str, Any]) -> None:
+    """All that a case and its optimizer run is imported before the compute budget begins."""
+    assert [] == found["loaded later"]
+
+
 def test_layer_and_head_are_the_model(found: dict[str, Any]) -> None:
     """Layer and head run one after the other give the loss of Megatron's own forward."""
     whole, parts = found["losses"]

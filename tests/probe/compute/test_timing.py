@@ -138,11 +138,11 @@ def test_what_entering_costs_is_nobodys() -> None:
 
 
 def test_warmups_are_kept_and_kept_apart() -> None:
-    """Two short turns, entering included, and one of both lengths; then at least five that count."""
+    """One short turn, entering included, and one of both lengths; then at least five that count."""
     clock = FakeClock()
     found = timed(part_on(clock), clock)
 
-    assert (FORWARD_S + ENTRY_S, FORWARD_S + ENTRY_S, FORWARD_S) == found.forward.warmup_s
+    assert (FORWARD_S + ENTRY_S, FORWARD_S) == found.forward.warmup_s
     assert 5 == len(found.forward.values_s) == len(found.weight_grad.values_s)
     assert {1, 3} == set(clock.lengths)
 

@@ -87,7 +87,7 @@ def found(
     options: ProbeOptions, *cases: StageCase, clock: Callable[[], float] = lambda: 0.0
 ) -> tuple[list[StageReading], list[str]]:
     """What a slot alone finds."""
-    bench = StageBench(options=options, slot=0, meter=Meter())
+    bench = StageBench(options=options, slot=0, meter=Meter(), workspace_bytes=5)
     lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1.0)
     bench.measure(cases, lockstep, Budget(started_s=0.0, budget_s=60.0, clock=clock))
     return bench.readings, bench.notes
@@ -103,7 +103,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Layout, int]]:
         return StageRun(tally_bytes=77, parts={}, notes=())
 
     monkeypatch.setattr(whole_stages.whole_stage, "run_stage", run_stage)
-    monkeypatch.setattr(whole_stages.whole_stage, "load", lambda: None)
     return done
 
 

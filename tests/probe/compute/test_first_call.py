@@ -1,0 +1,156 @@
+"""Compute cases on a device that imports and compiles in first calls: which of them a warm-up of 60 s comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from facts_for_tests import tiny_job
+from gpu_rules.first_call import CompilingDevice, Shape
+from probe.workers import OneRankStore, tiny_options
+
+from pipette_launch.facts import ComputeCase, Device, Host, Job
+from pipette_launch.probe.compute import layers
+from pipette_launch.probe.compute.layers import LayerBench
+from pipette_launch.probe.compute.peak_memory import Peak
+from pipette_launch.probe.compute.slot_speeds import PaceTest
+from pipette_launch.probe.harness import Budget, Lockstep
+from pipette_patches.workload.layers import MOST_VARIANTS, Part, Workload
+from pipette_patches.workload.optimizer import OptimizerStep
+
+CASES = tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=size) for tp in (1, 2, 4, 8) for size in (1, 2, 4))
+LAYER_S = 5e-3
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Reads the device's clock."""
+
+    device: CompilingDevice
+
+    def mark(self) -> float:
+        """Read it."""
+        return self.device.clock()
+
+    def seconds(self, before: float, after: float) -> float:
+        """Compare two readings."""
+        return after - before
+
+    def check_speed(self) -> None:
+        """Change no clock."""
+
+    settle = keep_share = check_speed
+
+    def stretch(self) -> float:
+        """Measure wall time."""
+        return 1.0
+
+
+class Meter:
+    """Counts no memory."""
+
+    def peak(self, work: object) -> Peak:
+        """Report an empty device."""
+        return Peak(0, 0)
+
+    def workspace_bytes(self) -> int:
+        """Report none."""
+        return 0
+
+    overhead_bytes = workspace_bytes
+
+
+def layer_on(device: CompilingDevice, case: ComputeCase) -> Part:
+    """A layer with two fused functions; its code differs by gradient mode and by frozen weights."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    source = torch.ones(1, requires_grad=True)
+    shape: Shape = (128 // case.tp, case.micro_batch_size)
+
+    def forward(times: int, *, mode: str = "") -> torch.Tensor:
+        for _ in range(times):
+            for function in ("bias_dropout_add", "bias_swiglu"):
+                device.run(function, shape, mode or f"grad, frozen: {not weight.requires_grad}", LAYER_S)
+        return source * weight
+
+    return Part(
+        name="layer",
+        parameters=(weight,),
+        source=source,
+        forward=forward,
+        chains=True,
+        main_grad_dtype=torch.float32,
+        recomputed=partial(forward, mode="no grad"),
+    )
+
+
+def measured(
+    device: CompilingDevice,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cases: tuple[ComputeCase, ...] = CASES,
+) -> LayerBench:
+    """A slot that is alone, after its first lap and all that 60 s allow."""
+
+    @contextmanager
+    def workload(_: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workload]:
+        yield Workload(parts=(layer_on(device, case),), model=None, token_ids=torch.ones(1), notes=())
+
+    def nothing() -> None:
+        pass
+
+    step = OptimizerStep(run=nothing, run_on_single_elements=nothing, num_parameters=1, gradient_bytes=4)
+    monkeypatch.setattr(layers.patches_workload, "workload", workload)
+    monkeypatch.setattr(layers, "optimizer_step", lambda *_: step)
+    monkeypatch.setattr(layers, "stopwatch_for", lambda _: Stopwatch(device))
+    monkeypatch.setattr(layers, "time_calls", lambda *_, **__: SimpleNamespace(median_s=0.0))
+    monkeypatch.setattr(layers, "PaceTest", partial(PaceTest, clock=device.clock))
+    gpu = Device(kind="cuda", uuid="GPU", name="H100", memory_total_bytes=1 << 36, memory_free_bytes=1 << 36)
+    hosts = (Host(name="node0", address="10.0.0.1", cores=1, devices=(gpu,)),)
+    options = replace(tiny_options(folder, hosts=1, devices=1, job=tiny_job(1), cases=cases), hosts=hosts)
+    bench = LayerBench(options=options, slot=0, meter=Meter())
+    bench.first_lap()
+    began_s = device.clock()
+    lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1)
+    bench.measure(lockstep, Budget(started_s=began_s, budget_s=60.0, clock=device.clock))
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("import_s", "compile_s", "expected"),
+    [(15.0, 0.0, 12), (15.0, 0.5, 12), (60.0, 0.7, 6)],
+)
+def test_a_slow_first_call_leaves_time_for_half_of_the_cases(
+    import_s: float, compile_s: float, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget of 60 s begins behind imports and the first lap, and only other cases forecast the next one."""
+    device = CompilingDevice(import_s=import_s, compile_s=compile_s, limit=MOST_VARIANTS)
+    bench = measured(device, tmp_path, monkeypatch)
+
+    assert expected <= len({time.case for time in bench.times})
+    assert all(sum(time.forward.values_s) < 1.0 for time in bench.times)
+
+
+def test_a_case_that_compiles_is_no_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second micro-batch compiles for 15 s of the 27 s; then sizes are dynamic, and the other five are timed."""
+    device = CompilingDevice(import_s=15.0, compile_s=2.5, limit=MOST_VARIANTS)
+    sizes = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=1 << power) for power in range(7))
+    bench = measured(device, tmp_path, monkeypatch, sizes)
+
+    assert set(sizes) == {time.case for time in bench.times}
+
+
+def test_no_case_runs_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve shapes need more than torch's 8 codes of a function, and fewer than the warm-up allows."""
+    tight = CompilingDevice(import_s=0.0, compile_s=0.0)
+    measured(tight, tmp_path, monkeypatch)
+    wide = CompilingDevice(import_s=0.0, compile_s=0.0, limit=MOST_VARIANTS)
+    measured(wide, tmp_path, monkeypatch)
+
+    assert tight.uncompiled > 0
+    assert 0 == wide.uncompiled

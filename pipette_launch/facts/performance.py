@@ -6,6 +6,11 @@ from dataclasses import dataclass, field, fields
 
 from pipette_launch.errors import FactError
 
+MODELLED = ("--fp8", "--fp4", "--cuda-graph", "--window-size")
+"""Beginnings of flags that the layers of a warm-up do not have, and that the device model prices."""
+NOT_TIMED = (*MODELLED, "--enable-cuda-graph", "--external-cuda-graph")
+"""Beginnings of all flags that change how long a layer takes, and that the layers of a warm-up do not have."""
+
 
 def _option(flag: str, *, default: bool) -> bool:
     """Declare an option whose flag is not its name with dashes."""

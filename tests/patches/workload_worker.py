@@ -171,6 +171,14 @@ def attention_backends() -> list[str]:
     return [config.attention_backend.name, changes["attention_backend"].name]
 
 
+def exchange_notes() -> list[str]:
+    """What is noted of context parallelism by another exchange than the ring that is timed."""
+    job = replace(JOB, performance_flags=("--cp-comm-type a2a",))
+    cases = (replace(CASE, cp=cp) for cp in (1, 2))
+    notes = (transformer_config(job, case, ("layer",), device_kind="cuda", uses_te=True)[1] for case in cases)
+    return [note for each in notes for note in each]
+
+
 def narrow_values(work: Workload) -> list[Any]:
     """Shape of the core's output, its distance from attention written out, and whether a gradient goes back."""
     core = next(part for part in work.parts if part.name == "core_attention")
@@ -257,6 +265,7 @@ def main() -> None:
         found["moved"] = moved(work)
         found["parameters"] = sum(parameter.numel() for parameter in work.model.parameters())
     found["fused losses"] = fused_and_unfused_losses()
+    found["exchange"] = exchange_notes()
     found["group left"] = dist.is_initialized()
     shapes = {}
     for tp in (1, 2):

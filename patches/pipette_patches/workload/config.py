@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from pipette_launch.facts import ComputeCase, Job, ModelSpec
+from pipette_launch.facts.performance import NOT_TIMED
 from pipette_patches.errors import NotModelledError
 
 PartName = Literal["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"]
@@ -52,8 +53,8 @@ _MEASURED_FLAGS: FlagTable = {
     ),
     **same_name(str, "--cross-entropy-fusion-impl --rope-type"),
 }
-UNHEEDED = ("--fp8", "--fp4", "--cuda-graph", "--enable-cuda-graph", "--external-cuda-graph", "--window-size")
-"""Beginnings of flags that change how long a layer takes, and are not measured."""
+RING = "p2p"
+"""How context parallelism exchanges keys and values if no flag says otherwise (--cp-comm-type)."""
 
 
 def flags(job: Job) -> dict[str, str]:
@@ -98,9 +99,12 @@ def transformer_config(
     # torch's norms, which stand where neither Transformer Engine nor Apex is, refuse sequence parallelism.
     splits_sequence = on_cuda and (uses_te or bool(getattr(gpt_layer_specs, "HAVE_APEX", False)))
     experts, notes = _expert_fields(job, kinds, uses_te=uses_te)
-    unheeded = ", ".join(flag for flag in job.performance_flags if flag.startswith(UNHEEDED))
+    unheeded = ", ".join(flag for flag in job.performance_flags if flag.startswith(NOT_TIMED))
     if unheeded:
         notes = (*notes, f"compute was measured without {unheeded}")
+    exchange = flags(job).get("--cp-comm-type", RING)
+    if case.cp > 1 and exchange != RING:
+        notes = (*notes, f"compute with cp{case.cp} was timed as a ring, not with --cp-comm-type {exchange}")
     fields: dict[str, Any] = {
         **model_fields(model, len(kinds)),
         "tensor_model_parallel_size": case.tp,

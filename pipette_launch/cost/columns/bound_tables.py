@@ -22,7 +22,8 @@ from pipette_launch.cost.communication.exchanges import Exchange, LayerCounts, e
 from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.communication.hiding import Hiding
 from pipette_launch.cost.communication.traffic import hop_bytes
-from pipette_launch.cost.compute.stages import ComputeTable, case_of
+from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.compute.timed import case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import (
     chunk_kinds,

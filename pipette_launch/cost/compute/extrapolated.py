@@ -13,8 +13,8 @@ from functools import partial
 from typing import TypeAlias
 
 from pipette_launch.cost.compute.imagined_device import modelled_compute
+from pipette_launch.cost.compute.timed import as_timed, layout_of
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
 from pipette_launch.facts.machines.cluster import Device
 from pipette_launch.facts.machines.known_devices import known_devices
@@ -61,13 +61,8 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
     if not known or not missing:
         return measurements
     spec = spec_of(measurements.cluster.hosts[0].devices[0])
-    # Layouts that run the cases, with the experts of the user's own.
-    own = Layout(dp=job.own.ep, ep=job.own.ep)
-    layouts = [
-        replace(own, tp=one.tp, cp=one.cp, micro_batch_size=one.micro_batch_size, sequence_parallel=one.tp > 1)
-        for one in (*known, *missing)
-    ]
-    model: Model = {(time.case, time.part): time for time in modelled_compute(job, spec, layouts)}
+    layouts = [layout_of(job, one) for one in (*known, *missing)]
+    model: Model = {(time.case, time.part): time for time in modelled_compute(as_timed(job), spec, layouts)}
 
     def apart(case: ComputeCase, other: ComputeCase) -> tuple[float, ComputeCase]:
         """Doublings between two cases; one of tp counts twice, as it changes the kernels."""
@@ -124,18 +119,19 @@ def _carried(
     for part, time in known[source].items():
         here, there = model.get((source, part)), model.get((case, part))
         if here is not None and there is not None:
-            carried.append(
-                replace(
-                    time,
-                    case=case,
-                    source="modelled",
-                    forward=_scaled(time.forward, there.forward, here.forward),
-                    input_grad=_scaled(time.input_grad, there.input_grad, here.input_grad),
-                    weight_grad=_scaled(time.weight_grad, there.weight_grad, here.weight_grad),
-                    recompute=time.recompute and _scaled(time.recompute, there.forward, here.forward),
-                )
-            )
+            carried.append(replace(times_ratio(time, there, here), case=case, source="modelled"))
     return carried
+
+
+def times_ratio(time: ComputeTime, there: ComputeTime, here: ComputeTime) -> ComputeTime:
+    """Multiply the passes of a time by the ratio of two others."""
+    return replace(
+        time,
+        forward=_scaled(time.forward, there.forward, here.forward),
+        input_grad=_scaled(time.input_grad, there.input_grad, here.input_grad),
+        weight_grad=_scaled(time.weight_grad, there.weight_grad, here.weight_grad),
+        recompute=time.recompute and _scaled(time.recompute, there.forward, here.forward),
+    )
 
 
 def _scaled(samples: Samples, there: Samples, here: Samples) -> Samples:

@@ -27,7 +27,7 @@ from pipette_launch.cost.compute.device_work import (
     prediction_loads,
 )
 from pipette_launch.cost.compute.loads import PassLoads
-from pipette_launch.cost.compute.stages import case_of
+from pipette_launch.cost.compute.timed import case_of
 from pipette_launch.cost.layers.sharding import shard_copies
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job

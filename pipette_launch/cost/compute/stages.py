@@ -11,6 +11,8 @@ from fractions import Fraction
 
 from pipette_launch.cost.communication.hiding import Hiding
 from pipette_launch.cost.compute.flop_shares import attention_core_share, column_share, recompute_share
+from pipette_launch.cost.compute.repriced import repriced
+from pipette_launch.cost.compute.timed import case_of
 from pipette_launch.cost.layers.activations import recompute_modules
 from pipette_launch.cost.layers.offloading import offloaded
 from pipette_launch.errors import PlanError
@@ -72,11 +74,6 @@ class Passes:
         )
 
 
-def case_of(layout: Layout) -> ComputeCase:
-    """Return the shape of computation that a layout runs on each slot."""
-    return ComputeCase(tp=layout.tp, cp=layout.cp, micro_batch_size=layout.micro_batch_size)
-
-
 class ComputeTable:
     """The measured compute times of a job, and the stated way to get one that was not measured.
 
@@ -88,16 +85,18 @@ class ComputeTable:
         self._job = job
         self.device_kind = measurements.cluster.device_kind
         """Of all slots: `cuda` or `cpu`."""
-        medians = _median_passes(measurements)
+        self._repriced = repriced(job, measurements)
+        compute = self._repriced.compute
+        medians = _median_passes(compute, measurements.cluster.slot_speed)
         self._passes = {(case, part): one for (case, part, ep, _), one in medians.items() if not ep}
         # Of parts with experts by EP and ETP, where these were told apart.
         self._shared: dict[tuple[ComputeCase | None, int, int], dict[str, Passes]] = {}
         for (case, part, ep, etp), one in medians.items():
             if ep:
                 self._shared.setdefault((case, ep, etp), {})[part] = one
-        self._origins = {time.case: time.source for time in measurements.compute if time.source != "measured"}
+        self._origins = {time.case: time.source for time in compute if time.source != "measured"}
         shares: dict[tuple[ComputeCase, str], list[float]] = {}
-        for time in measurements.compute:
+        for time in compute:
             if time.recompute and time.recompute.median_s and time.forward.median_s:
                 share = time.recompute.median_s / time.forward.median_s
                 shares.setdefault((time.case, time.part), []).append(share)
@@ -156,6 +155,16 @@ class ComputeTable:
             f"Compute time of {_words(case)} was not measured; it is that of {_words(source)} times "
             f"{_tokens(case, source):g}, in proportion to the tokens."
         )
+
+    def flags_note(self, case: ComputeCase) -> str | None:
+        """Report in a sentence which flags the timed layers did not have, and the factor of these flags."""
+        _, factors, flags, origin = self._repriced
+        source = self.source(case)
+        if not flags or source is None:
+            return None
+        if source not in factors:
+            return f"Layers were timed and priced without {flags}: {origin}."
+        return f"Layers were timed without {flags}, and priced at {factors[source]:.2f} of that by a model of {origin}."
 
     def chunk_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Seconds of one micro-batch on each chunk in model order, without communication, with recompute.
@@ -299,12 +308,13 @@ class ComputeTable:
         return replace(layer, backward_s=layer.backward_s + max(0.0, exposed_s))
 
 
-def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str, int, int], Passes]:
+def _median_passes(
+    compute: Sequence[ComputeTime], speed: Sequence[float]
+) -> dict[tuple[ComputeCase, str, int, int], Passes]:
     """Median over the slots that measured a part under some EP and ETP, each brought to speed 1 first."""
     times: dict[tuple[ComputeCase, str, int, int], list[ComputeTime]] = {}
-    for time in measurements.compute:
+    for time in compute:
         times.setdefault((time.case, time.part, time.ep, time.etp), []).append(time)
-    speed = measurements.cluster.slot_speed
 
     def median(group: Sequence[ComputeTime], seconds: Callable[[ComputeTime], float]) -> float:
         scaled = [speed[time.slot] * seconds(time) for time in group]

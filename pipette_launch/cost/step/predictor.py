@@ -12,7 +12,8 @@ import numpy as np
 
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.traffic import loss_report_bytes
-from pipette_launch.cost.compute.stages import ComputeTable, case_of
+from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.compute.timed import case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep
 from pipette_launch.cost.layers.sharding import sharding_of
 from pipette_launch.cost.pipeline.engine import Engine
@@ -67,8 +68,8 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
 )
 """Performance options, their values that change the step but not the predicted one (empty = every value beside the
 default of none), and what that means for it."""
-GRAPHS_OF_PARTS = ("cuda_graph_impl", frozenset({"local", "transformer_engine", "full_iteration"}), _ONE_BY_ONE)
-"""The same on measured machines: the warm-up times layers that no graph launches."""
+RING = "p2p"
+"""Exchange of context parallelism that is priced and timed."""
 
 _CACHED_LAYOUTS = 64
 
@@ -95,7 +96,7 @@ class Predictor:
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """What was assumed for this layout, one sentence each."""
         case = self.compute.note(case_of(layout))
-        assumed = [case] if case else []
+        assumed = [*filter(None, (case, self.compute.flags_note(case_of(layout))))]
         if self._measurements.optimizer_s_per_parameter is None:
             assumed.append("The optimizer step was not measured and counts as 0 s.")
         if not self._measurements.collectives:
@@ -109,8 +110,12 @@ class Predictor:
         balanced = options.moe_router_force_load_balancing or options.moe_pad_expert_input_to_capacity
         if self._job.model.num_experts and layout.ep > 1 and not balanced:
             assumed.append(UNEVEN)
-        # Of imagined machines no versions are known; their model knows what graphs launch.
-        return (*assumed, *_unpriced(self._job, launches=bool(self._measurements.versions)))
+        if layout.cp > 1 and options.cp_comm_type != (RING,):
+            assumed.append(
+                f"Context parallelism is priced as a ring, not with {flag_of('cp_comm_type')} "
+                f"{' '.join(options.cp_comm_type)}."
+            )
+        return (*assumed, *_unpriced(self._job))
 
     def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:
         """Predict the step of a layout on given slots.
@@ -179,10 +184,10 @@ class Predictor:
         return PlacementCost(self._work(layout), self.fabric, self._slowness_W)
 
 
-def _unpriced(job: Job, *, launches: bool) -> Iterator[str]:
-    """Say which of the job's flags change its step and not the prediction; `launches`: graphs of parts do not."""
+def _unpriced(job: Job) -> Iterator[str]:
+    """Report which of the job's flags change its step and not the prediction."""
     options = performance_options(job)
-    for name, values, meaning in (*UNPRICED, *((GRAPHS_OF_PARTS,) if launches else ())):
+    for name, values, meaning in UNPRICED:
         value = getattr(options, name)
         if value in values or (not values and value is not None):
             flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"

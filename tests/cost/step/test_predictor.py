@@ -208,7 +208,6 @@ def test_balanced_routing_is_said_where_it_is_assumed(ep: int, flags: tuple[str,
     "flag",
     [
         "--optimizer-cpu-offload",
-        "--cuda-graph-impl local",
         "--enable-cuda-graph",
         "--num-distributed-optimizer-instances 2",
     ],

@@ -40,6 +40,11 @@ def test_a_first_case_imports_nothing(found: dict[str, Any]) -> None:
     assert [] == found["loaded later"]
 
 
+def test_another_exchange_of_context_parallelism_is_noted(found: dict[str, Any]) -> None:
+    """Layers with context parallelism are timed as a ring, whatever the flag says; without it nothing differs."""
+    assert ["compute with cp2 was timed as a ring, not with --cp-comm-type a2a"] == found["exchange"]
+
+
 def test_layer_and_head_are_the_model(found: dict[str, Any]) -> None:
     """Layer and head run one after the other give the loss of Megatron's own forward."""
     whole, parts = found["losses"]

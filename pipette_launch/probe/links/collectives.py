@@ -149,7 +149,7 @@ class _Timer:
         self._group = group
         self._queued = queued
         self._place = place
-        self._limit_s = DEADLINE_SHARE * options.timeout_s
+        self._limit_s = DEADLINE_SHARE * options.wait_s()
         self.timed: dict[int, Samples] = {}
         """By bytes of the full tensor."""
         self.refused = ""

@@ -58,7 +58,8 @@ SUB_FLOORS = {
         {"learned"},
     ],
     "probe": [
-        {"device_clock", "health", "options", "plan_hints", "progress"},
+        {"device_clock", "health", "plan_hints", "progress", "waits"},
+        {"options"},
         {"harness"},
         {"compute", "links"},
         {"assemble"},

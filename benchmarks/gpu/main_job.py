@@ -113,8 +113,8 @@ def run_cold(job: Job) -> None:
     job.book.add(
         "warm-up",
         phase_s=cluster.phase_s,
-        cases=len(cluster.compute_cases()),
-        wanted=len(cluster.compute_cases()) + len(cluster.unmeasured),
+        cases=cluster.coverage().num_timed,
+        wanted=cluster.coverage().num_wanted,
         stages=len(cluster.stages),
         overhead_bytes=cluster.overhead_bytes,
         notes=list(cluster.notes),

@@ -56,6 +56,15 @@ def test_what_finalizes_gradients_takes_what_pipelined_functions_give_it() -> No
     assert given & names == taken & names
 
 
+def test_the_number_of_tokens_is_read_on_the_last_rank() -> None:
+    """A folded pipeline brings it there alone."""
+    finalize = pytest.importorskip("megatron.core.distributed.finalize_model_grads", reason="needs megatron-core")
+    source = inspect.getsource(finalize.finalize_model_grads)
+
+    assert "last_rank = get_pp_last_rank(pp_group)" in source
+    assert "broadcast(num_tokens, src=last_rank, group=pp_group)" in source
+
+
 def test_the_head_is_marked() -> None:
     """Its weights' gradient is not put off."""
     module = pytest.importorskip("megatron.core.models.common.language_module.language_module", reason="needs megatron")

@@ -72,7 +72,9 @@ def _open_ways(path: str, group: Any) -> None:
     """Open the communicators of a pipeline, once."""
     known = _schedule(_document(path))
     ranks = programs(known.ranks, known.rank_S)
-    messages.open_ways(group, {step.way for steps in ranks for step in steps if isinstance(step, Message)})
+    ways = {step.way for steps in ranks for step in steps if isinstance(step, Message)}
+    # Results leave the rank of the last stage for the last rank.
+    messages.open_ways(group, ways | ({(known.rank_S[-1], known.pp - 1)} if known.placement == "v" else set()))
 
 
 @functools.lru_cache(maxsize=1)

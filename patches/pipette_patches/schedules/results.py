@@ -37,9 +37,8 @@ def carry(results: Any, group: Any, source: int) -> Any:
     peers, rank, last = dist.get_process_group_ranks(group), group.rank(), group.size() - 1
 
     def exchange(work: Callable[..., Any], tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        # Batches use the group's own communicator; over NCCL a single send would open one more for the pair.
-        for one in dist.batch_isend_irecv([dist.P2POp(work, tensor, peers[peer], group)]):
-            one.wait()
+        # Unbatched, as the first batch of a group over NCCL needs all its ranks (torch, `batch_isend_irecv`).
+        work(tensor, peers[peer], group).wait()
         return tensor
 
     if rank == source:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from gpu_rules.pickled_tensors import on_gpu
+from gpu_rules.single_messages import Mail
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,38 +77,19 @@ def test_the_source_does_not_wait_for_its_device() -> None:
     assert (3 * results.ALIGNMENT + num_pickled, "meta") == (content.numel(), content.device.type)
 
 
-class Post:
-    """Messages between the ranks of one process: sent ones are kept until they are received."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.kept: dict[int, list[torch.Tensor]] = {}
-        self.rank = 0
-        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [10, 11, 12, 13])
-        monkeypatch.setattr(dist, "P2POp", lambda work, tensor, peer, _group: (work, tensor, peer))
-        monkeypatch.setattr(dist, "batch_isend_irecv", self.batch)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU)
-
-    def batch(self, operations: list[tuple[Any, torch.Tensor, int]]) -> list[Any]:
-        """Run sends and receives."""
-        for work, tensor, peer in operations:
-            if work is dist.isend:
-                self.kept.setdefault(peer, []).append(tensor.clone())
-            else:
-                tensor.copy_(self.kept[10 + self.rank].pop(0))
-        return []
-
-    def carry(self, rank: int, store: Any) -> Any:
-        """What a rank gets."""
-        self.rank = rank
-        return results.carry(store, SimpleNamespace(rank=lambda: rank, size=lambda: 4), 0)
+def carried(mail: Mail, rank: int, store: Any) -> Any:
+    """What a rank of four gets."""
+    mail.rank = rank
+    return results.carry(store, SimpleNamespace(rank=lambda: rank, size=lambda: 4), 0)
 
 
 def test_only_the_last_rank_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two messages go to it; ranks between it and the source take no part."""
-    post, store = Post(monkeypatch), [{"lm loss": torch.ones(2)}, 5]
+    mail, store = Mail(monkeypatch, size=4), [{"lm loss": torch.ones(2)}, 5]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU)
 
-    assert post.carry(0, store) is None
-    assert {13: 2} == {peer: len(kept) for peer, kept in post.kept.items()}
-    assert (None, None) == (post.carry(1, []), post.carry(2, []))
-    assert same(store, post.carry(3, []))
-    assert {13: []} == post.kept
+    assert carried(mail, 0, store) is None
+    assert [3, 3] == [target for target, _ in mail.kept]
+    assert (None, None) == (carried(mail, 1, []), carried(mail, 2, []))
+    assert same(store, carried(mail, 3, []))
+    assert [] == mail.kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wal
 from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, judge, link_verdicts
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, found_links, group_times
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
+from pipette_launch.units import hertz_text
 
 PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
 MAX_NAMED = 5
@@ -76,7 +78,7 @@ def assemble(
         versions=versions,
         taken_at=taken_at,
         phase_s={phase: max(result.phase_s.get(phase, 0.0) for result in results) for phase in PHASES},
-        notes=(*notes, *links.notes, *_compute_notes(options, compute, missing), *found.notes),
+        notes=(*notes, *links.notes, *_compute_notes(options, compute, missing), *_load_notes(results), *found.notes),
         survey=links.survey,
         conditions=options.conditions,
         verdicts=_verdicts(options, links, found),
@@ -112,6 +114,23 @@ def _median_loading(times: Sequence[LoadingTime]) -> LoadingTime | None:
     return LoadingTime(
         batch_s=statistics.median(one.batch_s for one in times),
         sample_s=statistics.median(one.sample_s for one in times),
+    )
+
+
+def _load_notes(results: Sequence[WorkerResult]) -> Iterator[str]:
+    """Report the clocks and the power of GPUs under load, and what holds the clocks down."""
+    readings = [result.under_load for result in results if result.under_load]
+    clocks_hz = [reading.sm_clock_hz for reading in readings if reading.sm_clock_hz]
+    if not clocks_hz:
+        return
+    most_hz = max(reading.sm_clock_max_hz for reading in readings)
+    least_w, most_w = min(reading.power_w for reading in readings), max(reading.power_w for reading in readings)
+    counts = Counter(reason for reading in readings for reason in reading.clock_reasons)
+    held = "".join(f", {reason} on {count} of {len(readings)}" for reason, count in counts.most_common())
+    slowest, fastest, most = map(hertz_text, (min(clocks_hz), max(clocks_hz), most_hz))
+    yield (
+        f"compute: with all slots at work SM clocks are {slowest} to {fastest} of {most}, power is {least_w:.0f} to "
+        f"{most_w:.0f} W{held}"
     )
 
 

@@ -21,6 +21,7 @@ from pipette_launch.facts import (
 from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.machines.cluster import HostsOfJob
 from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
+from pipette_launch.probe.health.under_load import LoadReading
 from pipette_launch.probe.waits import LEAST_S, START_S, wait_s
 
 FULL_HOSTS = 64
@@ -189,6 +190,7 @@ class WorkerResult:
     """One for each turn in which this slot took part."""
     refused: tuple[ComputeCase, ...] = ()
     """Cases that megatron-core refused here, or that ran out of memory."""
+    under_load: LoadReading | None = None
     memory: tuple[MemoryReading, ...] = ()
     overhead: DeviceOverhead | None = None
     stages: tuple[StageReading, ...] = ()

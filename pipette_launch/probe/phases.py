@@ -86,6 +86,7 @@ class Phases:
             refused=tuple(bench.refused),
             stretch=bench.stretch,
             paces=tuple(bench.paces),
+            under_load=bench.under_load,
             memory=tuple(bench.memory),
             overhead=DeviceOverhead(
                 alone_bytes=alone_bytes,

@@ -178,6 +178,10 @@ class FakeNvml(types.ModuleType):
         assert kind == 1
         return int(self._answer("MaxClockInfo", handle, 1980))
 
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        """Milliwatts, the mean of the last second (nvmlDeviceGetPowerUsage)."""
+        return int(self._answer("PowerUsage", handle, 71_000))
+
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
         """Idle."""
         return int(self._answer("ClocksEventReasons", handle, 0x1))

@@ -13,6 +13,7 @@ from pipette_launch.facts import ComputeTime, DeviceOverhead, Links, LoadingTime
 from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.machines.link_survey import LinkSurvey
 from pipette_launch.probe.assemble import assemble
+from pipette_launch.probe.health.under_load import LoadReading
 from pipette_launch.probe.links.fits import EarlierLinks
 from pipette_launch.probe.options import LinkSamples, Pace, ProbeOptions, WorkerResult
 
@@ -188,6 +189,19 @@ def test_skipped_cases_are_counted(tmp_path: Path) -> None:
     found = assemble(options, [result(0)], versions={}, taken_at="now")
 
     assert ("compute: 1 of 2 cases were not measured, first of them tp1 cp1 mbs2",) == found.notes
+
+
+def test_clocks_under_load_are_noted(tmp_path: Path) -> None:
+    """One line for all slots: the range of clocks and power, and how many slots are held back by what."""
+    options = tiny_options(tmp_path, hosts=1, devices=2)
+    slow = LoadReading(sm_clock_hz=1.605e9, sm_clock_max_hz=1.98e9, power_w=698.4, clock_reasons=("SwPowerCap",))
+    fast = replace(slow, sm_clock_hz=1.98e9, power_w=590.0, clock_reasons=())
+    there, back = (link(source, 1 - source, 1e9) for source in (0, 1))
+    results = [result(0, links=(there,), under_load=slow), result(1, links=(back,), under_load=fast)]
+    (note,) = assemble(options, results, versions={}, taken_at="now").notes
+
+    clocks = "SM clocks are 1.6 GHz to 1.98 GHz of 1.98 GHz"
+    assert f"compute: with all slots at work {clocks}, power is 590 to 698 W, SwPowerCap on 1 of 2" == note
 
 
 def test_what_is_amiss_goes_on_file(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from pipette_launch.probe.compute.cpu_overheads import (
 from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.compute.timing import HABITS, stopwatch_for, time_calls, time_part
 from pipette_launch.probe.harness import Budget, Lockstep
+from pipette_launch.probe.health.under_load import LoadReading, read_under_load
 from pipette_launch.probe.options import Pace
 from pipette_patches.workload import layers as patches_workload
 from pipette_patches.workload.layers import Workload, WorkloadError, case_words
@@ -35,6 +36,8 @@ COMPUTE_SHARE = 0.45
 """Part of the budget for compute; the rest belongs to links and collectives."""
 AGAIN_SHARE = 0.25
 """Once this part of the budget is spent, recompute is timed only in the reference case."""
+WORK_UP_S, WORK_UP_SHARE = 4.0, 0.07
+"""Seconds of work on all GPUs before the first timing, and the largest part of the budget for it."""
 HASTE = 4.0
 """Cases other than the reference, and parts other than layers, are timed for so many times less time."""
 SWEEPS = {"cpu": 3, "cuda": 1}
@@ -87,6 +90,14 @@ def untimed_lap(work: Workload) -> None:
                 part.freeze(False)
 
 
+def run_layers(work: Workload) -> None:
+    """Run one layer of each kind forward and backward."""
+    for part in work.parts:
+        if part.name in LAYERS:
+            with part.accumulating():
+                part.backward(part.forward(1))
+
+
 @dataclass(kw_only=True)
 class LayerBench(Bench):
     """One slot, and what it has measured so far."""
@@ -97,6 +108,7 @@ class LayerBench(Bench):
     memory: list[MemoryReading] = field(default_factory=list)
     refused: list[ComputeCase] = field(default_factory=list)
     paces: list[Pace] = field(default_factory=list)
+    under_load: LoadReading | None = None
     optimizer_s_per_parameter: float | None = None
     gradient_s_per_byte: float | None = None
     wake_s: float | None = None
@@ -198,6 +210,7 @@ class LayerBench(Bench):
         """Measure the reference case, which all slots do: with paces before and after it, and the optimizer last."""
         case, left_s = self.options.cases[0], budget.left_s()
         lap = self._lap(work) if work is not None else None
+        self._work_up(work, lockstep, budget)
         test = PaceTest(options=self.options, slot=self.slot)
         test.first(lap, lockstep, left_s)
         if work is not None and lap is not None and self._run(work, case, lockstep, again=True):
@@ -223,13 +236,28 @@ class LayerBench(Bench):
         """Return a function that runs one layer of each kind forward and backward."""
 
         def lap() -> None:
-            for part in work.parts:
-                if part.name in LAYERS:
-                    with part.accumulating():
-                        part.backward(part.forward(1))
+            run_layers(work)
             self._stopwatch.settle()
 
         return lap
+
+    def _work_up(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
+        """Let all GPUs work until their clocks are those of a long training, then read clocks and power once.
+
+        A GPU that was idle runs at boost clocks for a second or two, until it is warm and its power is capped.
+        """
+        if self.options.device_kind != "cuda":
+            return
+        lockstep.barrier(budget.left_s())
+        ends_s = budget.clock() + min(WORK_UP_S, WORK_UP_SHARE * budget.budget_s)
+        while work is not None and budget.clock() < ends_s:
+            run_layers(work)
+            self._stopwatch.settle()
+        if work is not None:
+            # The host reads while the device works.
+            run_layers(work)
+            self.under_load = read_under_load(self.options.device(self.slot).uuid)
+            self._stopwatch.settle()
 
     def _run(self, work: Workload, case: ComputeCase, lockstep: Lockstep, *, again: bool) -> bool:
         """Time all parts of a case, then read the peak memory of a layer; returns whether that worked."""

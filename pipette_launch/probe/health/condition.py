@@ -58,9 +58,6 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
         return driver.query(nvml, f"nvmlDeviceGet{question}", handle, *arguments)
 
     rows = ask("RemappedRows") or (None,) * 4
-    reasons = ask("CurrentClocksEventReasons")
-    if reasons is None:
-        reasons = ask("CurrentClocksThrottleReasons")
     links = [ask("NvLinkState", link) for link in range(driver.MAX_NVLINKS)]
     links = [state for state in links if state is not None]
     pci = ask("PciInfo")
@@ -78,9 +75,7 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
         utilisation=_utilisation(nvml, uuid),
         sm_clock_hz=_hertz(ask("ClockInfo", driver.CLOCK_SM)),
         sm_clock_max_hz=_hertz(ask("MaxClockInfo", driver.CLOCK_SM)),
-        clock_reasons=None
-        if reasons is None
-        else tuple(name for bit, name in enumerate(driver.CLOCK_REASONS) if reasons >> bit & 1),
+        clock_reasons=driver.clock_reasons(nvml, handle),
         ecc_volatile=ask("TotalEccErrors", driver.ERRORS_UNCORRECTED, driver.ECC_VOLATILE),
         ecc_aggregate=ask("TotalEccErrors", driver.ERRORS_UNCORRECTED, driver.ECC_AGGREGATE),
         rows_correctable=rows[0],

@@ -76,6 +76,14 @@ def query(nvml: Any, function_name: str, *arguments: Any) -> Any | None:
         return None
 
 
+def clock_reasons(nvml: Any, handle: Any) -> tuple[str, ...] | None:
+    """Return what sets the clock of a device, by the names in `CLOCK_REASONS`; None if it does not report that."""
+    bits = query(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
+    if bits is None:
+        bits = query(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    return None if bits is None else tuple(name for bit, name in enumerate(CLOCK_REASONS) if bits >> bit & 1)
+
+
 def memory(nvml: Any, handle: Any) -> Memory:
     """Read the memory of a device; every reader of device memory calls this function.
 

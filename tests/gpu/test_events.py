@@ -5,7 +5,7 @@ import time
 import pytest
 
 from pipette_launch.probe.compute.timing import HABITS, time_calls
-from pipette_launch.probe.device_clock import CudaStopwatch, await_device
+from pipette_launch.probe.device_clock import CudaStopwatch, QueuedCalls, await_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 CYCLES = 20_000_000
@@ -59,3 +59,17 @@ def test_a_wait_for_the_device_has_a_deadline() -> None:
         await_device(0.05, time.perf_counter)
     torch.cuda.synchronize()
     await_device(1.0, time.perf_counter)
+
+
+def test_short_calls_in_a_row_take_no_time_of_the_host() -> None:
+    """Pauses of about 10 us, which launches would lengthen, take a thousandth of a pause of 10 ms each."""
+    import torch
+
+    queued = QueuedCalls(time.perf_counter)
+    long_s, short_s = (
+        min(queued.seconds(lambda n=cycles: torch.cuda._sleep(n), 16, timeout_s=5.0) for _ in range(8))  # type: ignore[misc]
+        for cycles in (CYCLES, CYCLES // 1000)
+    )
+
+    # A kernel begins some microseconds after the one before it.
+    assert pytest.approx(long_s / 1000, abs=5e-6) == short_s

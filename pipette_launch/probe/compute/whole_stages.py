@@ -101,7 +101,7 @@ class StageBench(Bench):
                     pp_rank=case.pp_rank,
                     slot=self.slot,
                     allocator_peak_bytes=runs[0].tally_bytes if on_cpu else peak.allocator_bytes + kept_bytes,
-                    reserved_peak_bytes=peak.reserved_bytes,
+                    reserved_peak_bytes=max(peak.reserved_bytes - left_bytes, 0),
                     device_peak_bytes=peak.device_bytes,
                     ran_out=not runs,
                 )

@@ -15,6 +15,7 @@ from operator import add
 from typing import NamedTuple, TypeVar
 
 from pipette_launch.cost.memory.folded import folded_peaks
+from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators
 from pipette_launch.cost.memory.peak import MemoryParts, kept_by_chunk
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, Counts, most_kept, named_schedule
@@ -23,7 +24,7 @@ from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.performance import flag_of
-from pipette_launch.facts.schedule import Placement, Schedule
+from pipette_launch.facts.schedule import PassTimes, Placement, Schedule
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import FOLDING_RELEASE, RELEASES, schedule_of
 from pipette_launch.megatron.performance import performance_options
@@ -114,8 +115,11 @@ class _LayoutMemory:
 
     @cached_property
     def limit_bytes(self) -> int:
-        """Most that a rank may hold."""
-        return self.inputs.limit_bytes(self.layout)
+        """Most that a rank may hold beside a communicator for each way of its neighbours; one is counted anyway."""
+        overhead = measured_overhead(self.inputs.job, self.layout, self.inputs.measurements)
+        more = 2 * min(self.layout.pp - 1, 2) - 1
+        each_bytes = overhead.communicators.value / num_communicators(self.inputs.job, self.layout)
+        return self.inputs.limit_bytes(self.layout) - math.ceil(more * each_bytes / overhead.reserve.value)
 
     @cached_property
     def stock(self) -> Schedule:
@@ -251,7 +255,10 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
                 priced=layout,
                 peaks=peaks,
                 bound=(0.0, "no bound is known for schedules that Megatron lacks"),
-                schedule=ScheduleFile.of(schedule, checks_first_step=checks),
+                schedule=replace(
+                    ScheduleFile.of(schedule, checks_first_step=checks),
+                    times=_times(inputs, layout, candidate.placed.placement, schedule),
+                ),
             )
 
 
@@ -270,7 +277,8 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
     """Search once more for places: a folded pipeline has no link from its last to its first rank."""
     layout, order = choice.layout, choice.order
     assert order is not None
-    cost = inputs.predictor.placement_cost(layout, order.schedule())
+    schedule = order.schedule()
+    cost = inputs.predictor.placement_cost(layout, schedule)
     objective = _UnderSchedule(cost=cost)
     problem = PlacementProblem(
         layout=layout, cluster=inputs.cluster, objective=objective, bound_s=0.0, blocks=inputs.blocks(layout)
@@ -282,15 +290,23 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
         placed = exchange_devices(problem, placed, rng=rng, is_late=is_late)
     if placed.cost_s >= choice.step_time_s:
         return choice
-    return choice_of(
+    better = choice_of(
         inputs,
         layout,
         placed.placement,
         priced=layout,
         peaks=choice.peak_memory_bytes,
         bound=(choice.bound_s, choice.bound_reason),
-        schedule=order,
+        schedule=replace(order, times=_times(inputs, layout, placed.placement, schedule)),
     )
+    return min(choice, better, key=lambda one: one.step_time_s)
+
+
+def _times(inputs: SearchInputs, layout: Layout, placement: Sequence[int], schedule: Schedule) -> PassTimes | None:
+    """Return the times by which a schedule's messages are ordered over NCCL; None over gloo, which needs no order."""
+    if inputs.cluster.device_kind != "cuda":
+        return None
+    return inputs.predictor.stage_times(layout, placement, schedule).expected
 
 
 def _can_fold(job: Job, layout: Layout) -> bool:

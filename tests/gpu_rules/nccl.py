@@ -7,11 +7,13 @@ C++ Programming Guide, "Streams", "Events" and the variable CUDA_DEVICE_MAX_CONN
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from pipette_launch.facts.pipeline.lowering import Message, message_of, message_to
-from pipette_launch.facts.schedule import Action, Kind
+from pipette_launch.cost.pipeline.timeline import StageTimes
+from pipette_launch.facts.pipeline.lowering import Message, message_from, message_of, message_to, starts
+from pipette_launch.facts.schedule import Action, Kind, PassTimes
 
 Group = tuple[Message, ...]
 """Messages between ncclGroupStart and ncclGroupEnd (torch: the operations of one `batch_isend_irecv`)."""
@@ -207,24 +209,28 @@ class Pipeline:
         return any(Action(message.stage, kind, message.microbatch) in self.ends for kind in kinds)
 
 
-def batched(programs: Sequence[Sequence[Action | Message]]) -> list[list[Step]]:
-    """Make one group of messages that a rank posts in a row, as `batch_isend_irecv` does."""
-    done = []
-    for program in programs:
-        steps: list[Step] = []
-        for step in program:
-            if isinstance(step, Message) and steps and not isinstance(steps[-1], Action):
-                steps[-1] = (*steps[-1], step)  # type: ignore[misc]
-            else:
-                steps.append((step,) if isinstance(step, Message) else step)
-        done.append(steps)
-    return done
+def batched_by_moments(ranks: Sequence[Sequence[Action]], rank_S: Sequence[int]) -> list[list[Step]]:
+    """One group of all messages of a moment where every pass takes one unit, as jobs ran until November 2026."""
+    start_of = starts(tuple(map(tuple, ranks)), rank_S, PassTimes.equal(len(rank_S)))
+    groups: list[dict[int, list[Message]]] = [defaultdict(list) for _ in ranks]
+    for action, start in start_of.items():
+        message = message_from(action, rank_S)
+        if message is not None:
+            groups[message.source][start + 1].append(message)
+            groups[message.target][start + 1].append(message)
+    found = []
+    for actions, group_at in zip(ranks, groups, strict=True):
+        timed: list[tuple[int, int, Step]] = [(start_of[action], 1, action) for action in actions]
+        timed += [(moment, 0, tuple(sorted(group))) for moment, group in group_at.items()]
+        found.append([step for *_, step in sorted(timed, key=lambda step: step[:2])])
+    return found
 
 
-def message_seconds(forward_hop: Sequence[float], backward_hop: Sequence[float]) -> Callable[[Message], float]:
-    """Seconds of a message by its stage."""
+def seconds_of(times: StageTimes) -> tuple[Callable[[Action], float], Callable[[Message], float]]:
+    """Seconds of passes and of messages, as `Pipeline` takes them."""
+    passes = {"F": times.forward_s, "B": times.backward_s, "I": times.input_s, "W": times.weight_s}
 
-    def seconds(message: Message) -> float:
-        return backward_hop[message.stage - 1] if message.is_gradient else forward_hop[message.stage]
+    def hop_s(message: Message) -> float:
+        return times.backward_hop_s[message.stage - 1] if message.is_gradient else times.forward_hop_s[message.stage]
 
-    return seconds
+    return lambda action: passes[action.kind][action.stage], hop_s

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from facts_for_tests import tiny_measurements, tiny_model, with_free_bytes
-from search.worlds import ALL_FIELDS, pipeline_job, planned, two_racks
+from gpu_rules.nccl import Pipeline, seconds_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from search.worlds import ALL_FIELDS, on_gpus, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.pipeline.engine import simulate
 from pipette_launch.cost.step.predictor import Predictor
-from pipette_launch.facts import Job, Layout, Plan, files
+from pipette_launch.facts import Batch, Job, Layout, Measurements, Plan, Samples, files
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.schedules import EXECUTABLE
+from pipette_launch.facts.pipeline.lowering import programs
+from pipette_launch.facts.schedules import EXECUTABLE, schedule_of
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.schedule_choice import GAIN, _Way, _ways
 
@@ -175,3 +181,70 @@ def test_the_newest_and_the_oldest_release_get_such_plans(version: str) -> None:
     plan = with_schedules(replace(pinned_job(), megatron_version=version), *EXECUTABLE)
 
     assert plan.chosen.order is not None
+
+
+def drawn_gpus(rng: random.Random) -> Measurements:
+    """Four GPUs of drawn links and speeds, on which layer, embedding and head take drawn times."""
+    cluster = on_gpus(two_racks(slow_bytes_per_s=10 ** rng.uniform(6, 9)))
+    cluster = replace(cluster, slot_speed=tuple(rng.choice((1.0, 1.0, 0.7)) for _ in range(4)))
+    measured = tiny_measurements(cluster)
+
+    def seconds(part: str) -> dict[str, Samples]:
+        most_s = {"layer": 2e-3, "embedding": 5e-4, "head": 5e-3}[part]
+        passes = ("forward", "input_grad", "weight_grad")
+        return {each: Samples(values_s=(rng.uniform(0.1, 1) * most_s,)) for each in passes}
+
+    return replace(measured, compute=tuple(replace(one, **seconds(one.part)) for one in measured.compute))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 30), vpp=st.sampled_from((1, 2)), groups=st.integers(1, 4))
+def test_what_is_chosen_is_never_slower_than_stock_under_the_rules_of_nccl(seed: int, vpp: int, groups: int) -> None:
+    """However many work queues a device has, and though stock is taken to exchange its messages for nothing."""
+    machines = drawn_gpus(random.Random(seed))
+    job = replace(pinned_job(num_layers=8), own=Layout(pp=4, vpp=vpp), batch=Batch(global_batch_size=4 * groups))
+    plan = planned(job, machines, schedules=EXECUTABLE)
+    order = plan.chosen.order
+    if order is None:
+        return
+    schedule, stock, predictor = order.schedule(), plan.alternatives[0], Predictor(job, machines)
+    times = predictor.stage_times(plan.chosen.layout, plan.chosen.placement, schedule)
+    stock_s = simulate(
+        schedule_of(stock.layout, schedule.num_microbatches), predictor.stage_times(stock.layout, stock.placement)
+    ).makespan_s
+    found = programs(schedule.ranks, schedule.rank_S, schedule.times)
+
+    for one_queue in (True, False):
+        assert Pipeline(found, schedule.rank_S, *seconds_of(times), one_queue=one_queue).run() <= stock_s
+
+
+def test_messages_are_ordered_by_the_times_of_the_stages_where_they_lie() -> None:
+    """On GPUs the plan holds them, for the slots that its ranks have in the end; over gloo messages need no order."""
+    job, cluster = folded_job(), two_racks()
+    machines = tiny_measurements(on_gpus(cluster))
+
+    gpus, cpus = (planned(job, tiny_measurements(each), schedules=("v-zb",)) for each in (on_gpus(cluster), cluster))
+
+    assert gpus.chosen.order is not None
+    assert cpus.chosen.order is not None
+    times = Predictor(job, machines).stage_times(
+        gpus.chosen.layout, gpus.chosen.placement, gpus.chosen.order.schedule()
+    )
+    assert gpus.chosen.order.times == times.expected
+    assert cpus.chosen.order.times is None
+
+
+def test_memory_for_the_communicators_of_neighbours_stays_free() -> None:
+    """A schedule that fits to the byte without them is not taken: three more than are counted anyway, of half a GB each."""
+    job, machines = pinned_job(), tiny_measurements(on_gpus(two_racks()))
+    roomy = planned(job, machines, memory_margin=0, schedules=("zb-h1",)).chosen
+    spare_bytes = roomy.memory_limit_bytes - max(roomy.peak_memory_bytes)
+
+    def chosen(least_bytes: int) -> str:
+        free_bytes = machines.cluster.memory_bytes - int(1.03 * (spare_bytes - least_bytes))
+        short = replace(machines, cluster=with_free_bytes(machines.cluster, free_bytes))
+        return planned(job, short, memory_margin=0, schedules=("zb-h1",)).chosen.schedule
+
+    assert roomy.schedule == "zb-h1"
+    assert chosen(1_470_000_000) == "zb-h1"
+    assert chosen(1_440_000_000) == "1f1b"

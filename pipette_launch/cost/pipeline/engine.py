@@ -126,8 +126,8 @@ class Engine:
         """Ends of the actions at these places of the engine's own order, one column for each pipeline."""
         pipelines = durations_R.shape[1]
         found = np.empty((len(places_X), pipelines))
-        if _IN_C or len(self._order_A) * pipelines > _ACTIONS_OF_A_LEVEL * self._num_levels:
-            block = max(_ENDS_AT_ONCE // len(self._order_A), _FEWEST_AT_ONCE)
+        if _IN_C or len(self._level_A) * pipelines > _ACTIONS_OF_A_LEVEL * self._num_levels:
+            block = max(_ENDS_AT_ONCE // len(self._level_A), _FEWEST_AT_ONCE)
             for first in range(0, pipelines, block):
                 some = slice(first, first + block)
                 found[:, some] = self.ends_AR(durations_R[:, some], hops_R[:, some])[places_X]
@@ -143,7 +143,7 @@ class Engine:
 
         All of them are kept: A * R numbers. `ends_at` keeps those that are asked for, and goes block by block.
         """
-        ends = np.zeros((len(self._order_A) + 1, durations_R.shape[1]))
+        ends = np.zeros((len(self._level_A) + 1, durations_R.shape[1]))
         if _IN_C:
             times_R = np.ascontiguousarray(durations_R), np.ascontiguousarray(hops_R)
             _IN_C.ends(*self.table_A, *times_R, ends, ends.shape[1])
@@ -189,12 +189,17 @@ class Engine:
 
     @cached_property
     def _num_levels(self) -> int:
-        return int(self.dependencies.level_A.max()) + 1
+        return int(self._level_A[-1]) + 1
+
+    @cached_property
+    def _level_A(self) -> Ints:
+        """Levels in the engine's own order."""
+        return np.sort(self.dependencies.level_A)
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints, Ints]]:
         """The same for actions of equal level as arrays: none of them needs another."""
-        bounds = np.cumsum(np.bincount(self.dependencies.level_A)).tolist()
+        bounds = np.cumsum(np.bincount(self._level_A)).tolist()
         previous, cause, hop, wait, duration = self.table_A
         return [
             (a, b, previous[a:b], cause[a:b], hop[a:b], wait[a:b], duration[a:b])
@@ -255,7 +260,7 @@ class Engine:
 
     def _run(self, durations: list[float], hops: list[float]) -> list[float]:
         """Ends in the engine's own order, and a 0 behind them."""
-        ends = [0.0] * (len(self._order_A) + 1)
+        ends = [0.0] * (len(self._level_A) + 1)
         # Comparisons, as max() would double the time of these loops.
         if self.meets_receivers:
             for place, (previous, cause, hop, wait, duration) in enumerate(self._steps):

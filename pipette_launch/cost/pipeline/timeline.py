@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.schedule import PassTimes
+
+NANOSECOND_S = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +51,24 @@ class StageTimes:
         backward_s = [more + seconds for more, seconds in zip(again, self.backward_s, strict=True)]
         input_s = [more + seconds for more, seconds in zip(again, self.input_s, strict=True)] if self.input_s else []
         return [*self.forward_s, *backward_s, *(self.first_forward_s or self.forward_s), *input_s, *self.weight_s]
+
+    @property
+    def expected(self) -> PassTimes:
+        """The same in nanoseconds, for schedules that split the backward too."""
+        stages = len(self.forward_s)
+        durations = [max(1, round(seconds / NANOSECOND_S)) for seconds in self.durations_s]
+        forward, backward, _, *halves = (tuple(durations[at : at + stages]) for at in range(0, len(durations), stages))
+        input_, weight = halves or (backward, backward)
+        hops = (self.forward_hop_s, self.backward_hop_s)
+        forward_hop, backward_hop = (tuple(round(seconds / NANOSECOND_S) for seconds in each) for each in hops)
+        return PassTimes(
+            forward=forward,
+            backward=backward,
+            input=input_,
+            weight=weight,
+            forward_hop=forward_hop,
+            backward_hop=backward_hop,
+        )
 
     @property
     def hops_s(self) -> list[float]:

@@ -17,6 +17,7 @@ from pipette_launch.cost.compute.timed import case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep
 from pipette_launch.cost.layers.sharding import sharding_of
 from pipette_launch.cost.pipeline.engine import Engine
+from pipette_launch.cost.pipeline.stream_engine import StreamEngine
 from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.cost.step.assemble import StepTime, stage_times, step_parts, totals_s_K
 from pipette_launch.cost.step.placed import PlacementCost, best_prices
@@ -136,9 +137,10 @@ class Predictor:
         cost = self.placement_cost(layout, schedule)
         return step_parts(cost.work, cost.prices(ranks))
 
-    def stage_times(self, layout: Layout, placement: Sequence[int]) -> StageTimes:
-        """Return the passes and hops of the slowest pipeline of a layout on given slots."""
-        return stage_times(self._work(layout), self.placement_cost(layout).prices([int(rank) for rank in placement]))
+    def stage_times(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StageTimes:
+        """Return the passes and hops of the slowest pipeline of a layout; arguments as of `step_time`."""
+        cost = self.placement_cost(layout, schedule)
+        return stage_times(cost.work, cost.prices([int(rank) for rank in placement]))
 
     def placement_cost(self, layout: Layout, schedule: Schedule | None = None) -> PlacementCost:
         """Return what prices placements of this layout, one by one or many at once, as `step_time` does to the digit.
@@ -151,7 +153,9 @@ class Predictor:
         cost = self._placement_cost(layout)
         if schedule is None:
             return cost
-        return cost.of(replace(cost.work, engine=Engine(schedule), rank_S=np.array(schedule.rank_S)))
+        in_streams = self._measurements.cluster.device_kind == "cuda"
+        engine = StreamEngine(schedule) if in_streams else Engine(schedule)
+        return cost.of(replace(cost.work, engine=engine, rank_S=np.array(schedule.rank_S)))
 
     def bound_s(self, layout: Layout) -> float:
         """No placement of this layout is faster: the same model with the best link everywhere.

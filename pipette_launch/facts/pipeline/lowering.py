@@ -6,8 +6,9 @@ for each other in a circle.
 
 NCCL runs the messages of a rank in streams. Those from one rank to another have a stream for themselves, on both ends
 in the order of their moments (`Message.way`). A receive occupies its stream until its message is there. So it is posted
-after the moment of the message before it, and just before the pass that computes when the message is ready: a receive
-that is posted behind this pass would start when the pass ends.
+once the message before it should be there, and just before the pass that computes when its own message is ready: a
+receive that is posted behind this pass starts when the pass ends. A receive that is posted while its stream is occupied
+would hold up this pass on devices with one work queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
 Messages over gloo do not wait for each other, and each travels once its receive is posted. So a receive is posted when
 the pass that makes its message starts.
@@ -81,8 +82,8 @@ def programs(
     for message, (start, moment) in sorted(moment_of.items(), key=lambda item: item[1][1]):
         asked = start
         if in_streams:
-            asked = max(_last_start(message, moment, start_P, passes, expected), before[message.way])
-            before[message.way] = moment
+            asked = max(_last_start(message, moment, start_P, passes, expected), min(moment, before[message.way]))
+            before[message.way] = moment + _hop((message.is_gradient, message.stage, 0), rank_S, expected)
         timed[message.source].append((moment, 0, moment, message))
         timed[message.target].append((asked, 1, moment, message))
     return tuple(tuple(step for *_, step in sorted(rank)) for rank in timed)

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from search.worlds import on_gpus
 
 from pipette_launch.cost import NOT_MODELLED, Predictor
+from pipette_launch.cost.pipeline.named_schedules import named_schedule
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import (
     Batch,
@@ -18,6 +20,7 @@ from pipette_launch.facts import (
     Layout,
     Measurements,
 )
+from pipette_launch.facts.schedule import PassTimes
 
 
 def job(world_size: int = 4, **changes: object) -> Job:
@@ -283,3 +286,21 @@ def test_what_is_left_out_is_said() -> None:
     """The plan's notes take these sentences as they are."""
     assert all(sentence.endswith(".") for sentence in NOT_MODELLED)
     assert any("shared cores" in sentence for sentence in NOT_MODELLED)
+
+
+def test_on_gpus_a_schedule_is_priced_by_the_order_of_its_messages() -> None:
+    """A pass that was expected to take a hundred times as long leaves receives behind passes; gloo does not mind."""
+    layout = Layout(pp=4, micro_batch_size=1)
+    planned = job(4, own=layout)
+    times = PassTimes.equal(4)
+    wrong = replace(times, forward=(1, 100, 1, 100), input=(100, 1, 100, 1))
+    schedule = named_schedule("zb-h1", pp=4, num_microbatches=16)
+    step_s: dict[str, list[float]] = {}
+    for kind, cluster in (("cpu", tiny_cluster(4, 1)), ("cuda", on_gpus(tiny_cluster(4, 1)))):
+        predictor = Predictor(planned, measurements(cluster))
+        for each in (times, wrong):
+            step = predictor.step_time(layout, range(4), replace(schedule, times=each))
+            step_s.setdefault(kind, []).append(step.total_s)
+
+    assert step_s["cpu"][0] == step_s["cpu"][1] <= step_s["cuda"][0]
+    assert 1.01 * step_s["cuda"][0] < step_s["cuda"][1]

@@ -1,0 +1,126 @@
+"""Schedules over NCCL are priced as the stand-in for NCCL runs the very programs that the workers run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from statistics import mean
+
+import numpy as np
+import pytest
+from c_for_tests import in_c
+from gpu_rules.nccl import Pipeline, batched_by_moments, seconds_of, together
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipette_launch.cost.pipeline import engine
+from pipette_launch.cost.pipeline.engine import simulate
+from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
+from pipette_launch.cost.pipeline.stream_engine import StreamEngine
+from pipette_launch.cost.pipeline.timeline import StageTimes
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts.pipeline.lowering import programs
+from pipette_launch.facts.schedule import Schedule
+
+NAMES = [name for name in SCHEDULES if name != "gpipe"]
+
+
+def drawn_times(num_stages: int, rng: random.Random) -> StageTimes:
+    """Stages that take up to ten times as long as others, and messages of up to 0.3 of a pass."""
+    forward, input_, weight = ([rng.uniform(0.2, 2) for _ in range(num_stages)] for _ in range(3))
+    hops = [tuple(rng.uniform(0, 0.3) for _ in range(num_stages - 1)) for _ in range(2)]
+    return StageTimes(
+        forward_s=tuple(forward),
+        backward_s=tuple(one + other for one, other in zip(input_, weight, strict=True)),
+        input_s=tuple(input_),
+        weight_s=tuple(weight),
+        forward_hop_s=hops[0],
+        backward_hop_s=hops[1],
+    )
+
+
+def drawn(rng: random.Random, *, names: list[str] = NAMES) -> tuple[Schedule, StageTimes]:
+    """A schedule made for drawn times; its messages are ordered by them."""
+    while True:
+        name, pp = rng.choice(names), rng.randint(2, 6)
+        vpp = {"one": 1, "two": 2, "several": rng.randint(2, 3)}[SCHEDULES[name].chunks]
+        times = drawn_times(pp * vpp, rng)
+        try:
+            schedule = named_schedule(name, pp=pp, vpp=vpp, num_microbatches=rng.randint(1, 16), times=times)
+        except LayoutError:
+            continue
+        return replace(schedule, times=times.expected), times
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 30), ordered=st.sampled_from(("by these times", "by others", "by none")))
+def test_a_step_takes_as_long_as_under_the_rules_of_nccl(seed: int, ordered: str) -> None:
+    """Whatever times the messages were ordered by; with more than one work queue a step is no longer."""
+    rng = random.Random(seed)
+    schedule, times = drawn(rng)
+    if ordered != "by these times":
+        others = drawn_times(schedule.num_stages, rng).expected
+        schedule = replace(schedule, times=others if ordered == "by others" else None)
+    found = programs(schedule.ranks, schedule.rank_S, schedule.times)
+
+    priced_s = StreamEngine(schedule).timeline(times).makespan_s
+
+    pipelines = [Pipeline(found, schedule.rank_S, *seconds_of(times), one_queue=one) for one in (True, False)]
+    assert pipelines[0].run() == pytest.approx(priced_s, rel=1e-9)
+    assert pipelines[1].run() <= priced_s * (1 + 1e-9)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1 << 30))
+def test_numpy_and_c_price_alike(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """To the last digit, one pipeline or several at once."""
+    schedule, times = drawn(random.Random(seed))
+    durations_R, hops_R = (np.repeat(np.array(each)[:, None], 3, axis=1) for each in (times.durations_s, times.hops_s))
+    found = []
+    for module in (None, in_c("cost.pipeline._longest_path")):
+        monkeypatch.setattr(engine, "_IN_C", module)
+        made = StreamEngine(schedule)
+        found.append((made.drain_s_SR(durations_R, hops_R).tolist(), made.ends_AR(durations_R, hops_R).tolist()))
+
+    assert found[0] == found[1]
+    assert [[seconds] * 3 for seconds in StreamEngine(schedule).drain_s(times)] == found[0][0]
+
+
+def test_messages_ordered_by_the_stages_times_are_nearly_free() -> None:
+    """Over sixty drawn pipelines; a receive that waits in an occupied stream would cost ten times as much."""
+    lost = []
+    for seed in range(60):
+        schedule, times = drawn(random.Random(seed))
+        lost.append(StreamEngine(schedule).timeline(times).makespan_s / simulate(schedule, times).makespan_s - 1)
+
+    assert 0 <= mean(lost) <= 0.003
+    assert max(lost) <= 0.04
+
+
+@pytest.mark.parametrize(
+    ("name", "head_s", "batched"),
+    [("zb-1p", 0.0, 1.06), ("interleaved-zb", 0.0, 1.09), ("gis", 0.0, 1.09), ("v-zb", 0.3, 1.15)],
+)
+def test_a_late_message_holds_up_no_others(name: str, head_s: float, batched: float) -> None:
+    """Eight ranks and 32 micro-batches of unequal F, I and W: one group of all messages of a moment cost this much."""
+    vpp = 1 if SCHEDULES[name].chunks == "one" else 2
+    stages = 8 * vpp
+    heads = [0.0] * (stages - 1) + [head_s]
+    forward, input_, weight = (tuple(seconds / vpp + head for head in heads) for seconds in (1.0, 1.2, 0.8))
+    times = StageTimes(
+        forward_s=forward,
+        backward_s=tuple(one + other for one, other in zip(input_, weight, strict=True)),
+        input_s=input_,
+        weight_s=weight,
+        forward_hop_s=(0.05,) * (stages - 1),
+        backward_hop_s=(0.05,) * (stages - 1),
+    )
+    schedule = named_schedule(name, pp=8, vpp=vpp, num_microbatches=32, times=times)
+    free_s = simulate(schedule, times).makespan_s
+    before = batched_by_moments(schedule.ranks, schedule.rank_S)
+    before_s = Pipeline(before, schedule.rank_S, *seconds_of(times), stream_of=together).run()
+
+    now_s = StreamEngine(replace(schedule, times=times.expected)).makespan_s(times)
+
+    assert free_s <= now_s <= 1.001 * free_s
+    assert batched * free_s <= before_s

@@ -65,6 +65,7 @@ SUB_FLOORS = {
         {"assemble"},
         {"phases"},
         {"run"},
+        {"order_check"},
     ],
     "search": [
         {"assignment", "bounds", "layouts"},
@@ -91,7 +92,7 @@ SUB_FLOORS = {
         {"cache", "measuring_advice", "nodes", "options", "setting", "slurm", "training"},
         {"page"},
         {"trace"},
-        {"commands", "health_policy", "user_script", "warmup_orders"},
+        {"commands", "device_orders", "health_policy", "user_script", "warmup_orders"},
         {"plans", "trials"},
         {"display"},
         {"live"},

@@ -34,6 +34,15 @@ def warmup(options_file: Path) -> WorkerCommand:
     )
 
 
+def order_check(device_kind: str, ranks: Sequence[int]) -> WorkerCommand:
+    """Check NCCL on every device of a node, in the order that training gives them to these ranks."""
+    return WorkerCommand(
+        entrypoint=os.environ.get("PYTHON_EXEC", sys.executable),
+        arguments=("-u", "-m", "pipette_launch.probe.order_check", device_kind, *map(str, ranks)),
+        environment={},
+    )
+
+
 def training(
     decision: Decision,
     options: Options,

@@ -332,9 +332,12 @@ class Coordinator:
     def after_trial(self, ended: Decision, report: TrialReport) -> Decision:
         """Order the next trial, or the training of whatever was measured best."""
         bare = replace(ended, phase="train", trial=0, iterations=0, script_arguments=None, environment={}, reason="")
+        bare = replace(bare, checks_order=False)
         return self._writer.guarded(replace(bare, plan=None), lambda: self._after_trial(bare, ended, report))
 
     def _after_trial(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
+        if ended.checks_order:
+            return self._writer.after_check(bare, ended, report)
         following = self._trials.judge(ended, report)
         if isinstance(following, Decision):
             return following

@@ -6,14 +6,16 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pipette_launch import megatron
 from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.launch.device_orders import check_before, failed, needs_check, passed
 from pipette_launch.launch.nodes import joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pipette_launch.facts import Job, Plan
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.messages.round import Decision, TrialReport
     from pipette_launch.launch.options import Options
     from pipette_launch.launch.plans.planner import Planner
     from pipette_launch.launch.trials.run import TrialCoordinator
@@ -70,7 +72,33 @@ class DecisionWriter:
         self._script.leave_record(plan, following.choice)
         if self._options.dry_run:
             return replace(following, phase="stop")
-        return following
+        return check_before(following) if needs_check(following) else following
+
+    def after_check(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
+        """Write the decision to train in the order that was checked, or in device order where the check failed.
+
+        Args:
+            bare: the training without its plan's words.
+            ended: the check.
+            report: how it ended.
+
+        """
+        planner = self._planner
+        plan, told = failed(ended, report.failure) if report.failure else passed(ended)
+        given = ended.script_arguments
+        batch = megatron.global_batch_size(given) if given else None
+        job = planner.read_job(sum(bare.num_slots), plan.device_kind, global_batch_size=batch)
+        known = planner.measurements
+        if report.failure and known is not None and plan.hosts == tuple(host.name for host in known.cluster.hosts):
+            # The planner is imported when there is something to predict.
+            from pipette_launch.launch.plans.planning import priced_anew
+
+            outcomes = planner.cache.outcomes(known.cluster.hosts[0])
+            plan = priced_anew(plan, job, known, outcomes, options=planner.options)
+        if plan.provenance.source != "file" and not ended.is_refitted:
+            planner.keep(plan, job)
+        following = self.train(bare, job, plan, attempt=ended.attempt, reason=told, is_tried=False)
+        return replace(following, proven=ended.proven, is_refitted=ended.is_refitted)
 
     def guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
         """Decide; when that fails, train with the user's own configuration, or stop if the user wants or erred."""

@@ -85,7 +85,7 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     def start_left_s() -> float:
         return options.start_s - (time.perf_counter() - started_s)
 
-    store = dist.PrefixStore("pipette/warm-up", _store(place, timedelta(seconds=options.wait_s(start_left_s()))))
+    store = dist.PrefixStore("pipette/warm-up", connect_store(place, timedelta(seconds=options.wait_s(start_left_s()))))
     lockstep = Lockstep(
         store=store,
         rank=place.rank,
@@ -140,7 +140,7 @@ def use_device(local_rank: int, uuid: str) -> None:
         )
 
 
-def _store(place: WorkerPlace, timeout: timedelta) -> Any:
+def connect_store(place: WorkerPlace, timeout: timedelta) -> Any:
     """Connect to the agent's store; where there is none, rank 0 hosts one."""
     from torch.distributed import TCPStore
 

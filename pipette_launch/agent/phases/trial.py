@@ -156,7 +156,8 @@ class TrialRun:
             _publish_end(round_store, decision, self._describe(codes, bindings))
         elif self._is_late(decision, bindings):
             waited_s = time.monotonic() - self._heard_s
-            hung = Failure(cause=f"it hung: no iteration within {waited_s:.0f} s after {self._num_heard}")
+            missing = "answer" if decision.checks_order else "iteration"
+            hung = Failure(cause=f"it hung: no {missing} within {waited_s:.0f} s after {self._num_heard}")
             _publish_end(round_store, decision, hung)
         elif codes and all(code == 0 for code in codes.values()):
             return self._all_have_ended(round_store, decision)

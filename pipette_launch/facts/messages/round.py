@@ -82,6 +82,8 @@ class Decision:
     """In a trial, which one: 0 is the user's own configuration, i the plan's i-th contender."""
     iterations: int = 0
     """A trial is over after so many of them, warm-ups included."""
+    checks_order: bool = False
+    """In a trial: workers check NCCL on the GPUs in the order of the candidate, and train nothing."""
     proven: bool = False
     """The candidate has trained, so that a later failure does not mean that its plan cannot start."""
     script_arguments: tuple[str, ...] | None = None
@@ -134,6 +136,8 @@ class Decision:
     @property
     def key(self) -> str:
         """What names this phase among those of its round."""
+        if self.checks_order:
+            return f"order-{self.attempt}"
         return f"trial-{self.trial}" if self.phase == "trial" else self.phase
 
     def leaving_out(self, names: Collection[str]) -> Decision:

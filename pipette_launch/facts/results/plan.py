@@ -53,6 +53,8 @@ class Choice:
     """Peaks and limit of the whole device; None in files of earlier releases."""
     order: ScheduleFile | None = field(default=None, metadata=ADDED_LATER)
     """What each pipeline rank does, where the schedule is none of Megatron's own and the patch `schedules` runs it."""
+    is_order_checked: bool = field(default=False, metadata=ADDED_LATER)
+    """NCCL returned every value in its place on these hosts' GPUs in the order of `placement`."""
 
     def __post_init__(self) -> None:
         size = self.layout.world_size

@@ -33,11 +33,17 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
     stand_ins = iter(left_over)
     placed = tuple(host if host in hosts else next(stand_ins) for host in taken.hosts)
     return replace(
-        taken,
+        taken if placed == taken.hosts else _unchecked(taken),
         hosts=placed,
         templates=by_size(one for one in plans if one is not taken),
         other_hosts=tuple(host for host in known if host not in placed),
     )
+
+
+def _unchecked(plan: Plan) -> Plan:
+    """Forget which device orders were checked, as the hosts are others."""
+    chosen, *others = (replace(one, is_order_checked=False) for one in (plan.chosen, *plan.alternatives))
+    return replace(plan, chosen=chosen, alternatives=tuple(others))
 
 
 def from_candidate(plan: Plan, attempt: int) -> Plan:

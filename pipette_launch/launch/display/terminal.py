@@ -57,7 +57,8 @@ class Terminal:
         """Print what was decided; `measurements` are what the plan rests on, where that is known."""
         # Without a plan torch's own words of a failure are all.
         if decision.reason and not (decision.failed and self._shown is None):
-            (self.say if decision.phase == "trial" else self.warn)(decision.reason)
+            is_trial = decision.phase == "trial" and not decision.checks_order
+            (self.say if is_trial else self.warn)(decision.reason)
         options = self._options
         if decision.phase == "warmup":
             self._warmup = ProgressLine(sys.stderr)

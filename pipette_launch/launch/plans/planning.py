@@ -9,11 +9,12 @@ from datetime import datetime, timezone
 
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.learned.corrected import corrections_from
-from pipette_launch.facts import Job, Measurements, Plan, Provenance
+from pipette_launch.facts import Choice, Job, Measurements, Plan, Provenance
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.facts.results.templates import in_order_of
 from pipette_launch.launch.options import Options
 from pipette_launch.search.candidates import SearchInputs
+from pipette_launch.search.choose import choice_of
 from pipette_launch.search.solve import SolveOptions, solve
 from pipette_launch.search.templates import TemplateNeeds, placed_anew, with_cases_of, with_templates
 
@@ -90,6 +91,29 @@ def placed_for(
     )
     chosen = placed_anew(inputs, plan.chosen, seed=options.seed, is_late=lambda: time.monotonic() >= ends_s)
     return replace(plan, chosen=chosen)
+
+
+def priced_anew(
+    plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: Options
+) -> Plan:
+    """Predict the steps of a plan's candidates anew where their ranks are now; for the arguments see `placed_for`."""
+    inputs = SearchInputs.of(
+        job,
+        with_extrapolated_times(job, measurements),
+        memory_margin=options.memory_margin,
+        corrections=corrections_from(outcomes),
+    )
+
+    def priced(one: Choice) -> Choice:
+        if not inputs.predictor.can_price(one.layout):
+            return one
+        bound = (one.bound_s, one.bound_reason)
+        peaks = one.peak_memory_bytes
+        return choice_of(
+            inputs, one.layout, one.placement, priced=one.layout, peaks=peaks, bound=bound, schedule=one.order
+        )
+
+    return replace(plan, chosen=priced(plan.chosen), alternatives=tuple(map(priced, plan.alternatives)))
 
 
 def _solve_options(options: Options, budget_s: float) -> SolveOptions:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipette_launch.launch.device_orders import PATIENCE_S, check_words
+
 if TYPE_CHECKING:
     from pipette_launch.facts.messages.round import Decision
 
@@ -19,14 +21,14 @@ class TrialWatch:
     """Collects the step times of the trial in progress, if there is one."""
 
     def __init__(self) -> None:
-        self._is_trial = False
+        self._is_trial = self._checks_order = False
         self._steps_s: list[float] = []
         self._predicted_s = 0.0
 
     def begin(self, decision: Decision) -> None:
         """Forget an earlier trial."""
         self._steps_s = []
-        self._is_trial = decision.phase == "trial"
+        self._is_trial, self._checks_order = decision.phase == "trial", decision.checks_order
         if self._is_trial and decision.plan is not None:
             self._predicted_s = (decision.choice or decision.plan.own).step_time_s
 
@@ -42,18 +44,24 @@ class TrialWatch:
 
     def words(self, decision: Decision, elapsed_s: float, *, asked: int) -> str:
         """Say how far the trial is; only the node of the last rank hears its iterations."""
+        if decision.checks_order:
+            return f"{check_words(decision)}, {elapsed_s:.0f} s"
         heard = f"iteration {len(self._steps_s)} of {decision.iterations}, " if self._steps_s else ""
         return f"trial {_number(decision, asked=asked)}: {_what(decision)}, {heard}{elapsed_s:.0f} s"
 
     @property
     def patience_s(self) -> tuple[float, float]:
         """After how long without the first iteration, and without each later one, a trial counts as hung."""
+        if self._checks_order:
+            return PATIENCE_S, 0.0
         steps_s = HUNG_STEPS * self._predicted_s
         return START_S + steps_s, max(HUNG_S, steps_s)
 
 
 def trial_words(decision: Decision, *, asked: int) -> str:
     """Say which trial begins, of how many."""
+    if decision.checks_order:
+        return check_words(decision)
     return f"trial {_number(decision, asked=asked)}: {_what(decision)}, {decision.iterations} iterations"
 
 

@@ -1,0 +1,75 @@
+"""One worker of the check of a device order: `python -m pipette_launch.probe.order_check KIND RANK...`.
+
+It runs in torchrun's environment, on the devices in the order that training gets them. All workers of a host open one
+communicator of their own, as a tensor-parallel group inside a host does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+
+from pipette_launch.errors import ProbeError
+from pipette_launch.printable import printable
+from pipette_launch.probe.harness import end_with_parent, worker_place
+from pipette_launch.probe.run import BACKENDS, connect_store
+
+TIMEOUT_S = 60.0
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check this host; returns the exit code, and writes one line to stderr where a collective is wrong or fails.
+
+    Args:
+        arguments: `cuda` or `cpu`, and the RANKs of this host.
+
+    """
+    try:
+        kind, *ranks = arguments
+        found = _found(kind, sorted(map(int, ranks)))
+    except Exception as error:
+        # The agent needs one line and an exit code.
+        logger.debug("the check failed", exc_info=True)
+        text = " ".join(str(error).split())
+        found = text if isinstance(error, ProbeError) else f"{type(error).__name__}: {text}"
+    if found:
+        sys.stderr.write(f"{printable(found)}\n")
+    return 1 if found else 0
+
+
+def _found(kind: str, ranks: list[int]) -> str:
+    """Return the first wrong value in words; empty where all are right."""
+    place = worker_place(os.environ)
+    import torch
+    import torch.distributed as dist
+
+    from pipette_launch.probe.links.rank_codes import SIZES_BYTES, check_order
+
+    if kind == "cuda":
+        # Not LOCAL_RANK: torchrun's --virtual-local-rank makes that 0 everywhere.
+        torch.cuda.set_device(place.rank % len(ranks) if torch.cuda.device_count() > 1 else 0)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    store = dist.PrefixStore(f"pipette/order/{ranks[0]}", connect_store(place, timeout))
+    # Groups of training hold their ranks in rising order, and so does this one.
+    dist.init_process_group(
+        BACKENDS[kind], store=store, rank=ranks.index(place.rank), world_size=len(ranks), timeout=timeout
+    )
+    # gloo has no sizes of its own, and takes seconds for the large ones.
+    mismatch = check_order(kind, sizes_bytes=SIZES_BYTES if kind == "cuda" else SIZES_BYTES[:1])
+    # Peers may still read from this process.
+    dist.barrier()
+    return f"{mismatch.words()} on rank {place.rank}" if mismatch else ""
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    warnings.simplefilter("ignore")
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # After a failure, destructors of communicators would wait for peers that are gone.
+    os._exit(code)

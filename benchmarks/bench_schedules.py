@@ -2,6 +2,7 @@
 
 `python -m benchmarks.bench_schedules [--out FILE.md]` trains a tiny GPT of 16 layers under each with 4 pipeline ranks,
 beside Megatron's own schedule, and counts the bytes of tensors that the step made and held at once, and those sent.
+`--nccl` trains nothing: it runs the programs of 8 pipeline ranks under the rules of NCCL (`tests/gpu_rules/nccl.py`).
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,11 @@ from benchmarks.validation.conditions import conditions
 from pipette_launch.cost.pipeline.engine import simulate
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
+from pipette_launch.cost.pipeline.stream_engine import StreamEngine
+from pipette_launch.cost.pipeline.timeline import StageTimes
+from pipette_launch.facts.pipeline.lowering import programs
+from pipette_launch.facts.schedule import Action, Schedule
+from tests.gpu_rules.nccl import Pipeline, batched_by_moments, seconds_of, together
 
 ROOT = Path(__file__).parents[1]
 PP, MICROBATCHES, LAYERS = 4, 8, 16
@@ -46,6 +54,9 @@ PUBLISHED: tuple[tuple[str, int, int | None, Fraction, Fraction], ...] = (
     ("1f1b-v", 2, None, Fraction(3 * (P - 1)), Fraction(2 * P + 2, 3)),
 )
 """Schedule, chunks, groups, bubble where F, B and W take 1, and activations in micro-batches of a rank's layers."""
+NCCL_PP, NCCL_MICROBATCHES = 8, 32
+NCCL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "interleaved-zb", "gis", "v-zb", "v-half", "v-min", "1f1b-v")
+"""1F1B first: the others are shown beside it."""
 
 
 def case(name: str, vpp: int, group: int | None) -> dict[str, Any]:
@@ -120,14 +131,79 @@ def report() -> Iterator[str]:
         )
 
 
+def unequal(head_s: float, vpp: int) -> StageTimes:
+    """Times of the rows below; the head makes each pass of the last stage longer."""
+    stages = NCCL_PP * vpp
+    heads = [0.0] * (stages - 1) + [head_s]
+    forward, input_, weight = (tuple(seconds / vpp + head for head in heads) for seconds in (1.0, 1.2, 0.8))
+    return StageTimes(
+        forward_s=forward,
+        backward_s=tuple(map(sum, zip(input_, weight, strict=True))),
+        input_s=input_,
+        weight_s=weight,
+        forward_hop_s=(0.05,) * (stages - 1),
+        backward_hop_s=(0.05,) * (stages - 1),
+    )
+
+
+def over_nccl(schedule: Schedule, times: StageTimes) -> list[float]:
+    """Steps with free messages, as jobs ran before, as they run now, as priced, and with passes 10 % off."""
+    found = programs(schedule.ranks, schedule.rank_S, times.expected)
+    pass_s, hop_s = seconds_of(times)
+    rng = random.Random(0)
+    off: dict[Action, float] = {}
+
+    def disturbed_s(action: Action) -> float:
+        return pass_s(action) * off.setdefault(action, rng.uniform(0.9, 1.1))
+
+    def step_s(seconds: Callable[[Action], float], *, one_queue: bool) -> float:
+        return Pipeline(found, schedule.rank_S, seconds, hop_s, one_queue=one_queue).run()
+
+    before = batched_by_moments(schedule.ranks, schedule.rank_S)
+    return [
+        simulate(schedule, times).makespan_s,
+        Pipeline(before, schedule.rank_S, pass_s, hop_s, stream_of=together).run(),
+        step_s(pass_s, one_queue=False),
+        step_s(pass_s, one_queue=True),
+        StreamEngine(replace(schedule, times=times.expected)).timeline(times).makespan_s,
+        step_s(disturbed_s, one_queue=True),
+    ]
+
+
+def nccl_report() -> Iterator[str]:
+    """What the order of messages costs over NCCL, a line at a time."""
+    yield f"`python -m benchmarks.bench_schedules --nccl`, {', '.join(conditions(None).values())}"
+    yield ""
+    yield f"Steps of {NCCL_PP} pipeline ranks and {NCCL_MICROBATCHES} micro-batches beside 1F1B's with free messages."
+    yield "Run by the rules in `tests/gpu_rules/nccl.py`; no GPU was used. F, I and W of a rank take 1, 1.2 and 0.8, a"
+    yield "message takes 0.05. A head makes each pass of the last stage longer. Before: all messages of a moment in one"
+    yield "group on one stream, as if every pass took as long. Now: each way of two ranks in a stream, ordered by the"
+    yield "stages' times. One queue: CUDA_DEVICE_MAX_CONNECTIONS=1. Disturbed: one queue, each pass up to 10 % off."
+    yield ""
+    yield "| head | schedule | free messages | before | now | now, one queue | priced | disturbed |"
+    yield "|--:|---|" + "--:|" * 6
+    for head_s in (0.0, 0.3):
+        base_s = 0.0
+        for name in NCCL_SCHEDULES:
+            known = SCHEDULES[name]
+            vpp = 1 if known.chunks == "one" else 2
+            times = unequal(head_s, vpp)
+            asked = {"times": times} if known.by_times or known.refills else {}
+            schedule = named_schedule(name, pp=NCCL_PP, vpp=vpp, num_microbatches=NCCL_MICROBATCHES, **asked)  # type: ignore[arg-type]
+            steps_s = over_nccl(schedule, times)
+            base_s = base_s or steps_s[0]
+            yield f"| {head_s:g} | {name} | {' | '.join(f'{step_s / base_s:.3f}' for step_s in steps_s)} |"
+
+
 def main() -> None:
     """Print the table, and write it where that is asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_schedules")
     parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
-    text = shown(report())
-    if out:
-        out.write_text(text, encoding="utf-8")
+    parser.add_argument("--nccl", action="store_true", help="what the order of messages costs over NCCL, by its rules")
+    asked = parser.parse_args()
+    text = shown(nccl_report() if asked.nccl else report())
+    if asked.out:
+        asked.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

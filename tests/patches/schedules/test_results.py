@@ -12,7 +12,8 @@ from gpu_rules.single_messages import Mail
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_patches.schedules import results
+from pipette_launch.cost.pipeline.named_schedules import named_schedule
+from pipette_patches.schedules import messages, patch, results
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.bool, torch.complex128)
@@ -93,3 +94,19 @@ def test_only_the_last_rank_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (None, None) == (carried(mail, 1, []), carried(mail, 2, []))
     assert same(store, carried(mail, 3, []))
     assert [] == mail.kept
+
+
+@pytest.mark.parametrize(("name", "vpp"), [("1f1b-v", 2), ("zb-h1", 1)])
+def test_the_way_of_results_is_opened_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, name: str, vpp: int
+) -> None:
+    """A folded pipeline of four has it from rank 0 to rank 3, which exchange nothing else."""
+    opened: list[set[tuple[int, int]]] = []
+    known = named_schedule(name, pp=4, vpp=vpp, num_microbatches=4)
+    monkeypatch.setattr(patch, "_document", lambda _path: None)
+    monkeypatch.setattr(patch, "_schedule", lambda _document: known)
+    monkeypatch.setattr(messages, "open_ways", lambda _group, ways: opened.append(ways))
+    patch._open_ways.__wrapped__("path", None)
+
+    neighbours = {way for rank in range(3) for way in ((rank, rank + 1), (rank + 1, rank))}
+    assert [neighbours | ({(0, 3)} if name == "1f1b-v" else set())] == opened

@@ -1,4 +1,4 @@
-"""How long the workers of a warm-up wait for each other: one formula of ranks and remaining time."""
+"""Waits of warm-up workers for each other: one formula of ranks and remaining time."""
 
 from __future__ import annotations
 

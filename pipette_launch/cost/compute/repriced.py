@@ -1,4 +1,4 @@
-"""Measured times of layers, multiplied by what the device model makes of the flags that these layers did not have.
+"""Measured times of layers, multiplied by the device model's ratio for flags that the timed layers did not have.
 
 seconds = measured seconds * model(with all flags) / model(as timed), for each pass of each part in each case. Both
 prices of the model are for the same layer, shape and device, so most of its errors cancel. The factor holds what

@@ -1,4 +1,4 @@
-"""What a warm-up times of a job: its shapes of computation, by layers that do not heed all of its flags."""
+"""Shapes of computation that a warm-up times, and the flags that its layers do not have."""
 
 from __future__ import annotations
 

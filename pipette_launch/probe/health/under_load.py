@@ -10,7 +10,7 @@ from pipette_launch.probe.health import nvml as driver
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReading:
-    """What NVML reports of a GPU that has worked for some seconds, as all other slots; 0 = not reported."""
+    """Figures of a GPU that has worked for some seconds, like all other slots; 0 if NVML does not report them."""
 
     sm_clock_hz: float
     sm_clock_max_hz: float

@@ -179,6 +179,12 @@ def exchange_notes() -> list[str]:
     return [note for each in notes for note in each]
 
 
+def compiler() -> list[Any]:
+    """Whether `load` for a GPU imports torch's compiler, and how many variants of a function that keeps."""
+    load("cuda")
+    return ["torch._inductor.compile_fx" in sys.modules, torch._dynamo.config.cache_size_limit]
+
+
 def narrow_values(work: Workload) -> list[Any]:
     """Shape of the core's output, its distance from attention written out, and whether a gradient goes back."""
     core = next(part for part in work.parts if part.name == "core_attention")
@@ -281,6 +287,8 @@ def main() -> None:
     found["without its engine"] = without_its_engine()
     found["splits sequence"] = splits_sequence()
     found["attention backends"] = attention_backends()
+    # Last, as it changes what torch compiles.
+    found["compiler"] = compiler()
     sys.stdout.write(json.dumps(found) + "\n")
 
 

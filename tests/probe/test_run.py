@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
-from probe.workers import REFERENCE, run_workers, tiny_options
+from probe.workers import LATE_S, REFERENCE, run_workers, tiny_options
 
 from pipette_launch.facts import ComputeCase, Layout, Measurements, files
 from pipette_launch.probe.progress import last_sign
@@ -168,6 +168,15 @@ def test_a_missing_worker_ends_the_others_in_time(tmp_path: Path) -> None:
     # torch's store adds lines of its own.
     assert outcome.errors[0].endswith(f"pipette: {reason}")
     assert not Path(options.output).exists()
+
+
+def test_a_worker_that_imports_for_long_is_waited_for(tmp_path: Path) -> None:
+    """Rank 1 is 8 s late where a phase would wait for 6 s: its imports have a minute more."""
+    options = tiny_options(tmp_path, hosts=1, devices=2, timeout_s=6.0, start_s=60.0)
+    outcome = run_workers(options, tmp_path, late=(1,))
+
+    assert [0, 0] == outcome.codes, outcome.errors
+    assert files.read(Path(options.output), Measurements).phase_s["start"] > LATE_S
 
 
 def test_an_order_for_another_job_is_refused(

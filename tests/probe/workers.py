@@ -18,6 +18,7 @@ from pipette_launch.probe.options import ProbeOptions
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 200
+LATE_S = 8.0
 FORKED = Path(__file__).with_name("forked_workers.py")
 REFERENCE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 
@@ -79,8 +80,10 @@ class Outcome:
     errors: list[str]
 
 
-def run_workers(options: ProbeOptions, folder: Path, *, missing: tuple[int, ...] = ()) -> Outcome:
-    """Start one worker for each slot but the missing ones, and wait for all.
+def run_workers(
+    options: ProbeOptions, folder: Path, *, missing: tuple[int, ...] = (), late: tuple[int, ...] = ()
+) -> Outcome:
+    """Start one worker for each slot but the missing ones, and wait for all. The imports of late ones end 8 s later.
 
     A single one is started as the agent does it. Several are forked from a process that has imported what they share,
     which on two cores is most of what they do.
@@ -94,7 +97,8 @@ def run_workers(options: ProbeOptions, folder: Path, *, missing: tuple[int, ...]
         done = _run(command, environment(ranks[0], options, store.port))
         return Outcome([done.returncode], [done.stderr])
     path = os.pathsep.join(str(ROOT / one) for one in (".", "patches", "tests"))
-    command = [sys.executable, str(FORKED), str(order), str(store.port), *map(str, ranks)]
+    named = [f"{rank}+{LATE_S}" if rank in late else str(rank) for rank in ranks]
+    command = [sys.executable, str(FORKED), str(order), str(store.port), *named]
     done = _run(command, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
     assert 0 == done.returncode, done.stderr
     errors = [(folder / f"errors-{rank}").read_text() for rank in ranks]

@@ -40,6 +40,11 @@ def test_a_first_case_imports_nothing(found: dict[str, Any]) -> None:
     assert [] == found["loaded later"]
 
 
+def test_the_compiler_is_imported_and_keeps_all_shapes(found: dict[str, Any]) -> None:
+    """On GPUs the first compiled function imports nothing, and its variants stay below the limit of the compiler."""
+    assert [True, 64] == found["compiler"]
+
+
 def test_another_exchange_of_context_parallelism_is_noted(found: dict[str, Any]) -> None:
     """Layers with context parallelism are timed as a ring, whatever the flag says; without it nothing differs."""
     assert ["compute with cp2 was timed as a ring, not with --cp-comm-type a2a"] == found["exchange"]

@@ -9,7 +9,7 @@ import torch
 
 BUSY_BYTES = 64 << 20
 """Tensor that is written to keep the device busy: one pass takes about 25 us on an H100 and 80 us on a V100."""
-FIRST_PASSES, MOST_PASSES = 16, 256
+FIRST_PASSES, MOST_PASSES = 64, 256
 """CUDA queues about 1,000 launches; beyond that the host waits."""
 
 
@@ -67,7 +67,11 @@ class QueuedCalls:
     def __init__(self, clock: Callable[[], float], keep_busy: Callable[[], object] | None = None) -> None:
         self._clock = clock
         self._keep_busy = keep_busy or torch.zeros(BUSY_BYTES // 4, device="cuda").zero_
-        self._passes = FIRST_PASSES
+        self.passes = FIRST_PASSES
+        """Before each measurement. All ranks must have the same number, or transfers that share a wire would begin at
+        different times."""
+        self.wanted = FIRST_PASSES
+        """Passes that this rank needs by its last measurement: more if the device was idle before the host was done."""
         self._watch = CudaStopwatch()
 
     def seconds(
@@ -84,15 +88,14 @@ class QueuedCalls:
             first: an untimed call before, in which the ranks wait for each other; None = `call`.
 
         """
-        for _ in range(self._passes):
+        for _ in range(self.passes):
             self._keep_busy()
         (first or call)()
         before = self._watch.mark()
         for _ in range(number):
             call()
         after = self._watch.mark()
-        if before.query():
-            # The device was faster than the host. It shall be busy for longer before the next calls.
-            self._passes = min(2 * self._passes, MOST_PASSES)
+        # If the event is complete, the device was faster than the host.
+        self.wanted = min(2 * self.passes, MOST_PASSES) if before.query() else self.passes
         await_event(after, timeout_s, self._clock)
         return self._watch.seconds(before, after) / number

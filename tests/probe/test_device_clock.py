@@ -8,7 +8,7 @@ from gpu_rules.events import SimulatedDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.probe.device_clock import CudaStopwatch, QueuedCalls, await_device
+from pipette_launch.probe.device_clock import FIRST_PASSES, CudaStopwatch, QueuedCalls, await_device
 
 LAUNCH_S, WAKE_S = 20e-6, 10e-6
 CALL_S = 12e-6
@@ -45,13 +45,17 @@ def test_one_call_at_a_time_would_count_launch_and_wake_up(device: SimulatedDevi
     assert LAUNCH_S + CALL_S + WAKE_S == pytest.approx(device.clock() - before_s)
 
 
-def test_a_device_that_was_idle_too_early_is_kept_busy_for_longer(device: SimulatedDevice) -> None:
-    """The first passes end before the host has queued 64 calls, so launches count; later values are exact."""
+def test_a_device_that_was_idle_too_early_should_be_busy_for_longer(device: SimulatedDevice) -> None:
+    """64 passes end before the host has queued 256 calls, so launches count; with the wanted 128 passes none does."""
     queued = queued_on(device)
-    values_s = [queued.seconds(lambda: device.launch(1e-6), 64, timeout_s=1.0) for _ in range(4)]
+    first_s = queued.seconds(lambda: device.launch(1e-6), 256, timeout_s=1.0)
+    wanted = queued.wanted
+    queued.passes = 256
+    later_s = queued.seconds(lambda: device.launch(1e-6), 256, timeout_s=1.0)
 
-    assert values_s[0] > 10e-6
-    assert 1e-6 == pytest.approx(values_s[-1])
+    assert (64, 128, 256) == (FIRST_PASSES, wanted, queued.wanted)
+    assert first_s > 10e-6
+    assert 1e-6 == pytest.approx(later_s)
 
 
 def test_the_ranks_meet_before_the_first_timed_call(device: SimulatedDevice) -> None:

@@ -181,7 +181,8 @@ class _Timer:
     def _on_gpu(self, action: _Call | None, queued: QueuedCalls) -> Callable[[_Call], float]:
         """Return what times calls in a row, by events; all ranks agree on their number.
 
-        A single call comes first, with a wait for its end: the slowest rank's decides.
+        A single call comes first, with a wait for its end: the slowest rank's decides. Then untimed calls in a row show
+        for how long devices must be kept busy.
         """
         before_s = time.perf_counter()
         if action is not None:
@@ -189,6 +190,10 @@ class _Timer:
             await_device(self._limit_s, time.perf_counter)
         call_s = slowest_of_all(time.perf_counter() - before_s, "cuda", self._limit_s)
         number = max(1, min(MOST_CALLS, int(CALLS_S / max(call_s, 1e-9))))
+        if action is not None:
+            queued.seconds(action, number, timeout_s=self._limit_s)
+        # Groups that share links must begin at the same time.
+        queued.passes = int(slowest_of_all(queued.wanted, "cuda", self._limit_s))
         return lambda call: queued.seconds(call, number, timeout_s=self._limit_s)
 
     def reach_bytes(self, most_bytes: int, budget: Budget) -> int:
@@ -196,8 +201,8 @@ class _Timer:
         if not self.timed:
             return 0
         known_bytes, samples = list(self.timed.items())[-1]
-        # On GPUs an untimed call comes before each value.
-        calls = (REACH_REPEATS + 1) * (1 if self._queued is None else 2)
+        # On GPUs two calls come before all values, and an untimed one before each.
+        calls = REACH_REPEATS + 1 if self._queued is None else 2 * (REACH_REPEATS + 2)
         allowed_s = min(REACH_S, REACH_SHARE * budget.left_s(COLLECTIVES_SHARE)) / calls
         affordable = int(known_bytes * allowed_s / samples.median_s)
         reach = min(most_bytes, affordable, REACH_LIMIT_BYTES[self._options.device_kind])

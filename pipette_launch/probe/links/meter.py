@@ -158,10 +158,16 @@ class LinkMeter:
         """
         has_rails = any(len(group) > 1 for group in groups)
         while True:
-            wishes = torch.zeros((len(groups), len(self.sizes)), dtype=torch.float64)
+            wishes = torch.zeros((len(groups), len(self.sizes) + 1), dtype=torch.float64)
             if mine is not None and tally is not None:
-                wishes[mine[0]] = torch.tensor(tally.wish(), dtype=torch.float64)
-            orders = [in_step(list(map(int, wish))) for wish in self._largest(wishes)]
+                wishes[mine[0], 1:] = torch.tensor(tally.wish(), dtype=torch.float64)
+            if self._queued is not None:
+                wishes[:, 0] = self._queued.wanted
+            agreed = self._largest(wishes)
+            if self._queued is not None:
+                # Rails that share a wire must begin at the same time.
+                self._queued.passes = int(agreed[0][0])
+            orders = [in_step(list(map(int, wish))) for _, *wish in agreed]
             if not any(orders):
                 return
             for step in range(max(map(len, orders))):

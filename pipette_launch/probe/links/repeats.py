@@ -19,7 +19,7 @@ FIRST_BYTES = 64 << 10
 """Larger messages wait until the time of this size is known."""
 EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20
 """A GPU's value is the mean of 8 exchanges in a row of a small message, and of fewer if they would exceed 1 MiB."""
-LEAD_S = 1e-3
+LEAD_S = 2e-3
 """Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges."""
 GROWTH = 16
 """A size that is more than so many times the largest tried one waits until the time of that one is known."""

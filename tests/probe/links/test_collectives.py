@@ -122,21 +122,26 @@ class OnGpu(collectives._Timer):
         self, folder: Path, device: SimulatedDevice, *, call_s: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         options = replace(tiny_options(folder, hosts=2, devices=1), timeout_s=5.0)
-        group = object()
+        group, queued = object(), QueuedCalls(device.clock, keep_busy=lambda: device.launch(50e-6))
         monkeypatch.setattr(type(options), "device_kind", "cuda")
         monkeypatch.setattr(collectives, "_action", lambda *_, **__: self._call)
         monkeypatch.setattr(collectives.time, "perf_counter", device.clock)
         monkeypatch.setattr(collectives, "align", lambda *_: None)
-        monkeypatch.setattr(collectives, "slowest_of_all", lambda seconds, *_: max(seconds, self.slowest_s))
+        monkeypatch.setattr(collectives, "slowest_of_all", self._largest)
         super().__init__(
             options,
             "all_gather",
             size=2,
             group=group,  # type: ignore[arg-type]
-            queued=QueuedCalls(device.clock, keep_busy=lambda: device.launch(50e-6)),
+            queued=queued,
             place="all_gather of 2 x stride 1",
         )
-        self.device, self.call_s, self.calls, self.slowest_s = device, call_s, 0, 0.0
+        self.device, self.queued, self.call_s, self.calls = device, queued, call_s, 0
+        self.slowest_s, self.most_passes = 0.0, 0
+
+    def _largest(self, number: float, *_: object) -> float:
+        """The other rank took `slowest_s`, or wants so many passes."""
+        return max(number, self.most_passes if number >= 1 else self.slowest_s)
 
     def _call(self) -> None:
         self.calls += 1
@@ -164,10 +169,10 @@ def test_a_collective_takes_what_the_device_needs(
 @pytest.mark.parametrize(
     ("call_s", "slowest_s", "expected"),
     [
-        # A first call that opens connections, one that is waited for, and 4 values with an untimed call each.
-        pytest.param(60e-6, 0.0, 2 + 4 * (1 + 16), id="short: 16 calls"),
-        pytest.param(60e-6, 2.1e-3, 2 + 4 * (1 + 4), id="slow on another rank: 4 calls in 10 ms"),
-        pytest.param(0.5, 0.0, 2 + 4 * (1 + 1), id="long: 1 call"),
+        # A first call that opens connections, one that is waited for, a trial and 4 values with an untimed call each.
+        pytest.param(60e-6, 0.0, 2 + 5 * (1 + 16), id="short: 16 calls"),
+        pytest.param(60e-6, 2.1e-3, 2 + 5 * (1 + 4), id="slow on another rank: 4 calls in 10 ms"),
+        pytest.param(0.5, 0.0, 2 + 5 * (1 + 1), id="long: 1 call"),
     ],
 )
 def test_all_ranks_make_the_calls_that_the_slowest_allows(
@@ -179,6 +184,15 @@ def test_all_ranks_make_the_calls_that_the_slowest_allows(
     timer.time(4096)
 
     assert expected == timer.calls
+
+
+def test_all_ranks_keep_their_devices_busy_for_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that share links begin at the same time: the rank whose host is slowest decides."""
+    timer = on_gpu(tmp_path, monkeypatch, 60e-6)
+    timer.most_passes = 200
+    timer.time(4096)
+
+    assert 200 == timer.queued.passes
 
 
 def test_a_collective_whose_peer_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

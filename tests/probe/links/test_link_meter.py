@@ -173,6 +173,23 @@ def test_a_message_between_gpus_takes_what_the_devices_need(
     assert [2 * hop_s] * 4 == pytest.approx(times_s)
 
 
+def test_all_rails_keep_their_devices_busy_for_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rails that share a wire begin at the same time: the rank that wants the most passes decides for all."""
+    meter = meter_on(SimulatedDevice(), tmp_path, monkeypatch, hop_s=1e-5)
+    wanted: list[list[float]] = []
+
+    def largest(wishes: torch.Tensor) -> list[list[float]]:
+        wanted.extend(wishes.tolist())
+        return [[200.0] + [0.0] * len(meter.sizes)]
+
+    monkeypatch.setattr(meter, "_largest", largest)
+    meter._direction((((0, 1),),), (0, (0, 1)), None)
+
+    assert [[64.0] + [0.0] * len(meter.sizes)] == wanted
+    assert meter._queued is not None
+    assert 200 == meter._queued.passes
+
+
 def test_a_partner_that_hangs_is_named_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 0.8 of the time limit of 10 s."""
     meter = meter_on(SimulatedDevice(), tmp_path, monkeypatch, hop_s=math.inf)

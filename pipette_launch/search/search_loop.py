@@ -16,7 +16,7 @@ from pipette_launch.search.bounds.placement_bound import placement_bound_s
 from pipette_launch.search.candidates import MANY_SLOTS, WORTH, Candidate, SearchInputs
 from pipette_launch.search.choose import LEANER
 from pipette_launch.search.frontier import Frontier, Promising
-from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, exhaustion, num_placements
+from pipette_launch.search.placement.exhaustive import EXACT, are_few, exhaustion, num_placements
 from pipette_launch.search.placement.search import ANNEALED_SLOTS
 from pipette_launch.search.placement.slots import IsLate, Placement, Slots
 from pipette_launch.search.pricing import placement_problem, price, with_better_placement, with_devices_exchanged
@@ -233,8 +233,9 @@ class SearchLoop:
     def _exhaust(self) -> None:
         """Try every placement of the best layout, where there are few."""
         leader = self._leader()
-        few = AT_ONCE < num_placements(leader.layout, Slots.of(self._inputs.cluster)) <= EXACT
-        if few and not leader.meets_bound and not self._is_late():
+        slots = Slots.of(self._inputs.cluster)
+        is_open = not are_few(leader.layout, slots) and num_placements(leader.layout, slots) <= EXACT
+        if is_open and not leader.meets_bound and not self._is_late():
             problem = placement_problem(self._inputs, leader.layout, leader.bound_s)
             *_, placed = leader.placed, *exhaustion(problem, leader.placed, is_late=self._is_late)
             self._pool[leader.layout] = replace(leader, placed=placed)

@@ -14,7 +14,7 @@ from pipette_launch.facts import Batch, Choice, Cluster, Job, Layout, Links, Mea
 from pipette_launch.facts.machines.rooms import RankBlock, Rooms
 from pipette_launch.facts.together import blocks_of
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.search.placement.exhaustive import AT_ONCE, num_placements
+from pipette_launch.search.placement.exhaustive import are_few
 from pipette_launch.search.placement.search import ROUNDS, begin, improve
 from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem
 from pipette_launch.search.solve import SolveOptions, solve
@@ -108,7 +108,7 @@ def improvements(problem: PlacementProblem, *, seed: int = 0, is_late: IsLate = 
     """The best start of a layout's placement, and what each round of `improve` makes of it."""
     rng = random.Random(seed)
     found = [begin(problem, is_late=is_late)[0]]
-    for turn in range(ROUNDS if num_placements(problem.layout, problem.slots) > AT_ONCE else 0):
+    for turn in range(0 if are_few(problem.layout, problem.slots) else ROUNDS):
         if found[-1].is_optimal or is_late():
             break
         found.append(improve(problem, found[-1], turn=turn, rng=rng, is_late=is_late))

@@ -11,8 +11,8 @@ from pipette_launch.facts import Layout
 from pipette_launch.search.placement.device_order import are_uneven
 from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, Slots, faster
 
-AT_ONCE = 720
-"""Up to so many placements (six slots) trying them all is cheaper than annealing."""
+AT_ONCE = 720 * 6**2
+"""Placements times the square of their slots, up to which trying all of them is cheaper than annealing (six slots)."""
 EXACT = 10_080
 """Up to so many placements (most layouts on eight slots) all are tried for the best layout."""
 EXACT_QUANTUM = 128
@@ -28,6 +28,11 @@ def exhaustion(problem: PlacementProblem, best: Placed, *, is_late: IsLate) -> I
             return
         best = faster(best, problem.best_of(piece))
         yield best
+
+
+def are_few(layout: Layout, slots: Slots) -> bool:
+    """Whether all placements are tried for every layout that is priced."""
+    return num_placements(layout, slots) * slots.num_slots**2 <= AT_ONCE
 
 
 def num_placements(layout: Layout, slots: Slots) -> int:

@@ -11,7 +11,7 @@ from pipette_launch.search.assignment.problem import Ints
 from pipette_launch.search.placement.annealing import annealed
 from pipette_launch.search.placement.blocks import rearranged, shuffled
 from pipette_launch.search.placement.device_order import ordered
-from pipette_launch.search.placement.exhaustive import AT_ONCE, exhaustion, num_placements
+from pipette_launch.search.placement.exhaustive import are_few, exhaustion
 from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem, faster
 from pipette_launch.search.placement.starts import starts
 
@@ -46,7 +46,7 @@ def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]
     first = 0 if is_allowed else 1
     least = first + int(costs_s[first:].argmin())
     best = problem.placed(tuple(priced_KW[least].tolist()), float(costs_s[least]))
-    if num_placements(problem.layout, problem.slots) <= AT_ONCE and not best.is_optimal:
+    if are_few(problem.layout, problem.slots) and not best.is_optimal:
         *_, best = best, *exhaustion(problem, best, is_late=is_late)
     return faster(best, ordered(problem, best, is_late=is_late, thorough=False)), float(costs_s[0])
 

@@ -15,9 +15,11 @@ from search.worlds import ALL_FIELDS, improvements, on_gpus, planned, slow_neigh
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Cluster, Job, Layout, Links
 from pipette_launch.facts.machines.device_order import in_device_order, is_in_device_order, shared_order
-from pipette_launch.search.candidates import SearchInputs
+from pipette_launch.search.candidates import Candidate, SearchInputs
+from pipette_launch.search.frontier import Promising
 from pipette_launch.search.placement.device_order import LEAST_GAIN, ordered, settled
 from pipette_launch.search.placement.slots import PlacementProblem, host_order
+from pipette_launch.search.pricing import price
 from pipette_launch.search.templates import placed_anew
 
 NOISES = (0.005, 0.015, 0.03)
@@ -146,6 +148,17 @@ def test_a_placement_from_elsewhere_is_judged_anew() -> None:
     assert pairs == settled(uneven, pairs).placement
     assert host_order(8) == settled(even, pairs).placement
     assert host_order(8) == settled(uneven, (1, 0, 2, 3, 7, 6, 5, 4)).placement
+
+
+def test_a_layout_takes_no_order_over_from_another() -> None:
+    """The placement of the best layout so far is priced for its neighbours with devices in order."""
+    job, measurements = tensor_job(2), tiny_measurements(on_gpus(tiny_cluster(2, 4)))
+    inputs = SearchInputs.of(job, measurements, memory_margin=0.1)
+    one = Promising(least_s=0.0, number=0, layout=job.own, peak_bytes=(1,))
+    found = price(inputs, one, is_late=never, carried=tuple(in_device_order(range(8), 4, PAIRS).tolist()))
+
+    assert isinstance(found, Candidate)
+    assert host_order(8) == found.placed.placement
 
 
 def test_ranks_placed_anew_after_a_loss_take_devices_in_order() -> None:

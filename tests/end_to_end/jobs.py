@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+import warm
 
 from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
 
@@ -99,8 +100,15 @@ def pipette(folder: Path, *words: object, **env: str) -> Done:
 
 
 def torchrun(folder: Path, *words: object) -> Done:
-    """Run a job under torchrun."""
-    return finish(start(folder, words, launcher="torch.distributed.run"))
+    """Run a job under torchrun to compare with; the processes of our own trainer are forked from a warm interpreter."""
+    if TRAINER not in words:
+        return finish(start(folder, words, launcher="torch.distributed.run"))
+    first = words.index(TRAINER)
+    command = warm.torchrun(*map(str, words[:first]), script=[str(word) for word in words[first:]])
+    env = {**environment(folder), **warm.environment([ROOT, ROOT / "patches"])}
+    return finish(
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
+    )
 
 
 def free_port() -> int:

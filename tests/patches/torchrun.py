@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+import warm
 
 ROOT = Path(__file__).parents[2]
 
 
 def answers(worker: str, *words: str | Path, size: int, timeout_s: float, num_lines: int) -> list[dict[str, Any]]:
     """Run `worker` under torchrun with `size` ranks; returns the JSON objects that it prints, a line each."""
-    paths = (ROOT, ROOT / "patches", ROOT / "tests" / "patches", ROOT / "tests")
+    script = (ROOT / "tests" / "patches" / worker, *words)
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),
-            *(ROOT / "tests" / "patches" / worker, *words),
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "TORCHDYNAMO_DISABLE": "1"},
+        warm.torchrun("--standalone", f"--nproc-per-node={size}", script=script),
+        env=warm.environment([ROOT, ROOT / "patches", ROOT / "tests" / "patches", ROOT / "tests"]),
         check=False,
         capture_output=True,
         text=True,

@@ -1,0 +1,37 @@
+"""Jobs that tests compare with: their processes are forked from one interpreter that has imported megatron-core."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from functools import cache
+from typing import TYPE_CHECKING
+
+from benchmarks.netlab import compare
+from benchmarks.netlab.warm import WarmPython
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+PATCHED = ("-m", "pipette_patches.run", "--patch", "cpu_backend", "--")
+"""Words before a script whose process is to be forked with megatron-core."""
+
+
+@cache
+def _warm() -> WarmPython:
+    """Start the interpreter once; it ends with this process."""
+    python = WarmPython()
+    atexit.register(python.__exit__, None, None, None)
+    python.__enter__()
+    return python
+
+
+def torchrun(*flags: str, script: Sequence[str | Path]) -> list[str]:
+    """Return the command line of torchrun for a script on megatron-core, all of whose processes are forked."""
+    return [_warm().path, "-m", "torch.distributed.run", *flags, *PATCHED, *map(str, script)]
+
+
+def environment(folders: Sequence[Path]) -> dict[str, str]:
+    """Return the variables of such a job, with these folders on its path."""
+    return {**os.environ, **compare.environment(), "PYTHONPATH": os.pathsep.join(map(str, folders))}

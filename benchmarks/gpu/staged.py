@@ -31,19 +31,7 @@ def stand_in_for(backend: str) -> None:
         Replacement(module="torch.distributed", path=path, make=_maker(backend))
         for path in ("init_process_group", "new_group")
     ]
-    replacements.append(Replacement(module="torch.distributed", path="get_backend", make=_named_gloo))
     Replacements(replacements).apply()
-
-
-def _named_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Name our backend gloo, whose rules its messages have: the patch `schedules` knows gloo and NCCL alone."""
-
-    @functools.wraps(original)
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        name = original(*args, **kwargs)
-        return "gloo" if NAME in name else name
-
-    return ask
 
 
 def _maker(backend: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

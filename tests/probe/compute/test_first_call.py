@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -52,18 +55,31 @@ class Stopwatch:
         return 1.0
 
 
+@dataclass
 class Meter:
-    """Counts no memory."""
+    """Counts a byte for the weight of each case that is not gone."""
+
+    weights: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    before_each_case: list[int] = field(default_factory=list)
 
     def peak(self, work: object) -> Peak:
         """Report an empty device."""
         return Peak(0, 0)
 
     def workspace_bytes(self) -> int:
+        """Count after a garbage collection, as on a GPU."""
+        gc.collect()
+        return sum(weight() is not None for weight in self.weights)
+
+    def overhead_bytes(self) -> int:
         """Report none."""
         return 0
 
-    overhead_bytes = workspace_bytes
+    def add(self, weight: torch.Tensor) -> None:
+        """Count one more weight."""
+        # Not through a garbage collection: a case is built without one.
+        self.before_each_case.append(sum(one() is not None for one in self.weights))
+        self.weights.append(weakref.ref(weight))
 
 
 def layer_on(device: CompilingDevice, case: ComputeCase) -> Part:
@@ -94,27 +110,37 @@ def measured(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     cases: tuple[ComputeCase, ...] = CASES,
+    meter: Meter | None = None,
 ) -> LayerBench:
     """A slot that is alone, after its first lap and all that 60 s allow."""
+    meter = meter or Meter()
 
     @contextmanager
     def workload(_: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workload]:
-        yield Workload(parts=(layer_on(device, case),), model=None, token_ids=torch.ones(1), notes=())
+        layer = layer_on(device, case)
+        meter.add(layer.parameters[0])
+        yield Workload(parts=(layer,), model=None, token_ids=torch.ones(1), notes=())
 
     def nothing() -> None:
         pass
 
-    step = OptimizerStep(run=nothing, run_on_single_elements=nothing, num_parameters=1, gradient_bytes=4)
+    def optimizer_step(work: Workload, _: Job) -> OptimizerStep:
+        # Megatron's hooks of a parameter lead back to it (distributed_data_parallel.py, _make_backward_post_hook).
+        weight: Any = work.parts[0].parameters[0]
+        weight.wrapped = [weight]
+        return OptimizerStep(run=nothing, run_on_single_elements=nothing, num_parameters=1, gradient_bytes=4)
+
     monkeypatch.setattr(layers.patches_workload, "workload", workload)
-    monkeypatch.setattr(layers, "optimizer_step", lambda *_: step)
+    monkeypatch.setattr(layers, "optimizer_step", optimizer_step)
     monkeypatch.setattr(layers, "stopwatch_for", lambda _: Stopwatch(device))
     monkeypatch.setattr(layers, "time_calls", lambda *_, **__: SimpleNamespace(median_s=0.0))
     monkeypatch.setattr(layers, "PaceTest", partial(PaceTest, clock=device.clock))
     gpu = Device(kind="cuda", uuid="GPU", name="H100", memory_total_bytes=1 << 36, memory_free_bytes=1 << 36)
     hosts = (Host(name="node0", address="10.0.0.1", cores=1, devices=(gpu,)),)
     options = replace(tiny_options(folder, hosts=1, devices=1, job=tiny_job(1), cases=cases), hosts=hosts)
-    bench = LayerBench(options=options, slot=0, meter=Meter())
-    bench.first_lap()
+    bench = LayerBench(options=options, slot=0, meter=meter)
+    workspace_bytes = bench.first_lap()
+    assert 0 == workspace_bytes
     began_s = device.clock()
     lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1)
     bench.measure(lockstep, Budget(started_s=began_s, budget_s=60.0, clock=device.clock))
@@ -163,3 +189,12 @@ def test_boost_clocks_are_over_before_the_first_timing(tmp_path: Path, monkeypat
 
     assert pytest.approx(2 * LAYER_S) == min(min(time.forward.values_s) for time in bench.times)
     assert bench.times[0].case == CASES[0]
+
+
+def test_the_layers_of_a_case_end_before_the_next_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first lap leaves no layer that would count as a workspace, and no case is built beside another one."""
+    device, meter = CompilingDevice(import_s=0.0, compile_s=0.0, limit=MOST_VARIANTS), Meter()
+    measured(device, tmp_path, monkeypatch, meter=meter)
+
+    assert [0] * (1 + len(CASES)) == meter.before_each_case
+    assert 0 == meter.workspace_bytes()

@@ -51,8 +51,9 @@ def _found(kind: str, ranks: list[int]) -> str:
     from pipette_launch.probe.links.rank_codes import SIZES_BYTES, check_order
 
     if kind == "cuda":
-        # Not LOCAL_RANK: torchrun's --virtual-local-rank makes that 0 everywhere.
-        torch.cuda.set_device(place.rank % len(ranks) if torch.cuda.device_count() > 1 else 0)
+        # Not by RANK: with --numa-binding the worker with LOCAL_RANK i keeps device i under any RANK. A worker under
+        # --virtual-local-rank has LOCAL_RANK 0 and sees one device.
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
     timeout = timedelta(seconds=TIMEOUT_S)
     store = dist.PrefixStore(f"pipette/order/{ranks[0]}", connect_store(place, timeout))
     # Groups of training hold their ranks in rising order, and so does this one.

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from gpu_rules import cuda_devices
 from probe.workers import LIMIT_S
 
+from pipette_launch.agent.device_binding import bindings, visible_devices
 from pipette_launch.probe import order_check
 from pipette_launch.probe.links import rank_codes
 from pipette_launch.probe.links.rank_codes import Mismatch
@@ -55,6 +57,38 @@ def test_whatever_breaks_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     assert 1 == order_check.main(["cpu", "3"])
     assert "RuntimeError: NCCL error in ring.cc\n" == capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("ranks", "is_numa_bound", "is_virtual"),
+    [
+        pytest.param((0, 2, 1, 3), False, False, id="devices permuted"),
+        pytest.param((0, 2, 1, 3), False, True, id="one visible device"),
+        pytest.param((0, 2, 1, 3), True, False, id="numa binding keeps devices"),
+        pytest.param((0, 4, 2, 6), False, False, id="two ranks of one residue"),
+    ],
+)
+def test_each_rank_is_checked_on_the_device_that_trains_it(
+    ranks: tuple[int, ...], is_numa_bound: bool, is_virtual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local rank and visible devices decide, as in the training; the residue of RANK may name another device."""
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(rank_codes, "check_order", lambda *_, **__: None)
+    bound = bindings(ranks, keep_devices=is_numa_bound)
+    visible = visible_devices(None, bound).get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    found = {}
+    for local, binding in enumerate(bound):
+        # torch, local_elastic_agent.py, _set_local_rank_env.
+        seen = [visible[local]] if is_virtual else visible
+        taken = cuda_devices.install(monkeypatch, seen)
+        monkeypatch.setenv("RANK", str(binding.rank))
+        monkeypatch.setenv("LOCAL_RANK", "0" if is_virtual else str(local))
+        assert 0 == order_check.main(["cuda", *map(str, ranks)])
+        found[binding.rank] = int(seen[taken[-1]])
+
+    assert {rank: device for device, rank in enumerate(ranks)} == found
 
 
 @pytest.mark.processes

@@ -129,7 +129,9 @@ def decide(
     if held is None:
         return Measure(reason="")
     slowed = next((record.slowed for record in records if record.slowed), "")
-    if held.phase != "train" or (slowed and all(host in held.standby_hosts for host, _ in gone)):
+    # A check of a device order comes before each training in that order, also after a loss.
+    has_plan = held.phase == "train" or held.checks_order
+    if not has_plan or (slowed and all(host in held.standby_hosts for host, _ in gone)):
         return Measure(reason=lost_words(gone) or slowed, anew=bool(slowed))
     proven = held.proven or any(
         record.verdict == "after-first-iteration" for record in records if record.attempt == held.attempt

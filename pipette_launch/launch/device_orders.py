@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts.machines.device_order import in_device_order, is_in_device_order, shared_order
+from pipette_launch.probe.waits import START_S, wait_s
 
 if TYPE_CHECKING:
     from pipette_launch.facts import Choice, Plan
     from pipette_launch.facts.messages.failure import Failure
     from pipette_launch.facts.messages.round import Decision
 
-PATIENCE_S = 120.0
-"""After this time a check counts as hung: imports, a communicator for each host, milliseconds of work."""
 CHECKED = "all-gather and reduce-scatter of 1 to 64 MB returned every value in its place"
 SEE = "see NVIDIA/nccl#1906"
 
@@ -24,6 +23,11 @@ def needs_check(training: Decision) -> bool:
     if plan is None or choice is None or plan.device_kind != "cuda" or choice.is_order_checked:
         return False
     return not is_in_device_order(choice.placement, plan.devices_per_host)
+
+
+def patience_s(decision: Decision) -> float:
+    """Return the time after which a check counts as hung: imports, a communicator for each host, then milliseconds."""
+    return wait_s(sum(decision.num_slots), START_S)
 
 
 def check_before(training: Decision) -> Decision:

@@ -17,8 +17,8 @@ from pipette_launch.errors import ProbeError
 from pipette_launch.printable import printable
 from pipette_launch.probe.harness import end_with_parent, worker_place
 from pipette_launch.probe.run import BACKENDS, connect_store
+from pipette_launch.probe.waits import wait_s
 
-TIMEOUT_S = 60.0
 logger = logging.getLogger(__name__)
 
 
@@ -54,7 +54,7 @@ def _found(kind: str, ranks: list[int]) -> str:
         # Not by RANK: with --numa-binding the worker with LOCAL_RANK i keeps device i under any RANK. A worker under
         # --virtual-local-rank has LOCAL_RANK 0 and sees one device.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
-    timeout = timedelta(seconds=TIMEOUT_S)
+    timeout = timedelta(seconds=wait_s(place.world_size))
     store = dist.PrefixStore(f"pipette/order/{ranks[0]}", connect_store(place, timeout))
     # Groups of training hold their ranks in rising order, and so does this one.
     dist.init_process_group(

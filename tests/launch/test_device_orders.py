@@ -154,12 +154,15 @@ def test_templates_go_back_too() -> None:
     assert (0, 1, 2, 3) == back.templates[0].chosen.placement
 
 
-def test_a_check_waits_two_minutes_and_runs_no_script() -> None:
-    """Its workers know the ranks of their host; a trial's patience is that of a script."""
+def test_a_check_waits_as_long_as_a_start_and_runs_no_script() -> None:
+    """Its workers know the ranks of their host; thousands of ranks import from cold storage for longer."""
+    check = replace(training_of(gpu_plan((0, 2, 1, 3, 4, 6, 5, 7))), phase="trial", checks_order=True, trial=1)
     watch = TrialWatch()
-    watch.begin(replace(training_of(gpu_plan((0, 2, 1, 3, 4, 6, 5, 7))), phase="trial", checks_order=True, trial=1))
+    watch.begin(check)
 
-    assert (120.0, 0.0) == watch.patience_s
+    assert (180.4, 0.0) == watch.patience_s
+    watch.begin(replace(check, num_slots=(2048, 2048)))
+    assert (384.8, 0.0) == watch.patience_s
     assert ("-m", "pipette_launch.probe.order_check", "cuda", "4", "6", "5", "7") == commands.order_check(
         "cuda", (4, 6, 5, 7)
     ).arguments[1:]

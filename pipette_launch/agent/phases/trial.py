@@ -156,8 +156,8 @@ class TrialRun:
             _publish_end(round_store, decision, self._describe(codes, bindings))
         elif self._is_late(decision, bindings):
             waited_s = time.monotonic() - self._heard_s
-            missing = "answer" if decision.checks_order else "iteration"
-            hung = Failure(cause=f"it hung: no {missing} within {waited_s:.0f} s after {self._num_heard}")
+            missing, after = ("answer", "") if decision.checks_order else ("iteration", f" after {self._num_heard}")
+            hung = Failure(cause=f"it hung: no {missing} within {waited_s:.0f} s{after}")
             _publish_end(round_store, decision, hung)
         elif codes and all(code == 0 for code in codes.values()):
             return self._all_have_ended(round_store, decision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipette_launch.launch.device_orders import PATIENCE_S, check_words
+from pipette_launch.launch import device_orders
 
 if TYPE_CHECKING:
     from pipette_launch.facts.messages.round import Decision
@@ -21,14 +21,17 @@ class TrialWatch:
     """Collects the step times of the trial in progress, if there is one."""
 
     def __init__(self) -> None:
-        self._is_trial = self._checks_order = False
+        self._is_trial = False
         self._steps_s: list[float] = []
         self._predicted_s = 0.0
+        self._check_patience_s = 0.0
+        """Above 0 in a check of a device order."""
 
     def begin(self, decision: Decision) -> None:
         """Forget an earlier trial."""
         self._steps_s = []
-        self._is_trial, self._checks_order = decision.phase == "trial", decision.checks_order
+        self._is_trial = decision.phase == "trial"
+        self._check_patience_s = device_orders.patience_s(decision) if decision.checks_order else 0.0
         if self._is_trial and decision.plan is not None:
             self._predicted_s = (decision.choice or decision.plan.own).step_time_s
 
@@ -45,15 +48,15 @@ class TrialWatch:
     def words(self, decision: Decision, elapsed_s: float, *, asked: int) -> str:
         """Say how far the trial is; only the node of the last rank hears its iterations."""
         if decision.checks_order:
-            return f"{check_words(decision)}, {elapsed_s:.0f} s"
+            return f"{device_orders.check_words(decision)}, {elapsed_s:.0f} s"
         heard = f"iteration {len(self._steps_s)} of {decision.iterations}, " if self._steps_s else ""
         return f"trial {_number(decision, asked=asked)}: {_what(decision)}, {heard}{elapsed_s:.0f} s"
 
     @property
     def patience_s(self) -> tuple[float, float]:
         """After how long without the first iteration, and without each later one, a trial counts as hung."""
-        if self._checks_order:
-            return PATIENCE_S, 0.0
+        if self._check_patience_s:
+            return self._check_patience_s, 0.0
         steps_s = HUNG_STEPS * self._predicted_s
         return START_S + steps_s, max(HUNG_S, steps_s)
 
@@ -61,7 +64,7 @@ class TrialWatch:
 def trial_words(decision: Decision, *, asked: int) -> str:
     """Say which trial begins, of how many."""
     if decision.checks_order:
-        return check_words(decision)
+        return device_orders.check_words(decision)
     return f"trial {_number(decision, asked=asked)}: {_what(decision)}, {decision.iterations} iterations"
 
 

@@ -81,21 +81,7 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     layers.load(options.device_kind)
     progress.step(0, 0, "first lap")
     workspace_bytes = LayerBench(options=options, slot=place.rank, meter=meter).first_lap()
-
-    def start_left_s() -> float:
-        return options.start_s - (time.perf_counter() - started_s)
-
-    store = dist.PrefixStore("pipette/warm-up", connect_store(place, timedelta(seconds=options.wait_s(start_left_s()))))
-    lockstep = Lockstep(
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout_s=options.timeout_s,
-        progress=progress,
-        name_of=options.slot_name,
-    )
-    # Imports end at different times, and the deadline of a phase must not have to cover that.
-    lockstep.barrier(start_left_s())
+    lockstep = _met(options, place, progress, started_s)
     # Imports and the rendezvous are the same whatever is measured, so the budget begins here.
     now_s = time.perf_counter()
     progress.phase_s[START] = now_s - started_s
@@ -111,7 +97,7 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     # The barrier comes first: the deadline of a connection must not cover the rest of the others' compute.
     lockstep.barrier(phases.budget.left_s())
     # No device_id: it would make NCCL split subgroups off the world, which asks for non-members too.
-    world, backend = dist.PrefixStore("world", store), BACKENDS[options.device_kind]
+    world, backend = dist.PrefixStore("world", lockstep.store), BACKENDS[options.device_kind]
     # The store's deadline for NCCL's id and the watchdog of the group.
     timeout = timedelta(seconds=options.wait_s())
     dist.init_process_group(backend, store=world, rank=place.rank, world_size=place.world_size, timeout=timeout)
@@ -124,6 +110,25 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     if found is not None:
         files.write(Path(options.output), found)
     progress.announce("done")
+
+
+def _met(options: ProbeOptions, place: WorkerPlace, progress: Progress, started_s: float) -> Lockstep:
+    """Wait for all workers: imports end at different times, and the deadline of a phase must not have to cover that."""
+    from torch.distributed import PrefixStore
+
+    def left_s() -> float:
+        return options.start_s - (time.perf_counter() - started_s)
+
+    lockstep = Lockstep(
+        store=PrefixStore("pipette/warm-up", connect_store(place, timedelta(seconds=options.wait_s(left_s())))),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout_s=options.timeout_s,
+        progress=progress,
+        name_of=options.slot_name,
+    )
+    lockstep.barrier(left_s())
+    return lockstep
 
 
 def use_device(local_rank: int, uuid: str) -> None:

@@ -274,9 +274,7 @@ class LayerBench(Bench):
             run_layers(work)
             self._stopwatch.settle()
         if work is not None:
-            # The host reads while the device works.
-            run_layers(work)
-            self.under_load = read_under_load(self.options.device(self.slot).uuid)
+            self.under_load = read_under_load(self.options.device(self.slot).uuid, partial(run_layers, work))
             self._stopwatch.settle()
 
     def _run(self, work: Workload, case: ComputeCase, lockstep: Lockstep, *, again: bool) -> bool:

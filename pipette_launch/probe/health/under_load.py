@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +20,24 @@ class LoadReading:
     clock_reasons: tuple[str, ...]
 
 
-def read_under_load(uuid: str) -> LoadReading | None:
-    """Return the reading of one device, now; None where NVML does not answer."""
+def read_under_load(uuid: str, work: Callable[[], object]) -> LoadReading | None:
+    """Return the reading of one device; None where NVML does not answer.
+
+    Args:
+        uuid: of the device.
+        work: launches work that the device does while it is read. NVML starts before, as that may take longer.
+
+    """
     with driver.session() as nvml:
-        return None if nvml is None else _reading(nvml, uuid)
+        return None if nvml is None else _reading(nvml, uuid, work)
 
 
-def _reading(nvml: Any, uuid: str) -> LoadReading | None:
+def _reading(nvml: Any, uuid: str, work: Callable[[], object]) -> LoadReading | None:
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError:
         return None
+    work()
     clock, most = (
         driver.query(nvml, f"nvmlDeviceGet{name}", handle, driver.CLOCK_SM) for name in ("ClockInfo", "MaxClockInfo")
     )

@@ -18,8 +18,22 @@ def test_a_capped_gpu_in_si_units(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, nvml)
 
     expected = LoadReading(sm_clock_hz=1.605e9, sm_clock_max_hz=1.98e9, power_w=698.5, clock_reasons=("SwPowerCap",))
-    assert expected == read_under_load("GPU-aaaa-0")
+    assert expected == read_under_load("GPU-aaaa-0", lambda: None)
     assert 0 == nvml.open
+
+
+def test_the_device_is_read_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML starts before the work does: the work of one layer would be over by then."""
+    nvml = install(monkeypatch, FakeNvml(1))
+
+    def work() -> None:
+        assert 1 == nvml.open
+        nvml.answers = {("ClockInfo", 0): 1605, ("ClocksEventReasons", 0): POWER_CAP}
+
+    found = read_under_load("GPU-aaaa-0", work)
+
+    assert found is not None
+    assert (1.605e9, ("SwPowerCap",)) == (found.sm_clock_hz, found.clock_reasons)
 
 
 def test_what_a_driver_does_not_report_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,9 +41,9 @@ def test_what_a_driver_does_not_report_is_zero(monkeypatch: pytest.MonkeyPatch) 
     nvml = FakeNvml(1)
     nvml.answers = {("PowerUsage", 0): nvml.NVMLError}
     install(monkeypatch, nvml)
-    found = read_under_load("GPU-aaaa-0")
+    found = read_under_load("GPU-aaaa-0", lambda: None)
     install(monkeypatch, FakeNvml(0))
 
     assert found is not None
     assert 0 == found.power_w
-    assert read_under_load("GPU-aaaa-0") is None
+    assert read_under_load("GPU-aaaa-0", lambda: None) is None

@@ -84,7 +84,8 @@ class DecisionWriter:
 
         """
         planner = self._planner
-        plan, told = failed(ended, report.failure) if report.failure else passed(ended)
+        # --pipette-quiet prints every reason of a decision, so a check that passed gives none.
+        plan, told = failed(ended, report.failure) if report.failure else (passed(ended), "")
         given = ended.script_arguments
         batch = megatron.global_batch_size(given) if given else None
         job = planner.read_job(sum(bare.num_slots), plan.device_kind, global_batch_size=batch)

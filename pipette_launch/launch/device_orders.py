@@ -52,19 +52,18 @@ def check_words(decision: Decision) -> str:
     return f"checking NCCL with {order_words(decision)}: rank-coded all-gather and reduce-scatter"
 
 
-def passed(ended: Decision) -> tuple[Plan, str]:
-    """Mark the candidate that was checked; returns the plan, and the sentence for the user."""
+def passed(ended: Decision) -> Plan:
+    """Mark the candidate that was checked; the plan's last reason says that it was."""
     plan, choice = ended.plan, ended.choice
     assert plan is not None
     assert choice is not None
-    told = f"NCCL was checked with {order_words(ended)}: {CHECKED}"
 
     def marked(one: Choice) -> Choice:
         return replace(one, is_order_checked=True) if one == choice else one
 
     alternatives = tuple(map(marked, plan.alternatives))
-    reasons = (*plan.reasons, f"{told}.")
-    return replace(plan, chosen=marked(plan.chosen), alternatives=alternatives, reasons=reasons), told
+    reasons = (*plan.reasons, f"NCCL was checked with {order_words(ended)}: {CHECKED}.")
+    return replace(plan, chosen=marked(plan.chosen), alternatives=alternatives, reasons=reasons)
 
 
 def failed(ended: Decision, failure: Failure) -> tuple[Plan, str]:

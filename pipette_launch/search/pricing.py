@@ -71,7 +71,7 @@ def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is
 
 
 def with_devices_exchanged(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
-    """Let single ranks change hosts from the best placement on; the arguments are those of a round."""
+    """Let single ranks change hosts from the best placement on; arguments as in `with_better_placement`."""
     problem, rng = placement_problem(inputs, one.layout, one.bound_s), _chance(one, seed)
     return replace(one, placed=exchange_devices(problem, one.placed, rng=rng, is_late=is_late))
 

@@ -33,8 +33,8 @@ AFTER_PRICING = ((1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
 ALIKE = 2
 """Of these at most so many of equal degrees: what one placement saves, those of others of these degrees save too."""
 ANNEALED, ANNEALED_NEAR, ANNEALED_FOR = 3, 0.05, 0.01
-"""On `ANNEALED_SLOTS` single ranks change hosts once all rounds are done, for so many of the fastest layouts, whose
-steps are longer than the best by that part at most and whose bounds are lower by that part at least."""
+"""(layouts, step, bound): on `ANNEALED_SLOTS` slots single ranks change hosts after all rounds, in at most 3 of the
+fastest layouts. Their steps are at most 5 % longer than the best, and their bounds at least 1 % lower."""
 RUNNERS_UP = 3
 """So many layouts that cannot win are priced as alternatives, as many that need less memory, and as many beside the
 user's own."""

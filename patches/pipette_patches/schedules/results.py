@@ -98,5 +98,5 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _on(device: Any, content: bytes) -> torch.Tensor:
-    """Put bytes on a device, without waiting for what the device still does."""
+    """Copy bytes to a device without waiting for its queued work."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device, non_blocking=True)

@@ -54,7 +54,7 @@ _MEASURED_FLAGS: FlagTable = {
     **same_name(str, "--cross-entropy-fusion-impl --rope-type"),
 }
 RING = "p2p"
-"""How context parallelism exchanges keys and values if no flag says otherwise (--cp-comm-type)."""
+"""Megatron's default exchange of keys and values under context parallelism (--cp-comm-type)."""
 
 
 def flags(job: Job) -> dict[str, str]:

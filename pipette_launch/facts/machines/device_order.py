@@ -39,5 +39,5 @@ def shared_order(placement: ArrayLike, devices: int) -> tuple[int, ...] | None:
 
 
 def is_in_device_order(placement: ArrayLike, devices: int) -> bool:
-    """Whether the ranks of every host rise with its devices."""
+    """Return true if the ranks of every host rise with its devices."""
     return shared_order(placement, devices) == tuple(range(devices))

@@ -42,8 +42,8 @@ def check_order(
 ) -> Mismatch | None:
     """Run both collectives once at each size and compare every value; all members of the group call this.
 
-    Every rank runs all sizes whatever it finds, so that no member waits for another. A rank reports only what it
-    received itself: a caller combines the answers of all ranks.
+    Every rank runs all sizes, also after a mismatch, so that no member waits for another. A rank reports its own
+    results only: a caller combines the answers of all ranks.
 
     Args:
         device: torch device of the tensors, such as `cuda` or `cpu`.

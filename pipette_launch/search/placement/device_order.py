@@ -35,7 +35,7 @@ def ordered(problem: PlacementProblem, placed: Placed, *, is_late: IsLate, thoro
     """Look for the best order of devices that all hosts share; device order stays unless another pays clearly.
 
     Args:
-        problem: what is placed where.
+        problem: a layout and the slots for its ranks.
         placed: ranks of each host, in any shared order.
         is_late: whether to stop.
         thorough: also swap devices while that gains, beyond a few likely orders.
@@ -59,7 +59,7 @@ def ordered(problem: PlacementProblem, placed: Placed, *, is_late: IsLate, thoro
 
 @lru_cache(maxsize=4)
 def are_uneven(within_host: tuple[Links, ...]) -> bool:
-    """Whether the links inside any host differ by more than their spread."""
+    """Return true if the links inside any host differ by more than their spread."""
     return within_host[0].size > 2 and any(_ratio(links) > UNEVEN for links in set(within_host))
 
 

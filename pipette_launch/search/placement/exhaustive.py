@@ -31,7 +31,7 @@ def exhaustion(problem: PlacementProblem, best: Placed, *, is_late: IsLate) -> I
 
 
 def are_few(layout: Layout, slots: Slots) -> bool:
-    """Whether all placements are tried for every layout that is priced."""
+    """Return true if the search tries all placements of every layout that it prices."""
     return num_placements(layout, slots) * slots.num_slots**2 <= AT_ONCE
 
 

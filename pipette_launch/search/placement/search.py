@@ -23,11 +23,12 @@ MANY_STARTS = 24
 """The first round prices so many."""
 MANY_HOSTS = 64
 FEW_SLOTS = 32
-"""Up to so many, single ranks change hosts in each round too: on four hosts of two devices that saved up to 11 % of
+"""Slots up to which single ranks change hosts in each round too. On four hosts of two devices this saved up to 11 % of
 a step, where rings had to pass one host twice."""
 ANNEALING_STEPS = 60
 ANNEALED_SLOTS = range(FEW_SLOTS + 1, 257)
-"""On so many they do so once, after all rounds: on 64 slots that saved up to 5 % of a step."""
+"""Numbers of slots on which single ranks change hosts once, after all rounds: on 64 slots this saved up to 5 % of a
+step."""
 STEPS_AT_LAST = 20
 SHUFFLED = 0.1
 """Share of the hosts that every other round exchanges at random first."""

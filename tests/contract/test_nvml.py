@@ -9,12 +9,12 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from pipette_launch.probe.health import condition, inventory
+from pipette_launch.probe.health import condition, inventory, under_load
 from pipette_launch.probe.health import nvml as driver
 from pipette_launch.tools.checks import software
 
 SOURCES = "".join(
-    Path(module.__file__).read_text(encoding="utf-8") for module in (condition, inventory, driver, software)
+    Path(module.__file__).read_text(encoding="utf-8") for module in (condition, inventory, driver, software, under_load)
 )
 ASKED = {f"nvmlDeviceGet{name}" for name in re.findall(r'ask\("(\w+)"', SOURCES)}
 NAMED = set(re.findall(r"\bnvml[A-Z]\w+(?=[(\"])", SOURCES))
@@ -35,8 +35,10 @@ def test_memory_is_asked_with_a_version() -> None:
 
 def test_the_search_for_names_finds_them() -> None:
     """The list above is not empty by a slip of the pattern."""
-    assert {"nvmlDeviceGetRemappedRows", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetHandleByUUID"} <= ASKED | NAMED
-    assert len(ASKED) >= 15
+    assert {"nvmlDeviceGetRemappedRows", "nvmlDeviceGetNvLinkState"} <= ASKED
+    assert {"nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetHandleByUUID"} <= NAMED
+    assert len(ASKED) >= 13
+    assert len(ASKED | NAMED) >= 30
 
 
 @pytest.mark.parametrize("reason", driver.CLOCK_REASONS)

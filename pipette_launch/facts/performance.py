@@ -10,6 +10,8 @@ MODELLED = ("--fp8", "--fp4", "--cuda-graph", "--window-size")
 """Beginnings of flags that the layers of a warm-up do not have, and that the device model prices."""
 NOT_TIMED = (*MODELLED, "--enable-cuda-graph", "--external-cuda-graph")
 """Beginnings of all flags that change how long a layer takes, and that the layers of a warm-up do not have."""
+RING = "p2p"
+"""Exchange of context parallelism that is Megatron's default (--cp-comm-type), and the only one timed and priced."""
 
 
 def _option(flag: str, *, default: bool) -> bool:
@@ -53,7 +55,7 @@ class PerformanceOptions:
     # Communication and its overlap.
     align_param_gather: bool = _option("--no-align-param-gather", default=True)
     async_tensor_model_parallel_allreduce: bool = _option("--no-async-tensor-model-parallel-allreduce", default=True)
-    cp_comm_type: tuple[str, ...] = ("p2p",)
+    cp_comm_type: tuple[str, ...] = (RING,)
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     nccl_communicator_config_path: str | None = None

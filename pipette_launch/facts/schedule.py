@@ -42,6 +42,10 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
+Ranks = tuple[tuple[Action, ...], ...]
+"""The passes of each pipeline rank, in order."""
+
+
 def words(actions: Iterable[Action]) -> list[str]:
     """Actions as words: `["0F0", "0B0"]`."""
     return [action.word for action in actions]
@@ -70,9 +74,10 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTimes:
-    """Nanoseconds that passes and messages of a schedule are expected to take: their messages are ordered by them.
+    """Expected nanoseconds of the passes and messages of a schedule, by which its messages are ordered.
 
-    Whole numbers, so that sums are equal on all ranks. Raises FactError if the numbers of entries are unequal.
+    Whole numbers, so that sums are equal on all ranks. Raises FactError if a number of entries does not fit the stages,
+    a pass takes less than 1 ns, or a hop takes less than 0 ns.
     """
 
     forward: tuple[int, ...]
@@ -97,7 +102,7 @@ class PassTimes:
                 f"pass times: {stages} stages need {stages} times of each pass and {stages - 1} hops each way"
             )
         if min(map(min, passes)) < 1 or min((0, *self.forward_hop, *self.backward_hop)) < 0:
-            raise FactError("pass times: each pass takes one nanosecond or more, and no hop takes less than none")
+            raise FactError("pass times: each pass takes one nanosecond or more, and each hop 0 or more")
 
     @classmethod
     def equal(cls, num_stages: int) -> PassTimes:
@@ -125,10 +130,10 @@ class Schedule:
     pp: int
     vpp: int
     num_microbatches: int
-    ranks: tuple[tuple[Action, ...], ...]
+    ranks: Ranks
     placement: Placement = "loop"
     times: PassTimes | None = None
-    """By which its messages are ordered over NCCL; None = as if all passes took as long."""
+    """Expected times, by which its messages are ordered over NCCL; None = all passes take equally long."""
 
     def __post_init__(self) -> None:
         """Check that nothing is missing, strange, double or before what it needs on its own rank."""

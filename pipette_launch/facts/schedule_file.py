@@ -37,7 +37,7 @@ class ScheduleFile:
     """Whether the first step is run under Megatron's own schedule too, and compared; that needs memory for both."""
 
     times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
-    """By which its messages are ordered over NCCL; None = as if all passes took as long."""
+    """Expected times, by which its messages are ordered over NCCL; None = all passes take equally long."""
 
     @classmethod
     def of(cls, schedule: Schedule, *, checks_first_step: bool = False) -> ScheduleFile:

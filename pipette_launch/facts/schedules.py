@@ -12,14 +12,9 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import LayoutError, UsageError
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedule import Action, Schedule
+from pipette_launch.facts.schedule import Action, Ranks, Schedule
 
 Count = TypeVar("Count", int, NDArray[np.int64])
-
-
-Ranks = tuple[tuple[Action, ...], ...]
-"""What each pipeline rank does, in order."""
-
 
 EXECUTABLE = ("eager-1f1b", "zb-h1", "zb-1p", "zb-2p", "interleaved-zb", "gis", "1f1b-v", "v-half", "v-min", "v-zb")
 """Schedules beside Megatron's own that the patch `schedules` executes, by name."""

@@ -90,12 +90,7 @@ def solve(
 
     frontier = _frontier(inputs, found, options, is_late)
     searched = SearchLoop(inputs, frontier, seed=options.seed, is_late=is_late).run()
-    dropped = Counter(found.dropped) + frontier.dropped
-    if not searched.is_cut_short:
-        legal = found.num_layouts - (found.own_fault is not None)
-        outdone = len(frontier.outdone.difference(one.layout for one in searched.candidates))
-        beaten = legal - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
-        dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
+    dropped = _dropped(found, frontier, searched)
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
         # As long again as the search: some schedules of long pipelines take ten seconds to make.
@@ -105,9 +100,20 @@ def solve(
         plan,
         reasons=(*plan.reasons, *explanations.kept_order(inputs, plan.chosen)),
         num_layouts=found.num_layouts,
-        dropped=dict(dropped.most_common()),
+        dropped=dropped,
         solve_s=clock() - started_s,
     )
+
+
+def _dropped(found: Cuts, frontier: Frontier, searched: Searched) -> dict[str, int]:
+    """Count the layouts that no longer stand for choice, by reason; the most frequent reason first."""
+    dropped = Counter(found.dropped) + frontier.dropped
+    if not searched.is_cut_short:
+        legal = found.num_layouts - (found.own_fault is not None)
+        outdone = len(frontier.outdone.difference(one.layout for one in searched.candidates))
+        beaten = legal - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
+        dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
+    return dict(dropped.most_common())
 
 
 def _frontier(inputs: SearchInputs, found: Cuts, options: SolveOptions, is_late: IsLate) -> Frontier:

@@ -45,7 +45,7 @@ def test_actions_that_are_no_schedule_are_refused() -> None:
         ({"backward_hop": ()}, "3 stages need 3 times"),
         ({"forward": ()}, "0 stages need"),
         ({"input": (1, 0, 1)}, "one nanosecond or more"),
-        ({"forward_hop": (0, -1)}, "no hop takes less than none"),
+        ({"forward_hop": (0, -1)}, "each hop 0 or more"),
     ],
 )
 def test_times_that_are_not_those_of_one_pipeline_are_refused(changes: dict[str, tuple[int, ...]], words: str) -> None:

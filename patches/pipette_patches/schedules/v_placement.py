@@ -100,7 +100,7 @@ def _whole_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_model_alone(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Answer for the fold while a model is built; trainers from 0.19 on ask too where losses are, on the last rank."""
+    """Answer for the fold while a model is built. Trainers from 0.19 on also ask which rank has losses: the last."""
     return lambda group: _is_pp_last_stage(group) if _Built.now else original(group)
 
 
@@ -119,10 +119,12 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Built:
-    """The embedding that was built last, as the second chunk of its rank is built next; whether a trainer builds."""
+    """State of the model that a trainer builds."""
 
     weight: Any = None
+    """Weights of the embedding that was built last; the second chunk of its rank is built next."""
     now = False
+    """Whether a trainer is building."""
 
 
 def _set_up_ends(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from pipette_launch.facts import ComputeCase, Job, ModelSpec
-from pipette_launch.facts.performance import NOT_TIMED
+from pipette_launch.facts.performance import NOT_TIMED, RING
 from pipette_patches.errors import NotModelledError
 
 PartName = Literal["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"]
@@ -53,8 +53,6 @@ _MEASURED_FLAGS: FlagTable = {
     ),
     **same_name(str, "--cross-entropy-fusion-impl --rope-type"),
 }
-RING = "p2p"
-"""Megatron's default exchange of keys and values under context parallelism (--cp-comm-type)."""
 
 
 def flags(job: Job) -> dict[str, str]:

@@ -26,7 +26,7 @@ from pipette_launch.facts.layout_columns import Ints, LayoutColumns
 from pipette_launch.facts.machines.device_memory import DeviceOverhead, MemoryNeed, StageReading, memory_digest
 from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.facts.measurements import Measurements
-from pipette_launch.facts.performance import flag_of
+from pipette_launch.facts.performance import RING, flag_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.units import MIB
 
@@ -191,20 +191,7 @@ def overhead_of(
             communicators=nothing,
             reserve=Figure(value=1.0, source="a host's allocator keeps no reserve"),
         )
-    if apart is not None and apart.communicator_bytes:
-        needed = num_communicators(job, layout)
-        context = Figure(value=apart.alone_bytes, source=MEASURED, is_measured=True)
-        communicators = Figure(
-            value=needed * apart.communicator_bytes,
-            source=f"{needed} of them, each as large as the {apart.num_communicators} {MEASURED} were on average",
-            is_measured=True,
-        )
-    elif measured_bytes:
-        context = Figure(value=measured_bytes, source=f"{MEASURED}, communicators included", is_measured=True)
-        communicators = Figure(value=0, source="part of the measured context", is_measured=True)
-    else:
-        context = Figure(value=CONTEXT_BYTES, source=CONTEXT_SOURCE)
-        communicators = Figure(value=COMMUNICATOR_BYTES * num_group_kinds(layout), source=COMMUNICATOR_SOURCE)
+    context, communicators = _outside(job, layout, measured_bytes, apart)
     if environment is None:
         environment = {"CUBLAS_WORKSPACE_CONFIG": job.cublas_workspace_config}
     capability = compute_capability(device_name)
@@ -232,6 +219,22 @@ def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> O
         apart=measurements.overhead,
         readings=measurements.stages,
     )
+
+
+def _outside(
+    job: Job, layout: Layout, measured_bytes: int | None, apart: DeviceOverhead | None
+) -> tuple[Figure, Figure]:
+    """Return the CUDA context and the communicators of a rank; arguments as of `overhead_of`."""
+    if apart is not None and apart.communicator_bytes:
+        needed = num_communicators(job, layout)
+        source = f"{needed} of them, each as large as the {apart.num_communicators} {MEASURED} were on average"
+        context = Figure(value=apart.alone_bytes, source=MEASURED, is_measured=True)
+        return context, Figure(value=needed * apart.communicator_bytes, source=source, is_measured=True)
+    if measured_bytes:
+        context = Figure(value=measured_bytes, source=f"{MEASURED}, communicators included", is_measured=True)
+        return context, Figure(value=0, source="part of the measured context", is_measured=True)
+    communicators = Figure(value=COMMUNICATOR_BYTES * num_group_kinds(layout), source=COMMUNICATOR_SOURCE)
+    return Figure(value=CONTEXT_BYTES, source=CONTEXT_SOURCE), communicators
 
 
 def _reserve(job: Job, readings: Sequence[StageReading]) -> Figure:
@@ -288,7 +291,7 @@ def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
         + pipeline * (1 + several(layout.vpp) * options.overlap_p2p_comm)
         # Transformer Engine's ring: batched for two ranks, else plain messages to the next rank and from the previous.
         + several(layout.cp)
-        + (layout.cp > RING_BATCHED) * ("p2p" in options.cp_comm_type)
+        + (layout.cp > RING_BATCHED) * (RING in options.cp_comm_type)
         # token_dispatcher.py and experts.py: tokens, their counts, tensor-parallel experts, experts' gradients.
         + bool(model.num_experts)
         * (

@@ -26,7 +26,7 @@ from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Measurements
-from pipette_launch.facts.performance import flag_of
+from pipette_launch.facts.performance import RING, flag_of
 from pipette_launch.facts.schedule import Schedule
 from pipette_launch.megatron.performance import performance_options
 
@@ -35,7 +35,7 @@ __all__ = ["NOT_MODELLED", "PlacementCost", "Predictor", "StepTime"]
 NOT_MODELLED = (
     "What waiting slots give back: compute is measured on all slots of a host at once, so shared cores are in it.",
     "Contention for one link or network card between groups or pipelines, beyond what was measured with all at work.",
-    "Sends that block the sender or delay each other: a send takes its link's time, over gloo its receiver's as well.",
+    "Sends that delay each other in Megatron's schedules: each takes its link's time, over gloo its receiver's too.",
     "Collectives that slow down the matrix product that they pass behind.",
     "Aligned starts of overlapped gradient reduction over the pipeline ranks.",
     "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
@@ -67,10 +67,8 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("nccl_ub", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
     ("nccl_communicator_config_path", frozenset(), f"{_NCCL_DEFAULTS} long or too short"),
 )
-"""Performance options, their values that change the step but not the predicted one (empty = every value beside the
-default of none), and what that means for it."""
-RING = "p2p"
-"""Exchange of context parallelism that is priced and timed."""
+"""Performance options, their values that change the step but not the predicted one (empty = every value but None), and
+the effect on the prediction."""
 
 _CACHED_LAYOUTS = 64
 

@@ -22,10 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.schedule import Action, PassTimes
-
-Ranks = tuple[tuple[Action, ...], ...]
-"""The passes of each pipeline rank, in order."""
+from pipette_launch.facts.schedule import Action, PassTimes, Ranks
 
 
 class Message(NamedTuple):
@@ -58,7 +55,7 @@ def programs(
     Args:
         passes: of each pipeline rank.
         rank_S: the pipeline rank of each stage.
-        times: by which messages are ordered; None = all passes take as long.
+        times: of passes and messages, by which messages are ordered; None = all passes take equally long.
         in_streams: whether a receive occupies the stream of its way until its message is there (NCCL).
 
     Raises:
@@ -90,7 +87,10 @@ def programs(
 
 
 def _last_start(message: Message, moment: int, start_P: list[list[int]], passes: Ranks, times: PassTimes) -> int:
-    """Return the start of the pass that the receiver computes when a message is ready; if none, the moment itself."""
+    """Return the start of the pass that the receiver computes when a message is ready.
+
+    A receiver that is idle at that moment gets the moment itself; before its first pass it gets 0.
+    """
     rank = message.target
     at = bisect_left(start_P[rank], moment) - 1
     if at < 0:

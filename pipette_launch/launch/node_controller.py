@@ -292,8 +292,8 @@ class NodeController:
 
     @property
     def warmup_deadline_s(self) -> float:
-        """After how long a warm-up counts as hung."""
-        return self._options.budget_s + wait_s(self._num_ranks, START_S)
+        """After how long a warm-up counts as hung: a late start is waited for, and phases may end after the budget."""
+        return wait_s(self._num_ranks, START_S) + wait_s(self._num_ranks, self._options.budget_s)
 
     def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
         """Return what a local warm-up worker last said of itself, and why it failed if it said so."""

@@ -34,11 +34,14 @@ def warmup(options_file: Path) -> WorkerCommand:
     )
 
 
-def order_check(device_kind: str, ranks: Sequence[int]) -> WorkerCommand:
-    """Check NCCL on every device of a node, in the order that training gives them to these ranks."""
+def order_check(device_kind: str, tp: int, ranks: Sequence[int]) -> WorkerCommand:
+    """Check NCCL on every device of a node, in the order that training gives them to these ranks.
+
+    It is checked among all of them, and among the `tp` ranks of each tensor-parallel group.
+    """
     return WorkerCommand(
         entrypoint=os.environ.get("PYTHON_EXEC", sys.executable),
-        arguments=("-u", "-m", "pipette_launch.probe.order_check", device_kind, *map(str, ranks)),
+        arguments=("-u", "-m", "pipette_launch.probe.order_check", device_kind, str(tp), *map(str, ranks)),
         environment={},
     )
 

@@ -223,8 +223,9 @@ class NodeController:
 
     def command(self, decision: Decision) -> WorkerCommand:
         """Return what this node's workers run under a decision."""
-        if decision.checks_order and decision.plan is not None:
-            return commands.order_check(decision.plan.device_kind, decision.ranks_of(self._token))
+        plan, choice = decision.plan, decision.choice
+        if decision.checks_order and plan is not None and choice is not None:
+            return commands.order_check(plan.device_kind, choice.layout.tp, decision.ranks_of(self._token))
         if decision.phase != "warmup":
             node = self._node
             return commands.training(decision, self._options, node.entrypoint, node.arguments, folder=self._folder)

@@ -1,7 +1,7 @@
-"""One worker of the check of a device order: `python -m pipette_launch.probe.order_check KIND RANK...`.
+"""One worker of the check of a device order: `python -m pipette_launch.probe.order_check KIND TP RANK...`.
 
 It runs in torchrun's environment, on the devices in the order that training gets them. All workers of a host open one
-communicator of their own, as a tensor-parallel group inside a host does.
+communicator, and those of each tensor-parallel group another one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.printable import printable
 from pipette_launch.probe.harness import end_with_parent, worker_place
 from pipette_launch.probe.run import BACKENDS, connect_store
 from pipette_launch.probe.waits import wait_s
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +30,12 @@ def main(arguments: Sequence[str]) -> int:
     """Check this host; returns the exit code, and writes one line to stderr where a collective is wrong or fails.
 
     Args:
-        arguments: `cuda` or `cpu`, and the RANKs of this host.
+        arguments: `cuda` or `cpu`, the size of tensor-parallel groups, and the RANKs of this host.
 
     """
     try:
-        kind, *ranks = arguments
-        found = _found(kind, sorted(map(int, ranks)))
+        kind, tp, *ranks = arguments
+        found = _found(kind, int(tp), sorted(map(int, ranks)))
     except Exception as error:
         # The agent needs one line and an exit code.
         logger.debug("the check failed", exc_info=True)
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if found else 0
 
 
-def _found(kind: str, ranks: list[int]) -> str:
+def _found(kind: str, tp: int, ranks: list[int]) -> str:
     """Return the first wrong value in words; empty where all are right."""
     place = worker_place(os.environ)
     import torch
@@ -61,10 +65,25 @@ def _found(kind: str, ranks: list[int]) -> str:
         BACKENDS[kind], store=store, rank=ranks.index(place.rank), world_size=len(ranks), timeout=timeout
     )
     # gloo has no sizes of its own, and takes seconds for the large ones.
-    mismatch = check_order(kind, sizes_bytes=SIZES_BYTES if kind == "cuda" else SIZES_BYTES[:1])
+    sizes_bytes = SIZES_BYTES if kind == "cuda" else SIZES_BYTES[:1]
+    mismatch = check_order(kind, sizes_bytes=sizes_bytes)
+    if 1 < tp < len(ranks):
+        # NCCL chooses algorithms by the number of ranks. Every rank runs both checks, whatever the first one found.
+        inner = check_order(kind, sizes_bytes=sizes_bytes, group=_tensor_group(tp, len(ranks)))
+        mismatch = mismatch or inner
     # Peers may still read from this process.
     dist.barrier()
     return f"{mismatch.words()} on rank {place.rank}" if mismatch else ""
+
+
+def _tensor_group(tp: int, size: int) -> ProcessGroup:
+    """Open all tensor-parallel groups of this host, of `tp` ranks in a row, and return that of this rank."""
+    import torch.distributed as dist
+
+    groups = [dist.new_group(list(range(first, min(first + tp, size)))) for first in range(0, size, tp)]
+    group = groups[dist.get_rank() // tp]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 if __name__ == "__main__":

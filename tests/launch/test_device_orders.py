@@ -164,6 +164,6 @@ def test_a_check_waits_as_long_as_a_start_and_runs_no_script() -> None:
     assert (180.4, 0.0) == watch.patience_s
     watch.begin(replace(check, num_slots=(2048, 2048)))
     assert (384.8, 0.0) == watch.patience_s
-    assert ("-m", "pipette_launch.probe.order_check", "cuda", "4", "6", "5", "7") == commands.order_check(
-        "cuda", (4, 6, 5, 7)
+    assert ("-m", "pipette_launch.probe.order_check", "cuda", "2", "4", "6", "5", "7") == commands.order_check(
+        "cuda", 2, (4, 6, 5, 7)
     ).arguments[1:]

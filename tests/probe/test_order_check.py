@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
 from gpu_rules import cuda_devices
 from probe.workers import LIMIT_S
 
@@ -26,11 +27,11 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture
-def alone(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The environment of rank 3 of four, on a host of its own."""
-    told = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in {**told, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment of rank 3 of four, and a store that no other process reaches."""
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(order_check, "connect_store", lambda *_: dist.HashStore())
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -42,7 +43,7 @@ def test_a_wrong_value_is_the_last_line(monkeypatch: pytest.MonkeyPatch, capsys:
     wrong = Mismatch(collective="all_gather", size_bytes=8 << 20, position=0, expected=0, found=16)
     monkeypatch.setattr(rank_codes, "check_order", lambda *_, **__: wrong)
 
-    assert 1 == order_check.main(["cpu", "3"])
+    assert 1 == order_check.main(["cpu", "1", "3"])
     assert "all_gather of 8 MiB returned 16 instead of 0 at element 0 on rank 3\n" == capsys.readouterr().err
 
 
@@ -55,7 +56,7 @@ def test_whatever_breaks_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(rank_codes, "check_order", broken)
 
-    assert 1 == order_check.main(["cpu", "3"])
+    assert 1 == order_check.main(["cpu", "1", "3"])
     assert "RuntimeError: NCCL error in ring.cc\n" == capsys.readouterr().err
 
 
@@ -85,10 +86,29 @@ def test_each_rank_is_checked_on_the_device_that_trains_it(
         taken = cuda_devices.install(monkeypatch, seen)
         monkeypatch.setenv("RANK", str(binding.rank))
         monkeypatch.setenv("LOCAL_RANK", "0" if is_virtual else str(local))
-        assert 0 == order_check.main(["cuda", *map(str, ranks)])
+        assert 0 == order_check.main(["cuda", "1", *map(str, ranks)])
         found[binding.rank] = int(seen[taken[-1]])
 
     assert {rank: device for device, rank in enumerate(ranks)} == found
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("tp", "sizes"), [(1, [4]), (2, [4, 2]), (4, [4]), (8, [4])])
+def test_tensor_parallel_groups_are_checked_too(tp: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may take another algorithm for them than for all ranks of a host; the first wrong value counts."""
+    checked: list[int] = []
+    wrong = Mismatch(collective="all_gather", size_bytes=8 << 20, position=0, expected=0, found=16)
+
+    def check_order(*_: object, group: object = None, **__: object) -> Mismatch | None:
+        checked.append(dist.get_world_size(group))  # type: ignore[arg-type]
+        return wrong if len(checked) == len(sizes) else None
+
+    monkeypatch.setattr(rank_codes, "check_order", check_order)
+    # gloo would wait for the others.
+    monkeypatch.setitem(order_check.BACKENDS, "cpu", "fake")
+
+    assert 1 == order_check.main(["cpu", str(tp), "0", "1", "2", "3"])
+    assert sizes == checked
 
 
 @pytest.mark.processes
@@ -98,7 +118,7 @@ def test_each_host_is_checked_by_itself(port: int) -> None:
     for rank, ranks in enumerate((("0", "2"), ("3", "1"), ("0", "2"), ("3", "1"))):
         told = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment = {**told, "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "pipette_launch.probe.order_check", "cpu", *ranks]
+        words = [sys.executable, "-m", "pipette_launch.probe.order_check", "cpu", "2", *ranks]
         workers.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
 
     assert [""] * 4 == [worker.communicate(timeout=LIMIT_S)[1] for worker in workers]

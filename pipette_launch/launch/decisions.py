@@ -67,15 +67,16 @@ class DecisionWriter:
             environment=needed,
             patches=self._planner.patches,
         )
+        # Before trials: steps in an order that is given up again would show nothing.
+        if needs_check(following) and not self._options.dry_run:
+            return check_before(following)
         if attempt == 0 and is_tried and (following := self._trials.open(following, job)).phase == "trial":
             return following
         self._script.leave_record(plan, following.choice)
-        if self._options.dry_run:
-            return replace(following, phase="stop")
-        return check_before(following) if needs_check(following) else following
+        return replace(following, phase="stop") if self._options.dry_run else following
 
     def after_check(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
-        """Write the decision to train in the order that was checked, or in device order where the check failed.
+        """Write the decision to try or train the order that was checked, or device order where the check failed.
 
         Args:
             bare: the training without its plan's words.
@@ -98,7 +99,7 @@ class DecisionWriter:
             plan = priced_anew(plan, job, known, outcomes, options=planner.options)
         if plan.provenance.source != "file" and not ended.is_refitted:
             planner.keep(plan, job)
-        following = self.train(bare, job, plan, attempt=ended.attempt, reason=told, is_tried=False)
+        following = self.train(bare, job, plan, attempt=ended.attempt, reason=told, is_tried=not ended.is_refitted)
         return replace(following, proven=ended.proven, is_refitted=ended.is_refitted)
 
     def guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:

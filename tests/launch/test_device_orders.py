@@ -42,16 +42,16 @@ def nodes() -> list[NodeRecord]:
     return [replace(record, host=host, num_slots=4) for record, host in zip(records(), fast_pairs().hosts, strict=True)]
 
 
-def one(folder: Path) -> Coordinator:
+def one(folder: Path, **changes: object) -> Coordinator:
     """A coordinator whose job uses tensor parallelism on two GPUs."""
     words = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     fixed = ("tp", "pp", "cp", "vpp", "micro_batch_size", "recompute")
-    return coordinator(folder, options(*words, cache=folder / "cache", on_error="fail", fix=fixed))
+    return coordinator(folder, options(*words, cache=folder / "cache", on_error="fail", fix=fixed, **changes))
 
 
-def measured(folder: Path) -> tuple[Coordinator, Decision]:
+def measured(folder: Path, **changes: object) -> tuple[Coordinator, Decision]:
     """Measure the hosts with fast pairs, and plan."""
-    decides = one(folder)
+    decides = one(folder, **changes)
     warmup = decides.decide(nodes(), None)
     orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
     files.write(Path(orders.output), tiny_measurements(fast_pairs(), orders.cases))
@@ -104,6 +104,22 @@ def test_a_check_that_fails_goes_back_to_device_order(tmp_path: Path) -> None:
     assert training.plan.chosen.step_time_s > 1.02 * check.choice.step_time_s
     assert "returned 16 instead of 0 at element 0 on rank 3 (see NVIDIA/nccl#1906)" in training.reason
     assert training.plan.reasons[-1].startswith("Devices stay in order inside hosts: with the device order")
+
+
+@pytest.mark.parametrize(("report", "is_permuted"), [(PASSED, True), (FAILED, False)])
+def test_trials_come_after_the_check(tmp_path: Path, report: TrialReport, is_permuted: bool) -> None:
+    """They run the order that will train, so no step is measured in an order that is given up again."""
+    decides, check = measured(tmp_path, trials=1, trial_iters=3)
+    first = decides.after_trial(check, report)
+    ran = replace(PASSED, step_s=(1.0,) * first.iterations)
+    second = decides.after_trial(first, ran)
+    training = decides.after_trial(second, replace(ran, step_s=(0.5,) * first.iterations))
+
+    assert [True, False, False, False] == [one.checks_order for one in (check, first, second, training)]
+    assert ["trial", "trial", "trial", "train"] == [one.phase for one in (check, first, second, training)]
+    assert second.choice is not None
+    assert is_permuted != is_in_device_order(second.choice.placement, 4)
+    assert training.ranks_of("token-node1") == second.ranks_of("token-node1")
 
 
 def gpu_plan(placement: tuple[int, ...], **changes: object) -> Plan:

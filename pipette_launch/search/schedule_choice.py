@@ -115,7 +115,7 @@ class _LayoutMemory:
 
     @cached_property
     def limit_bytes(self) -> int:
-        """Limit of a rank's tensors, less the communicators of its ways but for the one that is counted anyway."""
+        """Limit of a rank's tensors, less the communicators of its ways; the layout's own limit counts the first."""
         overhead = measured_overhead(self.inputs.job, self.layout, self.inputs.measurements)
         more = 2 * min(self.layout.pp - 1, 2) - 1
         each_bytes = overhead.communicators.value / num_communicators(self.inputs.job, self.layout)

@@ -124,7 +124,7 @@ class _Built:
     weight: Any = None
     """Weights of the embedding that was built last; the second chunk of its rank is built next."""
     now = False
-    """Whether a trainer is building."""
+    """True while a trainer builds."""
 
 
 def _set_up_ends(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -144,6 +144,7 @@ class Engine:
         All of them are kept: A * R numbers. `ends_at` keeps those that are asked for, and goes block by block.
         """
         ends = np.zeros((len(self._level_A) + 1, durations_R.shape[1]))
+        durations_R = self.row_durations(durations_R)
         if _IN_C:
             times_R = np.ascontiguousarray(durations_R), np.ascontiguousarray(hops_R)
             _IN_C.ends(*self.table_A, *times_R, ends, ends.shape[1])
@@ -157,6 +158,10 @@ class Engine:
             np.maximum(ready, free, out=ready)
             np.add(ready, durations_R.take(duration, axis=0), out=ends[start:stop])
         return ends
+
+    def row_durations(self, durations_R: Floats) -> Floats:
+        """Return the durations that `table_A` refers to."""
+        return durations_R
 
     def timeline(self, times: StageTimes) -> Timeline:
         """Return every action's start and end."""
@@ -301,12 +306,14 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
     previous_A, cause_A, hop_A, wait_A, duration_A = engine.table_A
     ends = engine.ends_AR(durations_R, hops_R)
     nowhere = len(previous_A)
-    duration_counts, hop_counts = np.zeros(durations_R.shape), np.zeros(hops_R.shape)
+    rows_R = engine.row_durations(durations_R)
+    first = len(rows_R) - len(durations_R)
+    duration_counts, hop_counts = np.zeros(rows_R.shape), np.zeros(hops_R.shape)
     if _IN_C:
-        times_R = np.ascontiguousarray(durations_R), np.ascontiguousarray(hops_R)
+        times_R = np.ascontiguousarray(rows_R), np.ascontiguousarray(hops_R)
         _IN_C.counts(*engine.table_A, *times_R, ends, duration_counts, hop_counts, ends.shape[1])
         hop_counts[-1] = 0
-        return duration_counts, hop_counts
+        return duration_counts[first:], hop_counts
     column = np.arange(durations_R.shape[1])
     place = ends[:nowhere].argmax(axis=0)
     while len(column):
@@ -319,4 +326,4 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
         inside = place != nowhere
         place, column = place[inside], column[inside]
     hop_counts[-1] = 0
-    return duration_counts, hop_counts
+    return duration_counts[first:], hop_counts

@@ -55,9 +55,9 @@ class StreamEngine(Engine):
         row_A = [self._rows.row_of[action] for actions in self._schedule.ranks for action in actions]
         return np.array([*place[row_A], len(self._rows.level)], dtype=np.int64)
 
-    def ends_AR(self, durations_R: Floats, hops_R: Floats) -> Floats:
-        """As `Engine.ends_AR`, of passes and starts of messages."""
-        return super().ends_AR(np.concatenate([np.zeros((1, durations_R.shape[1])), durations_R]), hops_R)
+    def row_durations(self, durations_R: Floats) -> Floats:
+        """Return the duration 0 of starts of messages, and those of passes."""
+        return np.concatenate([np.zeros((1, durations_R.shape[1])), durations_R])
 
     def _run(self, durations: list[float], hops: list[float]) -> list[float]:
         return super()._run([0.0, *durations], hops)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipette_launch.cost.pipeline import engine
-from pipette_launch.cost.pipeline.engine import simulate
+from pipette_launch.cost.pipeline.engine import critical_counts, simulate
 from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
 from pipette_launch.cost.pipeline.stream_engine import StreamEngine
 from pipette_launch.cost.pipeline.timeline import StageTimes
@@ -84,6 +84,22 @@ def test_numpy_and_c_price_alike(monkeypatch: pytest.MonkeyPatch, seed: int) -> 
 
     assert found[0] == found[1]
     assert [[seconds] * 3 for seconds in StreamEngine(schedule).drain_s(times)] == found[0][0]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1 << 30))
+def test_the_longest_path_adds_up_to_the_makespan(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Passes and messages on it, counted by numpy and in C; starts of messages take no time and are not counted."""
+    schedule, times = drawn(random.Random(seed))
+    durations_R, hops_R = (np.array(each)[:, None] for each in (times.durations_s, times.hops_s))
+    made = StreamEngine(schedule)
+    for module in (None, in_c("cost.pipeline._longest_path")):
+        monkeypatch.setattr(engine, "_IN_C", module)
+        of_durations, of_hops = critical_counts(made, durations_R, hops_R)
+
+        assert (durations_R.shape, hops_R.shape) == (of_durations.shape, of_hops.shape)
+        total_s = float((of_durations * durations_R).sum() + (of_hops * hops_R).sum())
+        assert total_s == pytest.approx(made.makespan_s(times))
 
 
 def test_messages_ordered_by_the_stages_times_are_nearly_free() -> None:

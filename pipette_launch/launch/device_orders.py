@@ -53,7 +53,7 @@ def check_words(decision: Decision) -> str:
 
 
 def passed(ended: Decision) -> Plan:
-    """Mark the candidate that was checked; the plan's last reason says that it was."""
+    """Mark the candidate that was checked; the plan's first reason says that it was, as screens cut the later ones."""
     plan, choice = ended.plan, ended.choice
     assert plan is not None
     assert choice is not None
@@ -62,7 +62,7 @@ def passed(ended: Decision) -> Plan:
         return replace(one, is_order_checked=True) if one == choice else one
 
     alternatives = tuple(map(marked, plan.alternatives))
-    reasons = (*plan.reasons, f"NCCL was checked with {order_words(ended)}: {CHECKED}.")
+    reasons = (f"NCCL was checked with {order_words(ended)}: {CHECKED}.", *plan.reasons)
     return replace(plan, chosen=marked(plan.chosen), alternatives=alternatives, reasons=reasons)
 
 
@@ -73,7 +73,7 @@ def failed(ended: Decision, failure: Failure) -> tuple[Plan, str]:
     told = f"devices stay in order inside hosts: with {order_words(ended)} {failure.cause} ({SEE})"
     back = _back_in_order(plan)
     templates = tuple(map(_back_in_order, plan.templates))
-    return replace(back, templates=templates, reasons=(*plan.reasons, f"{told[0].upper()}{told[1:]}.")), told
+    return replace(back, templates=templates, reasons=(f"{told[0].upper()}{told[1:]}.", *plan.reasons)), told
 
 
 def _back_in_order(plan: Plan) -> Plan:

@@ -75,7 +75,7 @@ def test_an_order_is_checked_on_the_devices_that_will_train(tmp_path: Path) -> N
     assert training.choice.is_order_checked
     assert "" == training.reason
     assert training.plan is not None
-    assert training.plan.reasons[-1].endswith("returned every value in its place.")
+    assert training.plan.reasons[0].endswith("returned every value in its place.")
     assert any("and this order alone saves" in reason for reason in training.plan.reasons)
 
 
@@ -103,7 +103,7 @@ def test_a_check_that_fails_goes_back_to_device_order(tmp_path: Path) -> None:
     assert check.choice is not None
     assert training.plan.chosen.step_time_s > 1.02 * check.choice.step_time_s
     assert "returned 16 instead of 0 at element 0 on rank 3 (see NVIDIA/nccl#1906)" in training.reason
-    assert training.plan.reasons[-1].startswith("Devices stay in order inside hosts: with the device order")
+    assert training.plan.reasons[0].startswith("Devices stay in order inside hosts: with the device order")
 
 
 @pytest.mark.parametrize(("report", "is_permuted"), [(PASSED, True), (FAILED, False)])

@@ -43,7 +43,9 @@ def main(device_kind: str, sizes_bytes: Sequence[int]) -> None:
     mismatch = check_order(device_kind, sizes_bytes=sizes_bytes)
     seconds = time.perf_counter() - began_s - met_s
     wrong = mismatch.words() if mismatch else ""
-    print(json.dumps({"rank": rank, "met_s": met_s, "codes_s": seconds, "wrong": wrong}), flush=True)
+    # One write for a line: ranks share the pipe, and an unbuffered `print` writes the end of the line by itself.
+    sys.stdout.write(json.dumps({"rank": rank, "met_s": met_s, "codes_s": seconds, "wrong": wrong}) + "\n")
+    sys.stdout.flush()
     dist.destroy_process_group()
 
 

@@ -27,9 +27,14 @@ def _warm() -> WarmPython:
     return python
 
 
+def command(module: str, *words: str) -> list[str]:
+    """Return the command line of a launcher, all of whose processes are forked."""
+    return [_warm().path, "-m", module, *words]
+
+
 def torchrun(*flags: str, script: Sequence[str | Path]) -> list[str]:
-    """Return the command line of torchrun for a script on megatron-core, all of whose processes are forked."""
-    return [_warm().path, "-m", "torch.distributed.run", *flags, *PATCHED, *map(str, script)]
+    """Return the command line of torchrun for a script on megatron-core."""
+    return command("torch.distributed.run", *flags, *PATCHED, *map(str, script))
 
 
 def environment(folders: Sequence[Path]) -> dict[str, str]:

@@ -99,16 +99,22 @@ def pipette(folder: Path, *words: object, **env: str) -> Done:
     return finish(start(folder, words, **env))
 
 
+def warm_pipette(folder: Path, *words: object) -> Done:
+    """Run a job under pipette-launch whose processes are all forked from a warm interpreter: it starts sooner."""
+    return finish(_start_warm(folder, warm.command("pipette_launch", *map(str, words))))
+
+
 def torchrun(folder: Path, *words: object) -> Done:
     """Run a job under torchrun to compare with; the processes of our own trainer are forked from a warm interpreter."""
     if TRAINER not in words:
         return finish(start(folder, words, launcher="torch.distributed.run"))
     first = words.index(TRAINER)
-    command = warm.torchrun(*map(str, words[:first]), script=[str(word) for word in words[first:]])
+    return finish(_start_warm(folder, warm.torchrun(*map(str, words[:first]), script=[*map(str, words[first:])])))
+
+
+def _start_warm(folder: Path, command: Sequence[str]) -> subprocess.Popen[str]:
     env = {**environment(folder), **warm.environment([ROOT, ROOT / "patches"])}
-    return finish(
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
 
 
 def free_port() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from end_to_end.jobs import MODEL, TRAINER, pipette, torchrun
+from end_to_end.jobs import MODEL, TRAINER, torchrun, warm_pipette
 
 from pipette_launch.facts import Measurements, Plan, files
 
@@ -25,7 +25,7 @@ def test_a_sharded_job_learns_what_it_learns_under_torchrun(tmp_path: Path) -> N
     """Under the user's own layout losses are the same to the last digit, and those of a job that shards no weights."""
     whole = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", *REPLICATED)
     stock = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", *SHARDED)
-    ours = pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=10", "--pipette-fix=all", *SHARDED)
+    ours = warm_pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=10", "--pipette-fix=all", *SHARDED)
 
     assert (0, 0, 0) == (whole.code, stock.code, ours.code), ours.err
     assert 3 == len(stock.losses)
@@ -34,7 +34,7 @@ def test_a_sharded_job_learns_what_it_learns_under_torchrun(tmp_path: Path) -> N
 
 def test_a_sharded_job_is_measured_and_planned(tmp_path: Path) -> None:
     """Layers are timed whole, stages are run with their shards, and the plan that is found trains."""
-    done = pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=20", *SHARDED)
+    done = warm_pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=20", *SHARDED)
 
     assert 0 == done.code, done.err
     assert 3 == len({loss for _, loss in done.losses})

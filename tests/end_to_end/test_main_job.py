@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from end_to_end import jobs
-from end_to_end.jobs import MODEL, TRAINER, Done, finish, pipette, plan, plan_file, start, torchrun
+from end_to_end.jobs import MODEL, TRAINER, Done, finish, pipette, plan, plan_file, start, torchrun, warm_pipette
 
 from pipette_launch import megatron
 from pipette_launch.facts import Layout, Plan, files
@@ -30,9 +31,9 @@ def planned_arguments(made: Plan, arguments: list[str], world_size: int) -> list
     return list(megatron.write_arguments(arguments, job=job, layout=made.chosen.layout))
 
 
-def from_nothing(folder: Path, nproc: int) -> Done:
+def from_nothing(folder: Path, nproc: int, run: Callable[..., Done] = pipette) -> Done:
     """A job that measures, plans and trains."""
-    return pipette(folder, f"--nproc-per-node={nproc}", "--pipette-budget=20", TRAINER, *MODEL, *STEPS)
+    return run(folder, f"--nproc-per-node={nproc}", "--pipette-budget=20", TRAINER, *MODEL, *STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,10 @@ def test_measures_plans_and_trains_as_torchrun_would(
     tmp_path: Path, nproc: int, request: pytest.FixtureRequest
 ) -> None:
     """From nothing to a trained model, with the losses of torchrun's run of the same layout to the printed digit."""
-    folder, done = request.getfixturevalue("on_two") if nproc == 2 else (tmp_path, from_nothing(tmp_path, nproc))
+    # Two processes start as users' do. Four are forked, as their imports alone take half a minute of two cores.
+    folder, done = (
+        request.getfixturevalue("on_two") if nproc == 2 else (tmp_path, from_nothing(tmp_path, nproc, warm_pipette))
+    )
 
     assert 0 == done.code, done.err
     made = made_plan(folder)

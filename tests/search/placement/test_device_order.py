@@ -17,7 +17,7 @@ from pipette_launch.facts import Batch, Cluster, Job, Layout, Links
 from pipette_launch.facts.machines.device_order import in_device_order, is_in_device_order, shared_order
 from pipette_launch.search.candidates import Candidate, SearchInputs
 from pipette_launch.search.frontier import Promising
-from pipette_launch.search.placement.device_order import LEAST_GAIN, ordered, settled
+from pipette_launch.search.placement.device_order import ordered, settled
 from pipette_launch.search.placement.slots import PlacementProblem, host_order
 from pipette_launch.search.pricing import price
 from pipette_launch.search.templates import placed_anew
@@ -134,10 +134,10 @@ class _Scaled:
         self._problem = problem
 
     def costs(self, placement_KW: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-        """Shrink all differences to a part of the step below the least gain."""
+        """Shrink all differences to less than 1.8 % of the step."""
         costs_s = self._problem.objective.costs(placement_KW)
         base_s = self._problem.objective.costs(np.array([host_order(8)]))[0]
-        return np.asarray(1.0 + 0.9 * LEAST_GAIN * (costs_s / base_s - 1.0))
+        return np.asarray(1.0 + 0.018 * (costs_s / base_s - 1.0))
 
 
 def test_a_placement_from_elsewhere_is_judged_anew() -> None:

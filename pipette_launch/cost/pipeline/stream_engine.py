@@ -38,25 +38,19 @@ class StreamEngine(Engine):
     @cached_property
     def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """As `Engine.table_A`, with three rows for each message: one for each rank that is ready, and its start."""
-        rows = self._rows
-        order = np.argsort(rows.level, kind="stable")
-        place = np.empty(len(order) + 1, dtype=np.int64)
-        place[order] = np.arange(len(order))
-        place[_NOTHING] = len(order)
-        previous, cause, hop, duration = np.array(rows.table, dtype=np.int64).reshape(-1, 4)[order].T
+        order, place = self._rows_by_level, self._place_of_row
+        previous, cause, hop, duration = np.array(self._rows.table, dtype=np.int64).reshape(-1, 4)[order].T
         no_hop = np.full(len(order), self._no_hop)
         return place[previous], place[cause], np.ascontiguousarray(hop), no_hop, np.ascontiguousarray(duration)
 
     @cached_property
     def place_A(self) -> Ints:
         """As `Engine.place_A`."""
-        place = np.empty(len(self._rows.level) + 1, dtype=np.int64)
-        place[np.argsort(self._rows.level, kind="stable")] = np.arange(len(self._rows.level))
         row_A = [self._rows.row_of[action] for actions in self._schedule.ranks for action in actions]
-        return np.array([*place[row_A], len(self._rows.level)], dtype=np.int64)
+        return self._place_of_row[[*row_A, _NOTHING]]
 
     def row_durations(self, durations_R: Floats) -> Floats:
-        """Return the duration 0 of starts of messages, and those of passes."""
+        """Put the duration 0, which starts of messages take, in front of the durations of passes."""
         return np.concatenate([np.zeros((1, durations_R.shape[1])), durations_R])
 
     def _run(self, durations: list[float], hops: list[float]) -> list[float]:
@@ -65,6 +59,19 @@ class StreamEngine(Engine):
     @property
     def _no_hop(self) -> int:
         return 2 * (self._schedule.num_stages - 1)
+
+    @cached_property
+    def _rows_by_level(self) -> Ints:
+        """Rows by their levels."""
+        return np.argsort(self._rows.level, kind="stable")
+
+    @cached_property
+    def _place_of_row(self) -> Ints:
+        """Place of each row in that order, and at the end the place of no row."""
+        place = np.empty(len(self._rows_by_level) + 1, dtype=np.int64)
+        place[self._rows_by_level] = np.arange(len(self._rows_by_level))
+        place[_NOTHING] = len(self._rows_by_level)
+        return place
 
     @cached_property
     def _level_A(self) -> Ints:

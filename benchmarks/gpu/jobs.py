@@ -8,7 +8,6 @@ from typing import Literal
 from pipette_launch.facts import Recompute
 
 DeviceKind = Literal["cpu", "cuda"]
-BACKENDS: dict[DeviceKind, str] = {"cuda": "nccl", "cpu": "gloo"}
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 WITHOUT_KERNELS = (
     "--no-gradient-accumulation-fusion",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.gpu.jobs import BACKENDS, COMMON_WORDS, LOCAL_WORDS, DeviceKind
+from benchmarks.gpu.jobs import COMMON_WORDS, LOCAL_WORDS, DeviceKind
 from benchmarks.gpu.launches import GRACE_S, OURS, ROOT, TORCHRUN, TRAINER, Launch, Run
 from benchmarks.gpu.notebook import Notebook
 from pipette_launch import megatron
@@ -22,6 +22,7 @@ from pipette_launch.cost.pipeline.named_schedules import named_schedule
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
 from pipette_launch.facts.schedule_file import ScheduleFile
+from pipette_launch.probe.run import BACKENDS
 
 STAND_IN = Path(__file__).with_name("stand_in")
 ITERATIONS = 6

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.jobs import BACKENDS, DeviceKind
+from benchmarks.gpu.jobs import DeviceKind
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import Shape, has_transformer_engine, job_of, layer_of
 from pipette_launch.facts import ComputeCase, Host, Layout
 from pipette_launch.probe.compute.peak_memory import MemoryMeter, meter
 from pipette_launch.probe.compute.timing import HABITS, Stopwatch, run_part, stopwatch_for, time_calls
 from pipette_launch.probe.health import condition, nvml
+from pipette_launch.probe.run import BACKENDS
 from pipette_launch.units import MIB, seconds_text
 from pipette_patches.workload import layers
 from pipette_patches.workload.layers import Part

@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.jobs import BACKENDS
 from pipette_launch.probe.links.rank_codes import check_order
+from pipette_launch.probe.run import BACKENDS
 
 SIZE = 1 << 18
 
@@ -26,7 +26,7 @@ def main(device_kind: str, sizes_bytes: Sequence[int]) -> None:
     began_s = time.perf_counter()
     if device_kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(BACKENDS[device_kind], timeout=timedelta(minutes=1))  # type: ignore[index]
+    dist.init_process_group(BACKENDS[device_kind], timeout=timedelta(minutes=1))
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = torch.full((SIZE,), float(rank), device=device_kind)
     got = torch.empty_like(mine)

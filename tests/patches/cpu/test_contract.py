@@ -2,14 +2,14 @@
 
 import ast
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
+from patches.checkout import megatron_lm
 
 from pipette_patches.cpu.backend import TRAINING
 from pipette_patches.cpu.cpu_replacements import CORE
-from pipette_patches.registry import _version_in, megatron_core_version
+from pipette_patches.registry import megatron_core_version
 from pipette_patches.replacements import Replacement
 
 # First parameters by qualified name: later releases append more. None: a name that is only assigned, or used without
@@ -113,10 +113,4 @@ def test_the_installed_megatron_core_has_what_is_replaced(replacement: Replaceme
 @pytest.mark.parametrize("replacement", TRAINING, ids=label)
 def test_a_checkout_of_megatron_lm_has_what_is_replaced(replacement: Replacement) -> None:
     """Each replaced attribute of Megatron-LM's training programs exists with its parameters."""
-    if "MEGATRON_LM_DIR" not in os.environ:
-        pytest.skip("MEGATRON_LM_DIR does not name a checkout of Megatron-LM")
-    root = Path(os.environ["MEGATRON_LM_DIR"])
-    if not replacement.fits(_version_in(root / "megatron" / "core" / "package_info.py")):
-        pytest.skip(f"only in Megatron-LM {replacement.versions}")
-
-    check(root, replacement)
+    check(megatron_lm(replacement), replacement)

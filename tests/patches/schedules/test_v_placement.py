@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from patches.checkout import megatron_lm
 
-from pipette_patches.registry import _version_in, megatron_core_version
+from pipette_patches.registry import megatron_core_version
 from pipette_patches.replacements import Replacement, Replacements, owner_of
 from pipette_patches.schedules.v_placement import REPLACEMENTS, _whole_batch
 
@@ -91,10 +90,6 @@ def test_the_installed_megatron_core_has_what_is_replaced(replacement: Replaceme
 @pytest.mark.parametrize("replacement", IN_TRAINING, ids=label)
 def test_a_checkout_of_megatron_lm_has_what_is_replaced(replacement: Replacement) -> None:
     """The trainer defines or imports the attribute."""
-    if "MEGATRON_LM_DIR" not in os.environ:
-        pytest.skip("MEGATRON_LM_DIR does not name a checkout of Megatron-LM")
-    root = Path(os.environ["MEGATRON_LM_DIR"])
-    if not replacement.fits(_version_in(root / "megatron" / "core" / "package_info.py")):
-        pytest.skip(f"only in Megatron-LM {replacement.versions}")
+    root = megatron_lm(replacement)
 
     assert f" {replacement.path}" in root.joinpath(*replacement.module.split(".")).with_suffix(".py").read_text()

@@ -1,7 +1,7 @@
 """One worker of the check of a device order: `python -m pipette_launch.probe.order_check KIND TP RANK...`.
 
 It runs in torchrun's environment, on the devices in the order that training gets them. All workers of a host open one
-communicator, and those of each tensor-parallel group another one.
+communicator, and each tensor-parallel group opens another one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _found(kind: str, tp: int, ranks: list[int]) -> str:
     sizes_bytes = SIZES_BYTES if kind == "cuda" else SIZES_BYTES[:1]
     mismatch = check_order(kind, sizes_bytes=sizes_bytes)
     if 1 < tp < len(ranks):
-        # NCCL chooses algorithms by the number of ranks. Every rank runs both checks, whatever the first one found.
+        # NCCL chooses algorithms by the number of ranks. Every rank runs both checks, also after a mismatch.
         inner = check_order(kind, sizes_bytes=sizes_bytes, group=_tensor_group(tp, len(ranks)))
         mismatch = mismatch or inner
     # Peers may still read from this process.
@@ -77,7 +77,7 @@ def _found(kind: str, tp: int, ranks: list[int]) -> str:
 
 
 def _tensor_group(tp: int, size: int) -> ProcessGroup:
-    """Open all tensor-parallel groups of this host, of `tp` ranks in a row, and return that of this rank."""
+    """Open all tensor-parallel groups of this host, each of `tp` ranks in a row, and return the group of this rank."""
     import torch.distributed as dist
 
     groups = [dist.new_group(list(range(first, min(first + tp, size)))) for first in range(0, size, tp)]

@@ -262,7 +262,7 @@ class LayerBench(Bench):
         return lap
 
     def _work_up(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
-        """Let all GPUs work until their clocks are those of a long training, then read clocks and power once.
+        """Let all GPUs work until their clocks have settled as in a long training, then read clocks and power once.
 
         A GPU that was idle runs at boost clocks for a second or two, until it is warm and its power is capped.
         """

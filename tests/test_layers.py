@@ -35,7 +35,7 @@ SUB_FLOORS = {
     ],
     "megatron": [
         {"environment", "flags", "logs"},
-        {"chunks", "faults", "performance", "trial", "version", "vocabulary"},
+        {"chunks", "faults", "performance", "trial", "unknown_words", "version", "vocabulary"},
         {"pins"},
         {"checkpoint", "layout"},
         {"model", "write"},

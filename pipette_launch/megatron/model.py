@@ -12,6 +12,7 @@ from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.megatron.chunks import hybrid_pattern
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import MOST_LAYERS, known_dest, num_layers_of
+from pipette_launch.megatron.unknown_words import why_missing
 from pipette_launch.megatron.vocabulary import Vocabulary
 
 REQUIRED = (
@@ -35,14 +36,33 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 _AMPERE = 8
 
 
-def check_required(arguments: Arguments) -> None:
-    """Raise MegatronError naming every missing flag at once."""
+def check_required(arguments: Arguments, *, starts_nothing: bool) -> str:
+    """Raise MegatronError naming every missing flag at once.
+
+    Args:
+        arguments: the user's own.
+        starts_nothing: demand only what time and memory depend on, and return a note on what Megatron demands too.
+
+    """
     missing = [dest for dest in REQUIRED if arguments.get(known_dest(arguments, dest)) is None]
     if "num_layers" in missing and hybrid_pattern(arguments):
         missing.remove("num_layers")
-    if missing:
-        flags = ", ".join(arguments.shown(dest) for dest in missing)
-        raise MegatronError(f"the command line lacks {flags}; add what is missing to the script's arguments")
+    needless = []
+    if "max_position_embeddings" in missing and not _learns_positions(arguments):
+        missing.remove("max_position_embeddings")
+        needless.append("--max-position-embeddings")
+    if not (arguments.get("train_iters") or arguments.get("train_samples")):
+        needless.append("--train-iters (or --train-samples)")
+    flags = [arguments.shown(dest) for dest in missing]
+    if missing or (needless and not starts_nothing):
+        flags += () if starts_nothing else needless
+        raise MegatronError(f"the command line lacks {', '.join(flags)}; {why_missing(arguments, flags)}")
+    return f"Megatron itself needs {' and '.join(needless)} to train; nothing here depends on it" if needless else ""
+
+
+def _learns_positions(arguments: Arguments) -> bool:
+    is_rotary = bool(arguments.get("use_rotary_position_embeddings"))
+    return arguments.get("position_embedding_type") == "learned_absolute" and not is_rotary
 
 
 def read_model(
@@ -110,7 +130,7 @@ def _sizes(arguments: Arguments) -> dict[str, Any]:
             f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; or give --kv-channels"
         )
     seq_length = arguments.size(known_dest(arguments, "seq_length"))
-    positions = arguments.size("max_position_embeddings")
+    positions = arguments.size("max_position_embeddings", default=seq_length)
     if positions < seq_length:
         raise MegatronError(f"--max-position-embeddings {positions} is less than --seq-length {seq_length}")
     # With SwiGLU two thirds of the usual width, rounded down to a multiple of 64.

@@ -9,11 +9,12 @@ from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.megatron import checkpoint
 from pipette_launch.megatron.chunks import without_stages
-from pipette_launch.megatron.flags import Arguments, known_release, likely_flag, newest_release, release_of
+from pipette_launch.megatron.flags import Arguments, known_release, newest_release, release_of
 from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, check_layout, read_layout
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import performance_flags
 from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
+from pipette_launch.megatron.unknown_words import check_words, unknown_note
 from pipette_launch.megatron.vocabulary import read_vocabulary
 
 
@@ -55,7 +56,10 @@ def read_job(
     environment = environment or {}
     given = Arguments.parse(arguments, megatron_version)
     check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
-    check_required(given)
+    starts_nothing = for_prediction or for_planning
+    if starts_nothing:
+        check_words(given)
+    needless = check_required(given, starts_nothing=starts_nothing)
     vocabulary = read_vocabulary(given)
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, device_name=device_name)
     flags_layout, refusal = _flags_layout(given, world_size, for_planning=for_planning)
@@ -70,7 +74,7 @@ def read_job(
     if refusal and pinned & SIZE_FIELDS - ({"cp"} if device_kind == "cpu" else set()):
         raise refusal
     notes = [vocabulary.note, *demands.notes, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
-    notes += _unknown(given) if for_prediction or for_planning else []
+    notes += [needless, *unknown_note(given)] if starts_nothing else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
     fields = {"model": model, "batch": batch, "own": own, **_training(given, batch, environment)}
     return Job(**fields, pinned=tuple(sorted(pinned)), notes=tuple(dict.fromkeys(filter(None, notes))))
@@ -105,9 +109,7 @@ def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) ->
         raise MegatronError(
             f"{given.shown('train_iters')} and {given.shown('train_samples')} exclude each other; remove one"
         )
-    if iterations is None and samples is None:
-        raise MegatronError("the command line lacks --train-iters (or --train-samples); add one")
-    if given.get("rampup_batch_size") and not samples:
+    if given.get("rampup_batch_size") and iterations:
         raise MegatronError(f"{given.shown('rampup_batch_size')} works only with --train-samples; remove one")
     return {
         "cublas_workspace_config": environment.get("CUBLAS_WORKSPACE_CONFIG", ""),
@@ -116,22 +118,8 @@ def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) ->
         "optimizer": given.get("optimizer"),
         "performance_flags": performance_flags(given),
         "log_interval": given.size("log_interval"),
-        "train_iters": int(iterations or 0) or -(-int(samples or 0) // batch.global_batch_size),
+        "train_iters": int(iterations or 0) or -(-int(samples or 0) // batch.global_batch_size) or None,
     }
-
-
-def _unknown(given: Arguments) -> list[str]:
-    """Name the flags that this release does not have: the script's own, or typing errors.
-
-    A script that is launched refuses unknown flags itself; commands that launch none must name them.
-    """
-    words = [token.words[0].partition("=")[0] for token in given.tokens if token.flag is None]
-    unknown = dict.fromkeys(word for word in words if word.startswith("--") and word != "--")
-    if not unknown:
-        return []
-    likely = ((word, likely_flag(word, given.version)) for word in unknown)
-    shown = (f"{word} (did you mean {flag}?)" if flag else word for word, flag in likely)
-    return [f"not flags of Megatron {given.version}, so without effect here: {', '.join(shown)}"]
 
 
 def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: MegatronError | None) -> list[str]:

@@ -63,8 +63,8 @@ def test_missing_flags_are_named_at_once() -> None:
         job(base=["--num-layers", "4", "--encoder-seq-length", "8"])
 
     assert (
-        "the command line lacks --hidden-size, --num-attention-heads, --max-position-embeddings, --micro-batch-size; "
-        "add what is missing to the script's arguments"
+        "the command line lacks --hidden-size, --num-attention-heads, --max-position-embeddings, --micro-batch-size, "
+        "--train-iters (or --train-samples); add what is missing to the script's arguments"
     ) == str(error.value)
 
 

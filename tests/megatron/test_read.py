@@ -109,8 +109,37 @@ def test_query_groups_are_replicated_from_0_16_on() -> None:
 
 def test_length_of_the_job_must_be_said() -> None:
     """Neither iterations nor samples: Megatron would fail later."""
-    with pytest.raises(MegatronError, match="lacks --train-iters"):
+    with pytest.raises(MegatronError, match=r"lacks --train-iters \(or --train-samples\); add what is missing"):
         job(base=TEXT.replace("--train-iters 10", "").split())
+
+
+@pytest.mark.parametrize("purpose", ["for_prediction", "for_planning"])
+@pytest.mark.parametrize(
+    ("more", "missing", "needless"),
+    [
+        ("", "--train-iters 10", "--train-iters (or --train-samples)"),
+        ("--position-embedding-type rope", "--max-position-embeddings 32", "--max-position-embeddings"),
+        ("--use-rotary-position-embeddings", "--max-position-embeddings 32", "--max-position-embeddings"),
+        ("--position-embedding-type none", "--max-position-embeddings 32", "--max-position-embeddings"),
+        ("--lr-decay-style cosine", "--no-such-flag", ""),
+    ],
+)
+def test_flags_that_change_nothing_are_not_demanded(purpose: str, more: str, missing: str, needless: str) -> None:
+    """Where nothing starts, a note names what Megatron itself would miss; the rest of the job is the same."""
+    whole = job(more, **{purpose: True})  # type: ignore[arg-type]
+    part = job(more, base=TEXT.replace(missing, "").split(), **{purpose: True})  # type: ignore[arg-type]
+
+    assert job("--train-samples 640", base=TEXT.replace("--train-iters 10", "").split(), for_planning=True).notes == ()
+    note = f"Megatron itself needs {needless} to train; nothing here depends on it"
+    assert (note in part.notes) == bool(needless)
+    assert (whole.own, whole.pinned, whole.model.seq_length) == (part.own, part.pinned, part.model.seq_length)
+
+
+def test_learned_positions_must_be_counted() -> None:
+    """Their table is part of the model, so prediction and plan demand its length."""
+    for purpose in ("for_prediction", "for_planning"):
+        with pytest.raises(MegatronError, match="lacks --max-position-embeddings; add"):
+            job(base=TEXT.replace("--max-position-embeddings 32", "").split(), **{purpose: True})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +204,7 @@ def test_unknown_flags_do_not_matter() -> None:
     ("words", "shown"),
     [
         ("--tensor-model-parallel-szie 2", "--tensor-model-parallel-szie (did you mean --tensor-model-parallel-size?)"),
-        ("--micro_batch_size=4 --mine", "--micro_batch_size (did you mean --micro-batch-size?), --mine"),
+        ("--tp 4 --mine", "--tp (did you mean --tensor-model-parallel-size?), --mine"),
         # Of Megatron's own multimodal scripts, of its tool for distillation, and of a later release.
         ("--freeze-LM --packing-seq-length 8 --export-kd-cfg x", "--freeze-LM, --packing-seq-length, --export-kd-cfg"),
         ("--activation-offload-fraction 0.5", "--activation-offload-fraction"),

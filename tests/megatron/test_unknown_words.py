@@ -1,0 +1,122 @@
+"""Words that Megatron does not take are answered with their cause, all of one kind in one sentence."""
+
+from __future__ import annotations
+
+import string
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_lines import SMALL, job
+
+from pipette_launch.errors import MegatronError
+from pipette_launch.megatron.flags import flag_table
+
+Purpose = Literal["for_prediction", "for_planning"]
+FLAGS = sorted(option for option in flag_table("0.16.1") if option.startswith("--") and "_" not in option)
+
+
+def complaint(words: str, *, base: list[str] | None = None, purpose: Purpose = "for_prediction") -> str:
+    """The error of a command line that is predicted or planned."""
+    with pytest.raises(MegatronError) as error:
+        job(words, base=SMALL if base is None else base, **{purpose: True})  # type: ignore[arg-type]
+    return str(error.value)
+
+
+@pytest.mark.parametrize("purpose", ["for_prediction", "for_planning"])
+@pytest.mark.parametrize(
+    ("words", "pairs"),
+    [
+        (
+            "--num_layers 32 --tensor_model_parallel_size 4 --sequence_parallel true",
+            (
+                "--num-layers for --num_layers, --tensor-model-parallel-size for --tensor_model_parallel_size, "
+                "--sequence-parallel for --sequence_parallel"
+            ),
+        ),
+        ("--micro_batch_size=4 --mine", "--micro-batch-size for --micro_batch_size"),
+        ("--numLayers 32 --Hidden-Size 64", "--num-layers for --numLayers, --hidden-size for --Hidden-Size"),
+        ("-num-layers 32 -lr 1", "--num-layers for -num-layers, --lr for -lr"),
+        ("\N{EM DASH}num-layers 32", "--num-layers for \N{EM DASH}num-layers"),
+        ("\N{EN DASH}\N{EN DASH}bf16", "--bf16 for \N{EN DASH}\N{EN DASH}bf16"),
+    ],
+)
+def test_another_spelling_is_named(words: str, pairs: str, purpose: Purpose) -> None:
+    """Its value would be left out, whether or not something is missing."""
+    said = f"Megatron's flags have plain dashes, not underscores or capitals: write {pairs}"
+
+    assert said == complaint(words, purpose=purpose) == complaint(words, base=[], purpose=purpose)
+
+
+@given(st.sampled_from(FLAGS), st.sampled_from([str.title, str.lower]))
+def test_every_flag_is_known_by_its_letters(flag: str, case: type[str]) -> None:
+    """Underscores in the place of dashes, in any case, lead to the same letters in Megatron's own spelling."""
+    word = "--" + case(flag[2:]).replace("-", "_")
+    if word in FLAGS:
+        return
+    right = complaint(word, base=[]).partition(": write ")[2].removesuffix(f" for {word}")
+
+    assert flag.strip(string.punctuation).replace("-", "") == right.replace("-", "").replace("_", "").lower()
+
+
+@pytest.mark.parametrize(
+    ("words", "pairs"),
+    [
+        (
+            "model.num_layers=32 model.tensor_model_parallel_size=4",
+            (
+                "--num-layers 32 for model.num_layers=32, "
+                "--tensor-model-parallel-size 4 for model.tensor_model_parallel_size=4"
+            ),
+        ),
+        ("--bf16 ++train.train_iters=10", "--train-iters 10 for ++train.train_iters=10"),
+        ("--bf16 num_layers=8", "--num-layers 8 for num_layers=8"),
+    ],
+)
+def test_overrides_are_no_flags(words: str, pairs: str) -> None:
+    """Megatron-Bridge, NeMo and Hydra write values so."""
+    assert f"Megatron-LM takes its values as flags, not as NAME=VALUE: write {pairs}" == complaint(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("--recipe llama3_8b", "--recipe llama3_8b names a recipe of another program"),
+        ("--recipe=llama3_8b model.seq_length=4096", "--recipe llama3_8b names a recipe of another program"),
+        ("--model_recipe_name llama3_8b -tp 4", "--model_recipe_name llama3_8b names a recipe of another program"),
+        ("--config-name conf", "--config-name conf names a recipe of another program"),
+        ("--exp a.yaml", "--exp a.yaml names a recipe of another program"),
+        ("conf.yaml", "conf.yaml belongs to a recipe"),
+        ("model.foo=3", "model.foo=3 belongs to a recipe"),
+        ("--model Qwen/Qwen2.5-7B", "--model Qwen/Qwen2.5-7B names a model, and its shape is read from flags alone"),
+        ("--hf-path some/name", "--hf-path some/name names a model, and its shape is read from flags alone"),
+        ("--num-layer 3 --hidden-sizes 4", "write --num-layers for --num-layer, --hidden-size for --hidden-sizes"),
+        ("--mine 3", "add what is missing to the script's arguments"),
+    ],
+)
+def test_missing_flags_have_a_cause(words: str, cause: str) -> None:
+    """One sentence names what is missing and where it likely stands."""
+    said = complaint(words, base=[])
+
+    assert said.startswith("the command line lacks --num-layers, --hidden-size, --num-attention-heads, --seq-length")
+    assert f"; {cause}" in said
+    with pytest.raises(MegatronError, match="the command line lacks --num-layers"):
+        job(words, base=[])
+
+
+@pytest.mark.parametrize("word", ["true", "False", "0", "off"])
+def test_switches_take_no_value(word: str) -> None:
+    """A word behind one would be ignored, where it may have been meant to turn it off."""
+    assert f"--bf16 {word}: the flag takes no value; give it alone, or leave it out" == complaint(f"--bf16 {word}")
+
+
+@pytest.mark.parametrize("words", ["--mine a=3 --your num_layers=3", "--mine true", "--mine 1 --fp16", "--lr=1e-4"])
+def test_values_of_other_flags_are_theirs(words: str) -> None:
+    """The words behind a flag that Megatron does not have are the script's own."""
+    assert job(words, for_prediction=True).own == job().own
+
+
+def test_a_launched_script_judges_its_own_words() -> None:
+    """It may have flags of its own that differ from Megatron's in their spelling alone."""
+    assert job("--micro_batch_size 4 --bf16 true").own == job().own

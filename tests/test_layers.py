@@ -35,7 +35,7 @@ SUB_FLOORS = {
     ],
     "megatron": [
         {"environment", "flags", "logs"},
-        {"chunks", "faults", "performance", "trial", "unknown_words", "version", "vocabulary"},
+        {"chunks", "faults", "performance", "tokenizers", "trial", "unknown_words", "version"},
         {"pins"},
         {"checkpoint", "layout"},
         {"model", "write"},

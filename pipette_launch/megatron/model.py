@@ -12,8 +12,8 @@ from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.megatron.chunks import hybrid_pattern
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import MOST_LAYERS, known_dest, num_layers_of
+from pipette_launch.megatron.tokenizers import Vocabulary
 from pipette_launch.megatron.unknown_words import why_missing
-from pipette_launch.megatron.vocabulary import Vocabulary
 
 REQUIRED = (
     "num_layers",

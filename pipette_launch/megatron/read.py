@@ -14,8 +14,8 @@ from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, check_layout
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import performance_flags
 from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
+from pipette_launch.megatron.tokenizers import read_vocabulary
 from pipette_launch.megatron.unknown_words import check_words, unknown_note
-from pipette_launch.megatron.vocabulary import read_vocabulary
 
 
 def read_job(

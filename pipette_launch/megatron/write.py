@@ -9,7 +9,7 @@ from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.megatron.chunks import read_chunks, write_chunks
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import CP, EP, ETP, GROUP_SIZE, PP, TP, read_recompute
-from pipette_launch.megatron.vocabulary import read_vocabulary
+from pipette_launch.megatron.tokenizers import read_vocabulary
 
 SIZES = (
     ("tp", TP, "--tensor-model-parallel-size"),

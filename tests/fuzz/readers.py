@@ -49,7 +49,7 @@ from pipette_launch.megatron import read_job
 from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.logs import parse_iteration, parse_memory
-from pipette_launch.megatron.vocabulary import read_vocabulary
+from pipette_launch.megatron.tokenizers import read_vocabulary
 from pipette_launch.probe.health.inventory import switches
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
 from pipette_launch.probe.progress import PhaseEnd, Sign

@@ -1,0 +1,102 @@
+"""Vocabularies of public models, by their names.
+
+Megatron counts `len(tokenizer)`, special tokens included, and pads the number itself; the `vocab_size` of a model's own
+config.json is already padded, by another rule. Sources are the tokenizers' public files and what their authors wrote:
+QwenLM/Qwen3 issues 29 and 885 (Qwen1.5 to 2.5), deepseek-ai/DeepSeek-MoE issue 14, ggml-org/llama.cpp pull request 3633
+(DeepSeek-Coder), vllm-project/vllm pull request 51727 (DeepSeek-V4), mosaicml/llm-foundry issue 590 (MPT),
+facebookresearch/metaseq issue 469 (OPT), recipes of NVIDIA/NeMo (Llama, Mixtral, Nemotron).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+LLAMA_1_OR_2, LLAMA_3 = 32000, 128256
+MODELS: tuple[tuple[str, int], ...] = (
+    # The first pattern that matches counts, so models distilled from two families stand before both.
+    (r"deepseek-r1-distill-llama", LLAMA_3),
+    (r"deepseek-r1-distill-qwen", 151665),
+    (r"deepseek-r1-0528-qwen3", 151669),
+    (r"deepseek-v4", 129280),
+    (r"deepseek-?(v3|r1|prover-v2-671b)", 128815),
+    (r"deepseek-?(v2|coder-v2|prover-v1)", 100002),
+    (r"deepseek-coder", 32022),
+    (r"deepseek-(llm|moe|math)", 100015),
+    (r"code-?llama", 32016),
+    (r"(meta-)?llama-?(7|13|30|33|65)b", LLAMA_1_OR_2),
+    (r"(meta-)?llama-?4", 201135),
+    (r"(meta-)?llama-?3", LLAMA_3),
+    (r"(meta-)?llama-?[12](?!\d)", LLAMA_1_OR_2),
+    (r"tinyllama|vicuna|open-?llama", LLAMA_1_OR_2),
+    (r"mistral-nemo|mistral-small-(24b|3|4)|ministral|magistral|devstral|pixtral|mistral-large-3", 131072),
+    (r"mistral-(large|small)|codestral|mathstral", 32768),
+    (r"mistral-7b-(instruct-)?v0-?3", 32768),
+    (r"mistral-7b|mistral-v0-?[12]", 32000),
+    (r"mixtral-8x22b-(instruct|v0-?3)", 32768),
+    (r"mixtral", 32000),
+    (r"qwen-?3-?[5-9](?!\d*b)", 248077),
+    (r"qwen-?3", 151669),
+    (r"qwen-?2-?5(?!\d*b)", 151665),
+    (r"qwen-?2-vl", 151657),
+    (r"qwen-?(1-?5|2)(?!\d)", 151646),
+    (r"(qwq|qvq)-", 151665),
+    (r"qwen-(1-8b|7b|14b|72b)", 151851),
+    (r"gemma-?[34]n?(?![\db])", 262145),
+    (r"(code|recurrent)?gemma", 256000),
+    (r"(distil)?gpt-?2|gpt-neo-(125m|1-3b|2-7b)|dialogpt", 50257),
+    (r"gpt-j", 50400),
+    (r"gpt-neox|pythia|mamba2?-(130m|370m|780m|790m|1-3b|1-4b|2-7b|2-8b)|mpt-|redpajama-incite|dolly-v2", 50277),
+    (r"gpt-oss", 200019),
+    (r"phi-(1|1-5|2)$", 50295),
+    (r"phi-4-(mini|multimodal)", 200029),
+    (r"phi-4", 100352),
+    (r"phi-3-small", 100352),
+    (r"phi-3(-5)?-", 32011),
+    (r"(nvidia-)?nemotron-?(4|3-8b|3-22b|15b|340b)", 256000),
+    (r"(nvidia-)?nemotron-(h|nano|3|5)", 131072),
+    (r"minitron", 256000),
+    (r"kimi-(k2|vl|linear)|moonlight", 163840),
+    (r"glm-?4-?[5-9](?!\d*b)", 151365),
+    (r"glm-?4", 151343),
+    (r"chatglm3", 64798),
+    (r"falcon3", 131072),
+    (r"falcon-(7b|11b|40b|180b|rw|2)", 65024),
+    (r"bloomz?(-|$)", 250680),
+    (r"granite-.*code|starcoder|smollm2?(-|$)", 49152),
+    (r"granite-4", 100352),
+    (r"granite-3", 49155),
+    (r"smollm3", LLAMA_3),
+    (r"olmo-?(2|3)", 100278),
+    (r"olmo", 50280),
+    (r"yi-(1-5-)?(6b|9b|34b)", 64000),
+    (r"baichuan-?2", 125696),
+    (r"baichuan", 64000),
+    (r"internlm2", 92544),
+    (r"opt-(iml-)?(125m|350m|1-3b|2-7b|6-7b|13b|30b|66b|175b)", 50265),
+    (r"(c4ai-)?command-[ar]|aya-(23|expanse)", 255029),
+    (r"stablelm-2", 100289),
+    (r"dbrx", 100277),
+    (r"ernie-4-5", 103424),
+    (r"exaone-(3|4|deep)", 102400),
+    (r"seed-oss", 155136),
+    (r"jamba", 65536),
+    (r"grok-1|apertus", 131072),
+)
+"""Beginnings of a model's name, in lower case with dashes for all signs, and the tokens of its tokenizer."""
+
+
+def known_tokens(named: str) -> tuple[str, int] | None:
+    """Return the part of a hub name or path that names a public model, and the tokens of its tokenizer.
+
+    Args:
+        named: `meta-llama/Llama-3.1-8B`, or `/lustre/models/Llama-3.1-8B/tokenizer.model` on a machine elsewhere.
+
+    """
+    for part in reversed(PurePosixPath(named).parts):
+        # The hub's own cache joins organisation and name by two dashes.
+        name = re.sub(r"[^a-z0-9]+", "-", part.rpartition("--")[2].lower()).strip("-")
+        for pattern, tokens in MODELS:
+            if re.match(pattern, name):
+                return part, tokens
+    return None

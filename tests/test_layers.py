@@ -38,7 +38,7 @@ SUB_FLOORS = {
         {"chunks", "faults", "performance", "tokenizers", "trial", "unknown_words", "version"},
         {"pins"},
         {"checkpoint", "layout"},
-        {"model", "write"},
+        {"model", "rules", "write"},
         {"read"},
     ],
     "pipette_patches": [

@@ -12,7 +12,8 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
 from pipette_launch.facts.machines.rooms import Rooms
-from pipette_launch.search.layouts.rules import Rules
+from pipette_launch.megatron.rules.judge import broken_rule
+from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.solve import SolveOptions, solve
 
 MEMORY_MARGIN = 0.08
@@ -190,7 +191,7 @@ class _Judge:
             layout
             for layout in dict.fromkeys(layouts)
             if all(getattr(layout, pin) == getattr(own, pin) for pin in _FLAGS if pin in pins)
-            and self._rules.fault(layout) is None
+            and broken_rule(self._rules, layout) is None
             and device_peak_bytes(self._job, layout, self._measurements) <= limit
         ]
         priced = {layout: self.step_s(layout, pick.placement) for layout in fitting}

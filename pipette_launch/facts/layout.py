@@ -1,4 +1,4 @@
-"""One legal set of degrees, virtual stages, micro-batch and recompute, and how its cells become ranks."""
+"""A layout: degrees, virtual stages, micro-batch and recompute; its two halves, and how its cells become ranks."""
 
 from __future__ import annotations
 
@@ -155,3 +155,45 @@ class Layout:
             ("uneven", bool(self.layers_per_chunk) and len(set(self.layers_per_chunk)) > 1),
         ]
         return " ".join(degrees + [word for word, on in extras if on])
+
+
+class Degrees(NamedTuple):
+    """Numbers of ranks on each axis, and the rank order."""
+
+    tp: int
+    pp: int
+    dp: int
+    cp: int
+    ep: int
+    etp: int
+    use_tp_pp_dp_mapping: bool = False
+
+    @classmethod
+    def of(cls, layout: Layout) -> Degrees:
+        """Take the degrees of a layout."""
+        return cls(*(getattr(layout, name) for name in cls._fields))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of each expert shard, where the expert grid divides the ranks."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+
+class MemoryOptions(NamedTuple):
+    """Choices that save memory or hide communication."""
+
+    sequence_parallel: bool
+    use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    recompute: Recompute
+
+    @classmethod
+    def of(cls, layout: Layout) -> MemoryOptions:
+        """Take the memory options of a layout."""
+        return cls(*(getattr(layout, name) for name in cls._fields))

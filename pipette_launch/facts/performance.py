@@ -12,6 +12,8 @@ NOT_TIMED = (*MODELLED, "--enable-cuda-graph", "--external-cuda-graph")
 """Beginnings of all flags that change how long a layer takes, and that the layers of a warm-up do not have."""
 RING = "p2p"
 """Exchange of context parallelism that is Megatron's default (--cp-comm-type), and the only one timed and priced."""
+SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
+"""Strategies of Megatron-FSDP that shard gradients (--data-parallel-sharding-strategy)."""
 
 
 def _option(flag: str, *, default: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipette_launch.errors import MegatronError
@@ -10,10 +11,11 @@ from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.megatron import checkpoint
 from pipette_launch.megatron.chunks import without_stages
 from pipette_launch.megatron.flags import Arguments, known_release, newest_release, release_of
-from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, check_layout, read_layout
+from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, read_layout
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import performance_flags
 from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
+from pipette_launch.megatron.rules.judge import check_flags, check_own
 from pipette_launch.megatron.tokenizers import read_vocabulary
 from pipette_launch.megatron.unknown_words import check_words, unknown_note
 
@@ -63,11 +65,10 @@ def read_job(
     vocabulary = read_vocabulary(given)
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, device_name=device_name)
     flags_layout, refusal = _flags_layout(given, world_size, for_planning=for_planning)
+    check_flags(given, flags_layout)
     batch = _batch(given, flags_layout)
     demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)
     own = demands.applied(flags_layout)
-    if not for_planning:
-        check_layout(own, model, given, device_kind=device_kind, global_batch_size=batch.global_batch_size)
     held = (*pins(given, own, device_kind), *demands.pins)
     pinned = {*fixed, *(name for pin in held for name in pin.fields)}
     # On CPU cp stays 1, whatever the user's sizes are.
@@ -77,7 +78,10 @@ def read_job(
     notes += [needless, *unknown_note(given)] if starts_nothing else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
     fields = {"model": model, "batch": batch, "own": own, **_training(given, batch, environment)}
-    return Job(**fields, pinned=tuple(sorted(pinned)), notes=tuple(dict.fromkeys(filter(None, notes))))
+    job = Job(**fields, pinned=tuple(sorted(pinned)), notes=tuple(dict.fromkeys(filter(None, notes))))
+    if for_planning:
+        return job
+    return replace(job, notes=(*job.notes, *check_own(job, given, device_kind=device_kind)))
 
 
 def global_batch_size(words: Sequence[str]) -> int | None:

@@ -17,7 +17,7 @@ NOT_MODELLED = "Not modelled: "
 """The beginning of a note on an effect that the cost model leaves out. Screens count these notes; files list them."""
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 TELLING = re.compile(
-    r"own configuration|refuses the user's own layout|own layout could not be priced|something else may be running"
+    r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running"
 )
 
 

@@ -51,7 +51,7 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     found = [*inputs.job.notes, *inputs.measurements.notes, *inputs.predictor.notes(chosen.priced_layout)]
     own = chosen.own
     if inputs.own_fault is not None:
-        found.append(f"Megatron refuses the user's own layout {own.layout.words()}: {inputs.own_fault}.")
+        found.append(f"The user's own layout {own.layout.words()} is ruled out: {inputs.own_fault}.")
     elif chosen.own_basis is not None:
         found.append(
             f"The user's own layout could not be priced; the step time of {chosen.own_basis.words()}, the nearest that "

@@ -16,8 +16,9 @@ from pipette_launch.errors import PipetteError, PlanError, UsageError
 from pipette_launch.facts import Choice, Layout, Plan
 from pipette_launch.facts.results.comparison import Comparison, Entry
 from pipette_launch.facts.results.rate import Rate
+from pipette_launch.megatron.rules.judge import broken_rule
+from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.candidates import memory_limit_bytes
-from pipette_launch.search.layouts.rules import Rules
 from pipette_launch.tools.planning import PlanningProblem
 from pipette_launch.units import bytes_text, seconds_text
 
@@ -85,8 +86,8 @@ class Judge:
 
     def priced(self, layout: Layout, placement: Sequence[int]) -> PricedChoice:
         """Price a configuration where it can be priced, and list what is wrong with it."""
-        fault = self._rules.fault(layout)
-        refused = (f"Megatron refuses {layout.words()}: {fault}.",) if fault else ()
+        broken = broken_rule(self._rules, layout)
+        refused = (f"{layout.words()} is ruled out: {broken.reason}.",) if broken else ()
         try:
             choice = self._choice(layout, placement)
         except PipetteError as error:
@@ -95,7 +96,7 @@ class Judge:
 
     def can_run(self, layout: Layout) -> bool:
         """Whether Megatron takes it and it fits; cheaper than `priced`."""
-        if self._rules.fault(layout):
+        if broken_rule(self._rules, layout):
             return False
         try:
             return max(parts.total for parts in peak_memory_bytes(self.job, layout)) <= self._limit_bytes(layout)

@@ -15,7 +15,8 @@ from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Links, Measurements
 from pipette_launch.facts.machines.known_devices import device_named
-from pipette_launch.search.layouts.rules import Rules
+from pipette_launch.megatron.rules.judge import broken_rule
+from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.units import GIB
 
 CASES = tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))
@@ -62,7 +63,7 @@ def test_every_pick_is_legal_and_fills_every_slot(name: str) -> None:
     ranking = RANKINGS[name](job, unequal(), options())
     rules = Rules.of(job, device_kind="cpu")
 
-    assert not [reason for pick in ranking if (reason := rules.fault(pick.layout))]
+    assert not [reason for pick in ranking if (reason := broken_rule(rules, pick.layout))]
     assert all(list(range(8)) == sorted(pick.placement) for pick in ranking)
     assert len(ranking) == len({pick.layout for pick in ranking})
     if name in SEARCHING and name != "megatron-rules":

@@ -19,8 +19,9 @@ import pytest
 from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.megatron import read_job, script_version, write_arguments
 from pipette_launch.megatron.flags import Arguments, release_of
+from pipette_launch.megatron.rules.judge import broken_rule
+from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.layouts.enumerate import cuts
-from pipette_launch.search.layouts.rules import Rules
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 WORLD_SIZE = 16
@@ -124,7 +125,8 @@ def refused(kind: str, version: str) -> tuple[list[str], Job, list[Layout]]:
         for modules in ((), ("moe_act",), ("mla_up_proj",)):
             recompute = Recompute(granularity="selective", modules=modules) if modules else layout.recompute
             each = replace(layout, recompute=recompute)
-            reason = next((words for words in REFUSED_BY_CORE if (rules.fault(each) or "").startswith(words)), None)
+            broken = broken_rule(rules, each)
+            reason = next((words for words in REFUSED_BY_CORE if broken and broken.reason.startswith(words)), None)
             if reason:
                 found.setdefault(reason, []).append(each)
     rng = random.Random(kind)
@@ -195,7 +197,7 @@ def test_megatron_core_agrees(core_version: str) -> None:
 
     assert meant == [next(answers) for _ in meant]
     taken = [
-        (layout.words(), Rules.of(job, device_kind="cuda").fault(layout))
+        (layout.words(), broken_rule(Rules.of(job, device_kind="cuda"), layout))
         for _, job, layouts in dropped
         for layout in layouts
         if not isinstance(next(answers), str)

@@ -299,7 +299,10 @@ def test_a_flag_that_is_not_priced_has_a_note() -> None:
             "--cuda-graph-impl: what captured graphs hold is not in the predicted",
         ),
         ("--enable-cuda-graph", "--enable-cuda-graph: what captured graphs hold is not in the predicted memory"),
-        ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers is not in the predicted memory"),
+        (
+            "--cpu-offloading-num-layers 1 --pipeline-model-parallel-size 1",
+            "--cpu-offloading-num-layers is not in the predicted memory",
+        ),
     ],
 )
 def test_memory_that_is_not_counted_has_a_note(words: str, begins: str) -> None:

@@ -126,7 +126,7 @@ def test_by_default_a_sick_node_is_told_once(tmp_path: Path) -> None:
     ("batch", "least", "why"),
     [
         ("24", 3, "2 of 3 nodes would be left, and --nnodes wants at least 3; start with --nnodes 2:3"),
-        ("6", 2, "global batch size 6 is not divisible by micro_batch_size*dp = 1*4"),
+        ("6", 2, "global_batch_size=6; on 4 data-parallel ranks it must be a multiple of 4"),
     ],
 )
 def test_a_node_that_the_job_needs_stays(tmp_path: Path, batch: str, least: int, why: str) -> None:

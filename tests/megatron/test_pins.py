@@ -38,7 +38,13 @@ EXPERTS = "--num-experts 4"
         ("--optimizer sgd", OPTIMIZER),
         ("--optimizer muon", ("etp", *OPTIMIZER[:2], "tp", OPTIMIZER[2])),
         ("--use-distributed-optimizer --use-precision-aware-optimizer", OPTIMIZER),
-        ("--distribute-saved-activations", ("recompute",)),
+        (
+            (
+                "--distribute-saved-activations --tensor-model-parallel-size 2 --recompute-granularity full "
+                "--recompute-method block --recompute-num-layers 1"
+            ),
+            ("recompute",),
+        ),
         ("--fine-grained-activation-offloading --offload-modules core_attn", ("recompute",)),
         ("--num-experts 4 --moe-layer-recompute", ("recompute",)),
         ("--data-parallel-random-init", ("dp",)),
@@ -63,7 +69,7 @@ def test_sharding_stays(words: str) -> None:
 def test_megatron_turns_the_optimizer_on_itself() -> None:
     """From 0.18 on Megatron-FSDP implies the distributed optimizer; before, the job is refused without it."""
     assert job("--use-megatron-fsdp", version="0.18.0", for_prediction=True).own.use_distributed_optimizer
-    with pytest.raises(MegatronError, match="needs --use-distributed-optimizer"):
+    with pytest.raises(MegatronError, match="add --use-distributed-optimizer"):
         job("--use-megatron-fsdp", for_prediction=True)
 
 
@@ -81,7 +87,6 @@ def test_cpu_pins_context_parallelism() -> None:
         "--is-hybrid-model",
         "--heterogeneous-layers-config-path layers.json",
         "--use-torch-fsdp2",
-        "--use-megatron-fsdp",
         "--perform-rl-step",
         "--skip-train",
         "--fake-process-group",
@@ -114,8 +119,7 @@ def test_offloaded_scores_of_uneven_layers_are_refused() -> None:
 def test_what_is_off_or_harmless_is_not_refused() -> None:
     """The local spec is Megatron's own; what ties ranks to hosts is a matter of placing them."""
     assert job("--spec local")
-    assert job("--tp-comm-overlap")
-    assert job("--tp-comm-overlap", device_kind="cpu")
+    assert job("--tp-comm-overlap --tensor-model-parallel-size 2 --sequence-parallel")
     assert job("--moe-token-dispatcher-type flex")
 
 

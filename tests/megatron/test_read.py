@@ -64,21 +64,33 @@ def test_samples_become_iterations() -> None:
         (f"{TP} 3", f"{TP} 3 need a multiple of 3 ranks, but the job has 8"),
         (f"{TP} 16", f"{TP} 16 need a multiple of 16 ranks"),
         ("--expert-tensor-parallel-size 3 --num-experts 2", "--expert-tensor-parallel-size 3 need a multiple of 3"),
-        (f"{TP} 8 --num-attention-heads 4", f"{TP} 8: does not divide --num-attention-heads 4"),
-        (f"{TP} 4 --group-query-attention --num-query-groups 8 --ffn-hidden-size 30", "feed-forward width 30"),
-        ("--context-parallel-size 8 --seq-length 24", "--seq-length 24 is no multiple of 2*8"),
-        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: needs --num-experts"),
-        ("--num-experts 3 --expert-model-parallel-size 2", "does not divide --num-experts 3"),
-        (f"--num-experts 4 {TP} 2", "--sequence-parallel"),
+        (
+            f"{TP} 8 --num-attention-heads 4",
+            f"{TP} 8 and --num-attention-heads 4: tp does not divide num_attention_heads=4",
+        ),
+        (
+            f"{TP} 4 --group-query-attention --num-query-groups 8 --ffn-hidden-size 30",
+            f"{TP} 4 and --ffn-hidden-size 30: tp does not divide ffn_hidden_size=30",
+        ),
+        ("--context-parallel-size 8 --seq-length 24", "--seq-length must be a multiple of 16"),
+        (
+            "--expert-model-parallel-size 2",
+            "--expert-model-parallel-size 2: expert parallelism needs experts; remove it, or add --num-experts",
+        ),
+        ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3: ep does not divide num_experts=3"),
+        (f"--num-experts 4 --disable-bias-linear {TP} 2", "add --sequence-parallel"),
         (
             f"--num-experts 4 {PP} 2 --use-tp-pp-dp-mapping --expert-model-parallel-size 2",
             "etp*ep = 2, tp*cp = 1; remove the flag",
         ),
         ("--global-batch-size 12", "it must be a multiple of 8"),
-        ("--overlap-param-gather", "--overlap-param-gather needs --use-distributed-optimizer"),
+        (
+            "--overlap-param-gather",
+            "--overlap-param-gather: overlap_param_gather needs the distributed optimizer",
+        ),
         (
             f"{PP} 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
-            "3 micro-batches do not interleave over 4 pipeline ranks",
+            "3 micro-batches do not fill groups of 4",
         ),
         (
             f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
@@ -145,8 +157,11 @@ def test_learned_positions_must_be_counted() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--context-parallel-size 2", "use --context-parallel-size 1 on CPU"),
-        ("--recompute-granularity selective --recompute-modules layernorm mlp", "--recompute-modules layernorm:"),
+        ("--context-parallel-size 2", "a GPU; use --context-parallel-size 1"),
+        (
+            "--recompute-granularity selective --recompute-modules layernorm moe",
+            "--recompute-modules layernorm moe: recompute of layernorm, moe_act and mla_up_proj needs",
+        ),
     ],
 )
 def test_cpu_lacks_transformer_engine(words: str, message: str) -> None:

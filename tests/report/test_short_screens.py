@@ -115,7 +115,7 @@ def test_notes_that_ask_for_nothing_are_counted() -> None:
 @pytest.mark.parametrize(
     "note",
     [
-        "Megatron refuses the user's own layout tp3: its heads do not divide.",
+        "The user's own layout tp3 is ruled out: its heads do not divide.",
         "The user's own configuration, tp2 pp2, is not kept: its ranks lie on two hosts.",
         "compute: layer times scatter by more than 10% on node0:1; something else may be running there",
         "--save is not given: after the loss of a host the job starts over.",

@@ -9,8 +9,8 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import strategies as st
 
 from pipette_launch.facts import Batch, Job, Layout, ModelSpec, Recompute
+from pipette_launch.facts.layout import MemoryOptions
 from pipette_launch.facts.model import LatentAttention
-from pipette_launch.search.layouts.layout_parts import MemoryOptions
 from pipette_launch.search.layouts.partition import balanced_chunks, by_flops, stage_seconds
 
 POWERS = (1, 2, 4, 8)

@@ -29,9 +29,10 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Batch, ComputeCase, ComputeTime, Layout, Links, Measurements, Plan, Samples, files
 from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.megatron.rules.degrees import tensor_faults
+from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search import search_loop
 from pipette_launch.search.frontier import UNPROMISING
-from pipette_launch.search.layouts.rules import Rules
 from pipette_launch.search.solve import SolveOptions, solve
 
 
@@ -155,7 +156,7 @@ def test_an_own_layout_that_megatron_refuses_is_told_and_left() -> None:
 
     assert not plan.keeps_own
     assert plan.own.layout == job.own
-    assert any("Megatron refuses the user's own layout tp1 pp4" in note for note in plan.notes)
+    assert any("The user's own layout tp1 pp4" in note for note in plan.notes)
 
 
 def test_alternatives_are_other_plans_and_no_slower_than_the_own() -> None:
@@ -359,5 +360,6 @@ def test_userbuffers_keep_tensor_parallelism_inside_hosts() -> None:
     assert {2} == {one.layout.tp for one in (plan.chosen, *plan.alternatives)}
     assert {None} == {splits(job, measurements.cluster, one) for one in (plan.chosen, *plan.alternatives)}
     assert [[why], []] == [
-        list(Rules.of(job, device_kind=kind, rooms=rooms).tensor_faults(4)) for kind in ("cuda", "cpu")
+        [broken.reason for broken in tensor_faults(Rules.of(job, device_kind=kind, rooms=rooms), 4)]
+        for kind in ("cuda", "cpu")
     ]

@@ -90,7 +90,7 @@ def test_an_own_layout_that_megatron_refuses_is_a_row_with_its_fault(capsys: pyt
     assert found["ours"].runs
     assert found["megatron-rules"].runs
     assert (
-        "Megatron refuses tp1 pp1 dp8 mbs1: micro_batch_size*dp does not divide global_batch_size=4."
+        "tp1 pp1 dp8 mbs1 is ruled out: micro_batch_size*dp does not divide global_batch_size=4."
         in found["yours"].faults
     )
 

@@ -276,11 +276,11 @@ def test_no_search_for_a_plan_that_cannot_be_written(
     [
         (
             "--global-batch-size 4",
-            "Megatron refuses the user's own layout tp1 pp1 dp8 mbs1: micro_batch_size*dp does not divide global_batch",
+            "The user's own layout tp1 pp1 dp8 mbs1 is ruled out: micro_batch_size*dp does not divide global_batch",
         ),
         (
             "--tensor-model-parallel-size 8 --num-attention-heads 4",
-            "Megatron refuses the user's own layout tp8 pp1 dp1 mbs1: tp does not divide num_attention_heads=4.",
+            "The user's own layout tp8 pp1 dp1 mbs1 is ruled out: tp does not divide num_attention_heads=4.",
         ),
         (
             "--pipeline-model-parallel-size 3",

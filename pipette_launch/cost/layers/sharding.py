@@ -12,6 +12,7 @@ from pipette_launch.cost.layers.parameters import unit_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.performance import SHARDS_GRADIENTS
 from pipette_launch.megatron.performance import performance_options
 
 _LEAST_UNIT = 1_000_000_000
@@ -46,7 +47,7 @@ def sharding_of(job: Job) -> Sharding | None:
         strategy = options.data_parallel_sharding_strategy
         return Sharding(
             weights=strategy == "optim_grads_params",
-            gradients=strategy in ("optim_grads", "optim_grads_params"),
+            gradients=strategy in SHARDS_GRADIENTS,
             states=strategy != "no_shard",
             keeps_ends=True,
             gathers_twice=True,
@@ -55,17 +56,6 @@ def sharding_of(job: Job) -> Sharding | None:
         twice = options.torch_fsdp2_reshard_after_forward
         return Sharding(weights=True, gradients=True, states=True, keeps_ends=False, gathers_twice=twice)
     return None
-
-
-def adds_gradients_twice(job: Job, replicas: int, expert_replicas: int) -> bool:
-    """Whether Megatron-FSDP would train on other gradients, as nobody shares those of all weights or of the experts.
-
-    A buffer that one rank holds alone is not sharded, and the reduced gradients are added to those that lie in it
-    already (FSDP param_and_grad_buffer.py:2029, 3253-3257; so in 0.14 to 0.20, seen with 0.16.1).
-    """
-    sharding = sharding_of(job)
-    alone = replicas == 1 or (bool(job.model.num_experts) and expert_replicas == 1)
-    return alone and sharding is not None and sharding.gradients and performance_options(job).use_megatron_fsdp
 
 
 def shard_copies(job: Job) -> int:

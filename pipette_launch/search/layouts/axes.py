@@ -24,11 +24,10 @@ from functools import lru_cache
 from typing import TypeVar
 
 from pipette_launch.facts import Job, ModelSpec, Recompute
-from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.search.layouts.layout_parts import MemoryOptions
+from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.layouts.partition import SLACK, LayerSeconds, balanced_chunks, stage_seconds
-from pipette_launch.search.layouts.rules import Rules
 
 T = TypeVar("T")
 

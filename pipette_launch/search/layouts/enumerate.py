@@ -18,14 +18,17 @@ import numpy as np
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Job, Layout
-from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.layout import NO_RECOMPUTE, Degrees, MemoryOptions
 from pipette_launch.facts.layout_columns import Ints, LayoutColumns
 from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.megatron.rules.cuts import batch_faults, chunks_faults, schedule_faults
+from pipette_launch.megatron.rules.degrees import context_faults, pipeline_faults, replicas_faults, tensor_faults
+from pipette_launch.megatron.rules.experts import expert_faults
+from pipette_launch.megatron.rules.judge import broken_rule
+from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.layouts import axes
-from pipette_launch.search.layouts.layout_parts import Degrees, MemoryOptions
 from pipette_launch.search.layouts.memory_options import MemoryOptionTables, drops
 from pipette_launch.search.layouts.partition import LayerSeconds, by_flops, by_parts
-from pipette_launch.search.layouts.rules import Rules
 from pipette_launch.search.layouts.shared_lists import SharedLists
 
 MOST = 1 << 17
@@ -127,13 +130,13 @@ def cuts(
     )
     tables = MemoryOptionTables(rules)
     columns, count_N, refused = tables.first(columns.take(np.argsort(columns.tp > devices_per_host, kind="stable")))
-    own_fault = rules.fault(job.own)
+    own_broken = broken_rule(rules, job.own)
     return Cuts(
         tables=tables,
         columns=columns.take(np.flatnonzero(count_N)),
         dropped=dict((dropped + refused).most_common()),
-        own_fault=own_fault,
-        num_layouts=int(count_N.sum()) + (own_fault is not None),
+        own_fault=own_broken.reason if own_broken else None,
+        num_layouts=int(count_N.sum()) + (own_broken is not None),
     )
 
 
@@ -162,16 +165,16 @@ def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iter
     """Yield the legal TP, PP, DP and CP; each is checked before the next is looked at."""
     job = rules.job
     for tp in axes.values(job, "tp", axes.divisors(world_size)):
-        if world_size % tp or drops(rules.tensor_faults(tp), dropped):
+        if world_size % tp or drops(tensor_faults(rules, tp), dropped):
             continue
         for pp in axes.values(job, "pp", axes.divisors(world_size // tp)):
-            if world_size % (tp * pp) or drops(rules.pipeline_faults(pp), dropped):
+            if world_size % (tp * pp) or drops(pipeline_faults(rules, pp), dropped):
                 continue
             for cp in axes.values(job, "cp", axes.divisors(world_size // (tp * pp))):
                 dp, rest = divmod(world_size, tp * pp * cp)
                 if rest or dp not in axes.values(job, "dp", (dp,)):
                     continue
-                if not drops(chain(rules.context_faults(tp, cp), rules.replicas_faults(dp, cp)), dropped):
+                if not drops(chain(context_faults(rules, tp, cp), replicas_faults(rules, dp, cp)), dropped):
                     yield tp, pp, dp, cp
 
 
@@ -201,7 +204,7 @@ class _ExpertGrids:
             for etp in axes.expert_tensor_sizes(job, tp):
                 for swapped in axes.rank_orders(job):
                     degrees = Degrees(tp, pp, dp, ranks // (tp * dp), ep, etp, swapped)
-                    if not drops(self._rules.expert_faults(degrees), dropped):
+                    if not drops(expert_faults(self._rules, degrees), dropped):
                         yield ep, etp, int(swapped)
                         break
 
@@ -252,16 +255,16 @@ class _ChunksAndBatches:
         rules, job = self._rules, self._rules.job
         samples = job.batch.global_batch_size // dp
         sizes = axes.values(job, "micro_batch_size", axes.micro_batch_sizes(samples, own=job.own.micro_batch_size))
-        legal = [size for size in sizes if not drops(rules.batch_faults(dp, size), dropped)]
+        legal = [size for size in sizes if not drops(batch_faults(rules, dp, size), dropped)]
         if not chunks:
             dropped[f"more pipeline ranks than num_layers={job.model.num_layers}"] += 1
         layers_of = list(self.cuts)
         for vpp, cut in chunks:
-            if drops(rules.chunks_faults(pp, vpp, layers_of[cut]), dropped):
+            if drops(chunks_faults(rules, pp, vpp, layers_of[cut]), dropped):
                 continue
             for size in legal:
                 for group in axes.group_sizes(job, pp, vpp, samples // size):
-                    if not drops(rules.schedule_faults(pp, vpp, group, samples // size), dropped):
+                    if not drops(schedule_faults(pp, vpp, group, samples // size), dropped):
                         yield vpp, group, cut, size
 
 

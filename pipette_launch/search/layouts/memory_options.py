@@ -12,11 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pipette_launch.facts import Recompute
-from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
 from pipette_launch.facts.layout_columns import Ints, LayoutColumns, codes_of
+from pipette_launch.megatron.rules.broken import Broken
+from pipette_launch.megatron.rules.memory_options import recompute_faults, state_faults
+from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.layouts import axes
-from pipette_launch.search.layouts.layout_parts import MemoryOptions
-from pipette_launch.search.layouts.rules import Rules
 from pipette_launch.search.layouts.shared_lists import SharedLists
 
 UNTIMED = "compute is timed with sequence parallelism wherever that is possible"
@@ -110,7 +111,7 @@ class MemoryOptionTables:
     def _build_states(self, where: _Where, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         """Flags of the legal states."""
         states = axes.states(self._rules, where.tp, has_replicas=where.has_replicas)
-        legal = [state for state in states if not drops(self._rules.state_faults(where.tp, where.cp, state), dropped)]
+        legal = [state for state in states if not drops(state_faults(self._rules, where.tp, where.cp, state), dropped)]
         # Megatron distributes saved activations only without sequence parallelism.
         distributes = self._rules.options.distribute_saved_activations
         is_timed = any(state.sequence_parallel for state in legal) and not distributes
@@ -125,7 +126,7 @@ class MemoryOptionTables:
         depth, parallel = key
         for recompute in axes.recomputes(self._rules.job, depth.layers):
             options = MemoryOptions(parallel, False, False, False, recompute)
-            if not drops(self._rules.recompute_faults(depth.tp, depth.layers, options), dropped):
+            if not drops(recompute_faults(self._rules, depth.tp, depth.layers, options), dropped):
                 yield (self._numbers.setdefault(recompute, len(self._numbers)),)
 
     def _build_pairs(self, key: _Pair, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
@@ -153,12 +154,12 @@ class MemoryOptionTables:
         yield max(rows, key=leanness)
 
 
-def drops(faults: Iterator[str], dropped: Counter[str]) -> bool:
-    """Count the first fault; whether there is one."""
-    fault = next(faults, "")
-    if fault:
-        dropped[fault] += 1
-    return bool(fault)
+def drops(faults: Broken, dropped: Counter[str]) -> bool:
+    """Count the first broken rule by its reason; whether there is one."""
+    broken = next(faults, None)
+    if broken:
+        dropped[broken.reason] += 1
+    return broken is not None
 
 
 def _grouped(*columns: Ints) -> tuple[Ints, Ints]:

@@ -11,20 +11,18 @@ import pytest
 from facts_for_tests import LATENT, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_lines import SMALL
 from search import naive
 from search.legal import legal_layouts, variants
 
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.errors import MegatronError
-from pipette_launch.facts import Batch, ComputeCase, HybridLayers, Layout, Recompute, Samples
-from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts import ComputeCase, Layout, Samples
+from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
 from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.megatron import read_job, write_arguments
+from pipette_launch.megatron.rules.judge import broken_rule
+from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.layouts.axes import micro_batch_sizes
 from pipette_launch.search.layouts.enumerate import Cuts, compute_cases, cuts
-from pipette_launch.search.layouts.layout_parts import MemoryOptions
-from pipette_launch.search.layouts.rules import Rules
 
 NO_SAVERS: dict[str, Any] = {name: getattr(Layout(), name) for name in MemoryOptions._fields}
 
@@ -70,7 +68,7 @@ def test_rules_see_the_same_faults(case: naive.Case) -> None:
     rules = Rules.of(job, device_kind=kind)
     for cut, _ in list(naive.cuts(case))[::7]:
         holds = all((*naive.degrees_hold(case, cut), *naive.divides(job, cut)))
-        faults = [rules.fault(replace(cut, sequence_parallel=parallel)) for parallel in (True, False)]
+        faults = [broken_rule(rules, replace(cut, sequence_parallel=parallel)) for parallel in (True, False)]
 
         assert holds == (None in faults)
 
@@ -85,7 +83,7 @@ def test_layouts_are_all_savers_of_all_cuts(case: naive.Case) -> None:
 
     assert job.own == found[0]
     assert len(found) == len(set(found)) == found_in(case).num_layouts
-    assert {None} >= {rules.fault(layout) for layout in found[1:]}
+    assert {None} >= {broken_rule(rules, layout) for layout in found[1:]}
 
 
 @settings(max_examples=20, deadline=None)
@@ -112,7 +110,7 @@ def test_pins_hold(case: naive.Case, data: st.DataObject) -> None:
         if getattr(layout, name) != getattr(own, name) and not (name == "sequence_parallel" and layout.tp == 1)
     ]
     assert differ == []
-    assert [layout for layout in found[1:] if rules.fault(layout)] == []
+    assert [layout for layout in found[1:] if broken_rule(rules, layout)] == []
 
 
 def test_everything_pinned_leaves_the_own_layout() -> None:
@@ -140,54 +138,6 @@ def test_a_dropped_layout_has_a_reason(changes: dict[str, object], reason: str) 
     found = cuts(tiny_job(4, model=tiny_model(**changes)), world_size=4, devices_per_host=4, device_kind="cpu")
 
     assert found.dropped[reason] > 0
-
-
-def test_transformer_engine_has_whole_projections_down_to_the_latents() -> None:
-    """No tensor parallelism cuts them there."""
-    latent = replace(LATENT, q_lora_rank=33)
-    model = tiny_model(latent_attention=latent, transformer_impl="transformer_engine")
-
-    assert [] == [*Rules.of(tiny_job(4, model=model), device_kind="cuda").tensor_faults(2)]
-
-
-def test_overlapped_experts_allow_one_depth_of_prediction() -> None:
-    """And that one not without a pipeline (TransformerConfig)."""
-    flags = ("--overlap-moe-expert-parallel-comm",)
-    one, two = (
-        Rules.of(tiny_job(4, model=tiny_model(mtp_num_layers=depths), performance_flags=flags), device_kind="cuda")
-        for depths in (1, 2)
-    )
-
-    assert [] == [*one.pipeline_faults(2)]
-    assert ["--overlap-moe-expert-parallel-comm with multi-token prediction needs pp > 1"] == [*one.pipeline_faults(1)]
-    assert ["--overlap-moe-expert-parallel-comm allows one depth of multi-token prediction"] == [
-        *two.pipeline_faults(2)
-    ]
-
-
-HYBRID = HybridLayers(pattern="M*M-", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16)
-
-
-@pytest.mark.parametrize(
-    ("version", "layout", "fault"),
-    [
-        ("0.17.1", Layout(tp=4), "tp does not divide mamba_num_groups=2"),
-        ("0.16.1", Layout(tp=2), None),
-        ("0.16.1", Layout(pp=2, layers_per_chunk=(1, 3)), "as many layers on each stage"),
-        ("0.17.1", Layout(pp=2, layers_per_chunk=(1, 3)), None),
-        ("0.17.1", Layout(recompute=Recompute(granularity="full", method="uniform", num_layers=1)), "before 0.18"),
-        ("0.17.1", Layout(cp=4), None),
-        ("0.17.1", Layout(tp=2, cp=16), "cp does not divide mamba_num_heads=16/tp"),
-    ],
-)
-def test_hybrid_models_have_rules_of_their_own(version: str, layout: Layout, fault: str | None) -> None:
-    """Groups are cut by tp, heads by cp too; what a release can do with their layers."""
-    model = tiny_model(hybrid=HYBRID, transformer_impl="transformer_engine", params_dtype="bf16")
-    job = tiny_job(1, model=model, megatron_version=version, batch=Batch(global_batch_size=8))
-
-    found = Rules.of(job, device_kind="cuda").fault(layout)
-
-    assert found is None if fault is None else found is not None and fault in found
 
 
 def test_query_groups_were_never_replicated_before_016() -> None:
@@ -363,70 +313,6 @@ def test_every_layout_can_be_written_and_read_back(kind: str, flags: str, versio
     job = read(arguments, for_planning=True)
     found = legal_layouts(job, world_size=8, devices_per_host=8, device_kind=kind)
 
-    assert Rules.of(job, device_kind=kind).fault(job.own) is None
+    assert broken_rule(Rules.of(job, device_kind=kind), job.own) is None
     for layout in found[:: max(1, len(found) // 25)]:
         assert layout == read(write_arguments(arguments, job=job, layout=layout)).own
-
-
-@pytest.mark.parametrize(
-    ("words", "faulty"),
-    [
-        ("--tensor-model-parallel-size 8", True),
-        ("--tensor-model-parallel-size 4", False),
-        ("--num-experts 8 --expert-model-parallel-size 8", True),
-        ("--num-experts 8 --expert-model-parallel-size 4", False),
-        ("--tensor-model-parallel-size 8 --data-parallel-sharding-strategy optim", False),
-    ],
-)
-def test_gradients_that_megatron_fsdp_would_add_twice(words: str, faulty: bool) -> None:
-    """Where one rank holds all weights or all experts alone, and gradients are sharded."""
-    fsdp = "--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
-    arguments = f"{GPT} --disable-bias-linear --moe-token-dispatcher-type alltoall {fsdp} {words}".split()
-    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind="cuda", for_planning=True)
-    fault = Rules.of(job, device_kind="cuda").fault(job.own)
-
-    assert faulty == (fault is not None and "adds gradients twice" in fault)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("cuda", "--tensor-model-parallel-size 8 --num-attention-heads 4"),
-        ("cuda", "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 8 --ffn-hidden-size 30"),
-        ("cuda", "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30"),
-        ("cuda", "--context-parallel-size 8 --seq-length 24"),
-        ("cuda", "--expert-model-parallel-size 2"),
-        ("cuda", "--num-experts 3 --expert-model-parallel-size 2"),
-        ("cuda", "--num-experts 4 --tensor-model-parallel-size 2"),
-        (
-            "cuda",
-            "--num-experts 4 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --expert-model-parallel-size 2",
-        ),
-        ("cuda", "--global-batch-size 12"),
-        ("cuda", "--overlap-param-gather"),
-        ("cuda", "--use-megatron-fsdp"),
-        ("cuda", "--use-megatron-fsdp --use-distributed-optimizer --pipeline-model-parallel-size 2"),
-        ("cuda", "--use-torch-fsdp2 --use-distributed-optimizer"),
-        ("cuda", "--use-torch-fsdp2 --num-experts 4 --expert-model-parallel-size 2"),
-        (
-            "cuda",
-            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
-        ),
-        (
-            "cuda",
-            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
-        ),
-        ("cpu", "--context-parallel-size 2"),
-        ("cpu", "--recompute-granularity selective --recompute-modules layernorm mlp"),
-    ],
-)
-def test_an_own_layout_that_the_reader_refuses_is_no_candidate(kind: str, words: str) -> None:
-    """What `read_job` lets pass for a plan alone, the search's rules find, so that it is never chosen."""
-    arguments = [*SMALL, *words.split()]
-    with pytest.raises(MegatronError):
-        read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
-    job = read_job(
-        arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, for_planning=True, without_probes=True
-    )
-
-    assert Rules.of(job, device_kind=kind).fault(job.own)

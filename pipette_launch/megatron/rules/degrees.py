@@ -1,0 +1,131 @@
+"""Rules of TP, PP, CP and DP. Each function gets its own axis and those before it, so that a search can prune early."""
+
+from __future__ import annotations
+
+import math
+
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts import HybridLayers
+from pipette_launch.facts.performance import flag_of
+from pipette_launch.facts.together import tensor_block
+from pipette_launch.megatron.rules.broken import Broken, BrokenRule
+from pipette_launch.megatron.rules.rules import Rules
+
+FSDP = ("use_megatron_fsdp", "use_torch_fsdp2")
+
+
+def tensor_faults(rules: Rules, tp: int) -> Broken:
+    """Check the widths that tensor parallelism cuts."""
+    model, padded = rules.job.model, rules.options.padded_vocab_size
+    widths = (
+        ("num_attention_heads", model.num_attention_heads),
+        ("ffn_hidden_size", model.ffn_hidden_size),
+        ("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size),
+        # It divides the heads then, too (mamba_mixer.py of core_v0.17.1).
+        ("mamba_num_groups", model.hybrid.mamba_num_groups if model.hybrid else 0),
+    )
+    for name, width in widths:
+        if width % tp:
+            yield BrokenRule(f"tp does not divide {name}={width}", ("tp", name))
+    if padded % tp:
+        yield BrokenRule(f"tp does not divide {flag_of('padded_vocab_size')}={padded}", ("tp", "padded_vocab_size"))
+    # megatron-core 0.16 learned to replicate query groups over more tensor ranks than there are groups.
+    groups, replicates = model.num_query_groups, rules.job.release >= (0, 16)
+    if groups % tp and not (replicates and tp % groups == 0):
+        kinds = f"divisor{' or multiple' if replicates else ''}"
+        yield BrokenRule(f"tp is no {kinds} of num_query_groups={groups}", ("tp", "num_query_groups"))
+    if rules.rooms:
+        try:
+            tensor_block(rules.options, tp, rules.rooms)
+        except LayoutError as error:
+            yield BrokenRule(str(error), ("tp",))
+    yield from _latent_faults(rules, tp)
+
+
+def _latent_faults(rules: Rules, tp: int) -> Broken:
+    """Check the latents, to which Transformer Engine's layers project on every rank in whole."""
+    latent = rules.job.model.latent_attention
+    if latent is None or rules.job.model.transformer_impl != "local":
+        return
+    if (latent.q_lora_rank or 0) % tp:
+        yield BrokenRule(f"tp does not divide q_lora_rank={latent.q_lora_rank}", ("tp", "q_lora_rank"))
+    if (latent.kv_lora_rank + latent.qk_pos_emb_head_dim) % tp:
+        reason = f"tp does not divide kv_lora_rank={latent.kv_lora_rank} + {latent.qk_pos_emb_head_dim}"
+        yield BrokenRule(reason, ("tp", "kv_lora_rank", "qk_pos_emb_head_dim"))
+
+
+def pipeline_faults(rules: Rules, pp: int) -> Broken:
+    """Check flags that ask for a pipeline, or for none."""
+    # Megatron-FSDP passes validation with a pipeline and then asserts that its data-parallel groups, of one stage
+    # each, are those of a mesh over all ranks (core_v0.14.0 to v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
+    for name in (*FSDP, "cpu_offloading_num_layers"):
+        if pp > 1 and getattr(rules.options, name):
+            yield BrokenRule(f"{flag_of(name)} needs pp = 1", (name, "pp"), "remove one")
+    overlaps_experts = rules.options.overlap_moe_expert_parallel_comm
+    if rules.job.model.mtp_num_layers and overlaps_experts and pp == 1:
+        yield BrokenRule(
+            f"{flag_of('overlap_moe_expert_parallel_comm')} with multi-token prediction needs pp > 1",
+            ("mtp_num_layers",),
+            "remove it or set --pipeline-model-parallel-size",
+        )
+    if pp == 1 and rules.options.defer_embedding_wgrad_compute:
+        yield BrokenRule(
+            f"{flag_of('defer_embedding_wgrad_compute')} needs pp > 1",
+            (),
+            "remove it or set --pipeline-model-parallel-size",
+        )
+
+
+def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
+    """Check the sequence that context parallelism cuts, and how it exchanges keys and values."""
+    model, options = rules.job.model, rules.options
+    if math.prod(options.hierarchical_context_parallel_sizes or (cp,)) != cp:
+        name = "hierarchical_context_parallel_sizes"
+        yield BrokenRule(f"cp is not the product of {flag_of(name)}", ("cp", name))
+    if cp == 1:
+        return
+    if rules.device_kind == "cpu":
+        reason = "context parallelism does not run on CPU"
+        yield BrokenRule(reason, ("cp",), "it needs Transformer Engine and so a GPU; use --context-parallel-size 1")
+    if model.transformer_impl == "local":
+        yield BrokenRule("context parallelism needs Transformer Engine's attention", ("cp", "transformer_impl"))
+    if model.seq_length % (2 * cp):
+        remedy = f"--seq-length must be a multiple of {2 * cp}; change one of them"
+        yield BrokenRule(f"2*cp does not divide seq_length={model.seq_length}", ("cp", "seq_length"), remedy)
+    if any(model.attention_windows) and not {*options.cp_comm_type} <= {"a2a", "all_gather"}:
+        reason = f"with {flag_of('cp_comm_type')} p2p context parallelism has no attention windows"
+        yield BrokenRule(reason, ("cp", "window_size", "cp_comm_type"))
+    if model.hybrid:
+        yield from _mamba_context_faults(model.hybrid, tp, cp)
+    groups = max(1, model.num_query_groups // tp)
+    if "a2a" in options.cp_comm_type and (model.num_attention_heads // tp % cp or groups % cp):
+        reason = f"{flag_of('cp_comm_type')} a2a needs heads/tp and query groups/tp divisible by cp"
+        yield BrokenRule(reason, ("cp", "tp", "num_attention_heads", "num_query_groups"))
+
+
+def _mamba_context_faults(mamba: HybridLayers, tp: int, cp: int) -> Broken:
+    """Check the heads and groups that ranks exchange for tokens (mamba_context_parallel.py of core_v0.17.1)."""
+    groups = max(1, mamba.mamba_num_groups // tp)
+    if mamba.mamba_num_heads // tp % cp:
+        reason = f"cp does not divide mamba_num_heads={mamba.mamba_num_heads}/tp"
+        yield BrokenRule(reason, ("cp", "tp", "mamba_num_heads"))
+    if groups % cp and cp % groups:
+        reason = f"cp is no divisor or multiple of mamba_num_groups={mamba.mamba_num_groups}/tp"
+        yield BrokenRule(reason, ("cp", "tp", "mamba_num_groups"))
+
+
+def replicas_faults(rules: Rules, dp: int, cp: int) -> Broken:
+    """Check the replicas of the dense weights against the global batch and the optimizer's instances."""
+    batch_size, name = rules.job.batch.global_batch_size, "num_distributed_optimizer_instances"
+    if batch_size % dp:
+        yield not_divided_batch(rules, dp, rules.job.own.micro_batch_size)
+    if dp * cp % getattr(rules.options, name):
+        yield BrokenRule(f"{flag_of(name)} does not divide dp*cp", (name,), f"use a divisor of dp*cp = {dp * cp}")
+
+
+def not_divided_batch(rules: Rules, dp: int, micro_batch_size: int) -> BrokenRule:
+    """A global batch that replicas and micro-batches do not divide."""
+    batch_size = rules.job.batch.global_batch_size
+    reason = f"micro_batch_size*dp does not divide global_batch_size={batch_size}"
+    remedy = f"on {dp} data-parallel ranks it must be a multiple of {micro_batch_size * dp}; change one of them"
+    return BrokenRule(reason, ("global_batch_size", "micro_batch_size"), remedy)

@@ -1,0 +1,140 @@
+"""Rules of sequence parallelism, the distributed optimizer, overlap and recompute."""
+
+from __future__ import annotations
+
+from pipette_launch.facts import Recompute
+from pipette_launch.facts.layout import MemoryOptions
+from pipette_launch.facts.performance import flag_of
+from pipette_launch.megatron.rules.broken import Broken, BrokenRule
+from pipette_launch.megatron.rules.rules import Rules
+
+ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
+NEEDS_DISTRIBUTED_OPTIMIZER = (
+    "use_megatron_fsdp",
+    "fp8_param_gather",
+    "use_precision_aware_optimizer",
+    "overlap_param_gather_with_optimizer_step",
+)
+OWN_MODULES_OF_TE = {"layernorm", "moe_act", "mla_up_proj"}
+"""Recompute modules that crash without Transformer Engine (seen with megatron-core 0.16.1)."""
+_ADD_OPTIMIZER = "add --use-distributed-optimizer or remove it"
+
+
+def state_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> Broken:
+    """Check sequence parallelism, the distributed optimizer and the overlap of its communication."""
+    yield from _sequence_faults(rules, tp, cp, options)
+    yield from _optimizer_faults(rules, options)
+
+
+def recompute_faults(rules: Rules, tp: int, layers: frozenset[int], options: MemoryOptions) -> Broken:
+    """Check recompute against the different numbers of layers of chunks and the flags that exclude or need it."""
+    recompute = options.recompute
+    is_full = recompute.granularity == "full"
+    yield from _unit_faults(rules, recompute, layers)
+    yield from _module_faults(rules, recompute)
+    if is_full and rules.job.model.hybrid and rules.job.release < (0, 18):
+        yield BrokenRule("before 0.18 hybrid models have no full recompute", ("recompute",), "remove it")
+    if is_full and rules.options.overlap_moe_expert_parallel_comm:
+        yield BrokenRule(
+            "MoE overlap excludes full recompute", ("overlap_moe_expert_parallel_comm", "recompute"), "remove one"
+        )
+    graphs = rules.options.cuda_graph_impl in ("local", "transformer_engine")
+    if is_full and graphs and rules.options.cuda_graph_scope != ("full_iteration",):
+        yield BrokenRule("CUDA graphs exclude full recompute", ("cuda_graph_impl", "recompute"), "remove one")
+    if recompute.granularity != "none" and rules.options.cpu_offloading_num_layers:
+        yield BrokenRule(f"{flag_of('cpu_offloading_num_layers')} excludes recompute", ("recompute",), "remove one")
+    if rules.options.distribute_saved_activations and not (is_full and tp > 1 and not options.sequence_parallel):
+        flag = flag_of("distribute_saved_activations")
+        reason = f"{flag} needs full recompute and tp > 1 without sequence parallelism"
+        yield BrokenRule(reason, ("tp", "sequence_parallel", "recompute"), "remove it")
+
+
+def _sequence_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> Broken:
+    model = rules.job.model
+    if not options.sequence_parallel:
+        if model.num_experts and tp > 1:
+            remedy = "add --sequence-parallel or use --tensor-model-parallel-size 1"
+            yield BrokenRule("experts with tp > 1 need sequence parallelism", ("tp",), remedy)
+        if rules.options.tp_comm_overlap:
+            remedy = "add --sequence-parallel with --tensor-model-parallel-size above 1, or remove it"
+            yield BrokenRule(f"{flag_of('tp_comm_overlap')} needs sequence parallelism", ("tp",), remedy)
+        return
+    if tp == 1:
+        yield BrokenRule("sequence parallelism needs tp > 1", ("sequence_parallel",), "remove it")
+    if rules.device_kind == "cpu":
+        yield BrokenRule("sequence parallelism does not run on CPU", ("sequence_parallel",), "remove it on CPU")
+    if model.seq_length // cp % tp:
+        reason = f"tp does not divide seq_length={model.seq_length}/cp for sequence parallelism"
+        yield BrokenRule(reason, ("sequence_parallel", "tp", "cp", "seq_length"))
+
+
+def _optimizer_faults(rules: Rules, options: MemoryOptions) -> Broken:
+    sharded, fsdp2 = options.use_distributed_optimizer, rules.options.use_torch_fsdp2
+    needs_sharding = [name for name in NEEDS_DISTRIBUTED_OPTIMIZER if getattr(rules.options, name)]
+    if sharded and rules.job.optimizer != "adam":
+        yield BrokenRule(ONLY_ADAM_SHARDS, ("use_distributed_optimizer", "optimizer"), "remove one")
+    if sharded and fsdp2:
+        reason = f"{flag_of('use_torch_fsdp2')} excludes the distributed optimizer"
+        yield BrokenRule(reason, ("use_distributed_optimizer",), "remove one")
+    if needs_sharding and not (sharded or fsdp2):
+        flags = "/".join(map(flag_of, needs_sharding))
+        yield BrokenRule(f"{flags} needs the distributed optimizer", (), _ADD_OPTIMIZER)
+    if options.overlap_param_gather and not (sharded and options.overlap_grad_reduce):
+        yield BrokenRule(
+            "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce",
+            ("overlap_param_gather",),
+            "add --use-distributed-optimizer and --overlap-grad-reduce, or remove it",
+        )
+    if rules.options.overlap_param_gather_with_optimizer_step and not options.overlap_param_gather:
+        reason = f"{flag_of('overlap_param_gather_with_optimizer_step')} needs overlap_param_gather"
+        yield BrokenRule(reason, (), "add --overlap-param-gather or remove it")
+
+
+def _unit_faults(rules: Rules, recompute: Recompute, layers: frozenset[int]) -> Broken:
+    if recompute.method != "uniform":
+        return
+    # transformer_block.py:536-547 runs whole units, past the end of the chunk; from 0.17 on the last is cut short.
+    if rules.job.release < (0, 17) and any(size % recompute.num_layers for size in layers):
+        reason = "before 0.17 uniform recompute takes units that divide every chunk's layers"
+        yield BrokenRule(reason, ("recompute",), f"chunks have {' or '.join(map(str, sorted(layers)))} layers")
+    if rules.job.model.mtp_num_layers and recompute.num_layers > 1:
+        yield BrokenRule(
+            "uniform recompute with multi-token prediction takes units of one layer",
+            ("recompute",),
+            "use --recompute-num-layers 1",
+        )
+
+
+def _module_faults(rules: Rules, recompute: Recompute) -> Broken:
+    """Check the modules of selective recompute."""
+    if recompute.granularity != "selective":
+        return
+    model, modules, options = rules.job.model, {*(recompute.modules or ("core_attn",))}, rules.options
+    if "mlp" in modules and model.add_bias_linear:
+        # Seen with megatron-core 0.16.1: the backward never ends.
+        reason = "recompute of mlp hangs where layers have biases"
+        yield BrokenRule(reason, ("recompute_modules",), "remove the module", is_refused=False)
+    for reason, is_broken in (
+        (
+            "recompute of layernorm, moe_act and mla_up_proj needs Transformer Engine",
+            model.transformer_impl == "local" and modules & OWN_MODULES_OF_TE,
+        ),
+        (
+            f"recompute of moe_act needs {flag_of('moe_grouped_gemm')}",
+            "moe_act" in modules and not options.moe_grouped_gemm,
+        ),
+        (
+            "recompute of mla_up_proj needs multi-latent attention",
+            "mla_up_proj" in modules and model.latent_attention is None,
+        ),
+        (
+            f"{flag_of('moe_shared_expert_overlap')} excludes recompute of shared_experts",
+            "shared_experts" in modules and options.moe_shared_expert_overlap,
+        ),
+        (
+            "delayed scaling of FP8 excludes recompute of layernorm and moe_act",
+            options.fp8 is not None and options.fp8_recipe == "delayed" and modules & {"layernorm", "moe_act"},
+        ),
+    ):
+        if is_broken:
+            yield BrokenRule(reason, ("recompute_modules",), "remove the module")

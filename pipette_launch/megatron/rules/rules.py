@@ -1,0 +1,31 @@
+"""Facts beside the layout that rules depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipette_launch.facts import Job
+from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.facts.performance import PerformanceOptions
+from pipette_launch.megatron.performance import performance_options
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """One job on one kind of device; `judge` applies the rules to its layouts.
+
+    Sources: `validate_args` (megatron/training/arguments.py) and TransformerConfig of core_v0.14.0 to v0.19.0, with
+    line numbers of v0.16.1, and what fails only at run time.
+    """
+
+    job: Job
+    device_kind: str
+    options: PerformanceOptions
+    rooms: Rooms | None = None
+    """Hosts and domains that must hold the ranks that flags demand together; None on CPU and for Megatron's rules."""
+
+    @classmethod
+    def of(cls, job: Job, *, device_kind: str, rooms: Rooms | None = None) -> Rules:
+        """Read the options that a job's own flags set."""
+        rooms = rooms if device_kind == "cuda" else None
+        return cls(job=job, device_kind=device_kind, options=performance_options(job), rooms=rooms)

@@ -1,0 +1,57 @@
+"""What Megatron asks of TP, PP, CP and DP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import LATENT, tiny_job, tiny_model
+
+from pipette_launch.facts import Batch, HybridLayers, Layout, Recompute
+from pipette_launch.megatron.rules.degrees import pipeline_faults, tensor_faults
+from pipette_launch.megatron.rules.judge import broken_rule
+from pipette_launch.megatron.rules.rules import Rules
+
+
+def test_transformer_engine_has_whole_projections_down_to_the_latents() -> None:
+    """No tensor parallelism cuts them there."""
+    latent = replace(LATENT, q_lora_rank=33)
+    model = tiny_model(latent_attention=latent, transformer_impl="transformer_engine")
+
+    assert [] == [*tensor_faults(Rules.of(tiny_job(4, model=model), device_kind="cuda"), 2)]
+
+
+def test_overlapped_experts_with_prediction_need_a_pipeline() -> None:
+    """TransformerConfig refuses them without one."""
+    flags = ("--overlap-moe-expert-parallel-comm",)
+    rules = Rules.of(tiny_job(4, model=tiny_model(mtp_num_layers=1), performance_flags=flags), device_kind="cuda")
+
+    assert [] == [*pipeline_faults(rules, 2)]
+    assert ["--overlap-moe-expert-parallel-comm with multi-token prediction needs pp > 1"] == [
+        broken.reason for broken in pipeline_faults(rules, 1)
+    ]
+
+
+HYBRID = HybridLayers(pattern="M*M-", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16)
+
+
+@pytest.mark.parametrize(
+    ("version", "layout", "fault"),
+    [
+        ("0.17.1", Layout(tp=4), "tp does not divide mamba_num_groups=2"),
+        ("0.16.1", Layout(tp=2), None),
+        ("0.16.1", Layout(pp=2, layers_per_chunk=(1, 3)), "as many layers on each stage"),
+        ("0.17.1", Layout(pp=2, layers_per_chunk=(1, 3)), None),
+        ("0.17.1", Layout(recompute=Recompute(granularity="full", method="uniform", num_layers=1)), "before 0.18"),
+        ("0.17.1", Layout(cp=4), None),
+        ("0.17.1", Layout(tp=2, cp=16), "cp does not divide mamba_num_heads=16/tp"),
+    ],
+)
+def test_hybrid_models_have_rules_of_their_own(version: str, layout: Layout, fault: str | None) -> None:
+    """Groups are cut by tp, heads by cp too; what a release can do with their layers."""
+    model = tiny_model(hybrid=HYBRID, transformer_impl="transformer_engine", params_dtype="bf16")
+    job = tiny_job(1, model=model, megatron_version=version, batch=Batch(global_batch_size=8))
+
+    found = broken_rule(Rules.of(job, device_kind="cuda"), layout)
+
+    assert found is None if fault is None else found is not None and fault in found.reason

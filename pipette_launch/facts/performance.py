@@ -132,6 +132,8 @@ class PerformanceOptions:
 
     # Batches and their loading.
     create_attention_mask_in_dataloader: bool = _option("--no-create-attention-mask-in-dataloader", default=True)
+    dataloader_inter_document_masking: bool = False
+    """From 0.19 on: the boundaries of documents go to the device in place of a mask."""
     dataloader_type: str | None = None
     eval_global_batch_size: int | None = None
     eval_micro_batch_size: int | None = None

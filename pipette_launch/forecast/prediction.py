@@ -11,6 +11,7 @@ from typing import Literal, ParamSpec, TypeVar, get_args
 
 from pipette_launch import megatron
 from pipette_launch.cost.layers.parameters import stage_parameters
+from pipette_launch.cost.memory.attention_mask import mask_notes
 from pipette_launch.cost.memory.overhead import allowed_bytes, overhead_of, uncounted
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
 from pipette_launch.defaults import MEMORY_MARGIN
@@ -139,7 +140,7 @@ def _memory(
         if method == "closed"
         else stages.executed(job, pp_ranks, overhead, cache=cache)
     )
-    return counted.stages, (*overhead.notes(), *_memory_notes(job, counted))
+    return counted.stages, (*mask_notes(job, job.own), *overhead.notes(), *_memory_notes(job, counted))
 
 
 def checked_words(arguments: Sequence[str]) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipette_launch.cost.learned.corrected import LEARNED
+from pipette_launch.cost.memory.attention_mask import mask_notes
 from pipette_launch.cost.memory.overhead import uncounted
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.facts import Choice
@@ -66,6 +67,8 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
         for host in inputs.cluster.hosts
         if host.shares_cores
     ][:1]
+    layouts = [chosen.choice.layout] if own.fits else [chosen.choice.layout, own.layout]
+    found += next(filter(None, (mask_notes(inputs.job, layout) for layout in layouts)), ())
     found += uncounted(inputs.job)
     found += _learning(inputs, chosen)
     found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipette_launch.cost.memory.attention_mask import NO_MASK, without_mask
 from pipette_launch.cost.memory.overhead import measured_overhead
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
@@ -56,6 +57,7 @@ def _nothing_fits(inputs: SearchInputs, memory_margin: float, is_late: IsLate) -
     leanest = min(legal, key=lambda layout: max(peaks[layout]) - inputs.limit_bytes(layout))
     need, shown = max(peaks[leanest]), inputs.memory_need(leanest, peaks[leanest])
     ways = [
+        *_without_mask(inputs),
         *_released(inputs, must_fit=True, is_late=is_late),
         *_more_hosts(inputs, is_late),
         *_less_margin(inputs, leanest, need),
@@ -68,6 +70,17 @@ def _nothing_fits(inputs: SearchInputs, memory_margin: float, is_late: IsLate) -
         f"{bytes_text(shown.limit_bytes)} are to be had (free on the fullest device "
         f"{bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}). {_help(ways)}{late}"
     )
+
+
+def _without_mask(inputs: SearchInputs) -> Iterator[str]:
+    """Propose to leave the data loader's mask out, where layouts fit without it."""
+    bare = without_mask(inputs.job)
+    if bare is None:
+        return
+    changed = SearchInputs.of(bare, inputs.measurements, memory_margin=inputs.memory_margin)
+    count = _num_fitting(changed, _legal(bare, changed, inputs.cluster.num_slots))
+    if count:
+        yield f"pass {NO_MASK} ({count} {plural('layout', count)})"
 
 
 def _less_margin(inputs: SearchInputs, leanest: Layout, need: int) -> Iterator[str]:

@@ -26,6 +26,13 @@ from pipette_launch.megatron import read_job
 from pipette_launch.search.candidates import memory_limit_bytes
 
 PIPELINE = (*SMALL, "--pipeline-model-parallel-size", "4")
+MISTRAL = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --vocab-size 32000 --tokenizer-type NullTokenizer --micro-batch-size 1 "
+    "--global-batch-size 128 --lr 1e-4 --train-iters 100 --bf16 --swiglu --disable-bias-linear "
+    "--normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"
+).split()
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -324,3 +331,26 @@ def test_flags_that_megatron_does_not_have_are_named() -> None:
     note = "not flags of Megatron 0.16.1, so without effect here: --num-layres (did you mean --num-layers?)"
     assert [note] == [each for each in found.notes if each not in clean.notes]
     assert clean.stages == found.stages
+
+
+@pytest.mark.parametrize(
+    ("words", "least_gib", "most_gib"),
+    [
+        ("--seq-length 524288 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 16", 256, 330),
+        ("--seq-length 131072 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 16", 16, 60),
+        ("--seq-length 262144 --context-parallel-size 8 --pipeline-model-parallel-size 8", 64, 240),
+        (f"--seq-length 1048576 --context-parallel-size 64 {FULL}", 1024, 1200),
+    ],
+)
+def test_long_sequences_need_their_whole_mask(words: str, least_gib: int, most_gib: int) -> None:
+    """A 7B model's peak holds s x s bytes before context parallelism cuts them, and the flag takes them off."""
+    length = words.split()[1]
+    asked = (*MISTRAL, *words.split(), "--max-position-embeddings", length)
+    options: dict[str, Any] = {"world_size": 64, "gpu": "H100-SXM", "megatron_version": "0.16.1"}
+    found = predict(asked, **options)
+    bare = predict((*asked, "--no-create-attention-mask-in-dataloader"), **options)
+
+    assert least_gib << 30 < max(one.peak_bytes for one in found.stages) < most_gib << 30
+    assert max(one.peak_bytes for one in bare.stages) < max(one.peak_bytes for one in found.stages)
+    assert any("--no-create-attention-mask-in-dataloader leaves it out" in note for note in found.notes)
+    assert not any("attention mask" in note for note in bare.notes)

@@ -66,3 +66,16 @@ def test_memory_that_is_taken_is_told() -> None:
     expected = "Only 1.00 GiB of 8.00 GiB are free on cpu-0 of node0; every rank is planned for that."
     assert expected in notes(1 << 30)
     assert not any(note.startswith("Only") for note in notes(int(7.9 * (1 << 30))))
+
+
+def test_a_large_mask_of_the_data_loader_is_named() -> None:
+    """Once, whether the chosen or the user's own layout loads it, and not where it is small."""
+    long = tiny_model(
+        transformer_impl="transformer_engine", attention_backend="flash", seq_length=4096, max_position_embeddings=4096
+    )
+    count = [
+        sum(note.startswith("The data loader's attention mask") for note in planned(tiny_job(4, model=model)).notes)
+        for model in (long, tiny_model())
+    ]
+
+    assert [1, 0] == count

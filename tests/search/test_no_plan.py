@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
@@ -10,6 +11,13 @@ from search.worlds import ALL_FIELDS, planned
 
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, ComputeCase, Layout
+
+LONG: dict[str, Any] = {
+    "transformer_impl": "transformer_engine",
+    "attention_backend": "flash",
+    "seq_length": 4096,
+    "max_position_embeddings": 4096,
+}
 
 
 def message(job: object, measurements: object, **options: float) -> str:
@@ -68,6 +76,17 @@ def test_more_hosts_are_proposed_where_they_help() -> None:
 
     assert "use 4 hosts (4 ranks)" in text
     assert "The budget ended" not in text
+
+
+def test_the_data_loaders_mask_is_proposed_to_be_left_out_where_that_helps() -> None:
+    """16 MiB of a mask of 4096 x 4096 do not fit; a job without one fits, and so does one that is told to make none."""
+    job = tiny_job(4, model=tiny_model(**LONG), pinned=ALL_FIELDS)
+    bare = replace(job, performance_flags=("--no-create-attention-mask-in-dataloader",))
+    limit = max(planned(bare).own.peak_memory_bytes)
+    text = message(job, tiny_measurements(tiny_cluster(memory_bytes=limit)), memory_margin=0.0)
+
+    assert "pass --no-create-attention-mask-in-dataloader (1 layout)" in text
+    assert planned(bare, tiny_measurements(tiny_cluster(memory_bytes=limit)), memory_margin=0.0).own.fits
 
 
 def test_what_would_help_is_looked_for_until_the_budget_ends() -> None:

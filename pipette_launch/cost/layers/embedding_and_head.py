@@ -34,9 +34,26 @@ def attention_mask_bytes(job: Job, layout: Layout) -> int:
     gpt_dataset.py, _get_ltor_masks_and_position_ids). On the golden rows: 7B, micro-batch 2 of 8192 tokens, 128 MiB;
     the test without it holds 4 MiB less than its twin, which is its size there.
     """
-    if not performance_options(job).create_attention_mask_in_dataloader:
+    options = performance_options(job)
+    if not options.create_attention_mask_in_dataloader or options.dataloader_inter_document_masking:
         return 0
     return _MASK_BYTES * tokens(job.model, layout) * job.model.seq_length
+
+
+def whole_mask_bytes(job: Job, layout: Layout) -> int:
+    """Count the mask b * s * s of a micro-batch as the data loader makes it, before context parallelism cuts it."""
+    return layout.cp * attention_mask_bytes(job, layout)
+
+
+def loaded_mask_bytes(job: Job, layout: Layout) -> int:
+    """Count the mask while a micro-batch is loaded: the whole of it, and then this rank's part beside it.
+
+    Every rank of the first and of the last pipeline stage moves the whole mask to its device, or receives it there,
+    before context parallelism copies its part (training/utils.py, get_batch_on_this_tp_rank; MC utils.py,
+    get_batch_on_this_cp_rank; core_v0.14 to 0.20).
+    """
+    part = attention_mask_bytes(job, layout) if layout.cp > 1 else 0
+    return whole_mask_bytes(job, layout) + part
 
 
 def head_bytes(job: Job, layout: Layout) -> int:

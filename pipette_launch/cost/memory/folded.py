@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
+from pipette_launch.cost.memory.parts import MemoryParts
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 
@@ -27,6 +28,7 @@ def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[M
         kind: getattr(first, kind) + getattr(last, kind) - getattr(middle, kind)
         for kind in ("weights", "gradients", "optimizer", "dummy_gradients", "optimizer_step")
     }
-    held |= {"embedding": first.embedding, "shared_buffer": max(first.shared_buffer, last.shared_buffer)}
+    held |= {kind: max(getattr(first, kind), getattr(last, kind)) for kind in ("shared_buffer", "loading")}
+    held["embedding"] = first.embedding
     ranks = ({**asdict(last), **held}, *(asdict(middle) for _ in live_bytes[1:]))
     return tuple(MemoryParts(**{**parts, "activations": live}) for parts, live in zip(ranks, live_bytes, strict=True))

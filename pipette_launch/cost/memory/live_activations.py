@@ -148,6 +148,26 @@ def live_bytes(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
     return kept
 
 
+def beyond_first_chunk(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
+    """Count the bytes by which a first stage is fuller under a later chunk than it ever is under its first one (N).
+
+    With few micro-batches all forward passes of the first chunk come early in the warm-up of an interleaved schedule.
+    Counted for chunks that keep equally much, else 0.
+    """
+    layouts, microbatches = stages.layouts, stages.microbatches_N
+    pp, vpp = layouts.pp, layouts.vpp
+    size = np.where(layouts.microbatch_group_size > 0, layouts.microbatch_group_size, pp)
+    most = live_passes(pp, vpp, size, np.zeros_like(pp), microbatches)
+    groups = -(-microbatches // size)
+    run_before_last_group = (groups - 1) * size * vpp
+    own_last = run_before_last_group + microbatches - (groups - 1) * size
+    equal = vpp > 1
+    for turn in range(1, int(vpp.max(initial=1))):
+        some = np.flatnonzero(equal & (vpp > turn))
+        equal[some] = bytes_C[chunk_N[some] + turn * pp[some]] == bytes_C[chunk_N[some]]
+    return np.where(equal, np.maximum(most - own_last, 0) * bytes_C[chunk_N], 0)
+
+
 def _walked(stages: Stages, some: Ints, sizes: Iterable[tuple[int, ...]]) -> list[int]:
     """Walk the schedules of some stages, of whose chunks each keeps so much."""
     layouts, row = stages.layouts, stages.row_S[some]

@@ -16,10 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import partial
 from operator import attrgetter
-from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.layers import activations, attention, embedding_and_head, experts, kinds, offloading
 from pipette_launch.cost.layers.beside_weights import dummy_gradient_bytes, fp8_weight_bytes
@@ -33,13 +31,19 @@ from pipette_launch.cost.layers.optimizer import (
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.layers.sharding import end_parameters, sharding_of, whole_beside_shards
 from pipette_launch.cost.memo import Memo
-from pipette_launch.cost.memory.live_activations import LAYER, Stages, chunk_bytes, input_bytes, live_bytes
+from pipette_launch.cost.memory.live_activations import (
+    LAYER,
+    Stages,
+    beyond_first_chunk,
+    chunk_bytes,
+    input_bytes,
+    live_bytes,
+)
+from pipette_launch.cost.memory.parts import MemoryParts, PeakParts
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import Field, Ints, LayoutColumns
 from pipette_launch.facts.model import KINDS_WITH_EXPERTS
-
-Bytes = TypeVar("Bytes", int, NDArray[np.int64])
 
 _PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk")
 """What the parameters of a stage depend on."""
@@ -49,88 +53,6 @@ _SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
 # A search predicts many batches of layouts, and most batches share these figures.
 _LAYERS: Memo[Memo[dict[str, int]]] = Memo()
 _COUNTS: Memo[Memo[Ints]] = Memo()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeakParts(Generic[Bytes]):
-    """Bytes by kind at the peak: numbers for one pipeline rank, or columns for many."""
-
-    weights: Bytes
-    """With their copies in FP8."""
-    gradients: Bytes
-    optimizer: Bytes
-    shared_buffer: Bytes
-    """Megatron's global buffer, which Megatron keeps once it was used."""
-    dummy_gradients: Bytes
-    """Stand-ins for gradients that are added to the buffer as they are computed; they are never freed."""
-    activations: Bytes
-    """Kept by the layers of all live micro-batches."""
-    embedding: Bytes
-    """Inputs of the model for all live micro-batches, on the first rank."""
-    recompute: Bytes
-    """What a recomputed layer needs while its backward runs, once."""
-    backward: Bytes
-    """What the backward of one layer needs for a while, at most; or, with offloading, a forward between backwards."""
-    mask: Bytes
-    """The data loader's attention mask, while a forward pass runs."""
-    head: Bytes
-    """Final norm, logits and loss of one micro-batch, and what offloading leaves of the last layer until then."""
-    deferred: Bytes
-    """What is kept for the deferred weight gradients of the head."""
-    buffers: Bytes
-    """The pipeline's tensors in flight."""
-    optimizer_step: Bytes
-    """Temporaries of the optimizer step, which runs when no activation is kept any more."""
-    whole: Bytes
-    """Under FSDP: weights and gradients of the layers at work, beside the shards."""
-
-    @property
-    def static(self) -> Bytes:
-        """What is held all the time."""
-        return self.weights + self.gradients + self.optimizer + self._lasting
-
-    @property
-    def total(self) -> Bytes:
-        """The peak: static, and the larger of forward-backward and optimizer step."""
-        larger = max if isinstance(self.weights, int) else np.maximum
-        return self.static + larger(self._kept + larger(*self._instants), self.optimizer_step)
-
-    @property
-    def _lasting(self) -> Bytes:
-        return self.shared_buffer + self.dummy_gradients
-
-    @property
-    def _kept(self) -> Bytes:
-        return self.activations + self.embedding + self.deferred + self.buffers + self.whole
-
-    @property
-    def _instants(self) -> tuple[Bytes, Bytes]:
-        """The end of a forward pass, where the loss is computed, and the backward of a layer: never at once."""
-        return self.mask + self.head, self.recompute + self.backward
-
-
-class MemoryParts(PeakParts[int]):
-    """Bytes on one pipeline rank at its peak, by kind."""
-
-    __slots__ = ()
-
-    def by_kind(self) -> dict[str, int]:
-        """Split the peak as users read it; the values add up to `total`.
-
-        At the peak one of three things happens: the loss with its logits, the backward of a layer, or the step of the
-        optimizer, whose temporaries count as buffers.
-        """
-        kinds = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
-        at_loss, at_backward = self._instants
-        if self._kept + max(at_loss, at_backward) < self.optimizer_step:
-            return {**kinds, "activations": 0, "logits": 0, "buffers": self._lasting + self.optimizer_step}
-        is_loss = at_loss >= at_backward
-        return {
-            **kinds,
-            "activations": self.activations + self.embedding + (self.mask if is_loss else at_backward),
-            "logits": self.deferred + (self.head if is_loss else 0),
-            "buffers": self._lasting + self.buffers + self.whole,
-        }
 
 
 _PARTS = tuple(field.name for field in fields(MemoryParts))
@@ -193,17 +115,20 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     waiting = np.maximum(layer["backward"], layer["forward"])
     deferred = layer["deferred"] * embedding_and_head.deferred_microbatches(job, stages.microbatches_N)
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
+    chunks = chunk_bytes(job, layouts, layer)
+    beyond = beyond_first_chunk(stages, *chunks)
     parts = PeakParts(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         shared_buffer=stages.spread(layer["shared"], last=layer["shared_last"]),
         dummy_gradients=stages.spread(layer["dummies"], last=layer["dummies_last"]),
-        activations=live_bytes(stages, *chunk_bytes(job, layouts, layer)),
+        activations=live_bytes(stages, *chunks),
         embedding=input_bytes(stages, layer),
         recompute=stages.spread(_recompute(job, layouts, layer)),
         backward=stages.spread(waiting, last=np.where(layouts.vpp > 1, waiting, layer["backward"])),
-        mask=stages.spread(none, first=layer["mask"], last=layer["mask"]),
+        mask=stages.spread(none, first=np.maximum(layer["mask"] - beyond, 0), last=layer["mask"]),
+        loading=_loading(stages, layer, beyond, *chunks),
         head=stages.spread(none, last=layer["head"]),
         deferred=stages.spread(none, last=np.where(layouts.pp > 1, deferred, 0)),
         # Received, sent, and the one sent before: its communication holds it until NCCL's watchdog has seen the end
@@ -252,7 +177,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
     own = sorted({*model.layer_kinds})
     units = {kind: kinds.kind_activations(job, layout, kind) for kind in own}
     modules = activations.recompute_modules(layout)
-    is_full = layout.recompute.granularity == "full"
+    keeps_mask = layout.recompute.granularity == "full" or "core_attn" in modules
     mask = embedding_and_head.attention_mask_bytes(job, layout)
     away = [offloading.offloaded(job, layout, moe=kind in KINDS_WITH_EXPERTS, recomputed=modules) for kind in own]
     kept: dict[str, int] = {kind: kinds.kept_bytes(job, layout, kind) for kind in own}
@@ -267,9 +192,11 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
         "forward": max(each.in_forward for each in away),
         "backward": max(kinds.backward_bytes(job, layout, kind) for kind in own),
         "embedding": embedding_and_head.embedding_bytes(job, layout),
-        # Full recompute keeps what its units are called with, and so the mask, for every live micro-batch.
-        "mask": 0 if is_full else mask,
-        "kept_mask": mask if is_full else 0,
+        # Recompute of layers, and of the attention core alone, keeps its arguments for every live micro-batch, and the
+        # mask is one of them (MC tensor_parallel/random.py, CheckpointFunction.forward).
+        "mask": 0 if keeps_mask else mask,
+        "kept_mask": mask if keeps_mask else 0,
+        "loaded": embedding_and_head.loaded_mask_bytes(job, layout),
         "head": embedding_and_head.head_bytes(job, layout) + max(each.left for each in away),
         "deferred": embedding_and_head.deferred_bytes(job, layout),
         "shared_last": shared_buffer_bytes(job, layout, has_head=True),
@@ -282,6 +209,16 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
         "waiting": whole.waiting,
         "waiting_at_end": whole.waiting_at_end,
     }
+
+
+def _loading(stages: Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints, bytes_C: Ints) -> Ints:
+    """Count the loading of a mask, less the bytes of the forward pass behind it and less `beyond_first_chunk`."""
+    layouts = stages.layouts
+    last = chunk_N + layouts.pp * layouts.vpp - 1
+    begun, ended = (layer["loaded"] - layer["kept_mask"] - bytes_C[chunk] for chunk in (chunk_N, last))
+    first = np.maximum(begun - layer["embedding"] - beyond, 0)
+    # A single stage keeps the token ids too.
+    return stages.spread(np.zeros_like(first), first=first, last=np.where(layouts.pp == 1, first, np.maximum(ended, 0)))
 
 
 def _stage_counts(job: Job, layout: Layout) -> Ints:

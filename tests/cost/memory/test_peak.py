@@ -9,7 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipette_launch.cost.memory.live_activations import peak_live_bytes
-from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes, shared_buffer_bytes
+from pipette_launch.cost.memory.parts import MemoryParts
+from pipette_launch.cost.memory.peak import kept_by_chunk, peak_memory_bytes, shared_buffer_bytes
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.schedules import schedule_of
@@ -51,6 +52,7 @@ def test_a_peak_by_hand() -> None:
         recompute=0,
         backward=4 * 2048 + 16 * 2048,
         mask=32 * 32,
+        loading=0,
         deferred=0,
         head=8 * 2048 + 4 * 32 * 256,
         buffers=0,
@@ -163,6 +165,7 @@ PARTS = MemoryParts(
     recompute=4,
     backward=2,
     mask=1,
+    loading=0,
     head=6,
     deferred=1,
     buffers=1,
@@ -172,9 +175,10 @@ PARTS = MemoryParts(
 
 
 def test_loss_and_backward_are_never_at_once() -> None:
-    """6 static and 13 kept, with the loss 7 or a layer's backward 6; or the optimizer's step, without the 13."""
+    """6 static and 13 kept, with the loss 7, a layer's backward 6 or a loaded mask; or the step, without the 13."""
     assert PARTS.total == 26
     assert replace(PARTS, head=2).total == 25
+    assert replace(PARTS, loading=9).total == 28
     assert replace(PARTS, optimizer_step=21).total == 27
 
 
@@ -183,6 +187,7 @@ def test_loss_and_backward_are_never_at_once() -> None:
     [
         ({}, {"activations": 12, "logits": 7, "buffers": 1}),
         ({"head": 2}, {"activations": 17, "logits": 1, "buffers": 1}),
+        ({"loading": 9}, {"activations": 20, "logits": 1, "buffers": 1}),
         (
             {"optimizer_step": 30, "shared_buffer": 5, "dummy_gradients": 2},
             {"activations": 0, "logits": 0, "buffers": 37},
@@ -208,6 +213,58 @@ def test_full_recompute_keeps_the_mask_of_every_live_microbatch() -> None:
 
     assert [part.embedding for part in parts] == [4 * (8 * 32 + 1024), 0, 0, 1024]
     assert [part.mask for part in parts] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "live", "loaded_mib"),
+    [
+        (Layout(cp=4), {0: 1}, 80),
+        (Layout(tp=2, cp=2, sequence_parallel=True), {0: 1}, 96),
+        (Layout(pp=4, cp=4), {0: 4, 3: 1}, 80),
+        (Layout(pp=2, cp=2, micro_batch_size=2), {0: 2, 1: 1}, 192),
+        (Layout(pp=2, cp=8, recompute=FULL_UNIFORM), {0: 2, 1: 1}, 72),
+        (Layout(pp=2, cp=8, recompute=Recompute(granularity="selective")), {0: 2, 1: 1}, 72),
+    ],
+)
+def test_the_whole_mask_is_loaded_before_context_parallelism_cuts_it(
+    layout: Layout, live: dict[int, int], loaded_mib: int
+) -> None:
+    """8192 * 8192 bytes a sample and the rank's part, while one micro-batch less is kept than at most."""
+    this = replace(job(seq_length=8192), batch=Batch(global_batch_size=8))
+    for stage, num_live in live.items():
+        one = peak_memory_bytes(this, layout)[stage]
+        kept = (one.activations + one.embedding) // num_live * (num_live - 1)
+
+        assert one.total - one.static - one.buffers == kept + (loaded_mib << 20)
+
+
+@pytest.mark.parametrize("flag", ["--no-create-attention-mask-in-dataloader", "--dataloader-inter-document-masking"])
+def test_no_mask_is_loaded_that_is_not_made(flag: str) -> None:
+    """Megatron makes none with either flag."""
+    this = replace(job(seq_length=8192), performance_flags=(flag,), megatron_version="0.19.0")
+    parts = peak_memory_bytes(this, Layout(cp=4, recompute=FULL_UNIFORM))
+
+    assert [(0, 0)] == [(one.mask, one.loading) for one in parts]
+
+
+@given(st.sampled_from([(2, 2), (2, 4), (4, 2)]), st.integers(1, 4), st.sampled_from([1, 2, 4]))
+def test_an_early_mask_meets_few_live_microbatches(pipeline: tuple[int, int], rounds: int, cp: int) -> None:
+    """The first stage loads with what is kept before its first chunk, by the order of its passes."""
+    pp, vpp = pipeline
+    layout = Layout(pp=pp, vpp=vpp, cp=cp)
+    this = replace(job(seq_length=8192, num_layers=8), batch=Batch(global_batch_size=rounds * pp))
+    one = peak_memory_bytes(this, layout)[0]
+    (kept,) = set(kept_by_chunk(this, layout))
+    most = at_load = live = 0
+    for action in schedule_of(layout, rounds * pp).ranks[0]:
+        at_load = max(at_load, live if action.kind == "F" and action.stage == 0 else 0)
+        live += {"F": 1, "B": -1}[action.kind]
+        most = max(most, live)
+    part = 8192 * 8192 // cp
+    whole = part * (cp + 1) if cp > 1 else part
+
+    assert max(0, whole - (most - at_load) * kept - 8 * 8192 // cp) == one.loading
+    assert max(0, part - (most - at_load - 1) * kept) == one.mask
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

@@ -2,7 +2,8 @@
 
 Usage: python benchmarks/make_flag_table.py DEFINITIONS.json
 
-DEFINITIONS.json maps a tag to its option strings, each with `dest`, `action`, `nargs`, `type` and `default`. Only what
+DEFINITIONS.json maps a tag to its option strings, each with `dest`, `action`, `nargs`, `type`, `default` and `choices`
+(names, for a flag that takes an enumeration; null for signals, which differ between machines). Only what
 reading a command line needs is kept, for core_v0.14 and later; equal definitions of neighbouring tags share one row.
 """
 
@@ -20,7 +21,10 @@ SOURCE = (
     "Option strings and defaults of NVIDIA/Megatron-LM's command line, tags core_v0.14.0 to core_v0.19.0 and main "
     "d98e8a64dd (0.20). Copyright NVIDIA CORPORATION & AFFILIATES; Megatron-LM is under a BSD-3-Clause style licence."
 )
-LEGEND = "option string -> rows of [first release, last release, dest, action, nargs, type, default]"
+LEGEND = (
+    "option string -> rows of [first release, last release, dest, action, nargs, type, default], "
+    "then the choices if any"
+)
 PLAIN_TYPES = {"int", "float", "bool"}
 """Other converters are Megatron's own parsers; their values are kept as text."""
 
@@ -37,7 +41,8 @@ def releases(definitions: dict[str, Any]) -> dict[str, Any]:
 def row(flag: dict[str, Any]) -> list[Any]:
     """One definition without what reading does not need."""
     kind = flag["type"] if flag["type"] in PLAIN_TYPES else None
-    return [flag["dest"], flag["action"], flag["nargs"], kind, flag["default"]]
+    choices = [flag["choices"]] if flag.get("choices") else []
+    return [flag["dest"], flag["action"], flag["nargs"], kind, flag["default"], *choices]
 
 
 def table(definitions: dict[str, Any]) -> dict[str, list[list[Any]]]:

@@ -34,6 +34,8 @@ class Flag:
     kind: str | None
     """`int`, `float`, `bool`, or None for text and for what Megatron parses itself."""
     default: Any
+    choices: tuple[str | int, ...] | None = None
+    """Values that Megatron's parser takes; None for any."""
 
     @property
     def constant(self) -> bool:
@@ -98,9 +100,10 @@ def flag_table(version: str) -> Mapping[str, Flag]:
     place = releases().index(known_release(version))
     table = {}
     for option, rows in _data()["flags"].items():
-        for first, last, dest, action, nargs, kind, default in rows:
+        for first, last, dest, action, nargs, kind, default, *choices in rows:
             if releases().index(first) <= place <= releases().index(last):
-                table[option] = Flag(option=option, dest=dest, action=action, nargs=nargs, kind=kind, default=default)
+                fields = {"dest": dest, "action": action, "nargs": nargs, "kind": kind, "default": default}
+                table[option] = Flag(option=option, **fields, choices=tuple(choices[0]) if choices else None)
     return table
 
 
@@ -128,7 +131,13 @@ class _Parser(argparse.ArgumentParser):
         kinds = {"int": int, "float": float, "bool": bool, None: str}
         # Without -h, the only short one: to such a one argparse lets others be joined.
         for flag in (flag for flag in table.values() if flag.option.startswith("--")):
-            self.add_argument(flag.option, dest=flag.dest, nargs=flag.nargs, type=kinds[flag.kind], action=_Record)
+            kind, choices = kinds[flag.kind], flag.choices
+            self.add_argument(flag.option, dest=flag.dest, nargs=flag.nargs, type=kind, choices=choices, action=_Record)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = ", ".join(str(choice) for choice in action.choices)
+            raise MegatronError(f"{action.option_strings[0]} {value}: {value!r} is not understood; known are {known}")
 
     def error(self, message: str) -> NoReturn:
         raise MegatronError(message.removeprefix("argument "))

@@ -61,7 +61,8 @@ class Reference(argparse.ArgumentParser):
             self.add_argument(flag.option, dest=flag.dest, action=flag.action)
         else:
             kind = {"int": int, "float": float}.get(flag.kind or "", str)
-            self.add_argument(flag.option, dest=flag.dest, nargs=flag.nargs, type=kind, default=flag.default)
+            values = {"nargs": flag.nargs, "type": kind, "choices": flag.choices}
+            self.add_argument(flag.option, dest=flag.dest, default=flag.default, **values)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of leaving the process."""
@@ -148,6 +149,28 @@ def test_malformed_flags_are_named(argv: list[str], message: str) -> None:
         Arguments.parse(argv, VERSION).get("num_layers")
 
     assert message == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "version", "message"),
+    [
+        (
+            "--softmax-type linear",
+            "0.16.1",
+            "--softmax-type linear: 'linear' is not understood; known are vanilla, off-by-one",
+        ),
+        ("--position-embedding-type yarn", "0.14.0", "--position-embedding-type yarn: 'yarn' is not understood"),
+        ("--moe-token-dispatcher-type alltoall_seq", "0.16.1", "'alltoall_seq' is not understood"),
+        ("--moe-router-load-balancing-type aux_loss even", "0.16.1", "'even' is not understood"),
+        ("--attention-backend xformers", "0.20", "'xformers' is not understood"),
+        ("--main-grads-dtype fp8", "0.18.0", "'fp8' is not understood"),
+        ("--timing-log-level 3", "0.19.0", "3 is not understood; known are 0, 1, 2"),
+    ],
+)
+def test_values_beside_the_choices_are_refused(argv: str, version: str, message: str) -> None:
+    """Where Megatron's parser takes some values only, others are refused with those that it takes."""
+    with pytest.raises(MegatronError, match=message):
+        Arguments.parse(argv.split(), version)
 
 
 def test_sizes_are_at_least_one() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,8 @@ from pipette_launch.cost import Predictor
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.facts import Job
 from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.machines.device_names import words_of
+from pipette_launch.facts.machines.known_devices import devices_like
 from pipette_launch.facts.measurements import Measurements
 
 
@@ -88,12 +88,10 @@ def hosts_of(world_size: int, devices_per_host: int) -> tuple[int, int]:
 
 def device_of(hardware: str) -> DeviceSpec | None:
     """Return the device type that a description of hardware names: of several, the one with the most words in it."""
-    plain = re.sub(r"[^a-z0-9]", "", hardware.lower())
-    found = []
-    for device in known_devices().values():
-        words = re.findall(r"[a-z0-9]+", device.name.lower())
-        named = [word.removesuffix("gb") in plain for word in words]
-        is_type = [re.fullmatch(r"[a-z]\d{2,3}s?|\d{4}", word) is not None for word in words]
-        if any(there and kind for there, kind in zip(named, is_type, strict=True)):
-            found.append((sum(named), -len(words), device))
-    return max(found, key=lambda item: item[:2])[2] if found else None
+    words = {*words_of(hardware)}
+
+    def fit(device: DeviceSpec) -> tuple[int, int]:
+        own = {*words_of(device.name)}
+        return len(own & words), -len(own)
+
+    return max(devices_like(hardware), key=fit, default=None)

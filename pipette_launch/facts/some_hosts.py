@@ -56,6 +56,7 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
             within_host=tuple(cluster.within_host[host] for host in kept_H),
             # 1.0 is the median slot, of those that are left.
             slot_speed=tuple(speed / middle for speed in speeds),
+            imagined=cluster.imagined,
         ),
         compute=_compute(measurements, slots),
         collectives=tuple(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from pipette_launch.facts import Layout
+from pipette_launch.facts.machines.device_names import compute_capability
 
-NO_CONNECTION_LIMIT = re.compile(r"\b(G?B[123]00|RTX PRO \d+ Blackwell|RTX 50\d0|Thor)\b")
-"""Names of GPUs of capability 10 and later, where Megatron no longer asks for a single connection."""
+_BLACKWELL = 10
+"""From this capability on, Megatron no longer asks for a single connection."""
 
 
 def environment(layout: Layout, *, device_kind: str, device_name: str) -> dict[str, str]:
@@ -18,6 +17,6 @@ def environment(layout: Layout, *, device_kind: str, device_name: str) -> dict[s
     """
     if layout.tp == 1 and layout.cp == 1:
         return {}
-    if device_kind == "cuda" and NO_CONNECTION_LIMIT.search(device_name):
+    if device_kind == "cuda" and (compute_capability(device_name) or 0) >= _BLACKWELL:
         return {}
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

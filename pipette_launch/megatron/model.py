@@ -8,7 +8,6 @@ from typing import Any
 
 from pipette_launch.errors import FactError, MegatronError
 from pipette_launch.facts import HybridLayers, LatentAttention, ModelSpec
-from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.megatron.chunks import hybrid_pattern
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import MOST_LAYERS, known_dest, num_layers_of
@@ -71,7 +70,7 @@ def read_model(
     *,
     device_kind: str,
     environment: Mapping[str, str],
-    device_name: str = "",
+    capability: int | None = None,
 ) -> ModelSpec:
     """Read the model's shape with Megatron's own defaults and derivations (`validate_args` of core_v0.16.1).
 
@@ -80,7 +79,7 @@ def read_model(
         vocabulary: what they say of the tokens.
         device_kind: `cuda` or `cpu`.
         environment: of the workers, for the variables that choose an attention backend.
-        device_name: of the GPUs; empty for unknown ones.
+        capability: major number of the GPUs' compute capability; None for unknown ones.
 
     Raises:
         MegatronError: a flag is missing, or the shape contradicts itself.
@@ -109,7 +108,7 @@ def read_model(
             hidden_dropout=arguments.get("hidden_dropout"),
             params_dtype="fp16" if arguments.get("fp16") else "bf16" if arguments.get("bf16") else "fp32",
             transformer_impl=transformer_impl,
-            attention_backend=_backend(arguments, transformer_impl, environment, device_name),
+            attention_backend=_backend(arguments, transformer_impl, environment, capability),
             latent_attention=_latent_attention(arguments),
             mtp_num_layers=_prediction_depths(arguments),
             hybrid=_hybrid_layers(arguments),
@@ -154,7 +153,9 @@ def _sizes(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def _backend(arguments: Arguments, transformer_impl: str, environment: Mapping[str, str], device_name: str) -> Any:
+def _backend(
+    arguments: Arguments, transformer_impl: str, environment: Mapping[str, str], capability: int | None
+) -> Any:
     """Read the attention backend of a job's layers.
 
     `auto` is resolved as TransformerEngine does (get_attention_backend of v2.8): fp32 and GPUs before Ampere have only
@@ -180,7 +181,6 @@ def _backend(arguments: Arguments, transformer_impl: str, environment: Mapping[s
         return flag
     if not (arguments.get("bf16") or arguments.get("fp16")):
         return "unfused"
-    capability = compute_capability(device_name)
     if capability is None:
         return "auto"
     if capability < _AMPERE:

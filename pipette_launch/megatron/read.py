@@ -8,6 +8,7 @@ from typing import Any
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
+from pipette_launch.facts.machines.device_names import compute_capability
 from pipette_launch.megatron import checkpoint
 from pipette_launch.megatron.chunks import without_stages
 from pipette_launch.megatron.flags import Arguments, known_release, newest_release, release_of
@@ -32,6 +33,7 @@ def read_job(
     for_planning: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
+    capability: int | None = None,
 ) -> Job:
     """Read what the user asked for, and what a plan must leave as it is.
 
@@ -48,6 +50,7 @@ def read_job(
         for_planning: read also an own layout that Megatron refuses, without sizes that do not suit the ranks.
         environment: of the workers, for the variables that choose an attention backend or size buffers; None for none.
         device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
+        capability: major number of the GPUs' compute capability; None for the number that the name tells.
 
     Raises:
         MegatronError: a flag is missing, contradicts another, or makes a job that is not planned.
@@ -63,7 +66,8 @@ def read_job(
         check_words(given)
     needless = check_required(given, starts_nothing=starts_nothing)
     vocabulary = read_vocabulary(given)
-    model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, device_name=device_name)
+    capability = capability or compute_capability(device_name)
+    model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, capability=capability)
     flags_layout, refusal = _flags_layout(given, world_size, for_planning=for_planning)
     check_flags(given, flags_layout)
     batch = _batch(given, flags_layout)

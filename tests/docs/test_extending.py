@@ -36,4 +36,4 @@ def test_each_patch_applies_and_its_command_runs(tmp_path: Path) -> None:
     printed = run_shell(shell, tmp_path, environment)
 
     assert "replicas-only" in printed
-    assert "H200-NVL" in printed
+    assert "RTX-A5000" in printed

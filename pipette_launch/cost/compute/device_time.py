@@ -21,7 +21,6 @@ from pipette_launch.cost.compute.loads import Load, Product
 from pipette_launch.cost.layers.optimizer import step_bytes_per_parameter
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.megatron.performance import performance_options
 
 CAST_BYTES = {"delayed": 4.0, "tensorwise": 6.0, "blockwise": 4.1, "mxfp8": 4.1, "fp4": 5.1, "custom": 4.1}
@@ -54,7 +53,7 @@ class Precision:
         if model.transformer_impl != "transformer_engine" or not (options.fp8 or options.fp4):
             return cls(dtype=model.params_dtype)
         recipe = "fp4" if options.fp4 else options.fp8_recipe
-        is_blackwell = (compute_capability(device.name) or 0) >= _BLACKWELL
+        is_blackwell = (device.compute_capability or 0) >= _BLACKWELL
         one_copy = _ONE_COPY_BYTES if is_blackwell and recipe in _ONE_SCALE else 0.0
         wide = options.num_layers_at_start_in_bf16 + options.num_layers_at_end_in_bf16
         return cls(

@@ -17,7 +17,7 @@ from pipette_launch.cost.compute.timed import as_timed, layout_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
 from pipette_launch.facts.machines.cluster import Device
-from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.machines.known_devices import device_of_driver, devices_like
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements, Samples
 
 Model: TypeAlias = Mapping[tuple[ComputeCase, str], ComputeTime]
@@ -78,15 +78,11 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
 
 
 def spec_of(device: Device) -> DeviceSpec:
-    """Return the known device that is most like this one: its type is in the driver's name, its memory is near."""
-
-    def type_of(spec: DeviceSpec) -> str:
-        """`H100` of `AWS-P5-H100` and of `H100-SXM`: the longest word that has letters and digits."""
-        words = [word for word in spec.name.upper().split("-") if any(map(str.isdigit, word)) and word[0].isalpha()]
-        return max(words, key=len, default=spec.name.upper())
-
-    words = device.name.replace("-", " ").upper().split()
-    alike = [spec for spec in known_devices().values() if type_of(spec) in words]
+    """Return the known device of the driver's name, else the one of its chip with the nearest memory, else GENERIC."""
+    known = device_of_driver(device.name)
+    if known is not None:
+        return known
+    alike = devices_like(device.name)
     return min(alike, key=lambda spec: abs(spec.memory_bytes - device.memory_total_bytes), default=GENERIC)
 
 

@@ -195,6 +195,7 @@ def imagined_cluster(
         between_hosts=fabric.links(num_hosts, device),
         within_host=(within,) * num_hosts,
         slot_speed=fabric.slot_speed(num_hosts, devices_per_host),
+        imagined=device,
     )
 
 

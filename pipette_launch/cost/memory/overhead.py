@@ -24,7 +24,8 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import Ints, LayoutColumns
 from pipette_launch.facts.machines.device_memory import DeviceOverhead, MemoryNeed, StageReading, memory_digest
-from pipette_launch.facts.machines.known_devices import compute_capability
+from pipette_launch.facts.machines.device_names import compute_capability
+from pipette_launch.facts.machines.known_devices import capability_of_cluster
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.performance import RING, flag_of
 from pipette_launch.megatron.performance import performance_options
@@ -162,6 +163,7 @@ def overhead_of(
     *,
     device_kind: str,
     device_name: str = "",
+    capability: int | None = None,
     measured_bytes: int | None = None,
     apart: DeviceOverhead | None = None,
     readings: Sequence[StageReading] = (),
@@ -174,6 +176,7 @@ def overhead_of(
         layout: its process groups decide the communicators.
         device_kind: `cuda` or `cpu`.
         device_name: as the driver or the user gives it; decides the workspaces.
+        capability: major number of the compute capability; None for the number that the name tells.
         measured_bytes: `Measurements.overhead_bytes`: context and communicators together, as the warm-up's workers held
             them. None for machines that were not measured; 0 on a GPU counts as None, for no context is that small.
         apart: `Measurements.overhead`, the same told apart: then the layout has as many communicators as it needs, each
@@ -194,7 +197,7 @@ def overhead_of(
     context, communicators = _outside(job, layout, measured_bytes, apart)
     if environment is None:
         environment = {"CUBLAS_WORKSPACE_CONFIG": job.cublas_workspace_config}
-    capability = compute_capability(device_name)
+    capability = capability or compute_capability(device_name)
     known = device_name if capability else "a GPU of unknown type, taken as of capability 9"
     return Overhead(
         workspace=Figure(
@@ -215,6 +218,7 @@ def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> O
         layout,
         device_kind=device.kind,
         device_name=device.name,
+        capability=capability_of_cluster(measurements.cluster),
         measured_bytes=measurements.overhead_bytes,
         apart=measurements.overhead,
         readings=measurements.stages,

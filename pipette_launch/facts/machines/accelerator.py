@@ -96,6 +96,8 @@ class DeviceSpec:
     """Hosts whose devices share one NVLink domain: between them, links are as `within_host`."""
     host_bytes_per_s: float = 0.0
     """To pinned memory of the host, and as fast back, when all devices of a host copy; 0 where it is not known."""
+    compute_capability: int | None = None
+    """CUDA's major number; None where it is not known."""
 
     def __post_init__(self) -> None:
         if not self.flops_per_s or not all(peak > 0 for peak in self.flops_per_s.values()):

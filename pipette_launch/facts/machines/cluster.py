@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER
+from pipette_launch.facts.machines.accelerator import DeviceSpec
 
 Matrix: TypeAlias = NDArray[np.float64]
 MatrixLike: TypeAlias = Matrix | Sequence[Sequence[float]]
@@ -181,6 +182,8 @@ class Cluster(HostsOfJob):
     """For each host, D x D between its devices."""
     slot_speed: tuple[float, ...]
     """Compute speed of each slot relative to the median slot, 1.0 = as fast as the median."""
+    imagined: DeviceSpec | None = field(default=None, metadata=ADDED_LATER)
+    """The type of all devices where nothing was measured; None for real hosts."""
 
     def __post_init__(self) -> None:
         sizes = {len(host.devices) for host in self.hosts}

@@ -1,322 +1,198 @@
-"""The table of accelerators whose figures are built in, for plans of machines that have not been measured."""
+"""Accelerators whose figures are built in, for plans of machines that have not been measured, found by their names."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
-from pipette_launch.units import GIB
+from pipette_launch.facts.machines.accelerator import DeviceSpec
+from pipette_launch.facts.machines.cluster import Cluster
+from pipette_launch.facts.machines.device_names import Words, compute_capability, words_of
+from pipette_launch.facts.machines.nvlink_devices import NVLINK_DEVICES
+from pipette_launch.facts.machines.pcie_cards import PCIE_CARDS
 
-CAPABILITIES = {
-    10: ("B100", "B200", "B300"),
-    9: ("H100", "H200", "H800", "H20", "GH200"),
-    8: ("A100", "A800", "A30", "A10", "A40", "A6000", "L4", "L40", "RTX 30", "RTX-30", "RTX 40", "RTX-40", "4090"),
-    7: ("V100", "T4", "TITAN RTX"),
+_SXM = "SXM DGX HGX"
+_WRITTEN = {
+    # name here: (words in every name of the device, further words in some)
+    "V100-SXM2-32GB": ("V100", f"HBM2 {_SXM}"),
+    "V100-SXM2-16GB": ("V100", f"HBM2 {_SXM}"),
+    "V100-PCIe-32GB": ("V100", "HBM2"),
+    "V100-PCIe-16GB": ("V100", "HBM2"),
+    "A100-40GB": ("A100", f"SXM4 HBM2 {_SXM}"),
+    "A100-80GB": ("A100", f"SXM4 HBM2E {_SXM}"),
+    "A100-40GB-PCIe": ("A100", "HBM2"),
+    "A100-80GB-PCIe": ("A100", "HBM2E"),
+    "A800-40GB": ("A800", f"SXM4 HBM2 {_SXM}"),
+    "A800-80GB": ("A800", f"SXM4 HBM2E {_SXM}"),
+    "A800-80GB-PCIe": ("A800", "HBM2E"),
+    "H100-SXM": ("H100", f"SXM5 80GB HBM3 {_SXM}"),
+    "H100-PCIe": ("H100", "80GB HBM2E"),
+    "H100-NVL": ("H100", "94GB HBM3"),
+    "AWS-P5-H100": ("P5", "SXM SXM5 80GB 48XLARGE"),
+    "H200": ("H200", f"SXM5 141GB HBM3E {_SXM}"),
+    "H200-NVL": ("H200", "141GB HBM3E"),
+    "H800-SXM": ("H800", f"SXM5 80GB HBM3 {_SXM}"),
+    "H800-PCIe": ("H800", "80GB HBM2E"),
+    "H20": ("H20", f"SXM5 96GB HBM3 {_SXM}"),
+    "H20-3e": ("H20", f"SXM5 141GB HBM3E {_SXM}"),
+    "GH200-96GB": ("GH200", "480GB 120GB HBM3"),
+    "GH200-144GB": ("GH200", "HBM3E"),
+    "B200": ("B200", f"180GB 192GB HBM3E {_SXM}"),
+    "GB200-NVL72": ("GB200", "192GB HBM3E"),
+    "B300": ("B300", f"SXM6 AC 288GB HBM3E {_SXM}"),
+    "GB300-NVL72": ("GB300", "288GB HBM3E"),
+    "T4": ("T4", "16GB PCIE"),
+    "A30": ("A30", "24GB PCIE"),
+    "A40": ("A40", "48GB PCIE"),
+    "A10": ("A10", "24GB PCIE"),
+    "A10G": ("A10G", "24GB PCIE"),
+    "L4": ("L4", "24GB PCIE"),
+    "L20": ("L20", "48GB PCIE"),
+    "L40": ("L40", "48GB PCIE"),
+    "L40S": ("L40S", "48GB PCIE"),
+    "RTX-A6000": ("A6000", "48GB PCIE"),
+    "RTX-6000-Ada": ("6000 ADA", "48GB PCIE"),
+    "RTX-PRO-6000-Server": ("PRO 6000", "BLACKWELL EDITION 96GB PCIE"),
+    "RTX-PRO-6000-Workstation": ("PRO 6000", "BLACKWELL EDITION 96GB PCIE"),
+    "RTX-3090": ("3090", "24GB PCIE"),
+    "RTX-4090": ("4090", "24GB PCIE"),
+    "RTX-4090-48GB": ("4090 48GB", "PCIE"),
+    "RTX-5090": ("5090", "32GB PCIE"),
 }
-"""Major numbers, by what names contain; the first that fits counts."""
+"""Names of each device, as people and drivers write it, by words; case and order do not count."""
+_USUAL = {
+    "V100-SXM2-32GB",
+    "V100-SXM2-16GB",
+    "A100-40GB",
+    "A100-80GB",
+    "A800-80GB",
+    "H100-SXM",
+    "H200",
+    "H800-SXM",
+    "GH200-96GB",
+    "RTX-PRO-6000-Server",
+}
+"""The meaning of a name that fits several devices, if only one of them is in this set."""
+_LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
+"""Names that are less like a mistyped one, or by more than this less than the nearest, are not suggested."""
+
+
+class _Names(NamedTuple):
+    """All words of one device's names."""
+
+    own: frozenset[str]
+    chip: frozenset[str]
+    """Every name has them."""
+    known: frozenset[str]
+    """No name has others: a word beside them makes it another device."""
 
 
 def device_named(name: str) -> DeviceSpec:
-    """Return a known device, whatever the case of its name; raises FactError with the nearest name.
+    """Return the known device of a name as people or drivers write it; raises FactError with the nearest names.
 
-    The beginning of a name is enough where only one device's begins so.
+    Only whole words count, so H20 is not H200. A word that the device does not have makes it another device.
     """
-    devices = {key.lower(): device for key, device in known_devices().items()}
-    if name.lower() in devices:
-        return devices[name.lower()]
-    begun = [key for key in devices if name and key.startswith(name.lower())]
-    if len(begun) == 1:
-        return devices[begun[0]]
-    if begun:
-        raise FactError(f"{name!r} may be {' or '.join(devices[key].name for key in begun)}; say which")
-    near = difflib.get_close_matches(name.lower(), devices, n=1, cutoff=0.4)
-    hint = f" Did you mean {devices[near[0]].name}?" if near else ""
-    raise FactError(f"unknown device {name!r}; known: {', '.join(known_devices())}.{hint}")
+    found = _meant(name)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise FactError(f"{name!r} may be {_listed([device.name for device in found], 'or')}; say which")
+    near = nearest_names(name)
+    raise FactError(f"unknown device {name!r}" + (f"; did you mean {_listed(near, 'or')}?" if near else ""))
+
+
+def other_meanings(name: str) -> str:
+    """Name the devices that fit a name and are not taken, as a sentence for a note; empty if no other fits."""
+    fitting = _fitting(words_of(name))
+    taken = device_named(name)
+    others = [device.name for device in fitting if device != taken]
+    if not others or frozenset(words_of(name)) == _names()[taken.name].own:
+        return ""
+    return f"{name} is taken as {taken.name}, and not as {_listed(others, 'or')}."
 
 
 def device_of_driver(name: str) -> DeviceSpec | None:
-    """Find a device by its own name or by that which its driver gives, `NVIDIA H100 80GB HBM3`; None where unknown.
+    """Find a device by its own name or by the name of its driver, `NVIDIA H100 80GB HBM3`; None for an unknown one.
 
-    A build whose peak is another (PCIe, NVL, a part by MIG) is unknown here. `cost.compute.extrapolated.spec_of` takes
-    the device that is most like it all the same: that one needs only ratios of times, and never says a peak.
+    A part of a device (MIG, vGPU), a laptop's chip and another size of memory are unknown here, as their peaks differ.
+    `cost.compute.extrapolated.spec_of` takes the device that is most like it, for ratios of times alone.
     """
-    if name in known_devices():
-        return known_devices()[name]
-    words = name.replace("-", " ").split()
-    for known, spec in known_devices().items():
-        kind = next(word for word in known.split("-") if word.strip("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
-        if kind in words and _builds(words) == _builds(known.split("-")):
-            return spec
-    return None
+    found = _meant(name)
+    return found[0] if len(found) == 1 else None
 
 
-def _builds(words: Iterable[str]) -> set[str]:
-    """Return the words of a name that mean another peak than usual: a PCIe card, a laptop, a part of a device."""
-    return {word.upper() for word in words} & {"D", "LAPTOP", "MIG", "NVL", "PCIE"}
+def devices_like(name: str) -> tuple[DeviceSpec, ...]:
+    """Return the known devices whose chip is in a name, in any build."""
+    words = set(words_of(name))
+    return tuple(device for device in known_devices().values() if _names()[device.name].chip <= words)
 
 
-def peak_flops_per_s(name: str, dtype: str) -> float:
-    """Peak of a device by its own or its driver's name, for one element type; 0 where it is not known."""
-    found = device_of_driver(name)
-    return found.flops_per_s.get(dtype, 0.0) if found else 0.0
+def spec_of_cluster(cluster: Cluster) -> DeviceSpec | None:
+    """Return the figures of a cluster's devices: as imagined, else by the first one's name; None for an unknown one."""
+    return cluster.imagined or device_of_driver(cluster.hosts[0].devices[0].name)
 
 
+def capability_of_cluster(cluster: Cluster) -> int | None:
+    """Return the major number of the devices' capability; None where it is not known."""
+    if cluster.imagined is not None:
+        return cluster.imagined.compute_capability
+    return compute_capability(cluster.hosts[0].devices[0].name)
+
+
+@cache
 def known_devices() -> dict[str, DeviceSpec]:
     """Return every device with built-in figures, by name."""
-    return {device.name: device for device in _DEVICES}
+    return {device.name: device for device in (*NVLINK_DEVICES, *PCIE_CARDS)}
 
 
-def compute_capability(device_name: str) -> int | None:
-    """Return the major number of a GPU's capability, by its name; None for an unknown one."""
-    for capability, names in CAPABILITIES.items():
-        if any(name in device_name.upper() for name in names):
-            return capability
-    return None
+def nearest_names(name: str) -> list[str]:
+    """Return up to three known names most like an unknown one; other builds of the same chip come first."""
+    words = words_of(name)
+    plain = " ".join(words)
+
+    def likeness(device: str) -> float:
+        chip, whole = _names()[device].chip, " ".join(words_of(device))
+        ratio, chip_ratio = (
+            difflib.SequenceMatcher(None, plain, one).ratio() for one in (whole, " ".join(sorted(chip)))
+        )
+        other_letter = whole[:1] != plain[:1]
+        return (chip <= set(words)) + max(chip_ratio, ratio) + 0.1 * ratio - 0.2 * other_letter
+
+    near = sorted(known_devices(), key=likeness, reverse=True)[:3]
+    return [device for device in near if likeness(device) >= max(_LEAST_LIKENESS, likeness(near[0]) - _LESS_LIKE)]
 
 
-def _nvidia(
-    name: str,
-    *,
-    half_tflops: float,
-    fp32_tflops: float,
-    memory_gb_per_s: float,
-    memory_gib: float,
-    within: tuple[float, float],
-    between: tuple[float, float, int],
-    fp8_tflops: float = 0.0,
-    fp4_tflops: float = 0.0,
-    exp_per_ns: float,
-    host_gb_per_s: float,
-    bf16: bool = True,
-    efficiency: Efficiency,
-    sheet: str,
-    remark: str = "",
-    devices_per_host: int = 8,
-    domain_hosts: int = 1,
-) -> DeviceSpec:
-    """Bring a data sheet to SI; links are (us, GB/s) and (us, GB/s, devices that share it).
-
-    `exp_per_ns`: multiprocessors x 16 special function units (32 of Blackwell Ultra) x boost clock in GHz.
-
-    `memory_gib` is what torch reports as the device's total capacity, which is less than the data sheet's round number:
-    the driver and ECC keep the rest, and no process can have it.
-    """
-    peaks = {"fp32": fp32_tflops * 1e12, "fp16": half_tflops * 1e12}
-    peaks |= {"bf16": half_tflops * 1e12} if bf16 else {}
-    peaks |= {"fp8": fp8_tflops * 1e12} if fp8_tflops else {}
-    peaks |= {"fp4": fp4_tflops * 1e12} if fp4_tflops else {}
-    return DeviceSpec(
-        name=name,
-        flops_per_s=peaks,
-        memory_bytes_per_s=memory_gb_per_s * 1e9,
-        memory_bytes=int(memory_gib * GIB),
-        within_host=Link(latency_s=within[0] * 1e-6, bytes_per_s=within[1] * 1e9),
-        between_hosts=Link(latency_s=between[0] * 1e-6, bytes_per_s=between[1] * 1e9, shared_by=between[2]),
-        efficiency=efficiency,
-        source=(
-            f"Peaks and memory bandwidth: NVIDIA's data sheet ({sheet}); memory: the total that torch reports; shares "
-            f"of peaks and links: usual figures{remark}."
-        ),
-        devices_per_host=devices_per_host,
-        exponentials_per_s=exp_per_ns * 1e9,
-        domain_hosts=domain_hosts,
-        host_bytes_per_s=host_gb_per_s * 1e9,
-    )
+def _meant(name: str) -> tuple[DeviceSpec, ...]:
+    """Return the device that a name means; several where it does not say which, no device where it is unknown."""
+    words = words_of(name)
+    exact = [device for device, names in _names().items() if names.own == frozenset(words)]
+    fitting = tuple(known_devices()[device] for device in exact) or _fitting(words)
+    usual = tuple(device for device in fitting if device.name in _USUAL)
+    return usual if len(usual) == 1 else fitting
 
 
-# The trainer's own Python around each kernel, as in Megatron's functional tests of small models; CUDA takes 5 us.
-_LAUNCH_S = 50e-6
-# What the same tests take beyond their launches, once a step: `benchmarks.validation.host`.
-_DGX_A100_STEP_S = 48e-3
-_DGX_H100_STEP_S = 31e-3
+def _fitting(words: Words) -> tuple[DeviceSpec, ...]:
+    """Return the devices that have every word of a name, and whose chip the name has."""
+    fits = {device for device, names in _names().items() if names.chip <= set(words) <= names.known}
+    return tuple(device for name, device in known_devices().items() if name in fits)
 
 
-_DGX_A100 = partial(Efficiency, launch_s=_LAUNCH_S, step_s=_DGX_A100_STEP_S)
-_DGX_H100 = partial(Efficiency, launch_s=_LAUNCH_S, step_s=_DGX_H100_STEP_S)
-_AMPERE = _DGX_A100(matmul_share=0.80, attention_share=0.54, memory_share=0.8, half_size=64)
-# Its board takes 300 W and not 400; NVIDIA puts such a card at 90 % of the SXM module.
-_AMPERE_300_W = _DGX_A100(matmul_share=0.72, attention_share=0.48, memory_share=0.8, half_size=64)
-# A dense product at full clock exceeds the power limit of these, so less of the nominal peak is left.
-# FP8 and FP4: TransformerEngine's own benchmark of one dense layer, products alone, on H200 NVL and B300.
-_HOPPER = _DGX_H100(
-    matmul_share=0.72, narrow_shares={"fp8": 0.68}, attention_share=0.40, memory_share=0.76, half_size=128
-)
-# The Triton kernels that scan gain nothing from the memory of Blackwell: 0.32 of it is as fast as 0.76 of an H100's.
-_ANY_BLACKWELL = partial(_DGX_H100, attention_share=0.45, memory_share=0.75, scan_share=0.32, half_size=192)
-_BLACKWELL = _ANY_BLACKWELL(matmul_share=0.70, narrow_shares={"fp8": 0.62, "fp4": 0.38})
-_ULTRA = _ANY_BLACKWELL(matmul_share=0.76, narrow_shares={"fp8": 0.70, "fp4": 0.38})
-_VOLTA = _DGX_A100(matmul_share=0.75, attention_share=0.41, memory_share=0.8, half_size=64)
-_ADA = _DGX_H100(matmul_share=0.85, attention_share=0.61, memory_share=0.85, half_size=64)
+@cache
+def _names() -> dict[str, _Names]:
+    return {device: _Names(*map(frozenset, words)) for device, words in _written_words()}
 
-# GB/s of each direction between a device and its host: four fifths of the nominal rate of 16 lanes of PCIe 3, 4 and 5,
-# and of half a Grace's NVLink-C2C, which two devices share.
-_PCIE3, _PCIE4, _PCIE5, _C2C = 12.5, 25.0, 50.0, 180.0
-_NVLINK3 = (6.5, 230.0)
-_NVLINK4 = (4.0, 360.0)
-_NVLINK5 = (4.0, 720.0)
-_HDR = (10.0, 24.0, 1)
-_NDR = (10.0, 47.0, 1)
-_XDR = (10.0, 94.0, 1)
-# All-gathers of 256 MB on 8 to 64 nodes: 37 to 61 us for each of the ring's steps, however short its piece.
-_EFA = (45.0, 47.0, 1)
 
-_V100 = partial(
-    _nvidia,
-    exp_per_ns=80 * 16 * 1.53,
-    host_gb_per_s=_PCIE3,
-    half_tflops=125,
-    fp32_tflops=15.7,
-    memory_gb_per_s=900,
-    bf16=False,
-    within=(5.0, 130.0),
-    between=(10.0, 12.0, 2),
-    efficiency=_VOLTA,
-    sheet="V100, January 2020",
-    remark="; 4 cards of 100 Gbit/s for 8 devices",
-)
-_A100 = partial(
-    _nvidia,
-    exp_per_ns=108 * 16 * 1.41,
-    host_gb_per_s=_PCIE4,
-    half_tflops=312,
-    fp32_tflops=19.5,
-    within=_NVLINK3,
-    between=_HDR,
-    efficiency=_AMPERE,
-    sheet="A100, June 2021",
-    remark="; a card of 200 Gbit/s for each device",
-)
-_H100 = partial(
-    _nvidia,
-    exp_per_ns=132 * 16 * 1.755,
-    host_gb_per_s=_PCIE5,
-    half_tflops=989,
-    fp32_tflops=67,
-    fp8_tflops=1979,
-    within=_NVLINK4,
-    between=_NDR,
-    efficiency=_HOPPER,
-    sheet="H100, SXM5, without sparsity",
-    remark="; a card of 400 Gbit/s for each device",
-)
-_BLACKWELL_DEVICE = partial(
-    _nvidia,
-    exp_per_ns=148 * 16 * 1.92,
-    host_gb_per_s=_PCIE5,
-    within=_NVLINK5,
-    between=_NDR,
-    efficiency=_BLACKWELL,
-)
-_BLACKWELL_ULTRA = partial(_BLACKWELL_DEVICE, exp_per_ns=148 * 32 * 1.92, between=_XDR, efficiency=_ULTRA)
-_RTX_4090 = partial(
-    _nvidia,
-    exp_per_ns=128 * 16 * 2.52,
-    host_gb_per_s=_PCIE4,
-    half_tflops=165.2,
-    fp32_tflops=82.6,
-    fp8_tflops=330.3,
-    memory_gb_per_s=1008,
-    within=(10.0, 12.0),
-    between=(15.0, 12.0, 8),
-    efficiency=_ADA,
-    remark="; PCIe through the host's memory, a card of 100 Gbit/s for 8",
-)
-_RTX_4090_SHEET = "Ada architecture, FP32 accumulation, without sparsity"
+def _written_words() -> Iterator[tuple[str, tuple[Words, Words, Words]]]:
+    for device in known_devices():
+        own = words_of(device)
+        chip, others = _WRITTEN.get(device, (" ".join(own), ""))
+        yield device, (own, tuple(chip.split()), (*own, *chip.split(), *others.split()))
 
-_DEVICES = (
-    _V100("V100-SXM2-32GB", memory_gib=31.73),
-    _V100("V100-SXM2-16GB", memory_gib=15.77),
-    _A100("A100-40GB", memory_gib=39.5, memory_gb_per_s=1555),
-    _A100("A100-80GB", memory_gib=79.2, memory_gb_per_s=2039),
-    _A100(
-        "A100-80GB-PCIe",
-        memory_gib=79.2,
-        memory_gb_per_s=1935,
-        within=(8.0, 20.0),
-        between=(10.0, 23.0, 4),
-        efficiency=_AMPERE_300_W,
-        remark="; PCIe, 2 cards of 200 Gbit/s for 8",
-    ),
-    _H100("H100-SXM", memory_gib=79.1, memory_gb_per_s=3350),
-    _H100(
-        "AWS-P5-H100",
-        memory_gib=79.1,
-        memory_gb_per_s=3350,
-        between=_EFA,
-        remark="; steps between hosts as published for nanotron's cluster (all-gather of 256 MB on 2 to 64 nodes)",
-    ),
-    _H100("H200", memory_gib=139.8, memory_gb_per_s=4800, sheet="H200, SXM, without sparsity"),
-    _BLACKWELL_DEVICE(
-        "B200",
-        half_tflops=2250,
-        fp32_tflops=75,
-        fp8_tflops=4500,
-        fp4_tflops=9000,
-        memory_gb_per_s=7700,
-        memory_gib=178.35,
-        sheet="Blackwell, HGX B200, without sparsity",
-        remark="; a card of 400 Gbit/s for each device",
-    ),
-    _BLACKWELL_DEVICE(
-        "GB200-NVL72",
-        half_tflops=2500,
-        fp32_tflops=80,
-        fp8_tflops=5000,
-        fp4_tflops=10000,
-        memory_gb_per_s=8000,
-        memory_gib=184.31,
-        sheet="Blackwell, GB200 NVL72, without sparsity",
-        remark="; 18 trays of 4 devices in one NVLink domain, a card of 400 Gbit/s for each device",
-        devices_per_host=4,
-        domain_hosts=18,
-        host_gb_per_s=_C2C,
-    ),
-    _BLACKWELL_ULTRA(
-        "B300",
-        half_tflops=2250,
-        fp32_tflops=75,
-        fp8_tflops=4500,
-        fp4_tflops=13500,
-        memory_gb_per_s=8000,
-        memory_gib=264.7,
-        sheet="Blackwell Ultra, HGX B300, without sparsity",
-        remark="; a card of 800 Gbit/s for each device; memory: 288 GB, less the share that B200's driver keeps",
-    ),
-    _BLACKWELL_ULTRA(
-        "GB300-NVL72",
-        half_tflops=2500,
-        fp32_tflops=80,
-        fp8_tflops=5000,
-        fp4_tflops=15000,
-        memory_gb_per_s=8000,
-        memory_gib=264.7,
-        sheet="Blackwell Ultra, GB300 NVL72, without sparsity",
-        remark=(
-            "; 18 trays of 4 devices in one NVLink domain, a card of 800 Gbit/s for each device; memory: 288 GB, less "
-            "the share that B200's driver keeps"
-        ),
-        devices_per_host=4,
-        domain_hosts=18,
-        host_gb_per_s=_C2C,
-    ),
-    _nvidia(
-        "L40S",
-        host_gb_per_s=_PCIE4,
-        exp_per_ns=142 * 16 * 2.52,
-        half_tflops=362,
-        fp32_tflops=91.6,
-        fp8_tflops=733,
-        memory_gb_per_s=864,
-        memory_gib=44.4,
-        within=(8.0, 20.0),
-        between=(10.0, 23.0, 4),
-        efficiency=_ADA,
-        sheet="L40S, without sparsity",
-        remark="; PCIe, 2 cards of 200 Gbit/s for 8",
-    ),
-    _RTX_4090("RTX-4090", memory_gib=23.64, sheet=_RTX_4090_SHEET),
-    _RTX_4090("RTX-4090-48GB", memory_gib=47.4, sheet=f"{_RTX_4090_SHEET}; 48 GB are no product of NVIDIA's"),
-)
+
+def _listed(names: list[str], word: str) -> str:
+    """Join names as a sentence does: A, B or C."""
+    *first, last = names
+    return f"{', '.join(first)} {word} {last}" if first else last

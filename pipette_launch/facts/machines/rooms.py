@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipette_launch.facts.machines.cluster import Cluster, Links
-from pipette_launch.facts.machines.known_devices import device_of_driver
+from pipette_launch.facts.machines.known_devices import spec_of_cluster
 
 Ints = NDArray[np.int64]
 
@@ -59,8 +59,11 @@ class Rooms:
     @classmethod
     def of(cls, cluster: Cluster) -> Rooms:
         """Find the domains in the links: hosts of a type that has such domains, linked as by NVLink."""
-        found = _domains(cluster.between_hosts, cluster.hosts[0].devices[0].name)
-        return cls(devices_per_host=cluster.devices_per_host, domain_H=found)
+        device, links = spec_of_cluster(cluster), cluster.between_hosts
+        if device is None or device.domain_hosts == 1:
+            return cls(devices_per_host=cluster.devices_per_host, domain_H=tuple(range(links.size)))
+        middle = math.sqrt(device.within_host.fair_bytes_per_s * device.between_hosts.fair_bytes_per_s)
+        return cls(devices_per_host=cluster.devices_per_host, domain_H=_domains(links, middle))
 
     @property
     def domains(self) -> tuple[tuple[int, ...], ...]:
@@ -102,12 +105,8 @@ def _at(domain_H: Sequence[int], host_BK: Ints) -> Ints:
 
 
 @lru_cache(maxsize=4)
-def _domains(links: Links, device_name: str) -> tuple[int, ...]:
+def _domains(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
     """Number the domain of each host; a link counts as NVLink above the geometric mean of NVLink and network card."""
-    device = device_of_driver(device_name)
-    if device is None or device.domain_hosts == 1:
-        return tuple(range(links.size))
-    least_bytes_per_s = math.sqrt(device.within_host.fair_bytes_per_s * device.between_hosts.fair_bytes_per_s)
     near_HH = np.asarray(links.bandwidth_bytes_per_s) >= least_bytes_per_s
     domain_H = np.full(links.size, -1)
     for host in range(links.size):

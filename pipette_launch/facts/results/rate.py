@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.cluster import Cluster
-from pipette_launch.facts.machines.known_devices import peak_flops_per_s
+from pipette_launch.facts.machines.known_devices import spec_of_cluster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,8 @@ class Rate:
         model, samples = job.model, job.batch.global_batch_size
         flops_per_s = model.step_flops(samples, tp=layout.tp) / step_time_s / layout.world_size
         names = {device.name for host in cluster.hosts for device in host.devices}
-        peak = peak_flops_per_s(names.pop(), model.params_dtype) if len(names) == 1 else 0.0
+        device = spec_of_cluster(cluster) if len(names) == 1 else None
+        peak = device.flops_per_s.get(model.params_dtype, 0.0) if device else 0.0
         return cls(
             tokens_per_s=samples * model.seq_length / step_time_s,
             flops_per_s=flops_per_s,

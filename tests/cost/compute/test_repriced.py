@@ -114,7 +114,7 @@ def test_a_device_without_the_format_is_left_as_it_is() -> None:
     job = job_with(FP8)
     (note,) = (one for one in Predictor(job, measured("NVIDIA A100-SXM4-80GB")).notes(Layout(dp=4)) if "timed" in one)
 
-    assert "priced without --fp8-format hybrid: A100-40GB has no known peak for fp8" in note
+    assert "priced without --fp8-format hybrid: A100-80GB has no known peak for fp8" in note
     assert pytest.approx(3e-3) == layer_s(job, measured("NVIDIA A100-SXM4-80GB"))
 
 

@@ -25,7 +25,6 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts import DeviceOverhead, Job, Layout, StageReading
 from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.facts.machines.device_memory import memory_digest
-from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.units import MIB
 
 GIB = 1 << 30
@@ -235,26 +234,22 @@ def test_the_reserve_of_a_warm_up_counts_in_its_plans() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        ("NVIDIA H100 80GB HBM3", 9),
-        ("a100-80gb", 8),
-        ("NVIDIA GeForce RTX 4090", 8),
-        ("Tesla V100-SXM2-32GB", 7),
-        ("B200", 10),
-        ("GH200 480GB", 9),
-        ("Gaudi 2", None),
-    ],
-)
-def test_capabilities_are_known_by_name(name: str, capability: int | None) -> None:
-    """As drivers and people write them."""
-    assert capability == compute_capability(name)
-
-
 def test_workspaces_of_unknown_devices_are_those_of_hopper() -> None:
     """The most that is common: 64 MiB of torch's own and 32 MiB of Transformer Engine's."""
-    assert 96 * MIB == overhead_of(GPT, Layout(), device_kind="cuda", device_name="Gaudi 2").workspace.value
+    unknown = overhead_of(GPT, Layout(), device_kind="cuda", device_name="Gaudi 2")
+
+    assert 96 * MIB == unknown.workspace.value
+    assert "a GPU of unknown type" in unknown.workspace.source
+
+
+def test_a_described_device_has_the_workspaces_of_its_capability() -> None:
+    """The name of a device that a file describes tells nothing; 8 MiB of torch's own and 4 MiB of the engine's."""
+    described = overhead_of(GPT, Layout(), device_kind="cuda", device_name="Gaudi 2", capability=8)
+
+    assert (
+        described.workspace.value == overhead_of(GPT, Layout(), device_kind="cuda", device_name="A100").workspace.value
+    )
+    assert "constants for Gaudi 2" in described.workspace.source
 
 
 def test_the_workers_environment_sizes_the_workspaces() -> None:

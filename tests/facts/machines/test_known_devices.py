@@ -3,57 +3,183 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.machines.accelerator import Efficiency, Link
+from pipette_launch.facts.machines.device_names import words_of
 from pipette_launch.facts.machines.known_devices import (
-    Efficiency,
-    Link,
     device_named,
     device_of_driver,
+    devices_like,
     known_devices,
-    peak_flops_per_s,
+    other_meanings,
+)
+
+NAMES = {
+    # As people write them.
+    "h100-sxm": "H100-SXM",
+    "H100SXM5": "H100-SXM",
+    "DGX H100": "H100-SXM",
+    "h100-nvl": "H100-NVL",
+    "H100 94GB": "H100-NVL",
+    "H100_PCIe": "H100-PCIe",
+    "a100-40g": "A100-40GB",
+    "A100 80 GB PCI-E": "A100-80GB-PCIe",
+    "A100-80GB": "A100-80GB",
+    "rtx4090": "RTX-4090",
+    "4090": "RTX-4090",
+    "RTX 4090 48G": "RTX-4090-48GB",
+    "RTX6000ADA": "RTX-6000-Ada",
+    "A6000": "RTX-A6000",
+    "h20": "H20",
+    "H20 141GB": "H20-3e",
+    "H20-3e": "H20-3e",
+    "H200-NVL": "H200-NVL",
+    "A800-40GB": "A800-40GB",
+    "gb200": "GB200-NVL72",
+    "GB200 NVL72": "GB200-NVL72",
+    "p5.48xlarge": "AWS-P5-H100",
+    # As drivers do.
+    "NVIDIA H200": "H200",
+    "NVIDIA H20": "H20",
+    "NVIDIA H20-3e": "H20-3e",
+    "NVIDIA H100 80GB HBM3": "H100-SXM",
+    "NVIDIA H100 PCIe": "H100-PCIe",
+    "NVIDIA H100 NVL": "H100-NVL",
+    "NVIDIA H800": "H800-SXM",
+    "NVIDIA GH200 480GB": "GH200-96GB",
+    "NVIDIA GH200 144G HBM3e": "GH200-144GB",
+    "NVIDIA B300 SXM6 AC": "B300",
+    "NVIDIA GB300": "GB300-NVL72",
+    "NVIDIA A100-SXM4-40GB": "A100-40GB",
+    "NVIDIA A100-PCIE-40GB": "A100-40GB-PCIe",
+    "NVIDIA A100 80GB PCIe": "A100-80GB-PCIe",
+    "NVIDIA A800-SXM4-80GB": "A800-80GB",
+    "NVIDIA A10": "A10",
+    "NVIDIA A10G": "A10G",
+    "NVIDIA RTX A6000": "RTX-A6000",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40": "L40",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA GeForce RTX 4090": "RTX-4090",
+    "NVIDIA RTX 6000 Ada Generation": "RTX-6000-Ada",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "RTX-PRO-6000-Server",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX-PRO-6000-Workstation",
+    "Tesla V100-SXM2-32GB": "V100-SXM2-32GB",
+    "Tesla V100-PCIE-32GB": "V100-PCIe-32GB",
+    "Tesla T4": "T4",
+    # As Kubernetes does.
+    "NVIDIA-H100-80GB-HBM3": "H100-SXM",
+}
+UNKNOWN = (
+    # The beginning of a name, or a name that begins one.
+    *("h", "h1", "H2", "A1", "B20", "L", "RTX", "V10", "GB20", "H2000", "A1000", "RTX 40900"),
+    # Another chip, another memory, a part, a laptop.
+    *("B100", "A100-SXM-64GB", "H100 96GB", "GB200 NVL4", "RTX 6000", "Quadro RTX 6000", "RTX 3090 Ti"),
+    *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    *("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "GRID A100-40C", "NVIDIA L40-48Q", "NVIDIA A800 40GB Active"),
+    *("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA GB10"),
+    # Another vendor, and no name at all.
+    *("MI300X", "AMD Instinct MI250X", "TPU v5p", "Gaudi 3", "Ascend 910B", "", " ", "NVIDIA"),
 )
 
 
-def test_names_are_found_in_any_case() -> None:
-    """People write h100-sxm."""
-    assert device_named("h100-sxm") == known_devices()["H100-SXM"]
+@pytest.mark.parametrize(("written", "name"), NAMES.items())
+def test_a_device_is_found_by_names_of_people_and_drivers(written: str, name: str) -> None:
+    """Case, hyphens, vendors and the way to write a memory's size do not count."""
+    assert name == device_named(written).name
+    assert known_devices()[name] == device_of_driver(written)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_no_other_chip_is_taken_for_an_unknown_one(name: str) -> None:
+    """A name counts by whole words, and no word of it may be left over."""
+    with pytest.raises(FactError, match="unknown device"):
+        device_named(name)
+    assert device_of_driver(name) is None
+
+
+@given(st.sampled_from(sorted(known_devices())), st.sampled_from("0123456789SXTG"), st.booleans())
+def test_one_letter_more_or_less_never_names_another_chip(name: str, letter: str, longer: bool) -> None:
+    """H20 is not H200, A10 is not A100, L4 is not L40: whatever a shorter or longer name finds, it writes so itself."""
+    chip, *rest = name.split("-")
+    written = "-".join([chip + letter if longer else chip[:-1], *rest])
+
+    found = device_of_driver(written)
+
+    assert found is None or set(words_of(written)) & set(words_of(found.name)) >= {words_of(written)[0]}
+
+
+@pytest.mark.parametrize("name", sorted(known_devices()))
+def test_each_device_is_found_by_its_own_name(name: str) -> None:
+    """The name of the table has one meaning, and needs no note."""
+    assert name == device_named(name.lower()).name
+    assert not other_meanings(name)
 
 
 @pytest.mark.parametrize(
-    ("driver", "name"),
+    ("name", "taken", "others"),
     [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
-        ("AWS-P5-H100", "AWS-P5-H100"),
+        ("H100", "H100-SXM", "H100-PCIe or H100-NVL"),
+        ("H800", "H800-SXM", "H800-PCIe"),
+        ("A800", "A800-80GB", "A800-40GB or A800-80GB-PCIe"),
+        ("GH200", "GH200-96GB", "GH200-144GB"),
+        ("V100-32GB", "V100-SXM2-32GB", "V100-PCIe-32GB"),
+        ("rtx pro 6000", "RTX-PRO-6000-Server", "RTX-PRO-6000-Workstation"),
     ],
 )
-def test_a_device_is_found_by_its_drivers_name(driver: str, name: str) -> None:
-    """Names of the driver are longer than ours; ours are found as they are."""
-    assert device_named(name) == device_of_driver(driver)
-    assert device_named(name).flops_per_s["bf16"] == peak_flops_per_s(driver, "bf16")
+def test_a_name_of_several_builds_is_taken_as_the_usual_one(name: str, taken: str, others: str) -> None:
+    """A sentence names the build that is taken, and the others."""
+    assert taken == device_named(name).name
+    assert f"{name} is taken as {taken}, and not as {others}." == other_meanings(name)
 
 
-def test_an_unknown_device_has_no_peak() -> None:
-    """Nothing is guessed from a name that resembles one."""
-    for name in (
-        "NVIDIA RTX A6000",
-        "NVIDIA H100 PCIe",
-        "NVIDIA H100 NVL",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "Tesla V100-PCIE-32GB",
-        "NVIDIA GeForce RTX 4090 D",
-    ):
-        assert device_of_driver(name) is None
-    assert (0.0, 0.0) == (peak_flops_per_s("NVIDIA RTX A6000", "bf16"), peak_flops_per_s("H200", "int4"))
+@pytest.mark.parametrize(
+    ("name", "meanings"),
+    [
+        ("A100", "A100-40GB, A100-80GB, A100-40GB-PCIe or A100-80GB-PCIe"),
+        ("DGX A100", "A100-40GB or A100-80GB"),
+        ("A100 PCIe", "A100-40GB-PCIe or A100-80GB-PCIe"),
+        ("V100", "V100-SXM2-32GB, V100-SXM2-16GB, V100-PCIe-32GB or V100-PCIe-16GB"),
+    ],
+)
+def test_a_name_of_two_memories_must_say_more(name: str, meanings: str) -> None:
+    """Twice the memory is no detail: the error names the devices, and a driver's name of this kind is unknown."""
+    with pytest.raises(FactError, match=f"'{name}' may be {meanings}; say which"):
+        device_named(name)
+    assert device_of_driver(name) is None
 
 
-def test_unknown_name_gets_the_nearest() -> None:
-    """The error names what there is, and the likeliest."""
-    with pytest.raises(FactError, match=r"unknown device 'A100-8OGB'; known: .*H200.*Did you mean A100-80GB\?"):
-        device_named("A100-8OGB")
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("A100-8OGB", "; did you mean A100-80GB, A100-40GB or A100-80GB-PCIe?"),
+        ("H2O", "; did you mean H20, H20-3e or H200?"),
+        ("H1OO", "; did you mean H100-SXM, H100-NVL or H100-PCIe?"),
+        ("h100-smx", "; did you mean H100-SXM, H100-NVL or H100-PCIe?"),
+        ("8xH100", "; did you mean H100-SXM, H100-NVL or H100-PCIe?"),
+        ("H100 96GB", "; did you mean H100-SXM, H100-NVL or H100-PCIe?"),
+        ("RTX 3090 Ti", "; did you mean RTX-3090?"),
+        ("MI300X", ""),
+        ("TPUv5", ""),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_three(name: str, hint: str) -> None:
+    """Builds of the same chip come first; a name that is like no other gets no hint."""
+    with pytest.raises(FactError) as error:
+        device_named(name)
+
+    assert f"unknown device {name!r}{hint}" == str(error.value)
+
+
+def test_builds_of_a_chip_are_alike() -> None:
+    """A part of an A100 has the ratios of an A100, whatever its peak; of no other chip."""
+    alike = {device.name for device in devices_like("NVIDIA A100-SXM4-40GB MIG 1g.5gb")}
+
+    assert {"A100-40GB", "A100-80GB", "A100-40GB-PCIe", "A100-80GB-PCIe"} == alike
+    assert () == devices_like("NVIDIA A1000")
 
 
 @pytest.mark.parametrize("name", sorted({*known_devices()} - {"B300", "GB300-NVL72"}))
@@ -70,6 +196,35 @@ def test_no_process_gets_the_data_sheets_memory(name: str) -> None:
         "H200": 143771,
         "B200": 183359,
         "GB200-NVL72": 189471,
+        "A800-40GB": 40960,
+        "A800-80GB": 81920,
+        "A800-80GB-PCIe": 81920,
+        "A100-40GB-PCIe": 40960,
+        "H100-PCIe": 81559,
+        "H100-NVL": 95830,
+        "H200-NVL": 143771,
+        "H800-SXM": 81559,
+        "H800-PCIe": 81559,
+        "H20": 97871,
+        "H20-3e": 143771,
+        "GH200-96GB": 97871,
+        "GH200-144GB": 146831,
+        "V100-PCIe-32GB": 32768,
+        "V100-PCIe-16GB": 16384,
+        "T4": 15360,
+        "A30": 24576,
+        "A40": 46068,
+        "A10": 23028,
+        "A10G": 23028,
+        "L4": 23034,
+        "L20": 46068,
+        "L40": 46068,
+        "RTX-A6000": 49140,
+        "RTX-6000-Ada": 49140,
+        "RTX-3090": 24576,
+        "RTX-5090": 32607,
+        "RTX-PRO-6000-Server": 97887,
+        "RTX-PRO-6000-Workstation": 97887,
         "L40S": 46068,
         "RTX-4090": 24564,
         "RTX-4090-48GB": 49140,
@@ -84,6 +239,7 @@ def test_known_devices_say_where_they_come_from(name: str) -> None:
     device = known_devices()[name]
 
     assert "data sheet" in device.source
+    assert device.compute_capability
     assert device.peak_flops_per_s("fp32") < device.peak_flops_per_s("fp16")
     assert device.within_host.fair_bytes_per_s > device.between_hosts.fair_bytes_per_s
 
@@ -122,11 +278,45 @@ def test_negative_figures_are_refused() -> None:
         replace(device, flops_per_s={})
 
 
-def test_the_beginning_of_a_name_is_enough_where_it_tells() -> None:
-    """One device begins with H1; three begin with A100."""
-    assert device_named("h1") == known_devices()["H100-SXM"]
-    with pytest.raises(FactError, match="'A100' may be A100-40GB or A100-80GB or A100-80GB-PCIe; say which"):
-        device_named("A100")
+def test_only_modules_have_nvlink() -> None:
+    """No card is priced with more than 16 lanes of PCIe 5 to its neighbours, no module with less than NVLink 2."""
+    nvlink = {name: one.within_host.fair_bytes_per_s > 64e9 for name, one in known_devices().items()}
+    cards = {name for name, has_nvlink in nvlink.items() if not has_nvlink}
+
+    assert {name for name in nvlink if "PCIe" in name or "NVL" in name.split("-")} <= cards
+    assert {"A10G", "A30", "L4", "L20", "L40", "L40S", "RTX-4090", "RTX-5090", "RTX-PRO-6000-Server", "T4"} <= cards
+    assert {"A800-80GB", "H20", "H800-SXM", "GH200-96GB", "B200"} <= nvlink.keys() - cards
+    assert known_devices()["H800-SXM"].within_host.bytes_per_s < 200e9 < known_devices()["H20"].within_host.bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8", "memory"),
+    [
+        ("H20", 148, 296, 4000),
+        ("H100-PCIe", 756, 1513, 2000),
+        ("H100-NVL", 835, 1671, 3900),
+        ("H200-NVL", 835, 1671, 4800),
+        ("GH200-96GB", 989, 1979, 4000),
+        ("A10G", 70, 0, 600),
+        ("A10", 125, 0, 600),
+        ("A30", 165, 0, 933),
+        ("A40", 149.7, 0, 696),
+        ("RTX-A6000", 154.8, 0, 768),
+        ("L4", 121, 242, 300),
+        ("L20", 119.5, 239, 864),
+        ("L40", 181, 362, 864),
+        ("RTX-3090", 71, 0, 936),
+        ("RTX-5090", 209.5, 419, 1792),
+        ("RTX-PRO-6000-Server", 500, 1000, 1597),
+    ],
+)
+def test_peaks_are_those_of_data_sheets_without_sparsity(name: str, bf16: float, fp8: float, memory: float) -> None:
+    """TFLOP/s with accumulation in FP32, and GB/s of the memory; 0 for a format that the chip does not have."""
+    device = known_devices()[name]
+
+    assert bf16 == pytest.approx(device.flops_per_s["bf16"] / 1e12)
+    assert fp8 == pytest.approx(device.flops_per_s.get("fp8", 0) / 1e12)
+    assert memory == pytest.approx(device.memory_bytes_per_s / 1e9)
 
 
 def test_only_rack_machines_have_a_domain_beyond_the_host() -> None:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from pipette_launch.defaults import SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import ProbeError, UsageError
 from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.facts.machines.device_file import DeviceFile
 from pipette_launch.facts.machines.fabric import FabricSpec
 from pipette_launch.facts.results.comparison import Comparison
 from pipette_launch.forecast import checked_words, for_python, predict
@@ -35,7 +36,7 @@ PLAN_ARGUMENTS = {
 def plan(
     arguments: Sequence[str],
     *,
-    gpu: str | None = None,
+    gpu: str | Path | DeviceFile | None = None,
     nodes: int | None = None,
     gpus_per_node: int | None = None,
     world_size: int | None = None,
@@ -58,7 +59,7 @@ def plan(
 
     Args:
         arguments: the words behind the script's name, as the job would be given them.
-        gpu: imagine hosts with this device, such as `h100-sxm`; either this or `cluster`.
+        gpu: imagine hosts with this device: a name such as `h100-sxm`, or a file of kind `device`; else `cluster`.
         nodes: hosts of the job.
         gpus_per_node: devices and ranks on each; None for as many as is usual for `gpu`.
         world_size: ranks of the job; may take the place of `nodes` or `gpus_per_node`.

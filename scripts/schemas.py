@@ -11,6 +11,7 @@ from typing import Any
 
 from pipette_launch.facts.files import LARGEST, MOST_INTEGER, Document
 from pipette_launch.facts.health.checkup import Checkup
+from pipette_launch.facts.machines.device_file import DeviceFile, DeviceFiles
 from pipette_launch.facts.machines.fabric import FabricSpec
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.results.comparison import Comparison
@@ -26,6 +27,8 @@ FOLDER = Path(__file__).parent.parent / "docs" / "schemas"
 DOCUMENTS: tuple[type[Document], ...] = (
     Checkup,
     Comparison,
+    DeviceFile,
+    DeviceFiles,
     Explained,
     FabricSpec,
     LiveJob,

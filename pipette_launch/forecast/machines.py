@@ -15,8 +15,9 @@ from typing import Literal
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements, files
 from pipette_launch.facts.machines.accelerator import DeviceSpec
+from pipette_launch.facts.machines.device_file import DeviceFile
 from pipette_launch.facts.machines.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
-from pipette_launch.facts.machines.known_devices import device_named
+from pipette_launch.facts.machines.known_devices import capability_of_cluster, device_named, other_meanings
 from pipette_launch.facts.measurements import layers_digest
 
 DEVICES_PER_HOST = 8
@@ -55,6 +56,13 @@ class TargetMachines:
         if self.measured is not None:
             return self.measured.cluster.hosts[0].devices[0].name
         return self.spec.name if self.spec else ""
+
+    @property
+    def capability(self) -> int | None:
+        """Major number of the devices' compute capability; None where it is not known."""
+        if self.measured is not None:
+            return capability_of_cluster(self.measured.cluster)
+        return self.spec.compute_capability if self.spec else None
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -117,7 +125,7 @@ def machines_of(
     world_size: int | None,
     num_hosts: int | None = None,
     devices_per_host: int | None = None,
-    gpu: str | None = None,
+    gpu: str | Path | DeviceFile | None = None,
     cluster: Path | Measurements | None = None,
     fabric: str | Path | FabricSpec | None = None,
     device_kind: Kind = "cuda",
@@ -128,7 +136,7 @@ def machines_of(
         world_size: ranks of the job; may be left out where the other sizes or the cluster tell it.
         num_hosts: nodes of the job.
         devices_per_host: ranks on each.
-        gpu: the name of a known device type.
+        gpu: a device type: the name of a known one, a file of kind `device`, or its contents.
         cluster: what a warm-up measured, or the file that holds it.
         fabric: what lies between imagined hosts: a file, a built-in name, or the description; None = all are equal.
         device_kind: what the ranks run on where neither `gpu` nor `cluster` says it.
@@ -136,7 +144,7 @@ def machines_of(
     Raises:
         UsageError: the sizes are missing, contradict each other, both `gpu` and `cluster` are given, or `fabric`
             without `gpu`.
-        FactError: the device is not known.
+        FactError: no device is known by this name, or several are.
         FileFormatError: the file is no cluster.json, or no fabric of these hosts.
         ClusterError: the measured cluster has another size than the job.
 
@@ -164,13 +172,28 @@ def machines_of(
         return TargetMachines(num_hosts=hosts, devices_per_host=devices, kind=device_kind)
     if device_kind == "cpu":
         raise UsageError("--gpu and --device cpu exclude each other")
-    with _naming("--gpu:"):
-        device = device_named(gpu)
-    return _imagined(device, fabric or UNIFORM, world_size, num_hosts, devices_per_host)
+    device, notes = _device(gpu)
+    return _imagined(device, notes, fabric or UNIFORM, world_size, num_hosts, devices_per_host)
+
+
+def _device(source: str | Path | DeviceFile) -> tuple[DeviceSpec, tuple[str, ...]]:
+    """Find a device by its name, else read the file that describes it; the second is a name's other meanings."""
+    if isinstance(source, DeviceFile):
+        return source.spec(), ()
+    name = str(source)
+    if Path(name).suffix == ".json" or os.sep in name or Path(name).is_file():
+        return files.read(Path(name), DeviceFile).spec(), ()
+    try:
+        note = other_meanings(name)
+        return device_named(name), (f"--gpu {note}",) if note else ()
+    except FactError as error:
+        advice = "pipette devices lists those that are known, and --gpu FILE reads any other from a file"
+        raise FactError(f"--gpu: {error}{' ' if str(error).endswith('?') else '; '}{advice}") from error
 
 
 def _imagined(
     spec: DeviceSpec,
+    notes: tuple[str, ...],
     source: str | Path | FabricSpec,
     world_size: int | None,
     num_hosts: int | None,
@@ -179,10 +202,9 @@ def _imagined(
     fabric = source if isinstance(source, FabricSpec) else _fabric(source)
     if world_size is None and fabric.hosts:
         num_hosts = num_hosts or len(fabric.hosts)
-    notes: tuple[str, ...] = ()
     if world_size is None and num_hosts is not None and devices_per_host is None:
         devices_per_host = spec.devices_per_host
-        notes = (_assumed_host(devices_per_host),)
+        notes = (*notes, _assumed_host(devices_per_host))
     hosts, devices, more = _sizes(world_size, num_hosts, devices_per_host, usual=spec.devices_per_host)
     if hosts > MOST_HOSTS or hosts * devices > MOST_RANKS:
         raise UsageError(f"{hosts} hosts x {devices} devices are more than {MOST_HOSTS} hosts or {MOST_RANKS} ranks")

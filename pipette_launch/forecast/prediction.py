@@ -17,6 +17,7 @@ from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
 from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, PipetteError, PlanError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements
+from pipette_launch.facts.machines.device_file import DeviceFile
 from pipette_launch.facts.machines.fabric import FabricSpec
 from pipette_launch.facts.results.prediction import MemoryFit, Prediction, StageMemory
 from pipette_launch.facts.results.rate import Rate
@@ -52,7 +53,7 @@ def predict_configuration(
     world_size: int | None = None,
     num_hosts: int | None = None,
     devices_per_host: int | None = None,
-    gpu: str | None = None,
+    gpu: str | Path | DeviceFile | None = None,
     cluster: str | Path | Measurements | None = None,
     fabric: str | Path | FabricSpec | None = None,
     rank: int | None = None,
@@ -72,7 +73,7 @@ def predict_configuration(
         world_size: ranks of the job; `num_hosts` and `devices_per_host` or `cluster` tell it as well.
         num_hosts: nodes of the job.
         devices_per_host: ranks on each; 8 where it divides the world and nothing is said.
-        gpu: a device type such as `H100-SXM`; see `facts.machines.known_devices.known_devices`.
+        gpu: a device type: a name such as `H100-SXM` (`pipette devices` lists them), or a file of kind `device`.
         cluster: cluster.json of a warm-up, or its contents. Without `gpu` and `cluster` only memory is predicted.
         fabric: what lies between hosts of `gpu`: a file of kind `fabric`, or `uniform`, `fat-tree-2:1` and the like.
         rank: tell only the stage that this RANK runs.
@@ -115,6 +116,7 @@ def _job(arguments: Sequence[str], machines: TargetMachines, version: str, envir
         for_prediction=True,
         environment=environment,
         device_name=machines.device_name,
+        capability=machines.capability,
     )
 
 
@@ -131,6 +133,7 @@ def _memory(
         job.own,
         device_kind=machines.kind,
         device_name=machines.device_name,
+        capability=machines.capability,
         measured_bytes=machines.overhead_bytes,
         apart=machines.measured.overhead if machines.measured else None,
         readings=machines.measured.stages if machines.measured else (),

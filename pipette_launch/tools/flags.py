@@ -76,7 +76,11 @@ def add_machine_flags(parser: ArgumentParser) -> None:
     """Add the flags that say on which machines."""
     machines = parser.add_mutually_exclusive_group()
     machines.add_argument("--cluster", metavar="FILE", type=Path, help="cluster.json that a warm-up measured")
-    machines.add_argument("--gpu", metavar="NAME", help="imagine hosts with this device, e.g. h100-sxm or gb200-nvl72")
+    machines.add_argument(
+        "--gpu",
+        metavar="NAME|FILE",
+        help="imagine hosts with this device, e.g. h100-sxm; pipette devices lists names and writes files",
+    )
     add_size_flags(
         parser, nodes="hosts of the job", gpus="devices and ranks on each (default: as usual for --gpu, else 8)"
     )

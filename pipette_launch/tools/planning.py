@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipette_launch.facts import Job, Layout, Measurements, Plan
+    from pipette_launch.facts.machines.device_file import DeviceFile
     from pipette_launch.facts.machines.fabric import FabricSpec
     from pipette_launch.forecast import TargetMachines
     from pipette_launch.search.layouts.enumerate import Cuts
@@ -30,7 +31,7 @@ class PlanningRequest:
     arguments: tuple[str, ...]
     """The words behind the script's name."""
     script: str = "pretrain_gpt.py"
-    gpu: str | None = None
+    gpu: str | Path | DeviceFile | None = None
     cluster: Path | Measurements | None = None
     fabric: str | Path | FabricSpec | None = None
     nodes: int | None = None
@@ -115,6 +116,7 @@ def problem_of(request: PlanningRequest) -> PlanningProblem:
         for_planning=True,
         environment=os.environ,
         device_name=machines.device_name,
+        capability=machines.capability,
     )
     moe = (ONE_EXPERT_SIZE,) if machines.spec is not None and job.model.num_experts else ()
     notes = (note.replace(LAUNCHERS_FIX, "--fix") for note in job.notes)

@@ -43,11 +43,11 @@ def test_every_flag_of_a_subcommand_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_machines_are_asked_for_in_one_way(page: Path) -> None:
-    """Commands that imagine machines say `--gpu NAME --nodes N`, the name in capitals, and not --world-size."""
+    """Commands that imagine machines say `--gpu NAME --nodes N`, NAME in capitals or a file, not --world-size."""
     typed = [line for block in blocks(page) if block.language == "bash" for line in block.text.splitlines()]
     asking = [line for line in typed if re.match("pipette (plan|predict|compare) ", line) and "--gpu" in line]
 
-    assert [] == [line for line in asking if not re.search(r"--gpu [A-Z][A-Z0-9-]* --nodes \d+ ", line)]
+    assert [] == [line for line in asking if not re.search(r"--gpu ([A-Z][A-Z0-9-]*|\S+\.json) --nodes \d+ ", line)]
 
 
 @cache

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from doc_pages import ROOT
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import files
+from pipette_launch.facts.machines.device_file import file_of
+from pipette_launch.facts.machines.known_devices import device_named
+from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.forecast import predict
 from pipette_launch.forecast.machines import machines_of
 from pipette_launch.units import GIB
 
+EXAMPLES = ROOT / "examples"
 MEASURED = tiny_measurements(tiny_cluster(2, 4))
 
 
@@ -38,8 +45,8 @@ def test_an_assumed_host_is_said() -> None:
     """Where links between hosts matter, the guess is a note; on a single host there is none."""
     note = "Hosts of 8 devices each are assumed; --gpus-per-node says it otherwise."
 
-    assert (note,) == machines_of(world_size=16, gpu="H100").notes
-    assert () == machines_of(world_size=8, gpu="H100").notes == machines_of(world_size=16).notes
+    assert (note,) == machines_of(world_size=16, gpu="H200").notes
+    assert () == machines_of(world_size=8, gpu="H200").notes == machines_of(world_size=16).notes
 
 
 def test_a_measured_cluster_tells_everything(tmp_path: Path) -> None:
@@ -102,7 +109,9 @@ def test_of_unknown_machines_nothing_is_known() -> None:
             UsageError,
             "--world-size 8 is not what --nodes 2 and --gpus-per-node 2 give",
         ),
-        ({"world_size": 8, "gpu": "Voodoo 2"}, FactError, "unknown device 'Voodoo 2'; known: V100"),
+        ({"world_size": 8, "gpu": "Voodoo 2"}, FactError, "--gpu: unknown device 'Voodoo 2'; pipette devices lists"),
+        ({"world_size": 8, "gpu": "H2O"}, FactError, "did you mean H20, H20-3e or H200? pipette devices lists"),
+        ({"world_size": 8, "gpu": "A100"}, FactError, "--gpu: 'A100' may be A100-40GB, A100-80GB, A100-40GB-PCIe or"),
         ({"world_size": 8, "gpu": "H200", "device_kind": "cpu"}, UsageError, "exclude each other"),
         ({"world_size": 8, "gpu": "H200", "cluster": MEASURED}, UsageError, "either imagined or measured"),
         (
@@ -121,3 +130,62 @@ def test_what_cannot_be_meant_is_refused(said: dict[str, object], error: type[Pi
         machines_of(**{"world_size": None, **said})  # type: ignore[arg-type]
 
     assert message in str(caught.value)
+
+
+def test_a_name_of_several_builds_has_a_note() -> None:
+    """The build that was taken, and what else the name might mean; no note where the name says it."""
+    (note,) = machines_of(world_size=8, gpu="h100").notes
+
+    assert "--gpu h100 is taken as H100-SXM, and not as H100-PCIe or H100-NVL." == note
+    assert () == machines_of(world_size=8, gpu="h100-sxm").notes
+
+
+def test_a_device_is_read_from_a_file_too(tmp_path: Path) -> None:
+    """By its path, as text or not, or as contents; its hosts, memory, capability and links are the file's."""
+    described = replace(file_of(device_named("L40S")), name="X", devices_per_host=4, within_host_bytes_per_s=99e9)
+    path = tmp_path / "x.json"
+    files.write(path, described)
+    found = machines_of(world_size=None, num_hosts=2, gpu=path)
+
+    assert found == machines_of(world_size=None, num_hosts=2, gpu=str(path))
+    assert found == machines_of(world_size=None, num_hosts=2, gpu=described)
+    assert (2, 4, "X", 8) == (found.num_hosts, found.devices_per_host, found.device_name, found.capability)
+    assert found.spec is not None
+    assert 99e9 == found.spec.within_host.bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("gpu", "message"),
+    [
+        ("no.json", "no.json: cannot be read (No such file or directory)"),
+        ("./no", "no: cannot be read"),
+        (str(EXAMPLES / "fat-tree.json"), "fat-tree.json: expected a 'device' document, found 'fabric'"),
+    ],
+)
+def test_what_is_no_file_of_a_device_is_refused(gpu: str, message: str) -> None:
+    """By the file's name."""
+    with pytest.raises(FileFormatError) as caught:
+        machines_of(world_size=8, gpu=gpu)
+
+    assert message in str(caught.value)
+
+
+def test_a_described_device_is_priced_as_one_that_is_known() -> None:
+    """The file of a known device under another name: the same memory, step time, MFU and domains, down to the digit."""
+    described = replace(file_of(device_named("GB200-NVL72")), name="Gaudi 9")
+    words = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1".split()
+    words += "--max-position-embeddings 1024 --vocab-size 32000 --tokenizer-type NullTokenizer --bf16".split()
+    words += "--global-batch-size 64 --train-iters 10 --tensor-model-parallel-size 8".split()
+
+    known, other = (
+        predict(words, num_hosts=4, gpu=gpu, megatron_version="0.16.1") for gpu in ("GB200-NVL72", described)
+    )
+
+    assert known.rate is not None
+    assert other.rate is not None
+    assert known.rate.mfu == pytest.approx(other.rate.mfu)
+    assert known.step_time_s == pytest.approx(other.step_time_s)
+    assert [one.peak_bytes for one in known.stages] == [one.peak_bytes for one in other.stages]
+    imagined = machines_of(world_size=None, num_hosts=4, gpu=described).measurements(tiny_job(16))
+    assert imagined is not None
+    assert ((0, 1, 2, 3),) == Rooms.of(imagined.cluster).domains

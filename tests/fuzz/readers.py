@@ -29,7 +29,9 @@ from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Layout, Samples, files
 from pipette_launch.facts.health.checkup import Checkup, Finding
 from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.machines.device_file import DeviceFiles, file_of
 from pipette_launch.facts.machines.fabric import FabricSpec, Tier
+from pipette_launch.facts.machines.known_devices import known_devices
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.facts.messages.membership import Arrival, Member, Members
@@ -90,6 +92,7 @@ FABRIC = FabricSpec(
     network_factor={"a": 0.5},
     compute_factor={"b": 0.9},
 )
+DEVICE = file_of(known_devices()["H20"])
 SAVED_TO = Path("here")
 MEMBER = Member(token="t", address="10.0.0.1", port=29400, node_rank=0)  # noqa: S106, it is a name
 LIVE = LiveJob(
@@ -121,6 +124,8 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "live-job": (LIVE, lambda made: (live_screen(made, (0.5, 0.6), width=80), live_line(made))),
     "explained": (Explained(keys=(Explanation(key="gap", what="w", unit="", how="h", source="s", value=""),)), str),
     "fabric": (FABRIC, lambda made: machines_of(world_size=32, num_hosts=4, gpu="h100-sxm", fabric=made)),
+    "device": (DEVICE, lambda made: machines_of(world_size=32, num_hosts=4, gpu=made)),
+    "devices": (DeviceFiles(devices=(DEVICE,)), str),
     "schedule": (ORDER, ScheduleFile.schedule),
     "prediction": (screens.prediction(), str),
     "comparison": (
@@ -250,10 +255,10 @@ def _machines(data: bytes) -> None:
     words = [*_words(data), "", "", "", "", ""]
     sizes = [int(word) if word.isascii() and word.isdigit() and len(word) < 4000 else None for word in words[:3]]
     hosts, devices, ranks = sizes
-    fabric = None if "/" in words[4] else words[4] or None
+    gpu, fabric = (None if "/" in word else word or None for word in words[3:5])
     # Matrices of as many hosts as are allowed take gigabytes.
     with mock.patch("pipette_launch.forecast.machines.MOST_HOSTS", 128):
-        machines_of(num_hosts=hosts, devices_per_host=devices, world_size=ranks, gpu=words[3] or None, fabric=fabric)
+        machines_of(num_hosts=hosts, devices_per_host=devices, world_size=ranks, gpu=gpu, fabric=fabric)
 
 
 def _rendezvous(data: bytes) -> None:

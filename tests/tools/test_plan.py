@@ -398,10 +398,11 @@ def test_the_environments_workspaces_count_in_plans_too(
             "8 ranks on 2 hosts x 4 GB200-NVL72 with 184.31 GiB",
         ),
         (f"plan --gpu h100 --nodes 1 {FEW},tp {JOB} {LATENT}", "8 ranks on 1 host x 8 H100-SXM"),
+        (f"plan --gpu {EXAMPLES / 'mi300x.json'} --nodes 1 {FEW},tp {JOB}", "8 ranks on 1 host x 8 MI300X with 191.85"),
     ],
 )
 def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Racks whose hosts have four devices, and a model that no warm-up times."""
+    """Racks whose hosts have four devices, a model that no warm-up times, and a device that a file describes."""
     code, out, err = answer(words, capsys)
 
     assert (0, "") == (code, err)
@@ -413,8 +414,12 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
     [
         (f"plan --gpu h100 {JOB}", 2, "on how many ranks does it run?"),
         (f"plan --world-size 8 {JOB}", 2, "on which machines? Name a device type with --gpu"),
-        (f"plan --gpu hh200 --nodes 2 {JOB}", 2, "--gpu: unknown device 'hh200'; known: V100-SXM2-32GB,"),
-        (f"plan --gpu a100 --nodes 2 {JOB}", 2, "may be A100-40GB or A100-80GB or A100-80GB-PCIe; say which"),
+        (f"plan --gpu hh200 --nodes 2 {JOB}", 2, "--gpu: unknown device 'hh200'; did you mean H200, H200-NVL or H20?"),
+        (
+            f"plan --gpu a100 --nodes 2 {JOB}",
+            2,
+            "may be A100-40GB, A100-80GB, A100-40GB-PCIe or A100-80GB-PCIe; say which",
+        ),
         (
             f"plan --gpu h100 --nodes 2 --fabric fat-tre-2:1 {JOB}",
             2,

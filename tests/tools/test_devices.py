@@ -1,0 +1,64 @@
+"""`pipette devices` lists what --gpu knows, and writes the files that it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipette_launch.facts import files
+from pipette_launch.facts.machines.device_file import DeviceFile, DeviceFiles
+from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.tools.main import main
+
+
+def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
+    """Exit code, stdout and stderr of `pipette WORDS`."""
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    return caught.value.code, *capsys.readouterr()
+
+
+def test_all_known_devices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each, as wide as every other column says; `--json` has the same."""
+    code, out, err = answer("devices", capsys)
+    heading, *lines = out.splitlines()
+
+    assert (0, "") == (code, err)
+    assert heading.startswith("device ")
+    assert [name.lower() for name in known_devices()] == [line.split()[0] for line in lines]
+    assert "h20                            95.00 GiB    148 TFLOP/s       360 GB/s        47 GB/s   8" in lines
+
+    listed = files.loads(DeviceFiles, answer("devices --json", capsys)[1], "stdout").devices
+    assert [*known_devices()] == [one.name for one in listed]
+
+
+def test_one_device_shows_its_peaks_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under any of its names."""
+    code, out, err = answer("devices NVIDIA-L40S", capsys)
+
+    assert (0, "") == (code, err)
+    assert "\nl40s " in out
+    assert "fp32 91.6, fp16 362, bf16 362, fp8 733 TFLOP/s without sparsity" in out
+    assert "NVIDIA's data sheet (L40S, without sparsity)" in out
+
+
+def test_a_device_is_written_as_a_file_that_gpu_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`pipette devices NAME --json > FILE` and `pipette predict --gpu FILE` are a pair."""
+    path = tmp_path / "mine.json"
+    path.write_text(answer("devices h100-nvl --json", capsys)[1])
+
+    assert "H100-NVL" == files.read(path, DeviceFile).spec().name
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    batch = "--vocab-size 1000 --tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 8"
+    code, out, _ = answer(f"predict --gpu {path} --nodes 1 p.py {sizes} {batch} --train-iters 9 --bf16", capsys)
+    assert 0 == code
+    assert "8 ranks on 1 host x 8 H100-NVL" in out
+
+
+def test_an_unknown_device_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    """The nearest three, and exit code 2."""
+    code, out, err = answer("devices hh200", capsys)
+
+    assert (2, "") == (code, out)
+    assert "pipette devices: error: unknown device 'hh200'; did you mean H200, H200-NVL or H20?" in err

@@ -35,12 +35,13 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 _AMPERE = 8
 
 
-def check_required(arguments: Arguments, *, starts_nothing: bool) -> str:
+def check_required(arguments: Arguments, *, starts_nothing: bool, cause: str = "") -> str:
     """Raise MegatronError naming every missing flag at once.
 
     Args:
         arguments: the user's own.
         starts_nothing: demand only what time and memory depend on, and return a note on what Megatron demands too.
+        cause: why the shape may be missing; empty where it is not known.
 
     """
     missing = [dest for dest in REQUIRED if arguments.get(known_dest(arguments, dest)) is None]
@@ -52,10 +53,12 @@ def check_required(arguments: Arguments, *, starts_nothing: bool) -> str:
         needless.append("--max-position-embeddings")
     if not (arguments.get("train_iters") or arguments.get("train_samples")):
         needless.append("--train-iters (or --train-samples)")
+    is_shape = {"num_layers", "hidden_size", "num_attention_heads"} & set(missing)
     flags = [arguments.shown(dest) for dest in missing]
     if missing or (needless and not starts_nothing):
         flags += () if starts_nothing else needless
-        raise MegatronError(f"the command line lacks {', '.join(flags)}; {why_missing(arguments, flags)}")
+        why = cause if cause and is_shape else why_missing(arguments, flags)
+        raise MegatronError(f"the command line lacks {', '.join(flags)}; {why}")
     return f"Megatron itself needs {' and '.join(needless)} to train; nothing here depends on it" if needless else ""
 
 

@@ -59,12 +59,12 @@ def read_job(
     """
     fixed = fixed_fields(fix)
     environment = environment or {}
-    given = Arguments.parse(arguments, megatron_version)
+    given, from_checkpoint = checkpoint.with_checkpoint_arguments(Arguments.parse(arguments, megatron_version))
     check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
     starts_nothing = for_prediction or for_planning
     if starts_nothing:
         check_words(given)
-    needless = check_required(given, starts_nothing=starts_nothing)
+    needless = check_required(given, starts_nothing=starts_nothing, cause=from_checkpoint)
     vocabulary = read_vocabulary(given)
     capability = capability or compute_capability(device_name)
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, capability=capability)
@@ -73,12 +73,15 @@ def read_job(
     batch = _batch(given, flags_layout)
     demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)
     own = demands.applied(flags_layout)
+    # Megatron drops the flag at TP 1, and the checkpoint may have another TP than the flags.
+    own = replace(own, sequence_parallel=bool(given.get("sequence_parallel")) and own.tp > 1)
     held = (*pins(given, own, device_kind), *demands.pins)
     pinned = {*fixed, *(name for pin in held for name in pin.fields)}
     # On CPU cp stays 1, whatever the user's sizes are.
     if refusal and pinned & SIZE_FIELDS - ({"cp"} if device_kind == "cpu" else set()):
         raise refusal
-    notes = [vocabulary.note, *demands.notes, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
+    assumed = (from_checkpoint, vocabulary.note, *demands.notes)
+    notes = [*assumed, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
     notes += [needless, *unknown_note(given)] if starts_nothing else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
     fields = {"model": model, "batch": batch, "own": own, **_training(given, batch, environment)}
@@ -136,8 +139,6 @@ def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: Megatro
         notes.append("--global-batch-size is not given: pinned to one micro-batch on each replica of your own layout")
     if own != flags_layout:
         notes.append(f"your own configuration is taken as {own.words()}, as the checkpoint demands")
-    if given.get("use_checkpoint_args") and checkpoint.checkpoint_folder(given):
-        notes.append("--use-checkpoint-args: assumed that the model's flags agree with the checkpoint")
     newest = known_release(given.version)
     if release_of(given.version) > release_of(newest):
         notes.append(f"Megatron {given.version} is newer than {newest}, the newest release whose flags are known")

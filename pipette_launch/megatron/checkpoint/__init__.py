@@ -2,6 +2,14 @@
 
 from pipette_launch.megatron.checkpoint.continuation import Continuation, continuation
 from pipette_launch.megatron.checkpoint.demands import demands
-from pipette_launch.megatron.checkpoint.folders import checkpoint_folder, record_path, saved_iteration
+from pipette_launch.megatron.checkpoint.folders import record_path, saved_iteration
+from pipette_launch.megatron.checkpoint.model_arguments import with_checkpoint_arguments
 
-__all__ = ["Continuation", "checkpoint_folder", "continuation", "demands", "record_path", "saved_iteration"]
+__all__ = [
+    "Continuation",
+    "continuation",
+    "demands",
+    "record_path",
+    "saved_iteration",
+    "with_checkpoint_arguments",
+]

@@ -1,7 +1,7 @@
-"""What a checkpoint of format torch_dist says of the run that wrote it.
+"""Arguments of the run that wrote a checkpoint.
 
-`common.pt` holds that run's arguments, pickled by torch. A pickle is a program, so it is never loaded: the few numbers
-and words that are wanted are read from its list of instructions.
+`common.pt` of the format torch_dist, and each file of the format torch, hold that run's arguments, pickled by torch. A
+pickle is a program, so it is never loaded: numbers, words and lists of them are read from its list of instructions.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import pickletools
 import zipfile
 import zlib
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,55 +20,85 @@ from pipette_launch.megatron.pins import OPTIMIZER_FIELDS
 
 SHARDING_TYPES = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "fully_sharded_bucket_space")
 """How a distributed optimizer was saved (`distrib_optim_sharding_type`)."""
-NAMES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-)
 MOST_PICKLED = 64 << 20
 """So many bytes of the arguments are looked through; compressed ones may unpack to far more."""
-Saved = Mapping[str, "int | bool | str | None"]
-MEMO = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
+Saved = Mapping[str, "Plain | list[Plain]"]
+Plain = int | float | bool | str | None
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-PLAIN = ("BININT", "BININT1", "BININT2", "BINUNICODE")
-"""Instructions of pickle's protocol 2: what only numbers a value, what stands for one, and what has it behind it."""
+NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
+WORDS = ("BINUNICODE", "SHORT_BINUNICODE")
+MEMO = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
+FROM_MEMO = ("BINGET", "LONG_BINGET")
+KINDS = {
+    **dict.fromkeys(CONSTANTS, "value"),
+    **dict.fromkeys(NUMBERS, "value"),
+    **dict.fromkeys(WORDS, "word"),
+    "EMPTY_LIST": "list",
+    "MARK": "mark",
+    "APPEND": "end",
+    "APPENDS": "end",
+}
+"""Instructions of pickle that plain arguments are made of."""
+OTHER = ("other", None)
 
 
 def read_saved(directory: Path) -> tuple[Saved, str | None]:
-    """Arguments by name, as far as they are found, and how the distributed optimizer was saved, if it was.
+    """Arguments by name, as far as they are plain, and how the distributed optimizer was saved, if it was.
 
     Args:
-        directory: `iter_0000010` of a torch_dist checkpoint.
+        directory: `iter_0000010` of a checkpoint in the format torch_dist or torch.
 
     """
-    found: list[tuple[str, Any]] = []
-    try:
-        with zipfile.ZipFile(directory / "common.pt") as archive:
-            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            with archive.open(name) as stream:
-                data = stream.read(MOST_PICKLED)
-        for opcode, value, _ in pickletools.genops(data):
-            if opcode.name not in MEMO:
-                found.append((opcode.name, CONSTANTS.get(opcode.name, value)))
-    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, StopIteration, ValueError, RuntimeError):
-        pass  # what was found counts; RuntimeError: encrypted, or compressed in a way that zipfile lacks
-    arguments: dict[str, int | bool | str | None] = {}
-    for (_, name), (opcode_name, value) in pairwise(found):
-        if name in NAMES and (opcode_name in CONSTANTS or opcode_name in PLAIN):
+    found = [*_instructions(directory), OTHER, OTHER, OTHER]
+    arguments: dict[str, Any] = {}
+    for place, (kind, name) in enumerate(found[:-3]):
+        of_value, value = found[place + 1]
+        if of_value == "list":
+            value = _items(found, place + 2)
+        if kind == "word" and (of_value in ("value", "word") or (of_value == "list" and value is not None)):
             arguments.setdefault(name, value)
-    texts = {value for opcode_name, value in found if opcode_name == "BINUNICODE"}
+    texts = {value for kind, value in found if kind == "word"}
     kinds = [kind for kind in SHARDING_TYPES if kind in texts]
     return arguments, kinds[0] if len(kinds) == 1 else None
+
+
+def _items(found: Sequence[tuple[str, Any]], place: int) -> list[Plain] | None:
+    """Items of a list: one and an end, or a mark, several and an end; None if not all are plain."""
+    if found[place][0] != "mark":
+        return [found[place][1]] if found[place + 1][0] == "end" else []
+    items = [value for _, value in takewhile(lambda item: item[0] in ("value", "word"), islice(found, place + 1, None))]
+    return items if found[place + 1 + len(items)][0] == "end" else None
+
+
+def _instructions(directory: Path) -> Iterator[tuple[str, Any]]:
+    """Kind and value of each instruction that pickles the arguments, up to the first that is damaged."""
+    memo: dict[int, tuple[str, Any]] = {}
+    last: tuple[str, Any] = OTHER
+    try:
+        for opcode, value, _ in pickletools.genops(_pickled(directory)):
+            if opcode.name in MEMO:
+                memo[len(memo) if value is None else int(value)] = last if last[0] == "word" else OTHER
+            elif opcode.name in FROM_MEMO:
+                last = memo.get(int(value or 0), OTHER)
+                yield last
+            else:
+                last = (KINDS.get(opcode.name, "other"), CONSTANTS.get(opcode.name, value))
+                yield last
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError):
+        pass  # what was found counts; RuntimeError: encrypted, or compressed in a way that zipfile lacks
+
+
+def _pickled(directory: Path) -> bytes:
+    path = directory / "common.pt"
+    if not path.is_file():
+        # The format torch keeps the arguments with the first rank's weights.
+        path = min(directory.glob("mp_rank_00*/model_optim_rng.pt"), default=path)
+    with zipfile.ZipFile(path) as archive:
+        name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
+        if name is None:
+            raise zipfile.BadZipFile
+        with archive.open(name) as stream:
+            return stream.read(MOST_PICKLED)
 
 
 def saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:

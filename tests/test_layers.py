@@ -25,7 +25,8 @@ SUB_FLOORS = {
     # Sub-rooms and the files beside them: each imports from itself and from lower floors of its own room only.
     "facts": [
         {"checks", "headings"},
-        {"files", "health", "layout", "meanings", "performance", "schedule"},
+        {"files", "health", "meanings", "performance", "schedule"},
+        {"layout"},
         {"layout_columns", "model", "pipeline", "schedule_file", "schedules"},
         {"job"},
         {"machines"},

@@ -134,6 +134,7 @@ def variant(
         vpp=1,
         microbatch_group_size=0,
         layers_per_chunk=layers_per_chunk,
+        chunks_after_mtp=0,
         micro_batch_size=micro_batch_size,
         sequence_parallel=tp > 1 and wants_sequence and job.model.seq_length % tp == 0,
         use_tp_pp_dp_mapping=False,

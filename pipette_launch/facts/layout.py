@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.checks import check_numbers
+from pipette_launch.facts.files import ADDED_LATER
 
 
 class Cell(NamedTuple):
@@ -63,6 +64,8 @@ class Layout:
     """Micro-batches that run through one chunk before the next (interleaved only); 0 = Megatron's default, `pp`."""
     layers_per_chunk: tuple[int, ...] = ()
     """Layers of every chunk in model order (`pp * vpp` entries, chunk c on pipeline rank c % pp); empty = even."""
+    chunks_after_mtp: int = field(default=0, metadata=ADDED_LATER)
+    """Chunks behind the one with the depths of multi-token prediction; 0 = the last chunk has them, with the head."""
     micro_batch_size: int = 1
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
@@ -80,6 +83,10 @@ class Layout:
             raise LayoutError(
                 f"layers_per_chunk has {len(self.layers_per_chunk)} entries, not pp*vpp={self.pp * self.vpp}"
             )
+        if not 0 <= self.chunks_after_mtp < self.num_chunks:
+            raise LayoutError(
+                f"chunks_after_mtp={self.chunks_after_mtp} is not from 0 to pp*vpp-1={self.num_chunks - 1}"
+            )
         if self.world_size % (self.etp * self.ep * self.pp):
             raise LayoutError(f"etp*ep*pp={self.etp * self.ep * self.pp} does not divide {self.world_size} ranks")
 
@@ -92,6 +99,11 @@ class Layout:
     def num_chunks(self) -> int:
         """Model chunks: pipeline ranks times virtual stages."""
         return self.pp * self.vpp
+
+    @property
+    def mtp_chunk(self) -> int:
+        """The chunk with the depths of multi-token prediction, in model order."""
+        return self.num_chunks - 1 - self.chunks_after_mtp
 
     @property
     def schedule_name(self) -> str:
@@ -153,6 +165,7 @@ class Layout:
             ("overlap", self.overlap_grad_reduce),
             (f"recompute-{self.recompute.granularity}", self.recompute.granularity != "none"),
             ("uneven", bool(self.layers_per_chunk) and len(set(self.layers_per_chunk)) > 1),
+            ("mtp-apart", self.chunks_after_mtp > 0),
         ]
         return " ".join(degrees + [word for word, on in extras if on])
 

@@ -47,6 +47,7 @@ class LayoutColumns:
     etp: Ints
     vpp: Ints
     microbatch_group_size: Ints
+    chunks_after_mtp: Ints
     micro_batch_size: Ints
     sequence_parallel: Ints
     use_distributed_optimizer: Ints

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.megatron.flags import Arguments, release_of
@@ -28,8 +29,18 @@ PATTERN_DESTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """What names the layers of a hybrid model; from 0.17 on the first is the name of both."""
 FIRST_CUT_PATTERNS = (0, 17)
 """The first release whose patterns say where stages begin; before, stages of hybrid models are equal."""
+FIRST_APART = (0, 16)
+"""The first release whose multi-token prediction may lie on another stage than the head."""
 _VIRTUAL_DESTS = (*SPLIT_DESTS[:3], *PATTERN_DESTS)
 Chunks = tuple[int, ...]
+
+
+class Split(NamedTuple):
+    """How a layout splits the model into chunks, with the names of its fields."""
+
+    vpp: int = 1
+    layers_per_chunk: Chunks = ()
+    chunks_after_mtp: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,19 +97,19 @@ def _with_pattern(arguments: Arguments, text: str) -> Arguments:
     return arguments.with_flag(f"--{dest.replace('_', '-')}", text)
 
 
-def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> tuple[int, Chunks]:
-    """Virtual stages and layers of each chunk; () where every chunk has equally many.
+def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> Split:
+    """Read virtual stages, the layers of each chunk, and the chunk of multi-token prediction.
 
     Raises:
         MegatronError: the flags exclude each other or do not divide the layers.
 
     """
     _check_exclusive(arguments)
-    pattern = hybrid_pattern(arguments)
+    pattern, after = hybrid_pattern(arguments), 0
     if pattern:
         vpp, chunks = _from_pattern(arguments, pattern, pp, num_layers)
     elif arguments.get("pipeline_model_parallel_layout") is not None:
-        vpp, chunks = _from_layout(arguments, pp, num_layers)
+        vpp, chunks, after = _from_layout(arguments, pp, num_layers)
     else:
         vpp = _virtual_stages(arguments, pp, num_layers)
         chunks = _from_stages(arguments, pp, num_layers, vpp)
@@ -107,21 +118,21 @@ def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> tuple[int,
             f"{vpp} virtual stages need --pipeline-model-parallel-size above 1; remove "
             f"{' and '.join(arguments.shown(dest) for dest in _VIRTUAL_DESTS if arguments.is_given(dest))}"
         )
-    return vpp, () if len(set(chunks)) == 1 else chunks
+    return Split(vpp, () if len(set(chunks)) == 1 else chunks, after)
 
 
-def write_chunks(arguments: Arguments, *, pp: int, vpp: int, chunks: Chunks, num_layers: int) -> Arguments:
-    """Say a cut in flags, deleting whatever said another one; every release from 0.14 on knows all of them.
+def write_chunks(arguments: Arguments, split: Split, *, pp: int, num_layers: int) -> Arguments:
+    """Write a split as flags, and delete the flags of any other; every release from 0.14 on has these flags.
 
     Args:
         arguments: the user's flags.
+        split: of the layers.
         pp: pipeline ranks.
-        vpp: chunks of each rank.
-        chunks: layers of each chunk, in model order; () where all have equally many.
         num_layers: of the model.
 
     """
     bare = without_stages(arguments)
+    vpp, chunks, after = split
     pattern = hybrid_pattern(arguments)
     if pattern and release_of(arguments.version) >= FIRST_CUT_PATTERNS and pp > 1:
         sizes = chunks or (num_layers // (pp * vpp),) * (pp * vpp)
@@ -135,13 +146,12 @@ def write_chunks(arguments: Arguments, *, pp: int, vpp: int, chunks: Chunks, num
             return bare.with_flag("--num-virtual-stages-per-pipeline-rank", str(vpp))
         return bare.with_flag("--num-layers-per-virtual-pipeline-stage", str(num_layers // (pp * vpp)))
     # By Megatron's rules the counts of the first and the last stage say all where those between are equal.
-    if vpp == 1 and min(chunks) > 0 and len(set(chunks[1:-1])) <= 1:
+    if vpp == 1 and after == 0 and min(chunks) > 0 and len(set(chunks[1:-1])) <= 1:
         bare = bare.with_flag("--decoder-first-pipeline-num-layers", str(chunks[0]))
         return bare.with_flag("--decoder-last-pipeline-num-layers", str(chunks[-1]))
     stages = ["t" * layers if layers < 3 else f"t*{layers}" for layers in chunks]
-    # The depths of multi-token prediction lie where they do without a layout: before the head.
-    depths = "m" * int(arguments.get("mtp_num_layers") or 0)
-    return bare.with_flag("--pipeline-model-parallel-layout", f"E{'|'.join(stages)}{depths}L")
+    stages[-1 - after] += "m" * int(arguments.get("mtp_num_layers") or 0)
+    return bare.with_flag("--pipeline-model-parallel-layout", f"E{'|'.join(stages)}L")
 
 
 def _check_exclusive(arguments: Arguments) -> None:
@@ -178,32 +188,58 @@ def _from_pattern(arguments: Arguments, pattern: HybridPattern, pp: int, num_lay
     return len(stages) // pp, tuple(map(len, stages))
 
 
-def _from_layout(arguments: Arguments, pp: int, num_layers: int) -> tuple[int, Chunks]:
-    """Read `Et*3|(tt|)*2,L` as stages "Ettt", "tt", "tt", "L"; commas are cosmetic."""
+def _from_layout(arguments: Arguments, pp: int, num_layers: int) -> Split:
+    """Read `Et*3|(tt|)*2,mL` as stages "Ettt", "tt", "tt", "mL", by the rules of Megatron's own class.
+
+    Source: PipelineParallelLayerLayout.validate_layer_layout (transformer/pipeline_parallel_layer_layout.py).
+    """
     shown = arguments.shown("pipeline_model_parallel_layout")
-    text = arguments.get("pipeline_model_parallel_layout").replace(",", "")
+    stages = _written_out(arguments.get("pipeline_model_parallel_layout"), shown).split("|")
+    layers, depths = "".join(stages), int(arguments.get("mtp_num_layers") or 0)
+    strange = set(layers) - set("EtmL")
+    if strange:
+        raise MegatronError(f"{shown}: {''.join(sorted(strange))!r} is no layer")
+    if len(stages) % pp:
+        raise MegatronError(f"{shown}: {len(stages)} stages are no multiple of --pipeline-model-parallel-size {pp}")
+    if not layers.startswith("E") or not layers.endswith("L"):
+        raise MegatronError(f"{shown}: needs E at the very front and L at the very end")
+    if layers.count("m") != depths:
+        raise MegatronError(f"{shown}: needs m for each of --mtp-num-layers {depths}")
+    if layers.count("t") != num_layers or len(layers) != num_layers + depths + 2:
+        raise MegatronError(f"{shown}: names {layers.count('t')} layers (t) of --num-layers {num_layers}, one E, one L")
+    after = _after_prediction(stages, pp, release_of(arguments.version), shown) if depths else 0
+    return Split(len(stages) // pp, tuple(stage.count("t") for stage in stages), after)
+
+
+def _written_out(text: str, shown: str) -> str:
+    """Write out the repetitions of a layout, once each as Megatron does; commas are cosmetic."""
+    text = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d{1,9})", r"(.)\*(\d{1,9})"):
         # A pattern is tried at each place, and a few characters may stand for layers without end.
         sizes = (len(match[1]) * int(match[2]) for match in re.finditer(pattern, text[:MOST_SHOWN]))
         if len(text) > MOST_SHOWN or sum(sizes) > MOST_SHOWN:
             raise MegatronError(f"{shown[:80]}: more than {MOST_SHOWN} characters when it is written out")
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
-    strange = set(text) - set("EtmL|")
-    if strange:
-        raise MegatronError(f"{shown}: {''.join(sorted(strange))!r} is no layer")
-    stages = text.split("|")
-    if len(stages) % pp:
-        raise MegatronError(f"{shown}: {len(stages)} stages are no multiple of --pipeline-model-parallel-size {pp}")
-    if not stages[0].startswith("E") or not stages[-1].endswith("L"):
-        raise MegatronError(f"{shown}: needs E at the very front and L at the very end")
-    chunks = tuple(stage.count("t") for stage in stages)
-    depths = int(arguments.get("mtp_num_layers") or 0)
-    elsewhere = any("m" in stage for place, stage in enumerate(stages) if place % pp != pp - 1)
-    if sum(stage.count("m") for stage in stages) != depths or elsewhere:
-        raise MegatronError(f"{shown}: needs m for each of --mtp-num-layers {depths}, on the last pipeline rank")
-    if sum(chunks) != num_layers or sum(len(stage) for stage in stages) != num_layers + depths + 2:
-        raise MegatronError(f"{shown}: names {sum(chunks)} layers (t) of --num-layers {num_layers}, one E and one L")
-    return len(stages) // pp, chunks
+    return text
+
+
+def _after_prediction(stages: list[str], pp: int, release: tuple[int, ...], shown: str) -> int:
+    """Count the stages behind the depths of multi-token prediction (m)."""
+    places = [place for place, stage in enumerate(stages) if "m" in stage]
+    layers = "".join(stages)
+    if "t" in layers[layers.index("m") :]:
+        raise MegatronError(f"{shown}: multi-token prediction (m) must stand behind all layers (t)")
+    if len(places) > 1:
+        raise MegatronError(f"{shown}: all depths of multi-token prediction (m) must stand in one stage")
+    if places[0] < len(stages) - pp:
+        raise MegatronError(f"{shown}: multi-token prediction (m) must stand in one of the last {pp} stages")
+    after = len(stages) - 1 - places[0]
+    # The tests of 0.14 pass a stage of its own, but its models build the depths on the last stage alone.
+    if release < (0, 15):
+        return 0
+    if after and release < FIRST_APART:
+        raise MegatronError(f"{shown}: before 0.16 multi-token prediction (m) must stand in the last stage")
+    return after
 
 
 def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:

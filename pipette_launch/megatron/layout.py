@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.megatron.chunks import SPLIT_DESTS, hybrid_pattern, read_chunks
+from pipette_launch.megatron.chunks import SPLIT_DESTS, Split, hybrid_pattern, read_chunks
 from pipette_launch.megatron.flags import Arguments, release_of
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
@@ -13,7 +13,7 @@ EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 MOST_LAYERS = 1 << 14
 SIZE_DESTS = (TP, PP, CP, EP, ETP, GROUP_SIZE, *SPLIT_DESTS)
-SIZE_FIELDS = frozenset({"tp", "pp", "dp", "cp", "ep", "etp", "vpp", "layers_per_chunk", "microbatch_group_size"})
+SIZE_FIELDS = frozenset({"tp", "pp", "dp", "cp", "ep", "etp", *Split._fields, "microbatch_group_size"})
 """What `SIZE_DESTS` say of a layout."""
 SWITCHES = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "use_tp_pp_dp_mapping")
 """Destinations that are fields of a layout."""
@@ -79,7 +79,7 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
             f"{_shown(arguments, ETP, EP, PP)} need a multiple of {etp * ep * pp} ranks, but the job has {world_size}; "
             f"set --expert-tensor-parallel-size or --expert-model-parallel-size"
         )
-    vpp, chunks = read_chunks(arguments, pp=pp, num_layers=num_layers_of(arguments))
+    split = read_chunks(arguments, pp=pp, num_layers=num_layers_of(arguments))
     try:
         return Layout(
             tp=tp,
@@ -88,9 +88,10 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
             cp=cp,
             ep=ep,
             etp=etp,
-            vpp=vpp,
+            vpp=split.vpp,
+            layers_per_chunk=split.layers_per_chunk,
+            chunks_after_mtp=split.chunks_after_mtp,
             microbatch_group_size=arguments.size(GROUP_SIZE, default=0),
-            layers_per_chunk=chunks,
             micro_batch_size=arguments.size("micro_batch_size"),
             # Megatron drops the flag in silence at TP 1.
             sequence_parallel=bool(arguments.get("sequence_parallel")) and tp > 1,

@@ -19,7 +19,7 @@ SHORT_NAMES = {
     "seq_par": ("sequence_parallel",),
     "dist_opt": ("use_distributed_optimizer",),
     "overlap": ("overlap_grad_reduce", "overlap_param_gather"),
-    "layers": ("layers_per_chunk",),
+    "layers": ("layers_per_chunk", "chunks_after_mtp"),
     "order": ("use_tp_pp_dp_mapping",),
     "all": LAYOUT_FIELDS,
 }

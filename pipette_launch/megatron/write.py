@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job, Layout, Recompute
-from pipette_launch.megatron.chunks import read_chunks, write_chunks
+from pipette_launch.megatron.chunks import Split, read_chunks, write_chunks
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import CP, EP, ETP, GROUP_SIZE, PP, TP, read_recompute
 from pipette_launch.megatron.tokenizers import read_vocabulary
@@ -73,14 +73,13 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
 
 
 def _chunks(written: Arguments, layout: Layout, num_layers: int) -> Arguments:
+    wanted = Split(layout.vpp, layout.layers_per_chunk, layout.chunks_after_mtp)
     try:
         said = read_chunks(written, pp=layout.pp, num_layers=num_layers)
     except MegatronError:
         said = None  # the user's flags suit another pipeline size
-    if said != (layout.vpp, layout.layers_per_chunk):
-        written = write_chunks(
-            written, pp=layout.pp, vpp=layout.vpp, chunks=layout.layers_per_chunk, num_layers=num_layers
-        )
+    if said != wanted:
+        written = write_chunks(written, wanted, pp=layout.pp, num_layers=num_layers)
     size = layout.microbatch_group_size
     if written.size(GROUP_SIZE, default=0) == size:
         return written

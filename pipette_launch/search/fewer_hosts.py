@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Job, Layout
+from pipette_launch.megatron.chunks import Split
 
 
 def rough_step(num_devices: int, *, devices_per_host: int, samples: int, layers: int, least_devices: int) -> float:
@@ -48,7 +49,7 @@ def keeping(job: Job, before: Layout, names: Sequence[str]) -> Job:
     values = {name: getattr(before, name) for name in names}
     if {"tp", "pp"} <= values.keys():
         # Chunks and experts that suit other sizes need not suit these.
-        fields = ("vpp", "layers_per_chunk", "microbatch_group_size", "ep", "etp", "sequence_parallel")
+        fields = (*Split._fields, "microbatch_group_size", "ep", "etp", "sequence_parallel")
         values = {name: getattr(before, name) for name in fields} | values
     world_size = job.own.world_size
     model_size = 1

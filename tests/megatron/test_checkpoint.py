@@ -20,7 +20,7 @@ from pipette_launch.megatron import continuation, read_job, record_path, saved_i
 from pipette_launch.megatron.checkpoint.written import read_saved
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce"
-MODEL = ("ep", "etp", "layers_per_chunk")
+MODEL = ("chunks_after_mtp", "ep", "etp", "layers_per_chunk")
 KEPT = (*MODEL, "overlap_grad_reduce", "overlap_param_gather", "pp", "tp", "use_distributed_optimizer", "vpp")
 Make = Callable[..., str]
 

@@ -8,13 +8,13 @@ import pytest
 from megatron_lines import SMALL
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.megatron.chunks import read_chunks, write_chunks
+from pipette_launch.megatron.chunks import Split, read_chunks, write_chunks
 from pipette_launch.megatron.flags import Arguments
 
 
 def chunks(words: str, *, pp: int, num_layers: int) -> tuple[int, tuple[int, ...]]:
     """Virtual stages and chunk sizes of some flags."""
-    return read_chunks(Arguments.parse(words.split(), "0.16.1"), pp=pp, num_layers=num_layers)
+    return read_chunks(Arguments.parse(words.split(), "0.16.1"), pp=pp, num_layers=num_layers)[:2]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_contradictions_are_named(words: str, pp: int, num_layers: int, message:
 def test_cuts_are_written(vpp: int, cut: tuple[int, ...], expected: str) -> None:
     """The plainest flags that say it, and nothing of what said another cut before."""
     before = Arguments.parse([*SMALL, "--account-for-loss-in-pipeline-split"], "0.16.1")
-    after = write_chunks(before, pp=2, vpp=vpp, chunks=cut, num_layers=8)
+    after = write_chunks(before, Split(vpp, cut), pp=2, num_layers=8)
 
     assert " ".join([*SMALL, *expected.split()]) == " ".join(after.words)
 
@@ -129,7 +129,7 @@ def test_hybrid_models_name_their_stages(
     words: str, version: str, pp: int, expected: tuple[int, tuple[int, ...]]
 ) -> None:
     """By | from 0.17 on; without it they are equal, but for the ends that other flags name."""
-    assert expected == read_chunks(Arguments.parse(words.split(), version), pp=pp, num_layers=8)
+    assert Split(*expected) == read_chunks(Arguments.parse(words.split(), version), pp=pp, num_layers=8)
 
 
 @pytest.mark.parametrize(
@@ -159,16 +159,58 @@ def test_cuts_of_hybrid_models_are_written_into_their_pattern() -> None:
     given = Arguments.parse(["--hybrid-layer-pattern", "M-|M*|M-|M-/*E/*E"], "0.17.1")
     old = Arguments.parse(["--hybrid-override-pattern", "M-M*M-M-"], "0.16.1")
 
-    assert "M-M|*M-M-/*E/*E" == write_chunks(given, pp=2, vpp=1, chunks=(3, 5), num_layers=8).words[-1]
-    assert "M-M*|M-M-/*E/*E" == write_chunks(given, pp=2, vpp=1, chunks=(), num_layers=8).words[-1]
-    assert "M-M*M-M-/*E/*E" == write_chunks(given, pp=1, vpp=1, chunks=(), num_layers=8).words[-1]
-    assert "M-M*M-M-" == write_chunks(old, pp=2, vpp=1, chunks=(), num_layers=8).words[-1]
+    assert "M-M|*M-M-/*E/*E" == write_chunks(given, Split(1, (3, 5)), pp=2, num_layers=8).words[-1]
+    assert "M-M*|M-M-/*E/*E" == write_chunks(given, Split(), pp=2, num_layers=8).words[-1]
+    assert "M-M*M-M-/*E/*E" == write_chunks(given, Split(), pp=1, num_layers=8).words[-1]
+    assert "M-M*M-M-" == write_chunks(old, Split(), pp=2, num_layers=8).words[-1]
 
 
-def test_uneven_cuts_place_the_depths_of_prediction() -> None:
-    """Megatron wants each depth named in a layout; they go where they lie without one, before the head."""
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        (Split(2, (1, 3, 3, 1)), "Et|t*3|t*3|tmmL"),
+        (Split(2, (2, 3, 3, 0), 1), "Ett|t*3|t*3mm|L"),
+        (Split(1, (8, 0), 1), "Et*8mm|L"),
+    ],
+)
+def test_uneven_cuts_place_the_depths_of_prediction(split: Split, expected: str) -> None:
+    """Megatron wants each depth named in a layout; what was written is read as it was."""
     before = Arguments.parse([*SMALL, "--mtp-num-layers", "2"], "0.16.1")
-    after = write_chunks(before, pp=2, vpp=2, chunks=(1, 3, 3, 1), num_layers=8)
+    after = write_chunks(before, split, pp=2, num_layers=8)
 
-    assert "Et|t*3|t*3|tmmL" == after.get("pipeline_model_parallel_layout")
-    assert (2, (1, 3, 3, 1)) == read_chunks(after, pp=2, num_layers=8)
+    assert expected == after.get("pipeline_model_parallel_layout")
+    assert split == read_chunks(after, pp=2, num_layers=8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "pp", "expected"),
+    [
+        ("Et*3|(tt|)*29,m|L", 16, Split(2, (3, *(2,) * 29, 0, 0), 1)),
+        ("E|(t*2|)*14t*2mL", 16, Split(1, (0, *(2,) * 15), 0)),
+        ("Ett|tt|m|L", 4, Split(1, (2, 2, 0, 0), 1)),
+        ("Ett|ttm||L", 4, Split(1, (2, 2, 0, 0), 2)),
+        ("Et*4m|L", 2, Split(1, (4, 0), 1)),
+    ],
+)
+def test_multi_token_prediction_stands_where_the_layout_has_it(layout: str, pp: int, expected: Split) -> None:
+    """Megatron's documents, and stages with the head alone, from 0.16 on."""
+    words = ["--pipeline-model-parallel-layout", layout, "--mtp-num-layers", "1"]
+    found = read_chunks(Arguments.parse(words, "0.16.0"), pp=pp, num_layers=sum(expected.layers_per_chunk))
+
+    assert expected == found
+
+
+@pytest.mark.parametrize(
+    ("layout", "version", "message"),
+    [
+        ("Ett|tt|m|L", "0.15.3", "before 0.16 .* must stand in the last stage"),
+        ("Ett|m|tt|L", "0.16.1", "must stand behind all layers"),
+        ("Ett|tt|mm|L", "0.16.1", "needs m for each of --mtp-num-layers 1"),
+        ("Ett|tt|m||||L|", "0.16.1", "must stand in one of the last 4 stages"),
+    ],
+)
+def test_multi_token_prediction_that_megatron_refuses(layout: str, version: str, message: str) -> None:
+    """The error names the layout and the rule."""
+    words = ["--pipeline-model-parallel-layout", layout, "--mtp-num-layers", "1"]
+    with pytest.raises(MegatronError, match=message):
+        read_chunks(Arguments.parse(words, version), pp=4, num_layers=4)

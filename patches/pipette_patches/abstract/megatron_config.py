@@ -144,7 +144,7 @@ def transformer_config(
         "overlap_p2p_comm": overlaps_p2p,
         "batch_p2p_comm": not overlaps_p2p,
         "deallocate_pipeline_outputs": True,
-        **_chunks(chunks, model.mtp_num_layers),
+        **_chunks(chunks, model.mtp_num_layers, layout.chunks_after_mtp),
         "bias_activation_fusion": fuses_activation(job),
         "bias_dropout_fusion": True,
         "masked_softmax_fusion": True,
@@ -217,13 +217,21 @@ def ddp_config(job: Job, layout: Layout, *, num_parameters: int) -> Any:
     return build_config(DistributedDataParallelConfig, fields)
 
 
-def _chunks(chunks: tuple[int, ...], depths: int) -> dict[str, Any]:
-    """Name the layers of each chunk, where chunks differ in their number of layers."""
-    if len(set(chunks)) == 1:
+def _chunks(chunks: tuple[int, ...], depths: int, after: int) -> dict[str, Any]:
+    """Name the layers of each chunk, where chunks differ in their number of layers.
+
+    Args:
+        chunks: layers of each chunk.
+        depths: of multi-token prediction.
+        after: chunks behind the one with these depths.
+
+    """
+    if len(set(chunks)) == 1 and not after:
         return {}
     stages = [["decoder"] * count for count in chunks]
     stages[0].insert(0, "embedding")
-    stages[-1] += ["mtp"] * depths + ["loss"]
+    stages[-1 - after] += ["mtp"] * depths
+    stages[-1].append("loss")
     return {"pipeline_model_parallel_layout": stages}
 
 

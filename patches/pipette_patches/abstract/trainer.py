@@ -60,6 +60,8 @@ class Trainer:
         self.job, self.layout, self.pp_rank, self.meter = job, layout, pp_rank, meter
         self.num_microbatches, self.report_bytes = size.num_microbatches, 0
         self.config = megatron_config.transformer_config(job, layout, chunks=size.chunks, changes=changes)
+        if layout.chunks_after_mtp:
+            self._exchange_shapes()
         with meter.labelled("weights"):
             chunks = [self._chunk(index) for index in range(layout.vpp)]
         self.chunks = self._wrapped(chunks)
@@ -76,6 +78,25 @@ class Trainer:
             self.config.no_sync_func = functions if layout.vpp > 1 else functions[0]
             if layout.vpp > 1:
                 self.config.grad_sync_func = [chunk.start_grad_sync for chunk in self.chunks]
+
+    def _exchange_shapes(self) -> None:
+        """Tell this rank the shapes of its neighbours' tensors, which Megatron asks for if prediction lies apart.
+
+        Behind the stage of multi-token prediction the sequence is followed by that of each depth.
+        """
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+        model, layout = self.job.model, self.layout
+        length = model.seq_length // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+        previous, own = (
+            [
+                length * (1 + model.mtp_num_layers * (stage >= layout.mtp_chunk)),
+                layout.micro_batch_size,
+                model.hidden_size,
+            ]
+            for stage in (self.pp_rank - 1, self.pp_rank)
+        )
+        P2PCommunicator._communicate_shapes = lambda *_args: (previous, own)
 
     def _chunk(self, index: int) -> Any:
         """Build one model chunk, as gpt_builder does."""
@@ -211,8 +232,8 @@ class Trainer:
         while hasattr(inner, "module"):
             inner = inner.module
         batch: dict[str, Any] = {}
-        # A middle stage reads no data.
-        if inner.pre_process or inner.post_process:
+        # A middle stage without multi-token prediction reads no data.
+        if inner.pre_process or inner.post_process or inner.mtp_process:
             with self.meter.labelled("embedding"):
                 batch = next(batches)
         run = chunk.build_schedule_plan if return_schedule_plan else chunk

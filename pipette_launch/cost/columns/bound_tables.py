@@ -3,7 +3,7 @@
 # N = layouts, U = groups of layouts that agree, C = cuts of the model into chunks, K = kinds of chunk,
 # P = pipeline ranks, V = chunks of each, L = lines whose lowest counts.
 # X = what chunks are made of: of each kind of layer those that run once and those that full recompute runs again;
-# embedding, head.
+# embedding, head, depths of multi-token prediction.
 
 from __future__ import annotations
 
@@ -69,10 +69,11 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
         LayoutError: a row cuts the layers unevenly.
 
     """
-    cuts = columns.groups("layers_per_chunk", "recompute")
+    fields = ("layers_per_chunk", "chunks_after_mtp", "recompute")
+    cuts = columns.groups(*fields)
     shape = (len(cuts.first_U), int(columns.vpp[0]), int(columns.pp[0]))
     known = _PARTS.get(job.model, Memo)
-    keys = columns.values(cuts.first_U, "layers_per_chunk", "recompute")
+    keys = columns.values(cuts.first_U, *fields)
     parts_CSX = np.array(
         [
             known.get((shape[1:], *key), partial(_parts_SX, job, columns, row))
@@ -86,10 +87,13 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
 
 def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
     """Count the parts of every chunk of a row."""
-    chunks, rows = chunk_kinds(job.model, columns.layout(row)), []
+    layout, rows = columns.layout(row), []
+    chunks = chunk_kinds(job.model, layout)
     for stage, (kinds, again) in enumerate(chunks):
         pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
-        rows.append([*chain(*pairs), stage == 0, stage == len(chunks) - 1])
+        # A prediction on the first of several chunks, which counts with an embedding, has none beside that chunk's own.
+        has_embedding = stage == 0 and (layout.pp == 1 or layout.mtp_chunk > 0 or not job.model.mtp_num_layers)
+        rows.append([*chain(*pairs), has_embedding, stage == len(chunks) - 1, stage == layout.mtp_chunk])
     return np.array(rows, dtype=np.int64)
 
 
@@ -230,7 +234,8 @@ class Tables:
     def _parameters_of(self, layout: Layout) -> list[list[float]]:
         """Dense and expert parameters of X on one rank."""
         unit = unit_parameters(self.job.model, layout)
-        parts = (*(each for each in unit.layers.values() for _ in range(2)), unit.embedding, unit.head)
+        layers = (each for each in unit.layers.values() for _ in range(2))
+        parts = (*layers, unit.embedding, unit.head, unit.prediction)
         return [[part.dense for part in parts], [part.expert for part in parts]]
 
     def _computes(self, layout: Layout) -> bool:
@@ -287,8 +292,8 @@ class Tables:
         hidden_by = ("tp", "cp", "micro_batch_size", *dict.fromkeys((*self._of_shards, *self._cut_by)))
         cases = columns.groups(*hidden_by)
         hiding_U = _each(columns, cases.first_U, hidden_by, self._hiding, self.compute.hiding)
-        # Of each kind of layer two parts, embedding and head.
-        found = np.zeros((len(columns), 3, 2 * len(self.job.model.possible_kinds) + 2))
+        # Of each kind of layer two parts, embedding, head and prediction.
+        found = np.zeros((len(columns), 3, 2 * len(self.job.model.possible_kinds) + 3))
         degrees_of = columns.groups("tp", "cp", "sequence_parallel", "ep", "etp", *self._of_shards)
         for rows in split_by_code(degrees_of.group_N):
             shape = columns.layout(int(rows[0]))

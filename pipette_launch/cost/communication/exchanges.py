@@ -77,7 +77,7 @@ def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int = 1) -> tupl
 def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1) -> tuple[Exchange, ...]:
     """List the collectives of stages that hold other layers than the layout gives them; they are linear in `counts`.
 
-    Where the head is, the depths of multi-token prediction are, each with layers, a lookup and a head of its own.
+    Each depth of multi-token prediction has layers and a lookup where the depths are, and a head beside the model's.
 
     Args:
         job: its model and flags.
@@ -86,9 +86,9 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
         domain: slots that the fastest links join, which `flex` dispatchers tell from all others.
 
     """
-    depths_S = job.model.mtp_num_layers * counts.head_S
+    depths_S = job.model.mtp_num_layers * counts.prediction_S
     found = [*_projection(job, layout, depths_S), *_sharded(job, layout, counts)]
-    counts = counts.with_depths(job, layout, depths_S)
+    counts = counts.with_depths(job, layout)
     found += _tensor_parallel(job, layout, counts)
     found += _context_parallel(job, layout, counts)
     found += _expert_parallel(job, layout, counts, domain)
@@ -97,7 +97,7 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCounts:
-    """What each stage holds: layers that run a forward, those that run it again in the backward, embedding and head."""
+    """What each stage holds: layers that run a forward, those that run it again in the backward, and what is beside."""
 
     layers_S: Mapping[LayerKind, Ints]
     """By kind; every kind that the model may have."""
@@ -105,6 +105,8 @@ class LayerCounts:
     """Those of them that full recompute runs again."""
     embedding_S: Ints
     head_S: Ints
+    prediction_S: Ints
+    """1 where the depths of multi-token prediction are, or would be."""
 
     @classmethod
     def of(cls, job: Job, layout: Layout) -> LayerCounts:
@@ -116,29 +118,32 @@ class LayerCounts:
             again_S={kind: np.array([kinds[:again].count(kind) for kinds, again in chunks]) for kind in possible},
             embedding_S=(stage_S == 0).astype(np.int64),
             head_S=(stage_S == len(chunks) - 1).astype(np.int64),
+            prediction_S=(stage_S == layout.mtp_chunk).astype(np.int64),
         )
 
     @classmethod
     def one_of_each(cls, model: ModelSpec) -> LayerCounts:
-        """Return a stage for each part of a chunk: every kind of layer, run once and run again; embedding; head."""
+        """Return a stage for each part of a chunk: every kind of layer, run once and run again; then what is beside."""
         kinds = model.possible_kinds
-        stages = np.eye(2 * len(kinds) + 2, dtype=np.int64)
+        stages = np.eye(2 * len(kinds) + 3, dtype=np.int64)
         return cls(
             layers_S={kind: stages[2 * place] + stages[2 * place + 1] for place, kind in enumerate(kinds)},
             again_S={kind: stages[2 * place + 1] for place, kind in enumerate(kinds)},
-            embedding_S=stages[-2],
-            head_S=stages[-1],
+            embedding_S=stages[-3],
+            head_S=stages[-2],
+            prediction_S=stages[-1],
         )
 
-    def with_depths(self, job: Job, layout: Layout, depths_S: Ints) -> LayerCounts:
-        """Add so many depths of multi-token prediction; method block runs none of their layers again."""
-        depth = Counter(job.model.prediction_kinds)
+    def with_depths(self, job: Job, layout: Layout) -> LayerCounts:
+        """Add the depths of multi-token prediction; method block runs none of their layers again."""
+        depth, depths_S = Counter(job.model.prediction_kinds), job.model.mtp_num_layers * self.prediction_S
         again_S = depths_S * (layout.recompute.granularity == "full" and layout.recompute.method == "uniform")
         return LayerCounts(
             layers_S={kind: count_S + depth[kind] * depths_S for kind, count_S in self.layers_S.items()},
             again_S={kind: count_S + depth[kind] * again_S for kind, count_S in self.again_S.items()},
             embedding_S=self.embedding_S + depths_S,
-            head_S=self.head_S + depths_S,
+            head_S=self.head_S * (1 + job.model.mtp_num_layers),
+            prediction_S=self.prediction_S,
         )
 
     def run(self, blocks: Mapping[LayerKind, int]) -> tuple[Ints, Ints]:

@@ -52,7 +52,7 @@ def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[S
         return
     model = job.model
     units = unit_parameters(model, layout)
-    counts = counts.with_depths(job, layout, model.mtp_num_layers * counts.head_S)
+    counts = counts.with_depths(job, layout)
     for kind, layers_S in counts.layers_S.items():
         first_S = counts.embedding_S * (kind == model.layer_kinds[0])
         yield from _layers(job, layout, units.layers[kind], layers_S, first_S, kind)

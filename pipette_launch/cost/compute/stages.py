@@ -189,8 +189,9 @@ class ComputeTable:
         # The weights' gradients of the model's ends are never put off: the head's would keep its logits' gradients.
         chunks[0] += replace(part["embedding"], weight_grad_s=0.0) + loaded
         # A single stage has loaded the labels with the tokens.
-        ends = replace(part["head"] + self._prediction(layout, part), weight_grad_s=0.0)
-        chunks[-1] += ends + (loaded if layout.pp > 1 else Passes())
+        head, prediction = self._ends(layout, part)
+        chunks[-1] += head + (loaded if layout.pp > 1 else Passes())
+        chunks[layout.mtp_chunk] += prediction + (loaded if layout.chunks_after_mtp else Passes())
         # In pipelines each pass of a chunk comes after a wait; elsewhere the first of each step, after the exchange of
         # gradients. A step of four ranks on two cores took 24.2 ms of processor time, the same passes without any
         # exchange 19.6 ms.
@@ -201,7 +202,7 @@ class ComputeTable:
         """Return what `chunk_passes` adds up; of layers that the model has none of, passes of 0 s.
 
         These are, for each kind of layer that the model may have, one that full recompute leaves alone (selective
-        recompute is in it) and one that it runs again; then embedding, and head with multi-token prediction.
+        recompute is in it) and one that it runs again; then embedding, heads, and the depths of multi-token prediction.
 
         Raises:
             PlanError: no case of this tp was measured.
@@ -213,7 +214,7 @@ class ComputeTable:
             for kind in self._job.model.possible_kinds
             for again in (False, True)
         )
-        return (*layers, part["embedding"], part["head"] + self._prediction(layout, part))
+        return (*layers, part["embedding"], *self._ends(layout, part))
 
     def hiding(self, layout: Layout) -> Hiding:
         """Return what collectives pass behind in one layer: of the first layer, or of a hybrid model's mean."""
@@ -265,21 +266,28 @@ class ComputeTable:
         self._scaled[case] = {name: self._passes[source, name] * factor for name in known}
         return self._scaled[case]
 
-    def _prediction(self, layout: Layout, part: dict[str, Passes]) -> Passes:
-        """Passes of all depths of multi-token prediction (DeepSeek-V3, section 2.2).
+    def _ends(self, layout: Layout, part: dict[str, Passes]) -> tuple[Passes, Passes]:
+        """Return the passes of all heads, and of all depths of multi-token prediction without theirs.
 
-        Where no depth was timed as a whole, each is its layers and a head more. Recompute of these layers is that of
-        any other, but for method block, which leaves them alone (multi_token_prediction.py, _checkpointed_forward).
+        Every depth has a head beside the model's own, where that is (gpt_model.py:611-660; DeepSeek-V3, section 2.2).
+        Where no depth was timed as a whole, each is its layers. Recompute of these layers is that of any other, but for
+        method block, which leaves them alone (multi_token_prediction.py, _checkpointed_forward). No schedule puts off
+        the weight gradients of either.
         """
-        model = self._job.model
+        model, head = self._job.model, replace(part["head"], weight_grad_s=0.0)
         if not model.mtp_num_layers:
-            return Passes()
+            return head, Passes()
         kinds = model.prediction_kinds
         plain = sum((part[kind] for kind in kinds), Passes())
         layers = sum((self._layer(layout, part, layout.recompute.num_layers, kind) for kind in kinds), Passes())
-        depth = part.get(_PREDICTION) or plain + part["head"]
+        whole = part.get(_PREDICTION)
+        timed = ("forward_s", "backward_s", "forward_idle_s", "backward_idle_s")
+        depth = (
+            Passes(**{name: max(0.0, getattr(whole, name) - getattr(head, name)) for name in timed}) if whole else plain
+        )
         idle_s = depth.backward_idle_s + layers.backward_idle_s - plain.backward_idle_s
-        return replace(depth, recompute_s=layers.recompute_s, backward_idle_s=idle_s) * model.mtp_num_layers
+        depth = replace(depth, recompute_s=layers.recompute_s, backward_idle_s=idle_s, weight_grad_s=0.0)
+        return head * (1 + model.mtp_num_layers), depth * model.mtp_num_layers
 
     def _whole_layer(self, layout: Layout, part: dict[str, Passes], kind: LayerKind, *, again: bool = False) -> Passes:
         """Return a layer that method block leaves alone, or that it runs `again`; 0 s where the model has none."""

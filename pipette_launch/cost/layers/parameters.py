@@ -92,9 +92,9 @@ def word_embedding_parameters(model: ModelSpec, tp: int) -> int:
 
 
 def has_two_embeddings(model: ModelSpec) -> bool:
-    """Whether the last of several stages holds the word embedding too, whose gradients are summed over both.
+    """Whether a second stage holds the word embedding too, whose gradients are summed over both.
 
-    It does for a tied head, and for multi-token prediction (megatron-core, finalize_model_grads.py:146).
+    The last does for a tied head, and that of multi-token prediction (megatron-core, finalize_model_grads.py:146).
     """
     return model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
 
@@ -108,7 +108,9 @@ class UnitParameters:
     embedding: Parameters
     """What the first chunk has besides its layers."""
     head: Parameters
-    """What the last one has: final norm, head, multi-token prediction."""
+    """What the last one has: final norm and head."""
+    prediction: Parameters
+    """All depths of multi-token prediction, with their copy of the embedding if there are several stages."""
 
 
 def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
@@ -123,18 +125,22 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
     embedding = words + (model.max_position_embeddings * model.hidden_size if learned else 0)
     has_own_words = model.untie_embeddings_and_output_weights or layout.pp > 1
     head = Parameters(dense=model.norm_parameters() + (words if has_own_words else 0))
+    prediction = Parameters(dense=0)
     if model.mtp_num_layers:
-        # Each depth of multi-token prediction has a layer, and a last rank that is not the first embeddings to look up,
+        # Each depth of multi-token prediction has a layer, and a chunk that is not the first embeddings to look up,
         # beside the head's copy of a tied embedding (megatron-core, gpt_model.py:149-157, 240-254).
         depth = sum((layers[kind] for kind in model.prediction_kinds), Parameters(dense=0))
         own, copies = latent_attention.prediction_parameters(model, layout), model.prediction_copies
         copied = embedding if layout.pp > 1 else 0
-        head += Parameters(dense=copies * (depth.dense + own) + copied, expert=copies * depth.expert)
-    return UnitParameters(layers=layers, embedding=Parameters(dense=embedding), head=head)
+        prediction = Parameters(dense=copies * (depth.dense + own) + copied, expert=copies * depth.expert)
+    return UnitParameters(layers=layers, embedding=Parameters(dense=embedding), head=head, prediction=prediction)
 
 
 def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
-    """Count every chunk in model order: embeddings on the first, final norm and head on the last."""
+    """Count every chunk in model order: embeddings on the first, final norm and head on the last.
+
+    If the first of several chunks has the depths of multi-token prediction, they look up its own embedding.
+    """
     unit = unit_parameters(model, layout)
     kinds = [kinds for kinds, _ in chunk_kinds(model, layout)]
     counted = {each: Counter(each) for each in set(kinds)}
@@ -146,8 +152,10 @@ def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]
         for each, counts in counted.items()
     }
     chunks = [of_kinds[each] for each in kinds]
-    chunks[0] += unit.embedding
+    if layout.pp == 1 or layout.mtp_chunk or not model.mtp_num_layers:
+        chunks[0] += unit.embedding
     chunks[-1] += unit.head
+    chunks[layout.mtp_chunk] += unit.prediction
     return tuple(chunks)
 
 

@@ -81,7 +81,7 @@ def end_parameters(model: ModelSpec, layout: Layout) -> tuple[int, int]:
     """Count the parameters outside the layers on one rank: of the embedding, and of head and final norm."""
     unit = unit_parameters(model, layout)
     depth = sum(unit.layers[kind].dense for kind in model.prediction_kinds)
-    return unit.embedding.dense, unit.head.dense - model.prediction_copies * depth
+    return unit.embedding.dense, unit.head.dense + unit.prediction.dense - model.prediction_copies * depth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,9 +53,16 @@ class Stages:
         """The last stage of each layout."""
         return self.starts_N + self.layouts.pp - 1
 
-    def spread(self, size_N: Ints, *, first: Ints | None = None, last: Ints | None = None) -> Ints:
-        """Give every stage of a layout the same, but for its ends; a single stage is the last one."""
+    def spread(
+        self, size_N: Ints, *, first: Ints | None = None, last: Ints | None = None, prediction: Ints | None = None
+    ) -> Ints:
+        """Give every stage of a layout the same, but for its ends and the stage of multi-token prediction.
+
+        A single stage is the last one.
+        """
         size_S: Ints = np.repeat(size_N, self.layouts.pp)
+        if prediction is not None:
+            size_S[self.last_N - self.layouts.chunks_after_mtp % self.layouts.pp] = prediction
         if first is not None:
             size_S[self.starts_N] = first
         if last is not None:
@@ -72,15 +79,15 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
     Args:
         job: the training job.
         layouts: N layouts.
-        layer: columns of N: bytes of one layer of each kind, of the `stream` between layers, and of multi-token
-            `prediction`, which the last chunk keeps besides.
+        layer: columns of N: bytes of one layer of each kind, of the `stream` between layers, and of all depths of
+            multi-token `prediction`.
 
     Returns:
         The first chunk of each layout (N), behind which its others follow in model order, and what each chunk keeps
         (C); layouts that cut and keep the same share theirs.
 
     """
-    groups = layouts.groups(*LAYER, "pp", "vpp", "layers_per_chunk")
+    groups = layouts.groups(*LAYER, "pp", "vpp", "layers_per_chunk", "chunks_after_mtp")
     layouts, layer = layouts.take(groups.first_U), {name: each[groups.first_U] for name, each in layer.items()}
     counts = layouts.pp * layouts.vpp
     starts, rows = np.cumsum(counts) - counts, np.repeat(np.arange(len(layouts)), counts)
@@ -105,7 +112,7 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
     for kind in set(job.model.layer_kinds):
         ahead = np.concatenate(([0], np.cumsum(kinds == kind, dtype=np.int64)))
         size_C += (ahead[before + layers] - ahead[before + again]) * layer[kind][rows]
-    size_C[starts + counts - 1] += layer["prediction"]
+    size_C[starts + counts - 1 - layouts.chunks_after_mtp] += layer["prediction"]
     return starts[groups.group_N], size_C
 
 

@@ -45,7 +45,7 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import Field, Ints, LayoutColumns
 from pipette_launch.facts.model import KINDS_WITH_EXPERTS
 
-_PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk")
+_PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk", "chunks_after_mtp")
 """What the parameters of a stage depend on."""
 _SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
 """What their optimizer states depend on besides."""
@@ -127,7 +127,9 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         embedding=input_bytes(stages, layer),
         recompute=stages.spread(_recompute(job, layouts, layer)),
         backward=stages.spread(waiting, last=np.where(layouts.vpp > 1, waiting, layer["backward"])),
-        mask=stages.spread(none, first=np.maximum(layer["mask"] - beyond, 0), last=layer["mask"]),
+        mask=stages.spread(
+            none, first=np.maximum(layer["mask"] - beyond, 0), last=layer["mask"], prediction=layer["mask"]
+        ),
         loading=_loading(stages, layer, beyond, *chunks),
         head=stages.spread(none, last=layer["head"]),
         deferred=stages.spread(none, last=np.where(layouts.pp > 1, deferred, 0)),
@@ -215,10 +217,14 @@ def _loading(stages: Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints
     """Count the loading of a mask, less the bytes of the forward pass behind it and less `beyond_first_chunk`."""
     layouts = stages.layouts
     last = chunk_N + layouts.pp * layouts.vpp - 1
-    begun, ended = (layer["loaded"] - layer["kept_mask"] - bytes_C[chunk] for chunk in (chunk_N, last))
+    begun, predicting, ended = (
+        np.maximum(layer["loaded"] - layer["kept_mask"] - bytes_C[chunk], 0)
+        for chunk in (chunk_N, last - layouts.chunks_after_mtp, last)
+    )
     first = np.maximum(begun - layer["embedding"] - beyond, 0)
     # A single stage keeps the token ids too.
-    return stages.spread(np.zeros_like(first), first=first, last=np.where(layouts.pp == 1, first, np.maximum(ended, 0)))
+    last = np.where(layouts.pp == 1, first, ended)
+    return stages.spread(np.zeros_like(first), first=first, last=last, prediction=predicting)
 
 
 def _stage_counts(job: Job, layout: Layout) -> Ints:

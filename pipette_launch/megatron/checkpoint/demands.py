@@ -13,6 +13,7 @@ from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.megatron.checkpoint.folders import RECORD_NAME, checkpoint_folder
 from pipette_launch.megatron.checkpoint.kept_fields import MODEL_FIELDS, RNG_OF_EXPERTS, fixes_random_state, kept_fields
 from pipette_launch.megatron.checkpoint.written import read_saved, saved_layout
+from pipette_launch.megatron.chunks import Split
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.pins import OPTIMIZER_FIELDS, Pin
 
@@ -101,7 +102,7 @@ def _legacy(
     if record is None:
         values["etp"] = tp if own.etp == own.tp else own.etp
         if sizes["pp"] != own.pp:
-            values |= {"vpp": 1, "layers_per_chunk": ()}
+            values |= Split()._asdict()
     fields = (*MODEL_FIELDS, *(OPTIMIZER_FIELDS if reads_optimizer else ()))
     note = f"{folder} is of the format torch, one file for each rank: {', '.join(fields)} stay as it was written"
     return Demands(own=values, pins=(Pin(fields=fields, note=note),))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pipette_launch.megatron.chunks import Split
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.pins import OPTIMIZER_FIELDS
 
-MODEL_FIELDS = ("tp", "pp", "vpp", "layers_per_chunk", "ep", "etp")
+MODEL_FIELDS = ("tp", "pp", *Split._fields, "ep", "etp")
 """What cuts the model into shards."""
 RNG_OF_EXPERTS = "0.16 loads expert-parallel random state only at the same dp and cp"
 

@@ -107,19 +107,18 @@ def saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:
     if not tp or not pp:
         return {}
     words: list[str] = []
-    for dest in SPLIT_DESTS[2:]:
+    for dest in (*SPLIT_DESTS[2:], "mtp_num_layers"):
         value = saved.get(dest)
         if value not in (None, False):
             words += [f"--{dest.replace('_', '-')}", *([] if value is True else [str(value)])]
     vpp = _size(saved, "virtual_pipeline_model_parallel_size")
     if vpp and "--pipeline-model-parallel-layout" not in words:
         words += ["--num-virtual-stages-per-pipeline-rank", str(vpp)]
-    virtual, chunks = read_chunks(Arguments.parse(words, version), pp=pp, num_layers=num_layers)
+    split = read_chunks(Arguments.parse(words, version), pp=pp, num_layers=num_layers)
     found = {
         "tp": tp,
         "pp": pp,
-        "vpp": virtual,
-        "layers_per_chunk": chunks,
+        **split._asdict(),
         "ep": _size(saved, "expert_model_parallel_size") or 1,
         "etp": _size(saved, "expert_tensor_parallel_size") or tp,
     }

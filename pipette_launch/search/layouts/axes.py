@@ -25,6 +25,7 @@ from typing import TypeVar
 
 from pipette_launch.facts import Job, ModelSpec, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
+from pipette_launch.megatron.chunks import Split
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.layouts.partition import SLACK, LayerSeconds, balanced_chunks, stage_seconds
@@ -107,25 +108,31 @@ def virtual_stages(job: Job, pp: int) -> tuple[int, ...]:
     return values(job, "vpp", tuple(sorted(powers if rest else powers | {*divisors(per_stage)})))
 
 
-def chunk_cuts(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Virtual stages and layers of each chunk; () for even ones."""
+def splits(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[Split]:
+    """Virtual stages, layers of each chunk (() for even ones), and chunks behind multi-token prediction.
+
+    Only the user's own split has that apart from the head.
+    """
     own, layers = job.own, job.model.num_layers
-    own_cut = own.layers_per_chunk if pp == own.pp else ()
+    own_split = Split(own.vpp, own.layers_per_chunk, own.chunks_after_mtp)
+    has_own = pp == own.pp and own.layers_per_chunk
     if "layers_per_chunk" in job.pinned:
-        if own_cut or not own.layers_per_chunk:
-            yield from ((vpp, own_cut) for vpp in ((own.vpp,) if own_cut else virtual_stages(job, pp)))
+        if has_own:
+            yield own_split
+        elif not own.layers_per_chunk:
+            yield from map(Split, virtual_stages(job, pp))
         return
-    if own_cut:
-        yield own.vpp, own_cut
+    if has_own:
+        yield own_split
     for vpp in virtual_stages(job, pp) if pp <= layers else ():
         even_s = float("inf")
         if layers % (pp * vpp) == 0:
-            yield vpp, ()
+            yield Split(vpp)
             even_s = max(stage_seconds(seconds, (layers // (pp * vpp),) * (pp * vpp), pp))
         balanced = balanced_chunks(seconds, pp=pp, vpp=vpp) if pp > 1 else ()
         is_quicker = bool(balanced) and max(stage_seconds(seconds, balanced, pp)) < even_s * (1 - SLACK)
-        if is_quicker and (vpp, balanced) != (own.vpp, own_cut):
-            yield vpp, balanced
+        if is_quicker and not (has_own and own_split == Split(vpp, balanced)):
+            yield Split(vpp, balanced)
 
 
 def states(rules: Rules, tp: int, *, has_replicas: bool) -> Iterator[MemoryOptions]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeAlias
 
 import numpy as np
 
@@ -37,6 +38,9 @@ MANY_TIMES = 8
 """Layers are balanced by the times of the user's micro-batch, and by those of one so many times as large."""
 FEWEST_TOKENS = 512
 """Where cuts are thinned out, a context rank keeps so many tokens of a sequence."""
+_REST = ("vpp", "microbatch_group_size", "layers_per_chunk", "chunks_after_mtp", "micro_batch_size")
+_Split: TypeAlias = tuple[int, int, int]
+"""Virtual stages, place of the layers of chunks in a list, chunks behind multi-token prediction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,11 +123,11 @@ def cuts(
     kept_D = _thinned(job, degrees_D7, chunks_and_batches.lists.lengths, places_D, devices_per_host, dropped)
     degrees_D7, places_D = degrees_D7[kept_D], places_D[kept_D]
     dropped += chunks_and_batches.lists.dropped(places_D)
-    row_N, rest_N4 = chunks_and_batches.lists.spread(places_D)
+    row_N, rest_N5 = chunks_and_batches.lists.spread(places_D)
     none = np.zeros(len(row_N), dtype=np.int64)
     columns = LayoutColumns(
         **dict(zip(Degrees._fields, degrees_D7[row_N].T, strict=True)),
-        **dict(zip(("vpp", "microbatch_group_size", "layers_per_chunk", "micro_batch_size"), rest_N4.T, strict=True)),
+        **dict(zip(_REST, rest_N5.T, strict=True)),
         **dict.fromkeys(MemoryOptions._fields, none),
         recomputes=(NO_RECOMPUTE,),
         cuts=tuple(chunks_and_batches.cuts),
@@ -214,23 +218,23 @@ class _ChunksAndBatches:
 
     def __init__(self, rules: Rules, table: ComputeTable | None) -> None:
         self.cuts: dict[tuple[int, ...], int] = {(): 0}
-        self.lists: SharedLists[tuple[int, int, tuple[tuple[int, int], ...]]] = SharedLists(self._rows, width=4)
-        """Rows of vpp, group size, place in `cuts`, micro-batch size."""
+        self.lists: SharedLists[tuple[int, int, tuple[_Split, ...]]] = SharedLists(self._rows, width=len(_REST))
+        """Rows of the fields `_REST`; of the layers of chunks, their place in `cuts`."""
         self._rules = rules
         self._table = table
         self._seconds: dict[int, tuple[LayerSeconds, ...]] = {}
-        self._chunks: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+        self._chunks: dict[tuple[int, int], tuple[_Split, ...]] = {}
 
     def places(self, dense_D4: Ints) -> Ints:
         """Which list follows these dense degrees."""
         return self.lists.places((dp, pp, self._chunks_of(tp, pp)) for tp, pp, dp, _ in dense_D4.tolist())
 
-    def _chunks_of(self, tp: int, pp: int) -> tuple[tuple[int, int], ...]:
-        """Pairs of vpp and place in `cuts`."""
+    def _chunks_of(self, tp: int, pp: int) -> tuple[_Split, ...]:
         if (tp, pp) not in self._chunks:
-            chunks = (axes.chunk_cuts(self._rules.job, pp, seconds) for seconds in self._seconds_of(tp))
+            chunks = (axes.splits(self._rules.job, pp, seconds) for seconds in self._seconds_of(tp))
             self._chunks[tp, pp] = tuple(
-                (vpp, self.cuts.setdefault(cut, len(self.cuts))) for vpp, cut in dict.fromkeys(chain(*chunks))
+                (vpp, self.cuts.setdefault(cut, len(self.cuts)), after)
+                for vpp, cut, after in dict.fromkeys(chain(*chunks))
             )
         return self._chunks[tp, pp]
 
@@ -248,9 +252,7 @@ class _ChunksAndBatches:
             self._seconds[tp] = tuple(by_parts(job.model, parts) for parts in found) or (by_flops(job.model),)
         return self._seconds[tp]
 
-    def _rows(
-        self, key: tuple[int, int, tuple[tuple[int, int], ...]], dropped: Counter[str]
-    ) -> Iterator[tuple[int, ...]]:
+    def _rows(self, key: tuple[int, int, tuple[_Split, ...]], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         dp, pp, chunks = key
         rules, job = self._rules, self._rules.job
         samples = job.batch.global_batch_size // dp
@@ -259,13 +261,13 @@ class _ChunksAndBatches:
         if not chunks:
             dropped[f"more pipeline ranks than num_layers={job.model.num_layers}"] += 1
         layers_of = list(self.cuts)
-        for vpp, cut in chunks:
+        for vpp, cut, after in chunks:
             if drops(chunks_faults(rules, pp, vpp, layers_of[cut]), dropped):
                 continue
             for size in legal:
                 for group in axes.group_sizes(job, pp, vpp, samples // size):
                     if not drops(schedule_faults(pp, vpp, group, samples // size), dropped):
-                        yield vpp, group, cut, size
+                        yield vpp, group, cut, after, size
 
 
 def _thinned(
@@ -297,6 +299,7 @@ def _num_cut_choices(columns: LayoutColumns, layout: Layout) -> Ints:
     size_N = columns.micro_batch_size != layout.micro_batch_size
     cut = np.array([each == layout.layers_per_chunk for each in columns.cuts])
     chunks_N = (columns.vpp != layout.vpp) | ~cut[columns.layers_per_chunk]
+    chunks_N |= columns.chunks_after_mtp != layout.chunks_after_mtp
     group_N = (columns.microbatch_group_size != layout.microbatch_group_size) & ~size_N & ~chunks_N
     num_N: Ints = size_N.astype(np.int64) + chunks_N + group_N
     return num_N

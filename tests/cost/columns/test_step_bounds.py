@@ -132,6 +132,7 @@ def layouts(draw: st.DrawFn, *, slots: int) -> Layout:
         vpp=vpp,
         microbatch_group_size=draw(st.sampled_from([0, pp, pp + 1, 2 * pp])) if vpp > 1 else 0,
         layers_per_chunk=CUTS[pp * vpp] if pp * vpp in CUTS and draw(st.booleans()) else (),
+        chunks_after_mtp=draw(st.integers(0, pp - 1)),
         micro_batch_size=draw(st.sampled_from([1, 2, 3])),
         sequence_parallel=tp > 1 and draw(st.booleans()),
         use_distributed_optimizer=draw(st.booleans()),

@@ -190,6 +190,20 @@ def test_a_depth_of_prediction_exchanges_what_a_layer_and_both_ends_do() -> None
     assert expected == rows(tiny_job(model=tiny_model(mtp_num_layers=1)), Layout(tp=2, pp=2))
 
 
+def test_a_depth_apart_from_the_head_leaves_its_head_there() -> None:
+    """Three stages: the second has the depth's layer, lookup and projection, the last both heads."""
+    expected = [
+        ("all_gather", "tp", 8192, (0.0, 1.0, 0.0), (0.0, 0.0, 0.0)),
+        ("all_reduce", "tp", 16384, (0.0, 0.0, 0.0), (0.0, 1.0, 0.0)),
+        ("all_reduce", "tp", 8192, (5.0, 7.0, 0.0), (0.0, 0.0, 0.0)),
+        ("all_reduce", "tp", 8192, (0.0, 0.0, 0.0), (4.0, 6.0, 2.0)),
+        ("all_reduce", "tp", 128, (0.0, 0.0, 6.0), (0.0, 0.0, 0.0)),
+    ]
+    layout = Layout(tp=2, pp=3, layers_per_chunk=(2, 2, 0), chunks_after_mtp=1)
+
+    assert expected == rows(tiny_job(model=tiny_model(mtp_num_layers=1)), layout)
+
+
 def test_predicted_layers_with_experts_send_tokens_to_them() -> None:
     """A depth has experts as the last layer has: two all-to-alls more each way, four with uniform recompute."""
     flags = ("--moe-token-dispatcher-type alltoall",)

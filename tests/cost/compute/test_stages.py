@@ -67,8 +67,21 @@ def test_every_predicted_token_costs_a_layer_and_a_head() -> None:
     assert milliseconds(deep.chunk_passes(Layout(pp=4)))[-1] == (4.5, 9.0, 0)
 
 
+@pytest.mark.parametrize("part_ms", [None, 1.5])
+def test_depths_apart_from_the_head_leave_their_heads_there(part_ms: float | None) -> None:
+    """Two depths of 1 ms on their own stage, two heads of 0.5 ms more on the last, whose layers stay as they are."""
+    layout = Layout(pp=4, layers_per_chunk=(2, 2, 0, 0), chunks_after_mtp=1)
+
+    assert [(2.1, 4.2, 0), (2.0, 4.0, 0), (2.0, 4.0, 0), (1.5, 3.0, 0)] == stages_predicting(part_ms, layout)
+
+
 def predicting(part_ms: float | None, layout: Layout) -> tuple[float, float, float]:
     """Milliseconds of the last stage of a model with two depths, each of which was timed to take so long a pass."""
+    return stages_predicting(part_ms, layout)[-1]
+
+
+def stages_predicting(part_ms: float | None, layout: Layout) -> list[tuple[float, float, float]]:
+    """The same of all stages."""
     measured = tiny_measurements(tiny_cluster(), (CASE,))
     if part_ms is not None:
         depth = Samples(values_s=(part_ms * 1e-3,))
@@ -76,7 +89,7 @@ def predicting(part_ms: float | None, layout: Layout) -> tuple[float, float, flo
         timed = replace(like, part="prediction", forward=depth, input_grad=depth, weight_grad=depth)
         measured = replace(measured, compute=(*measured.compute, timed))
     deep = ComputeTable(tiny_job(model=tiny_model(mtp_num_layers=2)), measured)
-    return milliseconds(deep.chunk_passes(layout))[-1]
+    return milliseconds(deep.chunk_passes(layout))
 
 
 def test_a_depth_that_was_timed_costs_what_it_took() -> None:

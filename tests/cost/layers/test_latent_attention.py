@@ -72,6 +72,23 @@ def test_multi_token_prediction_copies_the_embedding_to_the_last_rank() -> None:
         assert predicts[1].dense - plain[1].dense == layer + 3 * 128 + 2 * 64 * 64 + (32 + 256) * 64
 
 
+def test_multi_token_prediction_has_its_parameters_where_the_layout_puts_it() -> None:
+    """A stage of its own copies the embedding, the first stage looks up its own, and the last has the head alone."""
+    model = tiny_model(mtp_num_layers=1, untie_embeddings_and_output_weights=True)
+    depth = layer_parameters(model, Layout(), moe=False).dense + 3 * 128 + 2 * 64 * 64
+    words, embedding = 256 * 64, (32 + 256) * 64
+
+    def ends(*chunks: int, after: int) -> list[int]:
+        """Dense parameters of each stage without its layers."""
+        stages = stage_parameters(model, Layout(pp=len(chunks), layers_per_chunk=chunks, chunks_after_mtp=after))
+        layer = layer_parameters(model, Layout(), moe=False).dense
+        return [stage.dense - layer * count for stage, count in zip(stages, chunks, strict=True)]
+
+    assert [embedding, 0, depth + embedding, words + 128] == ends(2, 2, 0, 0, after=1)
+    assert [embedding, 0, 0, depth + embedding + words + 128] == ends(2, 2, 0, 0, after=0)
+    assert [embedding + depth, words + 128] == ends(4, 0, after=1)
+
+
 def test_predicted_layers_have_experts_where_the_last_layer_has() -> None:
     """One more layer of experts on the last rank."""
     shape = {"num_experts": 4, "moe_layer_freq": (0, 0, 0, 1)}

@@ -59,6 +59,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         etp=draw(st.sampled_from([1, tp])),
         vpp=vpp,
         layers_per_chunk=CUTS[pp * vpp] if uneven else (),
+        chunks_after_mtp=draw(st.integers(0, pp - 1)),
         micro_batch_size=draw(st.sampled_from([1, 3])),
         sequence_parallel=draw(st.booleans()),
         use_distributed_optimizer=draw(st.booleans()),

@@ -1,0 +1,120 @@
+"""Layouts of a pipeline are read as Megatron's own class reads them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipette_launch.errors import MegatronError
+from pipette_launch.megatron import script_version
+from pipette_launch.megatron.chunks import Split, read_chunks
+from pipette_launch.megatron.flags import Arguments, release_of
+
+core = pytest.importorskip("megatron.core", reason="needs megatron-core")
+MODULE = Path("megatron/core/transformer/pipeline_parallel_layer_layout.py")
+CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
+
+
+def source() -> tuple[Path, str]:
+    """The file of Megatron's class and its release: of the checkout in MEGATRON_LM_DIR, else of the package."""
+    if CHECKOUT:
+        return Path(CHECKOUT) / MODULE, script_version(f"{CHECKOUT}/pretrain_gpt.py", {})
+    return Path(core.__file__).parent.parent.parent / MODULE, metadata.version("megatron-core")
+
+
+def load(path: Path) -> Any:
+    """Megatron's class in a file."""
+    spec = importlib.util.spec_from_file_location("layer_layout", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    with warnings.catch_warnings():
+        # 0.14 asserts a tuple.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        spec.loader.exec_module(module)
+    return module.PipelineParallelLayerLayout
+
+
+PATH, VERSION = source()
+LAYOUTS = load(PATH)
+
+
+def theirs(text: str, pp: int, num_layers: int, depths: int) -> Split | None:
+    """What Megatron's class makes of a layout; None where it refuses it, or the trainer refuses virtual stages."""
+    try:
+        found = LAYOUTS(text, pp)
+        found.validate_layer_layout(num_layers=num_layers, mtp_num_layers=depths or None)
+    except (AssertionError, IndexError):
+        return None
+    vpp = found.virtual_pipeline_model_parallel_size
+    stages = [[kind.name for kind in found.layout[place % pp][place // pp]] for place in range(pp * vpp)]
+    chunks = tuple(stage.count("decoder") for stage in stages)
+    after = next((place for place, stage in enumerate(reversed(stages)) if "mtp" in stage), 0)
+    # The models of 0.14 build the depths on the last stage, whatever the layout says.
+    after = 0 if release_of(VERSION) < (0, 15) else after
+    return Split(vpp, () if len(set(chunks)) == 1 else chunks, after) if vpp == 1 or pp > 1 else None
+
+
+def ours(text: str, pp: int, num_layers: int, depths: int) -> Split | None:
+    """The same by our own reading."""
+    words = [f"--pipeline-model-parallel-layout={text}", *(["--mtp-num-layers", str(depths)] if depths else [])]
+    try:
+        return read_chunks(Arguments.parse(words, VERSION), pp=pp, num_layers=num_layers)
+    except MegatronError:
+        return None
+
+
+@st.composite
+def near_legal(draw: st.DrawFn) -> tuple[str, int, int, int]:
+    """A layout with a few faults at most, the pipeline's size, the layers and the depths that flags name."""
+    pp, vpp, depths = (draw(st.integers(low, high)) for low, high in ((1, 4), (1, 3), (0, 2)))
+    stages = ["t" * draw(st.integers(0, 3)) for _ in range(pp * vpp)]
+    place = draw(st.sampled_from([-1, -1, *range(-len(stages), 0)]))
+    for later in range(len(stages) + place + 1, len(stages)):
+        if draw(st.integers(0, 3)):
+            stages[later] = ""
+    stages[place] += "m" * depths
+    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+    num_layers = "".join(stages).count("t")
+    if not draw(st.integers(0, 3)):
+        fault = draw(st.sampled_from([*"EtmLx|"]))
+        chosen = draw(st.integers(0, len(stages) - 1))
+        stages[chosen] = draw(st.sampled_from([fault + stages[chosen], stages[chosen] + fault, stages[chosen][1:]]))
+    text = re.sub(r"t{2,}", lambda run: draw(st.sampled_from([run[0], f"t*{len(run[0])}"])), "|".join(stages))
+    text = re.sub(r"((?:t+\|))\1", r"(\1)*2", text) if draw(st.booleans()) else text.replace("|", "|,")
+    return text, pp, num_layers + draw(st.sampled_from([0, 0, 0, 0, 1])), depths
+
+
+@settings(max_examples=500)
+@given(case=near_legal())
+def test_layouts_are_read_as_by_megatron(case: tuple[str, int, int, int]) -> None:
+    """Virtual stages, layers and the place of multi-token prediction, or a refusal."""
+    assert theirs(*case) == ours(*case)
+
+
+@given(
+    text=st.lists(st.sampled_from([*"EtmL|,()*", "*2", "*3"]), max_size=16).map("".join),
+    pp=st.integers(1, 3),
+    depths=st.integers(0, 1),
+)
+def test_any_text_is_read_as_by_megatron(text: str, pp: int, depths: int) -> None:
+    """Signs in any order are refused where Megatron refuses them."""
+    num_layers = max(1, text.count("t"))
+    assert theirs(text, pp, num_layers, depths) == ours(text, pp, num_layers, depths)
+
+
+def test_megatrons_own_example() -> None:
+    """DeepSeek-V3 on 16 stages, as Megatron's documents cut it: legal from 0.16 on, and refused by 0.15."""
+    case = ("Et*3|(tt|)*29,m|L", 16, 61, 1)
+
+    assert theirs(*case) == ours(*case)
+    assert (ours(*case) is None) == (release_of(VERSION) == (0, 15))

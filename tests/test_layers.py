@@ -35,7 +35,7 @@ SUB_FLOORS = {
         {"messages"},
     ],
     "megatron": [
-        {"environment", "flags", "logs"},
+        {"allocator", "environment", "flags", "logs"},
         {"chunks", "faults", "performance", "tokenizers", "trial", "unknown_words", "version"},
         {"pins"},
         {"checkpoint", "layout"},

@@ -45,6 +45,9 @@ class Job:
     cublas_workspace_config: str = field(default="", metadata=ADDED_LATER)
     """CUBLAS_WORKSPACE_CONFIG of the workers, which sizes cuBLAS's buffers; empty where it is not set."""
 
+    allocator_config: str = field(default="", metadata=ADDED_LATER)
+    """Options of torch's CUDA allocator in the workers' environment (`megatron.allocator`); empty without any."""
+
     @property
     def release(self) -> tuple[int, ...]:
         """`0.16.1` -> (0, 16)."""

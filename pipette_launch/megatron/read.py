@@ -10,6 +10,7 @@ from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.facts.machines.device_names import compute_capability
 from pipette_launch.megatron import checkpoint
+from pipette_launch.megatron.allocator import allocator_config
 from pipette_launch.megatron.chunks import without_stages
 from pipette_launch.megatron.flags import Arguments, known_release, newest_release, release_of
 from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, read_layout
@@ -84,7 +85,14 @@ def read_job(
     notes = [*assumed, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
     notes += [needless, *unknown_note(given)] if starts_nothing else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
-    fields = {"model": model, "batch": batch, "own": own, **_training(given, batch, environment)}
+    allocator = allocator_config(environment) if device_kind == "cuda" else ""
+    fields = {
+        "allocator_config": allocator,
+        "model": model,
+        "batch": batch,
+        "own": own,
+        **_training(given, batch, environment),
+    }
     job = Job(**fields, pinned=tuple(sorted(pinned)), notes=tuple(dict.fromkeys(filter(None, notes))))
     if for_planning:
         return job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipette_launch.cost.learned.corrected import LEARNED
 from pipette_launch.cost.memory.attention_mask import mask_notes
-from pipette_launch.cost.memory.overhead import uncounted
+from pipette_launch.cost.memory.overhead import has_expandable_segments, measured_overhead, uncounted
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.facts import Choice
 from pipette_launch.facts.machines.device_order import in_device_order, shared_order
@@ -69,6 +69,7 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     ][:1]
     layouts = [chosen.choice.layout] if own.fits else [chosen.choice.layout, own.layout]
     found += next(filter(None, (mask_notes(inputs.job, layout) for layout in layouts)), ())
+    found += _reserve(inputs, chosen)
     found += uncounted(inputs.job)
     found += _learning(inputs, chosen)
     found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]
@@ -237,6 +238,14 @@ def _taken(inputs: SearchInputs) -> list[str]:
         return []
     free, total = bytes_text(fullest.memory_free_bytes), bytes_text(fullest.memory_total_bytes)
     return [f"Only {free} of {total} are free on {fullest.uuid} of {name}; every rank is planned for that."]
+
+
+def _reserve(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
+    """Say what expandable segments reserve, as they are not the allocator's default."""
+    if inputs.cluster.device_kind != "cuda" or not has_expandable_segments(inputs.job):
+        return ()
+    reserve = measured_overhead(inputs.job, chosen.choice.layout, inputs.measurements).reserve
+    return (f"The allocator's reserve: {reserve.value:g} x what it allocates, {reserve.source}.",)
 
 
 def _learning(inputs: SearchInputs, chosen: Chosen) -> list[str]:

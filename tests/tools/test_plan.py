@@ -370,24 +370,38 @@ def test_a_prediction_and_a_plan_show_the_same_memory(
     assert ("6.00 GiB of 7.36 GiB" in planned) == ("--cluster" in machines)
 
 
-def test_the_environments_workspaces_count_in_plans_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("variable", "value", "is_larger"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", ":65536:1", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", False),
+        ("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8, expandable_segments:True", False),
+    ],
+)
+def test_the_environments_memory_counts_in_plans_too(
+    variable: str, value: str, is_larger: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """CUBLAS_WORKSPACE_CONFIG, which the job's workers inherit, makes every stage larger, in both alike."""
+    """Variables that the job's workers inherit make every stage larger or smaller, in both alike, with a note."""
     asked = f"--gpu h100 --nodes 1 --json --megatron-version 0.16.1 pretrain_gpt.py {TEXT}"
 
-    def peaks() -> list[int]:
+    def answers() -> tuple[list[int], list[bool]]:
         predicted, planned = (
             json.loads(answer(f"{one} {asked}", capsys)[1]) for one in ("predict", "plan -v --fix all")
         )
-        return [predicted["stages"][0]["peak_bytes"], planned["chosen"]["memory"]["need_bytes"][0]]
+        peaks = [predicted["stages"][0]["peak_bytes"], planned["chosen"]["memory"]["need_bytes"][0]]
+        return peaks, [any("with expandable segments" in note for note in one["notes"]) for one in (predicted, planned)]
 
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    usual = peaks()
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":65536:1")
-    larger = peaks()
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    usual, unnamed = answers()
+    monkeypatch.setenv(variable, value)
+    changed, named = answers()
 
-    assert usual[0] == usual[1] < larger[0] == larger[1]
+    assert usual[0] == usual[1]
+    assert changed[0] == changed[1]
+    assert is_larger == (changed[0] > usual[0])
+    assert [False, False] == unnamed
+    assert [not is_larger] * 2 == named
 
 
 @pytest.mark.parametrize(

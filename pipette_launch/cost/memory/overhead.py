@@ -3,22 +3,17 @@
 All of pipette-launch uses this rule: a layout fits if
 `reserve * (model's peak + workspace) + context + communicators` stays below the device's memory less a margin.
 Not in it: routing that gives one expert more tokens than another, and fragmentation beyond the allocator's reserve.
-
-Workspaces of matrix libraries are read, none is fitted: PyTorch gives each pair of thread and stream that multiplies
-matrices a cuBLAS workspace and keeps it. A training rank has two: the main thread runs forwards, autograd's own thread
-runs backwards (ATen, CublasHandlePool.cpp). TransformerEngine keeps one of its own (`get_cublas_workspace_size_bytes`),
-and four more for grouped GEMMs, one a stream (`get_multi_stream_cublas_workspace`).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 from pipette_launch.cost.layers.parameters import expert_dp
+from pipette_launch.cost.memory.workspaces import workspace_bytes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -28,12 +23,23 @@ from pipette_launch.facts.machines.device_names import compute_capability
 from pipette_launch.facts.machines.known_devices import capability_of_cluster
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.performance import RING, flag_of
+from pipette_launch.megatron.allocator import EXPANDABLE, VARIABLES, allocator_options
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.units import MIB
 
 DENSE_RESERVE = 1.03
 MOE_RESERVE = 1.15
 RESERVE_SOURCE = "default: max reserved over max allocated in public Megatron logs, dense 1.004-1.06, MoE 1.1-1.2"
+EXPANDABLE_SHARE = 0.54
+"""Reserve beyond allocated bytes with expandable segments, divided by the same without: median of 6 groups of ranks.
+
+STAlloc's artifact ran Megatron-LM's GPT-2, Llama2-7B and Qwen1.5-MoE with recompute and CPU offload with and without
+them: 0.08 to 0.89 (github.com/infinigence/STAlloc, example/analyze). 7B of cosmos-rl: 0.54 (its pull request 388).
+"""
+EXPANDABLE_SOURCE = (
+    f"default with expandable segments: {EXPANDABLE_SHARE:.0%} of the usual reserve, as max reserved over max "
+    f"allocated of Megatron-LM in STAlloc's artifact (arXiv 2507.16274)"
+)
 MOST_RESERVE = 1.2
 """A larger measured ratio is cached memory, which torch's allocator gives back before it runs out."""
 CONTEXT_BYTES = 500_000_000
@@ -45,18 +51,12 @@ COMMUNICATOR_SOURCE = (
 RING_BATCHED = 2
 """Transformer Engine exchanges keys and values in batches on this many ranks (`batch_p2p_comm`)."""
 UNKNOWN_CAPABILITY = 9
+NATIVE = "native"
+"""torch's own allocator, the default of the option `backend`."""
+UNCOUNTED_OPTIONS = ("backend", "max_split_size_mb", "per_process_memory_fraction", "roundup_power2_divisions")
+"""Options of the allocator that change how much it reserves."""
 MEASURED = "measured by the warm-up"
 CPU_SOURCE = "a host has no context, no communicators and no workspaces on a device"
-NUM_CUBLAS_THREADS = 2
-"""The main thread and the backward's."""
-NUM_GROUPED_GEMM_STREAMS = 4
-NUM_OVERLAP_STREAMS = 3
-"""With `--tp-comm-overlap` TransformerEngine's own workspace serves so many at once (pytorch/module/base.py)."""
-_KIB = 1 << 10
-_HOPPER = 9
-_LARGE_BYTES = 32 << 20
-_SMALL_CUBLAS_BYTES = (2 * 4096 + 8 * 16) * _KIB
-_SMALL_TE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +146,11 @@ def uncounted(job: Job) -> tuple[str, ...]:
         found.append(
             f"{flag_of('cpu_offloading_num_layers')} is not in the predicted memory: activations are counted as kept "
             f"on the device, and the peak may be too high."
+        )
+    names = [name for name in allocator_options(job.allocator_config) if name in UNCOUNTED_OPTIONS]
+    if names:
+        found.append(
+            f"Not in the allocator's reserve: {', '.join(names)} of {VARIABLES[0]}; it may be larger or smaller."
         )
     return tuple(found)
 
@@ -247,12 +252,23 @@ def _reserve(job: Job, readings: Sequence[StageReading]) -> Figure:
     ratios = [
         reading.reserved_peak_bytes / reading.allocator_peak_bytes
         for reading in readings
-        if reading.job_digest == digest and reading.reserved_peak_bytes and reading.allocator_peak_bytes
+        if (reading.job_digest, reading.allocator_config) == (digest, job.allocator_config)
+        and reading.reserved_peak_bytes
+        and reading.allocator_peak_bytes
     ]
-    if not ratios:
-        return Figure(value=MOE_RESERVE if job.model.num_experts else DENSE_RESERVE, source=RESERVE_SOURCE)
-    value = round(min(max(*ratios, 1.0), MOST_RESERVE), 4)
-    return Figure(value=value, source=f"{MEASURED} in {len(ratios)} of its runs of stages", is_measured=True)
+    if ratios:
+        value = round(min(max(*ratios, 1.0), MOST_RESERVE), 4)
+        return Figure(value=value, source=f"{MEASURED} in {len(ratios)} of its runs of stages", is_measured=True)
+    usual = MOE_RESERVE if job.model.num_experts else DENSE_RESERVE
+    if not has_expandable_segments(job):
+        return Figure(value=usual, source=RESERVE_SOURCE)
+    return Figure(value=round(1 + EXPANDABLE_SHARE * (usual - 1), 3), source=EXPANDABLE_SOURCE)
+
+
+def has_expandable_segments(job: Job) -> bool:
+    """Return True if torch's own allocator expands its segments; other backends ignore the option."""
+    options = allocator_options(job.allocator_config)
+    return options.get("backend", NATIVE) == NATIVE and options.get(EXPANDABLE) == "True"
 
 
 @overload
@@ -314,35 +330,3 @@ def several(size: Ints) -> Ints: ...
 def several(size: int | Ints) -> int | Ints:
     """Return 1 for a group of several ranks, 0 for a rank alone."""
     return (size > 1) * 1
-
-
-def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[str, str]) -> int:
-    """Bytes of all workspaces that one rank of a job holds all the time.
-
-    Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both to 0.1 MiB at pp 1; the
-    test with `--tp-comm-overlap` holds 64 MiB more.
-
-    Args:
-        job: its implementation and grouped GEMMs count.
-        compute_capability: the major number: 8 for A100 and RTX 4090, 9 for H100, 10 for B200.
-        environment: of the worker; CUBLAS_WORKSPACE_CONFIG counts, which deterministic runs must set.
-
-    """
-    total = NUM_CUBLAS_THREADS * cublas_workspace_bytes(compute_capability, environment)
-    if job.model.transformer_impl == "transformer_engine":
-        own = _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_TE_BYTES
-        grouped = bool(job.model.num_experts) and performance_options(job).moe_grouped_gemm
-        streams = NUM_OVERLAP_STREAMS if performance_options(job).tp_comm_overlap else 1
-        total += own * (streams + (NUM_GROUPED_GEMM_STREAMS if grouped else 0))
-    return total
-
-
-def cublas_workspace_bytes(compute_capability: int, environment: Mapping[str, str]) -> int:
-    """Bytes of one of PyTorch's cuBLAS workspaces: 8.1 MiB, 32 MiB from Hopper on, or what the environment says.
-
-    A value that has no `:SIZE:COUNT` in it counts as none, as in PyTorch.
-    """
-    pools = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if pools:
-        return sum(int(size) * int(count) * _KIB for size, count in pools)
-    return _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_CUBLAS_BYTES

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
 from pipette_launch.facts.checks import check_numbers
+from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 
@@ -78,6 +79,8 @@ class StageReading:
     """NVML's used bytes on CUDA, without communicators; the process's resident set on CPU."""
     ran_out: bool = False
     """Whether the device ran out of memory during the step; the peaks are those up to that moment."""
+    allocator_config: str = field(default="", metadata=ADDED_LATER)
+    """`Job.allocator_config` of the job that was run: the bytes that the allocator reserves depend on it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:

@@ -104,6 +104,7 @@ class StageBench(Bench):
                     reserved_peak_bytes=max(peak.reserved_bytes - left_bytes, 0),
                     device_peak_bytes=peak.device_bytes,
                     ran_out=not runs,
+                    allocator_config=self.options.job.allocator_config,
                 )
             )
 

@@ -25,6 +25,7 @@ def job(
     for_planning: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
+    capability: int | None = None,
 ) -> Job:
     """Read the small job with more flags, each a string of words."""
     argv = [*base, *(word for text in more for word in text.split())]
@@ -38,4 +39,5 @@ def job(
         for_planning=for_planning,
         environment=environment,
         device_name=device_name,
+        capability=capability,
     )

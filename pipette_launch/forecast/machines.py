@@ -17,7 +17,12 @@ from pipette_launch.facts import Job, Layout, Measurements, files
 from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.machines.device_file import DeviceFile
 from pipette_launch.facts.machines.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
-from pipette_launch.facts.machines.known_devices import capability_of_cluster, device_named, other_meanings
+from pipette_launch.facts.machines.known_devices import (
+    UnknownDeviceError,
+    capability_of_cluster,
+    device_named,
+    other_meanings,
+)
 from pipette_launch.facts.measurements import layers_digest
 
 DEVICES_PER_HOST = 8
@@ -183,12 +188,13 @@ def _device(source: str | Path | DeviceFile) -> tuple[DeviceSpec, tuple[str, ...
     name = str(source)
     if Path(name).suffix == ".json" or os.sep in name or Path(name).is_file():
         return files.read(Path(name), DeviceFile).spec(), ()
-    try:
-        note = other_meanings(name)
-        return device_named(name), (f"--gpu {note}",) if note else ()
-    except FactError as error:
-        advice = "pipette devices lists those that are known, and --gpu FILE reads any other from a file"
-        raise FactError(f"--gpu: {error}{' ' if str(error).endswith('?') else '; '}{advice}") from error
+    with _naming("--gpu:"):
+        try:
+            note = other_meanings(name)
+            return device_named(name), (f"--gpu {note}",) if note else ()
+        except UnknownDeviceError as error:
+            advice = "pipette devices lists those that are known, and --gpu FILE reads any other from a file"
+            raise FactError(f"{error}{' ' if str(error).endswith('?') else '; '}{advice}") from error
 
 
 def _imagined(

@@ -33,6 +33,12 @@ def test_auto_is_what_transformer_engine_chooses(flags: str, device_name: str, e
     assert expected == backend(flags, device_name=device_name)
 
 
+@pytest.mark.parametrize(("capability", "expected"), [(7, "unfused"), (8, "flash"), (9, "fused"), (12, "fused")])
+def test_a_described_device_has_the_attention_of_its_capability(capability: int, expected: str) -> None:
+    """The name of a device that a file describes says nothing of it."""
+    assert expected == job("--bf16", device_name="Gaudi 9", capability=capability).model.attention_backend
+
+
 def test_a_switch_that_agrees_changes_nothing() -> None:
     """Megatron would set it to the same value."""
     assert backend("--bf16", device_name=H100, NVTE_FUSED_ATTN="1") == "fused"

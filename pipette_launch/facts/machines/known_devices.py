@@ -80,6 +80,10 @@ _LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
 """Names that are less like a mistyped one, or by more than this less than the nearest, are not suggested."""
 
 
+class UnknownDeviceError(FactError):
+    """No known device has this name."""
+
+
 class _Names(NamedTuple):
     """All words of one device's names."""
 
@@ -101,7 +105,7 @@ def device_named(name: str) -> DeviceSpec:
     if found:
         raise FactError(f"{name!r} may be {_listed([device.name for device in found], 'or')}; say which")
     near = nearest_names(name)
-    raise FactError(f"unknown device {name!r}" + (f"; did you mean {_listed(near, 'or')}?" if near else ""))
+    raise UnknownDeviceError(f"unknown device {name!r}" + (f"; did you mean {_listed(near, 'or')}?" if near else ""))
 
 
 def other_meanings(name: str) -> str:
@@ -152,6 +156,8 @@ def nearest_names(name: str) -> list[str]:
     """Return up to three known names most like an unknown one; other builds of the same chip come first."""
     words = words_of(name)
     plain = " ".join(words)
+    if not any(map(str.isdigit, plain)):
+        return []
 
     def likeness(device: str) -> float:
         chip, whole = _names()[device].chip, " ".join(words_of(device))

@@ -43,6 +43,7 @@ def test_words_of_words_are_the_same(name: str) -> None:
         ("NVIDIA A10G", 8),
         ("NVIDIA A30", 8),
         ("NVIDIA RTX A6000", 8),
+        ("NVIDIA RTX A1000", 8),
         ("NVIDIA L4", 8),
         ("NVIDIA L40S", 8),
         ("NVIDIA GeForce RTX 4090", 8),

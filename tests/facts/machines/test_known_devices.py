@@ -164,6 +164,7 @@ def test_a_name_of_two_memories_must_say_more(name: str, meanings: str) -> None:
         ("RTX 3090 Ti", "; did you mean RTX-3090?"),
         ("MI300X", ""),
         ("TPUv5", ""),
+        ("list", ""),
     ],
 )
 def test_an_unknown_name_gets_the_nearest_three(name: str, hint: str) -> None:

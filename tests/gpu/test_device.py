@@ -4,8 +4,10 @@ import pytest
 from gpu.fresh import in_a_fresh_process, uuid
 
 from pipette_launch.errors import ClusterError
-from pipette_launch.facts.machines.known_devices import compute_capability, known_devices
-from pipette_launch.megatron.environment import NO_CONNECTION_LIMIT
+from pipette_launch.facts import Layout
+from pipette_launch.facts.machines.device_names import compute_capability
+from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.megatron import environment
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.condition import conditions
 from pipette_launch.probe.health.verdicts import judge
@@ -55,5 +57,5 @@ def test_tables_know_the_device() -> None:
 
     assert major == compute_capability(device.name)
     assert min(abs(size / device.memory_total_bytes - 1) for size in sizes) < 0.03
-    assert (major >= 10) == bool(NO_CONNECTION_LIMIT.search(device.name))
+    assert (major >= 10) == (not environment(Layout(tp=2), device_kind="cuda", device_name=device.name))
     assert device.uuid == uuid()

@@ -16,6 +16,9 @@ from pipette_launch.megatron import environment
         (Layout(tp=2, etp=2), "cpu", "Some CPU", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         (Layout(tp=2, etp=2), "cuda", "NVIDIA B200", {}),
         (Layout(tp=2, etp=2), "cuda", "NVIDIA GB300", {}),
+        (Layout(tp=2, etp=2), "cuda", "NVIDIA GeForce RTX 5090", {}),
+        (Layout(tp=2, etp=2), "cuda", "RTX-PRO-6000-Server", {}),
+        (Layout(tp=2, etp=2), "cuda", "NVIDIA RTX 6000 Ada Generation", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         (Layout(pp=2, dp=4), "cuda", "NVIDIA H200", {}),
     ],
 )

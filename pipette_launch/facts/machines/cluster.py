@@ -182,7 +182,7 @@ class Cluster(HostsOfJob):
     """For each host, D x D between its devices."""
     slot_speed: tuple[float, ...]
     """Compute speed of each slot relative to the median slot, 1.0 = as fast as the median."""
-    imagined: DeviceSpec | None = field(default=None, metadata=ADDED_LATER)
+    imagined: DeviceSpec | None = field(default=None, hash=False, metadata=ADDED_LATER)
     """The type of all devices where nothing was measured; None for real hosts."""
 
     def __post_init__(self) -> None:

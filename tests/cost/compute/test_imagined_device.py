@@ -19,9 +19,10 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
 from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec, Tier
-from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.machines.known_devices import capability_of_cluster, known_devices, spec_of_cluster
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import LatentAttention
+from pipette_launch.facts.some_hosts import without_hosts
 
 DEVICE = DeviceSpec(
     name="test device",
@@ -309,3 +310,14 @@ def test_a_fused_cross_entropy_passes_over_the_logits_less_often() -> None:
     assert plain == native
     assert plain.forward.products == fused.forward.products
     assert fused.forward.moved_bytes < 0.2 * plain.forward.moved_bytes
+
+
+def test_an_imagined_cluster_knows_its_device() -> None:
+    """Its figures come along, also to the hosts that are left, so that no name is looked up; it can be a key."""
+    odd = replace(DEVICE, name="Voodoo", flops_per_s={"bf16": 1e12}, compute_capability=3)
+    whole = imagined(job(), odd, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)])
+
+    for cluster in (whole.cluster, without_hosts(whole, ["host0"]).cluster):
+        assert odd == spec_of_cluster(cluster)
+        assert 3 == capability_of_cluster(cluster)
+        assert isinstance(hash(cluster), int)

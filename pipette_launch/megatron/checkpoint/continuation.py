@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipette_launch.facts import Job, Layout
-from pipette_launch.megatron.checkpoint.kept_fields import MODEL_FIELDS, RNG_OF_EXPERTS, fixes_random_state, kept_fields
+from pipette_launch.megatron.checkpoint.kept_fields import (
+    EQUAL_BUCKETS_DP,
+    IN_BUCKETS,
+    MODEL_FIELDS,
+    RNG_OF_EXPERTS,
+    fixes_random_state,
+    kept_fields,
+)
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.pins import OPTIMIZER_FIELDS
 
 FREEING_FLAG = {
     "dp_reshardable": "--dist-ckpt-optim-fully-reshardable",
-    "fully_sharded_bucket_space": "a save without --no-ckpt-fully-parallel-save",
+    "dp_zero_gather_scatter": "a save without --no-ckpt-fully-parallel-save",
 }
 """By how a distributed optimizer is saved, what the run that saves has to do for a plan to change everything."""
-EQUAL_BUCKETS_DP = 40
-"""Up to so many replicas gradient buckets are equally large, 40 million elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +74,9 @@ def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation
     sharding = _sharding_of_saves(arguments)
     kept = kept_fields(arguments, sharding, is_sharded=is_sharded) if has_optimizer else ()
     if len(kept) > 1:
-        # core_v0.16 training.py:1317: larger buckets from 41 replicas on, and none without overlap.
-        counts_replicas = layout.overlap_grad_reduce and arguments.get("ddp_bucket_size") is None
+        is_sized = any(map(arguments.get, ("ddp_bucket_size", "ddp_num_buckets")))
+        # Without overlap all gradients lie in one bucket.
+        counts_replicas = layout.overlap_grad_reduce and not is_sized and sharding in IN_BUCKETS
         note = (
             f"the distributed optimizer saves its state as {sharding}, which fixes {', '.join(kept)}; "
             f"{FREEING_FLAG.get(sharding, '')} lets all of it change"
@@ -88,4 +94,4 @@ def _sharding_of_saves(arguments: Arguments) -> str:
     if release_of(arguments.version) >= (0, 15) and not arguments.get("dist_ckpt_save_pre_mcore_014"):
         return "dp_reshardable"
     is_parallel = arguments.get("ckpt_fully_parallel_save") is not False
-    return "fully_sharded_model_space" if is_parallel else "fully_sharded_bucket_space"
+    return "fully_sharded_model_space" if is_parallel else "dp_zero_gather_scatter"

@@ -11,8 +11,16 @@ from typing import Any
 from pipette_launch.errors import FileFormatError, LayoutError, MegatronError
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.megatron.checkpoint.folders import RECORD_NAME, checkpoint_folder
-from pipette_launch.megatron.checkpoint.kept_fields import MODEL_FIELDS, RNG_OF_EXPERTS, fixes_random_state, kept_fields
-from pipette_launch.megatron.checkpoint.written import read_saved, saved_layout
+from pipette_launch.megatron.checkpoint.kept_fields import (
+    EQUAL_BUCKETS_DP,
+    IN_BUCKETS,
+    MODEL_FIELDS,
+    REPLICA_ELEMENTS,
+    RNG_OF_EXPERTS,
+    fixes_random_state,
+    kept_fields,
+)
+from pipette_launch.megatron.checkpoint.written import Saved, read_saved, saved_layout, saved_replicas
 from pipette_launch.megatron.chunks import Split
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.pins import OPTIMIZER_FIELDS, Pin
@@ -124,9 +132,15 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
             f"--use-mp-args-from-checkpoint-args: the sizes in {folder} cannot be read; give them as flags instead"
         )
     is_sharded = bool(written.get("use_distributed_optimizer", own.use_distributed_optimizer))
+    reads_optimizer = reads_optimizer and not saved.get("no_save_optim")
     keeps = kept_fields(arguments, sharding, is_sharded=is_sharded) if reads_optimizer else ()
     # With --use-mp-args-from-checkpoint-args the user's own sizes are the checkpoint's, though a plan may change them.
     values = {name: written[name] for name in (MODEL_FIELDS if takes_sizes else keeps) if name in written}
+    if len(keeps) > 1 and (sharding is None or sharding in IN_BUCKETS):
+        replicas = saved_replicas(saved) or (record.dp * record.cp if record else 0)
+        if replicas and {**written, **saved}.get("overlap_grad_reduce"):
+            model_size = values.get("tp", own.tp) * values.get("pp", own.pp)
+            _check_buckets(arguments, saved, folder, replicas, world_size=own.world_size, model_size=model_size)
     pins = []
     if keeps:
         how = sharding or "a type that is taken for dp_reshardable"
@@ -141,3 +155,31 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
         note = f"{RNG_OF_EXPERTS}: both stay (--no-load-rng frees them)"
         pins.append(Pin(fields=("cp", "dp"), note=note))
     return Demands(own=values, pins=tuple(pins), notes=(problem,) if problem else ())
+
+
+def _check_buckets(
+    arguments: Arguments, saved: Saved, folder: Path, replicas: int, *, world_size: int, model_size: int
+) -> None:
+    """Raise MegatronError if gradient buckets have another size than those in which optimizer state was saved.
+
+    Args:
+        arguments: of the run that loads.
+        saved: arguments of the run that saved.
+        folder: of the checkpoint.
+        replicas: data-parallel ranks (times CP) of the run that saved.
+        world_size: ranks of the run that loads.
+        model_size: TP times PP of both.
+
+    """
+    if saved.get("ddp_num_buckets") or arguments.get("ddp_num_buckets"):
+        return
+    now = world_size // model_size
+    before = saved.get("ddp_bucket_size") or max(replicas, EQUAL_BUCKETS_DP) * REPLICA_ELEMENTS
+    after = arguments.get("ddp_bucket_size") or max(now, EQUAL_BUCKETS_DP) * REPLICA_ELEMENTS
+    if before != after:
+        ranks = f"{'' if replicas > EQUAL_BUCKETS_DP else 'at most '}{max(replicas, EQUAL_BUCKETS_DP) * model_size}"
+        raise MegatronError(
+            f"{folder} holds optimizer state in gradient buckets of {replicas} data-parallel ranks (dp*cp), and "
+            f"{world_size} ranks make {now}, whose buckets differ: use {ranks} ranks, add --ddp-bucket-size {before}, "
+            f"or leave the state out with --no-load-optim"
+        )

@@ -47,5 +47,6 @@ def checkpoint_folder(arguments: Arguments) -> tuple[Path, bool] | None:
         name = str(step) if step is not None else tracked_iteration(Path(root)) if root else ""
         folder = Path(root or "") / (f"iter_{int(name):07d}" if name.isdigit() else name)
         if root and name and folder.is_dir():
-            return folder, optimizer
+            # A release has no optimizer state to load.
+            return folder, optimizer and name != "release"
     return None

@@ -8,6 +8,12 @@ from pipette_launch.megatron.pins import OPTIMIZER_FIELDS
 
 MODEL_FIELDS = ("tp", "pp", *Split._fields, "ep", "etp")
 """What cuts the model into shards."""
+IN_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space")
+"""Types of sharding that save each gradient bucket by itself: the run that loads needs buckets of the same size."""
+EQUAL_BUCKETS_DP = 40
+"""Replicas up to which gradient buckets have the same size; with more they grow (core_v0.16 training.py:1317)."""
+REPLICA_ELEMENTS = 1_000_000
+"""Elements of a bucket for each replica."""
 RNG_OF_EXPERTS = "0.16 loads expert-parallel random state only at the same dp and cp"
 
 

@@ -18,7 +18,13 @@ from pipette_launch.megatron.chunks import SPLIT_DESTS, read_chunks
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.pins import OPTIMIZER_FIELDS
 
-SHARDING_TYPES = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "fully_sharded_bucket_space")
+SHARDING_TYPES = (
+    "fully_reshardable",
+    "dp_reshardable",
+    "fully_sharded_model_space",
+    "fully_sharded_bucket_space",
+    "dp_zero_gather_scatter",
+)
 """How a distributed optimizer was saved (`distrib_optim_sharding_type`)."""
 MOST_PICKLED = 64 << 20
 """So many bytes of the arguments are looked through; compressed ones may unpack to far more."""
@@ -59,6 +65,9 @@ def read_saved(directory: Path) -> tuple[Saved, str | None]:
             arguments.setdefault(name, value)
     texts = {value for kind, value in found if kind == "word"}
     kinds = [kind for kind in SHARDING_TYPES if kind in texts]
+    if not kinds and isinstance(arguments.get("ckpt_fully_parallel_save"), bool):
+        # Runs before 0.13 named no type, and Megatron takes it from this flag (load_checkpoint).
+        kinds = ["fully_sharded_model_space" if arguments["ckpt_fully_parallel_save"] else "dp_zero_gather_scatter"]
     return arguments, kinds[0] if len(kinds) == 1 else None
 
 
@@ -123,6 +132,15 @@ def saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:
         "etp": _size(saved, "expert_tensor_parallel_size") or tp,
     }
     return found | {name: saved[name] for name in OPTIMIZER_FIELDS if isinstance(saved.get(name), bool)}
+
+
+def saved_replicas(saved: Saved) -> int | None:
+    """Ranks that shared the optimizer's state in the run that wrote the checkpoint; None where it does not tell."""
+    ranks, dp = _size(saved, "world_size"), _size(saved, "data_parallel_size")
+    if dp:
+        return dp * (_size(saved, "context_parallel_size") or 1)
+    tp, pp = _size(saved, "tensor_model_parallel_size"), _size(saved, "pipeline_model_parallel_size")
+    return ranks // (tp * pp) if ranks and tp and pp else None
 
 
 def _size(saved: Saved, name: str) -> int | None:

@@ -30,7 +30,7 @@ DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{FIGURE DASH}\N{EN DASH}\N{EM DASH
 
 def check_words(arguments: Arguments) -> None:
     """Raise MegatronError for words that give a value of Megatron's in another spelling, naming all of them."""
-    spelt, overrides = {}, {}
+    spelt, overrides, valued = {}, {}, {}
     flag_before, value_taken = "", True
     for token in arguments.tokens:
         word = token.words[0]
@@ -44,13 +44,14 @@ def check_words(arguments: Arguments) -> None:
             flag = _same_letters(name.rpartition(".")[2], arguments.version)
             overrides[word] = f"{flag} {value}" if flag and (flag_before or "." in name) else ""
         elif flag_before and not value_taken and re.fullmatch("(?i)true|false|yes|no|on|off|0|1", word):
-            raise MegatronError(f"{flag_before} {word}: the flag takes no value; give it alone, or leave it out")
+            valued[f"{flag_before} {word}"] = f"{flag_before} alone, or leave it out,"
     if any(RECIPE.fullmatch(_letters(name)) for name in spelt):
-        # The recipe is the cause; what overrides it would not make a whole job.
-        overrides.clear()
+        # The rest of a job stands in the recipe, so other spellings do not help.
+        return
     for found, rule in (
         (spelt, "Megatron's flags have plain dashes, not underscores or capitals"),
         (overrides, "Megatron-LM takes its values as flags, not as NAME=VALUE"),
+        (valued, "Megatron's switches take no value"),
     ):
         pairs = [f"{right} for {wrong}" for wrong, right in found.items() if right]
         if pairs:
@@ -66,21 +67,25 @@ def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
 
     """
     words = _unknown(arguments)
+    for pattern, reason in (
+        (RECIPE, "a recipe of another program, which is not read"),
+        (PRETRAINED, "a model, and its shape is read from flags alone"),
+    ):
+        for place, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if name.startswith("-") and pattern.fullmatch(_letters(name)):
+                following = value if equals else "".join(words[place + 1 : place + 2])
+                shown = name if following.startswith("-") else f"{name} {following}".rstrip()
+                return f"{shown} names {reason}; give Megatron-LM's own flags"
     near = {word: likely_flag(word.partition("=")[0], arguments.version) for word in words}
     meant = [f"{flag} for {word}" for word, flag in near.items() if flag in missing]
     if meant:
         return f"write {', '.join(meant)}"
-    for place, word in enumerate(words):
-        name, _, value = word.partition("=")
-        following = words[place + 1] if word == name and place + 1 < len(words) else value
-        shown = name if not following or following.startswith("-") else f"{name} {following}"
-        letters = _letters(name) if name.startswith("-") else ""
-        if RECIPE.fullmatch(letters):
-            return f"{shown} names a recipe of another program, which is not read; give Megatron-LM's own flags"
-        if PRETRAINED.fullmatch(letters):
-            return f"{shown} names a model, and its shape is read from flags alone; give Megatron-LM's own flags"
-        if re.fullmatch(r"[+~]*\w+(\.\w+)+=.*|.*\.(ya?ml|toml|json)", word):
-            return f"{word} belongs to a recipe, which is not read; give Megatron-LM's own flags"
+    for word in words:
+        if re.match(r"\s*--\S+\s+\S", word):
+            return "several flags stand in one word, as zsh passes $ARGS; write ${=ARGS} there, and no quotes"
+        if re.fullmatch(r"[+~]*\w+(\.\w+)+=.*|@?.*\.(ya?ml|toml|json|txt|sh)", word):
+            return f"{word} belongs to a recipe or file, which is not read; give Megatron-LM's own flags"
     return "add what is missing to the script's arguments"
 
 

@@ -84,14 +84,21 @@ def test_overrides_are_no_flags(words: str, pairs: str) -> None:
     [
         ("--recipe llama3_8b", "--recipe llama3_8b names a recipe of another program"),
         ("--recipe=llama3_8b model.seq_length=4096", "--recipe llama3_8b names a recipe of another program"),
+        (
+            "--recipe qwen3_1p7b --seq_length 4096 --hf_path Qwen/Qwen3-1.7B train.train_iters=9",
+            "--recipe qwen3_1p7b names a recipe of another program",
+        ),
+        ("train pretrain --config a.yaml --train_iters 5", "--config a.yaml names a recipe of another program"),
         ("--model_recipe_name llama3_8b -tp 4", "--model_recipe_name llama3_8b names a recipe of another program"),
         ("--config-name conf", "--config-name conf names a recipe of another program"),
         ("--exp a.yaml", "--exp a.yaml names a recipe of another program"),
-        ("conf.yaml", "conf.yaml belongs to a recipe"),
+        ("conf.yaml", "conf.yaml belongs to a recipe or file"),
         ("model.foo=3", "model.foo=3 belongs to a recipe"),
         ("--model Qwen/Qwen2.5-7B", "--model Qwen/Qwen2.5-7B names a model, and its shape is read from flags alone"),
         ("--hf-path some/name", "--hf-path some/name names a model, and its shape is read from flags alone"),
         ("--num-layer 3 --hidden-sizes 4", "write --num-layers for --num-layer, --hidden-size for --hidden-sizes"),
+        ("--model=Qwen/Qwen3-8B --seq-lenght 5", "--model Qwen/Qwen3-8B names a model"),
+        ("@args.txt", "@args.txt belongs to a recipe or file"),
         ("--mine 3", "add what is missing to the script's arguments"),
     ],
 )
@@ -108,7 +115,17 @@ def test_missing_flags_have_a_cause(words: str, cause: str) -> None:
 @pytest.mark.parametrize("word", ["true", "False", "0", "off"])
 def test_switches_take_no_value(word: str) -> None:
     """A word behind one would be ignored, where it may have been meant to turn it off."""
-    assert f"--bf16 {word}: the flag takes no value; give it alone, or leave it out" == complaint(f"--bf16 {word}")
+    said = f"Megatron's switches take no value: write --bf16 alone, or leave it out, for --bf16 {word}"
+
+    assert said == complaint(f"--bf16 {word}")
+    assert "write --micro-batch-size for --micro_batch_size" in complaint(f"--bf16 {word} --micro_batch_size 4")
+
+
+@pytest.mark.parametrize("words", [["--num-layers 32 --hidden-size 64"], ["\n --num-layers 32\n --hidden-size 64\n"]])
+def test_a_shell_that_splits_nothing_is_named(words: list[str]) -> None:
+    """Zsh passes a variable with all flags as one word, and so does a shell where it is quoted."""
+    with pytest.raises(MegatronError, match="several flags stand in one word, as zsh passes"):
+        job(base=words, for_prediction=True)
 
 
 @pytest.mark.parametrize("words", ["--mine a=3 --your num_layers=3", "--mine true", "--mine 1 --fp16", "--lr=1e-4"])

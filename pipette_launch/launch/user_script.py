@@ -48,6 +48,7 @@ class Script:
             environment=self._environ,
             device_name=self.device_name,
             for_planning=global_batch_size is not None,
+            is_launched=True,
         )
 
     def words(self, job: Job, layout: Layout) -> tuple[str, ...]:

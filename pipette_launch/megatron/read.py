@@ -32,6 +32,7 @@ def read_job(
     for_prediction: bool = False,
     without_probes: bool = False,
     for_planning: bool = False,
+    is_launched: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
     capability: int | None = None,
@@ -49,6 +50,7 @@ def read_job(
         for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
         without_probes: read also jobs that a warm-up cannot time, for plans that rest on none.
         for_planning: read also an own layout that Megatron refuses, without sizes that do not suit the ranks.
+        is_launched: leave words that are no flags to the script, which starts and judges them itself.
         environment: of the workers, for the variables that choose an attention backend or size buffers; None for none.
         device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
         capability: major number of the GPUs' compute capability; None for the number that the name tells.
@@ -62,7 +64,7 @@ def read_job(
     environment = environment or {}
     given, from_checkpoint = checkpoint.with_checkpoint_arguments(Arguments.parse(arguments, megatron_version))
     check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
-    starts_nothing = for_prediction or for_planning
+    starts_nothing = (for_prediction or for_planning) and not is_launched
     if starts_nothing:
         check_words(given)
     needless = check_required(given, starts_nothing=starts_nothing, cause=from_checkpoint)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_lines import SMALL, job
 
 from pipette_launch.errors import MegatronError
+from pipette_launch.megatron import read_job
 from pipette_launch.megatron.flags import flag_table
 
 Purpose = Literal["for_prediction", "for_planning"]
@@ -136,4 +137,14 @@ def test_values_of_other_flags_are_theirs(words: str) -> None:
 
 def test_a_launched_script_judges_its_own_words() -> None:
     """It may have flags of its own that differ from Megatron's in their spelling alone."""
-    assert job("--micro_batch_size 4 --bf16 true").own == job().own
+    words = [*SMALL, *"--micro_batch_size 4 --bf16 true --mine".split()]
+    for is_other_size in (False, True):
+        read = read_job(
+            words,
+            world_size=8,
+            megatron_version="0.16.1",
+            device_kind="cuda",
+            for_planning=is_other_size,
+            is_launched=True,
+        )
+        assert (job().own, ()) == (read.own, read.notes)

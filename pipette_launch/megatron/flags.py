@@ -95,6 +95,15 @@ def known_release(version: str) -> str:
 
 
 @functools.cache
+def flag_defaults(version: str) -> Mapping[str, Any]:
+    """Each destination of a release and what Megatron stores there where no flag is given."""
+    defaults: dict[str, Any] = {}
+    for flag in flag_table(version).values():
+        defaults.setdefault(flag.dest, flag.default)
+    return defaults
+
+
+@functools.cache
 def flag_table(version: str) -> Mapping[str, Flag]:
     """Every option string that Megatron registers in this release (newer ones: as in the newest known)."""
     place = releases().index(known_release(version))
@@ -207,7 +216,7 @@ class Arguments:
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return token.value
-        return next((flag.default for flag in self.table.values() if flag.dest == dest), None)
+        return flag_defaults(self.version).get(dest)
 
     def size(self, dest: str, *, default: int = 1) -> int:
         """A whole number of at least 1, or the default where neither the user nor Megatron gives one."""

@@ -292,7 +292,8 @@ def test_settings_of_nccl_that_were_not_measured_have_a_note(words: str, begins:
 
 def test_a_flag_that_is_not_priced_has_a_note() -> None:
     """An optimizer on the host does not change the predicted step, and the prediction says so."""
-    line = (*PIPELINE, "--bf16", "--transformer-impl", "transformer_engine", "--optimizer-cpu-offload")
+    flags = "--bf16 --optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer"
+    line = (*PIPELINE, "--transformer-impl", "transformer_engine", *flags.split())
     found = predict(line, world_size=8, gpu="H100", megatron_version="0.16.1")
 
     assert any(note.startswith("--optimizer-cpu-offload is not in the predicted step time") for note in found.notes)

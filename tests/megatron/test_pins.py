@@ -58,7 +58,13 @@ def test_learning_stays_the_same(words: str, pinned: tuple[str, ...]) -> None:
     assert bool(asked.notes) == bool(pinned)
 
 
-@pytest.mark.parametrize("words", ["--use-megatron-fsdp --use-distributed-optimizer", "--use-torch-fsdp2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer",
+        "--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion",
+    ],
+)
 def test_sharding_stays(words: str) -> None:
     """What the user shards is his; the rest of the layout may change."""
     asked = job(words, base=SAMPLES, for_prediction=True)
@@ -68,9 +74,11 @@ def test_sharding_stays(words: str) -> None:
 
 def test_megatron_turns_the_optimizer_on_itself() -> None:
     """From 0.18 on Megatron-FSDP implies the distributed optimizer; before, the job is refused without it."""
-    assert job("--use-megatron-fsdp", version="0.18.0", for_prediction=True).own.use_distributed_optimizer
+    flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
+
+    assert job(flags, version="0.18.0", for_prediction=True).own.use_distributed_optimizer
     with pytest.raises(MegatronError, match="add --use-distributed-optimizer"):
-        job("--use-megatron-fsdp", for_prediction=True)
+        job(flags, for_prediction=True)
 
 
 def test_cpu_pins_context_parallelism() -> None:
@@ -133,7 +141,7 @@ def test_what_megatron_fsdp_shards_is_planned() -> None:
     [
         "--hybrid-override-pattern M-M-M-*- --mamba-head-dim 8 --spec megatron.core.models mamba_stack_spec",
         "--local-rank 0",
-        "--use-torch-fsdp2",
+        "--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion",
         "--inprocess-restart",
         "--dataloader-type external",
     ],

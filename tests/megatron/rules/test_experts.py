@@ -21,8 +21,8 @@ from pipette_launch.megatron.rules.rules import Rules
 )
 def test_gradients_that_megatron_fsdp_would_add_twice(words: str, faulty: bool) -> None:
     """Where one rank holds all weights or all experts alone, and gradients are sharded."""
-    fsdp = "--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
-    asked = job("--disable-bias-linear --moe-token-dispatcher-type alltoall", fsdp, words, for_planning=True)
+    fsdp = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
+    asked = job("--disable-bias-linear --use-distributed-optimizer", fsdp, words, for_planning=True)
     broken = broken_rule(Rules.of(asked, device_kind="cuda"), asked.own)
 
     assert faulty == (broken is not None and "adds gradients twice" in broken.reason)

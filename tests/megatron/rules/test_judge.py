@@ -14,6 +14,8 @@ CP, ETP = "--context-parallel-size", "--expert-tensor-parallel-size"
 STAGES = "--num-virtual-stages-per-pipeline-rank"
 ONE = "change one of them"
 
+FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
+
 
 @pytest.mark.parametrize(
     ("words", "flags", "reason", "remedy"),
@@ -74,7 +76,12 @@ ONE = "change one of them"
             "interleaving needs at least pp micro-batches",
             "3 micro-batches do not fill groups of 4; change one, or give up virtual stages",
         ),
-        (f"--use-torch-fsdp2 {PP}=2", f"{PP}=2", "--use-torch-fsdp2 needs pp = 1", "remove one"),
+        (
+            f"--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion {PP}=2",
+            f"{PP}=2",
+            "--use-torch-fsdp2 needs pp = 1",
+            "remove one",
+        ),
     ],
 )
 def test_the_planner_and_the_reader_judge_alike(words: str, flags: str, reason: str, remedy: str) -> None:
@@ -97,7 +104,7 @@ def test_the_planner_and_the_reader_judge_alike(words: str, flags: str, reason: 
             "recompute of mlp hangs where layers have biases",
         ),
         (
-            f"--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads {TP} 8",
+            f"{FSDP} --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads {TP} 8",
             "Megatron-FSDP adds gradients twice that one rank holds alone",
         ),
     ],
@@ -126,9 +133,13 @@ def test_an_error_without_flags_begins_with_the_reason() -> None:
 def test_flags_that_no_layout_mends_are_refused_for_plans_too() -> None:
     """Overlapped experts allow one depth of multi-token prediction (TransformerConfig)."""
     with pytest.raises(MegatronError) as error:
-        job(f"--num-experts 8 {EP} 2 --overlap-moe-expert-parallel-comm --mtp-num-layers 2", for_planning=True)
+        job(
+            "--bf16 --position-embedding-type rope --moe-token-dispatcher-type alltoall --num-experts 8",
+            f"{EP} 2 --overlap-moe-expert-parallel-comm --mtp-num-layers 2",
+            for_planning=True,
+        )
 
     assert (
-        "--mtp-num-layers 2: --overlap-moe-expert-parallel-comm allows one depth of multi-token prediction; "
-        "use --mtp-num-layers 1 or remove it"
+        "--overlap-moe-expert-parallel-comm and --mtp-num-layers 2: allows one depth of multi-token prediction; "
+        "change one of them"
     ) == str(error.value)

@@ -1,0 +1,62 @@
+"""Flags that exclude or need each other are refused where Megatron's release refuses them, in the user's words."""
+
+from __future__ import annotations
+
+import pytest
+from megatron_lines import job
+
+from pipette_launch.errors import MegatronError
+
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--fp4-format e2m1 --fp8-format hybrid",
+            "--fp4-format e2m1 and --fp8-format hybrid: FP4 and FP8 exclude each other",
+        ),
+        ("--fp8-param-gather", "--fp8-param-gather: needs --fp8-format; change or remove it"),
+        ("--ddp-num-buckets 2 --ddp-bucket-size 100", "--ddp-num-buckets 2 and --ddp-bucket-size 100: exclude"),
+        ("--exp-avg-dtype fp16", "--exp-avg-dtype fp16: other types than fp32 need --use-precision-aware-optimizer"),
+        ("--ckpt-format torch_dcp", "--ckpt-format torch_dcp: torch_dcp needs --use-torch-fsdp2"),
+        ("--use-torch-fsdp2", "--use-torch-fsdp2: needs --no-gradient-accumulation-fusion"),
+        ("--save x", "--save x: needs --save-interval"),
+        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 and --train-iters 10: the warm-up of the learning rate ends"),
+        ("--lr 1e-4 --min-lr 1e-3", "--lr 1e-4 and --min-lr 1e-3: the least learning rate is above"),
+        ("--lr-decay-samples 100", "--train-iters 10 and --lr-decay-samples 100: training counts iterations"),
+        ("--start-weight-decay 0.1", "--start-weight-decay 0.1: a constant weight decay"),
+        (
+            "--multi-latent-attention --group-query-attention",
+            "--multi-latent-attention and --group-query-attention: exclude each other; change one of them",
+        ),
+        ("--rope-type yarn", "--rope-type yarn: needs --multi-latent-attention"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction needs --position-embedding-type rope"),
+        ("--squared-relu", "--squared-relu: has no kernel with its bias; add --no-bias-gelu-fusion"),
+        ("--squared-relu --swiglu", "--squared-relu and --swiglu: exclude each other"),
+        ("--cp-comm-type a2a+p2p", "--cp-comm-type a2a+p2p: a2a+p2p needs --hierarchical-context-parallel-sizes"),
+        (
+            "--fine-grained-activation-offloading --offload-modules attn_proj",
+            "--offload-modules attn_proj: attn_proj needs core_attn beside it",
+        ),
+        ("--delay-wgrad-compute", "--delay-wgrad-compute: needs --overlap-moe-expert-parallel-comm"),
+        (f"{EXPERTS} --moe-router-topk 1", "--moe-router-topk 1: needs --moe-router-pre-softmax"),
+        ("--moe-ffn-hidden-size 64", "--moe-ffn-hidden-size 64: needs --num-experts"),
+        (f"{EXPERTS} --moe-router-group-topk 1 --moe-router-num-groups 3", "the groups must divide the experts"),
+        ("--enable-cuda-graph --cuda-graph-impl local", "old and new flags of CUDA graphs exclude each other"),
+    ],
+)
+def test_contradictions_are_refused(words: str, message: str) -> None:
+    """The error begins with the flags as given, then has the reason and a remedy."""
+    with pytest.raises(MegatronError) as error:
+        job(words, for_prediction=True)
+
+    assert message in str(error.value)
+    assert str(error.value).endswith(("change one of them", "change or remove it"))
+
+
+@pytest.mark.parametrize("words", ["--save x", "--use-megatron-fsdp --use-distributed-optimizer"])
+def test_a_script_that_is_launched_refuses_by_itself(words: str) -> None:
+    """It may be no NVIDIA script and allow more, so only commands that start nothing have these rules."""
+    assert job(words)

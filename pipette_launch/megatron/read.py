@@ -88,6 +88,7 @@ def read_job(
     assumed = (from_checkpoint, vocabulary.note, *demands.notes)
     notes = [*assumed, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
     notes += [needless, *unknown_note(given)] if starts_nothing else []
+    notes += [checkpoint.unseen_note(given)] if starts_nothing and for_planning else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
     allocator = allocator_config(environment) if device_kind == "cuda" else ""
     fields = {

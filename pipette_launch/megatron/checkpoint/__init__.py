@@ -1,7 +1,7 @@
 """What checkpoints let a plan change: those that a job loads, and those that it will save."""
 
 from pipette_launch.megatron.checkpoint.continuation import Continuation, continuation
-from pipette_launch.megatron.checkpoint.demands import demands
+from pipette_launch.megatron.checkpoint.demands import demands, unseen_note
 from pipette_launch.megatron.checkpoint.folders import record_path, saved_iteration
 from pipette_launch.megatron.checkpoint.model_arguments import with_checkpoint_arguments
 
@@ -11,5 +11,6 @@ __all__ = [
     "demands",
     "record_path",
     "saved_iteration",
+    "unseen_note",
     "with_checkpoint_arguments",
 ]

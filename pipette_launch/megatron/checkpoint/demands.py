@@ -81,6 +81,16 @@ def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
     return Demands(own={}, pins=(Pin(fields=(*MODEL_FIELDS, "cp", *OPTIMIZER_FIELDS), note=note),))
 
 
+def unseen_note(arguments: Arguments) -> str:
+    """Return a note on a checkpoint that may lie on other machines alone; empty where there is one here, or none."""
+    if not arguments.get("load") or checkpoint_folder(arguments):
+        return ""
+    return (
+        f"no checkpoint is at {arguments.shown('load')} here, so nothing is kept for one: on other machines it may fix "
+        f"tp, pp and more; --pipette-fix keeps them"
+    )
+
+
 def _recorded(folder: Path) -> tuple[Layout | None, str]:
     """The layout of the plan beside the checkpoint, and a note where there is a file but no plan in it."""
     path = folder.parent / RECORD_NAME

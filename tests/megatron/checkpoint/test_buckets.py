@@ -114,6 +114,19 @@ def test_every_difference_of_buckets_is_found(
         read(saved(tmp_path, dp, **changes), flags, dp=now)
 
 
+def test_a_checkpoint_that_is_not_here_is_a_note(tmp_path: Path) -> None:
+    """A plan made on another machine cannot know what the checkpoint fixes; a prediction changes nothing."""
+    note = (
+        f"no checkpoint is at --load {tmp_path} here, so nothing is kept for one: on other machines it may fix tp, pp "
+        "and more; --pipette-fix keeps them"
+    )
+
+    assert note in read(f"--load {tmp_path}", dp=4).notes
+    assert note not in read(f"--load {tmp_path}", dp=4, purpose="for_prediction").notes
+    assert note not in read(f"--load {tmp_path}", dp=4, purpose="").notes
+    assert note not in read(saved(tmp_path, 4), dp=4).notes
+
+
 @settings(max_examples=40)
 @given(st.integers(1, 120), st.integers(1, 120))
 def test_a_plan_and_the_rule_for_lost_hosts_agree(before: int, after: int) -> None:

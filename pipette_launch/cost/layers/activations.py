@@ -161,7 +161,8 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
 
     Autograd frees what an operation saved when its backward is done. Largest of: the second matrix (the output's
     gradient, gathered with sequence parallelism, and that of its input), the activation (the gradient of the first
-    matrices' output in place of the activation), and the attention core, with the MLP's share freed. Without
+    matrices' output in place of the activation), and the attention core, with the MLP's share freed. Context
+    parallelism may need more while the core runs forward, when that share is not yet there. Without
     `gradient_accumulation_fusion` a matrix's gradient is there once in the weights' type.
     """
     model = job.model
@@ -170,7 +171,7 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     away = offloading.offloaded(job, layout, moe=moe, recomputed=recompute_modules(layout))
     if moe:
         freed = layer.mlp + layer.mlp_activation + layer.shared_experts + layer.mlp_input + layer.mlp_norm - away.mlp
-        core = 2 * residual + attention.backward_bytes(job, layout) - freed
+        core = _core_bytes(job, layout, residual) - freed
         # The next micro-batch's forward runs beside this backward, layer by layer: one more layer keeps its share
         # (megatron-core, pipeline_parallel/combined_1f1b.py).
         overlaps = performance_options(job).overlap_moe_expert_parallel_comm
@@ -184,8 +185,12 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     second = residual + dropped + gathered + one + alone
     activation = residual + layer.mlp
     freed = layer.mlp + layer.mlp_activation + layer.mlp_input + layer.mlp_norm
-    core = 2 * residual + attention.backward_bytes(job, layout) - freed
+    core = _core_bytes(job, layout, residual) - freed
     return max(second, activation, core) + away.moved
+
+
+def _core_bytes(job: Job, layout: Layout, residual: int) -> int:
+    return max(2 * residual + attention.backward_bytes(job, layout), attention.exchange_bytes(job, layout))
 
 
 def prediction_bytes(job: Job, layout: Layout) -> int:

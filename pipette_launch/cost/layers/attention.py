@@ -10,6 +10,7 @@ from __future__ import annotations
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.performance import RING
 from pipette_launch.megatron.performance import performance_options
 
 _FP32_BYTES = 4
@@ -106,6 +107,30 @@ def backward_bytes(job: Job, layout: Layout) -> int:
     unfused = is_local(model) or model.attention_backend == "unfused"
     scores = rows * model.seq_length if unfused else 0
     return model.dtype_bytes * (tokens(model, layout) * channels + scores)
+
+
+def exchange_bytes(job: Job, layout: Layout) -> int:
+    """Count bytes of one layer's attention beside its inputs and its output, while keys and values go round.
+
+    A ring keeps the keys and values of every step, its output and its statistics until the last step corrects them all.
+    On the rank of the last piece every output is whole. `all_gather` holds the keys and values of the whole sequence.
+    Exchanges by `a2a` keep the sizes (TE context_parallel.py, forward of AttnFuncWithCPAndKVP2P and of
+    AttnFuncWithCPAndKVAllGather, v1.7 to v2.18).
+    """
+    if layout.cp == 1:
+        return 0
+    model, options = job.model, performance_options(job)
+    heads, latent = _heads(model, layout), model.latent_attention
+    output, pair = heads * model.kv_channels, 2 * _groups(model, layout) * model.kv_channels
+    if latent:
+        output, pair = heads * latent.v_head_dim, heads * (latent.query_channels + latent.v_head_dim)
+    both_ways = options.hierarchical_context_parallel_sizes or (layout.cp,)
+    steps = {RING: layout.cp, f"a2a+{RING}": both_ways[-1]}
+    rings = max((steps.get(kind, 1) for kind in options.cp_comm_type), default=1)
+    gathered = layout.cp if "all_gather" in options.cp_comm_type else 1
+    kept = (rings > 1) * rings * (model.dtype_bytes * output + _LOG_SUM_EXP_BYTES * heads)
+    pairs = max(rings, gathered)
+    return tokens(model, layout) * (kept + (pairs > 1) * pairs * model.dtype_bytes * pair)
 
 
 def is_local(model: ModelSpec) -> bool:

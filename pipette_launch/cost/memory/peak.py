@@ -1,8 +1,8 @@
 """Peak bytes on each pipeline rank, for one layout or for many at once: an analytic sum.
 
 The peak is the larger of the forward-backward part and of the optimizer step. Not in it: what lies outside the model's
-tensors (context, communicators, workspaces and fragmentation, see `cost.memory.overhead`), ring buffers of context
-parallelism, and the alignment of each parameter within its bucket.
+tensors (context, communicators, workspaces and fragmentation, see `cost.memory.overhead`), and the alignment of each
+parameter within its bucket.
 
 Each tensor of a layer is counted once for each group of layouts that agree in what it depends on; numpy spreads the
 figures over the stages of all layouts. One layout is a column of length one.

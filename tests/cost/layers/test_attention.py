@@ -6,11 +6,12 @@ from facts_for_tests import tiny_job, tiny_model
 from pipette_launch.cost.layers.attention import (
     backward_bytes,
     core_bytes,
+    exchange_bytes,
     held_for_recompute_bytes,
     projected_bytes,
     scores_buffer_bytes,
 )
-from pipette_launch.facts import Job, Layout
+from pipette_launch.facts import Job, LatentAttention, Layout
 
 LOG_SUM_EXP = 4 * 4 * 32
 """fp32, four heads, 32 tokens."""
@@ -137,3 +138,42 @@ def test_backward() -> None:
 def test_recompute_of_the_core_holds_what_query_key_and_value_lie_in(changes: dict[str, object], expected: int) -> None:
     """It keeps views, which hold the whole; as abstract execution of megatron-core found."""
     assert held_for_recompute_bytes(job(**changes).model, Layout()) == expected
+
+
+RING_OUT, RING_PAIR, RING_STATISTICS = 16 * 64 * 2, 2 * 16 * 64 * 2, 4 * 4 * 16
+"""Of one step on one of two ranks: output, keys and values in bf16, log-sum-exp in fp32."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "layout", "expected"),
+    [
+        ((), {}, Layout(), 0),
+        ((), {}, Layout(cp=2), 2 * (RING_OUT + RING_PAIR + RING_STATISTICS)),
+        ((), {}, Layout(cp=2, micro_batch_size=3), 3 * 2 * (RING_OUT + RING_PAIR + RING_STATISTICS)),
+        # Of a longer ring every rank has less, and the ring holds as much.
+        ((), {}, Layout(cp=8), 2 * (RING_OUT + RING_PAIR + RING_STATISTICS)),
+        ((), {}, Layout(cp=2, tp=2), RING_OUT + RING_PAIR + RING_STATISTICS),
+        ((), {"num_query_groups": 1}, Layout(cp=2), 2 * (RING_OUT + RING_PAIR // 4 + RING_STATISTICS)),
+        (("--cp-comm-type all_gather",), {}, Layout(cp=2), 2 * RING_PAIR),
+        (("--cp-comm-type a2a",), {}, Layout(cp=2), 0),
+        (
+            ("--cp-comm-type a2a+p2p", "--hierarchical-context-parallel-sizes 4 2"),
+            {},
+            Layout(cp=8),
+            (RING_OUT + RING_PAIR + RING_STATISTICS) // 2,
+        ),
+    ],
+)
+def test_a_ring_holds_the_steps_of_all_its_ranks(
+    flags: tuple[str, ...], changes: dict[str, object], layout: Layout, expected: int
+) -> None:
+    """Keys, values, output and statistics of every step, for as long as one layer's attention runs."""
+    assert expected == exchange_bytes(job(*flags, **changes), layout)
+
+
+def test_a_ring_of_latent_attention() -> None:
+    """Outputs have the value's channels, keys the query's."""
+    latent = LatentAttention(kv_lora_rank=16, q_lora_rank=None, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+    pairs, outputs = 32 * 4 * (24 + 12) * 2, 32 * 4 * 12 * 2
+
+    assert pairs + outputs + 32 * 4 * 4 == exchange_bytes(job(latent_attention=latent), Layout(cp=4))

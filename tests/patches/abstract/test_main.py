@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
@@ -114,4 +115,22 @@ def test_both_ends_hold_the_mask_of_long_sequences(executor: Executor, layout: L
     job = job_of(model, layout)
     closed = peak_memory_bytes(job, layout)
     for found in executor.execute(job, layout, sorted({0, layout.pp - 1})):
+        assert pytest.approx(found.peak, rel=0.04) == closed[found.pp_rank].total
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, Layout(cp=16)),
+        ({}, Layout(cp=16, recompute=FULL)),
+        ({"attention_backend": "flash", "num_query_groups": 1}, Layout(cp=8, micro_batch_size=2, recompute=FULL)),
+        ({"num_query_groups": 1}, Layout(pp=2, cp=16, recompute=FULL)),
+    ],
+)
+def test_a_long_ring_holds_all_its_steps(executor: Executor, changes: dict[str, object], layout: Layout) -> None:
+    """Without a mask the attention of one layer makes the peak: 24 MiB of 160 for 16 ranks."""
+    model = small(**LLAMA, seq_length=8192, max_position_embeddings=8192, num_layers=2, **changes)
+    job = replace(job_of(model, layout), performance_flags=("--no-create-attention-mask-in-dataloader",))
+    closed = peak_memory_bytes(job, layout)
+    for found in executor.execute(job, layout, range(layout.pp)):
         assert pytest.approx(found.peak, rel=0.04) == closed[found.pp_rank].total

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipette_launch import megatron
-from pipette_launch.megatron.checkpoint.written import NAMES
+from pipette_launch.megatron.checkpoint.model_arguments import ALWAYS, ALWAYS_BEFORE, ALWAYS_SINCE, WHERE_MISSING
 from pipette_launch.megatron.chunks import SPLIT_DESTS
 from pipette_launch.megatron.flags import flag_table, releases
 from pipette_launch.megatron.performance import DESTS
@@ -114,9 +114,22 @@ def test_tables_of_destinations_are_known() -> None:
     named = set(REFUSED_DESTS) | DESTS | set(SPLIT_DESTS)
     named |= {dest for dests_of_row, *_ in HELD_BY for dest in dests_of_row}
 
+    named |= {*WHERE_MISSING, *ALWAYS}
+    named |= {
+        dest for table in (ALWAYS_SINCE, ALWAYS_BEFORE) for dests_of_row in table.values() for dest in dests_of_row
+    }
+
     assert named <= somewhere
-    # Megatron derives this one; it is in its namespace and so in its checkpoints.
-    assert set(NAMES) - somewhere == {"virtual_pipeline_model_parallel_size"}
+
+
+def test_arguments_read_in_checkpoints_are_known() -> None:
+    """Megatron derives three that have no flag; they are in its namespace and so in its checkpoints."""
+    sources = [path.read_text() for path in (Path(megatron.__file__).parent / "checkpoint").glob("*.py")]
+    read = {dest for text in sources for dest in re.findall(r'saved(?:\.get\(|, )"(\w+)"', text)}
+    somewhere = set.union(*(dests(release) for release in releases()))
+
+    assert len(read) > 10
+    assert {"virtual_pipeline_model_parallel_size", "data_parallel_size", "world_size"} == read - somewhere
 
 
 @pytest.mark.parametrize("release", releases())

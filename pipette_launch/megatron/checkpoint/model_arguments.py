@@ -67,8 +67,13 @@ ALWAYS_SINCE = {
         "moe_latent_size",
     ),
     (0, 17): ("mtp_hybrid_override_pattern", "mtp_num_layers", "mtp_use_repeated_layer"),
+    (0, 18): ("moe_single_grouped_weight", "moe_single_grouped_bias"),
+    (0, 20): ("gdp_num_householder",),
 }
-ALWAYS_BEFORE = {(0, 17): ("hybrid_override_pattern", "is_hybrid_model")}
+ALWAYS_BEFORE = {
+    (0, 15): ("moe_token_dispatcher_type",),
+    (0, 17): ("hybrid_override_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"),
+}
 """The same of releases from one on, or before one."""
 TYPES: dict[str | None, tuple[type, ...]] = {"int": (int,), "float": (int, float), None: (str,)}
 PATTERNS = ("moe_layer_freq",)
@@ -105,14 +110,17 @@ def with_checkpoint_arguments(arguments: Arguments) -> tuple[Arguments, str]:
     return arguments, note + (f", in place of your {in_place_of}" if overruled else "")
 
 
+def always_taken(release: tuple[int, int]) -> list[str]:
+    """Destinations that this release takes in the place of the user's own."""
+    since = (dest for first, dests in ALWAYS_SINCE.items() if release >= first for dest in dests)
+    before = (dest for end, dests in ALWAYS_BEFORE.items() if release < end for dest in dests)
+    return [*ALWAYS, *since, *before]
+
+
 def _taken(arguments: Arguments, saved: Saved) -> Iterator[tuple[str, Any]]:
     """Destinations and values that Megatron takes, in its order."""
     release = release_of(arguments.version)
-    always = [
-        *ALWAYS,
-        *(dest for first, dests in ALWAYS_SINCE.items() if release >= first for dest in dests),
-        *(dest for end, dests in ALWAYS_BEFORE.items() if release < end for dest in dests),
-    ]
+    always = always_taken(release)
     if arguments.get("use_tokenizer_model_from_checkpoint_args"):
         always += ["tokenizer_model", "tokenizer_type"]
     elif release < (0, 15):

@@ -19,6 +19,7 @@ import pipette_launch
 from pipette_launch import api
 from pipette_launch.errors import FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import Layout, files
+from pipette_launch.facts.machines.device_file import DeviceFile
 
 ONE = plan(tiny_cluster(2, 2), choice(Layout(dp=4), 1.0), choice(Layout(pp=4), 2.0), floor_s=0.8)
 
@@ -108,6 +109,11 @@ def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:
         ({"gpu": "h100"}, "on how many ranks does it run? Say world_size N, or nodes N and gpus_per_node N"),
         ({"gpu": "h100", "nodes": 0}, "nodes must be at least 1"),
         ({"gpu": "h100", "gpus_per_node": 2.5}, "gpus_per_node must be a whole number"),
+        (
+            {"gpu": "h21", "nodes": 1},
+            "gpu: unknown device 'h21'; did you mean H20, H20-3e or H200? pipette devices lists",
+        ),
+        ({"gpu": ["h100"], "nodes": 1}, "gpu must be a name, a path or a DeviceFile, got ['h100']"),
         ({"gpu": "h100", "nodes": 1, "fix": ["tq"]}, "fix tq: no such part of a layout"),
         ({"gpu": "h100", "nodes": 1, "budget_s": -1}, "budget_s must not be negative"),
         ({"gpu": "h100", "nodes": 1, "arguments": "--num-layers 4"}, "the arguments must be a sequence of words"),
@@ -143,3 +149,13 @@ def test_words_that_cannot_be_measured_are_refused(monkeypatch: pytest.MonkeyPat
         pipette_launch.measure(["--pipette-budgat", "1", "train.py"])
     with pytest.raises(UsageError, match="the arguments must be a sequence of words"):
         pipette_launch.measure("train.py --lr 1")
+
+
+def test_a_device_of_a_file_is_planned_and_predicted() -> None:
+    """By its path, and by its contents."""
+    path = ROOT / "examples" / "mi300x.json"
+    planned = pipette_launch.plan(SMALL, gpu=path, nodes=1, fix=["tp", "pp"], budget_s=0.5, megatron_version="0.16.1")
+    predicted = pipette_launch.predict(SMALL, gpu=files.read(path, DeviceFile), num_hosts=1, megatron_version="0.16.1")
+
+    assert ("MI300X", "MI300X") == (planned.setting.device_name, predicted.device_name)
+    assert [True, True] == [any("As of H100-SXM" in note for note in one.notes) for one in (planned, predicted)]

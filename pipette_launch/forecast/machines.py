@@ -185,6 +185,8 @@ def _device(source: str | Path | DeviceFile) -> tuple[DeviceSpec, tuple[str, ...
     """Find a device by its name, else read the file that describes it; the second is a name's other meanings."""
     if isinstance(source, DeviceFile):
         return source.spec(), ()
+    if not isinstance(source, (str, Path)):
+        raise UsageError(f"--gpu must be a name, a path or a DeviceFile, got {source!r}")
     name = str(source)
     if Path(name).suffix == ".json" or os.sep in name or Path(name).is_file():
         return files.read(Path(name), DeviceFile).spec(), ()

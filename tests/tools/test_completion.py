@@ -61,12 +61,13 @@ def test_bash_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture
 
 
 def test_bash_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan behind `report`, and a measurement behind a flag."""
+    """A plan behind `report`, a measurement behind a flag, and a file of a device where a name may stand too."""
     for name in ("a.plan.json", "b.cluster.json"):
         (tmp_path / name).touch()
 
     assert {"a.plan.json"} == completed("pipette report a.", capsys, str(tmp_path))
     assert {"b.cluster.json"} == completed("pipette plan --cluster b", capsys, str(tmp_path))
+    assert {"a.plan.json"} == completed("pipette predict --gpu a", capsys, str(tmp_path))
 
 
 def keyed(argv: list[str], lines: list[str], keys: str, expected: str, folder: Path) -> str:

@@ -85,7 +85,7 @@ _H20 = partial(
     # 141.8 TFLOP/s of large products in public tests: 400 W are enough for its peak, and for attention's products.
     efficiency=replace(at(HOPPER, 0.90), attention_share=0.75, narrow_shares={"fp8": 0.85}),
     sheet="HGX H20, without sparsity, as makers of servers publish it",
-    remark="; a card of 400 Gbit/s for each device",
+    remark="; a card of 400 Gbit/s for each device; memory: nvidia-smi's total, less what H100's driver keeps",
 )
 _GH200 = partial(
     _H100,

@@ -39,6 +39,7 @@ class _Card(NamedTuple):
     matmul_share: float
     """Part of the 16-bit peak that large products reach in public tests (github.com/mag-/gpu_benchmark and
     github.com/zzc0721/torch-performance-test-data), less the 7 % by which A100 and H100 stay below theirs in training.
+    Without a test (A10, A30, A40, L20, H200-NVL): a similar chip's. L4 holds its clock at 72 W for a moment only.
     """
     multiprocessors: int
     ghz: float
@@ -86,6 +87,7 @@ _GEFORCE = "FP32 accumulation"
 _V100, _A100, _A800 = "V100, January 2020", "A100, June 2021", "A800"
 _RTX_4090 = f"Ada architecture, {_GEFORCE}"
 _RTX_5090 = f"Blackwell architecture, {_GEFORCE}"
+_L20 = "L20, as makers of servers publish it; memory as of L40S"
 _PRO = "RTX PRO 6000 Blackwell"
 _AT_48_GB = f"{_RTX_4090}; 48 GB are no product of NVIDIA's"
 
@@ -95,7 +97,7 @@ PCIE_CARDS = tuple(
     for card in (
         _Card("V100-PCIe-32GB", VOLTA, 0.70, 80, 1.38, 112, 14.0, 0, 0, 900, 31.73, _SERVER3, _V100),
         _Card("V100-PCIe-16GB", VOLTA, 0.70, 80, 1.38, 112, 14.0, 0, 0, 900, 15.77, _SERVER3, _V100),
-        _Card("T4", VOLTA, 0.60, 40, 1.59, 65, 8.1, 0, 0, 320, 14.6, _PLAIN3, "T4"),
+        _Card("T4", VOLTA, 0.60, 40, 1.59, 65, 8.1, 0, 0, 320, 14.56, _PLAIN3, "T4"),
         _Card("A100-40GB-PCIe", AMPERE_300_W, 0.72, 108, 1.41, 312, 19.5, 0, 0, 1555, 39.5, _SERVER4, _A100),
         _Card("A100-80GB-PCIe", AMPERE_300_W, 0.72, 108, 1.41, 312, 19.5, 0, 0, 1935, 79.2, _SERVER4, _A100),
         _Card("A800-80GB-PCIe", AMPERE_300_W, 0.72, 108, 1.41, 312, 19.5, 0, 0, 1935, 79.2, _SERVER4, _A800),
@@ -106,9 +108,7 @@ PCIE_CARDS = tuple(
         _Card("RTX-A6000", AMPERE_300_W, 0.75, 84, 1.8, 154.8, 38.7, 0, 0, 768, 47.4, _SERVER4, "RTX A6000"),
         _Card("RTX-3090", AMPERE_300_W, 0.95, 82, 1.695, 71, 35.6, 0, 0, 936, 23.6, _PLAIN4, f"GA102, {_GEFORCE}"),
         _Card("L4", ADA, 0.50, 58, 2.04, 121, 30.3, 242, 0, 300, 22.0, _PLAIN4, "L4"),
-        _Card(
-            "L20", ADA, 0.85, 92, 2.52, 119.5, 59.8, 239, 0, 864, 44.4, _SERVER4, "L20, as makers of servers publish it"
-        ),
+        _Card("L20", ADA, 0.85, 92, 2.52, 119.5, 59.8, 239, 0, 864, 44.4, _SERVER4, _L20),
         _Card("L40", ADA, 0.85, 142, 2.49, 181, 90.5, 362, 0, 864, 44.4, _SERVER4, "L40"),
         _Card("L40S", ADA, 0.85, 142, 2.52, 362, 91.6, 733, 0, 864, 44.4, _SERVER4, "L40S"),
         _Card("RTX-6000-Ada", ADA, 0.70, 142, 2.505, 364.2, 91.1, 728.5, 0, 960, 47.4, _SERVER4, "RTX 6000 Ada"),

@@ -143,6 +143,7 @@ class PerformanceOptions:
     """0 where no flag gives it."""
     rampup_batch_size: tuple[int, ...] = ()
     """First batch size, its increment, samples of the ramp-up; empty without one."""
+    sft: bool = False
 
 
 _FLAGS = {

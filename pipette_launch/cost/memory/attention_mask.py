@@ -22,6 +22,8 @@ NO_MASK = "--no-create-attention-mask-in-dataloader"
 MATTERS = 0.01
 """A mask that adds a smaller share to every stage's peak is not named."""
 _RESET = "--reset-attention-mask"
+_SFT_ASSERTS = (0, 16)
+"""First release whose data set for --sft asserts that it is to make no mask (sft_dataset.py, __getitem__)."""
 _HOST_BYTES = 8
 """For each entry of a mask: ones and their lower triangle, both in fp32 (gpt_dataset.py)."""
 
@@ -37,6 +39,8 @@ def without_mask(job: Job) -> Job | None:
 def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
     """Name the stages that the mask makes larger, in one sentence, and say how to leave it out."""
     whole = whole_mask_bytes(job, layout)
+    if whole and performance_options(job).sft and job.release >= _SFT_ASSERTS:
+        return (f"With --sft the first sample ends the job: its data set makes no attention mask; add {NO_MASK}.",)
     bare = replace(job, performance_flags=(*job.performance_flags, NO_MASK))
     with_mask, without = ([part.total for part in peak_memory_bytes(one, layout)] for one in (job, bare))
     raised = [rank for rank, peak in enumerate(with_mask) if peak > (1 + MATTERS) * without[rank]]

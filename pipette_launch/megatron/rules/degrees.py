@@ -89,6 +89,10 @@ def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
         yield BrokenRule(reason, ("cp",), "it needs Transformer Engine and so a GPU; use --context-parallel-size 1")
     if model.transformer_impl == "local":
         yield BrokenRule("context parallelism needs Transformer Engine's attention", ("cp", "transformer_impl"))
+    elif model.attention_backend == "unfused" and model.params_dtype != "fp32":
+        # TE dot_product_attention/utils.py, get_attention_backend, v2.3 to v2.18: no backend is left.
+        reason = "Transformer Engine's unfused attention has no context parallelism"
+        yield BrokenRule(reason, ("cp", "attention_backend"), "use --attention-backend auto, flash or fused")
     if model.seq_length % (2 * cp):
         remedy = f"--seq-length must be a multiple of {2 * cp}; change one of them"
         yield BrokenRule(f"2*cp does not divide seq_length={model.seq_length}", ("cp", "seq_length"), remedy)

@@ -81,3 +81,21 @@ def test_a_job_without_a_mask_has_none_to_leave_out() -> None:
     assert bare
     assert (NO_MASK,) == bare.performance_flags
     assert without_mask(bare) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "version", "expected"),
+    [
+        (("--sft",), "0.16.1", True),
+        (("--sft",), "0.20.0", True),
+        (("--sft",), "0.15.0", False),
+        (("--sft", NO_MASK), "0.16.1", False),
+        ((), "0.16.1", False),
+    ],
+)
+def test_a_data_set_that_makes_no_mask_is_named(flags: tuple[str, ...], version: str, expected: bool) -> None:
+    """The one for supervised fine-tuning asserts so from 0.16 on, whatever the length of its samples."""
+    short = replace(job(*flags, seq_length=512), megatron_version=version)
+    notes = mask_notes(short, Layout())
+
+    assert expected == any("With --sft the first sample ends the job" in note for note in notes)

@@ -39,6 +39,12 @@ FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
             f"--seq-length must be a multiple of 16; {ONE}",
         ),
         (
+            f"{CP} 2 --seq-length 24 --bf16 --attention-backend unfused",
+            f"{CP} 2 and --attention-backend unfused",
+            "Transformer Engine's unfused attention has no context parallelism",
+            "use --attention-backend auto, flash or fused",
+        ),
+        (
             f"{TP} 4 --sequence-parallel --seq-length 30",
             f"--sequence-parallel, {TP} 4 and --seq-length 30",
             "tp does not divide seq_length=30/cp for sequence parallelism",

@@ -192,6 +192,15 @@ def test_windows_bind_context_parallelism(flags: tuple[str, ...], most: int) -> 
     assert most == max(one.cp for one in legal_layouts(job, world_size=2, devices_per_host=2, device_kind="cuda")[1:])
 
 
+@pytest.mark.parametrize(("backend", "most"), [("unfused", 1), ("flash", 2), ("fused", 2), ("auto", 2)])
+def test_unfused_attention_binds_context_parallelism(backend: str, most: int) -> None:
+    """Transformer Engine has kernels for it, and no backend without."""
+    model = tiny_model(transformer_impl="transformer_engine", attention_backend=backend, params_dtype="bf16")
+    found = legal_layouts(tiny_job(4, model=model), world_size=2, devices_per_host=2, device_kind="cuda")
+
+    assert most == max(one.cp for one in found)
+
+
 @pytest.mark.parametrize(
     ("pinned", "expected"), [((), {(1, ()), (2, (3, 2)), (4, (1, 1, 2, 1))}), (("layers_per_chunk",), {(2, (3, 2))})]
 )

@@ -1,10 +1,11 @@
 """Vocabularies of public models, by their names.
 
 Megatron counts `len(tokenizer)`, special tokens included, and pads the number itself; the `vocab_size` of a model's own
-config.json is already padded, by another rule. Sources are the tokenizers' public files and what their authors wrote:
-QwenLM/Qwen3 issues 29 and 885 (Qwen1.5 to 2.5), deepseek-ai/DeepSeek-MoE issue 14, ggml-org/llama.cpp pull request 3633
-(DeepSeek-Coder), vllm-project/vllm pull request 51727 (DeepSeek-V4), mosaicml/llm-foundry issue 590 (MPT),
-facebookresearch/metaseq issue 469 (OPT), recipes of NVIDIA/NeMo (Llama, Mixtral, Nemotron).
+config.json is already padded, by another rule. Sources: QwenLM/Qwen3 issues 29 and 885 (Qwen1.5 to 2.5),
+QwenLM/Qwen3-VL issue 350 (Qwen2-VL), b4rtaz/distributed-llama pull request 282 (Qwen3), deepseek-ai/DeepSeek-MoE issue
+14, ggml-org/llama.cpp pull request 3633 (DeepSeek-Coder), vllm-project/vllm pull request 51727 (DeepSeek-V4),
+mosaicml/llm-foundry issue 590 (MPT), facebookresearch/metaseq issue 469 (OPT), recipes of NVIDIA/NeMo (Llama, Mixtral,
+Nemotron). Figures of other models follow their published configurations and may differ by some special tokens.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ MODELS: tuple[tuple[str, int], ...] = (
     (r"(nvidia-)?nemotron-(h|nano|3|5)", 131072),
     (r"minitron", 256000),
     (r"kimi-(k2|vl|linear)|moonlight", 163840),
+    (r"glm-?5", 154880),
     (r"glm-?4-?[5-9](?!\d*b)", 151365),
     (r"glm-?4", 151343),
     (r"chatglm3", 64798),
@@ -81,22 +83,35 @@ MODELS: tuple[tuple[str, int], ...] = (
     (r"exaone-(3|4|deep)", 102400),
     (r"seed-oss", 155136),
     (r"jamba", 65536),
+    (r"minimax", 200064),
+    (r"(ling|ring)-(mini|flash|1t)", 157184),
+    (r"(ling|ring)-(lite|plus)", 126464),
+    (r"mimo-(7b|v2)", 151680),
+    (r"longcat", 131072),
+    (r"hunyuan-a13b", 128167),
+    (r"zephyr-7b", 32000),
+    (r"(nemotron|mt-nlg-plus).*256k.*model$", 256000),
     (r"grok-1|apertus", 131072),
 )
 """Beginnings of a model's name, in lower case with dashes for all signs, and the tokens of its tokenizer."""
 
 
 def known_tokens(named: str) -> tuple[str, int] | None:
-    """Return the part of a hub name or path that names a public model, and the tokens of its tokenizer.
+    """Return what names a public model in a hub name or path, and the tokens of its tokenizer.
+
+    A folder or file that begins with a model's name counts before one that holds it, and the last before others.
 
     Args:
-        named: `meta-llama/Llama-3.1-8B`, or `/lustre/models/Llama-3.1-8B/tokenizer.model` on a machine elsewhere.
+        named: `meta-llama/Llama-3.1-8B`, or `/lustre/models/my-Llama-3.1-8B/tokenizer.model` on a machine elsewhere.
 
     """
-    for part in reversed(PurePosixPath(named).parts):
-        # The hub's own cache joins organisation and name by two dashes.
-        name = re.sub(r"[^a-z0-9]+", "-", part.rpartition("--")[2].lower()).strip("-")
-        for pattern, tokens in MODELS:
-            if re.match(pattern, name):
-                return part, tokens
+    parts = PurePosixPath(named).parts[::-1]
+    # The hub's own cache joins organisation and name by two dashes.
+    names = [re.sub(r"[^a-z0-9]+", "-", part.rpartition("--")[2].lower()).strip("-") for part in parts]
+    for start in ("", r".*?(?<![a-z0-9])"):
+        for part, name in zip(parts, names, strict=True):
+            for pattern, tokens in MODELS:
+                found = re.match(f"{start}({pattern})", name)
+                if found:
+                    return found[1] if start else part, tokens
     return None

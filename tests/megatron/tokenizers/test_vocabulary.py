@@ -126,6 +126,9 @@ HF = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
         ("tiiuae/falcon-40b", 65024),
         ("bigscience/bloom", 250680),
         ("ibm-granite/granite-3b-code-base-2k", 49152),
+        ("NousResearch/Hermes-3-Llama-3.1-8B", 128256),
+        ("/home/yi/exp7/run-qwen2.5-14b-v2/hf", 151665),
+        ("/data/nemotron_2_256k.model", 256000),
     ],
 )
 def test_names_of_public_models_are_enough(named: str, tokens: int) -> None:

@@ -8,6 +8,33 @@ DROPPING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 """Load balancing that goes with a capacity factor."""
 EXPERTS = (
     FlagRule(
+        "num_experts",
+        "experts with biases are refused before 0.15; add --disable-bias-linear",
+        lambda f: f.is_expert_model and f.add_bias_linear,
+        until=(0, 14),
+    ),
+    FlagRule(
+        "moe_grouped_gemm", "needs --bf16 before 0.16", lambda f: f.moe_grouped_gemm and not f.bf16, until=(0, 15)
+    ),
+    FlagRule(
+        "moe_grouped_gemm",
+        "with biases needs --no-bias-dropout-fusion; or add --disable-bias-linear",
+        lambda f: (
+            f.is_expert_model
+            and f.moe_grouped_gemm
+            and not f.moe_use_legacy_grouped_gemm
+            and f.add_bias_linear
+            and f.bias_dropout_fusion
+            and f.transformer_impl == "transformer_engine"
+        ),
+    ),
+    FlagRule(
+        "moe_token_dispatcher_type",
+        "needs --moe-enable-deepep before 0.16",
+        lambda f: f.is_expert_model and f.dispatcher == "flex" and not f.moe_enable_deepep,
+        until=(0, 15),
+    ),
+    FlagRule(
         "moe_ffn_hidden_size",
         "needs --num-experts",
         lambda f: f.moe_ffn_hidden_size is not None and not f.is_expert_model,
@@ -201,7 +228,11 @@ GRAPHS = (
     FlagRule(
         "cuda_graph_scope cuda_graph_modules",
         "moe and moe_router need --num-experts above 1",
-        lambda f: f.graphs != "none" and f.graphed & {"moe", "moe_router"} and (f.num_experts or 1) <= 1,
+        lambda f: (
+            f.graphs != "none"
+            and f.graphed & {"moe", "moe_router", *(["moe_preprocess"] if f.graphs == "local" else [])}
+            and (f.num_experts or 1) <= 1
+        ),
     ),
     FlagRule(
         "cuda_graph_scope cuda_graph_modules",

@@ -12,6 +12,7 @@ MODEL = (
         "multi_latent_attention group_query_attention",
         "exclude each other",
         lambda f: f.multi_latent_attention and f.group_query_attention,
+        since=(0, 16),
     ),
     FlagRule(
         "multi_latent_attention rotary_interleaved",
@@ -22,6 +23,16 @@ MODEL = (
         "multi_latent_attention attention_output_gate",
         "exclude each other",
         lambda f: f.multi_latent_attention and f.attention_output_gate,
+    ),
+    FlagRule(
+        "multi_latent_attention qk_l2_norm",
+        "exclude each other",
+        lambda f: f.multi_latent_attention and f.qk_l2_norm,
+    ),
+    FlagRule(
+        "fused_residual_rmsnorm normalization",
+        "needs --normalization RMSNorm",
+        lambda f: f.fused_residual_rmsnorm and f.normalization != "RMSNorm",
     ),
     FlagRule(
         "multi_latent_attention rope_type",
@@ -71,6 +82,12 @@ MODEL = (
         lambda f: f.batch_invariant_mode and f.attention_backend != "flash",
     ),
     FlagRule(
+        "batch_invariant_mode flash_attention_version",
+        "needs --flash-attention-version 3 or 4",
+        lambda f: f.batch_invariant_mode and f.flash_attention_version not in (3, 4),
+        since=(0, 19),
+    ),
+    FlagRule(
         "batch_invariant_mode fp16",
         "needs --bf16",
         lambda f: f.batch_invariant_mode and not f.bf16,
@@ -82,9 +99,15 @@ MODEL = (
         lambda f: f.attention_backend == "local" and (f.spec or [""])[0] != "local",
     ),
     FlagRule(
-        "deterministic_mode use_flash_attn cross_entropy_loss_fusion",
-        "sums in no fixed order are excluded",
-        lambda f: f.deterministic_mode and (f.use_flash_attn or f.cross_entropy_loss_fusion),
+        "deterministic_mode cross_entropy_loss_fusion",
+        "exclude each other",
+        lambda f: f.deterministic_mode and f.cross_entropy_loss_fusion,
+    ),
+    FlagRule(
+        "deterministic_mode use_flash_attn",
+        "exclude each other",
+        lambda f: f.deterministic_mode and f.use_flash_attn,
+        until=(0, 18),
     ),
     FlagRule(
         "cp_comm_type",

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from pipette_launch.megatron.rules.flag_view import FlagRule
 
+LAST_RAMP = (0, 17)
+"""The last release in which `--rampup-batch-size` has an effect."""
+_WORDS_OF_RAMP = 3
+
+
+def grows(ramp: list[object], end: int) -> bool:
+    """Whether start, increment and samples lead to the end (RampupBatchsizeNumMicroBatchesCalculator)."""
+    if len(ramp) != _WORDS_OF_RAMP:
+        return False
+    start, increment, samples = (int(str(word)) for word in ramp)
+    return start > 0 and increment > 0 and samples >= 0 and end > start and (end - start) % increment == 0
+
+
 PRECISION = (
     FlagRule("fp4 fp8", "FP4 and FP8 exclude each other", lambda f: f.fp4 and f.fp8),
-    FlagRule("fp4_param", "needs --fp4-format", lambda f: f.fp4_param and not f.fp4),
+    FlagRule(
+        "fp4_param fp4_param_gather",
+        "needs --fp4-format",
+        lambda f: (f.fp4_param or f.fp4_param_gather) and not f.fp4,
+    ),
     FlagRule("fp8_param_gather", "needs --fp8-format", lambda f: f.fp8_param_gather and not f.fp8),
     FlagRule(
         "fp8 fp8_recipe",
@@ -45,7 +62,6 @@ OPTIMIZER = (
         "use_precision_aware_optimizer optimizer",
         "needs Adam",
         lambda f: f.use_precision_aware_optimizer and f.optimizer != "adam",
-        until=(0, 18),
     ),
     FlagRule(
         "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
@@ -100,7 +116,6 @@ OPTIMIZER = (
         "use_megatron_fsdp ckpt_format",
         "needs --ckpt-format fsdp_dtensor",
         lambda f: f.use_megatron_fsdp and f.ckpt_format != "fsdp_dtensor",
-        since=(0, 16),
     ),
     FlagRule(
         "use_megatron_fsdp check_weight_hash_across_dp_replicas_interval",
@@ -192,6 +207,22 @@ STEPS = (
         "step_batch_size_schedule global_batch_size",
         "exclude each other",
         lambda f: f.step_batch_size_schedule and f.global_batch_size is not None,
+    ),
+    FlagRule(
+        "train_iters rampup_batch_size",
+        "a growing batch needs --train-samples in place of --train-iters",
+        lambda f: f.train_iters and f.rampup_batch_size is not None,
+        until=LAST_RAMP,
+    ),
+    FlagRule(
+        "rampup_batch_size global_batch_size",
+        "the start grows to the global batch by whole increments, one at least",
+        lambda f: (
+            f.rampup_batch_size is not None
+            and f.global_batch_size is not None
+            and not grows(f.rampup_batch_size, f.global_batch_size)
+        ),
+        until=LAST_RAMP,
     ),
     FlagRule(
         "step_batch_size_schedule rampup_batch_size",

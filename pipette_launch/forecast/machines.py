@@ -188,13 +188,16 @@ def _device(source: str | Path | DeviceFile) -> tuple[DeviceSpec, tuple[str, ...
     if not isinstance(source, (str, Path)):
         raise UsageError(f"--gpu must be a name, a path or a DeviceFile, got {source!r}")
     name = str(source)
-    if Path(name).suffix == ".json" or os.sep in name or Path(name).is_file():
+    if isinstance(source, Path) or Path(name).suffix == ".json" or os.sep in name:
         return files.read(Path(name), DeviceFile).spec(), ()
     with _naming("--gpu:"):
         try:
             note = other_meanings(name)
             return device_named(name), (f"--gpu {note}",) if note else ()
         except UnknownDeviceError as error:
+            # Not Path.exists, which raises for a name that no file can have.
+            if os.path.lexists(name):
+                return files.read(Path(name), DeviceFile).spec(), ()
             advice = "pipette devices lists those that are known, and --gpu FILE reads any other from a file"
             raise FactError(f"{error}{' ' if str(error).endswith('?') else '; '}{advice}") from error
 

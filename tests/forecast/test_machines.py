@@ -154,6 +154,23 @@ def test_a_device_is_read_from_a_file_too(tmp_path: Path) -> None:
     assert 99e9 == found.spec.within_host.bytes_per_s
 
 
+def test_a_known_name_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that happens to be called as a device is not read; one of another name is, whatever its ending."""
+    monkeypatch.chdir(tmp_path)
+    files.write(Path("H200"), replace(file_of(device_named("L4")), name="other"))
+    files.write(Path("mine"), replace(file_of(device_named("L4")), name="mine"))
+
+    assert ("H200", "mine") == tuple(machines_of(world_size=8, gpu=gpu).device_name for gpu in ("H200", "mine"))
+    assert "other" == machines_of(world_size=8, gpu=Path("H200")).device_name
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "H\0", "\ud800"])
+def test_a_name_that_no_file_can_have_is_an_unknown_device(name: str) -> None:
+    """Too long, or with a letter that no file's name has."""
+    with pytest.raises(FactError, match="--gpu: unknown device"):
+        machines_of(world_size=8, gpu=name)
+
+
 @pytest.mark.parametrize(
     ("gpu", "message"),
     [

@@ -6,7 +6,7 @@ import re
 
 Words = tuple[str, ...]
 
-_NOISE = {"NVIDIA", "TESLA", "GEFORCE", "GPU", "TENSOR", "CORE", "GENERATION"}
+_NOISE = set("NVIDIA TESLA GEFORCE GPU TENSOR CORE GENERATION VOLTA TURING AMPERE GRACE HOPPER SUPERCHIP".split())
 """Words that change nothing."""
 _ONE_WORD = (
     # RTX4090, RTXPRO6000, H100SXM5: several words.

@@ -22,6 +22,8 @@ NAMES = {
     "h100-sxm": "H100-SXM",
     "H100SXM5": "H100-SXM",
     "DGX H100": "H100-SXM",
+    "NVIDIA Hopper H100 Tensor Core GPU (SXM5)": "H100-SXM",
+    "Grace Hopper Superchip GH200 96GB": "GH200-96GB",
     "h100-nvl": "H100-NVL",
     "H100 94GB": "H100-NVL",
     "H100_PCIe": "H100-PCIe",

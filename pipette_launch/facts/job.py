@@ -27,7 +27,7 @@ class Job:
     model: ModelSpec
     batch: Batch
     own: Layout
-    """The user's own configuration."""
+    """The user's own configuration, or what stands in for it."""
     pinned: tuple[str, ...]
     """Layout fields that no plan may change, `--pipette-fix` and a checkpoint's demands together, sorted."""
     notes: tuple[str, ...]
@@ -47,6 +47,8 @@ class Job:
 
     allocator_config: str = field(default="", metadata=ADDED_LATER)
     """Options of torch's CUDA allocator in the workers' environment (`megatron.allocator`); empty without any."""
+    own_refusal: str = field(default="", metadata=ADDED_LATER)
+    """Why Megatron refuses the user's own configuration; `own` then stands in for it. Empty where it does not."""
 
     @property
     def release(self) -> tuple[int, ...]:

@@ -154,6 +154,29 @@ def write_chunks(arguments: Arguments, split: Split, *, pp: int, num_layers: int
     return bare.with_flag("--pipeline-model-parallel-layout", f"E{'|'.join(stages)}L")
 
 
+def nearly_even(num_layers: int, num_chunks: int) -> Chunks:
+    """Share layers among chunks, at most one more in some than in others; () if all have equally many.
+
+    The last chunk, which has the head, is the last to get one more, and the first one the last but one.
+    """
+    size, more = divmod(num_layers, num_chunks)
+    larger = {*[*range(1, num_chunks - 1), 0][:more]}
+    return tuple(size + (chunk in larger) for chunk in range(num_chunks)) if more else ()
+
+
+def stated_vpp(arguments: Arguments, pp: int) -> int | None:
+    """Virtual stages that flags name however the layers divide; None if that depends on the layers."""
+    layout = arguments.get("pipeline_model_parallel_layout")
+    if layout is not None:
+        stages, rest = divmod(
+            len(_written_out(layout, arguments.shown("pipeline_model_parallel_layout")).split("|")), pp
+        )
+        return None if rest else stages
+    if arguments.get("num_layers_per_virtual_pipeline_stage") is not None:
+        return None
+    return arguments.size("num_virtual_stages_per_pipeline_rank")
+
+
 def _check_exclusive(arguments: Arguments) -> None:
     ways = [dest for dest in SPLIT_DESTS[:3] if arguments.get(dest) is not None]
     if len(ways) > 1:
@@ -275,7 +298,7 @@ def _from_stages(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Ch
         raise MegatronError(
             f"--num-layers {num_layers} does not divide over --pipeline-model-parallel-size {pp}"
             f"{' with ' + ' and '.join(ends_shown) if ends_shown else ''}: {left} layers for {ranks} ranks; "
-            f"choose a pipeline size that divides them"
+            f"choose a pipeline size that divides them, or split them unevenly by --pipeline-model-parallel-layout"
         )
     stages = [given.get(rank, left // ranks if ranks else 0) for rank in range(pp)]
     for rank, layers in enumerate(stages):

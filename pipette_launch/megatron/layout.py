@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.megatron.chunks import SPLIT_DESTS, Split, hybrid_pattern, read_chunks
+from pipette_launch.megatron.chunks import (
+    Split,
+    hybrid_pattern,
+    nearly_even,
+    read_chunks,
+    stated_vpp,
+    write_chunks,
+)
 from pipette_launch.megatron.flags import Arguments, release_of
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 MOST_LAYERS = 1 << 14
-SIZE_DESTS = (TP, PP, CP, EP, ETP, GROUP_SIZE, *SPLIT_DESTS)
-SIZE_FIELDS = frozenset({"tp", "pp", "dp", "cp", "ep", "etp", *Split._fields, "microbatch_group_size"})
-"""What `SIZE_DESTS` say of a layout."""
+DEGREES = {"tp": TP, "pp": PP, "cp": CP, "ep": EP, "etp": ETP}
+"""Destinations of the degrees."""
+SPLIT_FIELDS = (*Split._fields, "microbatch_group_size")
 SWITCHES = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "use_tp_pp_dp_mapping")
 """Destinations that are fields of a layout."""
 
@@ -100,6 +109,50 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
         )
     except LayoutError as error:
         raise MegatronError(f"the job's own configuration: {error}") from error
+
+
+def read_stand_in(
+    arguments: Arguments, *, world_size: int, fixed: Collection[str], keeps_degrees: bool
+) -> tuple[Layout, frozenset[str]] | None:
+    """Return a layout for flags that `read_layout` refuses, and its fields that differ from these flags.
+
+    The layers are split anew, as evenly as they can be. Where that is not enough, the degrees of the experts become
+    Megatron's defaults, and then all degrees do. Fields that are fixed stay.
+
+    Args:
+        arguments: the user's flags.
+        world_size: ranks of the job.
+        fixed: fields of the layout.
+        keeps_degrees: split the layers anew, and change no degree.
+
+    Returns:
+        None where no such layout keeps the fixed fields.
+
+    """
+    # The ranks of a replica decide dp.
+    kept = {*fixed, *(("tp", "pp", "cp") if "dp" in fixed else ())}
+    for changed in (set(), {"ep", "etp"}, {"tp", "pp", "cp", "ep", "etp"})[: 1 if keeps_degrees else None]:
+        bare = arguments.without(*(DEGREES[name] for name in changed - kept))
+        try:
+            layout = read_layout(_split_anew(bare, fixed), world_size=world_size)
+        except MegatronError:
+            continue
+        differs = {*changed, *({"dp"} if "tp" in changed else ()), *SPLIT_FIELDS} - kept
+        return layout, frozenset(differs - ({"vpp"} if layout.vpp == stated_vpp(arguments, layout.pp) else set()))
+    return None
+
+
+def _split_anew(arguments: Arguments, fixed: Collection[str]) -> Arguments:
+    """Split the layers as evenly as they can be, with the virtual stages that the flags name where there are layers."""
+    pp, num_layers = arguments.size(PP), num_layers_of(arguments)
+    stated = stated_vpp(arguments, pp)
+    if "layers_per_chunk" in fixed or ("vpp" in fixed and stated is None):
+        return arguments
+    vpp = stated if stated and ("vpp" in fixed or (pp > 1 and pp * stated <= num_layers)) else 1
+    if pp * vpp > num_layers:
+        return arguments
+    bare = arguments if vpp > 1 else arguments.without(GROUP_SIZE)
+    return write_chunks(bare, Split(vpp, nearly_even(num_layers, pp * vpp)), pp=pp, num_layers=num_layers)
 
 
 def _implied(arguments: Arguments) -> tuple[str, ...]:

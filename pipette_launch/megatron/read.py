@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,8 @@ from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.facts.machines.device_names import compute_capability
 from pipette_launch.megatron import checkpoint
 from pipette_launch.megatron.allocator import allocator_config
-from pipette_launch.megatron.chunks import without_stages
 from pipette_launch.megatron.flags import Arguments, known_release, newest_release, release_of
-from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, read_layout
+from pipette_launch.megatron.layout import read_layout, read_stand_in
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import performance_flags
 from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
@@ -40,6 +39,7 @@ def read_job(
     """Read what the user asked for, and what a plan must leave as it is.
 
     Where a checkpoint dictates the layout it is loaded with, `own` has the checkpoint's values, whatever the flags say.
+    Where the user's own layers do not divide, `own` is a stand-in that splits them unevenly, and a note says so.
 
     Args:
         arguments: the words after the script's name.
@@ -49,7 +49,7 @@ def read_job(
         fix: names from `--pipette-fix`.
         for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
         without_probes: read also jobs that a warm-up cannot time, for plans that rest on none.
-        for_planning: read also an own layout that Megatron refuses, without sizes that do not suit the ranks.
+        for_planning: read also an own layout that Megatron refuses; a stand-in has other sizes that suit the ranks.
         is_launched: leave words that are no flags to the script, which starts and judges them itself.
         environment: of the workers, for the variables that choose an attention backend or size buffers; None for none.
         device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
@@ -71,7 +71,9 @@ def read_job(
     vocabulary = read_vocabulary(given)
     capability = capability or compute_capability(device_name)
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, capability=capability)
-    flags_layout, refusal = _flags_layout(given, world_size, for_planning=for_planning)
+    flags_layout, refusal, changed = _flags_layout(
+        given, world_size, fixed, for_prediction=for_prediction, for_planning=for_planning
+    )
     if starts_nothing:
         # A script that is launched refuses by itself, and may allow more than NVIDIA's.
         check_flags(given, flags_layout)
@@ -83,7 +85,7 @@ def read_job(
     held = (*pins(given, own, device_kind), *demands.pins)
     pinned = {*fixed, *(name for pin in held for name in pin.fields)}
     # On CPU cp stays 1, whatever the user's sizes are.
-    if refusal and pinned & SIZE_FIELDS - ({"cp"} if device_kind == "cpu" else set()):
+    if refusal and (pinned & changed) - {*demands.own} - ({"cp"} if device_kind == "cpu" else set()):
         raise refusal
     assumed = (from_checkpoint, vocabulary.note, *demands.notes)
     notes = [*assumed, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
@@ -96,12 +98,17 @@ def read_job(
         "model": model,
         "batch": batch,
         "own": own,
+        "own_refusal": str(refusal or ""),
         **_training(given, batch, environment),
     }
     job = Job(**fields, pinned=tuple(sorted(pinned)), notes=tuple(dict.fromkeys(filter(None, notes))))
     if for_planning:
         return job
-    return replace(job, notes=(*job.notes, *check_own(job, given, device_kind=device_kind)))
+    try:
+        faults = check_own(job, given, device_kind=device_kind)
+    except MegatronError as error:
+        raise refusal or error from None
+    return replace(job, notes=(*job.notes, *faults))
 
 
 def global_batch_size(words: Sequence[str]) -> int | None:
@@ -110,15 +117,26 @@ def global_batch_size(words: Sequence[str]) -> int | None:
     return int(given.get("global_batch_size")) if given.is_given("global_batch_size") else None
 
 
-def _flags_layout(given: Arguments, world_size: int, *, for_planning: bool) -> tuple[Layout, MegatronError | None]:
-    """Read the layout; for planning, sizes that do not suit the ranks are left out and the refusal is returned."""
+def _flags_layout(
+    given: Arguments, world_size: int, fixed: Collection[str], *, for_prediction: bool, for_planning: bool
+) -> tuple[Layout, MegatronError | None, frozenset[str]]:
+    """Read the layout; where Megatron refuses it a stand-in, with the refusal and the fields that are not the user's.
+
+    For a job that will start, a stand-in only splits the layers anew: other hosts may suit its sizes. A layout that
+    names stages is left to Megatron, as a later release may know it.
+    """
     try:
-        return read_layout(given, world_size=world_size), None
+        return read_layout(given, world_size=world_size), None, frozenset()
     except MegatronError as error:
-        # Without a global batch size the layout says what a step is.
-        if not for_planning or not given.is_given("global_batch_size"):
+        names_stages = given.get("pipeline_model_parallel_layout") is not None
+        if for_prediction or (names_stages and not for_planning):
             raise
-        return read_layout(without_stages(given.without(*SIZE_DESTS)), world_size=world_size), error
+        # Without a global batch size the degrees say what a step is.
+        keeps_degrees = not for_planning or not given.is_given("global_batch_size")
+        found = read_stand_in(given, world_size=world_size, fixed=fixed, keeps_degrees=keeps_degrees)
+        if found is None:
+            raise
+        return found[0], error, found[1]
 
 
 def _batch(given: Arguments, own: Layout) -> Batch:
@@ -147,7 +165,7 @@ def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) ->
 
 
 def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: MegatronError | None) -> list[str]:
-    notes = [] if refusal is None else [f"{refusal}; {own.words()} stands here for your own layout"]
+    notes = [] if refusal is None else [f"{refusal}; {own.words()} stands in for your own layout"]
     if not given.is_given("global_batch_size"):
         notes.append("--global-batch-size is not given: pinned to one micro-batch on each replica of your own layout")
     if own != flags_layout:

@@ -118,7 +118,7 @@ def trials(plan: Plan, most: int | None) -> Iterator[RenderableType]:
     for run in kept:
         won = (run.layout, run.placement) == (plan.chosen.layout, plan.chosen.placement)
         style = "green" if won else "default"
-        whose = ", yours" if run.is_own else ""
+        whose = f", {'in place of ' if plan.own_fault else ''}yours" if run.is_own else ""
         if run.step is None:
             table.add_row(text("-"), bar(0.0, "red"), text(f"{run.layout.words()}{whose}: {run.failure}", "red"))
             continue

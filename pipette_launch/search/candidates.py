@@ -142,12 +142,17 @@ class SearchInputs:
     @property
     def own_split(self) -> str | None:
         """What the user's own layout, though legal, does not keep together in torchrun's order."""
-        if self.own_fault is not None:
+        if self.own_fault is not None or self.job.own_refusal:
             return None
         split = self.rooms.split(self.blocks(self.job.own), host_order(self.cluster.num_slots))
         if split is None:
             return None
         return f"in torchrun's order it splits {split.words}, and {split.asked_by} needs each inside {split.inside}"
+
+    @property
+    def own_cannot_run(self) -> str:
+        """Why the user's own configuration cannot run, or what it does not keep together; empty where it can."""
+        return self.job.own_refusal or self.own_fault or self.own_split or ""
 
     @property
     def can_price_own(self) -> bool:

@@ -68,7 +68,7 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
     """
     own, basis = _own_choice(inputs, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
-    own_runs = own.fits and inputs.own_fault is None and inputs.own_split is None
+    own_runs = own.fits and not inputs.own_cannot_run
     judge = _Judge(inputs, own if own_runs else None, basis or own.layout, margin)
     before_own = takewhile(lambda one: not (own_runs and _is_own(one, own)), ranking)
     fastest = next(filter(judge.saves_enough, before_own), None)

@@ -51,7 +51,7 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     """Say what was measured badly, assumed, pinned, or is not modelled."""
     found = [*inputs.job.notes, *inputs.measurements.notes, *inputs.predictor.notes(chosen.priced_layout)]
     own = chosen.own
-    if inputs.own_fault is not None:
+    if inputs.own_fault is not None and not inputs.job.own_refusal:
         found.append(f"The user's own layout {own.layout.words()} is ruled out: {inputs.own_fault}.")
     elif chosen.own_basis is not None:
         found.append(
@@ -126,7 +126,7 @@ def _why_own(chosen: Chosen, margin: float) -> list[str]:
 def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     choice, own = chosen.choice, chosen.own
     found = []
-    if inputs.own_fault is not None or inputs.own_split is not None:
+    if inputs.own_cannot_run:
         found.append(f"{choice.layout.words()} takes {seconds_text(choice.step_time_s)} a step.")
     elif not own.fits:
         shown = own.memory_shown

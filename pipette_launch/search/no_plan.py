@@ -41,6 +41,8 @@ def _nothing_legal(inputs: SearchInputs, is_late: IsLate) -> PlanError:
     job, slots = inputs.job, inputs.cluster.num_slots
     pins = f" with {', '.join(job.pinned)} fixed" if job.pinned else ""
     broken = f"; the user's own {job.own.words()} breaks: {inputs.own_fault}" if inputs.own_fault else ""
+    if job.own_refusal:
+        broken = f"; the user's own configuration is refused: {job.own_refusal}"
     ways = [*_released(inputs, must_fit=False, is_late=is_late), *_other_sizes(inputs)]
     return PlanError(f"no layout is legal for {slots} ranks{pins}{broken}. {_help(ways)}")
 

@@ -109,9 +109,8 @@ def _dropped(found: Cuts, frontier: Frontier, searched: Searched) -> dict[str, i
     """Count the layouts that no longer stand for choice, by reason; the most frequent reason first."""
     dropped = Counter(found.dropped) + frontier.dropped
     if not searched.is_cut_short:
-        legal = found.num_layouts - (found.own_fault is not None)
         outdone = len(frontier.outdone.difference(one.layout for one in searched.candidates))
-        beaten = legal - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
+        beaten = found.num_layouts - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
         dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
     return dict(dropped.most_common())
 
@@ -144,7 +143,7 @@ def _plan(
         chosen=chosen.choice,
         alternatives=chosen.alternatives,
         own=chosen.own,
-        own_fault=inputs.own_fault or inputs.own_split or "",
+        own_fault=inputs.own_cannot_run,
         keeps_own=chosen.keeps_own,
         reasons=(*cut_short, *explanations.reasons(inputs, chosen, floor_s=searched.floor_s, margin=options.margin)),
         notes=(*learned, *explanations.notes(inputs, chosen)),

@@ -96,7 +96,9 @@ def value_of(plan: Plan, key: str) -> str:
         "limit": bytes_text(memory.limit_bytes),
         "memory margin": f"{1 - memory.limit_bytes / memory.free_bytes:.0%}" if memory.free_bytes else "",
         "chosen": layout.words(),
-        "yours": f"{plan.own.layout.words()}, {seconds_text(plan.own.step_time_s)} a step predicted",
+        "yours": f"cannot run: {plan.own_fault}"
+        if plan.own_fault
+        else f"{plan.own.layout.words()}, {seconds_text(plan.own.step_time_s)} a step predicted",
         "schedule": chosen.schedule,
         "why": " ".join(plan.reasons),
     }

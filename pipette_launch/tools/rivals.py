@@ -135,6 +135,8 @@ def _ours(plan: Plan | PlanError, name: str) -> Entry:
 
 def _rival(judge: Judge, name: str, options: PlannerOptions) -> Entry:
     """Price a planner's choice; where that cannot run, add a remark on its next choice that can."""
+    if name == YOURS and judge.job.own_refusal:
+        return _entry(name, None, faults=(f"{judge.job.own_refusal}.",))
     if name == YOURS:
         own = judge.priced(judge.job.own, range(judge.job.own.world_size))
         return _entry(name, own.choice, faults=own.faults, remarks=("In torchrun's order.",))

@@ -241,7 +241,7 @@ def test_a_plan_needs_no_layout_of_the_users_own() -> None:
 
     assert asked.own == Layout(dp=8, micro_batch_size=2, use_distributed_optimizer=True)
     assert asked.notes[-1].startswith(f"{TP} 3 with {PP} 5 need a multiple of 15 ranks, but the job has 8;")
-    assert asked.notes[-1].endswith("; tp1 pp1 dp8 mbs2 dist-opt stands here for your own layout")
+    assert asked.notes[-1].endswith("; tp1 pp1 dp8 mbs2 dist-opt stands in for your own layout")
     assert job(sizes, fix=("mbs",), for_planning=True).pinned == ("micro_batch_size",)
     assert job(sizes, device_kind="cpu", for_planning=True).pinned == ("cp",)
     for wrong in ({"fix": ("tp",)}, {"base": TEXT.replace("--global-batch-size 32", "").split()}):

@@ -19,8 +19,11 @@ from pipette_launch import megatron
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Plan, files
 from pipette_launch.facts.machines.device_memory import StageReading, memory_digest
+from pipette_launch.facts.results.comparison import Comparison
 from pipette_launch.launch.cache.plan_files import check_belongs, on_real_hosts
 from pipette_launch.report.flag_changes import paste_words
+from pipette_launch.report.page import choices
+from pipette_launch.report.plan import plan_file_screen
 from pipette_launch.tools import planning
 from pipette_launch.tools.main import main, parser
 from pipette_launch.units import seconds_text
@@ -300,6 +303,50 @@ def test_who_asks_for_a_plan_needs_no_layout(words: str, note: str, capsys: pyte
     assert setting is not None
     chosen = megatron.read_job(setting.new_arguments, world_size=8, megatron_version="0.16.1", device_kind="cuda").own
     assert plan.chosen.layout == chosen
+
+
+FLEX = "--num-experts 4 --moe-token-dispatcher-type flex --moe-enable-deepep --transformer-impl transformer_engine"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (f"--num-layers 5 --pipeline-model-parallel-size 4 {FLEX}", "--num-layers 5 does not divide over"),
+        ("--num-layers 6 --pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", "--num-layers 6 does not"),
+        (f"--tensor-model-parallel-size 3 {FLEX}", "--tensor-model-parallel-size 3 need a multiple of 3 ranks"),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|t*4L",
+            "--pipeline-model-parallel-layout Et*3|t*4L: names 7 layers (t) of --num-layers 8",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 8",
+            "--num-layers 8 does not divide over --pipeline-model-parallel-size 2 with --decoder-first",
+        ),
+    ],
+)
+def test_what_stands_in_for_a_refused_layout_is_not_shown_as_yours(
+    words: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan has the layout's own reason, names the stand-in in a note, and no screen calls it yours."""
+    code, out, _ = answer(f"plan --json --gpu h100-sxm --nodes 1 --budget 0.5 --fix overlap {JOB} {words}", capsys)
+    plan = files.loads(Plan, out, "stdout")
+    screens = [plan_file_screen(plan, title="pipette plan", saved_to=None), str(choices.what_changes(plan))]
+    screens += [str(choices.alternatives(plan)), str(choices.step_parts(plan))]
+
+    assert 0 == code
+    assert plan.own_fault.startswith(reason)
+    assert f"{plan.own_fault}; {plan.own.layout.words()} stands in for your own layout" in plan.notes
+    assert not [note for note in plan.notes if "is ruled out" in note]
+    assert not plan.keeps_own
+    assert not [screen for screen in screens if "yours" in screen]
+    assert (None, (f"{plan.own_fault}.",)) == yours_in_a_comparison(words, capsys)
+
+
+def yours_in_a_comparison(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, tuple[str, ...]]:
+    """Choice and faults of the user's own configuration in `pipette compare`."""
+    asked = f"compare --json --planners yours --gpu h100-sxm --nodes 1 --fix overlap {JOB} {words}"
+    (entry,) = files.loads(Comparison, answer(asked, capsys)[1], "stdout").entries
+    return entry.choice, entry.faults
 
 
 def test_equal_questions_get_equal_plans(capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,6 +136,7 @@ class Plan:
     chosen: Choice
     alternatives: tuple[Choice, ...]
     own: Choice
+    """The user's own configuration; or what stands in for it, if `own_fault` says that it cannot run."""
     keeps_own: bool
     """The chosen one is the user's own: nothing else was better by the margin."""
     reasons: tuple[str, ...]
@@ -158,7 +159,9 @@ class Plan:
     """So many of the alternatives, from the first, are better than the user's own; None: all of them, as predicted."""
 
     own_fault: str = field(default="", metadata=ADDED_LATER)
-    """Why `own` cannot run; where Megatron refuses it, its step time is that of another layout. Empty where it can."""
+    """Why the user's own configuration cannot run; empty where it can.
+
+    Where Megatron refuses it, `own` is a stand-in, or its step time is that of another layout."""
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
     """Plans of the whole job for other numbers of hosts, the most hosts first; none has templates of its own."""
     other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)

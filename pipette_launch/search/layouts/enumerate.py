@@ -54,7 +54,7 @@ class Cuts:
     own_fault: str | None
     """The constraint that the user's own layout breaks, if any."""
     num_layouts: int
-    """All legal layouts: all variants of all cuts, and the user's own."""
+    """All legal layouts: all variants of all cuts."""
 
     def __len__(self) -> int:
         """N."""
@@ -140,7 +140,7 @@ def cuts(
         columns=columns.take(np.flatnonzero(count_N)),
         dropped=dict((dropped + refused).most_common()),
         own_fault=own_broken.reason if own_broken else None,
-        num_layouts=int(count_N.sum()) + (own_broken is not None),
+        num_layouts=int(count_N.sum()),
     )
 
 

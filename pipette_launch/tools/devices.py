@@ -32,11 +32,13 @@ def run(args: Namespace) -> int:
     """Print the table or the document; returns 0."""
     from pipette_launch.facts import files
     from pipette_launch.facts.machines.device_file import DeviceFiles, file_of
-    from pipette_launch.facts.machines.known_devices import device_named, known_devices
+    from pipette_launch.facts.machines.known_devices import device_named, known_devices, other_meanings
 
     shown = known_devices().values() if args.name is None else (device_named(args.name),)
     if not args.json:
         sys.stdout.writelines(_table(*shown))
+        note = other_meanings(args.name) if args.name else ""
+        sys.stdout.write(f"{note}\n" if note else "")
         return 0
     described = tuple(file_of(device) for device in shown)
     sys.stdout.write(files.dumps(described[0] if args.name else DeviceFiles(devices=described)) + "\n")

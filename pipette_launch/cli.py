@@ -43,14 +43,18 @@ def check_own_flags(whole: ArgumentParser, argv: Sequence[str]) -> None:
             raise UsageError(f"unknown flag {name}{hint}")
 
 
-def options_from(args: Namespace) -> Options:
-    """Turn parsed flags into the launcher's options; raises UsageError for a value that makes no sense."""
+def options_from(args: Namespace, *, advice: str = "") -> Options:
+    """Turn parsed flags into the launcher's options; raises UsageError for a value that makes no sense.
+
+    `advice` ends a sentence about launchers that do not fit the number of nodes.
+    """
+    from pipette_launch.agent.sync.meeting_flags import check_meeting
     from pipette_launch.facts.schedules import schedule_names
     from pipette_launch.launch.options import Options
     from pipette_launch.megatron import fixed_fields
 
     _check_sizes(args)
-    check_meeting(args)
+    check_meeting(args, advice=advice)
     late = [word for word in args.training_script_args if word.startswith(PREFIX)]
     if late:
         raise UsageError(
@@ -182,20 +186,23 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
     with _uncollected():
         from pipette_launch.launch.node_controller import launch
         from pipette_launch.launch.slurm import take, tasks
+        from pipette_launch.launch.slurm.step import several_launchers
 
         whole = parser()
     flags = _before_script(whole, words)
     check_own_flags(whole, flags)
     args = whole.parse_args(words)
     step = take.take(args, take.given(whole, words, os.environ), os.environ)
-    options = options_from(args)
+    # The tasks of a step that we arrange ourselves share one launcher.
+    advice = "" if step is not None else several_launchers(os.environ)
+    options = options_from(args, advice=advice)
     if options.detail == "verbose":
         log_for_debugging("pipette_launch", "pipette-launch: ")
     if step is not None and step.num_tasks > 1:
         if step.local_id:
             sys.exit(tasks.await_agent(f"{step.name}/{step.node}"))
         siblings.open(f"{step.name}/{step.node}", step.num_tasks - 1)
-    launch(args, options)
+    launch(args, options, advice=advice)
 
 
 def _before_script(whole: ArgumentParser, words: Sequence[str]) -> Sequence[str]:
@@ -241,22 +248,6 @@ def _tolerated(args: Namespace) -> int:
         return _whole("--pipette-tolerate", args.pipette_tolerate)
     least, most = parse_min_max_nnodes(args.nnodes)
     return 1 if most > least else 0
-
-
-def check_meeting(args: Namespace) -> None:
-    """Raise UsageError for a rendezvous endpoint or settings that torch's own code would end on with a traceback."""
-    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
-
-    readers: dict[str, Callable[[str], object]] = {
-        "--rdzv-endpoint": lambda text: parse_rendezvous_endpoint(text, default_port=0),
-        "--rdzv-conf": _parse_rendezvous_config,
-    }
-    flag = text = ""
-    try:
-        for flag, text in (("--rdzv-endpoint", args.rdzv_endpoint), ("--rdzv-conf", args.rdzv_conf)):
-            readers[flag](text or "")
-    except ValueError as error:
-        raise UsageError(f"{flag} {text}: {error}") from error
 
 
 def _number(flag: str, text: str) -> float:

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import registry
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
 
 from pipette_launch.agent import orphans, signals, worker_health
 from pipette_launch.agent.elastic import PipetteAgent
-from pipette_launch.agent.sync import rendezvous
+from pipette_launch.agent.sync import endpoint, rendezvous
+from pipette_launch.agent.sync.meeting_flags import becomes_standalone, connect_seconds, endpoint_of, is_file
+from pipette_launch.errors import ClusterError, UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -27,14 +31,18 @@ MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"
 """Where a worker of NVIDIA's ft_launcher reaches the process that watches it, which serves one worker at a time."""
 
 
-def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller]) -> None:
+def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller], *, advice: str = "") -> None:
     """Run a job as torchrun would, with a controller.
 
     Everything that torchrun does between its parser and its agent (and after it: error files, the rendezvous' end,
-    exit codes) is torch's own code, of whatever version is installed.
+    exit codes) is torch's own code, of whatever version is installed. `advice` is the end of a sentence
+    about launchers that do not meet as their flags describe.
     """
     drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
-    place = rendezvous.settle(args)
+    if args.rdzv_backend in ("static", "c10d") and not becomes_standalone(args) and not is_file(args):
+        endpoint.await_name(endpoint_of(args), patience_s=connect_seconds(args))
+    place = rendezvous.settle(args, advice=advice)
+    endpoint.await_store(place)
     controller = conduct(place)
     agents: list[PipetteAgent] = []
 
@@ -45,7 +53,8 @@ def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller]) ->
     with (
         orphans.ended(lambda: _running(agents[0]) if agents else set()),
         signals.passed_on(lambda: controller.is_training, lambda: _workers(agents[0]) if agents else None),
-        _agent_class(make_agent),
+        _in_place_of(launcher, "LocalElasticAgent", make_agent),
+        _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, place)),
     ):
         torchrun.run(args)  # type: ignore[no-untyped-call]
 
@@ -79,13 +88,26 @@ def _workers(agent: PipetteAgent) -> set[int] | None:
     return set(context.pids().values()) & {child.pid for child in psutil.Process().children()}
 
 
+def _explaining(make: Callable[[Any], Any], settings: RendezvousSettings) -> Callable[[Any], Any]:
+    """Turn the ways in which torch cannot open a rendezvous into sentences."""
+
+    def made(parameters: Any) -> Any:
+        try:
+            return make(parameters)
+        except RendezvousError as error:
+            raise ClusterError(endpoint.explained(error, settings)) from error
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"--rdzv-backend {parameters.backend} with --rdzv-conf cannot be used: {error}") from error
+
+    return made
+
+
 @contextmanager
-def _agent_class(make: Callable[..., PipetteAgent]) -> Iterator[None]:
-    """Put our agent where `launch_agent` looks for torch's; the class is named there and nowhere else."""
-    module: Any = launcher
-    stock = module.LocalElasticAgent
-    module.LocalElasticAgent = make
+def _in_place_of(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Put a function of ours where `launch_agent` looks for torch's; it is named there and nowhere else."""
+    stock = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        module.LocalElasticAgent = stock
+        setattr(module, name, stock)

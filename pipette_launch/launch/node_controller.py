@@ -53,8 +53,8 @@ PROGRESS = "progress"
 logger = logging.getLogger(__name__)
 
 
-def launch(args: Namespace, options: Options) -> None:
-    """Run a job; returns when it has succeeded, raises as torchrun does when it has not."""
+def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
+    """Run a job; returns when it has succeeded, raises as torchrun does when it has not (`advice`: see `start.run`)."""
     # Made when it is needed: nothing is left of a launcher that a signal ends while it waits for the other nodes.
     folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
     metrics = MetricsFile(options.metrics_file, script=options.script, keeps=not options.only_looks)
@@ -62,7 +62,11 @@ def launch(args: Namespace, options: Options) -> None:
     has_failed = True
     metrics.begin()
     try:
-        start.run(args, lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans))
+        start.run(
+            args,
+            lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans),
+            advice=advice,
+        )
         has_failed = False
     finally:
         metrics.ended(failed=has_failed)

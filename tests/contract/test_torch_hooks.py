@@ -10,7 +10,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import api, local_elastic_agent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
 from torch.distributed.launcher import api as launcher
 
 AGENT = local_elastic_agent.LocalElasticAgent
@@ -100,3 +100,18 @@ def test_abstract_methods_are_all_passed_on() -> None:
     }
     assert LogsSpecs.__abstractmethods__ == {"reify", "root_log_dir"}
     assert issubclass(DefaultLogsSpecs, LogsSpecs)
+
+
+def test_the_rendezvous_is_opened_by_the_registry() -> None:
+    """launch_agent asks torch's registry for it, where ours turns errors into sentences."""
+    assert inspect.getsource(launcher.launch_agent).count("rdzv_registry.get_rendezvous_handler(") == 1
+
+
+def test_the_state_of_a_meeting_can_be_read() -> None:
+    """Lines about missing nodes, and launchers too many, come from torch's own state of the rendezvous."""
+    source = inspect.getsource(dynamic_rendezvous.DynamicRendezvousHandler.__init__)
+    state = dynamic_rendezvous._RendezvousState()
+
+    assert [name for name in ("_this_node", "_store", "_state_holder") if f"self.{name} = " not in source] == []
+    assert ({}, set()) == (state.participants, state.redundancy_list)
+    assert "addr" in inspect.signature(dynamic_rendezvous._NodeDesc).parameters

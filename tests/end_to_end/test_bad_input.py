@@ -5,6 +5,7 @@ One case of each kind, whole; `launch/test_bad_input` has all of them without a 
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -216,6 +217,63 @@ def test_a_host_name_that_does_not_resolve_is_one_sentence(tmp_path: Path) -> No
     assert "pipette-launch: error: the nodes cannot meet: " in done.err
     assert "nowhere.invalid" in done.err
     assert "Traceback" not in done.err
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+"""As srun sets them for two tasks on one node."""
+ONE_A_NODE = "start one per node with srun --ntasks-per-node=1, and give --node-rank=$SLURM_NODEID"
+
+
+@pytest.mark.timeout(60)
+def test_a_node_rank_beyond_the_nodes_is_one_sentence(tmp_path: Path) -> None:
+    """As a task whose SLURM_PROCID was taken for its node's rank (Megatron-LM issue 1371)."""
+    place = ["--node_rank=1", "--master_addr=127.0.0.1", f"--master_port={jobs.free_port()}"]
+
+    done = pipette(tmp_path, "--nnodes=1", *place, ECHO, *ONE_STEP, **SLURM)
+
+    assert (2, {}) == (done.code, done.workers), done.err
+    assert done.err.startswith(
+        "pipette-launch: error: --node-rank 1 in a job of --nnodes 1: its only node has rank 0; "
+    )
+    assert done.err.endswith(f": {ONE_A_NODE}\n")
+    assert 1 == done.err.count("\n")
+
+
+@pytest.mark.timeout(60)
+def test_a_second_launcher_of_one_node_is_one_sentence(tmp_path: Path) -> None:
+    """Whichever comes first trains; the other says why it does not (pytorch issue 133380)."""
+    port = jobs.free_port()
+    waiter = tmp_path / "waiter.py"
+    waiter.write_text(
+        "import pathlib, time\nprint('trains', flush=True)\nwhile not pathlib.Path('go').exists(): time.sleep(0.1)\n"
+    )
+    words = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", waiter]
+
+    agents = [start(tmp_path, words, **SLURM) for _ in range(2)]
+    while all(agent.poll() is None for agent in agents):
+        time.sleep(0.1)
+    (tmp_path / "go").touch()
+    trained, other = sorted((finish(agent, timeout_s=50) for agent in agents), key=lambda one: one.code)
+
+    assert [(0, "trains\n"), (1, "")] == [(trained.code, trained.out), (other.code, other.out)], other.err
+    assert other.err.startswith(
+        f"pipette-launch: error: the job at localhost:{port} with --rdzv-id none already has its one node ("
+    )
+    assert other.err.endswith(f": {ONE_A_NODE}\n")
+    assert 1 == other.err.count("\n")
+
+
+@pytest.mark.timeout(60)
+def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+    """Process, user and command of its holder are named; the exit code is torchrun's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = pipette(tmp_path, "--nnodes=2", "--node-rank=0", f"--master-port={port}", ECHO, *ONE_STEP)
+
+    assert (1, {}) == (done.code, done.workers), done.err
+    assert done.err.startswith(f"pipette-launch: error: port {port} of this machine is held by process {os.getpid()}")
+    assert done.err.endswith("; end it, or give another port with --master-port, the same on every node\n")
+    assert 1 == done.err.count("\n")
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from launch.worlds import choice, plan, records
 from megatron_lines import SMALL
 
 from pipette_launch.agent.failure_attribution import NodeReport, WarmupFailure, WorkerState
+from pipette_launch.agent.sync.meeting_flags import check_meeting
 from pipette_launch.agent.sync.rendezvous import settle
 from pipette_launch.agent.sync.store import pack, unpack
-from pipette_launch.cli import check_meeting
 from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Layout, Samples, files
 from pipette_launch.facts.health.checkup import Checkup, Finding
@@ -266,7 +266,7 @@ def _rendezvous(data: bytes) -> None:
     endpoint, conf, *_ = [*_words(data), "", ""]
     flags = Namespace(
         rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_conf=conf, standalone=False, nnodes="2", node_rank=0,
-        master_addr="127.0.0.1", master_port=None,
+        master_addr="127.0.0.1", master_port=None, rdzv_id="none",
     )  # fmt: skip
     check_meeting(flags)
     with mock.patch("socket.getaddrinfo", side_effect=_nowhere):

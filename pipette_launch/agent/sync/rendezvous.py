@@ -10,16 +10,27 @@ from typing import TYPE_CHECKING
 import psutil
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
+from pipette_launch.agent.sync.meeting_flags import (
+    C10D_JOIN_S,
+    C10D_PORT,
+    C10D_READ_S,
+    ENDPOINT,
+    Endpoint,
+    becomes_standalone,
+    conf_of,
+    connect_seconds,
+    endpoint_of,
+    is_file,
+    whole_seconds,
+)
 from pipette_launch.facts.messages.membership import Member
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-STATIC_JOIN_S = 900
-"""How long torchrun's static rendezvous waits for the nodes."""
 STATIC_READ_S = 300
-C10D_PORT = 29400
-"""torch's own, where the endpoint names none."""
+TRUE_WORDS = ("1", "true", "t", "yes", "y")
+"""torch's spellings of true in --rdzv-conf."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +44,19 @@ class RendezvousSettings:
     """Whether the rendezvous store may live in this agent."""
     least_nodes: int = 1
     """How few nodes may train: MIN of --nnodes; static rendezvous always waits for all."""
+    most_nodes: int = 1
+    run_id: str = "none"
+    """--rdzv-id, which all launchers of a job share."""
+    flag: str = ENDPOINT
+    """The flag that gives the endpoint."""
+    is_client: bool = False
+    """True if another process holds torch's store, and torch connects to it."""
+    connect_s: float = C10D_READ_S
+    """Seconds for which torch tries to connect."""
+    join_s: float = C10D_JOIN_S
+    """Seconds for which torch waits for the nodes."""
+    advice: str = ""
+    """End of a sentence about too many launchers, where SLURM may have started them; else empty."""
 
     def store_elsewhere(self) -> Member | None:
         """Return where torch's store under c10d is, unless it may live in this agent."""
@@ -58,53 +82,57 @@ class RendezvousSettings:
         return socket.getfqdn() if _is_loopback(address) else address
 
 
-def settle(args: Namespace) -> RendezvousSettings:
+def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
     """Say outright what torch would guess, in `args`, and return what this node needs to know.
 
     Static rendezvous cannot form a second round and reuses its keys at every restart, so it is run as c10d with the
     store on node 0; the agents are then ordered by --node-rank, as static promises.
     """
+    at = endpoint_of(args)
     node_rank = -1
-    if args.rdzv_backend == "static" and not _becomes_standalone(args):
+    connect_s = connect_seconds(args)
+    if args.rdzv_backend == "static" and not becomes_standalone(args):
         node_rank = int(args.node_rank)
-        if not args.rdzv_endpoint:
-            args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 29500}"
+        args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{at.port}"
         args.rdzv_backend = "c10d"
         # Static waits for all nodes, whatever the least number; and torch warns of a node rank under c10d.
         args.nnodes, args.node_rank = args.nnodes.split(":")[-1], 0
-        timeout = _given(args).get("timeout", str(STATIC_JOIN_S))
-        _set(args, is_host=str(node_rank == 0).lower(), join_timeout=timeout, read_timeout=STATIC_READ_S)
-    endpoint = "localhost:0" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
-    host, port = parse_rendezvous_endpoint(endpoint, default_port=0)
-    here = _is_here(host)
-    if args.rdzv_backend == "c10d" and here and not _matches_machine_hostname(host):
+        _set(args, is_host=str(node_rank == 0).lower(), join_timeout=connect_s, read_timeout=STATIC_READ_S)
+    here = _is_here(at.host)
+    is_tcp = args.rdzv_backend == "c10d" and not args.standalone and not is_file(args)
+    if is_tcp and here and not _matches_machine_hostname(at.host):
         # torch would take no node for the host; with its own guess it would try again as a client, so ours is
         # only said where its guess is wrong, and where no other agent of this machine was faster.
-        _set(args, is_host=str(_can_bind(host, port)).lower())
+        _set(args, is_host=str(_can_bind(at.host, at.port)).lower())
+    given = conf_of(args).get("is_host")
+    is_host = here and _can_bind(at.host, at.port) if given is None else given.lower() in TRUE_WORDS
+    least, most = (int(word) for word in (args.nnodes.split(":")[0], args.nnodes.split(":")[-1]))
     return RendezvousSettings(
-        endpoint=endpoint,
+        endpoint=_endpoint(args, at),
         node_rank=node_rank,
         may_host_store=node_rank == 0 or (node_rank < 0 and here),
-        least_nodes=int(args.nnodes.split(":")[0]),
+        least_nodes=least,
+        most_nodes=most,
+        run_id=str(args.rdzv_id),
+        flag=at.flag,
+        is_client=is_tcp and not is_host,
+        connect_s=connect_s,
+        join_s=whole_seconds(args, "join_timeout", C10D_JOIN_S),
+        advice=advice,
     )
 
 
-def _becomes_standalone(args: Namespace) -> bool:
-    """Whether torchrun turns static on one node into a rendezvous on localhost of its own accord."""
-    nodes = str(args.nnodes).split(":")[-1]
-    return bool(args.standalone) or (not args.rdzv_endpoint and args.master_port is None and nodes == "1")
+def _endpoint(args: Namespace, at: Endpoint) -> str:
+    """Return the endpoint in torch's notation; a store in a file belongs to no host, so it counts as this one's."""
+    if is_file(args):
+        return f"{socket.gethostname()}:0"
+    return f"{at.host}:{at.port}" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
 
 
 def _set(args: Namespace, **settings: object) -> None:
     """Add settings to --rdzv-conf; what the user set there stays."""
-    given = _given(args)
+    given = conf_of(args)
     args.rdzv_conf = ",".join(f"{name}={value}" for name, value in {**given, **settings, **given}.items())
-
-
-def _given(args: Namespace) -> dict[str, str]:
-    """--rdzv-conf as torchrun reads it."""
-    pairs = [pair.partition("=") for pair in (args.rdzv_conf or "").split(",") if pair]
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _can_bind(host: str, port: int) -> bool:

@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
 
 from pipette_launch.agent.sync.peer_watch import SILENT_S, answers
 from pipette_launch.agent.sync.store import StoreGone, TorchCall, within
+from pipette_launch.agent.sync.waiting import Waiting
 from pipette_launch.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -28,6 +35,8 @@ PLACES_S = 90.0
 HOST_GONE_S = 60.0
 """After how long in vain the host of the rendezvous counts as gone: as long as torch itself tries to connect to it."""
 LOOK_S = 10.0
+GLANCE_S = 1.0
+"""Seconds between two looks at the state of torch's rendezvous, which is in this process."""
 Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
@@ -50,6 +59,7 @@ class AgentStoreHandler(RendezvousHandler):
         self._inner = inner
         self._is_round_over = is_round_over
         self._host = settings.store_elsewhere() if inner.get_backend() == "c10d" else None
+        self._waiting = Waiting(inner, settings)
 
     @property
     def use_agent_store(self) -> bool:
@@ -65,18 +75,49 @@ class AgentStoreHandler(RendezvousHandler):
 
         Raises:
             RendezvousConnectionError: the store was asked in vain for `HOST_GONE_S`.
+            ClusterError: too few nodes came in time, or the job ended without this one.
 
         """
-        call = TorchCall(self._inner.next_rendezvous)
-        answered_s = time.monotonic()
-        while not call.returns_within(LOOK_S):
+        began_s = time.monotonic()
+        try:
+            return self._met(began_s)
+        except RendezvousTimeoutError as error:
+            missing = self._waiting.missing(time.monotonic() - began_s)
+            raise ClusterError(f"the nodes cannot meet: {missing}") from error
+        except (RendezvousGracefulExitError, RendezvousClosedError, RendezvousConnectionError) as error:
+            if self._waiting.is_spare:
+                raise ClusterError(
+                    "the job has ended with its own nodes, and this launcher took no part in it"
+                ) from error
+            if isinstance(error, RendezvousConnectionError):
+                raise
+            raise ClusterError(
+                "the job with this --rdzv-id has ended before this launcher joined it; start all launchers of a job "
+                "together"
+            ) from error
+
+    def _met(self, began_s: float) -> RendezvousInfo:
+        call = TorchCall(self._join)
+        answered_s = looked_s = began_s
+        while not call.returns_within(min(GLANCE_S, LOOK_S)):
+            now_s = time.monotonic()
+            self._waiting.look(now_s - began_s)
+            if now_s - looked_s < LOOK_S:
+                continue
+            looked_s = now_s
             if self._host is None or answers(self._host, within_s=SILENT_S):
                 answered_s = time.monotonic()
             elif time.monotonic() - answered_s > HOST_GONE_S:
                 raise RendezvousConnectionError(
                     f"{self._host.address}:{self._host.port} was there, and has not answered for {HOST_GONE_S:.0f} s"
                 )
-        return call.answer()
+        met = call.answer()
+        self._waiting.is_spare = False
+        return met
+
+    def _join(self) -> RendezvousInfo:
+        self._waiting.announce()
+        return self._inner.next_rendezvous()
 
     def is_closed(self) -> bool:
         """See torch."""
@@ -99,8 +140,8 @@ class AgentStoreHandler(RendezvousHandler):
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """See torch."""
-        return self._asked(self._inner.shutdown, otherwise=False)
+        """See torch; a launcher that took no part does not close the job of others."""
+        return not self._waiting.is_spare and self._asked(self._inner.shutdown, otherwise=False)
 
     def _asked(self, do: Callable[[], Answer], *, otherwise: Answer) -> Answer:
         """Ask torch's rendezvous; the job goes on where its host is gone."""

@@ -136,6 +136,21 @@ def tasks_on(index: int, words: str) -> int:
     return counts[index] if index < len(counts) else 1
 
 
+def several_launchers(environ: Mapping[str, str]) -> str:
+    """Return the end of a sentence: this step starts several tasks on the node, and each a launcher; else empty."""
+    number = environ.get("SLURM_STEP_ID", "")
+    index = environ.get("SLURM_NODEID", "0")
+    if not number.isdigit() or int(number) >= LARGEST_STEP or not index.isdigit():
+        return ""
+    count = tasks_on(int(index), environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    if count == 1:
+        return ""
+    return (
+        f"; SLURM starts {count} tasks on this node, each with a launcher: start one per node with "
+        "srun --ntasks-per-node=1, and give --node-rank=$SLURM_NODEID"
+    )
+
+
 def expand(nodes: str) -> tuple[str, ...]:
     """Return the names in a list such as `a[1-3,07],b`, by scontrol; containers often lack it, then by `parse`."""
     try:

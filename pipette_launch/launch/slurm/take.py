@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
+from pipette_launch.agent.sync.endpoint import holder
 from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.errors import ClusterError
 from pipette_launch.launch.slurm import step as steps
@@ -81,7 +82,7 @@ def _see_that_it_is_free(step: Step) -> None:
             pass
     except OSError as error:
         raise ClusterError(
-            f"port {step.port} of {step.node}, which follows from SLURM's job id, cannot be used ({error}); give "
-            f"another: --nnodes {len(step.hosts)} --rdzv-backend c10d --rdzv-endpoint {step.hosts[0]}:PORT "
+            f"port {step.port} of {step.node}, which follows from SLURM's job id, is held by {holder(step.port)[0]}; "
+            f"give another: --nnodes {len(step.hosts)} --rdzv-backend c10d --rdzv-endpoint {step.hosts[0]}:PORT "
             f"--rdzv-id {step.job}"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipette_launch.errors import UsageError
-from pipette_launch.launch.slurm.step import parse, read, tasks_on
+from pipette_launch.launch.slurm.step import parse, read, several_launchers, tasks_on
 
 # Of the second task on the second node of `srun -N2 --ntasks-per-node=2 --gpus-per-node=2` in a job of four nodes.
 VARIABLES = {
@@ -103,3 +103,25 @@ def test_what_is_no_list_of_nodes(words: str) -> None:
     """A list that cannot be read is an error with the way around it."""
     with pytest.raises(UsageError, match="give --nnodes and --rdzv-endpoint"):
         parse(words)
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        (VARIABLES, 2),
+        (VARIABLES | {"SLURM_STEP_TASKS_PER_NODE": "1,8"}, 8),
+        (VARIABLES | ONE_TASK, 0),
+        (VARIABLES | {"SLURM_STEP_ID": "4294967291"}, 0),
+        ({"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "8", "SLURM_PROCID": "0"}, 0),
+        ({}, 0),
+    ],
+    ids=["two tasks", "eight on the second", "one task", "batch script", "no step", "no SLURM"],
+)
+def test_several_launchers_of_a_node_are_known(environ: dict[str, str], count: int) -> None:
+    """The tasks of a step count, not those that the job may start."""
+    expected = (
+        f"; SLURM starts {count} tasks on this node, each with a launcher: start one per node with "
+        "srun --ntasks-per-node=1, and give --node-rank=$SLURM_NODEID"
+    )
+
+    assert (expected if count else "") == several_launchers(environ)

@@ -1,0 +1,224 @@
+"""The endpoint before torch connects to it: who holds its port, whether its name resolves, whom a node waits for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+from pipette_launch.agent.sync import endpoint
+from pipette_launch.agent.sync.endpoint import advice, await_name, await_store, explained, holder
+from pipette_launch.agent.sync.meeting_flags import ADDRESS, ENDPOINT, Endpoint
+from pipette_launch.agent.sync.rendezvous import RendezvousSettings
+from pipette_launch.errors import ClusterError
+
+
+def client_of(port: int, *, connect_s: float = 5.0, **more: object) -> RendezvousSettings:
+    """A node whose store is another process's."""
+    facts = {"node_rank": -1, "may_host_store": False, "is_client": True, "connect_s": connect_s, "most_nodes": 2}
+    return RendezvousSettings(endpoint=f"127.0.0.1:{port}", **{**facts, **more})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("fails", [1, 3])
+def test_a_name_without_an_address_is_waited_for_aloud(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: int
+) -> None:
+    """The first look already prints a line, and the wait ends as soon as the name has an address."""
+    left = [socket.gaierror(socket.EAI_NONAME, "Name or service not known")] * fails
+    said: list[str] = []
+
+    def resolve(host: str, port: object) -> list[object]:
+        said.append(capsys.readouterr().err)
+        if left:
+            raise left.pop()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(endpoint, "PAUSE_S", 0.0)
+
+    await_name(Endpoint("late", 1, ADDRESS), patience_s=60)
+
+    assert (
+        "pipette-launch: --master-addr late: this node finds no address for that name (Name or service not known); "
+        "waiting up to 60 s\n"
+    ) == said[1]
+    assert "pipette-launch: late has an address now\n" == capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [("nowhere.invalid", "has had no address"), ("a" * 70, "has had no address"), ("slow", "name service")],
+)
+def test_a_name_that_never_has_an_address_ends_the_wait(monkeypatch: pytest.MonkeyPatch, host: str, why: str) -> None:
+    """Unknown, no name at all, or without an answer: after torch's own time one sentence."""
+    if host == "slow":
+        monkeypatch.setattr(endpoint, "NAME_S", 0.01)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(0.2))
+    monkeypatch.setattr(endpoint, "PAUSE_S", 0.01)
+
+    with pytest.raises(ClusterError, match=f"the nodes cannot meet: --rdzv-endpoint {host} .*{why}"):
+        await_name(Endpoint(host, 1, ENDPOINT), patience_s=0.0)
+
+
+def test_a_name_with_an_address_costs_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is printed for an address or a known name."""
+    for host in ("127.0.0.1", "localhost", "::1"):
+        await_name(Endpoint(host, 1, ADDRESS), patience_s=0.0)
+
+    assert "" == capsys.readouterr().err
+
+
+def test_a_store_that_comes_late_is_waited_for_aloud(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_port: int
+) -> None:
+    """Once, with the reason, and then torch finds it there."""
+    monkeypatch.setattr(endpoint, "SAY_AFTER_S", 0.1)
+    stores: list[TCPStore] = []
+    late = threading.Timer(
+        0.6, lambda: stores.append(TCPStore("127.0.0.1", free_port, is_master=True, wait_for_workers=False))
+    )
+    late.start()
+
+    await_store(client_of(free_port), {})
+
+    late.join()
+    assert 1 == len(stores)
+    assert (
+        f"pipette-launch: waiting up to 5 s for 127.0.0.1:{free_port}, where the nodes meet: Connection refused; "
+        "127.0.0.1 is this machine itself, so other machines need --rdzv-endpoint with the first node's name\n"
+    ) == capsys.readouterr().err
+
+
+def test_a_store_that_never_comes_ends_the_wait(free_port: int) -> None:
+    """After torch's own time, with what to do."""
+    expected = (
+        rf"the nodes cannot meet: waited 0 s for 127.0.0.1:{free_port}, where the nodes meet: Connection refused; "
+        r"start the launcher of that node, or correct --rdzv-endpoint"
+    )
+    with pytest.raises(ClusterError, match=expected):
+        await_store(client_of(free_port, connect_s=0.2), {})
+
+
+def test_whoever_hosts_the_store_waits_for_nobody(free_port: int) -> None:
+    """Torch opens it there."""
+    await_store(client_of(free_port, is_client=False, connect_s=0.0), {})
+
+
+def test_another_program_on_the_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers no question of torch's client, which would wait for it for ever."""
+    monkeypatch.setattr(endpoint, "answers", lambda _peer, within_s: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+        with pytest.raises(ClusterError) as caught:
+            await_store(client_of(port, may_host_store=True), {})
+
+    assert str(caught.value).startswith(f"port {port} of this machine is held by process {os.getpid()} of user ")
+    assert str(caught.value).endswith("end it, or give another port with --rdzv-endpoint, the same on every node")
+
+
+def test_another_program_on_another_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process cannot be seen from here."""
+    monkeypatch.setattr(endpoint, "answers", lambda _peer, within_s: False)
+    monkeypatch.setattr(endpoint, "FOREIGN_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        settings = client_of(int(server.getsockname()[1]), connect_s=0.1)
+        with pytest.raises(ClusterError, match="where the nodes meet: what listens there is no rendezvous of torch"):
+            await_store(settings, {})
+
+
+def test_a_holder_of_another_user_is_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel shows a socket's owner to everybody, but its process to the owner alone."""
+    monkeypatch.setattr(psutil, "net_connections", lambda _kind: [])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert (f"a process of user {psutil.Process().username()}", False) == holder(server.getsockname()[1])
+
+
+def test_a_port_that_nobody_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /proc cannot be read."""
+
+    def refuse(_kind: str) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", refuse)
+    monkeypatch.setattr(endpoint, "Path", lambda _path: Path("/nowhere"))
+
+    assert ("another process", False) == holder(1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "who", "cure"),
+    [
+        ({"flag": ADDRESS, "node_rank": 0}, ("x", False), "end it, or give another port with --master-port"),
+        ({"flag": ENDPOINT}, ("x", False), "end it, or give another port with --rdzv-endpoint"),
+        ({"flag": ADDRESS, "node_rank": 0}, ("x", True), "if it is this job's first node, give this launcher another"),
+        ({"flag": ADDRESS, "node_rank": 0, "most_nodes": 1}, ("x", True), "a job of --nnodes 1 has one launcher"),
+        ({"flag": ENDPOINT}, ("x", True), "end it, or give another port with --rdzv-endpoint"),
+    ],
+)
+def test_a_port_in_use_is_no_matter_of_host_names(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, object], who: tuple[str, bool], cure: str
+) -> None:
+    """The cure depends on whether a launcher holds it; the advice of the surroundings ends the sentence."""
+    monkeypatch.setattr(endpoint, "holder", lambda _port: who)
+    error = RendezvousConnectionError()
+    error.__cause__ = RuntimeError("The server socket has failed. port: 29500, code: -98, name: EADDRINUSE")
+
+    found = explained(error, client_of(29500, **{"advice": "; SLURM", **facts}))  # type: ignore[arg-type]
+
+    assert found.startswith(f"port 29500 of this machine is held by x; {cure}")
+    assert found.endswith("; SLURM")
+
+
+@pytest.mark.parametrize(
+    ("why", "expected"),
+    [
+        ("port: 80, code: -13, name: EACCES", "port 80 of this machine may be opened by root only; give a port above"),
+        ("no route to host.\nmore", "the nodes cannot meet: no route to host; correct --rdzv-endpoint"),
+    ],
+)
+def test_other_ends_of_a_connection(why: str, expected: str) -> None:
+    """The reason is torch's."""
+    assert explained(RendezvousConnectionError(why), client_of(80)).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("flag", "environ", "parts"),
+    [
+        (
+            ADDRESS,
+            {"MASTER_ADDR": "n0"},
+            ("127.0.0.1 is this machine", "MASTER_ADDR=n0 is set, but torchrun's flags do"),
+        ),
+        (ADDRESS, {"MASTER_ADDR": "127.0.0.1"}, ("127.0.0.1 is this machine",)),
+        (ENDPOINT, {"MASTER_ADDR": "n0"}, ("127.0.0.1 is this machine",)),
+    ],
+)
+def test_what_else_may_keep_nodes_apart(flag: str, environ: dict[str, str], parts: tuple[str, ...]) -> None:
+    """The variable that plain torch reads and torchrun does not; an address that is each machine's own."""
+    found = advice(client_of(1, flag=flag), environ).split("; ")[1:]
+
+    assert len(parts) == len(found)
+    assert all(one.startswith(part) for one, part in zip(found, parts, strict=True)), found
+
+
+def test_another_process_is_shown_with_its_command() -> None:
+    """As ps would show it."""
+    assert endpoint._described(os.getpid())[0].startswith(
+        f"process {os.getpid()} of user {psutil.Process().username()} ("
+    )
+    assert sys.executable.rpartition("/")[2][:6] in endpoint._described(os.getpid())[0]

@@ -80,6 +80,8 @@ def read_job(
     batch = _batch(given, flags_layout)
     demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)
     own = demands.applied(flags_layout)
+    if demands.doubt and for_planning and not is_launched:
+        raise MegatronError(demands.doubt)
     # Megatron drops the flag at TP 1, and the checkpoint may have another TP than the flags.
     own = replace(own, sequence_parallel=bool(given.get("sequence_parallel")) and own.tp > 1)
     held = (*pins(given, own, device_kind), *demands.pins)
@@ -87,7 +89,7 @@ def read_job(
     # On CPU cp stays 1, whatever the user's sizes are.
     if refusal and (pinned & changed) - {*demands.own} - ({"cp"} if device_kind == "cpu" else set()):
         raise refusal
-    assumed = (from_checkpoint, vocabulary.note, *demands.notes)
+    assumed = (from_checkpoint, vocabulary.note, *demands.notes, demands.doubt)
     notes = [*assumed, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
     notes += [needless, *unknown_note(given)] if starts_nothing else []
     notes += [checkpoint.unseen_note(given)] if starts_nothing and for_planning else []

@@ -36,6 +36,8 @@ class Demands:
     """Layout fields whose values the checkpoint dictates."""
     pins: tuple[Pin, ...] = ()
     notes: tuple[str, ...] = ()
+    doubt: str = ""
+    """Why the checkpoint may not load on these ranks under any plan; empty without such a reason."""
 
     def applied(self, own: Layout) -> Layout:
         """The user's own layout as the checkpoint wants it; raises MegatronError if these ranks cannot have it."""
@@ -146,11 +148,12 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
     keeps = kept_fields(arguments, sharding, is_sharded=is_sharded) if reads_optimizer else ()
     # With --use-mp-args-from-checkpoint-args the user's own sizes are the checkpoint's, though a plan may change them.
     values = {name: written[name] for name in (MODEL_FIELDS if takes_sizes else keeps) if name in written}
+    doubt = ""
     if len(keeps) > 1 and (sharding is None or sharding in IN_BUCKETS):
         replicas = saved_replicas(saved) or (record.dp * record.cp if record else 0)
         if replicas and {**written, **saved}.get("overlap_grad_reduce"):
             model_size = values.get("tp", own.tp) * values.get("pp", own.pp)
-            _check_buckets(arguments, saved, folder, replicas, world_size=own.world_size, model_size=model_size)
+            doubt = _other_buckets(arguments, saved, folder, replicas, world_size=own.world_size, model_size=model_size)
     pins = []
     if keeps:
         how = sharding or "a type that is taken for dp_reshardable"
@@ -164,13 +167,15 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
     if len(keeps) <= 1 and fixes_random_state(arguments, own.ep):
         note = f"{RNG_OF_EXPERTS}: both stay (--no-load-rng frees them)"
         pins.append(Pin(fields=("cp", "dp"), note=note))
-    return Demands(own=values, pins=tuple(pins), notes=(problem,) if problem else ())
+    return Demands(own=values, pins=tuple(pins), notes=(problem,) if problem else (), doubt=doubt)
 
 
-def _check_buckets(
+def _other_buckets(
     arguments: Arguments, saved: Saved, folder: Path, replicas: int, *, world_size: int, model_size: int
-) -> None:
-    """Raise MegatronError if gradient buckets have another size than those in which optimizer state was saved.
+) -> str:
+    """Return a sentence if gradient buckets are sized otherwise than in the run that saved its optimizer's state.
+
+    Where single weights are larger than a bucket, both runs may still make the same buckets.
 
     Args:
         arguments: of the run that loads.
@@ -182,14 +187,15 @@ def _check_buckets(
 
     """
     if saved.get("ddp_num_buckets") or arguments.get("ddp_num_buckets"):
-        return
+        return ""
     now = world_size // model_size
     before = saved.get("ddp_bucket_size") or max(replicas, EQUAL_BUCKETS_DP) * REPLICA_ELEMENTS
     after = arguments.get("ddp_bucket_size") or max(now, EQUAL_BUCKETS_DP) * REPLICA_ELEMENTS
-    if before != after:
-        ranks = f"{'' if replicas > EQUAL_BUCKETS_DP else 'at most '}{max(replicas, EQUAL_BUCKETS_DP) * model_size}"
-        raise MegatronError(
-            f"{folder} holds optimizer state in gradient buckets of {replicas} data-parallel ranks (dp*cp), and "
-            f"{world_size} ranks make {now}, whose buckets differ: use {ranks} ranks, add --ddp-bucket-size {before}, "
-            f"or leave the state out with --no-load-optim"
-        )
+    if before == after:
+        return ""
+    ranks = f"{'' if replicas > EQUAL_BUCKETS_DP else 'at most '}{max(replicas, EQUAL_BUCKETS_DP) * model_size}"
+    return (
+        f"{folder} holds optimizer state in gradient buckets of {replicas} data-parallel ranks (dp*cp), and "
+        f"{world_size} ranks make {now}, whose buckets may differ: use {ranks} ranks, add --ddp-bucket-size {before}, "
+        f"or leave the state out with --no-load-optim"
+    )

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from pipette_launch.errors import MegatronError
 
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""torch takes the first that is set, even if it is empty; releases before 2.9 know that one alone."""
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""torch takes the first that is set, even if it is empty; ROCm alone knows the second, and 2.9 and later the third."""
 EXPANDABLE = "expandable_segments"
 _OUTSIDE_LISTS = re.compile(r",(?![^\[]*\])")
 

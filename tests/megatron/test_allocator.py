@@ -20,6 +20,7 @@ EXPANDABLE = "expandable_segments:True"
         ({}, ""),
         ({CUDA: EXPANDABLE}, EXPANDABLE),
         ({ANY: EXPANDABLE}, EXPANDABLE),
+        ({"PYTORCH_HIP_ALLOC_CONF": EXPANDABLE}, EXPANDABLE),
         ({CUDA: "", ANY: EXPANDABLE}, ""),
         ({CUDA: "expandable_segments:False", ANY: EXPANDABLE}, "expandable_segments:False"),
         ({CUDA: " expandable_segments : True , max_split_size_mb:128"}, f"{EXPANDABLE},max_split_size_mb:128"),

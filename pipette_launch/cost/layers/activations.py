@@ -119,6 +119,9 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
         fused = uses_te and performance_options(job).apply_rope_fusion
         kept = latent_attention.attention_activations(model, model.latent_attention, layout, fused_rope=fused)
         projected, latents = kept.latents + kept.context, kept.projected
+        # A ring keeps the last keys and values in a buffer of its own, so recompute of the projections frees neither.
+        pair = attention.pair_bytes(model, layout) if attention.ring_steps(job, layout) else 0
+        projected, latents = projected + pair, latents - pair
     if moe:
         routed = experts.expert_activations(job, layout)
         fc1, act, shared = routed.routed - routed.activation, routed.activation, routed.shared

@@ -96,7 +96,8 @@ def backward_bytes(job: Job, layout: Layout) -> int:
     """Count what the core's backward needs beyond what it kept, while it runs.
 
     Gradients of query, key and value beside that of the context; unfused also a gradient as large as the probabilities,
-    before the dropped ones are freed.
+    before the dropped ones are freed. A ring has two buffers, each for keys, values and their gradients, and the
+    gradients of one step, those of keys and values twice (TE context_parallel.py, AttnFuncWithCPAndKVP2P.backward).
     """
     model = job.model
     rows = _heads(model, layout) * tokens(model, layout)
@@ -106,6 +107,9 @@ def backward_bytes(job: Job, layout: Layout) -> int:
         channels = 2 * _heads(model, layout) * (latent.query_channels + latent.v_head_dim)
     unfused = is_local(model) or model.attention_backend == "unfused"
     scores = rows * model.seq_length if unfused else 0
+    if ring_steps(job, layout):
+        query = model.latent_attention.query_channels if model.latent_attention else model.kv_channels
+        channels += _heads(model, layout) * query + 5 * _pair_channels(model, layout)
     return model.dtype_bytes * (tokens(model, layout) * channels + scores)
 
 
@@ -117,20 +121,25 @@ def exchange_bytes(job: Job, layout: Layout) -> int:
     Exchanges by `a2a` keep the sizes (TE context_parallel.py, forward of AttnFuncWithCPAndKVP2P and of
     AttnFuncWithCPAndKVAllGather, v1.7 to v2.18).
     """
-    if layout.cp == 1:
-        return 0
-    model, options = job.model, performance_options(job)
-    heads, latent = _heads(model, layout), model.latent_attention
-    output, pair = heads * model.kv_channels, 2 * _groups(model, layout) * model.kv_channels
-    if latent:
-        output, pair = heads * latent.v_head_dim, heads * (latent.query_channels + latent.v_head_dim)
-    both_ways = options.hierarchical_context_parallel_sizes or (layout.cp,)
-    steps = {RING: layout.cp, f"a2a+{RING}": both_ways[-1]}
-    rings = max((steps.get(kind, 1) for kind in options.cp_comm_type), default=1)
-    gathered = layout.cp if "all_gather" in options.cp_comm_type else 1
-    kept = (rings > 1) * rings * (model.dtype_bytes * output + _LOG_SUM_EXP_BYTES * heads)
-    pairs = max(rings, gathered)
-    return tokens(model, layout) * (kept + (pairs > 1) * pairs * model.dtype_bytes * pair)
+    model, heads, steps = job.model, _heads(job.model, layout), ring_steps(job, layout)
+    gathers = layout.cp > 1 and "all_gather" in performance_options(job).cp_comm_type
+    pairs = max(steps, layout.cp if gathers else 0)
+    channels = model.latent_attention.v_head_dim if model.latent_attention else model.kv_channels
+    output = tokens(model, layout) * heads * (model.dtype_bytes * channels + _LOG_SUM_EXP_BYTES)
+    return steps * output + pairs * pair_bytes(model, layout)
+
+
+def ring_steps(job: Job, layout: Layout) -> int:
+    """Number of ranks in a layer's longest ring of context parallelism; 0 without one."""
+    options = performance_options(job)
+    steps = {RING: layout.cp, f"a2a+{RING}": (options.hierarchical_context_parallel_sizes or (layout.cp,))[-1]}
+    longest = max((steps.get(kind, 1) for kind in options.cp_comm_type), default=1)
+    return longest if longest > 1 else 0
+
+
+def pair_bytes(model: ModelSpec, layout: Layout) -> int:
+    """Count the keys and values of one layer's attention on one rank."""
+    return model.dtype_bytes * tokens(model, layout) * _pair_channels(model, layout)
 
 
 def is_local(model: ModelSpec) -> bool:
@@ -166,3 +175,11 @@ def _heads(model: ModelSpec, layout: Layout) -> int:
 def _groups(model: ModelSpec, layout: Layout) -> int:
     """With fewer groups than ranks, each rank holds a whole group (MC transformer/attention.py)."""
     return max(1, model.num_query_groups // layout.tp)
+
+
+def _pair_channels(model: ModelSpec, layout: Layout) -> int:
+    """Channels of the keys and values of one token on one rank."""
+    latent = model.latent_attention
+    if latent:
+        return _heads(model, layout) * (latent.query_channels + latent.v_head_dim)
+    return 2 * _groups(model, layout) * model.kv_channels

@@ -13,6 +13,7 @@ from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.launch.cache.folder import inside, read_kept
 from pipette_launch.launch.cache.plan_files import check_belongs
+from pipette_launch.megatron.allocator import VARIABLES as ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ MOST_OUTCOMES = 200
 
 STEERING = (
     # torch and its compiler; the allocator decides how much memory is lost to fragments.
-    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    *(*ALLOCATOR_VARIABLES, "PYTORCH_NO_CUDA_MEMORY_CACHING"),
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32_", "TORCH_BLAS_PREFER_", "TORCH_COMPILE_", "TORCH_NCCL_"),
     # CUDA and its libraries.
     *("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER"),

@@ -87,6 +87,7 @@ def test_what_changes_from_job_to_job_is_not(changes: dict[str, Any]) -> None:
         ("OFI_NCCL_PROTOCOL", True),
         ("PYTORCH_ALLOC_CONF", True),
         ("PYTORCH_CUDA_ALLOC_CONF", True),
+        ("PYTORCH_HIP_ALLOC_CONF", True),
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", True),
         ("SHARP_COLL_ENABLE_SAT", True),
         ("TORCHINDUCTOR_MAX_AUTOTUNE", True),

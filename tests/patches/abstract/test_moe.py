@@ -15,7 +15,7 @@ from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import Batch, Job, LatentAttention, Layout, ModelSpec
+from pipette_launch.facts import Batch, Job, LatentAttention, Layout, ModelSpec, Recompute
 from pipette_patches.abstract.moe import Routing, balanced
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
@@ -98,6 +98,17 @@ def test_activations_are_those_of_the_closed_form(
     found = executor.execute(job, layout, (0,))[0]
 
     assert pytest.approx(peak_memory_bytes(job, layout)[0].activations, rel=0.05) == found.parts.activations
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(cp=8), Layout(tp=2, cp=4, sequence_parallel=True)])
+def test_a_ring_keeps_keys_and_values_that_no_recompute_frees(executor: Executor, layout: Layout) -> None:
+    """They lie in a buffer of the ring; without one, recompute of the projections frees them. Peaks within 3 %."""
+    asked = replace(layout, recompute=Recompute(granularity="selective", modules=("mla_up_proj",)))
+    shape = {"num_layers": 8, "num_attention_heads": 8, "num_query_groups": 8, "seq_length": 4096}
+    job = job_of(asked, "--no-create-attention-mask-in-dataloader", **LATENT, **shape)
+    found = executor.execute(job, asked, (0,))[0]
+
+    assert pytest.approx(found.peak, rel=0.03) == peak_memory_bytes(job, asked)[0].total
 
 
 def test_overlapped_exchanges_keep_one_more_layer(executor: Executor) -> None:

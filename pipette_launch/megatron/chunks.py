@@ -288,11 +288,14 @@ def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:
 
 def _from_stages(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Chunks:
     """Share each pipeline rank's layers among its chunks; embedding and loss count as layers where asked."""
-    ends = {place: arguments.get(dest) for place, dest in ((0, SPLIT_DESTS[3]), (pp - 1, SPLIT_DESTS[4]))}
-    given = {place: int(layers) for place, layers in ends.items() if layers is not None}
+    ends = [(place, arguments.get(dest)) for place, dest in ((0, SPLIT_DESTS[3]), (pp - 1, SPLIT_DESTS[4]))]
+    named = [(place, int(layers)) for place, layers in ends if layers is not None]
+    given = dict(named)
     counted = num_layers + sum(bool(arguments.get(dest)) for dest in SPLIT_DESTS[5:])
-    left, ranks = counted - sum(given.values()), pp - len(given)
-    uneven = bool(ranks and left % ranks) or (ranks == 0 and left != 0) or (bool(given) and ranks > 0 and left <= 0)
+    left, ranks = counted - sum(given.values()), pp - len(named)
+    # Before 0.16 the ranks between may have no layers.
+    least = 0 if release_of(arguments.version) < (0, 16) or not given else 1
+    uneven = left % ranks != 0 or left < least if ranks > 0 else left != 0 or ranks < 0
     if uneven or min(given.values(), default=1) < 1:
         ends_shown = [arguments.shown(dest) for dest in SPLIT_DESTS[3:] if arguments.is_given(dest)]
         raise MegatronError(

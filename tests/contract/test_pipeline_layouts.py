@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipette_launch.errors import MegatronError
@@ -19,6 +19,7 @@ from pipette_launch.megatron import script_version
 from pipette_launch.megatron.chunks import Split, read_chunks
 from pipette_launch.megatron.flags import Arguments, release_of
 
+torch = pytest.importorskip("torch", reason="needs torch")
 core = pytest.importorskip("megatron.core", reason="needs megatron-core")
 MODULE = Path("megatron/core/transformer/pipeline_parallel_layer_layout.py")
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
@@ -45,6 +46,7 @@ def load(path: Path) -> Any:
 
 
 PATH, VERSION = source()
+CORE_VERSION = core.__version__
 LAYOUTS = load(PATH)
 
 
@@ -118,3 +120,86 @@ def test_megatrons_own_example() -> None:
 
     assert theirs(*case) == ours(*case)
     assert (ours(*case) is None) == (release_of(VERSION) == (0, 15))
+
+
+def built(pp: int, vpp: int, fields: dict[str, Any]) -> tuple[int, ...] | None:
+    """Layers that each chunk builds, by the trainer's division and megatron-core; None where either refuses."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    virtual = vpp if vpp > 1 else None
+    parallel_state.set_pipeline_model_parallel_world_size(pp)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
+    counts: list[int] = []
+    try:
+        config = TransformerConfig(
+            hidden_size=8,
+            num_attention_heads=2,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=virtual,
+            pipeline_dtype=torch.float32,
+            **fields,
+        )
+        for chunk in range(pp * vpp):
+            parallel_state.set_pipeline_model_parallel_rank(chunk % pp)
+            stage = chunk // pp if virtual else None
+            assert get_transformer_layer_offset(config, stage) == sum(counts)
+            counts.append(get_num_layers_to_build(config, stage))
+    except (AssertionError, ValueError):
+        return None
+    finally:
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+        parallel_state.set_pipeline_model_parallel_rank(None)
+    # It builds fewer layers than the model has, or a negative number, where nothing checks that.
+    is_whole = sum(counts) == fields["num_layers"] and min(counts) >= 0
+    return tuple(counts) if is_whole else None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(max_examples=150)
+@given(
+    num_layers=st.integers(1, 14),
+    pp=st.integers(1, 4),
+    ends=st.tuples(*[st.none() | st.integers(1, 5)] * 2),
+    accounts=st.tuples(st.booleans(), st.booleans()),
+    virtual=st.none() | st.tuples(st.sampled_from(["stages", "layers"]), st.integers(1, 3)),
+)
+def test_layers_are_shared_as_by_megatron(
+    num_layers: int,
+    pp: int,
+    ends: tuple[int | None, int | None],
+    accounts: tuple[bool, bool],
+    virtual: tuple[str, int] | None,
+) -> None:
+    """Ends of other sizes, ends that count as layers, and both ways to name virtual stages."""
+    # Both ends of a single stage: Megatron subtracts both, and builds the last.
+    assume(pp > 1 or None in ends)
+    flags = [
+        f"--decoder-{end}-pipeline-num-layers={size}" for end, size in zip(("first", "last"), ends, strict=True) if size
+    ]
+    ends_counted = zip(("embedding", "loss"), accounts, strict=True)
+    flags += [f"--account-for-{end}-in-pipeline-split" for end, on in ends_counted if on]
+    counted, vpp = num_layers + sum(accounts), 1
+    is_refused = not any(ends) and not virtual and counted % pp > 0
+    if virtual and virtual[0] == "stages":
+        flags.append(f"--num-virtual-stages-per-pipeline-rank={virtual[1]}")
+        vpp = virtual[1]
+    elif virtual:
+        flags.append(f"--num-layers-per-virtual-pipeline-stage={virtual[1]}")
+        is_refused = any(ends) or counted % pp > 0 or counted // pp % virtual[1] > 0 or counted < pp
+        vpp = 1 if is_refused else counted // pp // virtual[1]
+    names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    names += ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    fields = {"num_layers": num_layers, **dict(zip(names, (*ends, *accounts), strict=True))}
+    expected = None if is_refused or (vpp > 1 and pp == 1) else built(pp, vpp, fields)
+    try:
+        found = read_chunks(Arguments.parse(flags, CORE_VERSION), pp=pp, num_layers=num_layers)
+    except MegatronError:
+        assert expected is None, (flags, expected)
+        return
+
+    sizes = found.layers_per_chunk or (num_layers // (pp * found.vpp),) * (pp * found.vpp)
+    assert (expected, vpp) == (sizes, found.vpp), flags

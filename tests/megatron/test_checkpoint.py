@@ -159,6 +159,17 @@ def test_virtual_stages_are_kept(tmp_path: Path) -> None:
     assert (2, (1, 3, 2, 2)) == (job(uneven, SHARDED).own.vpp, job(uneven, SHARDED).own.layers_per_chunk)
 
 
+@pytest.mark.parametrize(("layout", "after"), [("Et*4|t*3|tmm|L", 1), ("Et*4|t*3|t|mmL", 0)])
+def test_the_stage_of_token_prediction_is_kept(tmp_path: Path, layout: str, after: int) -> None:
+    """Its weights lie where the run that saved them had them."""
+    fields = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+    load = distributed(tmp_path, **fields, pipeline_model_parallel_layout=layout, mtp_num_layers=2)
+    asked = job(load, SHARDED, "--mtp-num-layers 2 --position-embedding-type rope")
+
+    assert (4, (4, 3, 1, 0), after) == (asked.own.pp, asked.own.layers_per_chunk, asked.own.chunks_after_mtp)
+    assert "chunks_after_mtp" in asked.pinned
+
+
 @pytest.mark.parametrize(
     ("flags", "sharding", "version", "pinned"),
     [

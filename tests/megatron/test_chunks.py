@@ -26,6 +26,7 @@ def chunks(words: str, *, pp: int, num_layers: int) -> tuple[int, tuple[int, ...
         ("--num-virtual-stages-per-pipeline-rank 2", 2, 8, (2, ())),
         ("--num-virtual-stages-per-pipeline-rank 1", 1, 8, (1, ())),
         ("--decoder-first-pipeline-num-layers 1", 4, 10, (1, (1, 3, 3, 3))),
+        ("--decoder-first-pipeline-num-layers 8", 1, 8, (1, ())),
         ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2", 4, 8, (1, ())),
         ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 6", 2, 8, (1, (2, 6))),
         (
@@ -83,6 +84,8 @@ def test_cuts_are_read(words: str, pp: int, num_layers: int, expected: tuple[int
             "use --num-virtual-stages-per-pipeline-rank",
         ),
         ("--decoder-first-pipeline-num-layers 8", 2, 8, "does not divide"),
+        ("--decoder-first-pipeline-num-layers 9", 1, 8, "does not divide"),
+        ("--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 4", 1, 8, "does not divide"),
         ("--pipeline-model-parallel-layout Et|t|tL", 2, 3, "3 stages are no multiple"),
         ("--pipeline-model-parallel-layout Et|tL", 2, 3, "names 2 layers"),
         ("--pipeline-model-parallel-layout t|EtL", 2, 2, "E at the very front"),
@@ -214,3 +217,12 @@ def test_multi_token_prediction_that_megatron_refuses(layout: str, version: str,
     words = ["--pipeline-model-parallel-layout", layout, "--mtp-num-layers", "1"]
     with pytest.raises(MegatronError, match=message):
         read_chunks(Arguments.parse(words, version), pp=4, num_layers=4)
+
+
+def test_ranks_between_full_ends_may_be_empty_before_0_16() -> None:
+    """Four layers on the ends leave none for the two between them, which 0.16 refuses."""
+    words = ["--decoder-first-pipeline-num-layers", "2", "--decoder-last-pipeline-num-layers", "2"]
+
+    assert Split(1, (2, 0, 0, 2)) == read_chunks(Arguments.parse(words, "0.15.0"), pp=4, num_layers=4)
+    with pytest.raises(MegatronError, match="does not divide"):
+        read_chunks(Arguments.parse(words, "0.16.0"), pp=4, num_layers=4)

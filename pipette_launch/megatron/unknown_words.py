@@ -80,7 +80,8 @@ def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
     near = {word: likely_flag(word.partition("=")[0], arguments.version) for word in words}
     meant = [f"{flag} for {word}" for word, flag in near.items() if flag in missing]
     if meant:
-        return f"write {', '.join(meant)}"
+        # A script that is launched may take its own spelling alone.
+        return f"only Megatron's own spelling is read: {', '.join(meant)}"
     for word in words:
         if re.match(r"\s*--\S+\s+\S", word):
             return "several flags stand in one word, as zsh passes $ARGS; write ${=ARGS} there, and no quotes"

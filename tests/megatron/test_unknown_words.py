@@ -97,7 +97,10 @@ def test_overrides_are_no_flags(words: str, pairs: str) -> None:
         ("model.foo=3", "model.foo=3 belongs to a recipe"),
         ("--model Qwen/Qwen2.5-7B", "--model Qwen/Qwen2.5-7B names a model, and its shape is read from flags alone"),
         ("--hf-path some/name", "--hf-path some/name names a model, and its shape is read from flags alone"),
-        ("--num-layer 3 --hidden-sizes 4", "write --num-layers for --num-layer, --hidden-size for --hidden-sizes"),
+        (
+            "--num-layer 3 --hidden-sizes 4",
+            "only Megatron's own spelling is read: --num-layers for --num-layer, --hidden-size for --hidden-sizes",
+        ),
         ("--model=Qwen/Qwen3-8B --seq-lenght 5", "--model Qwen/Qwen3-8B names a model"),
         ("@args.txt", "@args.txt belongs to a recipe or file"),
         ("--mine 3", "add what is missing to the script's arguments"),
@@ -111,6 +114,12 @@ def test_missing_flags_have_a_cause(words: str, cause: str) -> None:
     assert f"; {cause}" in said
     with pytest.raises(MegatronError, match="the command line lacks --num-layers"):
         job(words, base=[])
+
+
+def test_a_launched_script_keeps_its_spelling() -> None:
+    """The sentence names the spelling that is read; the script may not take that one."""
+    with pytest.raises(MegatronError, match=r"only Megatron's own spelling is read: --num-layers for --num_layers$"):
+        job("--num_layers 3", base=[])
 
 
 @pytest.mark.parametrize("word", ["true", "False", "0", "off"])

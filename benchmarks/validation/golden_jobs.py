@@ -94,7 +94,7 @@ def _read(words: Sequence[str], row: GoldenRow, version: str) -> Job:
         world_size=row.world_size,
         megatron_version=version,
         device_kind="cuda",
-        for_prediction=True,
+        without_probes=True,
         # Measured are bytes that were allocated, so twins under other options of the allocator stay one family.
         environment={name: value for name, value in variables.items() if name not in VARIABLES},
         device_name="" if row.gpu == "unknown" else row.gpu,

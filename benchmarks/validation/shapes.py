@@ -27,6 +27,6 @@ def _job(words: tuple[str, ...], world_size: int, device_name: str, version: str
         world_size=world_size,
         megatron_version=version,
         device_kind="cuda",
-        for_prediction=True,
+        without_probes=True,
         device_name=device_name,
     )

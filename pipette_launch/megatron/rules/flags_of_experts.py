@@ -236,6 +236,16 @@ GRAPHS = (
     ),
     FlagRule(
         "cuda_graph_scope cuda_graph_modules",
+        "mlp needs layers without experts",
+        lambda f: (
+            f.graphs in ("local", "transformer_engine")
+            and (f.num_experts or 1) > 1
+            and "mlp" in f.graphed
+            and str(f.moe_layer_freq) == "1"
+        ),
+    ),
+    FlagRule(
+        "cuda_graph_scope cuda_graph_modules",
         "moe needs --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity",
         lambda f: (
             f.graphs != "none"

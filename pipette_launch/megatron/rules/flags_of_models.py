@@ -35,6 +35,21 @@ MODEL = (
         lambda f: f.fused_residual_rmsnorm and f.normalization != "RMSNorm",
     ),
     FlagRule(
+        "transformer_impl normalization",
+        "torch's RMSNorm needs --no-persist-layer-norm and excludes --apply-layernorm-1p",
+        lambda f: (
+            f.transformer_impl == "local"
+            and f.normalization == "RMSNorm"
+            and (not f.no_persist_layer_norm or f.apply_layernorm_1p or f.layernorm_zero_centered_gamma)
+        ),
+    ),
+    FlagRule(
+        "cross_entropy_loss_fusion cross_entropy_fusion_impl",
+        "Transformer Engine's fusion is disabled; use --cross-entropy-fusion-impl native",
+        lambda f: f.cross_entropy_loss_fusion and f.cross_entropy_fusion_impl == "te",
+        since=(0, 19),
+    ),
+    FlagRule(
         "multi_latent_attention rope_type",
         "the fused rotation of latent attention needs --rope-type yarn; add --no-rope-fusion",
         lambda f: f.multi_latent_attention and f.apply_rope_fusion and f.is_rope and f.rope_type == "rope",
@@ -113,6 +128,14 @@ MODEL = (
         "cp_comm_type",
         "a2a+p2p needs --hierarchical-context-parallel-sizes",
         lambda f: "a2a+p2p" in (f.cp_comm_type or ()) and f.hierarchical_context_parallel_sizes is None,
+    ),
+    FlagRule(
+        "hybrid_override_pattern num_layers",
+        "needs --num-layers before 0.17, as many as the pattern has letters",
+        lambda f: (
+            f.hybrid_override_pattern and len(f.hybrid_override_pattern) != (f.num_layers or f.encoder_num_layers)
+        ),
+        until=(0, 16),
     ),
     FlagRule(
         "num_layers encoder_num_layers",

@@ -11,8 +11,8 @@ from typing import Literal, ParamSpec, TypeVar, get_args
 
 from pipette_launch import megatron
 from pipette_launch.cost.layers.parameters import stage_parameters
-from pipette_launch.cost.memory.attention_mask import mask_notes
-from pipette_launch.cost.memory.overhead import allowed_bytes, overhead_of, uncounted
+from pipette_launch.cost.memory.attention_mask import NO_MASK, mask_notes, without_mask
+from pipette_launch.cost.memory.overhead import Overhead, allowed_bytes, overhead_of, uncounted
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
 from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, PipetteError, PlanError, UsageError
@@ -102,9 +102,11 @@ def predict_configuration(
     margin, variables = _checked(memory_margin, method), environment or {}
     version, version_note = megatron.version_or_newest(megatron_version, script, variables)
     job = _job(arguments, machines, version, variables)
-    memory, notes = _memory(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method, cache)
+    pp_ranks, overhead = _pp_ranks(job.own, rank=rank, stage=stage), _overhead(job, machines)
+    counted, notes = _memory(job, machines, pp_ranks, overhead, method, cache)
     first = (*version_note, *_rank_note(job.own, rank), *machines.notes, *job.notes)
-    return _prediction(job, machines, _Memory(method, memory, margin), script, (*first, *notes))
+    memory = _Memory(method, counted, margin, _remedies(job, machines, pp_ranks, overhead, margin))
+    return _prediction(job, machines, memory, script, (*first, *notes))
 
 
 def _job(arguments: Sequence[str], machines: TargetMachines, version: str, environment: Mapping[str, str]) -> Job:
@@ -120,30 +122,45 @@ def _job(arguments: Sequence[str], machines: TargetMachines, version: str, envir
     )
 
 
-def _memory(
-    job: Job,
-    machines: TargetMachines,
-    pp_ranks: Sequence[int],
-    method: Method,
-    cache: Path | None,
-) -> tuple[tuple[StageMemory, ...], tuple[str, ...]]:
-    """Count the stages, and say what that rests on."""
-    overhead = overhead_of(
+def _overhead(job: Job, machines: TargetMachines) -> Overhead:
+    return overhead_of(
         job,
         job.own,
         device_kind=machines.kind,
         device_name=machines.device_name,
-        capability=machines.capability,
         measured_bytes=machines.overhead_bytes,
         apart=machines.measured.overhead if machines.measured else None,
         readings=machines.measured.stages if machines.measured else (),
     )
+
+
+def _memory(
+    job: Job,
+    machines: TargetMachines,
+    pp_ranks: Sequence[int],
+    overhead: Overhead,
+    method: Method,
+    cache: Path | None,
+) -> tuple[tuple[StageMemory, ...], tuple[str, ...]]:
+    """Count the stages, and say what that rests on."""
     counted = (
         stages.closed_form(job, pp_ranks, overhead, measured=machines.measured)
         if method == "closed"
         else stages.executed(job, pp_ranks, overhead, cache=cache)
     )
     return counted.stages, (*mask_notes(job, job.own), *overhead.notes(), *_memory_notes(job, counted))
+
+
+def _remedies(
+    job: Job, machines: TargetMachines, pp_ranks: Sequence[int], overhead: Overhead, memory_margin: float
+) -> tuple[str, ...]:
+    """Name the flag with which the job fits: it leaves the data loader's mask out. Counted by formula."""
+    bare = without_mask(job)
+    if bare is None:
+        return ()
+    peaks = [[one.peak_bytes for one in stages.closed_form(each, pp_ranks, overhead).stages] for each in (job, bare)]
+    verdicts = [_verdict(each, machines.capacity_bytes, memory_margin) for each in peaks]
+    return (NO_MASK,) if verdicts[0] in {"tight", "too large"} and verdicts[1] == "fits" else ()
 
 
 def checked_words(arguments: Sequence[str]) -> Sequence[str]:
@@ -168,6 +185,7 @@ class _Memory:
     method: Method
     stages: tuple[StageMemory, ...]
     margin: float
+    remedies: tuple[str, ...]
 
 
 def _prediction(job: Job, machines: TargetMachines, memory: _Memory, script: str, notes: tuple[str, ...]) -> Prediction:
@@ -201,6 +219,7 @@ def _prediction(job: Job, machines: TargetMachines, memory: _Memory, script: str
         megatron_version=job.megatron_version,
         rate=rate,
         limit_bytes=None if capacity is None else allowed_bytes(capacity, memory_margin=memory.margin),
+        remedies=memory.remedies,
     )
 
 

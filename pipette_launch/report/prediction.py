@@ -95,7 +95,8 @@ def _verdict(prediction: Prediction) -> Text:
         f"{left / capacity:.1%} of {whole}, less than the margin of {prediction.memory_margin:.0%}.",
         "too large": f"It does not fit: {need}, {bytes_text(-left)} more than the {whole} of a device.",
     }[prediction.verdict]
-    return text(words, STYLES[prediction.verdict])
+    remedy = f" With {' or '.join(prediction.remedies)} it would fit." if prediction.remedies else ""
+    return text(f"{words}{remedy}", STYLES[prediction.verdict])
 
 
 def _memory(prediction: Prediction) -> Iterator[RenderableType]:

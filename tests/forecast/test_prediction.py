@@ -23,6 +23,7 @@ from pipette_launch.facts.results.prediction import PARTS, Prediction
 from pipette_launch.forecast import predict
 from pipette_launch.forecast.machines import ITS_OWN_MODEL
 from pipette_launch.megatron import read_job
+from pipette_launch.report.prediction import prediction_screen
 from pipette_launch.search.candidates import memory_limit_bytes
 
 PIPELINE = (*SMALL, "--pipeline-model-parallel-size", "4")
@@ -355,3 +356,33 @@ def test_long_sequences_need_their_whole_mask(words: str, least_gib: int, most_g
     assert max(one.peak_bytes for one in bare.stages) < max(one.peak_bytes for one in found.stages)
     assert any("--no-create-attention-mask-in-dataloader leaves it out" in note for note in found.notes)
     assert not any("attention mask" in note for note in bare.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "verdict", "is_remedy"),
+    [
+        ("--seq-length 524288 --context-parallel-size 16", "H100-SXM", "too large", True),
+        ("--seq-length 524288 --context-parallel-size 16", "A100-40GB", "too large", False),
+        ("--seq-length 131072 --context-parallel-size 16", "H100-SXM", "fits", False),
+        (
+            "--seq-length 524288 --context-parallel-size 16 --no-create-attention-mask-in-dataloader",
+            "H100-SXM",
+            "fits",
+            False,
+        ),
+    ],
+)
+def test_the_mask_is_named_in_the_verdict_where_the_job_would_fit_without(
+    words: str, gpu: str, verdict: str, is_remedy: bool
+) -> None:
+    """A job that fits, or does not fit without a mask either, gets no such advice."""
+    degrees = "--tensor-model-parallel-size 4 --context-parallel-size 16 --sequence-parallel".split()
+    degrees += ["--max-position-embeddings", "524288"]
+    found = predict(
+        (*MISTRAL, *degrees, *words.split()), world_size=64, gpu=gpu, megatron_version="0.16.1", memory_margin=0.05
+    )
+    screen = " ".join(prediction_screen(found, width=200).split())
+
+    assert verdict == found.verdict
+    assert (("--no-create-attention-mask-in-dataloader",) if is_remedy else ()) == found.remedies
+    assert is_remedy == ("With --no-create-attention-mask-in-dataloader it would fit." in screen)

@@ -96,8 +96,8 @@ def backward_bytes(job: Job, layout: Layout) -> int:
     """Count what the core's backward needs beyond what it kept, while it runs.
 
     Gradients of query, key and value beside that of the context; unfused also a gradient as large as the probabilities,
-    before the dropped ones are freed. A ring has two buffers, each for keys, values and their gradients, and the
-    gradients of one step, those of keys and values twice (TE context_parallel.py, AttnFuncWithCPAndKVP2P.backward).
+    before the dropped ones are freed. A ring has two buffers, each for keys, values and their gradients. It also has
+    one step's gradients, for keys and values twice (TE context_parallel.py, AttnFuncWithCPAndKVP2P.backward).
     """
     model = job.model
     rows = _heads(model, layout) * tokens(model, layout)

@@ -85,6 +85,8 @@ class Prediction:
     """What the step comes to in tokens and FLOPs a second; None without a step time."""
     limit_bytes: int | None = field(default=None, metadata=ADDED_LATER)
     """What a rank may hold: `capacity_bytes` less the margin; None without a capacity."""
+    remedies: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    """Flags of which each alone would make the configuration fit."""
 
     @property
     def fullest(self) -> StageMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.validation.golden_rows import GoldenLayout, GoldenRow
@@ -42,7 +42,7 @@ def read_layout(layout: GoldenLayout) -> ReadLayout:
     unknown = sorted({name for name in row.configuration.args if f"--{name}" not in table})
     notes += [f"flag not known to Megatron {known_release(version)}: --{name}" for name in unknown]
     try:
-        job = _read(words, row, version)
+        job = _read_old(words, row, version) if version == releases()[0] else _read(words, row, version)
     except PipetteError as error:
         return ReadLayout(layout=layout, job=None, reason=short_reason(error), detail=str(error), notes=tuple(notes))
     return ReadLayout(layout=layout, job=job, notes=tuple(notes))
@@ -99,6 +99,14 @@ def _read(words: Sequence[str], row: GoldenRow, version: str) -> Job:
         environment={name: value for name, value in variables.items() if name not in VARIABLES},
         device_name="" if row.gpu == "unknown" else row.gpu,
     )
+
+
+def _read_old(words: Sequence[str], row: GoldenRow, version: str) -> Job:
+    """Read a job of 0.14 or before: up to 0.12 layers had biases beside experts without, which 0.14 refuses."""
+    if "--num-experts" not in words or "--disable-bias-linear" in words:
+        return _read(words, row, version)
+    job = _read([*words, "--disable-bias-linear"], row, version)
+    return replace(job, model=replace(job.model, add_bias_linear=True, add_qkv_bias=True))
 
 
 def short_reason(error: Exception) -> str:

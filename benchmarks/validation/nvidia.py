@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks.validation.latency import Machines, StepTime, hosts_of
 from benchmarks.validation.lines import Found, Section, step_time_line
-from benchmarks.validation.nvidia_rows import COLUMNS, HYBRID_VERSION, is_hybrid, job_flags, measured_s, read_shapes
-from benchmarks.validation.shapes import VERSION, job_of
+from benchmarks.validation.nvidia_rows import COLUMNS, is_hybrid, job_flags, measured_s, read_shapes, version_of
+from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, read_table
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
@@ -98,6 +98,6 @@ def run_of(row: Row, shape: Row) -> tuple[Job, Machines]:
     """The job of a row and the machines that ran it."""
     device: DeviceSpec = known_devices()[DEVICES[row["system"]]]
     num_hosts, per_host = hosts_of(row["gpus"], device.devices_per_host)
-    version = HYBRID_VERSION if is_hybrid(shape) else VERSION
+    version = version_of(row, shape)
     job = job_of(job_flags(row, shape), world_size=row["gpus"], device_name=device.name, version=version)
     return job, Machines(device=device, num_hosts=num_hosts, devices_per_host=per_host)

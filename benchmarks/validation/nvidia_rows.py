@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.validation.shapes import VERSION
 from benchmarks.validation.tables import Row, number, optional, read_table, size, text, whole, word
 
 COLUMNS = {
@@ -26,8 +27,9 @@ SHAPE_COLUMNS = {
     **dict.fromkeys(("mamba_heads", "mamba_head_dim", "mamba_state", "mamba_groups"), optional(whole)),
     **dict.fromkeys(("layer_pattern", "mtp_pattern"), text),
 }
-HYBRID_VERSION = "0.19.0"
-"""From 0.17 on patterns name the layers of prediction depths, and from 0.19 on FSDP knows Mamba layers."""
+LATER_VERSION = "0.19.0"
+"""From 0.17 on patterns name the layers of prediction depths, from 0.18 on graphs of whole iterations may hold
+overlapped experts, and from 0.19 on FSDP knows Mamba layers."""
 MAMBA_FLAGS = {
     "num-heads": "mamba_heads",
     "head-dim": "mamba_head_dim",
@@ -140,6 +142,7 @@ def model_flags(shape: Row) -> dict[str, Any]:
         "normalization": "LayerNorm" if name.startswith(_LAYER_NORM) else "RMSNorm",
         "qk-layernorm": name.startswith(_QK_LAYERNORM),
         "disable-bias-linear": not name.startswith(_BIASES),
+        "no-bias-dropout-fusion": bool(name.startswith(_BIASES) and shape["experts"]),
         "position-embedding-type": POSITIONS[shape["pos"]],
         "untie-embeddings-and-output-weights": not shape["tied"],
         "attention-dropout": 0.0,
@@ -168,6 +171,7 @@ def model_flags(shape: Row) -> dict[str, Any]:
         flags |= {
             "num-experts": shape["experts"],
             "moe-router-topk": shape["topk"],
+            "moe-router-pre-softmax": shape["topk"] == 1,
             "moe-ffn-hidden-size": shape["moe_ffn"],
             "moe-shared-expert-intermediate-size": shape["shared_ffn"] or False,
             "moe-layer-freq": f"([0]*{dense}+[1]*{shape['layers'] - dense})",
@@ -178,6 +182,11 @@ def model_flags(shape: Row) -> dict[str, Any]:
         flags["hybrid-layer-pattern"] = hybrid_pattern(shape, shape["mtp"] or 0)
         flags["mtp-use-repeated-layer"] = "shared weights" in shape["mtp_pattern"]
     return flags
+
+
+def version_of(row: Row, shape: Row) -> str:
+    """Return a release that takes the flags of a row."""
+    return LATER_VERSION if is_hybrid(shape) or row["cuda_graphs"] == "full_iteration" else VERSION
 
 
 def is_hybrid(shape: Row) -> bool:
@@ -212,6 +221,7 @@ def _sharding_flags(row: Row) -> Mapping[str, Any]:
     replicas = row["gpus"] // (row["tp"] * row["pp"])
     return {
         "use-megatron-fsdp": True,
+        "ckpt-format": "fsdp_dtensor",
         "data-parallel-sharding-strategy": "optim_grads_params",
         "num-distributed-optimizer-instances": replicas // row["fsdp"],
     }
@@ -224,4 +234,7 @@ def _graph_flags(cuda_graphs: str) -> Mapping[str, Any]:
     by, _, what = cuda_graphs.partition(":")
     if by == "full_iteration":
         by, what = "local", "full_iteration"
-    return {"cuda-graph-impl": by, "cuda-graph-scope": what.replace("+", " ")}
+    # Megatron-LM demands the last flag; these runs were started by Megatron-Bridge.
+    is_whole = what == "full_iteration"
+    scope = what.replace("+", " ")
+    return {"cuda-graph-impl": by, "cuda-graph-scope": scope, "no-check-for-nan-in-loss-and-grad": is_whole}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from pipette_launch.errors import FactError
 
@@ -14,6 +15,19 @@ RING = "p2p"
 """Exchange of context parallelism that is Megatron's default (--cp-comm-type), and the only one timed and priced."""
 SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
 """Strategies of Megatron-FSDP that shard gradients (--data-parallel-sharding-strategy)."""
+
+
+LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
+"""Implementations of CUDA graphs (--cuda-graph-impl)."""
+
+
+class Graphs(NamedTuple):
+    """CUDA graphs that a job's flags ask for, in the words of every release."""
+
+    impl: str
+    """`none`, `local`, `transformer_engine` or `full_iteration`."""
+    modules: frozenset[str]
+    """Parts of a layer in graphs of their own; empty for the whole layer, or all of the iteration."""
 
 
 def _option(flag: str, *, default: bool) -> bool:
@@ -104,7 +118,11 @@ class PerformanceOptions:
 
     # CUDA graphs.
     cuda_graph_impl: str = "none"
+    cuda_graph_modules: tuple[str, ...] = ()
+    """Name of `cuda_graph_scope` from 0.18 on."""
     cuda_graph_scope: tuple[str, ...] = ()
+    cuda_graph_scope_deprecated: tuple[str, ...] = field(default=(), metadata={"flag": "--cuda-graph-scope"})
+    """Destination of the flag from 0.18 on."""
     enable_cuda_graph: bool = False
     external_cuda_graph: bool = False
 
@@ -114,6 +132,8 @@ class PerformanceOptions:
     moe_expert_capacity_factor: float | None = None
     moe_flex_dispatcher_backend: str = "deepep"
     moe_grouped_gemm: bool = False
+    moe_input_jitter_eps: float | None = None
+    moe_pad_experts_for_cuda_graph_inference: bool = False
     moe_pad_expert_input_to_capacity: bool = False
     moe_permute_fusion: bool = False
     moe_router_dtype: str | None = None
@@ -144,6 +164,16 @@ class PerformanceOptions:
     rampup_batch_size: tuple[int, ...] = ()
     """First batch size, its increment, samples of the ramp-up; empty without one."""
     sft: bool = False
+
+    @property
+    def graphs(self) -> Graphs:
+        """CUDA graphs; two older flags choose an implementation, and the flag for modules has two names."""
+        impl = LOCAL if self.enable_cuda_graph else ENGINE if self.external_cuda_graph else self.cuda_graph_impl
+        modules = {*self.cuda_graph_modules, *self.cuda_graph_scope, *self.cuda_graph_scope_deprecated} - {"full"}
+        if impl == LOCAL and modules == {ITERATION}:
+            # From 0.18 on this scope is an implementation.
+            return Graphs(ITERATION, frozenset())
+        return Graphs(impl, frozenset(modules))
 
 
 _FLAGS = {

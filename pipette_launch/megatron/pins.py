@@ -99,6 +99,7 @@ REFUSED = {
     "expert_tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
     "batch_size": "no longer valid in Megatron; use --micro-batch-size",
     "model_parallel_size": "no longer valid in Megatron; use --tensor-model-parallel-size",
+    "megatron_fsdp_version=2": "this version of Megatron-FSDP is not modelled",
     "position_embedding_type=relative": "these position embeddings are not modelled",
     "position_embedding_type=mrope": "these position embeddings are not modelled",
 }
@@ -144,7 +145,7 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
         value = arguments.get(dest)
         # A local rank of 0 is one, too.
         is_on = arguments.is_given(dest) and bool(value or dest == "local_rank")
-        if value == refused_value if refused_value else is_on:
+        if str(value) == refused_value if refused_value else is_on:
             raise MegatronError(f"{arguments.shown(dest)}: {reason}")
     if _is_offloading_uneven(arguments):
         raise MegatronError(
@@ -194,10 +195,25 @@ def pins(arguments: Arguments, own: Layout, device_kind: str) -> Iterator[Pin]:
         yield Pin(fields=OPTIMIZER_FIELDS, note=f"{arguments.shown('optimizer')}: the distributed optimizer stays")
     if device_kind == "cpu":
         yield Pin(fields=("cp",), note="context parallelism needs Transformer Engine, and so a GPU: cp stays 1 on CPU")
+    yield from _excluded(arguments)
     for dests, held, reason in HELD_BY:
         for dest in dests:
             if arguments.get(dest):
                 yield Pin(fields=held, note=f"{arguments.shown(dest)}{reason}")
+
+
+def _excluded(arguments: Arguments) -> Iterator[Pin]:
+    """Hold what flags without a field of their own would exclude (tables of `rules`)."""
+    shown = arguments.shown("ckpt_format")
+    if arguments.get("ckpt_format") == "torch_dcp":
+        yield Pin(fields=("pp", "tp"), note=f"{shown} goes with neither tensor nor pipeline parallelism: both stay")
+    has_gloo = False not in (arguments.get("enable_gloo_process_groups"), arguments.get("use_gloo_process_groups"))
+    if arguments.get("ckpt_format") == "torch" and not has_gloo:
+        note = f"{shown} without gloo: the distributed optimizer stays"
+        yield Pin(fields=("use_distributed_optimizer",), note=note)
+    if arguments.get("batch_invariant_mode"):
+        note = f"{arguments.shown('batch_invariant_mode')} excludes context parallelism from 0.19 on: cp stays"
+        yield Pin(fields=("cp",), note=note)
 
 
 def _data(arguments: Arguments, own: Layout) -> Iterator[Pin]:
@@ -207,7 +223,7 @@ def _data(arguments: Arguments, own: Layout) -> Iterator[Pin]:
             fields=("dp", "micro_batch_size"),
             note=f"{arguments.shown('dataloader_type')} shuffles within each replica: dp and micro-batch stay",
         )
-    if arguments.get("rampup_batch_size"):
+    if arguments.get("rampup_batch_size") and release_of(arguments.version) < (0, 18):
         # The first, smallest batches must still divide, and fill the pipeline when it is interleaved.
         held = ("dp", "micro_batch_size", "vpp") if own.vpp == 1 else ("dp", "micro_batch_size", "pp", "vpp")
         yield Pin(

@@ -153,7 +153,7 @@ def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) ->
         raise MegatronError(
             f"{given.shown('train_iters')} and {given.shown('train_samples')} exclude each other; remove one"
         )
-    if given.get("rampup_batch_size") and iterations:
+    if given.get("rampup_batch_size") and iterations and release_of(given.version) < (0, 18):
         raise MegatronError(f"{given.shown('rampup_batch_size')} works only with --train-samples; remove one")
     return {
         "cublas_workspace_config": environment.get("CUBLAS_WORKSPACE_CONFIG", ""),

@@ -74,8 +74,8 @@ def _unsupported(job: Job) -> str:
     for name in _ONLY_STOCK:
         if getattr(options, name):
             return flag_of(name)
-    if options.cuda_graph_impl != "none":
-        return f"{flag_of('cuda_graph_impl')} {options.cuda_graph_impl}"
+    if options.graphs.impl != "none":
+        return f"{flag_of('cuda_graph_impl')} {options.graphs.impl}"
     if options.cpu_offloading_num_layers:
         return flag_of("cpu_offloading_num_layers")
     if options.rampup_batch_size:

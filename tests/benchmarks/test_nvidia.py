@@ -8,12 +8,13 @@ from benchmarks.validation import nvidia
 from benchmarks.validation.latency import Machines
 from benchmarks.validation.nvidia_rows import (
     COLUMNS,
-    HYBRID_VERSION,
+    LATER_VERSION,
     is_hybrid,
     job_flags,
     measured_s,
     model_flags,
     read_shapes,
+    version_of,
 )
 from benchmarks.validation.options import DEFAULT_FILES
 from benchmarks.validation.shapes import VERSION, job_of
@@ -49,7 +50,7 @@ IN_BILLIONS = {
 def job(row: Row, device_name: str = "") -> Job:
     """The job of a row."""
     shape = SHAPES[row["model"]]
-    version = HYBRID_VERSION if is_hybrid(shape) else VERSION
+    version = version_of(row, shape)
     return job_of(job_flags(row, shape), world_size=row["gpus"], device_name=device_name, version=version)
 
 
@@ -57,7 +58,7 @@ def spec(model: str) -> ModelSpec:
     """The model of a shape."""
     flags = {**model_flags(SHAPES[model]), "seq-length": 4096, "max-position-embeddings": 4096, "micro-batch-size": 1}
     named = {name: value for name, value in flags.items() if value is not False}
-    version = HYBRID_VERSION if is_hybrid(SHAPES[model]) else VERSION
+    version = LATER_VERSION if is_hybrid(SHAPES[model]) else VERSION
     return job_of({**named, "bf16": True}, world_size=1, version=version).model
 
 

@@ -43,10 +43,12 @@ WRITTEN = {
 }
 """Option string -> dest, action, nargs, type."""
 NOT_EVERYWHERE = {
+    "batch_invariant_mode": "0.16+",
     "cpu_offloading_num_layers": "0.16+",
     "cuda_graph_impl": "0.15+",
     "dist_ckpt_optim_fully_reshardable": "0.15+",
     "dist_ckpt_save_pre_mcore_014": "0.15+",
+    "enable_gloo_process_groups": "0.14 to 0.16",
     "enable_mhc_connections": "0.17+",
     "fake_process_group": "0.16+",
     "fim_data": "0.16+",
@@ -60,6 +62,7 @@ NOT_EVERYWHERE = {
     "perform_rl_step": "0.15+",
     "quick_geglu": "0.15+",
     "step_batch_size_schedule": "0.18+",
+    "use_gloo_process_groups": "0.17+",
     "window_attn_skip_freq": "0.15+",
     "window_size": "0.15+",
 }

@@ -86,6 +86,8 @@ def test_cuts_are_read(words: str, pp: int, num_layers: int, expected: tuple[int
         ("--decoder-first-pipeline-num-layers 8", 2, 8, "does not divide"),
         ("--decoder-first-pipeline-num-layers 9", 1, 8, "does not divide"),
         ("--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 4", 1, 8, "does not divide"),
+        ("--decoder-first-pipeline-num-layers 4", 1, 8, "does not divide"),
+        ("--decoder-last-pipeline-num-layers 4", 1, 8, "does not divide"),
         ("--pipeline-model-parallel-layout Et|t|tL", 2, 3, "3 stages are no multiple"),
         ("--pipeline-model-parallel-layout Et|tL", 2, 3, "names 2 layers"),
         ("--pipeline-model-parallel-layout t|EtL", 2, 2, "E at the very front"),

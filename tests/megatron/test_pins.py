@@ -48,6 +48,9 @@ EXPERTS = "--num-experts 4"
         ("--fine-grained-activation-offloading --offload-modules core_attn", ("recompute",)),
         ("--num-experts 4 --moe-layer-recompute", ("recompute",)),
         ("--data-parallel-random-init", ("dp",)),
+        ("--ckpt-format torch --disable-gloo-process-groups", ("use_distributed_optimizer",)),
+        ("--ckpt-format torch", ()),
+        ("--batch-invariant-mode --attention-backend flash", ("cp",)),
     ],
 )
 def test_learning_stays_the_same(words: str, pinned: tuple[str, ...]) -> None:

@@ -110,6 +110,15 @@ def test_contradictions_are_named(words: str, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_a_ramp_up_has_no_effect_from_0_18_on() -> None:
+    """Its flag is read and not used, so that it excludes nothing."""
+    words = "--rampup-batch-size 3 5 100"
+
+    assert job(words, version="0.18.0").pinned == ()
+    with pytest.raises(MegatronError, match="only with --train-samples"):
+        job(words, version="0.17.1")
+
+
 def test_query_groups_are_replicated_from_0_16_on() -> None:
     """Fewer groups than tensor ranks are an error before."""
     words = f"{TP} 4 --group-query-attention --num-query-groups 2"

@@ -69,7 +69,7 @@ def cuts(case: Case) -> Iterator[tuple[Layout, bool]]:
         for ep, etp in product(range(1, (job.model.num_experts or 1) + 1), range(1, world_size + 1)):
             if world_size % (etp * ep * pp) or (not job.model.num_experts and etp != tp):
                 continue
-            swapped = job.own.use_tp_pp_dp_mapping and (pp == 1 or not job.model.num_experts or etp * ep == tp * cp)
+            swapped = job.own.use_tp_pp_dp_mapping and (pp == 1 or etp * ep == tp * cp)
             for vpp, chunks, mbs, group in tails(job, pp, dp):
                 layout = Layout(
                     tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, vpp=vpp, layers_per_chunk=chunks,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pipette_launch.cost.layers import attention
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
-from pipette_launch.facts.performance import PerformanceOptions
+from pipette_launch.facts.performance import ITERATION, PerformanceOptions
 
 _ACCUMULATED_BYTES = 8
 """fp32 gradient of each weight, read and written for each micro-batch (gradient accumulation fusion)."""
@@ -91,9 +91,11 @@ class PassLoads:
 
 def is_captured(options: PerformanceOptions, what: str) -> bool:
     """Whether a CUDA graph launches a part of the step."""
-    if options.cuda_graph_impl == "full_iteration":
-        return what == "full_iteration"
-    return options.cuda_graph_impl != "none" and what in options.cuda_graph_scope
+    graphs = options.graphs
+    if graphs.impl == ITERATION:
+        return what == ITERATION
+    # Under the names of 0.18 and later modules are not priced: hybrid models of NVIDIA's came out worse with them.
+    return graphs.impl != "none" and what in options.cuda_graph_scope
 
 
 def mlp(model: ModelSpec, layout: Layout, ffn_hidden_size: int) -> PassLoads:

@@ -30,6 +30,10 @@ def chunks_faults(rules: Rules, pp: int, vpp: int, layers_per_chunk: tuple[int, 
     if vpp == 1 and pp > 1 and options.overlap_moe_expert_parallel_comm:
         reason = f"{flag_of('overlap_moe_expert_parallel_comm')} needs virtual stages where pp > 1"
         yield BrokenRule(reason, ("pp",), "remove it, or add --num-virtual-stages-per-pipeline-rank")
+    if options.overlap_p2p_comm_warmup_flush and (vpp == 1 or not options.overlap_p2p_comm):
+        # Without virtual stages validate_args turns the overlap off, and ModelParallelConfig refuses the flag then.
+        reason = f"{flag_of('overlap_p2p_comm_warmup_flush')} needs virtual stages and overlapped messages"
+        yield BrokenRule(reason, ("pp", "overlap_p2p_comm"), "remove it, or add --num-virtual-stages-per-pipeline-rank")
     if vpp == 1 and options.overlap_param_gather_with_optimizer_step:
         reason = f"{flag_of('overlap_param_gather_with_optimizer_step')} needs virtual stages"
         yield BrokenRule(reason, (), "remove it, or add --num-virtual-stages-per-pipeline-rank")
@@ -40,7 +44,8 @@ def batch_faults(rules: Rules, dp: int, micro_batch_size: int) -> Broken:
     batch_size, samples, options = rules.job.batch.global_batch_size, micro_batch_size * dp, rules.options
     if batch_size % samples:
         yield not_divided_batch(rules, dp, micro_batch_size)
-    if any(size % samples for size in options.rampup_batch_size[:2]):
+    # From 0.18 on the ramp-up is read and not used (num_microbatches_calculator.py).
+    if any(size % samples for size in options.rampup_batch_size[:2]) and rules.job.release < (0, 18):
         yield BrokenRule(
             f"micro_batch_size*dp does not divide every {flag_of('rampup_batch_size')}",
             ("rampup_batch_size", "micro_batch_size"),

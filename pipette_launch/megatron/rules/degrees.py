@@ -11,7 +11,20 @@ from pipette_launch.facts.together import tensor_block
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
 from pipette_launch.megatron.rules.rules import Rules
 
-FSDP = ("use_megatron_fsdp", "use_torch_fsdp2")
+WITHOUT = {
+    # Megatron-FSDP passes validation with a pipeline and then asserts that its data-parallel groups, of one stage
+    # each, are those of a mesh over all ranks (core_v0.14.0 to v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
+    "pp": ("use_megatron_fsdp", "use_torch_fsdp2", "cpu_offloading_num_layers"),
+    "ep": ("use_torch_fsdp2",),
+}
+"""Axes that must be 1 under some options."""
+
+
+def single_faults(rules: Rules, axis: str, size: int) -> Broken:
+    """Check options that exclude ranks on an axis."""
+    for name in WITHOUT[axis] if size > 1 else ():
+        if getattr(rules.options, name):
+            yield BrokenRule(f"{flag_of(name)} needs {axis} = 1", (name, axis), "remove one")
 
 
 def tensor_faults(rules: Rules, tp: int) -> Broken:
@@ -56,11 +69,7 @@ def _latent_faults(rules: Rules, tp: int) -> Broken:
 
 def pipeline_faults(rules: Rules, pp: int) -> Broken:
     """Check flags that ask for a pipeline, or for none."""
-    # Megatron-FSDP passes validation with a pipeline and then asserts that its data-parallel groups, of one stage
-    # each, are those of a mesh over all ranks (core_v0.14.0 to v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
-    for name in (*FSDP, "cpu_offloading_num_layers"):
-        if pp > 1 and getattr(rules.options, name):
-            yield BrokenRule(f"{flag_of(name)} needs pp = 1", (name, "pp"), "remove one")
+    yield from single_faults(rules, "pp", pp)
     overlaps_experts = rules.options.overlap_moe_expert_parallel_comm
     if rules.job.model.mtp_num_layers and overlaps_experts and pp == 1:
         yield BrokenRule(
@@ -74,6 +83,18 @@ def pipeline_faults(rules: Rules, pp: int) -> Broken:
             (),
             "remove it or set --pipeline-model-parallel-size",
         )
+    yield from _low_precision_faults(rules, pp)
+
+
+def _low_precision_faults(rules: Rules, pp: int) -> Broken:
+    """Check the number of layers in 16 bits at each end: at most the layers of a stage (TransformerConfig)."""
+    if rules.options.fp8 is None or not rules.options.first_last_layers_bf16:
+        return
+    most = rules.job.model.num_layers // pp
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if getattr(rules.options, name) > most:
+            remedy = f"a stage has {most} layers; change one of them"
+            yield BrokenRule(f"{flag_of(name)} is more than the layers of a stage", (name, "pp"), remedy)
 
 
 def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
@@ -101,10 +122,29 @@ def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
         yield BrokenRule(reason, ("cp", "window_size", "cp_comm_type"))
     if model.hybrid:
         yield from _mamba_context_faults(model.hybrid, tp, cp)
-    groups = max(1, model.num_query_groups // tp)
-    if "a2a" in options.cp_comm_type and (model.num_attention_heads // tp % cp or groups % cp):
-        reason = f"{flag_of('cp_comm_type')} a2a needs heads/tp and query groups/tp divisible by cp"
-        yield BrokenRule(reason, ("cp", "tp", "num_attention_heads", "num_query_groups"))
+    yield from _exchange_faults(rules, tp, cp)
+
+
+def _exchange_faults(rules: Rules, tp: int, cp: int) -> Broken:
+    """Check the kinds of exchange against layers and heads; Transformer Engine cuts heads for all-to-all."""
+    model, options = rules.job.model, rules.options
+    flag = flag_of("cp_comm_type")
+    if len(options.cp_comm_type) not in (1, model.num_layers):
+        yield BrokenRule(
+            f"{flag} needs one kind, or one for each of num_layers={model.num_layers}", ("cp", "cp_comm_type")
+        )
+    heads, groups = model.num_attention_heads // tp, max(1, model.num_query_groups // tp)
+    names = ("cp", "tp", "num_attention_heads", "num_query_groups", "hierarchical_context_parallel_sizes")
+    for kind, ranks, words in (
+        ("a2a", cp, "cp"),
+        (
+            "a2a+p2p",
+            (options.hierarchical_context_parallel_sizes or (1,))[0],
+            f"the first of {flag_of('hierarchical_context_parallel_sizes')}",
+        ),
+    ):
+        if kind in options.cp_comm_type and (heads % ranks or groups % ranks):
+            yield BrokenRule(f"{flag} {kind} needs heads/tp and query groups/tp divisible by {words}", names)
 
 
 def _mamba_context_faults(mamba: HybridLayers, tp: int, cp: int) -> Broken:

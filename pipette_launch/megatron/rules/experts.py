@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.layout import Degrees
-from pipette_launch.facts.performance import SHARDS_GRADIENTS, flag_of
+from pipette_launch.facts.performance import ITERATION, LOCAL, SHARDS_GRADIENTS, flag_of
 from pipette_launch.facts.together import expert_block
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
+from pipette_launch.megatron.rules.degrees import single_faults
 from pipette_launch.megatron.rules.rules import Rules
 
 
@@ -23,15 +24,25 @@ def expert_faults(rules: Rules, degrees: Degrees) -> Broken:
             is_refused=False,
         )
     if degrees.expert_dp % instances:
-        name = "num_distributed_optimizer_instances"
-        yield BrokenRule(f"{flag_of(name)} does not divide dp*cp", (name,))
+        yield BrokenRule(
+            f"{flag_of('num_distributed_optimizer_instances')} does not divide the replicas of the experts",
+            ("num_distributed_optimizer_instances", "ep", "etp", "pp"),
+            f"tp*cp*dp/(ep*etp) = {degrees.expert_dp} must be a multiple of it",
+        )
+    if degrees.use_tp_pp_dp_mapping and degrees.pp > 1 and degrees.expert_dp != degrees.dp:
+        yield BrokenRule(
+            "--use-tp-pp-dp-mapping needs as many expert replicas as replicas where pp > 1",
+            ("tp", "cp", "ep", "etp"),
+            f"etp*ep = {degrees.etp * degrees.ep}, tp*cp = {degrees.tp * degrees.cp}; remove the flag",
+        )
     if rules.job.model.num_experts:
         yield from _width_faults(rules, degrees)
         yield from _flag_faults(rules, degrees)
     elif degrees.ep > 1:
         yield BrokenRule("expert parallelism needs experts", ("ep",), "remove it, or add --num-experts")
-    if degrees.ep > 1 and rules.options.use_torch_fsdp2:
-        yield BrokenRule(f"{flag_of('use_torch_fsdp2')} needs ep = 1", ("ep",), "remove one")
+    yield from single_faults(rules, "ep", degrees.ep)
+    if degrees.ep > 1 and rules.job.model.params_dtype == "fp16" and rules.job.release < (0, 16):
+        yield BrokenRule("before 0.16 expert parallelism excludes --fp16", ("ep",), "use --bf16, or remove one")
 
 
 def _adds_gradients_twice(rules: Rules, degrees: Degrees) -> bool:
@@ -59,19 +70,18 @@ def _width_faults(rules: Rules, degrees: Degrees) -> Broken:
             ("etp",),
             "use --expert-tensor-parallel-size 1",
         )
-    if degrees.use_tp_pp_dp_mapping and degrees.pp > 1 and degrees.expert_dp != degrees.dp:
-        yield BrokenRule(
-            "--use-tp-pp-dp-mapping needs as many expert replicas as replicas where pp > 1",
-            ("tp", "cp", "ep", "etp"),
-            f"etp*ep = {degrees.etp * degrees.ep}, tp*cp = {degrees.tp * degrees.cp}; remove the flag",
-        )
 
 
 def _flag_faults(rules: Rules, degrees: Degrees) -> Broken:
     options, group = rules.options, degrees.etp * degrees.ep
     dispatcher = options.moe_token_dispatcher_type
-    if dispatcher == "flex" and group == 1:
-        yield BrokenRule("the flex dispatcher needs etp*ep > 1", ("moe_token_dispatcher_type",))
+    # From 0.18 on HybridEP works without other ranks.
+    is_alone = (
+        rules.job.release < (0, 18) or options.moe_enable_deepep or options.moe_flex_dispatcher_backend != "hybridep"
+    )
+    if dispatcher == "flex" and group == 1 and is_alone:
+        remedy = "set --expert-model-parallel-size, or use --moe-token-dispatcher-type alltoall"
+        yield BrokenRule("the flex dispatcher needs etp*ep > 1", ("moe_token_dispatcher_type",), remedy)
     if rules.rooms:
         try:
             expert_block(options, group, rules.rooms)
@@ -80,6 +90,7 @@ def _flag_faults(rules: Rules, degrees: Degrees) -> Broken:
     if degrees.ep == 1 and options.overlap_moe_expert_parallel_comm:
         reason = f"{flag_of('overlap_moe_expert_parallel_comm')} needs ep > 1"
         yield BrokenRule(reason, (), "remove it or set --expert-model-parallel-size")
-    if degrees.ep > 1 and rules.job.own.ep == 1 and options.cuda_graph_impl == "local":
-        reason = f"{flag_of('cuda_graph_impl')} local with ep > 1 needs --moe-pad-experts-for-cuda-graph-inference"
-        yield BrokenRule(reason, ("ep",))
+    needs_padding = (0, 16) <= rules.job.release < (0, 18) and not options.moe_pad_experts_for_cuda_graph_inference
+    if degrees.ep > 1 and needs_padding and options.graphs.impl in (LOCAL, ITERATION):
+        reason = "local CUDA graphs with ep > 1 need --moe-pad-experts-for-cuda-graph-inference"
+        yield BrokenRule(reason, ("cuda_graph_impl", "ep"), "add it")

@@ -103,6 +103,12 @@ MODEL = (
         since=(0, 19),
     ),
     FlagRule(
+        "batch_invariant_mode context_parallel_size",
+        "exclude each other",
+        lambda f: f.batch_invariant_mode and f.context_parallel_size > 1,
+        since=(0, 19),
+    ),
+    FlagRule(
         "batch_invariant_mode fp16",
         "needs --bf16",
         lambda f: f.batch_invariant_mode and not f.bf16,

@@ -137,6 +137,20 @@ OPTIMIZER = (
         lambda f: f.ckpt_format == "torch_dcp" and not f.use_torch_fsdp2,
     ),
     FlagRule(
+        "ckpt_format tensor_model_parallel_size pipeline_model_parallel_size",
+        "torch_dcp goes with neither tensor nor pipeline parallelism",
+        lambda f: f.ckpt_format == "torch_dcp" and f.tensor_model_parallel_size * f.pipeline_model_parallel_size > 1,
+    ),
+    FlagRule(
+        "use_distributed_optimizer ckpt_format enable_gloo_process_groups use_gloo_process_groups",
+        "without gloo the distributed optimizer needs --ckpt-format torch_dist",
+        lambda f: (
+            f.use_distributed_optimizer
+            and f.ckpt_format == "torch"
+            and False in (f.enable_gloo_process_groups, f.use_gloo_process_groups)
+        ),
+    ),
+    FlagRule(
         "ckpt_format",
         "fsdp_dtensor needs --use-megatron-fsdp",
         lambda f: f.ckpt_format == "fsdp_dtensor" and not f.use_megatron_fsdp,

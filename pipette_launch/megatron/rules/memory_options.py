@@ -6,6 +6,7 @@ from pipette_launch.facts import Recompute
 from pipette_launch.facts.layout import MemoryOptions
 from pipette_launch.facts.performance import flag_of
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
+from pipette_launch.megatron.rules.cuda_graphs import graph_faults
 from pipette_launch.megatron.rules.rules import Rules
 
 ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
@@ -34,13 +35,13 @@ def recompute_faults(rules: Rules, tp: int, layers: frozenset[int], options: Mem
     yield from _module_faults(rules, recompute)
     if is_full and rules.job.model.hybrid and rules.job.release < (0, 18):
         yield BrokenRule("before 0.18 hybrid models have no full recompute", ("recompute",), "remove it")
-    if is_full and rules.options.overlap_moe_expert_parallel_comm:
-        yield BrokenRule(
-            "MoE overlap excludes full recompute", ("overlap_moe_expert_parallel_comm", "recompute"), "remove one"
-        )
-    graphs = rules.options.cuda_graph_impl in ("local", "transformer_engine")
-    if is_full and graphs and rules.options.cuda_graph_scope != ("full_iteration",):
-        yield BrokenRule("CUDA graphs exclude full recompute", ("cuda_graph_impl", "recompute"), "remove one")
+    overlaps_experts = rules.options.overlap_moe_expert_parallel_comm
+    names = ("overlap_moe_expert_parallel_comm", "recompute", "recompute_modules")
+    if is_full and overlaps_experts:
+        yield BrokenRule("MoE overlap excludes full recompute", names, "remove one")
+    if "moe" in recompute.modules and overlaps_experts and rules.job.release >= (0, 17):
+        yield BrokenRule("MoE overlap excludes recompute of moe", names, "remove one")
+    yield from graph_faults(rules, recompute)
     if recompute.granularity != "none" and rules.options.cpu_offloading_num_layers:
         yield BrokenRule(f"{flag_of('cpu_offloading_num_layers')} excludes recompute", ("recompute",), "remove one")
     if rules.options.distribute_saved_activations and not (is_full and tp > 1 and not options.sequence_parallel):
@@ -70,8 +71,10 @@ def _sequence_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> 
 
 def _optimizer_faults(rules: Rules, options: MemoryOptions) -> Broken:
     sharded, fsdp2 = options.use_distributed_optimizer, rules.options.use_torch_fsdp2
+    optimizer, release = rules.job.optimizer, rules.job.release
     needs_sharding = [name for name in NEEDS_DISTRIBUTED_OPTIMIZER if getattr(rules.options, name)]
-    if sharded and rules.job.optimizer != "adam":
+    # From 0.18 on the layers of other optimizers than these two are shared out whole.
+    if sharded and optimizer != "adam" and (release < (0, 18) or optimizer == "sgd"):
         yield BrokenRule(ONLY_ADAM_SHARDS, ("use_distributed_optimizer", "optimizer"), "remove one")
     if sharded and fsdp2:
         reason = f"{flag_of('use_torch_fsdp2')} excludes the distributed optimizer"
@@ -79,12 +82,20 @@ def _optimizer_faults(rules: Rules, options: MemoryOptions) -> Broken:
     if needs_sharding and not (sharded or fsdp2):
         flags = "/".join(map(flag_of, needs_sharding))
         yield BrokenRule(f"{flags} needs the distributed optimizer", (), _ADD_OPTIMIZER)
-    if options.overlap_param_gather and not (sharded and options.overlap_grad_reduce):
+    is_muon = optimizer == "muon" or (optimizer == "dist_muon" and release < (0, 17))
+    if is_muon and release < (0, 18) and (options.overlap_grad_reduce or options.overlap_param_gather):
+        names = ("optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        yield BrokenRule("before 0.18 Muon excludes overlap_grad_reduce and overlap_param_gather", names, "remove one")
+    gathers = sharded or (optimizer == "dist_muon" and release >= (0, 17))
+    if options.overlap_param_gather and not (gathers and options.overlap_grad_reduce):
         yield BrokenRule(
             "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce",
             ("overlap_param_gather",),
             "add --use-distributed-optimizer and --overlap-grad-reduce, or remove it",
         )
+    if rules.options.num_distributed_optimizer_instances > 1 and not (sharded or fsdp2):
+        reason = f"{flag_of('num_distributed_optimizer_instances')} needs the distributed optimizer"
+        yield BrokenRule(reason, ("num_distributed_optimizer_instances",), _ADD_OPTIMIZER)
     if rules.options.overlap_param_gather_with_optimizer_step and not options.overlap_param_gather:
         reason = f"{flag_of('overlap_param_gather_with_optimizer_step')} needs overlap_param_gather"
         yield BrokenRule(reason, (), "add --overlap-param-gather or remove it")
@@ -130,6 +141,13 @@ def _module_faults(rules: Rules, recompute: Recompute) -> Broken:
         (
             f"{flag_of('moe_shared_expert_overlap')} excludes recompute of shared_experts",
             "shared_experts" in modules and options.moe_shared_expert_overlap,
+        ),
+        (
+            f"{flag_of('offload_modules')} within experts excludes recompute of moe",
+            "moe" in modules
+            and options.fine_grained_activation_offloading
+            and rules.job.release >= (0, 19)
+            and {*options.offload_modules} & {"moe_act", "expert_fc1", "fused_group_mlp"},
         ),
         (
             "delayed scaling of FP8 excludes recompute of layernorm and moe_act",

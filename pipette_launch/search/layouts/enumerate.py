@@ -187,23 +187,24 @@ class _ExpertGrids:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._lists: SharedLists[tuple[int, int, int]] = SharedLists(self._rows, width=3)
+        self._lists: SharedLists[tuple[int, int, int, int]] = SharedLists(self._rows, width=3)
 
     def spread(self, dense_D4: Ints, dropped: Counter[str]) -> tuple[Ints, Ints]:
         """Repeat dense degrees for each of their grids."""
         job = self._rules.job
-        # What decides: the ranks of a stage; TP only where ETP follows it, DP only where the rank order asks for it.
+        # Grids depend on the ranks of a stage; on TP only where ETP follows it, on DP only under the other rank order.
         follows, asks = not job.model.num_experts, any(axes.rank_orders(job))
-        keys = ((pp, tp * dp * cp, tp if follows else dp if asks else 0) for tp, pp, dp, cp in dense_D4.tolist())
+        keys = (
+            (pp, tp * dp * cp, tp if follows else 1, dp if asks else tp * dp * cp // (tp if follows else 1))
+            for tp, pp, dp, cp in dense_D4.tolist()
+        )
         places = self._lists.places(keys)
         dropped += self._lists.dropped(places)
         return self._lists.spread(places)
 
-    def _rows(self, key: tuple[int, int, int], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
-        pp, ranks, special = key
+    def _rows(self, key: tuple[int, int, int, int], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
+        pp, ranks, tp, dp = key
         job = self._rules.job
-        tp = 1 if job.model.num_experts else special
-        dp = special if job.model.num_experts and special else ranks // tp
         for ep in axes.expert_sizes(job):
             for etp in axes.expert_tensor_sizes(job, tp):
                 for swapped in axes.rank_orders(job):

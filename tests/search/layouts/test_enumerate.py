@@ -175,8 +175,9 @@ def test_query_groups_were_never_replicated_before_016() -> None:
 def test_the_users_own_flags_bind(flag: str, holds: object) -> None:
     """Flags that have no field of their own still rule layouts out."""
     model = tiny_model(transformer_impl="transformer_engine")
-    # The first release that has all of them.
-    job = tiny_job(4, model=model, performance_flags=(flag,), megatron_version="0.18.0")
+    # The first release that has all of them, and the last in which the batch ramps up.
+    version = "0.17.1" if "rampup" in flag else "0.18.0"
+    job = tiny_job(4, model=model, performance_flags=(flag,), megatron_version=version)
 
     found = legal_layouts(job, world_size=4, devices_per_host=4, device_kind="cuda")[1:]
 

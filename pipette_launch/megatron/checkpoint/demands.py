@@ -151,7 +151,8 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
     doubt = ""
     if len(keeps) > 1 and (sharding is None or sharding in IN_BUCKETS):
         replicas = saved_replicas(saved) or (record.dp * record.cp if record else 0)
-        if replicas and {**written, **saved}.get("overlap_grad_reduce"):
+        reduces_early = {"overlap_grad_reduce": own.overlap_grad_reduce, **written, **saved}["overlap_grad_reduce"]
+        if replicas and reduces_early:
             model_size = values.get("tp", own.tp) * values.get("pp", own.pp)
             doubt = _other_buckets(arguments, saved, folder, replicas, world_size=own.world_size, model_size=model_size)
     pins = []

@@ -42,7 +42,8 @@ def saved(root: Path, dp: int, *, sharding: str | None = "dp_reshardable", **cha
         "ddp_bucket_size": None,
         "ddp_num_buckets": None,
     }
-    state = {"args": argparse.Namespace(**{**values, **changes}), "iteration": 10}
+    kept = {name: value for name, value in {**values, **changes}.items() if value != "absent"}
+    state: dict[str, Any] = {"args": argparse.Namespace(**kept), "iteration": 10}
     if sharding:
         state["content_metadata"] = {"distrib_optim_sharding_type": sharding}
     torch.save(state, folder / "common.pt")
@@ -107,6 +108,7 @@ def test_state_that_loads_is_read(tmp_path: Path, dp: int, flags: str, changes: 
         (0, 40, "", {"world_size": 288}, "of 48 data-parallel ranks (dp*cp), and 240 ranks make 40"),
         (48, 40, "", {"sharding": "fully_sharded_bucket_space"}, "use 288 ranks"),
         (48, 40, "", {"sharding": None}, "use 288 ranks"),
+        (48, 40, "", {"overlap_grad_reduce": "absent", "ddp_bucket_size": "absent"}, "use 288 ranks"),
     ],
 )
 def test_every_difference_of_buckets_is_found(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job, Layout, Recompute
-from pipette_launch.megatron.chunks import Split, read_chunks, write_chunks
+from pipette_launch.megatron.checkpoint import with_checkpoint_arguments
+from pipette_launch.megatron.chunks import PATTERN_DESTS, Split, read_chunks, write_chunks
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import CP, EP, ETP, GROUP_SIZE, PP, TP, read_recompute
 from pipette_launch.megatron.tokenizers import read_vocabulary
@@ -74,18 +75,28 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
 
 def _chunks(written: Arguments, layout: Layout, num_layers: int) -> Arguments:
     wanted = Split(layout.vpp, layout.layers_per_chunk, layout.chunks_after_mtp)
+    cut = _with_saved_pattern(written)
     try:
-        said = read_chunks(written, pp=layout.pp, num_layers=num_layers)
+        said = read_chunks(cut, pp=layout.pp, num_layers=num_layers)
     except MegatronError:
         said = None  # the user's flags suit another pipeline size
     if said != wanted:
-        written = write_chunks(written, wanted, pp=layout.pp, num_layers=num_layers)
+        written = write_chunks(cut, wanted, pp=layout.pp, num_layers=num_layers)
     size = layout.microbatch_group_size
     if written.size(GROUP_SIZE, default=0) == size:
         return written
     if size == 0:
         return written.without(GROUP_SIZE)
     return written.with_flag("--microbatch-group-size-per-virtual-pipeline-stage", str(size))
+
+
+def _with_saved_pattern(written: Arguments) -> Arguments:
+    """Give a hybrid model's layers as a flag where a checkpoint names them: the flag also says where stages begin."""
+    whole, _ = with_checkpoint_arguments(written)
+    for dest in PATTERN_DESTS:
+        if whole.get(dest) and not written.get(dest):
+            return written.with_flag(f"--{dest.replace('_', '-')}", whole.get(dest))
+    return written
 
 
 def _recompute(written: Arguments, wanted: Recompute) -> Arguments:

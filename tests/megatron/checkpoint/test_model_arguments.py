@@ -6,6 +6,7 @@ import argparse
 import json
 import pickle
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from megatron_lines import SMALL, job
 
 from pipette_launch.errors import MegatronError
+from pipette_launch.megatron import write_arguments
 from pipette_launch.megatron.checkpoint.written import read_saved
 
 RUN = "--micro-batch-size 1 --global-batch-size 32 --train-iters 10 --sequence-parallel --use-checkpoint-args".split()
@@ -146,6 +148,20 @@ def test_patterns_of_older_runs_are_read(tmp_path: Path) -> None:
         read = job(load, base=RUN, version=version, for_prediction=True)
         assert read.model.hybrid
         assert "M-M*" == read.model.hybrid.pattern
+
+
+def test_a_cut_of_a_saved_pattern_is_written_as_a_pattern(tmp_path: Path) -> None:
+    """Megatron takes the user's pattern before the checkpoint's, and cuts a hybrid model by no other flag."""
+    load = saved(tmp_path, hybrid_layer_pattern="M-M|*", num_experts=None, mamba_head_dim=16, mamba_num_groups=2)
+    words = [*RUN, *load.split(), "--pipeline-model-parallel-size", "2"]
+    read = job(base=words, version="0.18.0", for_prediction=True)
+
+    assert (3, 1) == read.own.layers_per_chunk
+    assert tuple(words) == write_arguments(words, job=read, layout=read.own)
+    even = write_arguments(words, job=read, layout=replace(read.own, layers_per_chunk=()))
+    assert ("--hybrid-layer-pattern", "M-|M*") == even[len(words) :]
+    whole = write_arguments(words, job=read, layout=replace(read.own, layers_per_chunk=(), pp=1, dp=8))
+    assert "--pipeline-model-parallel-layout" not in whole
 
 
 def test_the_tokenizer_is_the_checkpoints_unless_it_must_not(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def _width_faults(rules: Rules, degrees: Degrees) -> Broken:
 def _flag_faults(rules: Rules, degrees: Degrees) -> Broken:
     options, group = rules.options, degrees.etp * degrees.ep
     dispatcher = options.moe_token_dispatcher_type
-    # From 0.18 on HybridEP works without other ranks.
+    # From 0.17 on HybridEP works without other ranks.
     is_alone = (
-        rules.job.release < (0, 18) or options.moe_enable_deepep or options.moe_flex_dispatcher_backend != "hybridep"
+        rules.job.release < (0, 17) or options.moe_enable_deepep or options.moe_flex_dispatcher_backend != "hybridep"
     )
     if dispatcher == "flex" and group == 1 and is_alone:
         remedy = "set --expert-model-parallel-size, or use --moe-token-dispatcher-type alltoall"

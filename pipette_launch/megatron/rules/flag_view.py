@@ -10,6 +10,8 @@ from pipette_launch.megatron.flags import Arguments, flag_defaults, release_of
 from pipette_launch.megatron.layout import read_recompute
 
 OLDEST, NEWEST = (0, 14), (0, 99)
+FIRST_ITERATION_GRAPHS = (0, 18)
+"""The first release that takes the scope of a whole iteration for an implementation of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class FlagView:
             return "local"
         if self.external_cuda_graph:
             return "transformer_engine"
+        if self.release >= FIRST_ITERATION_GRAPHS and "full_iteration" in (self.cuda_graph_scope_deprecated or []):
+            return "full_iteration"
         return self.cuda_graph_impl or "none"
 
     @property
@@ -103,6 +107,11 @@ class FlagView:
         if self.quick_geglu:
             return "quick_geglu"
         return "swiglu" if self.swiglu else "gelu"
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model; 0 where a pattern names them."""
+        return int(self.num_layers or self.encoder_num_layers or 0)
 
     @property
     def is_rope(self) -> bool:

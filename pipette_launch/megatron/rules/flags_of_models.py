@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from pipette_launch.megatron.rules.flag_view import FlagRule
+from pipette_launch.megatron.rules.flag_view import FlagRule, FlagView
 
 OFFLOADED = {"core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear"}
 RECOMPUTED = {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"}
+
+
+def mamba_width(f: FlagView) -> int:
+    """Channels that a Mamba layer projects its input to (mamba_mixer.py)."""
+    heads = f.mamba_num_heads or 2 * f.hidden_size // f.mamba_head_dim
+    return int(2 * heads * f.mamba_head_dim + 2 * f.mamba_num_groups * f.mamba_state_dim + heads)
+
 
 MODEL = (
     FlagRule(
@@ -48,6 +55,22 @@ MODEL = (
         "Transformer Engine's fusion is disabled; use --cross-entropy-fusion-impl native",
         lambda f: f.cross_entropy_loss_fusion and f.cross_entropy_fusion_impl == "te",
         since=(0, 19),
+    ),
+    FlagRule(
+        "no_rope_freq num_layers",
+        "must divide the layers",
+        lambda f: str(f.no_rope_freq).isdigit() and int(f.no_rope_freq) and f.layers % int(f.no_rope_freq),
+    ),
+    FlagRule(
+        "fp8 mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim",
+        "FP8 needs Mamba's projection to be a multiple of 16 wide",
+        lambda f: f.fp8 and (f.hybrid_layer_pattern or f.hybrid_override_pattern) and mamba_width(f) % 16,
+    ),
+    FlagRule(
+        "tp_comm_overlap mtp_num_layers",
+        "multi-token prediction has no buffers to overlap before 0.17",
+        lambda f: f.tp_comm_overlap and f.mtp_num_layers,
+        until=(0, 16),
     ),
     FlagRule(
         "multi_latent_attention rope_type",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -13,6 +16,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examp
 _FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*?) -->\n\n?)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
+_END = "-- end of a block --"
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
@@ -22,7 +26,11 @@ class Block:
     """A fenced block, and the comment in front of it that says what becomes of it."""
 
     mark: str
-    """`runs`, `prints` (what the block before prints, with ... for what is left out), or `not run: REASON`."""
+    """What holds it.
+
+    `runs`, `prints` (by the block before, with `...` for lines that are left out), `screen: NAME` of test_screens.py,
+    or `not run: REASON`.
+    """
     language: str
     text: str
 
@@ -63,3 +71,34 @@ def run_shell(text: str, folder: Path, environment: Mapping[str, str]) -> str:
     )
     assert 0 == done.returncode, done.stdout + done.stderr
     return done.stdout
+
+
+def lacks(printed: str, shown: str) -> str:
+    """Return the first lines of a screen that are not printed in this order, or nothing; `...` stands for any lines."""
+    rest = f"\n{printed}"
+    for piece in filter(None, re.split(r"^ *\.\.\.\n", shown, flags=re.MULTILINE)):
+        _, found, rest = rest.partition(f"\n{piece}")
+        if not found:
+            return f"{piece}\nis not in\n{printed}"
+        rest = f"\n{rest}"
+    return ""
+
+
+def printed_blocks(page: Path, folder: Path) -> list[tuple[Block, str]]:
+    """Run the marked commands of a page in one shell; returns each screen with all that its commands printed."""
+    for name in ("examples", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+    all_blocks = blocks(page)
+    running = [block for block in all_blocks if block.mark == "runs"]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "COLUMNS": "80",
+        "OMP_NUM_THREADS": "1",
+    }
+    printed = iter(
+        run_shell(f"echo '{_END}'\n".join(block.text for block in running), folder, environment).split(f"{_END}\n")
+    )
+    output = {id(block): text for block, text in zip(running, printed, strict=True)}
+    return [(block, output[id(before)]) for before, block in pairwise(all_blocks) if block.mark == "prints"]

@@ -18,7 +18,7 @@ from pipette_launch.printable import escape_log_lines, log_for_debugging, printa
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipette_launch.launch.options import Options
     from pipette_launch.launch.slurm.tasks import Siblings
@@ -196,6 +196,7 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
     # The tasks of a step that we arrange ourselves share one launcher.
     advice = "" if step is not None else several_launchers(os.environ)
     options = options_from(args, advice=advice)
+    _note_lone_tasks(args, advice, os.environ)
     if options.detail == "verbose":
         log_for_debugging("pipette_launch", "pipette-launch: ")
     if step is not None and step.num_tasks > 1:
@@ -203,6 +204,14 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
             sys.exit(tasks.await_agent(f"{step.name}/{step.node}"))
         siblings.open(f"{step.name}/{step.node}", step.num_tasks - 1)
     launch(args, options, advice=advice)
+
+
+def _note_lone_tasks(args: Namespace, advice: str, environ: Mapping[str, str]) -> None:
+    """Print, in the first of several tasks, that each of them starts a job of its own, as under torchrun."""
+    from pipette_launch.agent.sync.meeting_flags import becomes_standalone
+
+    if advice and becomes_standalone(args) and environ.get("SLURM_LOCALID", "0") == "0":
+        sys.stderr.write(f"pipette-launch: each task of this step trains a job of its own{advice}\n")
 
 
 def _before_script(whole: ArgumentParser, words: Sequence[str]) -> Sequence[str]:

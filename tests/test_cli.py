@@ -241,6 +241,26 @@ def test_a_rendezvous_that_torch_would_refuse_is_named(words: list[str], expecte
 
 
 @pytest.mark.parametrize(
+    ("flags", "advice", "local_id", "is_noted"),
+    [
+        (["--nnodes=1"], "; SLURM", "0", True),
+        (["--standalone"], "; SLURM", "0", True),
+        (["--nnodes=1"], "; SLURM", "1", False),
+        (["--nnodes=2"], "; SLURM", "0", False),
+        (["--nnodes=1"], "", "0", False),
+    ],
+)
+def test_tasks_that_each_train_alone_are_noted(
+    capsys: pytest.CaptureFixture[str], flags: list[str], advice: str, local_id: str, is_noted: bool
+) -> None:
+    """Once a node, and they train all the same, as under torchrun."""
+    cli._note_lone_tasks(cli.parser().parse_args([*flags, "train.py"]), advice, {"SLURM_LOCALID": local_id})
+
+    expected = "pipette-launch: each task of this step trains a job of its own; SLURM\n" if is_noted else ""
+    assert expected == capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("error", "expected"),
     [
         (RendezvousConnectionError("no route to host\nmore"), "the nodes cannot meet: no route to host; look at"),

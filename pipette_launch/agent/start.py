@@ -41,6 +41,8 @@ def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller], *,
     drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
     if args.rdzv_backend in ("static", "c10d") and not becomes_standalone(args) and not is_file(args):
         endpoint.await_name(endpoint_of(args), patience_s=connect_seconds(args))
+    endpoint.note_unknown_address(args.local_addr)
+    conf = str(args.rdzv_conf or "")
     place = rendezvous.settle(args, advice=advice)
     endpoint.await_store(place)
     controller = conduct(place)
@@ -54,7 +56,7 @@ def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller], *,
         orphans.ended(lambda: _running(agents[0]) if agents else set()),
         signals.passed_on(lambda: controller.is_training, lambda: _workers(agents[0]) if agents else None),
         _in_place_of(launcher, "LocalElasticAgent", make_agent),
-        _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, place)),
+        _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, place, conf)),
     ):
         torchrun.run(args)  # type: ignore[no-untyped-call]
 
@@ -88,7 +90,7 @@ def _workers(agent: PipetteAgent) -> set[int] | None:
     return set(context.pids().values()) & {child.pid for child in psutil.Process().children()}
 
 
-def _explaining(make: Callable[[Any], Any], settings: RendezvousSettings) -> Callable[[Any], Any]:
+def _explaining(make: Callable[[Any], Any], settings: RendezvousSettings, conf: str) -> Callable[[Any], Any]:
     """Turn the ways in which torch cannot open a rendezvous into sentences."""
 
     def made(parameters: Any) -> Any:
@@ -97,7 +99,12 @@ def _explaining(make: Callable[[Any], Any], settings: RendezvousSettings) -> Cal
         except RendezvousError as error:
             raise ClusterError(endpoint.explained(error, settings)) from error
         except (ValueError, ImportError) as error:
-            raise UsageError(f"--rdzv-backend {parameters.backend} with --rdzv-conf cannot be used: {error}") from error
+            words = f"--rdzv-backend {parameters.backend}"
+            if "not registered" in str(error):
+                words = f"{words}: torch has no such rendezvous; give c10d (the script itself chooses nccl or gloo)"
+            else:
+                words = f"{words} --rdzv-conf {conf}: {error}" if conf else f"{words}: {error}"
+            raise UsageError(words) from error
 
     return made
 

@@ -137,9 +137,23 @@ def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host,
     if len(set(ranks)) < len(ranks) and min(ranks) >= 0:
         raise ClusterError(f"two nodes have the same --node-rank: {sorted(ranks)}")
     hosts = [record.host for record in records if record.host]
+    _check_shared_gpus(hosts)
     agents = Counter((host.name, host.address) for host in hosts)
     parts = [_part(host, agents[host.name, host.address]) for host in hosts]
     return tuple(replace(part, name=name) for part, name in zip(parts, names, strict=True))
+
+
+def _check_shared_gpus(hosts: Sequence[Host]) -> None:
+    """Raise ClusterError where two launchers of one machine use the same GPU: NCCL refuses that in the training."""
+    users = Counter(
+        (host.name, host.address, device.uuid) for host in hosts for device in host.devices if device.kind == "cuda"
+    )
+    for (name, _, uuid), count in users.items():
+        if count > 1:
+            raise ClusterError(
+                f"{count} launchers on {name} use {uuid}; start one launcher per machine (srun --ntasks-per-node=1), "
+                "or give each its own GPUs by CUDA_VISIBLE_DEVICES"
+            )
 
 
 def notes_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[str, ...]:

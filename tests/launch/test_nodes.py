@@ -9,6 +9,7 @@ import pytest
 from facts_for_tests import tiny_cluster
 from launch.worlds import records
 
+from pipette_launch.errors import ClusterError
 from pipette_launch.facts import Host
 from pipette_launch.launch.cache.plans import machines_of
 from pipette_launch.launch.nodes import hosts_of, unique_names
@@ -16,11 +17,12 @@ from pipette_launch.launch.nodes import hosts_of, unique_names
 GIB = 1 << 30
 
 
-def host(name: str, address: str, kind: Literal["cpu", "cuda"] = "cpu") -> Host:
+def host(name: str, address: str, kind: Literal["cpu", "cuda"] = "cpu", gpus: str = "") -> Host:
     """Two slots with 8 GiB each, of which 6 are free."""
     (plain,) = tiny_cluster(hosts=1).hosts
     devices = tuple(
-        replace(device, kind=kind, memory_total_bytes=8 * GIB, memory_free_bytes=6 * GIB) for device in plain.devices
+        replace(device, kind=kind, uuid=gpus + device.uuid, memory_total_bytes=8 * GIB, memory_free_bytes=6 * GIB)
+        for device in plain.devices
     )
     return replace(plain, name=name, address=address, devices=devices)
 
@@ -42,12 +44,37 @@ def test_a_loss_renames_no_other_host() -> None:
 
 
 @pytest.mark.parametrize(
+    ("others", "is_refused"),
+    [
+        ([host("a", "1", "cuda")], True),
+        ([host("b", "2", "cuda"), host("a", "1", "cuda")], True),
+        ([host("a", "2", "cuda")], False),
+        ([host("a", "1", "cuda", "other-")], False),
+    ],
+    ids=["two launchers", "two of three", "two machines", "other GPUs"],
+)
+def test_launchers_that_share_a_gpu_are_refused(others: list[Host], is_refused: bool) -> None:
+    """As several tasks of SLURM on one node, each with a launcher for all GPUs of it."""
+    hosts = [host("a", "1", "cuda"), *others]
+    told = [replace(record, host=one) for record, one in zip(records(len(hosts)), hosts, strict=True)]
+    names = [f"node{index}" for index in range(len(hosts))]
+
+    if not is_refused:
+        assert len(hosts) == len(hosts_of(told, names))
+        return
+    with pytest.raises(
+        ClusterError, match=r"^2 launchers on a use cpu-0; start one launcher per machine \(srun --ntasks"
+    ):
+        hosts_of(told, names)
+
+
+@pytest.mark.parametrize(
     ("hosts", "expected_gib"),
     [
         ([host("a", "1"), host("a", "1")], [(4, 3), (4, 3)]),
         ([host("a", "1"), host("b", "2"), host("a", "1")], [(4, 3), (8, 6), (4, 3)]),
         ([host("a", "1"), host("a", "2")], [(8, 6), (8, 6)]),
-        ([host("a", "1", "cuda"), host("a", "1", "cuda")], [(8, 6), (8, 6)]),
+        ([host("a", "1", "cuda"), host("a", "1", "cuda", "other-")], [(8, 6), (8, 6)]),
     ],
     ids=["two agents", "two of three", "one name, two machines", "GPUs"],
 )

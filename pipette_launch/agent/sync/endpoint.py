@@ -74,6 +74,13 @@ def await_name(at: Endpoint, *, patience_s: float) -> None:
     say(f"{at.host} has an address now")
 
 
+def note_unknown_address(local_addr: str | None) -> None:
+    """Print that --local-addr has no address; only some nodes need one, so torch decides what comes of it."""
+    why = _unresolved(local_addr) if local_addr else ""
+    if why:
+        say(f"--local-addr {local_addr}: this node finds no address for that name ({why}), by which others reach it")
+
+
 def _unresolved(host: str) -> str:
     """Return why a host name has no address; empty where it has one."""
     try:
@@ -92,9 +99,14 @@ def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.en
         ClusterError: it does not answer as long as torch would wait, or another program of this machine has the port.
 
     """
-    if not settings.is_client:
-        return
     host, port = parse_rendezvous_endpoint(settings.endpoint, default_port=C10D_PORT)
+    if not settings.is_client:
+        if settings.node_rank == 0 and not settings.is_here:
+            say(
+                f"{settings.flag} {host} is no address of this machine, where --node-rank 0 opens the rendezvous; give "
+                f"all nodes this machine's name, unless {host} leads here by a way that it does not know"
+            )
+        return
     began_s, said, pauses_s = time.monotonic(), False, growing_pauses()
     while why := _unready(host, port, settings):
         waited_s = time.monotonic() - began_s

@@ -12,6 +12,9 @@ from pipette_launch.errors import UsageError
 if TYPE_CHECKING:
     from argparse import Namespace
 
+TRUE_WORDS = ("1", "true", "t", "yes", "y")
+FALSE_WORDS = ("0", "false", "f", "no", "n")
+"""torch's spellings in --rdzv-conf."""
 STATIC_PORT = 29500
 C10D_PORT = 29400
 """torch's own, where the endpoint has no port."""
@@ -114,6 +117,9 @@ def check_meeting(args: Namespace, *, advice: str = "") -> None:
         raise UsageError(f"--rdzv-conf {args.rdzv_conf}: {error}") from error
     at = endpoint_of(args)
     connect_seconds(args)
+    host = conf_of(args).get("is_host", "true")
+    if host.lower() not in (*TRUE_WORDS, *FALSE_WORDS):
+        raise UsageError(f"--rdzv-conf is_host={host}: true or false is needed")
     least, most = parse_min_max_nnodes(args.nnodes)
     meets_here_only = becomes_standalone(args)
     if args.rdzv_backend == "static" and not meets_here_only:

@@ -15,6 +15,7 @@ from pipette_launch.agent.sync.meeting_flags import (
     C10D_PORT,
     C10D_READ_S,
     ENDPOINT,
+    TRUE_WORDS,
     Endpoint,
     becomes_standalone,
     conf_of,
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
 STATIC_READ_S = 300
-TRUE_WORDS = ("1", "true", "t", "yes", "y")
-"""torch's spellings of true in --rdzv-conf."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +48,8 @@ class RendezvousSettings:
     """--rdzv-id, which all launchers of a job share."""
     flag: str = ENDPOINT
     """The flag that gives the endpoint."""
+    is_here: bool = True
+    """True if the endpoint's host is this machine."""
     is_client: bool = False
     """True if another process holds torch's store, and torch connects to it."""
     connect_s: float = C10D_READ_S
@@ -115,6 +116,7 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
         most_nodes=most,
         run_id=str(args.rdzv_id),
         flag=at.flag,
+        is_here=here,
         is_client=is_tcp and not is_host,
         connect_s=connect_s,
         join_s=whole_seconds(args, "join_timeout", C10D_JOIN_S),

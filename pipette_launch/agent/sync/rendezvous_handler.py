@@ -92,8 +92,8 @@ class AgentStoreHandler(RendezvousHandler):
             if isinstance(error, RendezvousConnectionError):
                 raise
             raise ClusterError(
-                "the job with this --rdzv-id has ended before this launcher joined it; start all launchers of a job "
-                "together"
+                f"the job with --rdzv-id {self._inner.get_run_id()} has ended before this launcher joined it, and its "
+                "id cannot be used again; start all launchers of a job together, and give each job an id of its own"
             ) from error
 
     def _met(self, began_s: float) -> RendezvousInfo:

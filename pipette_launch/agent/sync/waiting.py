@@ -35,6 +35,8 @@ class Waiting:
         self._next_line_s = FIRST_LINE_S
         self.is_spare = False
         """Whether the job had all its nodes when this one came, so that this one trains only if another is lost."""
+        self._names: list[str] = []
+        """Nodes that had come at the last look; torch forgets them when its time is over."""
 
     def announce(self) -> None:
         """Leave this node's rank in the store, where --node-rank gives one."""
@@ -54,22 +56,21 @@ class Waiting:
         if state is None:
             return
         settings, node = self._settings, getattr(self._inner, "_this_node", None)
+        self._names = sorted(one.addr for one in state.participants)
         if node in state.redundancy_list and not self.is_spare:
             self.is_spare = True
-            words = spare_words([one.addr for one in state.participants], settings)
+            words = spare_words(self._names, settings)
             if settings.most_nodes == 1:
                 raise ClusterError(f"{words}{settings.advice}")
             say(f"{words}; waiting to take the place of a lost one{settings.advice}")
         speaks = settings.may_host_store or settings.most_nodes <= MOST_SPEAKERS
-        if speaks and len(state.participants) < settings.least_nodes and waited_s >= self._next_line_s:
+        if speaks and len(self._names) < settings.least_nodes and waited_s >= self._next_line_s:
             self._next_line_s *= LINE_GROWTH
             say(f"{self.missing(waited_s)}; waiting up to {settings.join_s:.0f} s{advice(settings, os.environ)}")
 
     def missing(self, waited_s: float) -> str:
         """Return which nodes have not come."""
-        state = self._state()
-        names = [] if state is None else [one.addr for one in state.participants]
-        return missing_words(names, self._missing_ranks(), self._settings, waited_s)
+        return missing_words(self._names, self._missing_ranks(), self._settings, waited_s)
 
     def _missing_ranks(self) -> list[int]:
         store = getattr(self._inner, "_store", None)
@@ -93,7 +94,7 @@ def missing_words(names: Sequence[str], ranks: Collection[int], settings: Rendez
     """Return which nodes have not come: by rank where ranks are given, else by their number."""
     least, most = settings.least_nodes, settings.most_nodes
     nodes = f"{least} nodes" if least == most else f"{least} to {most} nodes"
-    there = f" ({_listed(sorted(names))})" if names else ""
+    there = f" ({_listed(names)})" if names else ""
     where = f"{len(names)} of {nodes} have come to {settings.endpoint} in {waited_s:.0f} s{there}"
     if ranks:
         return f"{where}; missing: --node-rank {_listed([str(rank) for rank in sorted(ranks)])}"
@@ -105,7 +106,7 @@ def spare_words(names: Sequence[str], settings: RendezvousSettings) -> str:
     nodes = "its one node" if settings.most_nodes == 1 else f"all its {settings.most_nodes} nodes"
     return (
         f"the job at {settings.endpoint} with --rdzv-id {settings.run_id} already has {nodes} "
-        f"({_listed(sorted(names))}), so this launcher is one too many; raise --nnodes if it belongs to that job, or "
+        f"({_listed(names)}), so this launcher is one too many; raise --nnodes if it belongs to that job, or "
         "give another --rdzv-endpoint if it is another job"
     )
 

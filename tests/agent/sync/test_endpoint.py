@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from pipette_launch.agent.sync import endpoint
-from pipette_launch.agent.sync.endpoint import advice, await_name, await_store, explained, holder
+from pipette_launch.agent.sync.endpoint import advice, await_name, await_store, explained, holder, note_unknown_address
 from pipette_launch.agent.sync.meeting_flags import ADDRESS, ENDPOINT, Endpoint
 from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.errors import ClusterError
@@ -81,6 +81,18 @@ def test_a_name_with_an_address_costs_no_word(capsys: pytest.CaptureFixture[str]
         await_name(Endpoint(host, 1, ADDRESS), patience_s=0.0)
 
     assert "" == capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "is_noted"), [(None, False), ("127.0.0.1", False), ("nowhere.invalid", True)])
+def test_an_own_address_that_nobody_knows_is_noted(
+    capsys: pytest.CaptureFixture[str], name: str | None, is_noted: bool
+) -> None:
+    """The job goes on, as torch may not need it."""
+    note_unknown_address(name)
+
+    said = capsys.readouterr().err
+    assert is_noted == said.startswith("pipette-launch: --local-addr nowhere.invalid: this node finds no")
+    assert is_noted == bool(said)
 
 
 def test_a_store_that_comes_late_is_waited_for_aloud(
@@ -194,6 +206,22 @@ def test_a_port_in_use_is_no_matter_of_host_names(
 def test_other_ends_of_a_connection(why: str, expected: str) -> None:
     """The reason is torch's."""
     assert explained(RendezvousConnectionError(why), client_of(80)).startswith(expected)
+
+
+@pytest.mark.parametrize(("node_rank", "is_here", "is_said"), [(0, False, True), (0, True, False), (-1, False, False)])
+def test_a_first_node_at_a_foreign_address_is_noted(
+    capsys: pytest.CaptureFixture[str], node_rank: int, is_here: bool, is_said: bool
+) -> None:
+    """Only a note: a virtual address may lead here by a way that this machine does not know."""
+    settings = client_of(1, flag=ADDRESS, is_client=False, node_rank=node_rank, is_here=is_here)
+
+    await_store(settings, {})
+
+    said = capsys.readouterr().err
+    assert is_said == said.startswith(
+        "pipette-launch: --master-addr 127.0.0.1 is no address of this machine, where --node"
+    )
+    assert is_said == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_static_ranks_are_those_of_the_nodes(nodes: int, rank: int) -> None:
         (("--nnodes=2", *C10D, "--rdzv-endpoint=n0:0"), "--rdzv-endpoint with port 0 takes any free port"),
         (("--nnodes=2", "--master-port=0"), "--master-addr with port 0 takes any free port"),
         (("--nnodes=2", "--standalone"), "--standalone is a job of one node, and --nnodes 2 needs 2; give one of them"),
+        (("--nnodes=2", *C10D, "--rdzv-conf=is_host=maybe"), "--rdzv-conf is_host=maybe: true or false is needed"),
         (("--nnodes=2", "--rdzv-conf=timeout"), "--rdzv-conf timeout: "),
         (("--nnodes=2", "--rdzv-conf=timeout=soon"), "--rdzv-conf timeout=soon: a whole number of seconds above 0"),
         (("--nnodes=2", *C10D, "--rdzv-conf=read_timeout=0"), "--rdzv-conf read_timeout=0: a whole number of seconds"),

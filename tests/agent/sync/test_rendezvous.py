@@ -1,5 +1,6 @@
 """Rendezvous flags: what torch would guess is said outright, what the user said stays."""
 
+import socket
 from argparse import Namespace
 
 import pytest
@@ -86,3 +87,40 @@ def test_the_endpoints_own_node_hosts_the_store(monkeypatch: pytest.MonkeyPatch)
 def test_knows_how_few_nodes_may_train(flags: tuple[str, ...], least: int) -> None:
     """MIN of --nnodes, but for static rendezvous, which waits for all."""
     assert least == settle(parsed(*flags)).least_nodes
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--nnodes=2", "--node-rank=0"), False),
+        (("--nnodes=2", "--node-rank=1"), True),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1:1"), True),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1:1", "--rdzv-conf=is_host=1"), False),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"), False),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=is_host=no"), True),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=/x", "--rdzv-conf=store_type=file"), False),
+        (("--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=192.0.2.1:1"), False),
+        (("--standalone",), False),
+        (("--nproc-per-node=2",), False),
+    ],
+)
+def test_knows_who_connects_to_anothers_store(flags: tuple[str, ...], expected: bool) -> None:
+    """Such a node waits for the store before torch does, and aloud."""
+    assert expected == settle(parsed(*flags)).is_client
+
+
+def test_a_port_that_is_taken_here_makes_a_client() -> None:
+    """Another launcher of this machine may have been faster, as torch's own second attempt assumes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert settle(parsed("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")).is_client
+
+
+@pytest.mark.parametrize("port", [0, 29777])
+def test_a_static_port_stays_the_users(port: int) -> None:
+    """Port 0 too, which is any free one."""
+    args = parsed("--nnodes=1", f"--master-port={port}")
+
+    settle(args)
+
+    assert f"127.0.0.1:{port}" == args.rdzv_endpoint

@@ -45,6 +45,10 @@ class Meeting:
         """Name torch's own."""
         return "c10d"
 
+    def get_run_id(self) -> str:
+        """Name the job."""
+        return "7"
+
     def next_rendezvous(self) -> str:
         """End as told."""
         if self._end:
@@ -163,13 +167,22 @@ def test_a_rendezvous_of_another_kind_is_left_alone(capsys: pytest.CaptureFixtur
         (RendezvousTimeoutError(), False, "the nodes cannot meet: 1 of 2 nodes have come to n0:29500 in 0 s"),
         (RendezvousGracefulExitError(), True, "the job has ended with its own nodes, and this launcher took no part"),
         (RendezvousConnectionError(), True, "the job has ended with its own nodes, and this launcher took no part"),
-        (RendezvousGracefulExitError(), False, "the job with this --rdzv-id has ended before this launcher joined it"),
-        (RendezvousClosedError(), False, "the job with this --rdzv-id has ended before this launcher joined it"),
+        (
+            RendezvousGracefulExitError(),
+            False,
+            "the job with --rdzv-id 7 has ended before this launcher joined it",
+        ),
+        (
+            RendezvousClosedError(),
+            False,
+            "the job with --rdzv-id 7 has ended before this launcher joined it",
+        ),
     ],
 )
 def test_an_end_without_a_round_is_a_sentence(end: Exception, is_full: bool, expected: str) -> None:
     """Where stock torchrun ends with a traceback of its own code (pytorch issue 133380)."""
     handler = AgentStoreHandler(Meeting("n0", end=end), settings(), is_round_over=bool)  # type: ignore[arg-type]
+    handler._waiting.look(0.0)
     handler._waiting.is_spare = is_full
 
     with pytest.raises(ClusterError, match=expected):

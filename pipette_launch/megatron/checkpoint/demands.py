@@ -78,7 +78,8 @@ def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
     ranks = [match for match in (RANK_FOLDER.fullmatch(path.name) for path in folder.iterdir()) if match]
     record, _ = _recorded(folder)
     if ranks:
-        return _legacy(own, folder, ranks, record, reads_optimizer=reads_optimizer)
+        written = saved_layout(read_saved(folder)[0], num_layers, arguments.version)
+        return _legacy(own, folder, ranks, record, written, reads_optimizer=reads_optimizer)
     note = f"{folder}: a checkpoint of an unknown format; everything that cuts the model stays"
     return Demands(own={}, pins=(Pin(fields=(*MODEL_FIELDS, "cp", *OPTIMIZER_FIELDS), note=note),))
 
@@ -105,7 +106,13 @@ def _recorded(folder: Path) -> tuple[Layout | None, str]:
 
 
 def _legacy(
-    own: Layout, folder: Path, ranks: list[re.Match[str]], record: Layout | None, *, reads_optimizer: bool
+    own: Layout,
+    folder: Path,
+    ranks: list[re.Match[str]],
+    record: Layout | None,
+    written: Mapping[str, Any],
+    *,
+    reads_optimizer: bool,
 ) -> Demands:
     """One file for each model-parallel rank: nothing that cuts the model can change."""
     tp = 1 + max(int(match[1]) for match in ranks)
@@ -124,6 +131,8 @@ def _legacy(
         if sizes["pp"] != own.pp:
             values |= Split()._asdict()
     fields = (*MODEL_FIELDS, *(OPTIMIZER_FIELDS if reads_optimizer else ()))
+    if written.get("tp") == tp:
+        values |= {name: written[name] for name in fields if name in written}
     note = f"{folder} is of the format torch, one file for each rank: {', '.join(fields)} stay as it was written"
     return Demands(own=values, pins=(Pin(fields=fields, note=note),))
 

@@ -107,6 +107,17 @@ def test_the_checkpoint_says_the_model(tmp_path: Path, kind: str, purpose: str) 
     assert f"--use-checkpoint-args: the model is that of {tmp_path / 'iter_0000010'}" in read.notes
 
 
+def test_files_of_ranks_name_the_cut_of_the_layers(tmp_path: Path) -> None:
+    """The format torch keeps the run's arguments too: virtual stages and uneven cuts are what they were."""
+    cut: dict[str, Any] = {"pipeline_model_parallel_layout": "Et|t*3|tt|ttL", "mtp_num_layers": None}
+    load = saved(tmp_path, "torch", **cut, virtual_pipeline_model_parallel_size=2, overlap_grad_reduce=True)
+    own = job(load).own
+
+    assert (2, 2, 2, (1, 3, 2, 2), True) == (own.tp, own.pp, own.vpp, own.layers_per_chunk, own.overlap_grad_reduce)
+    weights = job(load, "--finetune").own
+    assert ((1, 3, 2, 2), False) == (weights.layers_per_chunk, weights.overlap_grad_reduce)
+
+
 @pytest.mark.parametrize(
     ("words", "field", "value", "overruled"),
     [

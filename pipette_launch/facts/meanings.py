@@ -149,7 +149,7 @@ MEMORY = {
     "buffers": Meaning(
         "What the pipeline sends and receives, gathers, and the optimizer's temporaries where they make the peak.",
         unit="bytes",
-        how="counted at the fullest of three instants: the loss, a layer's backward, the optimizer's step",
+        how="counted at the fullest of four instants: loading, the loss, a layer's backward, the optimizer's step",
         source=f"cost/memory/peak.py; {_MEMORY}",
     ),
     "overhead": Meaning(

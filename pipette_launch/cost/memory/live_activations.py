@@ -219,30 +219,40 @@ def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> NDArray[np
     return np.array([chunk for _, chunk in schedule_table(vpp, num_microbatches, group_size)], dtype=np.int64)
 
 
-def input_bytes(stages: Stages, layer: dict[str, Ints]) -> Ints:
-    """Count what the model's inputs keep for all live micro-batches of the first and of the last chunk.
+def input_bytes(stages: Stages, layer: dict[str, Ints], *, all_chunks_load: bool = False) -> Ints:
+    """Count what the model's inputs keep for all live micro-batches of the chunks that load them.
 
-    The first rank keeps token ids and the embedding's dropout mask. Full recompute keeps what its units are called
-    with, and so the attention mask, where there is one: on the first and the last rank.
+    The first rank keeps token ids and the embedding's dropout mask. Recompute keeps its arguments, and so the attention
+    mask, where there is one: for the first chunk, the last one, and the one of multi-token prediction.
 
     Args:
         stages: where each stage stands.
-        layer: columns of N: `embedding`, which the first stage keeps, and `kept_mask`, which both ends keep.
+        layer: columns of N: `embedding`, which the first stage keeps, and `kept_mask`, which loading chunks keep.
+        all_chunks_load: whether all chunks of the first and of the last rank load, as before core_v0.15.
 
     """
+    layouts, mask = stages.layouts, layer["kept_mask"]
+    zero, last_chunk = np.zeros_like(layouts.pp), layouts.vpp - 1
+    prediction = layouts.pp * layouts.vpp - 1 - layouts.chunks_after_mtp
     kept = np.zeros(len(stages.row_S), dtype=np.int64)
-    first, mask = layer["embedding"] + layer["kept_mask"], layer["kept_mask"]
-    kept[stages.starts_N] = first * _end_chunk_live(stages, stages.starts_N, is_last=False)
-    behind = np.flatnonzero((stages.layouts.pp > 1) & (mask > 0))
-    last = stages.last_N[behind]
-    kept[last] = mask[behind] * _end_chunk_live(stages, last, is_last=True)
+    kept[stages.starts_N] = layer["embedding"] * _chunk_live(stages, stages.starts_N, zero)
+    loaders = (
+        (stages.starts_N, zero - all_chunks_load, layouts.pp > 0),
+        (stages.last_N, zero - 1 if all_chunks_load else last_chunk, layouts.pp > 1),
+        (stages.starts_N + prediction % layouts.pp, prediction // layouts.pp, layouts.chunks_after_mtp > 0),
+    )
+    for place_N, chunk_N, loads_N in loaders:
+        rows = np.flatnonzero(loads_N & (mask > 0))
+        kept[place_N[rows]] += mask[rows] * _chunk_live(stages, place_N[rows], chunk_N[rows])
     return kept
 
 
-def _end_chunk_live(stages: Stages, some: Ints, *, is_last: bool) -> Ints:
-    """Most micro-batches of the first (or the last) chunk that some stages hold at once."""
+def _chunk_live(stages: Stages, some: Ints, chunk: Ints) -> Ints:
+    """Most micro-batches of one of their chunks, or of all where it is -1, that some stages hold at once."""
     layouts, rows = stages.layouts, stages.row_S[some]
-    columns = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
-    _, first, group = np.unique(codes_of(columns), return_index=True, return_inverse=True)
-    sizes = [(*[0] * (chunks - 1), 1) if is_last else (1, *[0] * (chunks - 1)) for chunks in columns[1][first].tolist()]
+    shape = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
+    codes = codes_of((*shape, stages.stage_S[some], chunk + 1))
+    _, first, group = np.unique(codes, return_index=True, return_inverse=True)
+    turns = zip(layouts.vpp[rows][first].tolist(), chunk[first].tolist(), strict=True)
+    sizes = [tuple(int(own in (turn, -1)) for turn in range(vpp)) for vpp, own in turns]
     return np.array(_walked(stages, some[first], sizes), dtype=np.int64)[group.reshape(-1)]

@@ -50,6 +50,9 @@ _PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_ch
 _SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
 """What their optimizer states depend on besides."""
 
+_ENDS_LOAD = (0, 15)
+"""First release in which the first and the last chunk alone load; before, all chunks of their ranks did."""
+
 # A search predicts many batches of layouts, and most batches share these figures.
 _LAYERS: Memo[Memo[dict[str, int]]] = Memo()
 _COUNTS: Memo[Memo[Ints]] = Memo()
@@ -116,7 +119,8 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     deferred = layer["deferred"] * embedding_and_head.deferred_microbatches(job, stages.microbatches_N)
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
     chunks = chunk_bytes(job, layouts, layer)
-    beyond = beyond_first_chunk(stages, *chunks)
+    all_chunks_load = job.release < _ENDS_LOAD
+    beyond = none if all_chunks_load else beyond_first_chunk(stages, *chunks)
     parts = PeakParts(
         weights=weights,
         gradients=gradients,
@@ -124,7 +128,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         shared_buffer=stages.spread(layer["shared"], last=layer["shared_last"]),
         dummy_gradients=stages.spread(layer["dummies"], last=layer["dummies_last"]),
         activations=live_bytes(stages, *chunks),
-        embedding=input_bytes(stages, layer),
+        embedding=input_bytes(stages, layer, all_chunks_load=all_chunks_load),
         recompute=stages.spread(_recompute(job, layouts, layer)),
         backward=stages.spread(waiting, last=np.where(layouts.vpp > 1, waiting, layer["backward"])),
         mask=stages.spread(

@@ -267,6 +267,29 @@ def test_an_early_mask_meets_few_live_microbatches(pipeline: tuple[int, int], ro
     assert max(0, part - (most - at_load - 1) * kept) == one.mask
 
 
+@pytest.mark.parametrize(
+    ("version", "layout", "expected"),
+    [
+        ("0.16.1", Layout(pp=2, vpp=2), [4, 1]),
+        ("0.14.0", Layout(pp=2, vpp=2), [5, 3]),
+        ("0.14.0", Layout(pp=4), [4, 0, 0, 1]),
+        ("0.16.1", Layout(pp=4, layers_per_chunk=(2, 1, 1, 0), chunks_after_mtp=1), [4, 0, 2, 1]),
+        ("0.16.1", Layout(pp=2, layers_per_chunk=(4, 0), chunks_after_mtp=1), [4, 1]),
+    ],
+)
+def test_recompute_keeps_the_mask_wherever_it_is_loaded(version: str, layout: Layout, expected: list[int]) -> None:
+    """On both ends, before 0.15 for all their chunks, and on the stage of multi-token prediction."""
+    this = replace(job(mtp_num_layers=1 if layout.chunks_after_mtp else 0), megatron_version=version)
+    asked = replace(layout, recompute=FULL_UNIFORM)
+    parts = peak_memory_bytes(replace(this, batch=Batch(global_batch_size=8)), asked)
+    bare = replace(this, performance_flags=("--no-create-attention-mask-in-dataloader",))
+    without = peak_memory_bytes(replace(bare, batch=Batch(global_batch_size=8)), asked)
+
+    assert [1024 * live for live in expected] == [
+        one.embedding - two.embedding for one, two in zip(parts, without, strict=True)
+    ]
+
+
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     """The error names the numbers."""
     with pytest.raises(LayoutError, match="micro_batch_size"):

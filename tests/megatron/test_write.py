@@ -96,6 +96,19 @@ def test_what_is_written_reads_back(own: str, layout: Layout, version: str) -> N
 
 
 @settings(max_examples=60, deadline=None)
+@given(layout=layouts(), depths=st.integers(1, 2), data=st.data())
+def test_the_place_of_token_prediction_reads_back(layout: Layout, depths: int, data: st.DataObject) -> None:
+    """On any of the last stages behind which there are no layers; other cuts have it with the head."""
+    empty = next((place for place, layers in enumerate(layout.layers_per_chunk[::-1]) if layers), 0)
+    placed = replace(layout, chunks_after_mtp=data.draw(st.integers(0, min(empty, layout.pp - 1))))
+    flags = f"{NO_BIAS} --mtp-num-layers {depths} --position-embedding-type rope"
+    asked = job(flags)
+    words = write_arguments([*SMALL, *flags.split()], job=asked, layout=placed)
+
+    assert placed == job(base=words).own
+
+
+@settings(max_examples=60, deadline=None)
 @given(layout=layouts(experts=True))
 def test_expert_layouts_read_back(layout: Layout) -> None:
     """So do expert and expert-tensor sizes."""

@@ -342,6 +342,34 @@ def test_what_stands_in_for_a_refused_layout_is_not_shown_as_yours(
     assert (None, (f"{plan.own_fault}.",)) == yours_in_a_comparison(words, capsys)
 
 
+PREDICTS = "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("words", "chunks", "after"),
+    [
+        (f"{PREDICTS} 4 --pipeline-model-parallel-layout Et*3|(t|)*5,m|L", (3, 1, 1, 1, 1, 1, 0, 0), 1),
+        (f"{PREDICTS} 4 --pipeline-model-parallel-layout E|t*4|t*4m|L", (0, 4, 4, 0), 1),
+        (f"{PREDICTS} 2 --pipeline-model-parallel-layout Et*5|t*3mL", (5, 3), 0),
+        (f"{PREDICTS} 2 --pipeline-model-parallel-layout Et*8m|L", (8, 0), 1),
+        (f"{PREDICTS} 2 --decoder-first-pipeline-num-layers 5", (5, 3), 0),
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|t*4|t*4|L", (0, 4, 4, 0), 0),
+    ],
+)
+def test_your_own_stages_stay_as_you_wrote_them(
+    words: str, chunks: tuple[int, ...], after: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A layout that is fixed is among those looked at, with its prediction where it is, and no flag changes."""
+    code, out, _ = answer(f"plan --json --gpu h100-sxm --nodes 1 --budget 0.5 --fix all {JOB} {words}", capsys)
+    plan = files.loads(Plan, out, "stdout")
+
+    assert (0, True, "") == (code, plan.keeps_own, plan.own_fault)
+    assert (chunks, after) == (plan.own.layout.layers_per_chunk, plan.own.layout.chunks_after_mtp)
+    assert plan.num_layouts == 1
+    assert plan.setting is not None
+    assert plan.setting.arguments == plan.setting.new_arguments
+
+
 def yours_in_a_comparison(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, tuple[str, ...]]:
     """Choice and faults of the user's own configuration in `pipette compare`."""
     asked = f"compare --json --planners yours --gpu h100-sxm --nodes 1 --fix overlap {JOB} {words}"

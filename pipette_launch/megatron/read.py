@@ -172,6 +172,10 @@ def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: Megatro
         notes.append("--global-batch-size is not given: pinned to one micro-batch on each replica of your own layout")
     if own != flags_layout:
         notes.append(f"your own configuration is taken as {own.words()}, as the checkpoint demands")
+    layout = given.get("pipeline_model_parallel_layout") or ""
+    if release_of(given.version) < (0, 15) and "m" in layout.rpartition("|")[0]:
+        shown = given.shown("pipeline_model_parallel_layout")
+        notes.append(f"{shown}: Megatron 0.14 builds multi-token prediction (m) on the last stage all the same")
     newest = known_release(given.version)
     if release_of(given.version) > release_of(newest):
         notes.append(f"Megatron {given.version} is newer than {newest}, the newest release whose flags are known")

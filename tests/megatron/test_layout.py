@@ -127,3 +127,13 @@ def test_fixing_fields_refuses_no_job_that_has_a_legal_layout(
 def test_small_lines_are_read_as_they_are() -> None:
     """Where Megatron takes the user's own layout nothing stands in for it."""
     assert "" == job(f"{PP} 2", base=SMALL, for_planning=True).own_refusal
+
+
+def test_where_0_14_builds_token_prediction_is_said() -> None:
+    """Its checks pass any stage, and its models build the depths on the last one."""
+    words = f"{PP} 4 {LAYOUT} Et*4|t*4|m|L --mtp-num-layers 1 --position-embedding-type rope"
+    note = f"{LAYOUT} Et*4|t*4|m|L: Megatron 0.14 builds multi-token prediction (m) on the last stage all the same"
+
+    assert 0 == job(words, version="0.14.0").own.chunks_after_mtp
+    assert note in job(words, version="0.14.0").notes
+    assert note not in job(words, version="0.16.1").notes

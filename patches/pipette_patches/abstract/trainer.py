@@ -8,13 +8,15 @@ Read in Megatron-LM core_v0.16.1: training/training.py (get_model, train_step, t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pipette_launch.facts import Job, Layout
+from pipette_launch.facts.schedules import schedule_table
 from pipette_patches.abstract import megatron_config
 from pipette_patches.abstract.allocator import StorageMeter, Stretch, current, local, under
 from pipette_patches.workload.config import flags
@@ -82,21 +84,30 @@ class Trainer:
     def _exchange_shapes(self) -> None:
         """Tell this rank the shapes of its neighbours' tensors, which Megatron asks for if prediction lies apart.
 
-        Behind the stage of multi-token prediction the sequence is followed by that of each depth.
+        Behind the chunk of multi-token prediction the sequence is followed by that of each depth. Tensors come in the
+        order of the schedule, in every step anew.
         """
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
         model, layout = self.job.model, self.layout
         length = model.seq_length // layout.cp // (layout.tp if layout.sequence_parallel else 1)
-        previous, own = (
-            [
-                length * (1 + model.mtp_num_layers * (stage >= layout.mtp_chunk)),
-                layout.micro_batch_size,
-                model.hidden_size,
-            ]
-            for stage in (self.pp_rank - 1, self.pp_rank)
-        )
-        P2PCommunicator._communicate_shapes = lambda *_args: (previous, own)
+
+        def shapes(model_chunks: Iterable[int]) -> Iterator[list[int]]:
+            """Outputs of some chunks, in model order; the last has no receiver, and nothing comes before the first."""
+            inner = [chunk for chunk in model_chunks if 0 <= chunk < layout.num_chunks - 1]
+            for chunk in itertools.cycle(inner):
+                sequences = 1 + model.mtp_num_layers * (chunk >= layout.mtp_chunk)
+                yield [length * sequences, layout.micro_batch_size, model.hidden_size]
+
+        group = layout.microbatch_group_size or layout.pp
+        turns = [turn for _, turn in schedule_table(layout.vpp, self.num_microbatches, group)]
+        received = shapes(turn * layout.pp + self.pp_rank - 1 for turn in turns)
+        gradients = shapes((layout.vpp - 1 - turn) * layout.pp + self.pp_rank for turn in turns)
+
+        def exchange(_communicator: Any, _next: Any, _previous: Any, recv_prev: bool, recv_next: bool) -> Any:
+            return next(received) if recv_prev else [0, 0, 0], next(gradients) if recv_next else [0, 0, 0]
+
+        P2PCommunicator._communicate_shapes = exchange
 
     def _chunk(self, index: int) -> Any:
         """Build one model chunk, as gpt_builder does."""

@@ -97,11 +97,6 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
             raise PlanError("abstract execution runs no FSDP; count by formula with --method closed")
         if job.model.hybrid:
             raise PlanError("abstract execution builds no hybrid models; count by formula with --method closed")
-        if layout.vpp > 1 and layout.chunks_after_mtp:
-            raise PlanError(
-                "abstract execution runs no virtual stages with multi-token prediction apart from the head; count by "
-                "formula with --method closed"
-            )
         for rank in pp_ranks:
             if not 0 <= rank < layout.pp:
                 raise PlanError(f"there is no pipeline rank {rank} of {layout.pp}")

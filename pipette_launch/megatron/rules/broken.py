@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pipette_launch.facts import Layout
 from pipette_launch.megatron.chunks import PATTERN_DESTS, SPLIT_DESTS
@@ -22,8 +21,7 @@ SEVERAL = {
 """Layout fields that several flags can set, or no flag."""
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenRule:
+class BrokenRule(NamedTuple):
     """A rule that a layout breaks."""
 
     reason: str

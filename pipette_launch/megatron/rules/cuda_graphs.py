@@ -19,11 +19,11 @@ def graph_faults(rules: Rules, recompute: Recompute) -> Broken:
     if graphs.impl == "none" or recompute.granularity == "none":
         return
     names = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules", "recompute", "recompute_modules")
-    if recompute.granularity == "full" and (graphs.impl != ITERATION or rules.job.release < FIRST_SCOPES):
+    if recompute.granularity == "full" and (graphs.impl != ITERATION or rules.release < FIRST_SCOPES):
         yield BrokenRule("CUDA graphs exclude full recompute", names, "remove one")
     elif recompute.granularity == "selective":
         modules = {*(recompute.modules or ("core_attn",))}
-        excluded = _excluded(rules, graphs) if rules.job.release >= FIRST_SCOPES else _excluded_before(rules, graphs)
+        excluded = _excluded(rules, graphs) if rules.release >= FIRST_SCOPES else _excluded_before(rules, graphs)
         yield from (
             BrokenRule(f"CUDA graphs exclude recompute of {module}{reason}", names, "remove one")
             for module, reason in excluded
@@ -52,7 +52,7 @@ def _excluded_before(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
     """The same before 0.16: all modules, but for graphs of attention (0.15) or Transformer Engine's own (0.14)."""
     every = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
     allowed: set[str] = set()
-    if rules.job.release < (0, 15) and graphs.impl == ENGINE:
+    if rules.release < (0, 15) and graphs.impl == ENGINE:
         allowed = {*every}
     elif graphs.impl == ENGINE and graphs.modules == {"attn"}:
         allowed = {*every} - {"core_attn", "mla_up_proj"}

@@ -18,7 +18,7 @@ def chunks_faults(rules: Rules, pp: int, vpp: int, layers_per_chunk: tuple[int, 
         divides = len(layers_per_chunk) == pp * vpp and sum(layers_per_chunk) == layers
     else:
         divides = layers % (pp * vpp) == 0
-    names_stages = rules.job.release >= FIRST_CUT_PATTERNS
+    names_stages = rules.release >= FIRST_CUT_PATTERNS
     if rules.job.model.hybrid and not names_stages and (vpp > 1 or layers_per_chunk):
         reason = "before 0.17 hybrid models have no virtual stages, and as many layers on each stage"
         yield BrokenRule(reason, ("pp", "layers_per_chunk"))
@@ -45,7 +45,7 @@ def batch_faults(rules: Rules, dp: int, micro_batch_size: int) -> Broken:
     if batch_size % samples:
         yield not_divided_batch(rules, dp, micro_batch_size)
     # From 0.18 on the ramp-up is read and not used (num_microbatches_calculator.py).
-    if any(size % samples for size in options.rampup_batch_size[:2]) and rules.job.release < (0, 18):
+    if any(size % samples for size in options.rampup_batch_size[:2]) and rules.release < (0, 18):
         yield BrokenRule(
             f"micro_batch_size*dp does not divide every {flag_of('rampup_batch_size')}",
             ("rampup_batch_size", "micro_batch_size"),
@@ -71,12 +71,14 @@ def schedule_faults(pp: int, vpp: int, group_size: int, num_microbatches: int) -
 
     """
     group = group_size or pp
-    names = ("pp", "vpp", "microbatch_group_size", "global_batch_size", "micro_batch_size")
-    if vpp > 1 and not pp <= group <= num_microbatches:
+    if vpp == 1:
+        return
+    if not pp <= group <= num_microbatches:
         reason = "interleaving needs at least pp micro-batches"
-    elif vpp > 1 and 0 < num_microbatches % group < pp:
+    elif 0 < num_microbatches % group < pp:
         reason = "interleaving needs micro-batches in multiples of pp"
     else:
         return
+    names = ("pp", "vpp", "microbatch_group_size", "global_batch_size", "micro_batch_size")
     remedy = f"{num_microbatches} micro-batches do not fill groups of {group}; change one, or give up virtual stages"
     yield BrokenRule(reason, names, remedy)

@@ -43,7 +43,7 @@ def tensor_faults(rules: Rules, tp: int) -> Broken:
     if padded % tp:
         yield BrokenRule(f"tp does not divide {flag_of('padded_vocab_size')}={padded}", ("tp", "padded_vocab_size"))
     # megatron-core 0.16 learned to replicate query groups over more tensor ranks than there are groups.
-    groups, replicates = model.num_query_groups, rules.job.release >= (0, 16)
+    groups, replicates = model.num_query_groups, rules.release >= (0, 16)
     if groups % tp and not (replicates and tp % groups == 0):
         kinds = f"divisor{' or multiple' if replicates else ''}"
         yield BrokenRule(f"tp is no {kinds} of num_query_groups={groups}", ("tp", "num_query_groups"))

@@ -41,7 +41,7 @@ def expert_faults(rules: Rules, degrees: Degrees) -> Broken:
     elif degrees.ep > 1:
         yield BrokenRule("expert parallelism needs experts", ("ep",), "remove it, or add --num-experts")
     yield from single_faults(rules, "ep", degrees.ep)
-    if degrees.ep > 1 and rules.job.model.params_dtype == "fp16" and rules.job.release < (0, 16):
+    if degrees.ep > 1 and rules.job.model.params_dtype == "fp16" and rules.release < (0, 16):
         yield BrokenRule("before 0.16 expert parallelism excludes --fp16", ("ep",), "use --bf16, or remove one")
 
 
@@ -64,7 +64,7 @@ def _width_faults(rules: Rules, degrees: Degrees) -> Broken:
         reason = f"etp does not divide moe_ffn_hidden_size={model.moe_ffn_hidden_size}"
         yield BrokenRule(reason, ("etp", "moe_ffn_hidden_size"))
     # Checked by TransformerConfig from core_v0.15.0 on.
-    if model.add_bias_linear and degrees.etp > 1 and rules.job.release >= (0, 15):
+    if model.add_bias_linear and degrees.etp > 1 and rules.release >= (0, 15):
         yield BrokenRule(
             "experts with biases need etp = 1 (--disable-bias-linear would free it)",
             ("etp",),
@@ -76,9 +76,7 @@ def _flag_faults(rules: Rules, degrees: Degrees) -> Broken:
     options, group = rules.options, degrees.etp * degrees.ep
     dispatcher = options.moe_token_dispatcher_type
     # From 0.17 on HybridEP works without other ranks.
-    is_alone = (
-        rules.job.release < (0, 17) or options.moe_enable_deepep or options.moe_flex_dispatcher_backend != "hybridep"
-    )
+    is_alone = rules.release < (0, 17) or options.moe_enable_deepep or options.moe_flex_dispatcher_backend != "hybridep"
     if dispatcher == "flex" and group == 1 and is_alone:
         remedy = "set --expert-model-parallel-size, or use --moe-token-dispatcher-type alltoall"
         yield BrokenRule("the flex dispatcher needs etp*ep > 1", ("moe_token_dispatcher_type",), remedy)
@@ -90,7 +88,7 @@ def _flag_faults(rules: Rules, degrees: Degrees) -> Broken:
     if degrees.ep == 1 and options.overlap_moe_expert_parallel_comm:
         reason = f"{flag_of('overlap_moe_expert_parallel_comm')} needs ep > 1"
         yield BrokenRule(reason, (), "remove it or set --expert-model-parallel-size")
-    needs_padding = (0, 16) <= rules.job.release < (0, 18) and not options.moe_pad_experts_for_cuda_graph_inference
+    needs_padding = (0, 16) <= rules.release < (0, 18) and not options.moe_pad_experts_for_cuda_graph_inference
     if degrees.ep > 1 and needs_padding and options.graphs.impl in (LOCAL, ITERATION):
         reason = "local CUDA graphs with ep > 1 need --moe-pad-experts-for-cuda-graph-inference"
         yield BrokenRule(reason, ("cuda_graph_impl", "ep"), "add it")

@@ -181,8 +181,10 @@ EXPERTS = (
     FlagRule(
         "overlap_moe_expert_parallel_comm recompute_method recompute_num_layers",
         "excludes a method and a number of recompute",
+        # With full recompute a plan changes both.
         lambda f: (
             f.overlap_moe_expert_parallel_comm
+            and f.granularity != "full"
             and (f.recompute_method is not None or f.recompute_num_layers is not None)
         ),
     ),

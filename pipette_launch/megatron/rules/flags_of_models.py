@@ -16,6 +16,12 @@ def mamba_width(f: FlagView) -> int:
 
 MODEL = (
     FlagRule(
+        "tp_comm_overlap mtp_num_layers",
+        "exclude each other before 0.17: the projection of multi-token prediction has no buffer",
+        lambda f: f.tp_comm_overlap and f.mtp_num_layers and f.transformer_impl == "transformer_engine",
+        until=(0, 16),
+    ),
+    FlagRule(
         "multi_latent_attention group_query_attention",
         "exclude each other",
         lambda f: f.multi_latent_attention and f.group_query_attention,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pipette_launch.facts import Recompute
 from pipette_launch.facts.layout import MemoryOptions
 from pipette_launch.facts.performance import flag_of
@@ -33,13 +35,13 @@ def recompute_faults(rules: Rules, tp: int, layers: frozenset[int], options: Mem
     is_full = recompute.granularity == "full"
     yield from _unit_faults(rules, recompute, layers)
     yield from _module_faults(rules, recompute)
-    if is_full and rules.job.model.hybrid and rules.job.release < (0, 18):
+    if is_full and rules.job.model.hybrid and rules.release < (0, 18):
         yield BrokenRule("before 0.18 hybrid models have no full recompute", ("recompute",), "remove it")
     overlaps_experts = rules.options.overlap_moe_expert_parallel_comm
     names = ("overlap_moe_expert_parallel_comm", "recompute", "recompute_modules")
     if is_full and overlaps_experts:
         yield BrokenRule("MoE overlap excludes full recompute", names, "remove one")
-    if "moe" in recompute.modules and overlaps_experts and rules.job.release >= (0, 17):
+    if "moe" in recompute.modules and overlaps_experts and rules.release >= (0, 17):
         yield BrokenRule("MoE overlap excludes recompute of moe", names, "remove one")
     yield from graph_faults(rules, recompute)
     if recompute.granularity != "none" and rules.options.cpu_offloading_num_layers:
@@ -71,7 +73,7 @@ def _sequence_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> 
 
 def _optimizer_faults(rules: Rules, options: MemoryOptions) -> Broken:
     sharded, fsdp2 = options.use_distributed_optimizer, rules.options.use_torch_fsdp2
-    optimizer, release = rules.job.optimizer, rules.job.release
+    optimizer, release = rules.job.optimizer, rules.release
     needs_sharding = [name for name in NEEDS_DISTRIBUTED_OPTIMIZER if getattr(rules.options, name)]
     # From 0.18 on the layers of other optimizers than these two are shared out whole.
     if sharded and optimizer != "adam" and (release < (0, 18) or optimizer == "sgd"):
@@ -105,7 +107,7 @@ def _unit_faults(rules: Rules, recompute: Recompute, layers: frozenset[int]) -> 
     if recompute.method != "uniform":
         return
     # transformer_block.py:536-547 runs whole units, past the end of the chunk; from 0.17 on the last is cut short.
-    if rules.job.release < (0, 17) and any(size % recompute.num_layers for size in layers):
+    if rules.release < (0, 17) and any(size % recompute.num_layers for size in layers):
         reason = "before 0.17 uniform recompute takes units that divide every chunk's layers"
         yield BrokenRule(reason, ("recompute",), f"chunks have {' or '.join(map(str, sorted(layers)))} layers")
     if rules.job.model.mtp_num_layers and recompute.num_layers > 1:
@@ -120,39 +122,29 @@ def _module_faults(rules: Rules, recompute: Recompute) -> Broken:
     """Check the modules of selective recompute."""
     if recompute.granularity != "selective":
         return
-    model, modules, options = rules.job.model, {*(recompute.modules or ("core_attn",))}, rules.options
-    if "mlp" in modules and model.add_bias_linear:
+    names, remedy = ("recompute_modules",), "remove the module"
+    if "mlp" in recompute.modules and rules.job.model.add_bias_linear:
         # Seen with megatron-core 0.16.1: the backward never ends.
         reason = "recompute of mlp hangs where layers have biases"
-        yield BrokenRule(reason, ("recompute_modules",), "remove the module", is_refused=False)
-    for reason, is_broken in (
-        (
-            "recompute of layernorm, moe_act and mla_up_proj needs Transformer Engine",
-            model.transformer_impl == "local" and modules & OWN_MODULES_OF_TE,
-        ),
-        (
-            f"recompute of moe_act needs {flag_of('moe_grouped_gemm')}",
-            "moe_act" in modules and not options.moe_grouped_gemm,
-        ),
-        (
-            "recompute of mla_up_proj needs multi-latent attention",
-            "mla_up_proj" in modules and model.latent_attention is None,
-        ),
-        (
-            f"{flag_of('moe_shared_expert_overlap')} excludes recompute of shared_experts",
-            "shared_experts" in modules and options.moe_shared_expert_overlap,
-        ),
-        (
-            f"{flag_of('offload_modules')} within experts excludes recompute of moe",
-            "moe" in modules
-            and options.fine_grained_activation_offloading
-            and rules.job.release >= (0, 19)
-            and {*options.offload_modules} & {"moe_act", "expert_fc1", "fused_group_mlp"},
-        ),
-        (
-            "delayed scaling of FP8 excludes recompute of layernorm and moe_act",
-            options.fp8 is not None and options.fp8_recipe == "delayed" and modules & {"layernorm", "moe_act"},
-        ),
-    ):
-        if is_broken:
-            yield BrokenRule(reason, ("recompute_modules",), "remove the module")
+        yield BrokenRule(reason, names, remedy, is_refused=False)
+    yield from (
+        BrokenRule(reason, names, remedy) for reason in _refusals(rules, {*(recompute.modules or ("core_attn",))})
+    )
+
+
+def _refusals(rules: Rules, modules: set[str]) -> Iterator[str]:
+    """Reasons why Megatron refuses to recompute some of these modules."""
+    model, options = rules.job.model, rules.options
+    if model.transformer_impl == "local" and modules & OWN_MODULES_OF_TE:
+        yield "recompute of layernorm, moe_act and mla_up_proj needs Transformer Engine"
+    if "moe_act" in modules and not options.moe_grouped_gemm:
+        yield f"recompute of moe_act needs {flag_of('moe_grouped_gemm')}"
+    if "mla_up_proj" in modules and model.latent_attention is None:
+        yield "recompute of mla_up_proj needs multi-latent attention"
+    if "shared_experts" in modules and options.moe_shared_expert_overlap:
+        yield f"{flag_of('moe_shared_expert_overlap')} excludes recompute of shared_experts"
+    if options.fp8 is not None and options.fp8_recipe == "delayed" and modules & {"layernorm", "moe_act"}:
+        yield "delayed scaling of FP8 excludes recompute of layernorm and moe_act"
+    offloads = options.fine_grained_activation_offloading and {"moe_act", "expert_fc1", "fused_group_mlp"}
+    if "moe" in modules and offloads and rules.release >= (0, 19) and offloads & {*options.offload_modules}:
+        yield f"{flag_of('offload_modules')} within experts excludes recompute of moe"

@@ -19,6 +19,8 @@ class Rules:
     """
 
     job: Job
+    release: tuple[int, ...]
+    """That of the job, read once."""
     device_kind: str
     options: PerformanceOptions
     rooms: Rooms | None = None
@@ -28,4 +30,5 @@ class Rules:
     def of(cls, job: Job, *, device_kind: str, rooms: Rooms | None = None) -> Rules:
         """Read the options that a job's own flags set."""
         rooms = rooms if device_kind == "cuda" else None
-        return cls(job=job, device_kind=device_kind, options=performance_options(job), rooms=rooms)
+        options = performance_options(job)
+        return cls(job=job, release=job.release, device_kind=device_kind, options=options, rooms=rooms)

@@ -253,15 +253,15 @@ def _attention_windows(arguments: Arguments) -> tuple[int, ...]:
     window = min(before + 1, arguments.size(known_dest(arguments, "seq_length")))
     if arguments.get("window_attn_skip_freq") is None:
         return (window,) * num_layers
-    pattern = _layer_pattern(arguments, "window_attn_skip_freq")
+    pattern = _layer_pattern(arguments, "window_attn_skip_freq", may_be_longer=True)
     if isinstance(pattern, int):
         every = max(pattern, 1)
         pattern = tuple(int(layer % every != 0) for layer in range(1, num_layers + 1))
     return tuple(window * has_window for has_window in pattern)
 
 
-def _layer_pattern(arguments: Arguments, dest: str) -> int | tuple[int, ...]:
-    """Read a number of layers, or a list with 0 or 1 for each layer.
+def _layer_pattern(arguments: Arguments, dest: str, *, may_be_longer: bool = False) -> int | tuple[int, ...]:
+    """Read a number of layers, or a list with 0 or 1 for each layer; entries past the last layer have no effect.
 
     Raises:
         MegatronError: it is neither, or has too many entries or too few.
@@ -274,6 +274,7 @@ def _layer_pattern(arguments: Arguments, dest: str) -> int | tuple[int, ...]:
         raise MegatronError(f"{arguments.shown(dest)}: neither a number nor a list such as ([0]*1+[1]*23)") from None
     if isinstance(pattern, int):
         return pattern
+    pattern = pattern[:num_layers] if may_be_longer else pattern
     if len(pattern) != num_layers or set(pattern) - {0, 1}:
         raise MegatronError(
             f"{arguments.shown(dest)}: has {len(pattern)} entries for --num-layers {num_layers}; each must be 0 or 1"

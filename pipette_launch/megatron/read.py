@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -142,8 +143,19 @@ def _flags_layout(
 
 
 def _batch(given: Arguments, own: Layout) -> Batch:
-    """Megatron's default is one micro-batch on each replica of the user's own layout."""
+    """Read the batch; Megatron's default is one micro-batch on each replica of the user's own layout."""
+    schedule = given.get("step_batch_size_schedule")
+    if schedule:
+        return Batch(global_batch_size=_last_batch(schedule, given.shown("step_batch_size_schedule")))
     return Batch(global_batch_size=given.size("global_batch_size", default=own.micro_batch_size * own.dp))
+
+
+def _last_batch(schedule: str, shown: str) -> int:
+    """Read the last batch of `0:384 200B:768`, samples behind thresholds (StepBatchsizeNumMicroBatchesCalculator)."""
+    sizes = re.findall(r"(?:^|[\s,])[\d.]+[KMBT]?:(\d+)(?=$|[\s,])", schedule.strip(), flags=re.IGNORECASE)
+    if not sizes or len(sizes) != len(schedule.replace(",", " ").split()) or int(sizes[-1]) < 1:
+        raise MegatronError(f"{shown}: not a list such as 0:384 200B:768, thresholds with batch sizes")
+    return int(sizes[-1])
 
 
 def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -168,7 +180,9 @@ def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) ->
 
 def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: MegatronError | None) -> list[str]:
     notes = [] if refusal is None else [f"{refusal}; {own.words()} stands in for your own layout"]
-    if not given.is_given("global_batch_size"):
+    if given.get("step_batch_size_schedule"):
+        notes.append(f"{given.shown('step_batch_size_schedule')}: a step of the last batch size is meant")
+    elif not given.is_given("global_batch_size"):
         notes.append("--global-batch-size is not given: pinned to one micro-batch on each replica of your own layout")
     if own != flags_layout:
         notes.append(f"your own configuration is taken as {own.words()}, as the checkpoint demands")

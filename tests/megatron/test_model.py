@@ -32,6 +32,7 @@ from pipette_launch.facts import LatentAttention
         ("--window-size 15,0", {"attention_windows": (16,) * 8}),
         ("--window-size (15,0) --window-attn-skip-freq 2", {"attention_windows": (16, 0) * 4}),
         ("--window-size 15,0 --window-attn-skip-freq [1]*3+[0]*5", {"attention_windows": (16,) * 3 + (0,) * 5}),
+        ("--window-size 15,0 --window-attn-skip-freq [1]*3+[0]*9", {"attention_windows": (16,) * 3 + (0,) * 5}),
         ("--window-size 999999999999999999999,0", {"attention_windows": (32,) * 8}),
         ("--window-size=-1,0 --window-attn-skip-freq 2", {"attention_windows": ()}),
         ("--window-attn-skip-freq 2", {"attention_windows": ()}),

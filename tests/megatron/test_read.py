@@ -256,3 +256,22 @@ def test_a_plan_needs_no_layout_of_the_users_own() -> None:
     for wrong in ({"fix": ("tp",)}, {"base": TEXT.replace("--global-batch-size 32", "").split()}):
         with pytest.raises(MegatronError, match="need a multiple of 15 ranks"):
             job(sizes, for_planning=True, **wrong)  # type: ignore[arg-type]
+
+
+BATCHLESS = TEXT.replace("--global-batch-size 32 ", "").split()
+
+
+@pytest.mark.parametrize("schedule", ["0:8,1K:48", "0:8,1.5k:48", "0:48"])
+def test_a_schedule_of_batch_sizes_means_its_last(schedule: str) -> None:
+    """Megatron takes no global batch beside it, and trains longest with the last size."""
+    asked = job(f"--step-batch-size-schedule {schedule}", base=BATCHLESS, version="0.20", for_prediction=True)
+
+    assert 48 == asked.batch.global_batch_size
+    assert any(note.endswith("a step of the last batch size is meant") for note in asked.notes)
+
+
+@pytest.mark.parametrize("schedule", ["8", "0:8,x:16", "0:0", "0:8,1K"])
+def test_a_schedule_that_is_none_is_named(schedule: str) -> None:
+    """Each entry is a threshold and a batch size."""
+    with pytest.raises(MegatronError, match="not a list such as 0:384 200B:768"):
+        job(f"--step-batch-size-schedule {schedule}", base=BATCHLESS, version="0.20", for_prediction=True)

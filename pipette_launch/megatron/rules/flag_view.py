@@ -10,8 +10,6 @@ from pipette_launch.megatron.flags import Arguments, flag_defaults, release_of
 from pipette_launch.megatron.layout import read_recompute
 
 OLDEST, NEWEST = (0, 14), (0, 99)
-FIRST_ITERATION_GRAPHS = (0, 18)
-"""The first release that takes the scope of a whole iteration for an implementation of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +58,8 @@ class FlagView:
             return "local"
         if self.external_cuda_graph:
             return "transformer_engine"
-        if self.release >= FIRST_ITERATION_GRAPHS and "full_iteration" in (self.cuda_graph_scope_deprecated or []):
-            return "full_iteration"
-        return self.cuda_graph_impl or "none"
+        scope, impl = self.cuda_graph_scope_deprecated or [], self.cuda_graph_impl or "none"
+        return "full_iteration" if "full_iteration" in scope and impl != "transformer_engine" else impl
 
     @property
     def graphed(self) -> set[str]:

@@ -7,6 +7,7 @@ from pipette_launch.megatron.rules.flag_view import FlagRule
 DROPPING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 """Load balancing that goes with a capacity factor."""
 EXPERTS = (
+    FlagRule("num_experts", "must not be below 0", lambda f: f.is_expert_model and f.num_experts < 0),
     FlagRule(
         "num_experts",
         "experts with biases are refused before 0.15; add --disable-bias-linear",
@@ -199,6 +200,17 @@ GRAPHS = (
         "enable_cuda_graph external_cuda_graph cuda_graph_impl",
         "old and new flags of CUDA graphs exclude each other",
         lambda f: (f.enable_cuda_graph or f.external_cuda_graph) and f.cuda_graph_impl not in (None, "none"),
+    ),
+    FlagRule(
+        "cuda_graph_scope",
+        "full stands alone",
+        lambda f: {"full"} < set(f.cuda_graph_scope or f.cuda_graph_scope_deprecated or []),
+        since=(0, 16),
+    ),
+    FlagRule(
+        "cuda_graph_scope cuda_graph_modules",
+        "are old and new flags for the same",
+        lambda f: f.cuda_graph_scope_deprecated is not None and f.cuda_graph_modules,
     ),
     FlagRule(
         "cuda_graph_impl cuda_graph_scope",

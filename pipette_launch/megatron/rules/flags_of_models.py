@@ -154,6 +154,12 @@ MODEL = (
         lambda f: f.deterministic_mode and f.cross_entropy_loss_fusion,
     ),
     FlagRule(
+        "deterministic_mode tp_comm_overlap",
+        "exclude each other from 0.19 on",
+        lambda f: f.deterministic_mode and f.tp_comm_overlap,
+        since=(0, 19),
+    ),
+    FlagRule(
         "deterministic_mode use_flash_attn",
         "exclude each other",
         lambda f: f.deterministic_mode and f.use_flash_attn,

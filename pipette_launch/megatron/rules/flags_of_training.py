@@ -289,6 +289,17 @@ FILES = (
             bool(f.mock_data) + bool(f.data_path) + bool(f.train_data_path or f.valid_data_path or f.test_data_path) > 1
         ),
     ),
+    FlagRule("seed", "must be at least 1", lambda f: f.seed < 1),
+    FlagRule(
+        "distrib_optim_fully_reshardable_mem_efficient enable_gloo_process_groups use_gloo_process_groups",
+        "exclude each other",
+        lambda f: (
+            f.use_distributed_optimizer
+            and f.dist_ckpt_optim_fully_reshardable
+            and f.distrib_optim_fully_reshardable_mem_efficient
+            and False in (f.enable_gloo_process_groups, f.use_gloo_process_groups)
+        ),
+    ),
     FlagRule("num_dataset_builder_threads", "must be at least 1", lambda f: f.num_dataset_builder_threads < 1),
     FlagRule("warmup", "no longer valid; use --lr-warmup-fraction", lambda f: f.warmup is not None),
 )

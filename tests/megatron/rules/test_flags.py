@@ -56,6 +56,58 @@ def test_contradictions_are_refused(words: str, message: str) -> None:
     assert str(error.value).endswith(("change one of them", "change or remove it"))
 
 
+OVERLAP = f"{EXPERTS} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --bf16"
+PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "reason"),
+    [
+        (f"--bf16 --accumulate-allreduce-grads-in-fp32 --main-grads-dtype bf16 {PRECISE}", "0.16.1", "summed in fp32"),
+        (f"{PRECISE} --optimizer sgd", "0.16.1", "needs Adam"),
+        (
+            f"--optimizer-cpu-offload {PRECISE} --fp8-param-gather --fp8-format hybrid --fp8-recipe tensorwise",
+            "0.16.1",
+            "both need --fp8-recipe delayed",
+        ),
+        (
+            (
+                "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params "
+                "--check-weight-hash-across-dp-replicas-interval 5"
+            ),
+            "0.20",
+            "no replica has all weights",
+        ),
+        ("--save x --save-interval 4 --save-retain-interval 6", "0.16.1", "no multiple of --save-interval"),
+        ("--log-memory-interval 3 --log-interval 2", "0.16.1", "no multiple of --log-interval"),
+        ("--data-path a --data-args-path b", "0.16.1", "exclude each other"),
+        ("--mock-data --data-path a", "0.16.1", "exclude each other"),
+        ("--warmup 3", "0.16.1", "no longer valid"),
+        ("--seed 0", "0.16.1", "must be at least 1"),
+        ("--deterministic-mode --tp-comm-overlap", "0.19.0", "exclude each other from 0.19 on"),
+        ("--encoder-num-layers 8", "0.16.1", "exclude each other"),
+        ("--encoder-seq-length 32", "0.16.1", "exclude each other"),
+        ("--qk-clip --qk-clip-alpha 2.0", "0.16.1", "needs an alpha between 0 and 1"),
+        (f"{EXPERTS} --overlap-moe-expert-parallel-comm --moe-shared-expert-overlap", "0.16.1", "alltoall or flex"),
+        (f"{OVERLAP} --overlap-moe-expert-parallel-comm --moe-shared-expert-overlap", "0.16.1", "exclude each other"),
+        ("--num-experts 4 --moe-shared-expert-intermediate-size 64", "0.16.1", "needs --disable-bias-linear"),
+        ("--num-experts -2", "0.16.1", "must not be below 0"),
+        ("--cuda-graph-impl local --cuda-graph-scope attn --cuda-graph-modules attn", "0.20", "old and new flags"),
+        ("--cuda-graph-impl local --cuda-graph-scope full attn", "0.16.1", "full stands alone"),
+        (
+            "--cuda-graph-impl transformer_engine --cuda-graph-scope full_iteration",
+            "0.20",
+            "the whole iteration needs --cuda-graph-impl local",
+        ),
+        ("--step-batch-size-schedule 0:8", "0.20", "exclude each other"),
+    ],
+)
+def test_contradictions_that_no_drawn_line_has_are_refused(words: str, version: str, reason: str) -> None:
+    """Each was refused by Megatron itself, too (`tests/contract/megatron_verdicts.py`)."""
+    with pytest.raises(MegatronError, match=reason):
+        job(words, for_prediction=True, version=version)
+
+
 @pytest.mark.parametrize("words", ["--save x", "--use-megatron-fsdp --use-distributed-optimizer"])
 def test_a_script_that_is_launched_refuses_by_itself(words: str) -> None:
     """It may be no NVIDIA script and allow more, so only commands that start nothing have these rules."""

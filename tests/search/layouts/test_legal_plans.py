@@ -88,12 +88,12 @@ def sampled(found: Cuts, rng: random.Random) -> list[Layout]:
 @settings(max_examples=120, deadline=None)
 @given(
     model=st.sampled_from(MODELS),
-    flags=st.lists(st.sampled_from(FLAGS), max_size=4, unique=True),
+    flags=st.lists(st.sampled_from(FLAGS), max_size=3, unique=True),
     version=st.sampled_from(releases()),
     world_size=st.sampled_from((4, 8, 12, 16)),
-    rng=st.randoms(use_true_random=False),
+    seed=st.integers(0, 1 << 16),
 )
-def test_no_plan_breaks_a_rule(model: str, flags: list[str], version: str, world_size: int, rng: random.Random) -> None:
+def test_no_plan_breaks_a_rule(model: str, flags: list[str], version: str, world_size: int, seed: int) -> None:
     """A listed layout breaks no rule, and the command line that says it is read as that layout, without complaint."""
     words = f"{BASE} {model} {' '.join(flags)}".split()
     release = f"{version}.0"
@@ -116,6 +116,6 @@ def test_no_plan_breaks_a_rule(model: str, flags: list[str], version: str, world
         assume(False)
     rules = Rules.of(job, device_kind="cuda")
     found = cuts(job, world_size=world_size, devices_per_host=4, device_kind="cuda")
-    for layout in sampled(found, rng):
+    for layout in sampled(found, random.Random(seed)):
         assert broken_rule(rules, layout) is None
         assert layout == read(write_arguments(words, job=job, layout=layout), for_prediction=True)

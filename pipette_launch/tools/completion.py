@@ -32,7 +32,7 @@ def run(args: Namespace) -> int:
     try:
         import shtab
     except ModuleNotFoundError as error:
-        raise PipetteError("shtab is not installed; pip install 'pipette-launch[completion]'") from error
+        raise PipetteError("shtab is not installed; pip install shtab") from error
     # main imports this module.
     from pipette_launch.tools.main import parser
 

@@ -39,7 +39,7 @@ class Clone:
         """Copy what the scripts read; the folder's name has a space."""
         self.folder = folder / "a clone"
         self.folder.mkdir()
-        for name in ("setup.cfg", "setup.py", "constraints.txt"):
+        for name in ("pyproject.toml", "setup.cfg", "setup.py", "constraints.txt"):
             shutil.copy(ROOT / name, self.folder)
         for name in ("scripts", ".ci"):
             shutil.copytree(ROOT / name, self.folder / name)

@@ -140,7 +140,7 @@ def test_without_shtab_one_sentence_says_what_to_install(
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(SystemExit) as caught:
         main(["completion", "bash"])
-    expected = "pipette completion: error: shtab is not installed; pip install 'pipette-launch[completion]'\n"
+    expected = "pipette completion: error: shtab is not installed; pip install shtab\n"
 
     assert 1 == caught.value.code
     assert ("", expected) == capsys.readouterr()

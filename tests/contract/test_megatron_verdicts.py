@@ -39,6 +39,7 @@ STRICTER = {
     "before 0.18 hybrid models have no full recompute": "their forward ignores it, which is not modelled",
     "the pattern of a hybrid model says where stages begin": "Megatron ignores the flag, which is not modelled",
     "context parallelism has no attention windows": "Transformer Engine's attention raises in the first forward",
+    "unfused attention has no context parallelism": "Transformer Engine finds no backend in the first forward",
     "does not divide ffn_hidden_size": "Transformer Engine's layers assert it; a stand-in has no sizes",
     "contradict each other: num_query_groups": "query groups that do not divide the heads fail in the first forward",
     " with --decoder-": "Megatron would leave out layers without a word",

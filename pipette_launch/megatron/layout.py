@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 
 from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Layout, Recompute
@@ -133,13 +134,21 @@ def read_stand_in(
     kept = {*fixed, *(("tp", "pp", "cp") if "dp" in fixed else ())}
     for changed in (set(), {"ep", "etp"}, {"tp", "pp", "cp", "ep", "etp"})[: 1 if keeps_degrees else None]:
         bare = arguments.without(*(DEGREES[name] for name in changed - kept))
-        try:
-            layout = read_layout(_split_anew(bare, fixed), world_size=world_size)
-        except MegatronError:
-            continue
         differs = {*changed, *({"dp"} if "tp" in changed else ()), *SPLIT_FIELDS} - kept
-        return layout, frozenset(differs - ({"vpp"} if layout.vpp == stated_vpp(arguments, layout.pp) else set()))
+        for words in _with_pipelines(bare, world_size, has_choice="pp" in differs and "vpp" in fixed):
+            with contextlib.suppress(MegatronError):
+                layout = read_layout(_split_anew(words, fixed), world_size=world_size)
+                same = {"vpp"} if layout.vpp == stated_vpp(arguments, layout.pp) else set()
+                return layout, frozenset(differs - same)
     return None
+
+
+def _with_pipelines(arguments: Arguments, world_size: int, *, has_choice: bool) -> Iterator[Arguments]:
+    """Yield the flags, and with a choice also each longer pipeline, as virtual stages need more than one rank."""
+    yield arguments
+    for pp in range(2, num_layers_of(arguments) + 1) if has_choice else ():
+        if world_size % pp == 0:
+            yield arguments.with_flag("--pipeline-model-parallel-size", str(pp))
 
 
 def _split_anew(arguments: Arguments, fixed: Collection[str]) -> Arguments:

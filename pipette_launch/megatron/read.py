@@ -80,6 +80,8 @@ def read_job(
         check_flags(given, flags_layout)
     batch = _batch(given, flags_layout)
     demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)
+    if demands.own and given.get("use_mp_args_from_checkpoint_args"):
+        refusal = None
     own = demands.applied(flags_layout)
     if demands.doubt and for_planning and not is_launched:
         raise MegatronError(demands.doubt)
@@ -132,10 +134,12 @@ def _flags_layout(
         return read_layout(given, world_size=world_size), None, frozenset()
     except MegatronError as error:
         names_stages = given.get("pipeline_model_parallel_layout") is not None
-        if for_prediction or (names_stages and not for_planning):
+        # Megatron takes sizes of the checkpoint before it looks at any.
+        takes_sizes = given.get("use_mp_args_from_checkpoint_args") and checkpoint.checkpoint_folder(given)
+        if not takes_sizes and (for_prediction or (names_stages and not for_planning)):
             raise
         # Without a global batch size the degrees say what a step is.
-        keeps_degrees = not for_planning or not given.is_given("global_batch_size")
+        keeps_degrees = not (for_planning or takes_sizes) or not given.is_given("global_batch_size")
         found = read_stand_in(given, world_size=world_size, fixed=fixed, keeps_degrees=keeps_degrees)
         if found is None:
             raise

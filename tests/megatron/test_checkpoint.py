@@ -159,6 +159,20 @@ def test_virtual_stages_are_kept(tmp_path: Path) -> None:
     assert (2, (1, 3, 2, 2)) == (job(uneven, SHARDED).own.vpp, job(uneven, SHARDED).own.layers_per_chunk)
 
 
+@pytest.mark.parametrize("purpose", ["for_prediction", "for_planning", ""])
+@pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 4", "--tensor-model-parallel-size 3", ""])
+def test_sizes_of_a_checkpoint_come_before_those_of_the_flags(tmp_path: Path, flags: str, purpose: str) -> None:
+    """What the flags themselves could not divide is no fault where Megatron takes the sizes from the checkpoint."""
+    fields = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+    ends = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1}
+    load = distributed(tmp_path, **fields, **ends)
+    words = f"--num-layers 6 {flags} --use-checkpoint-args --use-mp-args-from-checkpoint-args"
+    asked = job(load, SHARDED, words, **({purpose: True} if purpose else {}))
+
+    assert (4, (1, 2, 2, 1), "") == (asked.own.pp, asked.own.layers_per_chunk, asked.own_refusal)
+    assert not [note for note in asked.notes if "does not divide" in note or "need a multiple" in note]
+
+
 @pytest.mark.parametrize(("layout", "after"), [("Et*4|t*3|tmm|L", 1), ("Et*4|t*3|t|mmL", 0)])
 def test_the_stage_of_token_prediction_is_kept(tmp_path: Path, layout: str, after: int) -> None:
     """Its weights lie where the run that saved them had them."""

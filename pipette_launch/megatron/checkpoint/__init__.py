@@ -2,11 +2,12 @@
 
 from pipette_launch.megatron.checkpoint.continuation import Continuation, continuation
 from pipette_launch.megatron.checkpoint.demands import demands, unseen_note
-from pipette_launch.megatron.checkpoint.folders import record_path, saved_iteration
+from pipette_launch.megatron.checkpoint.folders import checkpoint_folder, record_path, saved_iteration
 from pipette_launch.megatron.checkpoint.model_arguments import with_checkpoint_arguments
 
 __all__ = [
     "Continuation",
+    "checkpoint_folder",
     "continuation",
     "demands",
     "record_path",

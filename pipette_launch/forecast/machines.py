@@ -312,5 +312,6 @@ def _sizes(
     if hosts < 1 or hosts * devices != world_size:
         said = [f"--nodes {num_hosts}"] if num_hosts else []
         said += [f"--gpus-per-node {devices_per_host}"] if devices_per_host else []
-        raise UsageError(f"--world-size {world_size} is not what {' and '.join(said)} give; correct one of them")
+        product = f"{'a multiple of ' if len(said) == 1 else ''}{' times '.join(said)}"
+        raise UsageError(f"--world-size {world_size} is not {product}; correct one of them")
     return hosts, devices, ()

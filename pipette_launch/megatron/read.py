@@ -18,6 +18,7 @@ from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import performance_flags
 from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
 from pipette_launch.megatron.rules.judge import check_flags, check_own
+from pipette_launch.megatron.rules.number_formats import check_formats
 from pipette_launch.megatron.tokenizers import read_vocabulary
 from pipette_launch.megatron.unknown_words import check_words, unknown_note
 
@@ -78,6 +79,8 @@ def read_job(
     if starts_nothing:
         # A script that is launched refuses by itself, and may allow more than NVIDIA's.
         check_flags(given, flags_layout)
+        if device_kind == "cuda":
+            check_formats(given, flags_layout, device_name=device_name, capability=capability)
     batch = _batch(given, flags_layout)
     demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)
     if demands.own and given.get("use_mp_args_from_checkpoint_args"):

@@ -34,7 +34,7 @@ def test_help_and_dir_show_it() -> None:
     ("said", "message"),
     [
         ({}, "on how many ranks does it run? Say world_size N, or num_hosts N and devices_per_host N"),
-        ({"world_size": 8, "num_hosts": 3}, "world_size 8 is not what num_hosts 3 give"),
+        ({"world_size": 8, "num_hosts": 3}, "world_size 8 is not a multiple of num_hosts 3"),
         ({"world_size": 8, "stage": 1, "rank": 1}, "rank and stage exclude each other"),
         ({"world_size": 8, "fabric": "uniform"}, "fabric describes imagined machines; name their devices with gpu, or"),
         ({"world_size": 8, "gpu": "H100", "device_kind": "cpu"}, "gpu and device_kind cpu exclude each other"),

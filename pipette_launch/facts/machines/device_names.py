@@ -16,18 +16,16 @@ _ONE_WORD = (
     (re.compile(r"\b(\d+) ?(?:GB?|GIB)\b"), r"\1GB"),
 )
 _CAPABILITIES = {
-    12: r"RTX 50[5-9]0|RTX PRO \d{4}|GB10",
-    11: r"THOR",
-    10: r"G?B[123]00",
-    9: r"GH200|H20|H100|H200|H800",
-    8: (
-        r"A2|A10|A10G|A16|A30|A40|A100|A800|L2|L4|L20|L40|L40S|RTX A\d{3,4}|A[456][05]00|"
-        r"(RTX )?[34]0[5-9]0|RTX \d{4} ADA|ORIN"
-    ),
-    7: r"V100S?|T4G?|TITAN (RTX|V)|GV100|RTX 20[678]0|RTX [3-8]000",
+    (12, 0): r"RTX 50[5-9]0|RTX PRO \d{4}|GB10",
+    (11, 0): r"THOR",
+    (10, 0): r"G?B[123]00",
+    (9, 0): r"GH200|H20|H100|H200|H800",
+    (8, 9): r"L2|L4|L20|L40|L40S|(RTX )?40[5-9]0|RTX \d{4} ADA",
+    (8, 0): r"A2|A10|A10G|A16|A30|A40|A100|A800|RTX A\d{3,4}|A[456][05]00|(RTX )?30[5-9]0|ORIN",
+    (7, 0): r"V100S?|T4G?|TITAN (RTX|V)|GV100|RTX 20[678]0|RTX [3-8]000",
 }
-"""Major numbers by the words of the chip: the first that fits counts."""
-_CHIP = {major: re.compile(rf"(?<!\S)({chips})(?!\S)") for major, chips in _CAPABILITIES.items()}
+"""Least capabilities by the words of the chip: the first that fits counts. Minor numbers matter for FP8 alone."""
+_CHIP = {capability: re.compile(rf"(?<!\S)({chips})(?!\S)") for capability, chips in _CAPABILITIES.items()}
 
 
 def words_of(name: str) -> Words:
@@ -43,5 +41,11 @@ def compute_capability(name: str) -> int | None:
 
     Parts of a device (MIG), laptops and sizes of memory have the capability of their chip.
     """
+    capability = chip_capability(name)
+    return capability and capability[0]
+
+
+def chip_capability(name: str) -> tuple[int, int] | None:
+    """Return major and least minor number of a GPU's capability by its chip's name; None for an unknown chip."""
     plain = " ".join(words_of(name))
-    return next((major for major, chip in _CHIP.items() if chip.search(plain)), None)
+    return next((capability for capability, chip in _CHIP.items() if chip.search(plain)), None)

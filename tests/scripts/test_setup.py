@@ -18,7 +18,7 @@ case "$*" in
         echo "pip ${{@: -1}}" >>steps
         [ ! -e offline ] || exit 1
         for command in pipette-launch ruff mypy; do
-            printf '#!/bin/bash\\necho %s\\n' $command >.venv/bin/$command
+            printf '#!/bin/bash\\necho %s sees GPUs: $CUDA_VISIBLE_DEVICES\\n' $command >.venv/bin/$command
             chmod +x .venv/bin/$command
         done ;;
     *"-m compileall"*) ;;
@@ -96,12 +96,17 @@ def test_the_readme_shows_both_commands_first() -> None:
 def test_training_installs_no_tool_of_the_tests(clone: Clone) -> None:
     """`scripts/smoke` installs the package alone and starts the launcher; a second time it only starts the launcher."""
     first = clone.run("scripts/smoke")
-    assert (0, "pipette-launch") == (first.returncode, first.stdout.splitlines()[-1]), first.stderr
+    assert (0, "pipette-launch sees GPUs:") == (first.returncode, first.stdout.splitlines()[-1]), first.stderr
     assert ["venv", "pip ."] == clone.steps()
 
     again = clone.run("scripts/smoke")
-    assert "pipette-launch\n" == again.stdout
+    assert "pipette-launch sees GPUs:\n" == again.stdout
     assert [] == clone.steps()
+
+
+def test_training_runs_on_cpus_beside_a_gpu(clone: Clone) -> None:
+    """Four processes on a machine with one GPU would end in an error."""
+    assert "pipette-launch sees GPUs:" == clone.run("scripts/smoke", CUDA_VISIBLE_DEVICES="0").stdout.splitlines()[-1]
 
 
 def test_tests_install_what_they_need(clone: Clone) -> None:

@@ -77,11 +77,6 @@ class TargetMachines:
         return self.spec.memory_bytes if self.spec else None
 
     @property
-    def overhead_bytes(self) -> int | None:
-        """What the warm-up measured outside the allocator."""
-        return self.measured.overhead_bytes if self.measured else None
-
-    @property
     def origin(self) -> str:
         """Where the machines' figures come from, in a few words."""
         if self.measured is not None:

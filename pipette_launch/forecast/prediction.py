@@ -12,7 +12,7 @@ from typing import Literal, ParamSpec, TypeVar, get_args
 from pipette_launch import megatron
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.attention_mask import NO_MASK, mask_notes, without_mask
-from pipette_launch.cost.memory.overhead import Overhead, allowed_bytes, overhead_of, uncounted
+from pipette_launch.cost.memory.overhead import Overhead, allowed_bytes, measured_overhead, overhead_of, uncounted
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
 from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, PipetteError, PlanError, UsageError
@@ -123,14 +123,14 @@ def _job(arguments: Sequence[str], machines: TargetMachines, version: str, envir
 
 
 def _overhead(job: Job, machines: TargetMachines) -> Overhead:
+    if machines.measured is not None:
+        return measured_overhead(job, job.own, machines.measured)
     return overhead_of(
         job,
         job.own,
         device_kind=machines.kind,
         device_name=machines.device_name,
-        measured_bytes=machines.overhead_bytes,
-        apart=machines.measured.overhead if machines.measured else None,
-        readings=machines.measured.stages if machines.measured else (),
+        capability=machines.capability,
     )
 
 

@@ -50,19 +50,18 @@ def test_an_assumed_host_is_said() -> None:
 
 
 def test_a_measured_cluster_tells_everything(tmp_path: Path) -> None:
-    """Sizes, kind, name, memory and what the warm-up found beside the model, from the file or from its contents."""
+    """Sizes, kind, name, memory and measurements, from the file or from its contents."""
     path = tmp_path / "cluster.json"
     files.write(path, MEASURED)
     found = machines_of(world_size=None, cluster=path)
 
     assert machines_of(world_size=8, cluster=MEASURED) == found
-    assert (2, 4, "cpu", "test cpu", 8 << 30, 0) == (
+    assert (2, 4, "cpu", "test cpu", 8 << 30) == (
         found.num_hosts,
         found.devices_per_host,
         found.kind,
         found.device_name,
         found.capacity_bytes,
-        found.overhead_bytes,
     )
     assert found.measurements(tiny_job(8)) is found.measured
 
@@ -72,11 +71,10 @@ def test_a_device_type_is_imagined() -> None:
     found = machines_of(world_size=16, gpu="h100-sxm")
     measurements = found.measurements(tiny_job(16))
 
-    assert ("cuda", "H100-SXM", int(79.1 * GIB), None) == (
+    assert ("cuda", "H100-SXM", int(79.1 * GIB)) == (
         found.kind,
         found.device_name,
         found.capacity_bytes,
-        found.overhead_bytes,
     )
     assert measurements is not None
     assert 16 == measurements.cluster.num_slots
@@ -187,22 +185,28 @@ def test_what_is_no_file_of_a_device_is_refused(gpu: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_described_device_is_priced_as_one_that_is_known() -> None:
-    """The file of a known device under another name: the same memory, step time, MFU and domains, down to the digit."""
-    described = replace(file_of(device_named("GB200-NVL72")), name="Gaudi 9")
+@pytest.mark.parametrize("name", ["GB200-NVL72", "A100-80GB"])
+def test_a_described_device_is_priced_as_one_that_is_known(name: str) -> None:
+    """The file of a known device under another name: the same memory, step time and MFU, down to the digit."""
+    described = replace(file_of(device_named(name)), name="Gaudi 9")
     words = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1".split()
     words += "--max-position-embeddings 1024 --vocab-size 32000 --tokenizer-type NullTokenizer --bf16".split()
     words += "--global-batch-size 64 --train-iters 10 --tensor-model-parallel-size 8".split()
 
-    known, other = (
-        predict(words, num_hosts=4, gpu=gpu, megatron_version="0.16.1") for gpu in ("GB200-NVL72", described)
-    )
+    words += ["--transformer-impl", "transformer_engine"]
+    known, other = (predict(words, num_hosts=4, gpu=gpu, megatron_version="0.16.1") for gpu in (name, described))
 
     assert known.rate is not None
     assert other.rate is not None
     assert known.rate.mfu == pytest.approx(other.rate.mfu)
     assert known.step_time_s == pytest.approx(other.step_time_s)
     assert [one.peak_bytes for one in known.stages] == [one.peak_bytes for one in other.stages]
+
+
+def test_a_described_device_has_the_domains_of_the_known_one() -> None:
+    """Four hosts of a described rack are one NVLink domain."""
+    described = replace(file_of(device_named("GB200-NVL72")), name="Gaudi 9")
     imagined = machines_of(world_size=None, num_hosts=4, gpu=described).measurements(tiny_job(16))
+
     assert imagined is not None
     assert ((0, 1, 2, 3),) == Rooms.of(imagined.cluster).domains

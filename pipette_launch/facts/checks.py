@@ -21,4 +21,4 @@ def check_numbers(
     for name in names:
         value = getattr(fact, name)
         if value is not None and not (value > limit if above else value >= limit):
-            raise error(f"{name} must be {'above' if above else 'at least'} {limit}, got {value}")
+            raise error(f"{name} must be {'above' if above else 'at least'} {limit:g}, got {value}")

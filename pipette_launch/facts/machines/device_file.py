@@ -12,14 +12,18 @@ from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Li
 from pipette_launch.facts.machines.known_devices import device_named
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8", "fp4")
-_POSITIVE = (
-    "memory_bytes",
-    "memory_bytes_per_s",
-    "within_host_bytes_per_s",
-    "between_hosts_bytes_per_s",
-    "host_bytes_per_s",
-    "compute_capability",
-)
+_MOST_CAPABILITY, _MOST_LATENCY_S, _LEAST_FLOPS_PER_S = 30, 0.1, 1e10
+"""Figures beyond these are in other units: 90 for 9.0, microseconds, TFLOP/s."""
+_LEAST = {
+    "memory_bytes": 1e9,
+    "memory_bytes_per_s": 1e9,
+    "within_host_bytes_per_s": 1e7,
+    "between_hosts_bytes_per_s": 1e7,
+    "host_bytes_per_s": 1e7,
+    "compute_capability": 1,
+}
+"""Smaller figures are in GB or GB/s."""
+_LATENCIES = ("within_host_latency_s", "between_hosts_latency_s")
 _SHARES = ("matmul_share", "attention_share", "memory_share")
 
 
@@ -76,13 +80,19 @@ class DeviceFile:
         for dtype, peak in self.flops_per_s.items():
             if dtype not in DTYPES:
                 raise FactError(f"flops_per_s: {dtype!r} is none of {', '.join(DTYPES)}")
-            if not peak > 0:
-                raise FactError(f"flops_per_s: {dtype} must be above 0, got {peak:g}")
+            if not peak >= _LEAST_FLOPS_PER_S:
+                raise FactError(
+                    f"flops_per_s: {dtype} must be at least {_LEAST_FLOPS_PER_S:g}, got {peak:g}; units are FLOP/s"
+                )
         if not self.flops_per_s:
             raise FactError(f"flops_per_s: at least one of {', '.join(DTYPES)} is needed")
-        check_numbers(self, *_POSITIVE, limit=0, above=True)
-        check_numbers(self, "within_host_latency_s", "between_hosts_latency_s", limit=0)
+        for name, least in _LEAST.items():
+            check_numbers(self, name, limit=least)
+        check_numbers(self, *_LATENCIES, limit=0)
         check_numbers(self, "devices_per_host", "domain_hosts")
+        for name, most in (("compute_capability", _MOST_CAPABILITY), *((each, _MOST_LATENCY_S) for each in _LATENCIES)):
+            if (getattr(self, name) or 0) > most:
+                raise FactError(f"{name} must be at most {most}, got {getattr(self, name)}")
         self.spec()
 
     def spec(self) -> DeviceSpec:

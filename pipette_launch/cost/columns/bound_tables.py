@@ -91,7 +91,7 @@ def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
     chunks = chunk_kinds(job.model, layout)
     for stage, (kinds, again) in enumerate(chunks):
         pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
-        # A prediction on the first of several chunks, which counts with an embedding, has none beside that chunk's own.
+        # Parameters of a prediction hold an embedding, and on the first chunk both use the same table.
         has_embedding = stage == 0 and (layout.pp == 1 or layout.mtp_chunk > 0 or not job.model.mtp_num_layers)
         rows.append([*chain(*pairs), has_embedding, stage == len(chunks) - 1, stage == layout.mtp_chunk])
     return np.array(rows, dtype=np.int64)
@@ -292,7 +292,7 @@ class Tables:
         hidden_by = ("tp", "cp", "micro_batch_size", *dict.fromkeys((*self._of_shards, *self._cut_by)))
         cases = columns.groups(*hidden_by)
         hiding_U = _each(columns, cases.first_U, hidden_by, self._hiding, self.compute.hiding)
-        # Of each kind of layer two parts, embedding, head and prediction.
+        # Two parts for each kind of layer, embedding, head and prediction.
         found = np.zeros((len(columns), 3, 2 * len(self.job.model.possible_kinds) + 3))
         degrees_of = columns.groups("tp", "cp", "sequence_parallel", "ep", "etp", *self._of_shards)
         for rows in split_by_code(degrees_of.group_N):

@@ -97,7 +97,7 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCounts:
-    """What each stage holds: layers that run a forward, those that run it again in the backward, and what is beside."""
+    """Content of each stage: layers, the layers that run again in the backward, embedding, head and prediction."""
 
     layers_S: Mapping[LayerKind, Ints]
     """By kind; every kind that the model may have."""
@@ -123,7 +123,7 @@ class LayerCounts:
 
     @classmethod
     def one_of_each(cls, model: ModelSpec) -> LayerCounts:
-        """Return a stage for each part of a chunk: every kind of layer, run once and run again; then what is beside."""
+        """Return a stage for each part of a chunk: each kind of layer, run once and run again; then the other parts."""
         kinds = model.possible_kinds
         stages = np.eye(2 * len(kinds) + 3, dtype=np.int64)
         return cls(

@@ -270,7 +270,7 @@ class ComputeTable:
         """Return the passes of all heads, and of all depths of multi-token prediction without theirs.
 
         Every depth has a head beside the model's own, where that is (gpt_model.py:611-660; DeepSeek-V3, section 2.2).
-        Where no depth was timed as a whole, each is its layers. Recompute of these layers is that of any other, but for
+        Where no depth was timed as a whole, each is its layers. These layers are recomputed as all others are, but for
         method block, which leaves them alone (multi_token_prediction.py, _checkpointed_forward). No schedule puts off
         the weight gradients of either.
         """

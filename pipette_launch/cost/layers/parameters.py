@@ -92,9 +92,9 @@ def word_embedding_parameters(model: ModelSpec, tp: int) -> int:
 
 
 def has_two_embeddings(model: ModelSpec) -> bool:
-    """Whether a second stage holds the word embedding too, whose gradients are summed over both.
+    """Return whether a second stage holds the word embedding too, so that gradients are summed over both.
 
-    The last does for a tied head, and that of multi-token prediction (megatron-core, finalize_model_grads.py:146).
+    A tied head needs it, and so does multi-token prediction (megatron-core, finalize_model_grads.py:146).
     """
     return model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
 
@@ -108,7 +108,7 @@ class UnitParameters:
     embedding: Parameters
     """What the first chunk has besides its layers."""
     head: Parameters
-    """What the last one has: final norm and head."""
+    """Final norm and head, on the last chunk."""
     prediction: Parameters
     """All depths of multi-token prediction, with their copy of the embedding if there are several stages."""
 

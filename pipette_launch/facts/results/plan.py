@@ -161,7 +161,7 @@ class Plan:
     own_fault: str = field(default="", metadata=ADDED_LATER)
     """Why the user's own configuration cannot run; empty where it can.
 
-    Where Megatron refuses it, `own` is a stand-in, or its step time is that of another layout."""
+    Where Megatron refuses it, `own` is a stand-in, or has the step time of another layout."""
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
     """Plans of the whole job for other numbers of hosts, the most hosts first; none has templates of its own."""
     other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)

@@ -34,15 +34,18 @@ record = {
     "is_spawned": "--multiprocessing-fork" in sys.orig_argv,
     "at_s": time.time(),
 }
-Path(VARIABLES["SEEN"], f"{ATTEMPT}-{NODE}-{PLACE}.json").write_text(json.dumps(record))
 for stream, fruit in ((sys.stdout, "apple"), (sys.stderr, "plum")):
     for word in (fruit, "stone"):
         stream.write(f"said: rank {PLACE} {word}\n")
     stream.flush()
+Path(VARIABLES["SEEN"], f"{ATTEMPT}-{NODE}-{PLACE}.json").write_text(json.dumps(record))
 if VARIABLES.get("WAITS"):
     signal.signal(signal.SIGUSR1, lambda *_: Path(VARIABLES["SEEN"], f"signal-{PLACE}").write_text("SIGUSR1"))
     Path(VARIABLES["SEEN"], f"ready-{PLACE}").write_text("")
     while True:
         time.sleep(0.1)
 if ATTEMPT == VARIABLES.get("FAILS_IN", "") and PLACE == "1":
+    # Its launcher ends the other worker for it, which may start later on a busy machine.
+    while not Path(VARIABLES["SEEN"], f"{ATTEMPT}-{NODE}-0.json").exists():
+        time.sleep(0.05)
     sys.exit(7)

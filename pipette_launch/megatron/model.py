@@ -91,10 +91,15 @@ def read_model(
     # Transformer Engine needs CUDA: on CPU a layer can only be Megatron's own.
     known = ("local", "transformer_engine")
     transformer_impl: Any = "local" if device_kind == "cpu" else arguments.choice("transformer_impl", known)
+    if device_kind != "cpu" and hybrid_pattern(arguments):
+        # The layers of hybrid models come from --spec; Megatron ignores this flag.
+        transformer_impl = "transformer_engine"
     normalization: Any = arguments.choice("normalization", ("LayerNorm", "RMSNorm"))
     position_kind: Any = "rope"
     if not arguments.get("use_rotary_position_embeddings"):
         position_kind = POSITIONS[arguments.choice("position_embedding_type", POSITIONS)]
+    if arguments.get("no_rope_freq"):
+        _layer_pattern(arguments, "no_rope_freq")
     has_bias = bool(arguments.get("add_bias_linear"))
     try:
         return ModelSpec(

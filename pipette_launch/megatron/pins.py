@@ -100,6 +100,7 @@ REFUSED = {
     "batch_size": "no longer valid in Megatron; use --micro-batch-size",
     "model_parallel_size": "no longer valid in Megatron; use --tensor-model-parallel-size",
     "megatron_fsdp_version=2": "this version of Megatron-FSDP is not modelled",
+    "transformer_impl=inference_optimized": "layers for inference alone are not modelled",
     "position_embedding_type=relative": "these position embeddings are not modelled",
     "position_embedding_type=mrope": "these position embeddings are not modelled",
 }

@@ -78,6 +78,7 @@ def test_missing_flags_are_named_at_once() -> None:
         ("--group-query-attention --num-query-groups 3", "num_query_groups=3 does not divide"),
         ("--window-size 15", "--window-size 15: not two whole numbers"),
         ("--window-size 15,0 --window-attn-skip-freq [1]", "has 1 entries for --num-layers 8"),
+        ("--no-rope-freq [0]*3+[1]", "--no-rope-freq [0]*3+[1]: has 4 entries for --num-layers 8"),
         ("--num-experts 4 --moe-layer-freq [1,0]", "has 2 entries for --num-layers 8"),
         ("--num-experts 4 --moe-layer-freq [2]*8", "each must be 0 or 1"),
         ("--num-experts 4 --moe-layer-freq [1]*x", "neither a number nor a list"),
@@ -144,3 +145,18 @@ def test_a_bad_rank_is_named() -> None:
         job("--multi-latent-attention --q-lora-rank 0")
     with pytest.raises(MegatronError, match="mtp_num_layers must be at least 0, got -1"):
         job("--mtp-num-layers -1")
+
+
+def test_layers_of_hybrid_models_come_from_their_spec() -> None:
+    """Megatron ignores `--transformer-impl` there, so that torch's norms have no say."""
+    words = "--hybrid-layer-pattern M-M*M-M* --mamba-head-dim 8 --normalization RMSNorm --transformer-impl local"
+
+    assert "transformer_engine" == job(words, for_prediction=True, version="0.20").model.transformer_impl
+    with pytest.raises(MegatronError, match="torch's RMSNorm needs --no-persist-layer-norm"):
+        job("--normalization RMSNorm --transformer-impl local", for_prediction=True, version="0.20")
+
+
+def test_layers_for_inference_are_not_modelled() -> None:
+    """The message names the flag and does not blame Megatron."""
+    with pytest.raises(MegatronError, match="inference_optimized: layers for inference alone are not modelled"):
+        job("--transformer-impl inference_optimized", for_prediction=True)

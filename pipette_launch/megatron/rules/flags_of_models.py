@@ -52,6 +52,7 @@ MODEL = (
         "torch's RMSNorm needs --no-persist-layer-norm and excludes --apply-layernorm-1p",
         lambda f: (
             f.transformer_impl == "local"
+            and not (f.hybrid_layer_pattern or f.hybrid_override_pattern)
             and f.normalization == "RMSNorm"
             and (not f.no_persist_layer_norm or f.apply_layernorm_1p or f.layernorm_zero_centered_gamma)
         ),

@@ -26,9 +26,10 @@ MODELS: tuple[tuple[str, int], ...] = (
     (r"deepseek-(llm|moe|math)", 100015),
     (r"code-?llama", 32016),
     (r"(meta-)?llama-?(7|13|30|33|65)b", LLAMA_1_OR_2),
-    (r"(meta-)?llama-?4", 201135),
-    (r"(meta-)?llama-?3", LLAMA_3),
-    (r"(meta-)?llama-?[12](?!\d)", LLAMA_1_OR_2),
+    (r"(meta-)?llama-?(8|405)b", LLAMA_3),
+    (r"(meta-)?llama-?4(?!\d*b)", 201135),
+    (r"(meta-)?llama-?3(?!\d*b)", LLAMA_3),
+    (r"(meta-)?llama-?[12](?!\d*b)(?!\d)", LLAMA_1_OR_2),
     (r"tinyllama|vicuna|open-?llama", LLAMA_1_OR_2),
     (r"mistral-nemo|mistral-small-(24b|3|4)|ministral|magistral|devstral|pixtral|mistral-large-3", 131072),
     (r"mistral-(large|small)|codestral|mathstral", 32768),
@@ -45,7 +46,7 @@ MODELS: tuple[tuple[str, int], ...] = (
     (r"qwen-(1-8b|7b|14b|72b)", 151851),
     (r"gemma-?[34]n?(?![\db])", 262145),
     (r"(code|recurrent)?gemma", 256000),
-    (r"(distil)?gpt-?2|gpt-neo-(125m|1-3b|2-7b)|dialogpt", 50257),
+    (r"(distil)?gpt-?2|falcon-rw|gpt-neo-(125m|1-3b|2-7b)|dialogpt", 50257),
     (r"gpt-j", 50400),
     (r"gpt-neox|pythia|mamba2?-(130m|370m|780m|790m|1-3b|1-4b|2-7b|2-8b)|mpt-|redpajama-incite|dolly-v2", 50277),
     (r"gpt-oss", 200019),
@@ -63,7 +64,7 @@ MODELS: tuple[tuple[str, int], ...] = (
     (r"glm-?4", 151343),
     (r"chatglm3", 64798),
     (r"falcon3", 131072),
-    (r"falcon-(7b|11b|40b|180b|rw|2)", 65024),
+    (r"falcon-(7b|11b|40b|180b|2)", 65024),
     (r"bloomz?(-|$)", 250680),
     (r"granite-.*code|starcoder|smollm2?(-|$)", 49152),
     (r"granite-4", 100352),
@@ -106,8 +107,8 @@ def known_tokens(named: str) -> tuple[str, int] | None:
 
     """
     parts = PurePosixPath(named).parts[::-1]
-    # The hub's own cache joins organisation and name by two dashes.
-    names = [re.sub(r"[^a-z0-9]+", "-", part.rpartition("--")[2].lower()).strip("-") for part in parts]
+    # The hub's own cache joins organisation and name by two dashes; names of Megatron-Bridge have 2p5 for 2.5.
+    names = [re.sub(r"[^a-z0-9]+|(?<=\d)p(?=\d)", "-", part.rpartition("--")[2].lower()).strip("-") for part in parts]
     for start in ("", r".*?(?<![a-z0-9])"):
         for part, name in zip(parts, names, strict=True):
             for pattern, tokens in MODELS:

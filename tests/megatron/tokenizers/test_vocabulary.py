@@ -49,6 +49,7 @@ def test_flags_are_enough(words: str, version: str, size: int, divisible_by: int
         "--tokenizer-type SentencePieceTokenizer --tokenizer-model /nowhere/my.model",
         "--tokenizer-type SFTTokenizer --tokenizer-model /lustre/users/yi-chen/opt-out/phi-fit",
         "--tokenizer-type HuggingFaceTokenizer",
+        *(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model /data/llama-{size}b" for size in (1, 2, 3, 4, 70)),
     ],
 )
 def test_unknown_vocabularies_are_refused(words: str) -> None:
@@ -124,6 +125,10 @@ HF = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
         ("zai-org/GLM-4.5-Air", 151365),
         ("zai-org/glm-4-9b", 151343),
         ("tiiuae/falcon-40b", 65024),
+        ("tiiuae/falcon-rw-1b", 50257),
+        ("/data/llama-405b", 128256),
+        ("/data/qwen2p5_7b", 151665),
+        ("/data/llama3p2_1b", 128256),
         ("bigscience/bloom", 250680),
         ("ibm-granite/granite-3b-code-base-2k", 49152),
         ("NousResearch/Hermes-3-Llama-3.1-8B", 128256),

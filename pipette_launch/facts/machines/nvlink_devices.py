@@ -85,7 +85,7 @@ _H20 = partial(
     # 141.8 TFLOP/s of large products in public tests: 400 W are enough for its peak, and for attention's products.
     efficiency=replace(at(HOPPER, 0.90), attention_share=0.75, narrow_shares={"fp8": 0.85}),
     sheet="HGX H20, without sparsity, as makers of servers publish it",
-    remark="; a card of 400 Gbit/s for each device; memory: nvidia-smi's total, less what H100's driver keeps",
+    remark="; a card of 400 Gbit/s for each device",
 )
 _GH200 = partial(
     _H100,
@@ -164,9 +164,9 @@ NVLINK_DEVICES = (
         fp8_tflops=4500,
         fp4_tflops=13500,
         memory_gb_per_s=8000,
-        memory_gib=264.7,
+        memory_gib=267.69,
         sheet="Blackwell Ultra, HGX B300, without sparsity",
-        remark="; a card of 800 Gbit/s for each device; memory: 288 GB, less the share that B200's driver keeps",
+        remark="; a card of 800 Gbit/s for each device",
     ),
     _BLACKWELL_ULTRA(
         "GB300-NVL72",
@@ -175,12 +175,9 @@ NVLINK_DEVICES = (
         fp8_tflops=5000,
         fp4_tflops=15000,
         memory_gb_per_s=8000,
-        memory_gib=264.7,
+        memory_gib=276.5,
         sheet="Blackwell Ultra, GB300 NVL72, without sparsity",
-        remark=(
-            "; 18 trays of 4 devices in one NVLink domain, a card of 800 Gbit/s for each device; memory: 288 GB, less "
-            "the share that B200's driver keeps"
-        ),
+        remark="; 18 trays of 4 devices in one NVLink domain, a card of 800 Gbit/s for each device",
         devices_per_host=4,
         domain_hosts=18,
         host_gb_per_s=C2C,

@@ -6,7 +6,7 @@ import math
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import HybridLayers
-from pipette_launch.facts.performance import flag_of
+from pipette_launch.facts.performance import SHARDS_GRADIENTS, flag_of
 from pipette_launch.facts.together import tensor_block
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
 from pipette_launch.megatron.rules.rules import Rules
@@ -160,11 +160,28 @@ def _mamba_context_faults(mamba: HybridLayers, tp: int, cp: int) -> Broken:
 
 def replicas_faults(rules: Rules, dp: int, cp: int) -> Broken:
     """Check the replicas of the dense weights against the global batch and the optimizer's instances."""
+    yield from alone_faults(rules, dp * cp)
     batch_size, name = rules.job.batch.global_batch_size, "num_distributed_optimizer_instances"
     if batch_size % dp:
         yield not_divided_batch(rules, dp, rules.job.own.micro_batch_size)
     if dp * cp % getattr(rules.options, name):
         yield BrokenRule(f"{flag_of(name)} does not divide dp*cp", (name,), f"use a divisor of dp*cp = {dp * cp}")
+
+
+def alone_faults(rules: Rules, replicas: int) -> Broken:
+    """Check that Megatron-FSDP does not train on other gradients, as no rank shares those of all weights or experts.
+
+    A buffer that one rank holds alone is not sharded, and the reduced gradients are added to those that lie in it
+    already (param_and_grad_buffer.py:2029, 3253-3257 of megatron_fsdp; so in 0.14 to 0.20, seen with 0.16.1).
+    """
+    options = rules.options
+    if replicas == 1 and options.use_megatron_fsdp and options.data_parallel_sharding_strategy in SHARDS_GRADIENTS:
+        yield BrokenRule(
+            "Megatron-FSDP adds gradients twice that one rank holds alone",
+            ("use_megatron_fsdp", "data_parallel_sharding_strategy"),
+            "leave several data-parallel ranks, or use --data-parallel-sharding-strategy optim",
+            is_refused=False,
+        )
 
 
 def not_divided_batch(rules: Rules, dp: int, micro_batch_size: int) -> BrokenRule:

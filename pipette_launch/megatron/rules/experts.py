@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.layout import Degrees
-from pipette_launch.facts.performance import ITERATION, LOCAL, SHARDS_GRADIENTS, flag_of
+from pipette_launch.facts.performance import ITERATION, LOCAL, flag_of
 from pipette_launch.facts.together import expert_block
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
-from pipette_launch.megatron.rules.degrees import single_faults
+from pipette_launch.megatron.rules.degrees import alone_faults, single_faults
 from pipette_launch.megatron.rules.rules import Rules
 
 
@@ -16,13 +16,8 @@ def expert_faults(rules: Rules, degrees: Degrees) -> Broken:
     instances = rules.options.num_distributed_optimizer_instances
     if degrees.world_size % (degrees.etp * degrees.ep * degrees.pp):
         yield BrokenRule("etp*ep*pp does not divide the ranks", ("etp", "ep", "pp"))
-    if _adds_gradients_twice(rules, degrees):
-        yield BrokenRule(
-            "Megatron-FSDP adds gradients twice that one rank holds alone",
-            ("use_megatron_fsdp", "data_parallel_sharding_strategy"),
-            "leave several data-parallel ranks, or use --data-parallel-sharding-strategy optim",
-            is_refused=False,
-        )
+    if rules.job.model.num_experts:
+        yield from alone_faults(rules, degrees.expert_dp)
     if degrees.expert_dp % instances:
         yield BrokenRule(
             f"{flag_of('num_distributed_optimizer_instances')} does not divide the replicas of the experts",
@@ -43,17 +38,6 @@ def expert_faults(rules: Rules, degrees: Degrees) -> Broken:
     yield from single_faults(rules, "ep", degrees.ep)
     if degrees.ep > 1 and rules.job.model.params_dtype == "fp16" and rules.release < (0, 16):
         yield BrokenRule("before 0.16 expert parallelism excludes --fp16", ("ep",), "use --bf16, or remove one")
-
-
-def _adds_gradients_twice(rules: Rules, degrees: Degrees) -> bool:
-    """Whether Megatron-FSDP would train on other gradients, as nobody shares those of all weights or of the experts.
-
-    A buffer that one rank holds alone is not sharded, and the reduced gradients are added to those that lie in it
-    already (param_and_grad_buffer.py:2029, 3253-3257 of megatron_fsdp; so in 0.14 to 0.20, seen with 0.16.1).
-    """
-    options = rules.options
-    is_alone = degrees.dp * degrees.cp == 1 or (bool(rules.job.model.num_experts) and degrees.expert_dp == 1)
-    return is_alone and options.use_megatron_fsdp and options.data_parallel_sharding_strategy in SHARDS_GRADIENTS
 
 
 def _width_faults(rules: Rules, degrees: Degrees) -> Broken:

@@ -298,6 +298,16 @@ def test_sizes_from_the_checkpoint_are_the_users_own(tmp_path: Path) -> None:
         job(distributed(tmp_path / "b", common=False), SHARDED, flags)
 
 
+def test_sizes_from_the_checkpoint_come_with_its_optimizer(tmp_path: Path) -> None:
+    """State in buckets keeps the optimizer that saved it, whether the sizes come from flags or from the checkpoint."""
+    load = distributed(tmp_path, sharding="dp_reshardable")
+    flags = ("--use-checkpoint-args", "--use-checkpoint-args --use-mp-args-from-checkpoint-args")
+
+    asked = [job(load, each).own for each in flags]
+    assert asked[0] == asked[1]
+    assert asked[1].use_distributed_optimizer
+
+
 def test_the_record_lies_beside_the_checkpoints() -> None:
     """Where --save puts them; nowhere without it."""
     assert record_path(["--save", "/ckpt", "--mine"]) == Path("/ckpt/pipette-plan.json")

@@ -156,7 +156,7 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
     reads_optimizer = reads_optimizer and not saved.get("no_save_optim")
     keeps = kept_fields(arguments, sharding, is_sharded=is_sharded) if reads_optimizer else ()
     # With --use-mp-args-from-checkpoint-args the user's own sizes are the checkpoint's, though a plan may change them.
-    values = {name: written[name] for name in (MODEL_FIELDS if takes_sizes else keeps) if name in written}
+    values = {name: written[name] for name in (*keeps, *(MODEL_FIELDS if takes_sizes else ())) if name in written}
     doubt = ""
     if len(keeps) > 1 and (sharding is None or sharding in IN_BUCKETS):
         replicas = saved_replicas(saved) or (record.dp * record.cp if record else 0)

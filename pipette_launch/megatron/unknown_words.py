@@ -116,7 +116,7 @@ def _same_letters(name: str, version: str) -> str:
 @functools.cache
 def _by_letters(version: str) -> Mapping[str, str]:
     flags = (option for option in flag_table(version) if option.startswith("--"))
-    # Where Megatron has two spellings, the one with dashes comes last and counts.
+    # If Megatron has two spellings, the spelling with dashes comes last and counts.
     return {_letters(option): option for option in sorted(flags, key=lambda option: "_" not in option)}
 
 

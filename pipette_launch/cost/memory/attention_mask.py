@@ -20,7 +20,7 @@ from pipette_launch.units import bytes_text, plural
 
 NO_MASK = "--no-create-attention-mask-in-dataloader"
 MATTERS = 0.01
-"""A mask that adds a smaller share to every stage's peak is not named."""
+"""Smallest share of a stage's peak for which the mask has a note."""
 _RESET = "--reset-attention-mask"
 _SFT_ASSERTS = (0, 16)
 """First release whose data set for --sft asserts that it is to make no mask (sft_dataset.py, __getitem__)."""

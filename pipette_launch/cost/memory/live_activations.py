@@ -220,7 +220,7 @@ def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> NDArray[np
 
 
 def input_bytes(stages: Stages, layer: dict[str, Ints], *, all_chunks_load: bool = False) -> Ints:
-    """Count what the model's inputs keep for all live micro-batches of the chunks that load them.
+    """Count bytes of the model's inputs, for all live micro-batches of the chunks that load them.
 
     The first rank keeps token ids and the embedding's dropout mask. Recompute keeps its arguments, and so the attention
     mask, where there is one: for the first chunk, the last one, and the one of multi-token prediction.

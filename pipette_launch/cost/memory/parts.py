@@ -35,7 +35,7 @@ class PeakParts(Generic[Bytes]):
     mask: Bytes
     """The data loader's attention mask, while a forward pass runs."""
     loading: Bytes
-    """The whole mask on its way to context parallelism's part, less what the forward pass behind it comes to keep."""
+    """The whole mask while it is loaded, less the bytes that the forward pass after it will keep."""
     head: Bytes
     """Final norm, logits and loss of one micro-batch, and what offloading leaves of the last layer until then."""
     deferred: Bytes

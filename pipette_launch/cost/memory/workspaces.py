@@ -18,7 +18,7 @@ NUM_CUBLAS_THREADS = 2
 """The main thread and the backward's."""
 NUM_GROUPED_GEMM_STREAMS = 4
 NUM_OVERLAP_STREAMS = 3
-"""With `--tp-comm-overlap` TransformerEngine's own workspace serves so many at once (pytorch/module/base.py)."""
+"""Streams that share TransformerEngine's own workspace under `--tp-comm-overlap` (pytorch/module/base.py)."""
 _KIB = 1 << 10
 _HOPPER = 9
 _LARGE_BYTES = 32 << 20
@@ -27,7 +27,7 @@ _SMALL_TE_BYTES = 4 << 20
 
 
 def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[str, str]) -> int:
-    """Bytes of all workspaces that one rank of a job holds all the time.
+    """Count the workspaces that a rank holds from its first step on.
 
     Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both to 0.1 MiB at pp 1; the
     test with `--tp-comm-overlap` holds 64 MiB more.
@@ -48,7 +48,7 @@ def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[s
 
 
 def cublas_workspace_bytes(compute_capability: int, environment: Mapping[str, str]) -> int:
-    """Bytes of one of PyTorch's cuBLAS workspaces: 8.1 MiB, 32 MiB from Hopper on, or what the environment says.
+    """Return the size of a cuBLAS workspace of PyTorch: 8.1 MiB, 32 MiB from Hopper on, or as the environment sets it.
 
     A value that has no `:SIZE:COUNT` in it counts as none, as in PyTorch.
     """

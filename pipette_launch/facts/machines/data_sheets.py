@@ -74,7 +74,7 @@ def at(usual: Efficiency, matmul_share: float) -> Efficiency:
 
 # The trainer's own Python around each kernel, as in Megatron's functional tests of small models; CUDA takes 5 us.
 _LAUNCH_S = 50e-6
-# What the same tests take beyond their launches, once a step: `benchmarks.validation.host`.
+# Seconds of the same tests beyond their launches, once a step: `benchmarks.validation.host`.
 _DGX_A100_STEP_S = 48e-3
 _DGX_H100_STEP_S = 31e-3
 
@@ -104,7 +104,7 @@ PCIE3, PCIE4, PCIE5, C2C = 12.5, 25.0, 50.0, 180.0
 NVLINK3 = (6.5, 230.0)
 NVLINK4 = (4.0, 360.0)
 NVLINK5 = (4.0, 720.0)
-# Of devices for China: 8 of A100's 12 links, 8 of H100's 18.
+# A800 has 8 of A100's 12 links, H800 8 of H100's 18.
 NVLINK_400_AMPERE = (6.5, 153.0)
 NVLINK_400_HOPPER = (4.0, 160.0)
 HDR = (10.0, 24.0, 1)

@@ -31,7 +31,7 @@ _SHARES = ("matmul_share", "attention_share", "memory_share")
 class DeviceFile:
     """A device, by its data sheet; fields that are left out have the figures of the known device `like`.
 
-    Bandwidths are those of one device when all of a host send, in one direction.
+    Bandwidths are of one device in one direction, while all devices of its host send.
     """
 
     KIND: ClassVar[str] = "device"
@@ -40,27 +40,27 @@ class DeviceFile:
     name: str
     """Name on screens and in plans."""
     source: str
-    """Where the figures come from, one sentence; plans repeat it."""
+    """Origin of the figures, one sentence; plans repeat it."""
     like: str
     """The known device that is most like it."""
     flops_per_s: dict[str, float]
     """Peaks of dense matrix products without sparsity, with accumulation in FP32: fp32, fp16, bf16, fp8, fp4."""
     memory_bytes: float
-    """What torch reports: `torch.cuda.get_device_properties(0).total_memory`; the data sheet's figure is larger."""
+    """As torch reports it: `torch.cuda.get_device_properties(0).total_memory`; the data sheet's figure is larger."""
     memory_bytes_per_s: float
     """Bandwidth of the device's memory."""
     within_host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """To another device of the host, over NVLink, xGMI or PCIe."""
     within_host_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Of one step of a collective."""
+    """Latency of one step of a collective."""
     between_hosts_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """The device's share of its host's network cards."""
     between_hosts_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Of one step of a collective."""
+    """Latency of one step of a collective."""
     host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """To the host's memory, and as fast back."""
     devices_per_host: int | None = field(default=None, metadata=ADDED_LATER)
-    """Of its usual host."""
+    """Devices of its usual host."""
     domain_hosts: int | None = field(default=None, metadata=ADDED_LATER)
     """Hosts of one NVLink domain: 18 of an NVL72 rack, 1 where NVLink ends at the host."""
     compute_capability: float | None = field(default=None, metadata=ADDED_LATER)
@@ -96,7 +96,7 @@ class DeviceFile:
         self.spec()
 
     def spec(self) -> DeviceSpec:
-        """Return the device; its source names what was taken over from the known one."""
+        """Return the device; its source names the fields taken from the known one."""
         try:
             like = device_named(self.like)
         except FactError as error:
@@ -123,7 +123,7 @@ class DeviceFile:
         return replace(like, **given, narrow_shares=like.narrow_shares | fp8)
 
     def _source(self, like: DeviceSpec) -> str:
-        """Say where the figures come from, those of the known device too."""
+        """Return the origin of the figures, and the fields of the known device."""
         left_out = [one.name for one in fields(self) if getattr(self, one.name) is None]
         rest = f" As of {like.name}, for want of own figures: {', '.join(left_out)}." if left_out else ""
         return f"{self.source}{rest}"

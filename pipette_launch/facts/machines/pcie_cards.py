@@ -20,7 +20,7 @@ from pipette_launch.facts.machines.data_sheets import (
 
 
 class _Bus(NamedTuple):
-    """How a card reaches its neighbours, its host and other hosts."""
+    """Links of a card to its neighbours, its host and other hosts."""
 
     within: tuple[float, float]
     """us and GB/s."""
@@ -35,7 +35,7 @@ class _Card(NamedTuple):
 
     name: str
     usual: Efficiency
-    """Of its generation."""
+    """Shares of its generation."""
     matmul_share: float
     """Part of the 16-bit peak that large products reach in public tests (github.com/mag-/gpu_benchmark and
     github.com/zzc0721/torch-performance-test-data), less the 7 % by which A100 and H100 stay below theirs in training.

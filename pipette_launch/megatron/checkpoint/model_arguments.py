@@ -81,7 +81,9 @@ PATTERNS = ("moe_layer_freq",)
 
 
 def with_checkpoint_arguments(arguments: Arguments) -> tuple[Arguments, str]:
-    """Return the flags with those of the checkpoint that Megatron would take, and a note; unchanged without the flag.
+    """Return the flags, with the checkpoint's values where Megatron takes them, and a note for the user.
+
+    Without `--use-checkpoint-args` they are unchanged.
 
     Raises:
         MegatronError: the flag is given, and no folder that it could read.

@@ -94,7 +94,7 @@ def _instructions(directory: Path) -> Iterator[tuple[str, Any]]:
                 last = (KINDS.get(opcode.name, "other"), CONSTANTS.get(opcode.name, value))
                 yield last
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError):
-        pass  # what was found counts; RuntimeError: encrypted, or compressed in a way that zipfile lacks
+        pass  # values before the damage count; RuntimeError: encrypted, or a compression that zipfile lacks
 
 
 def _pickled(directory: Path) -> bytes:

@@ -98,9 +98,9 @@ MODELS: tuple[tuple[str, int], ...] = (
 
 
 def known_tokens(named: str) -> tuple[str, int] | None:
-    """Return what names a public model in a hub name or path, and the tokens of its tokenizer.
+    """Return the part of a hub name or path that names a public model, and the tokens of its tokenizer.
 
-    A folder or file that begins with a model's name counts before one that holds it, and the last before others.
+    Parts that begin with a model's name come before parts that contain it, and later parts before earlier ones.
 
     Args:
         named: `meta-llama/Llama-3.1-8B`, or `/lustre/models/my-Llama-3.1-8B/tokenizer.model` on a machine elsewhere.

@@ -110,7 +110,7 @@ def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.en
     began_s, said, pauses_s = time.monotonic(), False, growing_pauses()
     while why := _unready(host, port, settings):
         waited_s = time.monotonic() - began_s
-        words = f"{host}:{port}, where the nodes meet: {why}"
+        words = f"{f'[{host}]' if ':' in host else host}:{port}, where the nodes meet: {why}"
         if waited_s > settings.connect_s:
             raise ClusterError(
                 f"the nodes cannot meet: waited {waited_s:.0f} s for {words}; start the launcher of that node, or "
@@ -129,6 +129,9 @@ def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
     except TimeoutError:
         return "no answer"
     except (OSError, UnicodeError) as error:
+        if settings.may_host_store and _owners(port) and not holder(port)[1]:
+            # It listens on another address of this machine, and keeps a store from opening there.
+            raise ClusterError(port_held(port, settings)) from error
         return str(getattr(error, "strerror", None) or error)
     if answers(Member(token="rendezvous", address=host, port=port, node_rank=-1), within_s=SILENT_S):  # noqa: S106
         return ""
@@ -183,7 +186,7 @@ def holder(port: int) -> tuple[str, bool]:
         for one in sorted(psutil.net_connections("tcp"), key=lambda one: one.status != psutil.CONN_LISTEN):
             if one.pid and one.laddr and one.laddr.port == port:
                 return _described(one.pid)
-    users = {user for table in ("tcp", "tcp6") for user in _users_of(port, Path("/proc/net") / table)}
+    users = _owners(port)
     return (f"a process of user {', '.join(sorted(users))}" if users else "another process"), False
 
 
@@ -195,14 +198,15 @@ def _described(pid: int) -> tuple[str, bool]:
     return f"process {pid} of user {process.username()} ({shown})", is_launcher
 
 
-def _users_of(port: int, table: Path) -> set[str]:
-    """Return the owners of listening sockets, which the kernel shows to everybody."""
+def _owners(port: int) -> set[str]:
+    """Return the owners of sockets that listen on a port, which the kernel shows to everybody."""
     found: set[str] = set()
-    with suppress(OSError):
-        for line in table.read_text().splitlines()[1:]:
-            fields = line.split()
-            if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == LISTENS:
-                found.add(_user(int(fields[7])))
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == LISTENS:
+                    found.add(_user(int(fields[7])))
     return found
 
 

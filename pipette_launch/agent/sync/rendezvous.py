@@ -99,14 +99,15 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
         # Static waits for all nodes, whatever the least number; and torch warns of a node rank under c10d.
         args.nnodes, args.node_rank = args.nnodes.split(":")[-1], 0
         _set(args, is_host=str(node_rank == 0).lower(), join_timeout=connect_s, read_timeout=STATIC_READ_S)
-    here = _is_here(at.host)
+    torchs = _torch_guess(at.host)
+    here = torchs or _is_here(at.host)
     is_tcp = args.rdzv_backend == "c10d" and not args.standalone and not is_file(args)
-    if is_tcp and here and not _matches_machine_hostname(at.host):
+    if is_tcp and torchs != here:
         # torch would take no node for the host; with its own guess it would try again as a client, so ours is
         # only said where its guess is wrong, and where no other agent of this machine was faster.
-        _set(args, is_host=str(_can_bind(at.host, at.port)).lower())
+        _set(args, is_host=str(here and _can_bind(at.port)).lower())
     given = conf_of(args).get("is_host")
-    is_host = here and _can_bind(at.host, at.port) if given is None else given.lower() in TRUE_WORDS
+    is_host = here and _can_bind(at.port) if given is None else given.lower() in TRUE_WORDS
     least, most = (int(word) for word in (args.nnodes.split(":")[0], args.nnodes.split(":")[-1]))
     return RendezvousSettings(
         endpoint=_endpoint(args, at),
@@ -137,9 +138,12 @@ def _set(args: Namespace, **settings: object) -> None:
     args.rdzv_conf = ",".join(f"{name}={value}" for name, value in {**given, **settings, **given}.items())
 
 
-def _can_bind(host: str, port: int) -> bool:
+def _can_bind(port: int) -> bool:
+    """Whether torch can open its store, which listens on all addresses of this machine."""
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server(("", port), family=family, dualstack_ipv6=is_dual):
             return True
     except OSError:
         return False
@@ -152,6 +156,14 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _torch_guess(host: str) -> bool | None:
+    """Return whether torch takes this machine for the host; None where this machine's name has no address."""
+    try:
+        return _matches_machine_hostname(host)
+    except (OSError, UnicodeError):
+        return None
 
 
 def _is_here(host: str) -> bool:

@@ -56,7 +56,8 @@ class Waiting:
         if state is None:
             return
         settings, node = self._settings, getattr(self._inner, "_this_node", None)
-        self._names = sorted(one.addr for one in state.participants)
+        # A list of its own, in one step: torch's thread adds participants at the same time.
+        self._names = sorted(one.addr for one in list(state.participants))
         if node in state.redundancy_list and not self.is_spare:
             self.is_spare = True
             words = spare_words(self._names, settings)

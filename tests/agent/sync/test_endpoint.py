@@ -143,6 +143,14 @@ def test_another_program_on_the_port_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert str(caught.value).endswith("end it, or give another port with --rdzv-endpoint, the same on every node")
 
 
+def test_another_program_on_another_address_is_named() -> None:
+    """Torch's store listens on all addresses, so it cannot open, and nobody answers at the endpoint."""
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        port = int(server.getsockname()[1])
+        with pytest.raises(ClusterError, match=f"port {port} of this machine is held by process {os.getpid()} of user"):
+            await_store(client_of(port, may_host_store=True), {})
+
+
 def test_another_program_on_another_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process cannot be seen from here."""
     monkeypatch.setattr(endpoint, "answers", lambda _peer, within_s: False)

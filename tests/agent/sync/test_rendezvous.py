@@ -116,6 +116,38 @@ def test_a_port_that_is_taken_here_makes_a_client() -> None:
         assert settle(parsed("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")).is_client
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize("host", ["[::1]", "::1", "127.0.0.1", "localhost"])
+def test_a_free_port_here_makes_a_host(host: str) -> None:
+    """In IPv6 too, in which a launcher would wait for itself otherwise."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    assert not settle(parsed("--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}")).is_client
+
+
+def test_an_address_of_this_machines_name_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may lie on no interface, as behind address translation; torch opens its store there."""
+    monkeypatch.setattr(rendezvous, "_matches_machine_hostname", lambda host: True)
+    place = settle(parsed("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1:0"))
+
+    assert (True, False) == (place.may_host_store, place.is_client)
+
+
+@pytest.mark.parametrize(("host", "is_host"), [("192.0.2.1", "false"), ("127.0.0.1", "true")])
+def test_a_machine_whose_name_has_no_address_is_told(monkeypatch: pytest.MonkeyPatch, host: str, is_host: str) -> None:
+    """Torch would end with a traceback while it guesses."""
+
+    def refuse(_host: str) -> bool:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(rendezvous, "_matches_machine_hostname", refuse)
+    args = parsed("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:0")
+    settle(args)
+
+    assert f"is_host={is_host}" == args.rdzv_conf
+
+
 @pytest.mark.parametrize("port", [0, 29777])
 def test_a_static_port_stays_the_users(port: int) -> None:
     """Port 0 too, which is any free one."""

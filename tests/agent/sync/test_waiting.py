@@ -134,6 +134,24 @@ def test_names_of_many_nodes_are_cut(capsys: pytest.CaptureFixture[str]) -> None
     assert "20 of 64 nodes have come to n0:29500 in 15 s (n0, n1, n10, n11, n12, n13, n14, n15 and 12 more)" in said
 
 
+def test_nodes_that_come_during_a_look_disturb_nothing() -> None:
+    """Torch's thread adds them to the same dictionary."""
+
+    class Coming:
+        @property
+        def addr(self) -> str:
+            participants[Participant(f"n{len(participants)}")] = 0
+            return "n0"
+
+    participants: dict[Any, int] = {Coming(): 0, Coming(): 1}
+    meeting = Meeting("n0")
+    meeting._state_holder.state.participants = participants
+
+    Waiting(meeting, settings()).look(1.0)  # type: ignore[arg-type]
+
+    assert 4 == len(participants)
+
+
 def test_a_launcher_too_many_waits_for_a_lost_node_aloud(capsys: pytest.CaptureFixture[str]) -> None:
     """Once: it may be meant as a replacement."""
     said = lines(Meeting("n1", "n0", is_full=True), settings(advice="; SLURM"), (1.0, 2.0, 100.0), capsys)

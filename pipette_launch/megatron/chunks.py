@@ -27,6 +27,10 @@ MOST_SHOWN = 1 << 14
 """Characters of a layout that is written out, a few for each layer."""
 PATTERN_DESTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """What names the layers of a hybrid model; from 0.17 on the first is the name of both."""
+RATIO_DESTS = {"*": "hybrid_attention_ratio", "-": "hybrid_mlp_ratio"}
+"""Shares of a hybrid model's layers by their letters; no release from 0.17 on has them."""
+HYBRID_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
+"""Megatron's own names of the layers of hybrid models, for `--spec`."""
 FIRST_CUT_PATTERNS = (0, 17)
 """The first release whose patterns say where stages begin; before, stages of hybrid models are equal."""
 FIRST_APART = (0, 16)
@@ -65,6 +69,9 @@ def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
     """
     given = [dest for dest in PATTERN_DESTS if arguments.get(dest)]
     if not given:
+        is_old, specs = release_of(arguments.version) < FIRST_CUT_PATTERNS, {*(arguments.get("spec") or ())}
+        if is_old and specs & {*HYBRID_SPECS} and arguments.get("num_layers"):
+            return HybridPattern(stages=(_pattern_of_ratios(arguments),), depths=())
         if arguments.get("is_hybrid_model"):
             raise MegatronError(f"{arguments.shown('is_hybrid_model')}: needs {arguments.shown(PATTERN_DESTS[1])}")
         return None
@@ -81,6 +88,28 @@ def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
     if not layers.replace("|", "") or len(set(depths)) > 1:
         raise MegatronError(f"{shown}: needs layers, and the same ones for each depth of multi-token prediction")
     return HybridPattern(stages=tuple(layers.split("|")), depths=tuple(depths))
+
+
+def _pattern_of_ratios(arguments: Arguments) -> str:
+    """Spread attention and MLP evenly among Mamba layers, as shares of all (mamba_hybrid_layer_allocation.py)."""
+    num_layers = arguments.size("num_layers")
+    shares = {letter: float(arguments.get(dest) or 0.0) for letter, dest in RATIO_DESTS.items()}
+    if num_layers > MOST_SHOWN or min(shares.values()) < 0 or sum(shares.values()) > 1:
+        shown = " and ".join(arguments.shown(dest) for dest in ("num_layers", *RATIO_DESTS.values()))
+        raise MegatronError(f"{shown}: shares of layers must be at least 0, and at most 1 together; change them")
+    pattern = ["M"] * num_layers
+    for (letter, share), first_run in zip(shares.items(), (1, 0), strict=True):
+        places = [place for place, kind in enumerate(pattern) if kind == "M"]
+        count = round(num_layers * share)
+        # Attention stands between runs of Mamba layers, each MLP behind its run.
+        run = (len(places) - count) / (count + first_run) if count else len(places) + 1
+        left = run
+        for place in places:
+            if left < 0.5:
+                pattern[place], left = letter, left + run
+            else:
+                left -= 1
+    return "".join(pattern)
 
 
 def without_stages(arguments: Arguments) -> Arguments:
@@ -206,7 +235,8 @@ def _from_pattern(arguments: Arguments, pattern: HybridPattern, pp: int, num_lay
         raise MegatronError(f"{arguments.shown(PATTERN_DESTS[1])}: stages (|) can be named from 0.17 on")
     if len(stages) % pp:
         raise MegatronError(
-            f"{len(stages)} stages of the pattern are no multiple of --pipeline-model-parallel-size {pp}"
+            f"{arguments.shown(PATTERN_DESTS[0])}: {len(stages)} stages of the pattern are no multiple of "
+            f"--pipeline-model-parallel-size {pp}"
         )
     return len(stages) // pp, tuple(map(len, stages))
 
@@ -221,15 +251,16 @@ def _from_layout(arguments: Arguments, pp: int, num_layers: int) -> Split:
     layers, depths = "".join(stages), int(arguments.get("mtp_num_layers") or 0)
     strange = set(layers) - set("EtmL")
     if strange:
-        raise MegatronError(f"{shown}: {''.join(sorted(strange))!r} is no layer")
+        raise MegatronError(f"{shown}: {' '.join(sorted(strange))!r} is no layer; write E, t, m and L alone")
     if len(stages) % pp:
         raise MegatronError(f"{shown}: {len(stages)} stages are no multiple of --pipeline-model-parallel-size {pp}")
     if not layers.startswith("E") or not layers.endswith("L"):
         raise MegatronError(f"{shown}: needs E at the very front and L at the very end")
     if layers.count("m") != depths:
-        raise MegatronError(f"{shown}: needs m for each of --mtp-num-layers {depths}")
+        raise MegatronError(f"{shown}: has {layers.count('m')} m, but --mtp-num-layers is {depths}; give as many")
     if layers.count("t") != num_layers or len(layers) != num_layers + depths + 2:
-        raise MegatronError(f"{shown}: names {layers.count('t')} layers (t) of --num-layers {num_layers}, one E, one L")
+        found = ", ".join(f"{layers.count(letter)} {letter}" for letter in "EtL")
+        raise MegatronError(f"{shown}: has {found}; needs one E, one t for each of --num-layers {num_layers}, one L")
     after = _after_prediction(stages, pp, release_of(arguments.version), shown) if depths else 0
     return Split(len(stages) // pp, tuple(stage.count("t") for stage in stages), after)
 

@@ -21,6 +21,8 @@ from pipette_launch.errors import MegatronError
 OLDEST = (0, 14)
 CLOSE = 0.85
 """difflib's ratio from which a word counts as a mistyped flag: 12 letters with two of them swapped have 0.92."""
+LEAST_BEGINNING = 8
+"""Characters of a flag's beginning from which a note names the flag; Megatron's parser takes no abbreviation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +121,10 @@ def flag_table(version: str) -> Mapping[str, Flag]:
 def likely_flag(option: str, version: str) -> str | None:
     """What a word that is no flag of this release was likely meant to be; None where nothing is close."""
     # A flag of another release is not a typing error.
-    near = () if option in _data()["flags"] else difflib.get_close_matches(option, flag_table(version), 1, CLOSE)
+    if option in _data()["flags"]:
+        return None
+    begun = [flag for flag in flag_table(version) if flag.startswith(option)] if len(option) >= LEAST_BEGINNING else []
+    near = begun if len(begun) == 1 else difflib.get_close_matches(option, flag_table(version), 1, CLOSE)
     return near[0] if near else None
 
 
@@ -149,7 +154,9 @@ class _Parser(argparse.ArgumentParser):
             raise MegatronError(f"{action.option_strings[0]} {value}: {value!r} is not understood; known are {known}")
 
     def error(self, message: str) -> NoReturn:
-        raise MegatronError(message.removeprefix("argument "))
+        text = message.removeprefix("argument ")
+        flag, switched, _ = text.partition(": ignored explicit argument ")
+        raise MegatronError(f"{flag}: takes no value; write it alone, or leave it out" if switched else text)
 
 
 @functools.cache

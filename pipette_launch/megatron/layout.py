@@ -81,13 +81,15 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
     ep, etp = arguments.size(EP), arguments.size(ETP, default=tp)
     if world_size % (tp * pp * cp):
         raise MegatronError(
-            f"{_shown(arguments, TP, PP, CP)} need a multiple of {tp * pp * cp} ranks, but the job has {world_size}; "
+            f"{_shown(arguments, TP, PP, CP)} needs a multiple of {tp * pp * cp} ranks, but the job has {world_size}; "
             f"change them, or --nnodes and --nproc-per-node"
         )
     if world_size % (etp * ep * pp):
+        # Megatron takes TP for experts too where --expert-tensor-parallel-size is not given.
+        tensor = ETP if arguments.is_given(ETP) else TP
         raise MegatronError(
-            f"{_shown(arguments, ETP, EP, PP)} need a multiple of {etp * ep * pp} ranks, but the job has {world_size}; "
-            f"set --expert-tensor-parallel-size or --expert-model-parallel-size"
+            f"{_shown(arguments, tensor, EP, PP)} needs a multiple of {etp * ep * pp} ranks, "
+            f"but the job has {world_size}; set --expert-tensor-parallel-size or --expert-model-parallel-size"
         )
     split = read_chunks(arguments, pp=pp, num_layers=num_layers_of(arguments))
     try:

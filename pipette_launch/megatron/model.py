@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -124,7 +125,8 @@ def read_model(
             attention_windows=_attention_windows(arguments),
         )
     except FactError as error:
-        raise MegatronError(f"the model's flags contradict each other: {error}") from error
+        in_flags = re.sub(r"\b([a-z]+(?:_[a-z]+)+)=\S+", lambda field: arguments.shown(field[1]), str(error))
+        raise MegatronError(f"the model's flags contradict each other: {in_flags}; change one of them") from error
 
 
 def _sizes(arguments: Arguments) -> dict[str, Any]:
@@ -273,6 +275,8 @@ def _layer_pattern(arguments: Arguments, dest: str, *, may_be_longer: bool = Fal
 
     """
     num_layers = num_layers_of(arguments)
+    if " " in str(arguments.get(dest)):
+        raise MegatronError(f"{arguments.shown(dest)}: Megatron takes no spaces in a list; remove them")
     try:
         pattern = _pattern(ast.parse(str(arguments.get(dest)), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from pipette_launch.errors import MegatronError, UsageError
 from pipette_launch.facts import Layout
-from pipette_launch.megatron.chunks import hybrid_pattern
+from pipette_launch.megatron.chunks import HYBRID_SPECS, hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
@@ -98,6 +98,7 @@ REFUSED = {
     "tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
     "expert_tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
     "batch_size": "no longer valid in Megatron; use --micro-batch-size",
+    "checkpoint_activations": "no longer valid in Megatron; use --recompute-activations",
     "model_parallel_size": "no longer valid in Megatron; use --tensor-model-parallel-size",
     "megatron_fsdp_version=2": "this version of Megatron-FSDP is not modelled",
     "transformer_impl=inference_optimized": "layers for inference alone are not modelled",
@@ -122,8 +123,6 @@ UNTIMED = {
     "is_hybrid_model": _HYBRID,
 }
 """The same of jobs that no warm-up can time; on imagined machines they can be planned."""
-HYBRID_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
-"""Megatron's own names of the layers of hybrid models, for `--spec`."""
 
 
 def check_planned(arguments: Arguments, *, for_prediction: bool = False, without_probes: bool = False) -> None:
@@ -156,6 +155,8 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
     if arguments.get("spec") not in (None, [], ["local"]) and arguments.get("spec")[-1] not in HYBRID_SPECS:
         raise MegatronError(f"{arguments.shown('spec')}: layers of a module of your own are not modelled")
     if hybrid_pattern(arguments):
+        if not for_prediction and not without_probes:
+            raise MegatronError(f"{arguments.shown('spec')}: {_HYBRID}")
         _check_hybrid(arguments)
 
 

@@ -20,6 +20,11 @@ SHORT_NAMES = {
     "--vpp": "--num-virtual-stages-per-pipeline-rank",
 }
 """Usual short names of sizes, which Megatron's parser does not take."""
+NEW_NAMES = {
+    "--checkpoint-num-layers": "--recompute-num-layers",
+    "--use-custom-fsdp": "--use-megatron-fsdp",
+}
+"""Flags that Megatron renamed before 0.14."""
 RECIPE = re.compile(r"(model)?(recipe|family|factory|config|yaml|exp|experiment)(name|file|path|dir)?|modelfamilyname")
 """Letters of flags that name a recipe or its file in Megatron-Bridge, NeMo, Primus and others."""
 PRETRAINED = re.compile(r"model(id|name|path|nameorpath)?|(hf|pretrained)(model)?(id|name|path|nameorpath)?")
@@ -99,9 +104,11 @@ def unknown_note(arguments: Arguments) -> list[str]:
     found = dict.fromkeys(word.partition("=")[0] for word in _unknown(arguments) if word.startswith("--"))
     if not found:
         return []
-    likely = ((word, SHORT_NAMES.get(word) or likely_flag(word, version)) for word in found)
+    other = {**SHORT_NAMES, **{old: new for old, new in NEW_NAMES.items() if new in flag_table(version)}}
+    likely = ((word, other.get(word) or likely_flag(word, version)) for word in found)
     shown = (f"{word} (did you mean {flag}?)" if flag else word for word, flag in likely)
-    return [f"not flags of Megatron {version}, so without effect here: {', '.join(shown)}"]
+    names, stops = ", ".join(shown), "it stops at them unless the script adds them"
+    return [f"not flags of Megatron {version}, so without effect here: {names}; {stops}"]
 
 
 def _unknown(arguments: Arguments) -> list[str]:

@@ -330,7 +330,10 @@ def test_flags_that_megatron_does_not_have_are_named() -> None:
     found = predict((*PIPELINE, "--num-layres", "3"), cluster=measured(), megatron_version="core_v0.16.1")
     clean = predict(PIPELINE, cluster=measured(), megatron_version="0.16.1")
 
-    note = "not flags of Megatron 0.16.1, so without effect here: --num-layres (did you mean --num-layers?)"
+    note = (
+        "not flags of Megatron 0.16.1, so without effect here: --num-layres (did you mean --num-layers?); "
+        "it stops at them unless the script adds them"
+    )
     assert [note] == [each for each in found.notes if each not in clean.notes]
     assert clean.stages == found.stages
 

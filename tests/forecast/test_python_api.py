@@ -40,7 +40,7 @@ def test_help_and_dir_show_it() -> None:
         ({"world_size": 8, "gpu": "H100", "device_kind": "cpu"}, "gpu and device_kind cpu exclude each other"),
         (
             {"world_size": 8, "arguments": [*SMALL, "--tensor-model-parallel-size", "16"]},
-            "--tensor-model-parallel-size 16 need a multiple of 16 ranks, but the job has 8; change them, or num_hosts",
+            "--tensor-model-parallel-size 16 needs a multiple of 16 ranks, but the job has 8; change them, or num",
         ),
     ],
 )

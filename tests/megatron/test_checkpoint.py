@@ -170,7 +170,7 @@ def test_sizes_of_a_checkpoint_come_before_those_of_the_flags(tmp_path: Path, fl
     asked = job(load, SHARDED, words, **({purpose: True} if purpose else {}))
 
     assert (4, (1, 2, 2, 1), "") == (asked.own.pp, asked.own.layers_per_chunk, asked.own_refusal)
-    assert not [note for note in asked.notes if "does not divide" in note or "need a multiple" in note]
+    assert not [note for note in asked.notes if "does not divide" in note or "needs a multiple" in note]
 
 
 @pytest.mark.parametrize(("layout", "after"), [("Et*4|t*3|tmm|L", 1), ("Et*4|t*3|t|mmL", 0)])

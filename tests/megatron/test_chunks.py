@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron_lines import SMALL
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.megatron.chunks import Split, read_chunks, write_chunks
+from pipette_launch.megatron.chunks import Split, hybrid_pattern, read_chunks, write_chunks
 from pipette_launch.megatron.flags import Arguments
+
+MAMBA = "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
 
 
 def chunks(words: str, *, pp: int, num_layers: int) -> tuple[int, tuple[int, ...]]:
@@ -89,10 +93,18 @@ def test_cuts_are_read(words: str, pp: int, num_layers: int, expected: tuple[int
         ("--decoder-first-pipeline-num-layers 4", 1, 8, "does not divide"),
         ("--decoder-last-pipeline-num-layers 4", 1, 8, "does not divide"),
         ("--pipeline-model-parallel-layout Et|t|tL", 2, 3, "3 stages are no multiple"),
-        ("--pipeline-model-parallel-layout Et|tL", 2, 3, "names 2 layers"),
+        (
+            "--pipeline-model-parallel-layout Et|tL",
+            2,
+            3,
+            "has 1 E, 2 t, 1 L; needs one E, one t for each of --num-layers 3, one L",
+        ),
         ("--pipeline-model-parallel-layout t|EtL", 2, 2, "E at the very front"),
-        ("--pipeline-model-parallel-layout Et|mL", 2, 1, "needs m for each of --mtp-num-layers 0"),
-        ("--pipeline-model-parallel-layout Et|xL", 2, 1, "'x' is no layer"),
+        ("--pipeline-model-parallel-layout Et|mL", 2, 1, "has 1 m, but --mtp-num-layers is 0"),
+        ("--pipeline-model-parallel-layout Et|LL", 2, 1, "has 1 E, 1 t, 2 L; needs one E"),
+        ("--pipeline-model-parallel-layout EEt|L", 2, 1, "has 2 E, 1 t, 1 L; needs one E"),
+        ("--pipeline-model-parallel-layout Et|xL", 2, 1, "'x' is no layer; write E, t, m and L alone"),
+        ("--pipeline-model-parallel-layout et|l", 2, 1, "'e l' is no layer; write E, t, m and L alone"),
     ],
 )
 def test_contradictions_are_named(words: str, pp: int, num_layers: int, message: str) -> None:
@@ -140,7 +152,11 @@ def test_hybrid_models_name_their_stages(
 @pytest.mark.parametrize(
     ("words", "version", "message"),
     [
-        ("--hybrid-layer-pattern M-M|*M-|M-", "0.17.1", "3 stages of the pattern are no multiple"),
+        (
+            "--hybrid-layer-pattern M-M|*M-|M-",
+            "0.17.1",
+            "--hybrid-layer-pattern M-M|*M-|M-: 3 stages of the pattern are no multiple",
+        ),
         ("--hybrid-override-pattern M-M|*M-M-", "0.16.1", "stages (|) can be named from 0.17 on"),
         (
             "--hybrid-override-pattern M-M*M-M- --num-layers-per-virtual-pipeline-stage 2",
@@ -151,6 +167,11 @@ def test_hybrid_models_name_their_stages(
         ("--hybrid-layer-pattern |/*E", "0.17.1", "needs layers"),
         ("--hybrid-layer-pattern M-M*M-M-/*E/*-", "0.17.1", "the same ones for each depth"),
         ("--is-hybrid-model", "0.16.1", "needs --hybrid-override-pattern"),
+        (
+            f"{MAMBA} --num-layers 8 --hybrid-attention-ratio 0.6 --hybrid-mlp-ratio 0.5",
+            "0.16.1",
+            "--hybrid-mlp-ratio 0.5: shares of layers must be at least 0, and at most 1 together",
+        ),
     ],
 )
 def test_what_a_hybrid_model_cannot_say(words: str, version: str, message: str) -> None:
@@ -210,7 +231,7 @@ def test_multi_token_prediction_stands_where_the_layout_has_it(layout: str, pp: 
     [
         ("Ett|tt|m|L", "0.15.3", "before 0.16 .* must stand in the last stage"),
         ("Ett|m|tt|L", "0.16.1", "must stand behind all layers"),
-        ("Ett|tt|mm|L", "0.16.1", "needs m for each of --mtp-num-layers 1"),
+        ("Ett|tt|mm|L", "0.16.1", "has 2 m, but --mtp-num-layers is 1"),
         ("Ett|tt|m||||L|", "0.16.1", "must stand in one of the last 4 stages"),
     ],
 )
@@ -228,3 +249,49 @@ def test_ranks_between_full_ends_may_be_empty_before_0_16() -> None:
     assert Split(1, (2, 0, 0, 2)) == read_chunks(Arguments.parse(words, "0.15.0"), pp=4, num_layers=4)
     with pytest.raises(MegatronError, match="does not divide"):
         read_chunks(Arguments.parse(words, "0.16.0"), pp=4, num_layers=4)
+
+
+@given(
+    num_layers=st.integers(1, 200),
+    shares=st.tuples(st.integers(0, 100), st.integers(0, 100)).filter(lambda shares: sum(shares) <= 100),
+    version=st.sampled_from(["0.14.0", "0.16.1"]),
+)
+def test_shares_of_layers_give_megatrons_pattern(num_layers: int, shares: tuple[int, int], version: str) -> None:
+    """Before 0.17 a hybrid model may be named by the shares of its kinds; Megatron's own function says the order."""
+    allocation = pytest.importorskip("megatron.core.ssm.mamba_hybrid_layer_allocation")
+    attention, mlp = (share / 100 for share in shares)
+    words = f"{MAMBA} --num-layers {num_layers} --hybrid-attention-ratio {attention} --hybrid-mlp-ratio {mlp}"
+
+    pattern = hybrid_pattern(Arguments.parse(words.split(), version))
+
+    assert pattern is not None
+    assert "".join(allocation.allocate_layers(num_layers, attention, mlp)) == pattern.layers
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "layers"),
+    [
+        (f"{MAMBA} --num-layers 4", "0.16.1", "MMMM"),
+        (f"{MAMBA} --num-layers 6 --is-hybrid-model --hybrid-mlp-ratio 0.5", "0.15.3", "M-M-M-"),
+        (f"{MAMBA} --num-layers 4 --hybrid-override-pattern M*M-", "0.16.1", "M*M-"),
+    ],
+)
+def test_layers_of_a_hybrid_model_without_a_pattern(words: str, version: str, layers: str) -> None:
+    """Without shares all are Mamba layers, and a pattern outranks shares."""
+    pattern = hybrid_pattern(Arguments.parse(words.split(), version))
+
+    assert pattern is not None
+    assert layers == pattern.layers
+
+
+@pytest.mark.parametrize(
+    ("words", "version"),
+    [
+        (MAMBA, "0.16.1"),
+        (f"{MAMBA} --num-layers 4", "0.17.1"),
+        ("--num-layers 4 --hybrid-mlp-ratio 0.5", "0.16.1"),
+    ],
+)
+def test_other_models_have_no_pattern(words: str, version: str) -> None:
+    """Without a number of layers, from 0.17 on, and without Megatron's layers of hybrid models."""
+    assert None is hybrid_pattern(Arguments.parse(words.split(), version))

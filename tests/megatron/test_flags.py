@@ -139,7 +139,8 @@ def test_edits_leave_other_words_alone() -> None:
         (["--num-layers", "--bf16"], "--num-layers: expected one argument"),
         (["--rampup-batch-size", "1", "2"], "--rampup-batch-size: expected 3 arguments"),
         (["--rampup-batch-size=1"], "--rampup-batch-size: expected 3 arguments"),
-        (["--bf16=yes"], "--bf16: ignored explicit argument 'yes'"),
+        (["--bf16=yes"], "--bf16: takes no value; write it alone, or leave it out"),
+        (["--sequence-parallel=True"], "--sequence-parallel: takes no value; write it alone, or leave it out"),
         (["--num-layers", "many"], "--num-layers: invalid int value: 'many'"),
     ],
 )

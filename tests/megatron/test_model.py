@@ -75,7 +75,10 @@ def test_missing_flags_are_named_at_once() -> None:
         ("--num-attention-heads 3", "--num-attention-heads 3 does not divide --hidden-size 64"),
         ("--max-position-embeddings 16", "--max-position-embeddings 16 is less than --seq-length 32"),
         ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
-        ("--group-query-attention --num-query-groups 3", "num_query_groups=3 does not divide"),
+        (
+            "--group-query-attention --num-query-groups 3",
+            "--num-query-groups 3 does not divide --num-attention-heads 8; change one",
+        ),
         ("--window-size 15", "--window-size 15: not two whole numbers"),
         ("--window-size 15,0 --window-attn-skip-freq [1]", "has 1 entries for --num-layers 8"),
         ("--no-rope-freq [0]*3+[1]", "--no-rope-freq [0]*3+[1]: has 4 entries for --num-layers 8"),
@@ -160,3 +163,17 @@ def test_layers_for_inference_are_not_modelled() -> None:
     """The message names the flag and does not blame Megatron."""
     with pytest.raises(MegatronError, match="inference_optimized: layers for inference alone are not modelled"):
         job("--transformer-impl inference_optimized", for_prediction=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--num-experts", "4", "--moe-layer-freq", "[0] * 1 + [1] * 7"),
+        ("--num-experts", "4", "--moe-layer-freq", "[1, 1, 1, 1, 0, 0, 0, 0]"),
+        ("--window-size", "15,0", "--window-attn-skip-freq", "[1] *8"),
+    ],
+)
+def test_a_list_of_layers_has_no_spaces(words: tuple[str, ...]) -> None:
+    """Megatron's parser refuses them (_eval_pattern of arguments.py)."""
+    with pytest.raises(MegatronError, match=r"\[.*\]( \*8|.*): Megatron takes no spaces in a list; remove them"):
+        job(base=[*SMALL, *words])

@@ -61,9 +61,9 @@ def test_samples_become_iterations() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (f"{TP} 3", f"{TP} 3 need a multiple of 3 ranks, but the job has 8"),
-        (f"{TP} 16", f"{TP} 16 need a multiple of 16 ranks"),
-        ("--expert-tensor-parallel-size 3 --num-experts 2", "--expert-tensor-parallel-size 3 need a multiple of 3"),
+        (f"{TP} 3", f"{TP} 3 needs a multiple of 3 ranks, but the job has 8"),
+        (f"{TP} 16", f"{TP} 16 needs a multiple of 16 ranks"),
+        ("--expert-tensor-parallel-size 3 --num-experts 2", "--expert-tensor-parallel-size 3 needs a multiple of 3"),
         (
             f"{TP} 8 --num-attention-heads 4",
             f"{TP} 8 and --num-attention-heads 4: tp does not divide num_attention_heads=4",
@@ -232,12 +232,19 @@ def test_unknown_flags_do_not_matter() -> None:
         # Of Megatron's own multimodal scripts, of its tool for distillation, and of a later release.
         ("--freeze-LM --packing-seq-length 8 --export-kd-cfg x", "--freeze-LM, --packing-seq-length, --export-kd-cfg"),
         ("--activation-offload-fraction 0.5", "--activation-offload-fraction"),
+        # Beginnings of flags, which Megatron's parser does not complete, and a flag that 0.14 renamed.
+        ("--tensor-model-par 4", "--tensor-model-par (did you mean --tensor-model-parallel-size?)"),
+        ("--recompute-gran full", "--recompute-gran (did you mean --recompute-granularity?)"),
+        ("--moe 4", "--moe"),
+        ("--use-custom-fsdp", "--use-custom-fsdp (did you mean --use-megatron-fsdp?)"),
         ("--mine 1 --mine=2 -- --num-layres", "--mine, --num-layres (did you mean --num-layers?)"),
     ],
 )
 def test_where_nothing_starts_unknown_flags_are_named(words: str, shown: str) -> None:
     """With the flag that was meant where one is close; a launched script would refuse them itself."""
-    note = f"not flags of Megatron 0.16.1, so without effect here: {shown}"
+    note = (
+        f"not flags of Megatron 0.16.1, so without effect here: {shown}; it stops at them unless the script adds them"
+    )
 
     assert (note,) == job(words, for_planning=True).notes == job(words, for_prediction=True).notes
     assert () == job(words).notes
@@ -249,12 +256,12 @@ def test_a_plan_needs_no_layout_of_the_users_own() -> None:
     asked = job(f"{sizes} --use-distributed-optimizer --micro-batch-size 2", for_planning=True)
 
     assert asked.own == Layout(dp=8, micro_batch_size=2, use_distributed_optimizer=True)
-    assert asked.notes[-1].startswith(f"{TP} 3 with {PP} 5 need a multiple of 15 ranks, but the job has 8;")
+    assert asked.notes[-1].startswith(f"{TP} 3 with {PP} 5 needs a multiple of 15 ranks, but the job has 8;")
     assert asked.notes[-1].endswith("; tp1 pp1 dp8 mbs2 dist-opt stands in for your own layout")
     assert job(sizes, fix=("mbs",), for_planning=True).pinned == ("micro_batch_size",)
     assert job(sizes, device_kind="cpu", for_planning=True).pinned == ("cp",)
     for wrong in ({"fix": ("tp",)}, {"base": TEXT.replace("--global-batch-size 32", "").split()}):
-        with pytest.raises(MegatronError, match="need a multiple of 15 ranks"):
+        with pytest.raises(MegatronError, match="needs a multiple of 15 ranks"):
             job(sizes, for_planning=True, **wrong)  # type: ignore[arg-type]
 
 

@@ -287,7 +287,7 @@ def test_no_search_for_a_plan_that_cannot_be_written(
         ),
         (
             "--pipeline-model-parallel-size 3",
-            "--pipeline-model-parallel-size 3 need a multiple of 3 ranks, but the job has 8; change them, or",
+            "--pipeline-model-parallel-size 3 needs a multiple of 3 ranks, but the job has 8; change them, or",
         ),
     ],
 )
@@ -313,10 +313,10 @@ FLEX = "--num-experts 4 --moe-token-dispatcher-type flex --moe-enable-deepep --t
     [
         (f"--num-layers 5 --pipeline-model-parallel-size 4 {FLEX}", "--num-layers 5 does not divide over"),
         ("--num-layers 6 --pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", "--num-layers 6 does not"),
-        (f"--tensor-model-parallel-size 3 {FLEX}", "--tensor-model-parallel-size 3 need a multiple of 3 ranks"),
+        (f"--tensor-model-parallel-size 3 {FLEX}", "--tensor-model-parallel-size 3 needs a multiple of 3 ranks"),
         (
             "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|t*4L",
-            "--pipeline-model-parallel-layout Et*3|t*4L: names 7 layers (t) of --num-layers 8",
+            "--pipeline-model-parallel-layout Et*3|t*4L: has 1 E, 7 t, 1 L; needs one E, one t for each of",
         ),
         (
             "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 8",
@@ -545,7 +545,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         (
             f"plan --gpu h100 --nodes 1 --fix tp {JOB} --tensor-model-parallel-size 3",
             2,
-            "--tensor-model-parallel-size 3 need a multiple of 3 ranks, but the job has 8",
+            "--tensor-model-parallel-size 3 needs a multiple of 3 ranks, but the job has 8",
         ),
         ("report nowhere.json", 2, "nowhere.json: cannot be read"),
         (f"report {EXAMPLES / 'fat-tree.json'}", 2, "expected a 'plan' document, found 'fabric'"),

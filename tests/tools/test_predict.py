@@ -55,7 +55,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         (JOB, "on how many ranks does it run?"),
         (f"--world-size 0 {JOB}", "--world-size must be at least 1, got 0"),
         (f"--world-size many {JOB}", "argument --world-size: invalid int value: 'many'"),
-        (f"--world-size 6 {JOB}", "--pipeline-model-parallel-size 4 need a multiple of 4 ranks, but the job has 6"),
+        (f"--world-size 6 {JOB}", "--pipeline-model-parallel-size 4 needs a multiple of 4 ranks, but the job has 6"),
         (f"--world-size 8 --gpu H1OO {JOB}", "unknown device 'H1OO'"),
         (f"--gpu H100 --cluster c.json {JOB}", "not allowed with argument --gpu"),
         (f"--world-size 8 --rank 8 {JOB}", "--rank must be between 0 and 7, got 8"),

@@ -146,7 +146,8 @@ def _with_value(arguments: Arguments, dest: str, value: Any) -> Arguments:
     for flag in arguments.table.values():
         if flag.dest == dest and _suits(flag, value):
             items = [] if flag.nargs == 0 else value if flag.nargs else [value]
-            return bare.with_flag(flag.option, *map(str, items))
+            words = (str(item).replace(", ", ",") if isinstance(item, list) else str(item) for item in items)
+            return bare.with_flag(flag.option, *words)
     return arguments
 
 

@@ -73,12 +73,16 @@ def schedule_faults(pp: int, vpp: int, group_size: int, num_microbatches: int) -
     group = group_size or pp
     if vpp == 1:
         return
-    if not pp <= group <= num_microbatches:
+    names = ("pp", "vpp", "microbatch_group_size")
+    if group < pp:
+        reason = "interleaving needs groups of at least pp micro-batches"
+        yield BrokenRule(reason, names, f"groups of {group} are too small; change one, or give up virtual stages")
+        return
+    if group > num_microbatches:
         reason = "interleaving needs at least pp micro-batches"
     elif 0 < num_microbatches % group < pp:
         reason = "interleaving needs micro-batches in multiples of pp"
     else:
         return
-    names = ("pp", "vpp", "microbatch_group_size", "global_batch_size", "micro_batch_size")
     remedy = f"{num_microbatches} micro-batches do not fill groups of {group}; change one, or give up virtual stages"
-    yield BrokenRule(reason, names, remedy)
+    yield BrokenRule(reason, (*names, "global_batch_size", "micro_batch_size"), remedy)

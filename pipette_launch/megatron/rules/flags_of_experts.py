@@ -7,6 +7,11 @@ from pipette_launch.megatron.rules.flag_view import FlagRule
 DROPPING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 """Load balancing that goes with a capacity factor."""
 EXPERTS = (
+    FlagRule(
+        "moe_router_topk num_experts",
+        "a token goes to more experts than there are",
+        lambda f: f.is_expert_model and f.moe_router_topk > f.num_experts > 0,
+    ),
     FlagRule("num_experts", "must not be below 0", lambda f: f.is_expert_model and f.num_experts < 0),
     FlagRule(
         "num_experts",

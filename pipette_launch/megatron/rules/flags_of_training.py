@@ -184,7 +184,7 @@ STEPS = (
     ),
     FlagRule(
         "lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_decay_iters lr_decay_samples train_iters",
-        "the warm-up of the learning rate ends before its decay does",
+        "the warm-up of the learning rate must end before its decay",
         lambda f: f.decay_steps and f.warmup_steps >= f.decay_steps,
     ),
     FlagRule("lr min_lr", "the least learning rate is above the other", lambda f: f.lr is not None and f.min_lr > f.lr),

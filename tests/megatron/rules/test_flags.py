@@ -23,7 +23,10 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
         ("--ckpt-format torch_dcp", "--ckpt-format torch_dcp: torch_dcp needs --use-torch-fsdp2"),
         ("--use-torch-fsdp2", "--use-torch-fsdp2: needs --no-gradient-accumulation-fusion"),
         ("--save x", "--save x: needs --save-interval"),
-        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 and --train-iters 10: the warm-up of the learning rate ends"),
+        (
+            "--lr-warmup-iters 10",
+            "10 and --train-iters 10: the warm-up of the learning rate must end before",
+        ),
         ("--lr 1e-4 --min-lr 1e-3", "--lr 1e-4 and --min-lr 1e-3: the least learning rate is above"),
         ("--lr-decay-samples 100", "--train-iters 10 and --lr-decay-samples 100: training counts iterations"),
         ("--start-weight-decay 0.1", "--start-weight-decay 0.1: a constant weight decay"),
@@ -34,6 +37,10 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
         ("--rope-type yarn", "--rope-type yarn: needs --multi-latent-attention"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction needs --position-embedding-type rope"),
         ("--squared-relu", "--squared-relu: has no kernel with its bias; add --no-bias-gelu-fusion"),
+        (
+            "--num-experts 4 --moe-router-topk 6 --disable-bias-linear",
+            "--moe-router-topk 6 and --num-experts 4: a token goes to more experts than there are; change one",
+        ),
         ("--squared-relu --swiglu", "--squared-relu and --swiglu: exclude each other"),
         ("--cp-comm-type a2a+p2p", "--cp-comm-type a2a+p2p: a2a+p2p needs --hierarchical-context-parallel-sizes"),
         (

@@ -83,6 +83,12 @@ FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
             "3 micro-batches do not fill groups of 4; change one, or give up virtual stages",
         ),
         (
+            f"{PP} 4 {STAGES} 2 --microbatch-group-size-per-virtual-pipeline-stage 2",
+            f"{PP} 4, {STAGES} 2 and --microbatch-group-size-per-virtual-pipeline-stage 2",
+            "interleaving needs groups of at least pp micro-batches",
+            "groups of 2 are too small; change one, or give up virtual stages",
+        ),
+        (
             f"--use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion {PP}=2",
             f"{PP}=2",
             "--use-torch-fsdp2 needs pp = 1",

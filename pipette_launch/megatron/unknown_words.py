@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from pipette_launch.errors import MegatronError
 from pipette_launch.megatron.flags import Arguments, flag_table, likely_flag
 
-SHORT_NAMES = {
-    "--cp": "--context-parallel-size",
-    "--ep": "--expert-model-parallel-size",
-    "--etp": "--expert-tensor-parallel-size",
-    "--gbs": "--global-batch-size",
-    "--mbs": "--micro-batch-size",
-    "--pp": "--pipeline-model-parallel-size",
-    "--tp": "--tensor-model-parallel-size",
-    "--vpp": "--num-virtual-stages-per-pipeline-rank",
+SHORT_SIZES = {
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+    "gbs": "--global-batch-size",
+    "mbs": "--micro-batch-size",
+    "pp": "--pipeline-model-parallel-size",
+    "tp": "--tensor-model-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
 }
-"""Usual short names of sizes, which Megatron's parser does not take."""
+"""Short names of sizes, which Megatron's parser does not take: `--tp`, `-tp` and `--tp_size` by the letters `tp`."""
 NEW_NAMES = {
     "--checkpoint-num-layers": "--recompute-num-layers",
     "--use-custom-fsdp": "--use-megatron-fsdp",
@@ -101,14 +101,17 @@ def unknown_note(arguments: Arguments) -> list[str]:
     A script that is launched refuses unknown flags itself; commands that launch none must name them.
     """
     version = arguments.version
-    found = dict.fromkeys(word.partition("=")[0] for word in _unknown(arguments) if word.startswith("--"))
+    found = dict.fromkeys(word.partition("=")[0] for word in _unknown(arguments) if re.match(r"\s*--?[^\W\d]", word))
     if not found:
         return []
-    other = {**SHORT_NAMES, **{old: new for old, new in NEW_NAMES.items() if new in flag_table(version)}}
-    likely = ((word, other.get(word) or likely_flag(word, version)) for word in found)
-    shown = (f"{word} (did you mean {flag}?)" if flag else word for word, flag in likely)
+    shown = (f"{word} (did you mean {flag}?)" if (flag := _meant(word, version)) else word for word in found)
     names, stops = ", ".join(shown), "it stops at them unless the script adds them"
     return [f"not flags of Megatron {version}, so without effect here: {names}; {stops}"]
+
+
+def _meant(word: str, version: str) -> str | None:
+    short, new = SHORT_SIZES.get(_letters(word).removesuffix("size")), NEW_NAMES.get(word)
+    return short or (new if new in flag_table(version) else likely_flag(word, version))
 
 
 def _unknown(arguments: Arguments) -> list[str]:

@@ -12,7 +12,8 @@ from megatron_lines import SMALL, job
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.megatron import read_job
-from pipette_launch.megatron.flags import flag_table
+from pipette_launch.megatron.flags import Arguments, flag_table
+from pipette_launch.megatron.unknown_words import unknown_note
 
 Purpose = Literal["for_prediction", "for_planning"]
 FLAGS = sorted(option for option in flag_table("0.16.1") if option.startswith("--") and "_" not in option)
@@ -157,3 +158,28 @@ def test_a_launched_script_judges_its_own_words() -> None:
             is_launched=True,
         )
         assert (job().own, ()) == (read.own, read.notes)
+
+
+@pytest.mark.parametrize("word", ["--tp", "-tp", "--TP", "--tp_size", "--tp-size", "-tp=4"])
+def test_a_short_name_is_no_flag_in_any_spelling(word: str) -> None:
+    """Torch's and other trainers' names of sizes are named with Megatron's own, as they change nothing."""
+    (note,) = unknown_note(Arguments.parse([word, "4"], "0.16.1"))
+
+    name = word.partition("=")[0]
+    assert f"without effect here: {name} (did you mean --tensor-model-parallel-size?)" in note
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([" --bf16"], ":  --bf16 (did you mean --bf16?);"),
+        (["-v", "--mine"], ": -v, --mine;"),
+        (["train", "4", "-1", "-0.5", "--"], ""),
+    ],
+)
+def test_words_that_begin_with_a_dash_are_named(words: list[str], expected: str) -> None:
+    """Numbers and other words may be values of a script's own flags."""
+    notes = unknown_note(Arguments.parse(words, "0.16.1"))
+
+    begins = f"not flags of Megatron 0.16.1, so without effect here{expected}"
+    assert [begins] * bool(expected) == [note[: len(begins)] for note in notes]

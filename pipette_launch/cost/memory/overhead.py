@@ -147,7 +147,8 @@ def uncounted(job: Job) -> tuple[str, ...]:
             f"{flag_of('cpu_offloading_num_layers')} is not in the predicted memory: activations are counted as kept "
             f"on the device, and the peak may be too high."
         )
-    names = [name for name in allocator_options(job.allocator_config) if name in UNCOUNTED_OPTIONS]
+    allocator = {"backend": NATIVE} | allocator_options(job.allocator_config)
+    names = [name for name in UNCOUNTED_OPTIONS if name in allocator and (name, allocator[name]) != ("backend", NATIVE)]
     if names:
         found.append(
             f"Not in the allocator's reserve: {', '.join(names)} of {VARIABLES[0]}; it may be larger or smaller."

@@ -173,7 +173,12 @@ def test_no_fold_of_the_development_data_shares_a_configuration() -> None:
         ({"model": "bert"}, {}, "regular", "not a decoder-only model"),
         ({"nodes": "", "gpus_per_node": ""}, {}, "release", "world size of a release test is not stated"),
         ({}, {"is-hybrid-model": True}, "regular", "needs --hybrid-override-pattern"),
-        ({}, {"tokenizer-type": "Llama2Tokenizer"}, "regular", "its vocabulary cannot be counted without loading it"),
+        (
+            {},
+            {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": "/nowhere"},
+            "regular",
+            "its vocabulary cannot be counted on this machine",
+        ),
     ],
 )
 def test_what_is_not_scored_has_a_reason(

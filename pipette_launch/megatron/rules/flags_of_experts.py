@@ -140,8 +140,7 @@ EXPERTS = (
         "moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_token_dispatcher_type",
         "this dispatcher does not pad; use alltoall or flex",
         lambda f: (
-            (f.moe_router_padding_for_fp8 or f.moe_router_padding_for_quantization)
-            and f.dispatcher in ("allgather", "alltoall_seq")
+            (f.moe_router_padding_for_fp8 or f.moe_router_padding_for_quantization) and f.dispatcher == "allgather"
         ),
     ),
     FlagRule(

@@ -120,7 +120,7 @@ def problem_of(request: PlanningRequest) -> PlanningProblem:
     )
     moe = (ONE_EXPERT_SIZE,) if machines.spec is not None and job.model.num_experts else ()
     notes = (note.replace(LAUNCHERS_FIX, "--fix") for note in job.notes)
-    job = replace(job, notes=(*guess, *machines.notes, *notes, *moe))
+    job = replace(job, notes=(*guess, *notes, *machines.notes, *moe))
     return PlanningProblem(
         machines=machines,
         job=job,

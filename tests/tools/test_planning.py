@@ -1,0 +1,24 @@
+"""A request is read into a problem."""
+
+from __future__ import annotations
+
+from megatron_lines import TEXT
+
+from pipette_launch.tools.planning import PlanningRequest, problem_of
+
+
+def test_notes_on_the_job_come_before_those_on_assumed_machines() -> None:
+    """A short screen has room for the first ones alone, and a wrong job costs more than other hosts."""
+    words = (
+        *TEXT.split(),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        "Qwen/Qwen3-8B",
+        "-tp",
+        "4",
+    )
+    request = PlanningRequest(arguments=words, gpu="H100", nodes=2, megatron_version="0.16.1")
+
+    begins = [note.split()[0] for note in problem_of(request).job.notes]
+    assert [*range(4)] == [begins.index(word) for word in ("assumed", "not", "--gpu", "Hosts")]

@@ -44,8 +44,7 @@ def batch_faults(rules: Rules, dp: int, micro_batch_size: int) -> Broken:
     batch_size, samples, options = rules.job.batch.global_batch_size, micro_batch_size * dp, rules.options
     if batch_size % samples:
         yield not_divided_batch(rules, dp, micro_batch_size)
-    # From 0.18 on the ramp-up is read and not used (num_microbatches_calculator.py).
-    if any(size % samples for size in options.rampup_batch_size[:2]) and rules.release < (0, 18):
+    if rules.ramps_up and any(size % samples for size in options.rampup_batch_size[:2]):
         yield BrokenRule(
             f"micro_batch_size*dp does not divide every {flag_of('rampup_batch_size')}",
             ("rampup_batch_size", "micro_batch_size"),
@@ -60,29 +59,42 @@ def batch_faults(rules: Rules, dp: int, micro_batch_size: int) -> Broken:
         yield BrokenRule(reason, ("eval_global_batch_size", "eval_micro_batch_size"), remedy)
 
 
-def schedule_faults(pp: int, vpp: int, group_size: int, num_microbatches: int) -> Broken:
-    """Check that there are enough micro-batches for interleaving (schedules.py:996-1019).
+def schedule_faults(rules: Rules, pp: int, vpp: int, group_size: int, samples: int) -> Broken:
+    """Check that every step has enough micro-batches for interleaving (schedules.py:996-1019).
 
     Args:
+        rules: of the job.
         pp: pipeline ranks.
         vpp: chunks of each.
         group_size: micro-batches that run through a chunk at a time; 0 = one for each pipeline rank.
-        num_microbatches: of one step.
+        samples: micro_batch_size*dp, the samples of one micro-batch on all replicas.
 
     """
-    group = group_size or pp
     if vpp == 1:
         return
+    group = group_size or pp
     names = ("pp", "vpp", "microbatch_group_size")
     if group < pp:
         reason = "interleaving needs groups of at least pp micro-batches"
         yield BrokenRule(reason, names, f"groups of {group} are too small; change one, or give up virtual stages")
         return
-    if group > num_microbatches:
-        reason = "interleaving needs at least pp micro-batches"
-    elif 0 < num_microbatches % group < pp:
-        reason = "interleaving needs micro-batches in multiples of pp"
-    else:
+    last = rules.job.batch.global_batch_size // samples
+    for count in (last, *_grown_counts(rules, samples, last, group)):
+        if group > count:
+            reason = "interleaving needs at least pp micro-batches"
+        elif 0 < count % group < pp:
+            reason = "interleaving needs micro-batches in multiples of pp"
+        else:
+            continue
+        ramp = () if count == last else ("rampup_batch_size",)
+        remedy = f"{count} micro-batches do not fill groups of {group}; change one, or give up virtual stages"
+        yield BrokenRule(reason, (*names, *ramp, "global_batch_size", "micro_batch_size"), remedy)
         return
-    remedy = f"{num_microbatches} micro-batches do not fill groups of {group}; change one, or give up virtual stages"
-    yield BrokenRule(reason, (*names, "global_batch_size", "micro_batch_size"), remedy)
+
+
+def _grown_counts(rules: Rules, samples: int, last: int, group: int) -> range:
+    """Return the numbers of micro-batches during the batch's ramp-up; after one group their remainders repeat."""
+    if not rules.ramps_up:
+        return range(0)
+    first, step = (size // samples for size in rules.options.rampup_batch_size[:2])
+    return range(first, last, max(1, step))[:group]

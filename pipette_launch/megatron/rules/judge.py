@@ -22,7 +22,7 @@ def broken_rule(rules: Rules, layout: Layout) -> BrokenRule | None:
 def broken_rules(rules: Rules, layout: Layout) -> Broken:
     """Return every rule that a layout breaks."""
     options, job = MemoryOptions.of(layout), rules.job
-    num_microbatches = job.batch.global_batch_size // (layout.micro_batch_size * layout.dp)
+    samples = layout.micro_batch_size * layout.dp
     layers = frozenset(layout.layers_per_chunk or (job.model.num_layers // layout.num_chunks,))
     return chain(
         degrees.tensor_faults(rules, layout.tp),
@@ -32,7 +32,7 @@ def broken_rules(rules: Rules, layout: Layout) -> Broken:
         experts.expert_faults(rules, Degrees.of(layout)),
         cuts.chunks_faults(rules, layout.pp, layout.vpp, layout.layers_per_chunk),
         cuts.batch_faults(rules, layout.dp, layout.micro_batch_size),
-        cuts.schedule_faults(layout.pp, layout.vpp, layout.microbatch_group_size, num_microbatches),
+        cuts.schedule_faults(rules, layout.pp, layout.vpp, layout.microbatch_group_size, samples),
         memory_options.state_faults(rules, layout.tp, layout.cp, options),
         memory_options.recompute_faults(rules, layout.tp, layers, options),
     )

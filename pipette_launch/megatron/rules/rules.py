@@ -26,6 +26,11 @@ class Rules:
     rooms: Rooms | None = None
     """Hosts and domains that must hold the ranks that flags demand together; None on CPU and for Megatron's rules."""
 
+    @property
+    def ramps_up(self) -> bool:
+        """Whether the batch grows; from 0.18 on the flag is read and not used (num_microbatches_calculator.py)."""
+        return bool(self.options.rampup_batch_size) and self.release < (0, 18)
+
     @classmethod
     def of(cls, job: Job, *, device_kind: str, rooms: Rooms | None = None) -> Rules:
         """Read the options that a job's own flags set."""

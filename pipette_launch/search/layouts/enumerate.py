@@ -267,7 +267,7 @@ class _ChunksAndBatches:
                 continue
             for size in legal:
                 for group in axes.group_sizes(job, pp, vpp, samples // size):
-                    if not drops(schedule_faults(pp, vpp, group, samples // size), dropped):
+                    if not drops(schedule_faults(rules, pp, vpp, group, size * dp), dropped):
                         yield vpp, group, cut, after, size
 
 

@@ -19,6 +19,7 @@ OPTIMIZER = "--use-distributed-optimizer"
 INSTANCES = "--num-distributed-optimizer-instances"
 GRAPHS = "--attention-dropout 0 --hidden-dropout 0 --cuda-graph-impl"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
+RAMP = "--train-iters 0 --train-samples 1000 --rampup-batch-size"
 NO_CHECK = "--no-check-for-nan-in-loss-and-grad"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LOW = "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 3"
@@ -54,6 +55,9 @@ CASES = {
             f"{PP} 4 {STAGES} 2 --no-overlap-p2p-communication",
         ),
         ("0.14.0", "--overlap-p2p-communication-warmup-flush", ""),
+        ("0.16.1", f"{RAMP} 4 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 8 8 100 {PP} 4 {STAGES} 2"),
+        ("0.17.1", f"{RAMP} 8 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 8 4 100 {PP} 4"),
+        ("0.14.0", f"{RAMP} 4 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 4 4 100 {PP} 4"),
     ],
     "kinds of exchange": [
         ("0.16.1", f"{CP} 2 --cp-comm-type p2p a2a", "--cp-comm-type p2p a2a"),

@@ -211,6 +211,11 @@ class ModelSpec:
         return (TRANSFORMER_KINDS[self.has_expert_prediction],)
 
     @property
+    def has_dense_mlps(self) -> bool:
+        """Whether any layer, those of multi-token prediction too, has a matrix of `ffn_hidden_size`."""
+        return not {*self.layer_kinds, *self.prediction_kinds}.isdisjoint(_DENSE)
+
+    @property
     def prediction_copies(self) -> int:
         """Depths of multi-token prediction that have weights of their own."""
         shares = self.hybrid is not None and self.hybrid.mtp_use_repeated_layer

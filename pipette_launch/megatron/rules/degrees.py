@@ -32,7 +32,7 @@ def tensor_faults(rules: Rules, tp: int) -> Broken:
     model, padded = rules.job.model, rules.options.padded_vocab_size
     widths = (
         ("num_attention_heads", model.num_attention_heads),
-        ("ffn_hidden_size", model.ffn_hidden_size),
+        ("ffn_hidden_size", model.ffn_hidden_size if model.has_dense_mlps else 0),
         ("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size),
         # It divides the heads then, too (mamba_mixer.py of core_v0.17.1).
         ("mamba_num_groups", model.hybrid.mamba_num_groups if model.hybrid else 0),

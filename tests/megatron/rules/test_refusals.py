@@ -15,6 +15,7 @@ TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "
 CP, ETP = "--context-parallel-size", "--expert-tensor-parallel-size"
 STAGES = "--num-virtual-stages-per-pipeline-rank"
 EXPERTS = "--num-experts 8 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+WIDE = f"{EXPERTS} --moe-ffn-hidden-size 96 --ffn-hidden-size 250 {TP} 4 --sequence-parallel"
 OPTIMIZER = "--use-distributed-optimizer"
 INSTANCES = "--num-distributed-optimizer-instances"
 GRAPHS = "--attention-dropout 0 --hidden-dropout 0 --cuda-graph-impl"
@@ -58,6 +59,12 @@ CASES = {
         ("0.16.1", f"{RAMP} 4 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 8 8 100 {PP} 4 {STAGES} 2"),
         ("0.17.1", f"{RAMP} 8 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 8 4 100 {PP} 4"),
         ("0.14.0", f"{RAMP} 4 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 4 4 100 {PP} 4"),
+    ],
+    "widths": [
+        ("0.16.1", f"{WIDE} --moe-layer-freq 2", WIDE),
+        ("0.20.0", f"{WIDE} --moe-layer-freq ([1]*7+[0]*1)", WIDE),
+        ("0.14.0", f"--ffn-hidden-size 250 {TP} 4", f"--ffn-hidden-size 252 {TP} 4"),
+        ("0.18.0", f"{WIDE} --moe-ffn-hidden-size 90", f"{WIDE} --moe-ffn-hidden-size 92"),
     ],
     "kinds of exchange": [
         ("0.16.1", f"{CP} 2 --cp-comm-type p2p a2a", "--cp-comm-type p2p a2a"),

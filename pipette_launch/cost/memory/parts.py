@@ -29,9 +29,9 @@ class PeakParts(Generic[Bytes]):
     embedding: Bytes
     """Inputs of the model for all live micro-batches, on the first rank."""
     recompute: Bytes
-    """What a recomputed layer needs while its backward runs, once."""
+    """Activations of one recomputed layer while its backward runs."""
     backward: Bytes
-    """What the backward of one layer needs for a while, at most; or, with offloading, a forward between backwards."""
+    """Most that one layer's backward needs besides; with offloading, or a forward between backwards."""
     mask: Bytes
     """The data loader's attention mask, while a forward pass runs."""
     loading: Bytes
@@ -39,7 +39,7 @@ class PeakParts(Generic[Bytes]):
     head: Bytes
     """Final norm, logits and loss of one micro-batch, and what offloading leaves of the last layer until then."""
     deferred: Bytes
-    """What is kept for the deferred weight gradients of the head."""
+    """Inputs and gradients kept for the deferred weight gradients of the head."""
     buffers: Bytes
     """The pipeline's tensors in flight."""
     optimizer_step: Bytes
@@ -49,7 +49,7 @@ class PeakParts(Generic[Bytes]):
 
     @property
     def static(self) -> Bytes:
-        """What is held all the time."""
+        """Bytes held all the time."""
         return self.weights + self.gradients + self.optimizer + self._lasting
 
     @property

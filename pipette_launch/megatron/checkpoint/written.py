@@ -25,7 +25,7 @@ SHARDING_TYPES = (
     "fully_sharded_bucket_space",
     "dp_zero_gather_scatter",
 )
-"""How a distributed optimizer was saved (`distrib_optim_sharding_type`)."""
+"""Ways to save a distributed optimizer (`distrib_optim_sharding_type`)."""
 MOST_PICKLED = 64 << 20
 """So many bytes of the arguments are looked through; compressed ones may unpack to far more."""
 Saved = Mapping[str, "Plain | list[Plain]"]

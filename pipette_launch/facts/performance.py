@@ -155,6 +155,7 @@ class PerformanceOptions:
     dataloader_inter_document_masking: bool = False
     """From 0.19 on: the boundaries of documents go to the device in place of a mask."""
     dataloader_type: str | None = None
+    decrease_batch_size_if_needed: bool = False
     eval_global_batch_size: int | None = None
     eval_micro_batch_size: int | None = None
     num_workers: int = 2

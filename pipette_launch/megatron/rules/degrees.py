@@ -188,5 +188,7 @@ def not_divided_batch(rules: Rules, dp: int, micro_batch_size: int) -> BrokenRul
     """A global batch that replicas and micro-batches do not divide."""
     batch_size = rules.job.batch.global_batch_size
     reason = f"micro_batch_size*dp does not divide global_batch_size={batch_size}"
+    if rules.options.decrease_batch_size_if_needed:
+        reason += ", and a decreased batch is not modelled"
     remedy = f"on {dp} data-parallel ranks it must be a multiple of {micro_batch_size * dp}; change one of them"
     return BrokenRule(reason, ("global_batch_size", "micro_batch_size"), remedy)

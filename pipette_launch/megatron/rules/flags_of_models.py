@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pipette_launch.megatron.rules.flag_view import FlagRule, FlagView
 
 OFFLOADED = {"core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear"}
@@ -15,12 +17,6 @@ def mamba_width(f: FlagView) -> int:
 
 
 MODEL = (
-    FlagRule(
-        "tp_comm_overlap mtp_num_layers",
-        "exclude each other before 0.17: the projection of multi-token prediction has no buffer",
-        lambda f: f.tp_comm_overlap and f.mtp_num_layers and f.transformer_impl == "transformer_engine",
-        until=(0, 16),
-    ),
     FlagRule(
         "multi_latent_attention group_query_attention",
         "exclude each other",
@@ -110,6 +106,26 @@ MODEL = (
         "glu_linear_offset",
         "needs --quick-geglu",
         lambda f: f.fuses_activation and f.glu_linear_offset and f.activation != "quick_geglu",
+    ),
+    FlagRule(
+        "activation_func_clamp_value",
+        "needs --num-experts with --swiglu, and a finite value above 0",
+        lambda f: (
+            f.activation == "swiglu"
+            and f.activation_func_clamp_value is not None
+            and not (f.is_expert_model and 0 < f.activation_func_clamp_value < math.inf)
+        ),
+        since=(0, 20),
+    ),
+    FlagRule(
+        "activation_func_clamp_value glu_linear_offset use_te_activation_func",
+        "exclude each other with --swiglu",
+        lambda f: (
+            f.activation == "swiglu"
+            and f.activation_func_clamp_value is not None
+            and (f.glu_linear_offset or f.use_te_activation_func)
+        ),
+        since=(0, 20),
     ),
     FlagRule(
         "use_te_activation_func",

@@ -92,6 +92,11 @@ OPTIMIZER = (
         lambda f: f.ddp_num_buckets is not None and f.ddp_num_buckets < 1 and not f.use_torch_fsdp2,
     ),
     FlagRule(
+        "num_distributed_optimizer_instances",
+        "must be at least 1",
+        lambda f: f.num_distributed_optimizer_instances == 0,
+    ),
+    FlagRule(
         "overlap_param_gather_with_optimizer_step ckpt_format",
         "needs --ckpt-format torch",
         lambda f: f.overlap_param_gather_with_optimizer_step and f.ckpt_format != "torch",
@@ -252,6 +257,11 @@ FILES = (
         lambda f: f.save is not None and f.save_interval is not None and f.save_interval < 1,
     ),
     FlagRule(
+        "save_retain_interval",
+        "must be at least 1",
+        lambda f: f.save is not None and f.save_retain_interval is not None and f.save_retain_interval < 1,
+    ),
+    FlagRule(
         "save_retain_interval save_interval",
         "no multiple of --save-interval",
         lambda f: f.save is not None and f.save_retain_interval and f.save_retain_interval % (f.save_interval or 1),
@@ -259,7 +269,7 @@ FILES = (
     FlagRule(
         "log_memory_interval log_interval",
         "no multiple of --log-interval",
-        lambda f: f.log_memory_interval is not None and f.log_memory_interval % f.log_interval,
+        lambda f: f.log_memory_interval is not None and (not f.log_interval or f.log_memory_interval % f.log_interval),
     ),
     FlagRule(
         "load_main_params_from_ckpt",

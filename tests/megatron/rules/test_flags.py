@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from megatron_lines import job
 
@@ -86,6 +88,19 @@ PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
             "no replica has all weights",
         ),
         ("--save x --save-interval 4 --save-retain-interval 6", "0.16.1", "no multiple of --save-interval"),
+        ("--save x --save-interval 4 --save-retain-interval 0", "0.16.1", "-interval 0: must be at least 1"),
+        ("--save x --save-interval 4 --save-retain-interval -4", "0.20", "must be at least 1"),
+        ("--log-memory-interval 3 --log-interval 0", "0.16.1", "--log-interval 0: no multiple of --log-interval"),
+        ("--num-distributed-optimizer-instances 0", "0.14.0", "must be at least 1"),
+        ("--swiglu --activation-func-clamp-value 7", "0.20", "needs --num-experts with --swiglu"),
+        (f"--swiglu {EXPERTS} --activation-func-clamp-value 0", "0.20", "and a finite value above 0"),
+        (f"--swiglu {EXPERTS} --activation-func-clamp-value inf", "0.20", "and a finite value above 0"),
+        (
+            f"--swiglu {EXPERTS} --activation-func-clamp-value 7 --glu-linear-offset 1 --no-bias-swiglu-fusion",
+            "0.20",
+            "exclude each other with --swiglu",
+        ),
+        ("--fine-grained-activation-offloading --offload-modules fused_group_mlp", "0.18.0", "known modules are"),
         ("--log-memory-interval 3 --log-interval 2", "0.16.1", "no multiple of --log-interval"),
         ("--data-path a --data-args-path b", "0.16.1", "exclude each other"),
         ("--mock-data --data-path a", "0.16.1", "exclude each other"),
@@ -112,6 +127,30 @@ PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
 def test_contradictions_that_no_drawn_line_has_are_refused(words: str, version: str, reason: str) -> None:
     """Each was refused by Megatron itself, too (`tests/contract/megatron_verdicts.py`)."""
     with pytest.raises(MegatronError, match=reason):
+        job(words, for_prediction=True, version=version)
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "reason"),
+    [
+        (
+            "--global-batch-size 12 --decrease-batch-size-if-needed",
+            "0.16.1",
+            "micro_batch_size*dp does not divide global_batch_size=12, and a decreased batch is not modelled",
+        ),
+        (
+            (
+                f"{EXPERTS} --moe-grouped-gemm --bf16 --use-transformer-engine-op-fuser "
+                "--fine-grained-activation-offloading --offload-modules fused_group_mlp"
+            ),
+            "0.19",
+            "--offload-modules fused_group_mlp: what a fused grouped MLP offloads is not modelled",
+        ),
+    ],
+)
+def test_what_is_legal_and_not_modelled_is_refused_as_such(words: str, version: str, reason: str) -> None:
+    """Megatron takes both lines, so the reason is that they are not modelled."""
+    with pytest.raises(MegatronError, match=re.escape(reason)):
         job(words, for_prediction=True, version=version)
 
 

@@ -17,12 +17,16 @@ def allocator_config(environment: Mapping[str, str]) -> str:
     """Return the options in effect without white space, which torch skips; empty where none is set.
 
     Raises:
-        MegatronError: torch itself refuses the value of `expandable_segments` when it is imported.
+        MegatronError: torch itself refuses the options when it is imported.
 
     """
     name = next((variable for variable in VARIABLES if variable in environment), VARIABLES[0])
     config = "".join(environment.get(name, "").split())
-    value = allocator_options(config).get(EXPANDABLE, "False")
+    options = allocator_options(config)
+    for option in options:
+        if "=" in option:
+            raise MegatronError(f"{name}={config}: torch refuses {option}; write NAME:VALUE, as {EXPANDABLE}:True")
+    value = options.get(EXPANDABLE, "False")
     if value not in {"True", "False"}:
         raise MegatronError(
             f"{name}={config}: torch refuses {EXPANDABLE}:{value}; write {EXPANDABLE}:True or {EXPANDABLE}:False"

@@ -338,6 +338,7 @@ def _from_stages(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Ch
     for rank, layers in enumerate(stages):
         if layers % vpp:
             raise MegatronError(
+                f"{' '.join(arguments.shown(dest) for dest in SPLIT_DESTS[:2] if arguments.is_given(dest))}: "
                 f"{layers} layers of pipeline rank {rank} do not divide into {vpp} virtual stages; "
                 f"use --pipeline-model-parallel-layout for uneven chunks"
             )

@@ -68,8 +68,8 @@ def _nothing_fits(inputs: SearchInputs, memory_margin: float, is_late: IsLate) -
     late = ". The budget ended before all ways to help were tried" if is_late() else ""
     return PlanError(
         f"no layout fits in memory: the leanest of {found.num_layouts}, {leanest.words()}, is predicted to need "
-        f"{bytes_text(max(shown.need_bytes))} on stage {peaks[leanest].index(need)}, and "
-        f"{bytes_text(shown.limit_bytes)} are to be had (free on the fullest device "
+        f"{bytes_text(max(shown.need_bytes))} on stage {peaks[leanest].index(need)}, but only "
+        f"{bytes_text(shown.limit_bytes)} is available (free on the fullest device "
         f"{bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}). {_help(ways)}{late}"
     )
 

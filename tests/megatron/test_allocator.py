@@ -52,10 +52,25 @@ def test_a_value_that_torch_refuses_is_refused_with_the_right_one(config: str) -
     assert job.allocator_config == ""
 
 
+MISSPELT = (
+    "expandable_segments=True",
+    "max_split_size_mb:64,expandable_segments=False",
+    "max_split_size_mb=64",
+)
+
+
+@pytest.mark.parametrize("config", MISSPELT)
+def test_a_misspelt_option_is_refused_with_the_form_that_torch_takes(config: str) -> None:
+    """Such a job would end at its first import, too."""
+    wrong = config.rpartition(",")[2].partition(":")[0]
+    with pytest.raises(MegatronError, match=f"torch refuses {wrong}; write NAME:VALUE, as expandable_segments:True"):
+        allocator_config({CUDA: config})
+
+
 TAKEN = (EXPANDABLE, " expandable_segments : False ", f"max_split_size_mb:64,{EXPANDABLE}")
 
 
-@pytest.mark.parametrize("config", [*REFUSED, *TAKEN])
+@pytest.mark.parametrize("config", [*REFUSED, *MISSPELT, *TAKEN])
 def test_torch_refuses_the_same_values(config: str) -> None:
     """A contract with the installed torch, whose parser runs without a GPU too."""
     settings = torch._C._accelerator_setAllocatorSettings

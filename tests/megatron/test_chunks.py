@@ -61,7 +61,12 @@ def test_cuts_are_read(words: str, pp: int, num_layers: int, expected: tuple[int
     [
         ("", 3, 8, "does not divide over --pipeline-model-parallel-size 3"),
         ("--num-layers-per-virtual-pipeline-stage 3", 2, 8, "not a multiple of 3"),
-        ("--num-virtual-stages-per-pipeline-rank 3", 2, 8, "do not divide into 3 virtual stages"),
+        (
+            "--num-virtual-stages-per-pipeline-rank 3",
+            2,
+            8,
+            "rank 3: 4 layers of pipeline rank 0 do not divide into 3",
+        ),
         ("--num-virtual-stages-per-pipeline-rank 2", 1, 8, "above 1"),
         (
             "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 2",

@@ -52,7 +52,7 @@ def test_too_little_memory_names_the_leanest_layout() -> None:
     text = message(job, tiny_measurements(tiny_cluster(memory_bytes=1 << 20)))
 
     assert "no layout fits in memory: the leanest of 1, tp1 pp1 dp4 mbs1, is predicted to need" in text
-    assert "and 942.08 KiB are to be had (free on the fullest device 1.00 MiB, margin 8%)" in text
+    assert "but only 942.08 KiB is available (free on the fullest device 1.00 MiB, margin 8%)" in text
     assert "more memory each" in text
 
 

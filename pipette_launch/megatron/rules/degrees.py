@@ -129,6 +129,10 @@ def _exchange_faults(rules: Rules, tp: int, cp: int) -> Broken:
     """Check the kinds of exchange against layers and heads; Transformer Engine cuts heads for all-to-all."""
     model, options = rules.job.model, rules.options
     flag = flag_of("cp_comm_type")
+    # TE raises at the first forward (context_parallel.py, attn_forward_func_with_cp); Megatron's help has "allgather".
+    for kind in sorted({*options.cp_comm_type} - {"p2p", "all_gather", "a2a", "a2a+p2p"}):
+        remedy = "write p2p, all_gather, a2a or a2a+p2p"
+        yield BrokenRule(f"Transformer Engine has no exchange {kind!r}", ("cp", "cp_comm_type"), remedy)
     if len(options.cp_comm_type) not in (1, model.num_layers):
         yield BrokenRule(
             f"{flag} needs one kind, or one for each of num_layers={model.num_layers}", ("cp", "cp_comm_type")

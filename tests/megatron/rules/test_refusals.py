@@ -68,6 +68,8 @@ CASES = {
     ],
     "kinds of exchange": [
         ("0.16.1", f"{CP} 2 --cp-comm-type p2p a2a", "--cp-comm-type p2p a2a"),
+        ("0.16.1", f"{CP} 2 --cp-comm-type allgather", f"{CP} 2 --cp-comm-type all_gather"),
+        ("0.20.0", f"{CP} 2 --cp-comm-type ring", "--cp-comm-type ring"),
         ("0.18.0", f"{CP} 2 --cp-comm-type p2p p2p p2p", f"{CP} 2 --cp-comm-type {' '.join(['p2p'] * 8)}"),
         (
             "0.16.1",

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 
 NAME_S = 5.0
-"""How long a name service may take before the user reads that it is slow."""
+"""Seconds for a name service to answer; the user reads that a later answer is slow."""
 CONNECT_S = 3.0
 SAY_AFTER_S = 10.0
-"""How long the host of the rendezvous may be late before the user reads whom this node waits for."""
+"""Seconds until a node prints that it waits for the host of the rendezvous."""
 FOREIGN_S = 30.0
-"""How long until a port that did not answer as a store is asked again: each question leaves a thread of torch's."""
+"""Seconds between two attempts where a foreign program listens: each attempt leaves a thread of torch's."""
 PAUSE_S = 1.0
+NO_STORE = "what listens there does not answer as a rendezvous of torch"
 LISTENS = "0A"
 """State of a listening socket in /proc/net/tcp."""
 LAUNCHERS = ("pipette-launch", "pipette_launch", "torchrun", "torch.distributed")
@@ -52,7 +53,7 @@ def say(words: str) -> None:
 
 
 def await_name(at: Endpoint, *, patience_s: float) -> None:
-    """Wait until the endpoint's host name has an address, as torch does, but print at once that it has none.
+    """Wait until the endpoint's host name has an address, as torch does, but print at once if it has no address.
 
     Raises:
         ClusterError: it had none for `patience_s`.
@@ -116,10 +117,11 @@ def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.en
                 f"the nodes cannot meet: waited {waited_s:.0f} s for {words}; start the launcher of that node, or "
                 f"correct {settings.flag}{advice(settings, environ)}"
             )
-        if waited_s > SAY_AFTER_S and not said:
+        is_foreign = why.startswith(NO_STORE)
+        if (is_foreign or waited_s > SAY_AFTER_S) and not said:
             said = True
             say(f"waiting up to {settings.connect_s:.0f} s for {words}{advice(settings, environ)}")
-        time.sleep(next(pauses_s))
+        time.sleep(FOREIGN_S if is_foreign else next(pauses_s))
 
 
 def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
@@ -137,8 +139,7 @@ def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
         return ""
     if settings.may_host_store:
         raise ClusterError(port_held(port, settings))
-    time.sleep(FOREIGN_S)
-    return "what listens there is no rendezvous of torch"
+    return f"{NO_STORE} ({holder(port)[0]})" if settings.is_here else NO_STORE
 
 
 def advice(settings: RendezvousSettings, environ: Mapping[str, str]) -> str:
@@ -149,6 +150,8 @@ def advice(settings: RendezvousSettings, environ: Mapping[str, str]) -> str:
         found.append(
             f"; {host} is this machine itself, so other machines need {settings.flag} with the first node's name"
         )
+    if host in ("0.0.0.0", "::"):  # noqa: S104  it is compared, not bound
+        found.append(f"; {host} is the address of no machine, so give {settings.flag} the first node's name")
     named = environ.get("MASTER_ADDR", "")
     if settings.flag == ADDRESS and named not in ("", host):
         found.append(

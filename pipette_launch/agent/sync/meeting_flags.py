@@ -19,9 +19,9 @@ STATIC_PORT = 29500
 C10D_PORT = 29400
 """torch's own, where the endpoint has no port."""
 STATIC_JOIN_S = 900
-"""How long torchrun's static rendezvous waits for the nodes and for its store."""
+"""Seconds for which torchrun's static rendezvous waits for the nodes and for its store."""
 C10D_JOIN_S, C10D_READ_S = 600, 60
-"""How long torch's c10d rendezvous waits for the nodes, and for its store."""
+"""Seconds for which torch's c10d rendezvous waits for the nodes, and for its store."""
 ADDRESS, ENDPOINT = "--master-addr", "--rdzv-endpoint"
 
 

@@ -151,14 +151,21 @@ def test_another_program_on_another_address_is_named() -> None:
             await_store(client_of(port, may_host_store=True), {})
 
 
-def test_another_program_on_another_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process cannot be seen from here."""
+@pytest.mark.parametrize("is_here", [False, True])
+def test_another_program_that_is_no_rendezvous_is_noted_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_here: bool
+) -> None:
+    """Before the long pause until the next question, and with its process where it can be seen from here."""
     monkeypatch.setattr(endpoint, "answers", lambda _peer, within_s: False)
-    monkeypatch.setattr(endpoint, "FOREIGN_S", 0.2)
+    monkeypatch.setattr(endpoint, "FOREIGN_S", 0.6)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        settings = client_of(int(server.getsockname()[1]), connect_s=0.1)
-        with pytest.raises(ClusterError, match="where the nodes meet: what listens there is no rendezvous of torch"):
+        settings = client_of(int(server.getsockname()[1]), connect_s=0.5, is_here=is_here)
+        with pytest.raises(ClusterError, match="where the nodes meet: what listens there does not answer as a rend"):
             await_store(settings, {})
+
+    said = capsys.readouterr().err
+    assert 1 == said.count("what listens there does not answer as a rendezvous of torch")
+    assert is_here == (f"(process {os.getpid()} of user " in said)
 
 
 def test_a_holder_of_another_user_is_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +257,14 @@ def test_what_else_may_keep_nodes_apart(flag: str, environ: dict[str, str], part
 
     assert len(parts) == len(found)
     assert all(one.startswith(part) for one, part in zip(found, parts, strict=True)), found
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])  # noqa: S104  nothing is bound
+def test_an_address_of_no_machine_is_noted(host: str) -> None:
+    """Servers bind it; the nodes of a job cannot connect to it."""
+    place = RendezvousSettings(endpoint=f"{host}:1", node_rank=-1, may_host_store=False, is_client=True)
+
+    assert f"; {host} is the address of no machine, so give --rdzv-endpoint the first node's name" == advice(place, {})
 
 
 def test_another_process_is_shown_with_its_command() -> None:

@@ -212,7 +212,7 @@ class ModelSpec:
 
     @property
     def has_dense_mlps(self) -> bool:
-        """Whether any layer, those of multi-token prediction too, has a matrix of `ffn_hidden_size`."""
+        """True if a layer, also one of multi-token prediction, has a matrix of `ffn_hidden_size`."""
         return not {*self.layer_kinds, *self.prediction_kinds}.isdisjoint(_DENSE)
 
     @property

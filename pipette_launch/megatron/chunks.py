@@ -324,9 +324,12 @@ def _from_stages(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Ch
     given = dict(named)
     counted = num_layers + sum(bool(arguments.get(dest)) for dest in SPLIT_DESTS[5:])
     left, ranks = counted - sum(given.values()), pp - len(named)
+    if pp == 1 and named and (ranks < 0 or left):
+        shown = " and ".join(arguments.shown(dest) for dest in SPLIT_DESTS[3:5] if arguments.is_given(dest))
+        raise MegatronError(f"{shown}: a pipeline of one rank has one stage with all {num_layers} layers; remove it")
     # Before 0.16 the ranks between may have no layers.
     least = 0 if release_of(arguments.version) < (0, 16) or not given else 1
-    uneven = left % ranks != 0 or left < least if ranks > 0 else left != 0 or ranks < 0
+    uneven = left % ranks != 0 or left < least if ranks > 0 else left != 0
     if uneven or min(given.values(), default=1) < 1:
         ends_shown = [arguments.shown(dest) for dest in SPLIT_DESTS[3:] if arguments.is_given(dest)]
         raise MegatronError(

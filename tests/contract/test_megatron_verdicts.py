@@ -43,7 +43,7 @@ STRICTER = {
     "does not divide ffn_hidden_size": "Transformer Engine's layers assert it; a stand-in has no sizes",
     "contradict each other: --num-query-groups": "query groups that do not divide the heads fail in the first forward",
     "to more experts than there are": "torch.topk raises in the first forward",
-    " with --decoder-": "Megatron would leave out layers without a word",
+    "a pipeline of one rank has one stage": "Megatron would leave out layers without a word",
     "FP8 needs Mamba's projection": "a stage between the first and the last fails, which the judge does not build",
     "not modelled": "nothing is known of such jobs, as the message says",
 }

@@ -31,7 +31,7 @@ class BrokenRule(NamedTuple):
     remedy: str = "change one of them"
     """It may name sizes of this layout."""
     is_refused: bool = True
-    """Megatron stops; else it trains other gradients or hangs, so that no plan has it, but its memory can be told."""
+    """False if Megatron starts, and then hangs or computes wrong gradients: no plan has it, `predict` adds a note."""
 
     def sentence(self, arguments: Arguments, layout: Layout) -> str:
         """Return flags with their values, the reason and the remedy: `--tensor-model-parallel-size 3: ...; ...`."""

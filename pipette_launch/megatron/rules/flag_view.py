@@ -20,7 +20,7 @@ class FlagRule:
     """Destinations whose flags the message shows, as given."""
     reason: str
     is_broken: Callable[[Any], object]
-    """Of a `FlagView`."""
+    """Test of a `FlagView`."""
     since: tuple[int, int] = OLDEST
     """The first release that has the rule."""
     until: tuple[int, int] = NEWEST
@@ -69,7 +69,7 @@ class FlagView:
 
     @property
     def is_expert_model(self) -> bool:
-        """Whether any layer has experts."""
+        """True if a layer has experts."""
         return bool(self.num_experts)
 
     @property
@@ -91,7 +91,7 @@ class FlagView:
 
     @property
     def fuses_activation(self) -> bool:
-        """Whether bias and activation are one kernel (core_transformer_config_from_args)."""
+        """True if bias and activation are one kernel (core_transformer_config_from_args)."""
         if self.swiglu:
             return bool(self.bias_swiglu_fusion)
         return bool(self.bias_gelu_fusion and self.add_bias_linear)
@@ -112,12 +112,12 @@ class FlagView:
 
     @property
     def is_rope(self) -> bool:
-        """Whether positions are rotated."""
+        """True if positions are rotated."""
         return bool(self.use_rotary_position_embeddings) or bool(self.position_embedding_type == "rope")
 
     @property
     def checks_nan(self) -> bool:
-        """Whether losses and gradients are checked; the dynamic loss scale of fp16 does that itself."""
+        """True if Megatron checks losses and gradients; the dynamic loss scale of fp16 checks them by itself."""
         return bool(self.check_for_nan_in_loss_and_grad) and not (self.fp16 and not self.loss_scale)
 
     @property

@@ -1,4 +1,4 @@
-"""Rules on flags of layers, positions, attention and what is kept for the backward: `validate_args` and its configs."""
+"""Rules on flags of layers, positions, attention and saved activations: `validate_args` and its configurations."""
 
 from __future__ import annotations
 

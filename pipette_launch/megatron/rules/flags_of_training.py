@@ -10,7 +10,7 @@ _WORDS_OF_RAMP = 3
 
 
 def grows(ramp: list[object], end: int) -> bool:
-    """Whether start, increment and samples lead to the end (RampupBatchsizeNumMicroBatchesCalculator)."""
+    """True if start, increment and samples lead to the end (RampupBatchsizeNumMicroBatchesCalculator)."""
     if len(ramp) != _WORDS_OF_RAMP:
         return False
     start, increment, samples = (int(str(word)) for word in ramp)

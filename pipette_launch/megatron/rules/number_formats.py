@@ -10,7 +10,7 @@ from pipette_launch.megatron.rules.broken import BrokenRule
 
 FP8_SINCE, FP4_SINCE = (8, 9), (10, 0)
 FP8_RECIPES_SINCE = {"blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Capabilities that the kinds of `--fp8-recipe` need; others need that of FP8."""
+"""Capabilities that the kinds of `--fp8-recipe` need; other kinds need the capability of FP8."""
 
 
 def check_formats(arguments: Arguments, own: Layout, *, device_name: str, capability: int | None) -> None:

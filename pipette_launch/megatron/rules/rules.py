@@ -20,7 +20,7 @@ class Rules:
 
     job: Job
     release: tuple[int, ...]
-    """That of the job, read once."""
+    """Megatron's release, read once from the job."""
     device_kind: str
     options: PerformanceOptions
     rooms: Rooms | None = None
@@ -28,7 +28,7 @@ class Rules:
 
     @property
     def ramps_up(self) -> bool:
-        """Whether the batch grows; from 0.18 on the flag is read and not used (num_microbatches_calculator.py)."""
+        """True if the batch grows; from 0.18 on Megatron ignores the flag (num_microbatches_calculator.py)."""
         return bool(self.options.rampup_batch_size) and self.release < (0, 18)
 
     @classmethod

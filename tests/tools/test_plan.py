@@ -28,7 +28,8 @@ from pipette_launch.tools import planning
 from pipette_launch.tools.main import main, parser
 from pipette_launch.units import seconds_text
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = os.path.relpath(Path(__file__).parents[2] / "examples")
+"""Relative: commands are split at spaces, which the path of a clone may have."""
 FREE = "--budget 60 --fix tp,pp,cp,vpp,order,overlap,recompute,dist_opt"
 FEW = "--budget 0.5 --fix cp,mbs,vpp,order,overlap,recompute"
 JOB = f"--megatron-version 0.16.1 pretrain_gpt.py {TEXT}"
@@ -483,11 +484,11 @@ def test_the_environments_memory_counts_in_plans_too(
     ("words", "expected"),
     [
         (
-            f"plan --gpu gb200-nvl72 --nodes 2 --fabric {EXAMPLES / 'gb200-nvl72.json'} {FEW},tp,pp {JOB}",
+            f"plan --gpu gb200-nvl72 --nodes 2 --fabric {EXAMPLES}/gb200-nvl72.json {FEW},tp,pp {JOB}",
             "8 ranks on 2 hosts x 4 GB200-NVL72 with 184.31 GiB",
         ),
         (f"plan --gpu h100 --nodes 1 {FEW},tp {JOB} {LATENT}", "8 ranks on 1 host x 8 H100-SXM"),
-        (f"plan --gpu {EXAMPLES / 'mi300x.json'} --nodes 1 {FEW},tp {JOB}", "8 ranks on 1 host x 8 MI300X with 191.85"),
+        (f"plan --gpu {EXAMPLES}/mi300x.json --nodes 1 {FEW},tp {JOB}", "8 ranks on 1 host x 8 MI300X with 191.85"),
     ],
 )
 def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -516,7 +517,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         ),
         (f"plan --gpu h100 --nodes 2 --fabric no.json {JOB}", 2, "no.json: cannot be read"),
         (
-            f"plan --gpu h100 --nodes 2 --fabric {EXAMPLES / 'fat-tree.json'} {JOB}",
+            f"plan --gpu h100 --nodes 2 --fabric {EXAMPLES}/fat-tree.json {JOB}",
             2,
             "fat-tree.json: network_factor: host5 is none of the job's hosts host0 to host1",
         ),
@@ -548,7 +549,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
             "--tensor-model-parallel-size 3 needs a multiple of 3 ranks, but the job has 8",
         ),
         ("report nowhere.json", 2, "nowhere.json: cannot be read"),
-        (f"report {EXAMPLES / 'fat-tree.json'}", 2, "expected a 'plan' document, found 'fabric'"),
+        (f"report {EXAMPLES}/fat-tree.json", 2, "expected a 'plan' document, found 'fabric'"),
     ],
 )
 def test_complaints(words: str, code: int, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

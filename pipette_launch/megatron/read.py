@@ -79,8 +79,8 @@ def read_job(
     if starts_nothing:
         # A script that is launched refuses by itself, and may allow more than NVIDIA's.
         check_flags(given, flags_layout)
-        if device_kind == "cuda":
-            check_formats(given, flags_layout, device_name=device_name, capability=capability)
+    if starts_nothing and device_kind == "cuda":
+        check_formats(given, flags_layout, device_name=device_name, capability=capability)
     batch = _batch(given, flags_layout)
     demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)
     if demands.own and given.get("use_mp_args_from_checkpoint_args"):
@@ -100,18 +100,21 @@ def read_job(
     notes += [needless, *unknown_note(given)] if starts_nothing else []
     notes += [checkpoint.unseen_note(given)] if starts_nothing and for_planning else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
-    allocator = allocator_config(environment) if device_kind == "cuda" else ""
-    fields = {
-        "allocator_config": allocator,
-        "model": model,
-        "batch": batch,
-        "own": own,
-        "own_refusal": str(refusal or ""),
+    job = Job(
+        model=model,
+        batch=batch,
+        own=own,
+        own_refusal=str(refusal or ""),
+        allocator_config=allocator_config(environment) if device_kind == "cuda" else "",
+        pinned=tuple(sorted(pinned)),
+        notes=tuple(dict.fromkeys(filter(None, notes))),
         **_training(given, batch, environment),
-    }
-    job = Job(**fields, pinned=tuple(sorted(pinned)), notes=tuple(dict.fromkeys(filter(None, notes))))
-    if for_planning:
-        return job
+    )
+    return job if for_planning else _checked(job, given, refusal, device_kind)
+
+
+def _checked(job: Job, given: Arguments, refusal: MegatronError | None, device_kind: str) -> Job:
+    """Hold the own layout against the rules; where it is a stand-in, an error is that of the user's own."""
     try:
         faults = check_own(job, given, device_kind=device_kind)
     except MegatronError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipette_launch.megatron.flags import flag_table, releases
+from pipette_launch.megatron.flags import Flag, flag_table, releases
 from pipette_launch.megatron.pins import REFUSED, UNPLANNED, UNTIMED
 
 PAGE = (Path(__file__).parents[1] / "docs" / "limits.md").read_text()
@@ -17,6 +17,11 @@ def rows(heading: str) -> dict[str, str]:
     """First flag -> releases, of the table below a heading."""
     section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     return dict(re.findall(r"^\| `(--[\w-]+)`[^|]*\| ([\d. to]+) \|", section, re.MULTILINE))
+
+
+def takes(flag: Flag, value: str) -> bool:
+    """Whether a flag takes a value; any, where the table names no values."""
+    return not value or not flag.choices or value in map(str, flag.choices)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +36,12 @@ def test_every_refused_flag_has_a_row(heading: str, table: dict[str, str]) -> No
     """With the first and the last release that has it."""
     found = rows(heading)
     for key in table:
-        dest = key.partition("=")[0]
-        has = [name for name in releases() if any(flag.dest == dest for flag in flag_table(name).values())]
+        dest, _, value = key.partition("=")
+        has = [
+            name
+            for name in releases()
+            if any(flag.dest == dest and takes(flag, value) for flag in flag_table(name).values())
+        ]
         options = {flag.option for name in has for flag in flag_table(name).values() if flag.dest == dest}
         span = has[0] if len(has) == 1 else f"{has[0]} to {has[-1]}"
 

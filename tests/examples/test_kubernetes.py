@@ -41,8 +41,8 @@ def parsed(monkeypatch: pytest.MonkeyPatch, manifest: str, **variables: str) -> 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    def unknown(*_: object) -> list[object]:
-        raise OSError("no such host")
+    def unknown(*_: object, **__: object) -> list[object]:
+        raise socket.gaierror("no such host")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     text = (FOLDER / manifest).read_text()

@@ -35,7 +35,7 @@ def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller], *,
     """Run a job as torchrun would, with a controller.
 
     Everything that torchrun does between its parser and its agent (and after it: error files, the rendezvous' end,
-    exit codes) is torch's own code, of whatever version is installed. `advice` is the end of a sentence
+    exit codes) is torch's own code, of the installed version. `advice` is the end of a sentence
     about launchers that do not meet as their flags describe.
     """
     drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))

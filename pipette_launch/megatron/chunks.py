@@ -40,7 +40,7 @@ Chunks = tuple[int, ...]
 
 
 class Split(NamedTuple):
-    """How a layout splits the model into chunks, with the names of its fields."""
+    """Split of the model into chunks; its fields have the names that a layout gives them."""
 
     vpp: int = 1
     layers_per_chunk: Chunks = ()

@@ -114,7 +114,7 @@ def read_job(
 
 
 def _checked(job: Job, given: Arguments, refusal: MegatronError | None, device_kind: str) -> Job:
-    """Hold the own layout against the rules; where it is a stand-in, an error is that of the user's own."""
+    """Check the own layout; if it is a stand-in and breaks a rule, raise the refusal of the user's own layout."""
     try:
         faults = check_own(job, given, device_kind=device_kind)
     except MegatronError as error:
@@ -144,7 +144,7 @@ def _flags_layout(
         takes_sizes = given.get("use_mp_args_from_checkpoint_args") and checkpoint.checkpoint_folder(given)
         if not takes_sizes and (for_prediction or (names_stages and not for_planning)):
             raise
-        # Without a global batch size the degrees say what a step is.
+        # Without a global batch size the degrees decide how many samples a step has.
         keeps_degrees = not (for_planning or takes_sizes) or not given.is_given("global_batch_size")
         found = read_stand_in(given, world_size=world_size, fixed=fixed, keeps_degrees=keeps_degrees)
         if found is None:

@@ -151,7 +151,7 @@ class SearchInputs:
 
     @property
     def own_cannot_run(self) -> str:
-        """Why the user's own configuration cannot run, or what it does not keep together; empty where it can."""
+        """Reason for which the user's own configuration cannot run here; empty if it can."""
         return self.job.own_refusal or self.own_fault or self.own_split or ""
 
     @property

@@ -143,7 +143,7 @@ def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
 
 
 def advice(settings: RendezvousSettings, environ: Mapping[str, str]) -> str:
-    """Return what else may keep the nodes apart, as ends of a sentence."""
+    """Return further reasons that may keep the nodes apart, as ends of a sentence."""
     host = parse_rendezvous_endpoint(settings.endpoint, default_port=C10D_PORT)[0]
     found = []
     if host in ("localhost", "127.0.0.1", "::1") and settings.most_nodes > 1:

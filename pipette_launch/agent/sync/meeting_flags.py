@@ -34,14 +34,14 @@ class Endpoint(NamedTuple):
 
 
 def becomes_standalone(args: Namespace) -> bool:
-    """Whether torchrun meets on a free port of this machine: --standalone, or one static node without a port."""
+    """True if torchrun meets on a free port of this machine: --standalone, or one static node without a port."""
     nodes = str(args.nnodes).split(":")[-1]
     is_static = args.rdzv_backend == "static"
     return bool(args.standalone) or (is_static and not args.rdzv_endpoint and args.master_port is None and nodes == "1")
 
 
 def is_file(args: Namespace) -> bool:
-    """Whether the endpoint is the path of a file, which c10d takes for its store on request."""
+    """True if the endpoint is the path of a file, which c10d takes for its store on request."""
     return bool(args.rdzv_backend == "c10d" and conf_of(args).get("store_type", "").lower() == "file")
 
 

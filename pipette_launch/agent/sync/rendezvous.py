@@ -139,7 +139,7 @@ def _set(args: Namespace, **settings: object) -> None:
 
 
 def _can_bind(port: int) -> bool:
-    """Whether torch can open its store, which listens on all addresses of this machine."""
+    """True if torch can open its store, which listens on all addresses of this machine."""
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     try:

@@ -34,7 +34,7 @@ class Waiting:
         self._settings = settings
         self._next_line_s = FIRST_LINE_S
         self.is_spare = False
-        """Whether the job had all its nodes when this one came, so that this one trains only if another is lost."""
+        """True if the job had all its nodes when this node came: it trains only after another node is lost."""
         self._names: list[str] = []
         """Nodes that had come at the last look; torch forgets them when its time is over."""
 

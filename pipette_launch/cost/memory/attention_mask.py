@@ -33,6 +33,10 @@ def without_mask(job: Job) -> Job | None:
     reads = is_local(job.model) or job.model.attention_backend == "unfused"
     if not whole_mask_bytes(job, job.own) or (reads and _RESET in job.performance_flags):
         return None
+    return _with_no_mask(job)
+
+
+def _with_no_mask(job: Job) -> Job:
     return replace(job, performance_flags=tuple(sorted((*job.performance_flags, NO_MASK))))
 
 
@@ -41,8 +45,7 @@ def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
     whole = whole_mask_bytes(job, layout)
     if whole and performance_options(job).sft and job.release >= _SFT_ASSERTS:
         return (f"With --sft the first sample ends the job: its data set makes no attention mask; add {NO_MASK}.",)
-    bare = replace(job, performance_flags=(*job.performance_flags, NO_MASK))
-    with_mask, without = ([part.total for part in peak_memory_bytes(one, layout)] for one in (job, bare))
+    with_mask, without = ([part.total for part in peak_memory_bytes(one, layout)] for one in (job, _with_no_mask(job)))
     raised = [rank for rank, peak in enumerate(with_mask) if peak > (1 + MATTERS) * without[rank]]
     if not raised:
         return ()

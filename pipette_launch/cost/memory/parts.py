@@ -31,7 +31,7 @@ class PeakParts(Generic[Bytes]):
     recompute: Bytes
     """Activations of one recomputed layer while its backward runs."""
     backward: Bytes
-    """Most that one layer's backward needs besides; with offloading, or a forward between backwards."""
+    """Largest extra need of the backward pass of a layer, with offloading, or with a forward between backwards."""
     mask: Bytes
     """The data loader's attention mask, while a forward pass runs."""
     loading: Bytes

@@ -171,7 +171,7 @@ def main() -> None:
     text = report(rows)
     sys.stdout.write(text)
     if args.record:
-        (RESULTS / f"exhaustion_{time.strftime('%Y-%m-%d')}.md").write_text(text, encoding="utf-8")
+        (RESULTS / "exhaustion.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

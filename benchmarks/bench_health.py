@@ -195,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     text = shown(report(args.clusters))
     if args.record:
-        (RESULTS / f"health_{datetime.now(tz=timezone.utc):%Y-%m-%d}.md").write_text(text)
+        (RESULTS / "health.md").write_text(text)
 
 
 if __name__ == "__main__":

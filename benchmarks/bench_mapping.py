@@ -203,11 +203,11 @@ def main() -> None:
     """Print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, two sizes, 20 instances")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/mapping_DATE.md as well")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/mapping.md as well")
     args = parser.parse_args()
     text = shown(report(quick=args.quick))
     if args.record:
-        (RESULTS / f"mapping_{time.strftime('%Y-%m-%d', time.gmtime())}.md").write_text(text)
+        (RESULTS / "mapping.md").write_text(text)
 
 
 if __name__ == "__main__":

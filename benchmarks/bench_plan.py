@@ -260,7 +260,7 @@ def main() -> None:
     text = report(rows, anytime, budget_s=args.budget, repeat=args.repeat)
     sys.stdout.write(text)
     if args.record:
-        (RESULTS / f"plan_{time.strftime('%Y-%m-%d')}.md").write_text(text, encoding="utf-8")
+        (RESULTS / "plan.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def report(chosen: list[str], setting: Setting, *, is_plain: bool) -> Iterator[s
 def main() -> None:
     """Print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/planners_DATE.md as well")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/planners.md as well")
     parser.add_argument("--quick", action="store_true", help="two cases")
     parser.add_argument("--all", action="store_true", help="all ten models, not one of each hidden size")
     parser.add_argument("--plain", action="store_true", help="nothing but degrees, micro-batch and order")
@@ -107,7 +107,7 @@ def main() -> None:
     text = shown(report(chosen, setting, is_plain=args.plain))
     if args.record:
         suffix = "_plain" if args.plain else ""
-        target = RESULTS / f"planners{suffix}_{time.strftime('%Y-%m-%d', time.gmtime())}.md"
+        target = RESULTS / f"planners{suffix}.md"
         target.write_text(f"# Our plans against the picks of others\n\n{text}")
 
 

@@ -128,7 +128,7 @@ def _cell(found: Duel, rival: str) -> str:
 def main() -> None:
     """Print the table, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/planners_published_DATE.md")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/planners_published.md")
     parser.add_argument("--only", nargs="*", default=[], help="jobs with one of these in GPT3-175B/128 H100/FP8-DS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget-s", type=float, default=8.0, help="for our search")
@@ -137,7 +137,7 @@ def main() -> None:
     setting = Setting(seed=args.seed, budget_s=args.budget_s, pipette_budget_s=args.pipette_budget_s)
     text = shown(report(args.only, setting))
     if args.record:
-        target = RESULTS / f"planners_published_{time.strftime('%Y-%m-%d', time.gmtime())}.md"
+        target = RESULTS / "planners_published.md"
         target.write_text(f"# Our plans, published layouts and the picks of others\n\n{text}")
 
 

@@ -24,8 +24,8 @@ from benchmarks.mapping.pipette_cost import PipetteCost, measured_ms_per_mb, sho
 from benchmarks.mapping.small import problems
 from benchmarks.mapping.swap_annealing import annealed
 from benchmarks.mapping.tiles import best_tiled
+from benchmarks.rivals import pipette_annealer
 from benchmarks.telling import processor, shown
-from pipette_launch.baselines import pipette_annealer
 from pipette_launch.search.assignment.descent import descend
 from pipette_launch.search.assignment.problem import Flows
 from pipette_launch.search.placement.blocks import DESCENT_STEPS, NEAR

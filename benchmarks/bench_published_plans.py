@@ -17,13 +17,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.planners.duel import MEMORY_MARGIN, Duel, Setting, duel
+from benchmarks.rivals.pick import PlannerOptions, device_peak_bytes
 from benchmarks.telling import processor, shown
 from benchmarks.validation.latency import Machines
 from benchmarks.validation.nvidia import SHAPES, refusal, run_of
 from benchmarks.validation.nvidia_rows import COLUMNS, read_shapes
 from benchmarks.validation.options import DATA, DEFAULT_FILES
 from benchmarks.validation.tables import Row, read_table
-from pipette_launch.baselines.pick import PlannerOptions, device_peak_bytes
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.cost.memory.overhead import allowed_bytes
 from pipette_launch.cost.step.predictor import Predictor

@@ -8,8 +8,6 @@ WARMUP_BUDGET_S = 60.0
 """`--pipette-budget`: seconds that a warm-up may measure."""
 SEARCH_BUDGET_S = 10.0
 """`--budget` of `pipette plan` and `pipette compare`: processor seconds of the search."""
-RIVAL_BUDGET_S = 1.0
-"""`--rival-budget` of `pipette compare`: seconds for each candidate of a rival that anneals."""
 TRIALS = 0
 """`--pipette-trials`: how many plans run briefly beside the user's own configuration before the training."""
 TRIAL_ITERS = 5

@@ -1,6 +1,6 @@
 """Step times of one given layout by the latency models of AMP, Varuna and Pipette.
 
-The planners of the same names in `pipette_launch.baselines` price what their own search visits. These functions price
+The planners of the same names in `benchmarks.rivals` price what their own search visits. These functions price
 any layout and placement, and refuse what a model has no notion of, so that it counts as infeasible.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.baselines import amp, pipette_planner
-from pipette_launch.baselines.inputs import Array, UnitPrices, slot_of_rank
-from pipette_launch.baselines.pipette_planner import Messages
-from pipette_launch.baselines.varuna import Priority, VarunaPrices
+from benchmarks.rivals import amp, pipette_planner
+from benchmarks.rivals.inputs import Array, UnitPrices, slot_of_rank
+from benchmarks.rivals.pipette_planner import Messages
+from benchmarks.rivals.varuna import Priority, VarunaPrices
 from pipette_launch.cost.communication.groups import Groups, rank_grid
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pipette_launch.baselines.pick import Pick, PlannerOptions, device_peak_bytes
-from pipette_launch.baselines.placers import PLACERS
-from pipette_launch.baselines.planners import RANKINGS
+from benchmarks.rivals.pick import Pick, PlannerOptions, device_peak_bytes
+from benchmarks.rivals.placers import PLACERS
+from benchmarks.rivals.planners import RANKINGS
 from pipette_launch.cost.memory.overhead import allowed_bytes
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PlanError

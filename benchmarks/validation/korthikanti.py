@@ -11,7 +11,7 @@ from benchmarks.validation.lines import Line, Section
 from benchmarks.validation.scores import errors
 from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, number, read_table, size, word
-from pipette_launch.cost import peak_memory_bytes
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
 from pipette_launch.facts.machines.accelerator import DeviceSpec

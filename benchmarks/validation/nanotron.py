@@ -13,8 +13,8 @@ from benchmarks.validation.latency import Machines, StepTime
 from benchmarks.validation.lines import Line, Section
 from benchmarks.validation.nanotron_rows import DEVICES_PER_HOST, Configuration, read
 from benchmarks.validation.scores import Errors, area_under_curve, errors, regret, spearman
-from pipette_launch.cost import peak_memory_bytes
 from pipette_launch.cost.memory.overhead import overhead_of
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
 from pipette_launch.facts.machines.accelerator import DeviceSpec

@@ -1,4 +1,4 @@
-"""`pipette compare` sets plan files side by side, or the choices of several planners for one job."""
+"""`pipette compare` prints plan files side by side."""
 
 from __future__ import annotations
 
@@ -8,101 +8,38 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipette_launch.defaults import RIVAL_BUDGET_S
-from pipette_launch.errors import PlanError, UsageError
-from pipette_launch.tools import flags
+from pipette_launch.errors import UsageError
 from pipette_launch.tools.flags import Subcommand
 
 if TYPE_CHECKING:
     # Parsing --help must not wait for numpy.
-    from pipette_launch.facts import Plan
+    from pipette_launch.facts import Choice, Plan
     from pipette_launch.facts.results.comparison import Comparison
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of `pipette compare`."""
-    parser.add_argument(
-        "--planners",
-        metavar="NAMES",
-        help="planners to compare, the others with the first: ours,yours,amp,varuna,pipette,"
-        "megatron-rules,topology-sorted,torchrun-order,random ...",
-    )
-    parser.add_argument(
-        "--rival-budget",
-        metavar="SECONDS",
-        type=flags.seconds,
-        default=RIVAL_BUDGET_S,
-        help=f"time for each candidate of a planner that anneals (default {RIVAL_BUDGET_S:g}; Pipette's scripts: 10)",
-    )
-    flags.add_machine_flags(parser)
-    # Nothing is going to run: what another plan saves counts, however little.
-    flags.add_search_flags(parser, margin=0.0)
-    flags.add_reading_flags(parser)
     parser.add_argument("--json", action="store_true", help="print a document of kind `comparison` instead of a screen")
-    flags.add_script(parser, what="PLAN|SCRIPT", about="plan files; or with --planners the script of the job")
+    parser.add_argument("plans", metavar="PLAN", nargs="*", type=Path, help="two plan files or more")
 
 
 def run(args: Namespace) -> int:
-    """Print the comparison; returns 0 even where a planner has no plan, which is an answer."""
+    """Print the comparison; returns 0."""
     from pipette_launch.facts import files
     from pipette_launch.report import comparison_screen
 
-    found = of_files(_paths(args)) if args.planners is None else _of_planners(args)
+    found = of_files(args.plans)
     sys.stdout.write(files.dumps(found) + "\n" if args.json else comparison_screen(found))
     return 0
 
 
-def _paths(args: Namespace) -> list[Path]:
-    words = [args.script, *args.arguments]
-    late = [word for word in words if word.startswith("-")]
-    if late:
-        raise UsageError(
-            f"{late[0]} stands behind a file's name; flags of ours stand before, and a job is compared with --planners"
-        )
-    for flag, value in (("--gpu", args.gpu), ("--cluster", args.cluster), ("--fabric", args.fabric)):
-        if value is not None:
-            raise UsageError(f"{flag} is for --planners; plan files say themselves what they are for")
-    return [Path(word) for word in words]
-
-
-def _of_planners(args: Namespace) -> Comparison:
-    import time
-
-    from pipette_launch.baselines.pick import PlannerOptions
-    from pipette_launch.tools import planning, rivals
-
-    names = rivals.checked_names(args.planners)
-    request = planning.PlanningRequest.of(args)
-    problem = planning.problem_of(request)
-    hosts = problem.measurements.cluster.hosts
-    options = PlannerOptions(
-        capacity_bytes=min(device.memory_total_bytes for host in hosts for device in host.devices),
-        clock=time.process_time,
-        budget_s=args.rival_budget,
-        seed=args.seed,
-        memory_margin=args.memory_margin,
-        switches_H=problem.machines.switches_H,
-    )
-    plan: Plan | PlanError = PlanError("not asked")
-    if rivals.OURS in names:
-        try:
-            plan = planning.planned(problem, request)
-        except PlanError as error:
-            plan = error
-    return rivals.of_planners(problem, names, plan, options)
-
-
 def of_files(paths: Sequence[Path]) -> Comparison:
-    """Set plan files side by side; raises FileFormatError for one that is none, UsageError for fewer than two."""
+    """Compare plan files with the first of them; raises UsageError for fewer than two."""
     from pipette_launch.facts import Plan, files
     from pipette_launch.facts.results.comparison import Comparison, Entry
-    from pipette_launch.tools.rivals import memory_fault
 
     if len(paths) < 2:
-        raise UsageError(
-            f"what is {paths[0] if paths else 'it'} compared with? Name two plan files or more, or planners with "
-            f"--planners"
-        )
+        raise UsageError(f"nothing to compare with {paths[0] if paths else 'no file'}; name two plan files or more")
     plans = [files.read(path, Plan) for path in paths]
     entries = [
         Entry(
@@ -110,22 +47,21 @@ def of_files(paths: Sequence[Path]) -> Comparison:
             choice=plan.chosen,
             gap=plan.gap,
             num_moved=num_moved(plans[0], plan),
-            faults=tuple(memory_fault(plan.chosen)),
-            remarks=("It is the user's own configuration.",) if plan.keeps_own else (),
+            faults=tuple(_memory_fault(plan.chosen)),
+            remarks=("This is your own configuration.",) if plan.keeps_own else (),
         )
-        for name, plan in zip(_short(paths), plans, strict=True)
+        for name, plan in zip(_short_names(paths), plans, strict=True)
     ]
-    return Comparison(entries=tuple(entries), notes=tuple(_unlike(plans)))
+    return Comparison(entries=tuple(entries), notes=tuple(_differences(plans)))
 
 
-def _short(paths: Sequence[Path]) -> list[str]:
-    """The names of the files, with their folders where two are alike."""
+def _short_names(paths: Sequence[Path]) -> list[str]:
     names = [path.name.removesuffix(".json").removesuffix(".plan") for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def num_moved(one: Plan, other: Plan) -> int | None:
-    """Count the ranks that sit on another device; None where hosts or devices are others."""
+    """Count the ranks that are on another device in the second plan; None if hosts or devices per host differ."""
     if sorted(one.hosts) != sorted(other.hosts) or one.devices_per_host != other.devices_per_host:
         return None
     size = one.devices_per_host
@@ -138,34 +74,41 @@ def num_moved(one: Plan, other: Plan) -> int | None:
     return moved
 
 
-def _unlike(plans: Sequence[Plan]) -> Iterator[str]:
-    """Say where plans are for other jobs or machines than the first, so that their steps mean something else."""
+def _memory_fault(choice: Choice) -> Iterator[str]:
+    from pipette_launch.units import bytes_text
+
+    if not choice.fits:
+        shown = choice.memory_shown
+        peak = max(shown.need_bytes)
+        stage = shown.need_bytes.index(peak)
+        yield f"Does not fit: stage {stage} needs {bytes_text(peak)}, and the limit is {bytes_text(shown.limit_bytes)}."
+
+
+def _differences(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a note for each difference in job or machines from the first plan: such steps are not comparable."""
     first = plans[0]
     for number, plan in enumerate(plans[1:], 2):
         if first.setting is None or plan.setting is None:
-            yield f"{number}: whether it is for the same job as 1 cannot be told; a file does not say what it is for."
+            yield f"{number}: may be for another job than plan 1; one of the files does not name its job."
             continue
         for what, name in (
             ("parameters", "num_parameters"),
-            ("sequences a step", "global_batch_size"),
-            ("tokens a sequence", "seq_length"),
+            ("sequences per step", "global_batch_size"),
+            ("tokens per sequence", "seq_length"),
             ("devices", "device_name"),
             ("network", "network"),
         ):
             mine, others = getattr(plan.setting, name), getattr(first.setting, name)
             if mine != others:
-                yield f"{number}: other {what} than 1: {mine or 'measured'}, not {others or 'measured'}."
+                yield f"{number}: other {what} than plan 1: {mine or 'measured'} instead of {others or 'measured'}."
         if len(plan.hosts) != len(first.hosts):
-            yield f"{number}: {len(plan.hosts)} hosts, not {len(first.hosts)}."
+            yield f"{number}: {len(plan.hosts)} hosts instead of {len(first.hosts)}."
 
 
 COMMAND = Subcommand(
-    summary="Set plan files side by side, or the choices of several planners.",
+    summary="Print plan files side by side.",
     add_arguments=add_arguments,
     run=run,
-    examples=(
-        "pipette compare a.plan.json b.plan.json",
-        "pipette compare --planners ours,yours,amp --gpu H100 --nodes 2 pretrain_gpt.py $ARGS",
-    ),
+    examples=("pipette compare a.plan.json b.plan.json",),
 )
 """For `main.COMMANDS`."""

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from baselines.published import LLAMA_LAYOUT, llama_7b
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from published import LLAMA_LAYOUT, llama_7b
 
 from benchmarks.estimators import fujii
 from pipette_launch.errors import FactError, LayoutError, PlanError

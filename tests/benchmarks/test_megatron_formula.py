@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from baselines.published import GPT_65B_LAYOUT, LLAMA_LAYOUT, gpt_65b, llama_7b
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from published import GPT_65B_LAYOUT, LLAMA_LAYOUT, gpt_65b, llama_7b
 
 from benchmarks.estimators.megatron_formula import megatron_formula, megatron_formula_bytes
 from pipette_launch.errors import LayoutError

@@ -12,7 +12,7 @@ from benchmarks.planners import show
 from benchmarks.planners.duel import MAPPERS, RIVALS, duel
 from benchmarks.planners.machines import MACHINES, NETWORKS, with_network
 from benchmarks.planners.zoo import MODELS, job_of, plain
-from pipette_launch.baselines.pick import PlannerOptions
+from benchmarks.rivals.pick import PlannerOptions
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.facts import Batch, ComputeCase, Layout

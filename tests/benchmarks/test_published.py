@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from baselines.published import GPT_65B_LAYOUT, gpt_65b
+from published import GPT_65B_LAYOUT, gpt_65b
 
 from benchmarks.estimators.megatron_formula import megatron_formula
-from pipette_launch.cost import MemoryParts, peak_memory_bytes
+from pipette_launch.cost.memory.parts import MemoryParts
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Recompute
 from pipette_launch.units import MIB
 

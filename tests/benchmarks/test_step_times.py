@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from baselines.published import pipette_cluster
 from event_loop import one_forward_one_backward_s
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from published import pipette_cluster
 
 from benchmarks.estimators import step_times
 from benchmarks.estimators.step_times import amp_arm_s, amp_s, pipette_s, refuse, varuna_s
-from pipette_launch.baselines.pipette_planner import Messages, amp_arm
-from pipette_launch.baselines.pipette_planner import pipette_s as formula_s
+from benchmarks.rivals.pipette_planner import Messages, amp_arm
+from benchmarks.rivals.pipette_planner import pipette_s as formula_s
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Layout, Links, Recompute
 

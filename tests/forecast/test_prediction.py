@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from megatron_lines import SMALL
 from search.worlds import on_gpus
 
-from pipette_launch.cost import Predictor, peak_memory_bytes
+from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import ClusterError, MegatronError, PipetteError, UsageError
 from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.measurements import layers_digest

@@ -12,8 +12,8 @@ from benchmarks.netlab.suite.contenders import Contender
 from benchmarks.netlab.suite.nvidia import FIXED, best_placed
 from benchmarks.netlab.suite.parts import Setting
 from benchmarks.netlab.system import LabError
+from benchmarks.rivals.pick import Placement
 from pipette_launch import megatron
-from pipette_launch.baselines.pick import Placement
 from pipette_launch.facts import Layout
 
 

@@ -125,11 +125,10 @@ def test_the_same_things_have_the_same_names() -> None:
         ("doctor --q", "unknown flag --q; see pipette doctor --help"),
         ("predict --gpu h100-smx --nodes 1 p.py --bf16", "did you mean H100-SXM, H100-NVL or H100-PCIe?"),
         ("predict --gpu h100 --fabric fat-tre-2:1 --nodes 1 p.py --bf16", "did you mean fat-tree-2:1?"),
-        ("compare --planners our p.py", "did you mean ours?"),
     ],
 )
 def test_misspelt_words_get_their_nearest(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Commands, flags, devices, fabrics and planners; the exit code is that of bad input."""
+    """Commands, flags, devices and fabrics; the exit code is that of bad input."""
     code, out, err = answer(words.split(), capsys)
 
     assert (2, "") == (code, out)

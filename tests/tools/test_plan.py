@@ -19,7 +19,6 @@ from pipette_launch import megatron
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Plan, files
 from pipette_launch.facts.machines.device_memory import StageReading, memory_digest
-from pipette_launch.facts.results.comparison import Comparison
 from pipette_launch.launch.cache.plan_files import check_belongs, on_real_hosts
 from pipette_launch.report.flag_changes import paste_words
 from pipette_launch.report.page import choices
@@ -340,7 +339,6 @@ def test_what_stands_in_for_a_refused_layout_is_not_shown_as_yours(
     assert not [note for note in plan.notes if "is ruled out" in note]
     assert not plan.keeps_own
     assert not [screen for screen in screens if "yours" in screen]
-    assert (None, (f"{plan.own_fault}.",)) == yours_in_a_comparison(words, capsys)
 
 
 PREDICTS = "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size"
@@ -369,13 +367,6 @@ def test_your_own_stages_stay_as_you_wrote_them(
     assert plan.num_layouts == 1
     assert plan.setting is not None
     assert plan.setting.arguments == plan.setting.new_arguments
-
-
-def yours_in_a_comparison(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, tuple[str, ...]]:
-    """Choice and faults of the user's own configuration in `pipette compare`."""
-    asked = f"compare --json --planners yours --gpu h100-sxm --nodes 1 --fix overlap {JOB} {words}"
-    (entry,) = files.loads(Comparison, answer(asked, capsys)[1], "stdout").entries
-    return entry.choice, entry.faults
 
 
 def test_equal_questions_get_equal_plans(capsys: pytest.CaptureFixture[str]) -> None:
@@ -524,7 +515,6 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         (f"plan --cluster c.json --fabric uniform {JOB}", 2, "--fabric describes imagined machines"),
         (f"plan --gpu h100 --nodes 1 --fix colour {JOB}", 2, "--fix colour: no such part of a layout"),
         (f"plan --gpu h100 --nodes 1 --budget -1 {JOB}", 2, "argument --budget: needs seconds, at least 0 and"),
-        (f"compare --rival-budget -1 {JOB}", 2, "argument --rival-budget: needs seconds, at least 0 and"),
         (f"plan --gpu h100 --nodes 1 --margin 2 {JOB}", 2, "argument --margin: must be at least 0 and below 1"),
         (f"plan --gpu h100 --nodes 1 --margin nan {JOB}", 2, "argument --margin: must be at least 0 and below 1"),
         (f"plan --gpu h100 --nodes 1 --memory-margin nan {JOB}", 2, "argument --memory-margin: must be at least 0"),

@@ -12,9 +12,9 @@ from pathlib import Path
 from benchmarks.netlab.compare import train
 from benchmarks.netlab.lab import PORT, Lab
 from benchmarks.netlab.system import LabError
+from benchmarks.rivals.pick import Clock, Placement, PlannerOptions, torchrun_order
+from benchmarks.rivals.planners import RANKINGS
 from pipette_launch import megatron
-from pipette_launch.baselines.pick import Clock, Placement, PlannerOptions, torchrun_order
-from pipette_launch.baselines.planners import RANKINGS
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError

@@ -16,8 +16,8 @@ from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.suite.prediction import mean_error, pairs_of, spearman
 from benchmarks.netlab.suite.regret import HEADS, Found, Makes, Meter, chosen_and_best, raw, row
 from benchmarks.netlab.system import LabError
+from benchmarks.rivals.pick import torchrun_order
 from benchmarks.stolen import processor_time
-from pipette_launch.baselines.pick import torchrun_order
 from pipette_launch.facts import Layout
 
 FIXED = tuple(

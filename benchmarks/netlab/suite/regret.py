@@ -19,8 +19,8 @@ from benchmarks.netlab.suite.direct import trained
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.system import LabError
 from benchmarks.netlab.topology import Topology
+from benchmarks.rivals.pick import Placement, torchrun_order
 from benchmarks.stolen import processor_time
-from pipette_launch.baselines.pick import Placement, torchrun_order
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.search.layouts.enumerate import cuts
 

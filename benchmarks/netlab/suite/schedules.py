@@ -17,7 +17,7 @@ from benchmarks.netlab.suite.direct import trained
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.suite.prediction import Pair, mean_error, spearman
 from benchmarks.netlab.system import LabError
-from pipette_launch.baselines.pick import torchrun_order
+from benchmarks.rivals.pick import torchrun_order
 from pipette_launch.cost.learned.corrected import CorrectedPredictor
 from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
 from pipette_launch.facts import Layout, Provenance, files

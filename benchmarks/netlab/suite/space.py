@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
-from pipette_launch.baselines.pick import Placement
+from benchmarks.rivals.pick import Placement
 from pipette_launch.facts import Layout
 from pipette_launch.facts.layout import Cell
 

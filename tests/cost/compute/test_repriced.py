@@ -8,10 +8,10 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from search.worlds import named, on_gpus
 
-from pipette_launch.cost import Predictor
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.compute.imagined_device import modelled_compute
 from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import ComputeCase, ComputeTime, Job, Layout, Measurements
 from pipette_launch.facts.machines.known_devices import device_named
 

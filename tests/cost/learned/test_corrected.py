@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
-from pipette_launch.cost import Predictor, peak_memory_bytes
 from pipette_launch.cost.learned.corrected import (
     LEARNED,
     NOTHING_LEARNED,
@@ -16,6 +15,8 @@ from pipette_launch.cost.learned.corrected import (
     corrections_from,
 )
 from pipette_launch.cost.learned.residual import features_of
+from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Layout, Samples
 from pipette_launch.facts.results.outcome import Outcome, PeakReading
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from baselines.published import LLAMA_LAYOUT, llama_7b
 from facts_for_tests import tiny_job, tiny_model
+from published import LLAMA_LAYOUT, llama_7b
 
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.cost.memory.workspaces import workspace_bytes

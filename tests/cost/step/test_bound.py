@@ -10,7 +10,7 @@ from facts_for_tests import drawn_cluster, drawn_fits, tiny_cluster, tiny_job, t
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost import Predictor
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import (
     Batch,
     Cluster,

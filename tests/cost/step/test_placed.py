@@ -13,8 +13,8 @@ from facts_for_tests import drawn_cluster, drawn_fits, tiny_cluster, tiny_job, t
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost import Predictor
 from pipette_launch.cost.communication.groups import Groups
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, ComputeTime, Job, Layout, Links, Measurements, Samples
 
 DENSE = replace(tiny_job(8), batch=Batch(global_batch_size=16))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.worlds import on_gpus
 
-from pipette_launch.cost import Predictor
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import (
     Batch,
     Cluster,

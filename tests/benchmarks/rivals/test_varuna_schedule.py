@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.baselines.varuna_schedule import PipelineTimes, makespan_s, task_lists
+from benchmarks.rivals.varuna_schedule import PipelineTimes, makespan_s, task_lists
 from pipette_launch.errors import FactError
 
 

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from baselines.published import llama_7b
 from hypothesis import given
 from hypothesis import strategies as st
+from published import llama_7b
 
-from pipette_launch.baselines import varuna
-from pipette_launch.cost import peak_memory_bytes
+from benchmarks.rivals import varuna
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Layout
 from pipette_launch.units import GIB

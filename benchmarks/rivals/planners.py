@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipette_launch.baselines import amp, megatron_rules, pipette_planner
-from pipette_launch.baselines.pick import Ranking
-from pipette_launch.baselines.placers import PLACERS, ranking_of
-from pipette_launch.baselines.varuna import ranking_by
+from benchmarks.rivals import amp, megatron_rules, pipette_planner
+from benchmarks.rivals.pick import Ranking
+from benchmarks.rivals.placers import PLACERS, ranking_of
+from benchmarks.rivals.varuna import ranking_by
 
 RANKINGS: Mapping[str, Ranking] = {
     "amp": amp.ranking,

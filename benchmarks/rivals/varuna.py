@@ -23,9 +23,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.baselines.inputs import UnitPrices, slot_of_rank
-from pipette_launch.baselines.pick import Pick, Placement, PlannerOptions, Ranking, divisors, ranked, variant
-from pipette_launch.baselines.varuna_schedule import PipelineTimes, makespan_s
+from benchmarks.rivals.inputs import UnitPrices, slot_of_rank
+from benchmarks.rivals.pick import Pick, Placement, PlannerOptions, Ranking, divisors, ranked, variant
+from benchmarks.rivals.varuna_schedule import PipelineTimes, makespan_s
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.groups import Groups
 from pipette_launch.cost.layers import activations, embedding_and_head, kinds

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipette_launch.baselines.inputs import UnitPrices
-from pipette_launch.baselines.pick import (
+from benchmarks.rivals.inputs import UnitPrices
+from benchmarks.rivals.pick import (
     Pick,
     PlannerOptions,
     device_peak_bytes,

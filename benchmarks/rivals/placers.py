@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from pipette_launch.baselines.inputs import slot_of_rank
-from pipette_launch.baselines.pick import Pick, Placement, PlannerOptions, Ranking, torchrun_order
+from benchmarks.rivals.inputs import slot_of_rank
+from benchmarks.rivals.pick import Pick, Placement, PlannerOptions, Ranking, torchrun_order
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout

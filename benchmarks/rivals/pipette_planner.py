@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipette_launch.baselines.inputs import Array, UnitPrices
-from pipette_launch.baselines.pick import (
+from benchmarks.rivals.inputs import Array, UnitPrices
+from benchmarks.rivals.pick import (
     Pick,
     Placement,
     PlannerOptions,
@@ -32,8 +32,8 @@ from pipette_launch.baselines.pick import (
     torchrun_order,
     variant,
 )
-from pipette_launch.baselines.pipette_annealer import State, anneal
-from pipette_launch.baselines.placers import in_host_order
+from benchmarks.rivals.pipette_annealer import State, anneal
+from benchmarks.rivals.placers import in_host_order
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.cluster import Cluster

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from baselines.published import llama_7b
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from hypothesis import given
 from hypothesis import strategies as st
+from published import llama_7b
 
-from pipette_launch.baselines.inputs import UnitPrices, slot_of_rank
-from pipette_launch.cost import Predictor
+from benchmarks.rivals.inputs import UnitPrices, slot_of_rank
 from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Layout
 

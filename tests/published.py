@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.facts import Batch, Cluster, Job, Layout, Links
 
-LINKS = Path(__file__).parent.parent / "data" / "pipette_links_time0.csv"
+LINKS = Path(__file__).parent / "data" / "pipette_links_time0.csv"
 
 LLAMA_LAYOUT = Layout(pp=4, dp=2, use_distributed_optimizer=True)
 GPT_65B_LAYOUT = Layout(tp=4, pp=8)

@@ -23,16 +23,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.baselines.inputs import Array, UnitPrices, Units, slot_of_rank
-from pipette_launch.baselines.pick import (
-    Pick,
-    PlannerOptions,
-    divisors,
-    ranked,
-    tensor_sizes,
-    torchrun_order,
-    variant,
-)
+from benchmarks.rivals.inputs import Array, UnitPrices, Units, slot_of_rank
+from benchmarks.rivals.pick import Pick, PlannerOptions, divisors, ranked, tensor_sizes, torchrun_order, variant
 from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.baselines import pipette_annealer
+from benchmarks.rivals import pipette_annealer
 from pipette_launch.errors import FactError
 
 

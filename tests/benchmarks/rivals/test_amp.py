@@ -8,8 +8,8 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.baselines import amp
-from pipette_launch.baselines.inputs import UnitPrices
+from benchmarks.rivals import amp
+from benchmarks.rivals.inputs import UnitPrices
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, Job, Layout
 

@@ -7,10 +7,10 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 
 from benchmarks.estimators import step_times
-from pipette_launch.baselines import varuna
-from pipette_launch.baselines.pick import Pick, PlannerOptions
-from pipette_launch.baselines.placers import PLACERS
-from pipette_launch.baselines.planners import RANKINGS
+from benchmarks.rivals import varuna
+from benchmarks.rivals.pick import Pick, PlannerOptions
+from benchmarks.rivals.placers import PLACERS
+from benchmarks.rivals.planners import RANKINGS
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Links, Measurements

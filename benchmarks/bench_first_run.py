@@ -22,7 +22,7 @@ import psutil
 from benchmarks import pace
 from benchmarks.stolen import processor_time
 from pipette_launch.facts import files
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.outcome import Outcome
 
 ROOT = Path(__file__).parent.parent
 SMOKE = ROOT / "scripts" / "smoke"

@@ -28,8 +28,7 @@ from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
 from pipette_launch.cost.pipeline.stream_engine import StreamEngine
 from pipette_launch.cost.pipeline.timeline import StageTimes
-from pipette_launch.facts.pipeline.lowering import programs
-from pipette_launch.facts.schedule import Action, Schedule
+from pipette_launch.facts.schedule import Action, Schedule, programs
 from tests.gpu_rules.nccl import Pipeline, batched_by_moments, seconds_of, together
 
 ROOT = Path(__file__).parents[1]

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from pipette_launch.defaults import SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import ProbeError, UsageError
 from pipette_launch.facts import Measurements, Plan, files
-from pipette_launch.facts.machines.device_file import DeviceFile
-from pipette_launch.facts.machines.fabric import FabricSpec
-from pipette_launch.facts.results.comparison import Comparison
+from pipette_launch.facts.fabric import FabricSpec
+from pipette_launch.facts.known_devices import DeviceFile
+from pipette_launch.facts.prediction import Comparison
 from pipette_launch.forecast import checked_words, for_python, predict
 from pipette_launch.tools import planning
 from pipette_launch.tools.compare import of_files

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pipette_launch.cli_flags import parser
 from pipette_launch.errors import PipetteError, UsageError
-from pipette_launch.packages import check_installed
-from pipette_launch.printable import escape_log_lines, log_for_debugging, printable
+from pipette_launch.installed import check_installed
+from pipette_launch.text import escape_log_lines, log_for_debugging, printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -49,7 +49,7 @@ def options_from(args: Namespace, *, advice: str = "") -> Options:
     `advice` ends a sentence about launchers that do not fit the number of nodes.
     """
     from pipette_launch.agent.sync.meeting_flags import check_meeting
-    from pipette_launch.facts.schedules import schedule_names
+    from pipette_launch.facts.known_schedules import schedule_names
     from pipette_launch.launch.options import Options
     from pipette_launch.megatron import fixed_fields
 

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipette_launch import megatron
-from pipette_launch.facts.results.templates import from_candidate, refit
-from pipette_launch.units import seconds_text
+from pipette_launch.facts.plan import from_candidate, refit
+from pipette_launch.text import seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pipette_launch.facts import Choice, Plan
-    from pipette_launch.facts.messages.failure import Failure
-    from pipette_launch.facts.messages.round import Decision, NodeRecord
+    from pipette_launch.facts.messages import Decision, Failure, NodeRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,19 +9,15 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.files import LARGEST, MOST_INTEGER, Document
-from pipette_launch.facts.health.checkup import Checkup
-from pipette_launch.facts.machines.device_file import DeviceFile, DeviceFiles
-from pipette_launch.facts.machines.fabric import FabricSpec
+from pipette_launch.facts.health import Checkup
+from pipette_launch.facts.known_devices import DeviceFile, DeviceFiles
 from pipette_launch.facts.measurements import Measurements
-from pipette_launch.facts.results.comparison import Comparison
-from pipette_launch.facts.results.explained import Explained
-from pipette_launch.facts.results.live import LiveJob
-from pipette_launch.facts.results.outcome import Outcome
-from pipette_launch.facts.results.plan import Plan
-from pipette_launch.facts.results.prediction import Prediction
-from pipette_launch.facts.results.shortage import Shortage
-from pipette_launch.facts.schedule_file import ScheduleFile
+from pipette_launch.facts.outcome import LiveJob, Outcome
+from pipette_launch.facts.plan import Plan, Shortage
+from pipette_launch.facts.prediction import Comparison, Explained, Prediction
+from pipette_launch.facts.schedule import ScheduleFile
 
 FOLDER = Path(__file__).parent.parent / "docs" / "schemas"
 DOCUMENTS: tuple[type[Document], ...] = (

@@ -9,11 +9,10 @@ from facts_for_tests import tiny_job, tiny_measurements
 from search.worlds import planned, two_racks
 
 from pipette_launch.facts import Choice, Host, Job, Layout, Measurements, Plan, Samples
-from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.job import Batch
-from pipette_launch.facts.results.outcome import Outcome, PeakReading
-from pipette_launch.facts.results.plan import Setting
-from pipette_launch.facts.results.trials import Trial, Trials
+from pipette_launch.facts.outcome import Outcome, PeakReading
+from pipette_launch.facts.plan import Setting, Trial, Trials
 from pipette_launch.forecast.picture import Picture, picture_of
 from pipette_launch.report.page import plan_page
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from pipette_launch.facts.schedule import Placement, Schedule, words
-from pipette_launch.facts.schedule_file import action_of
+from pipette_launch.facts.schedule import Placement, Schedule, action_of, words
 
 
 def from_words(

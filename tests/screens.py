@@ -21,14 +21,12 @@ from pipette_launch.facts import (
     Samples,
     Setting,
 )
-from pipette_launch.facts.health.verdict import Verdict
-from pipette_launch.facts.machines.device_memory import MemoryNeed
-from pipette_launch.facts.results.comparison import Comparison, Entry
-from pipette_launch.facts.results.prediction import PARTS, Prediction, StageMemory
-from pipette_launch.facts.results.rate import Rate
-from pipette_launch.facts.results.trials import Trial, Trials
+from pipette_launch.facts.health import Verdict
+from pipette_launch.facts.measurements import MemoryNeed
+from pipette_launch.facts.plan import Rate, Trial, Trials
+from pipette_launch.facts.prediction import PARTS, Comparison, Entry, Prediction, StageMemory
 from pipette_launch.report import comparison_screen, measured_screen, plan_file_screen, plan_screen, prediction_screen
-from pipette_launch.units import GIB
+from pipette_launch.text import GIB
 
 OLD = (
     "--tensor-model-parallel-size", "1", "--num-layers", "24", "--micro-batch-size=1", "--bf16",

@@ -19,7 +19,7 @@ import pipette_launch
 from pipette_launch import api
 from pipette_launch.errors import FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import Layout, files
-from pipette_launch.facts.machines.device_file import DeviceFile
+from pipette_launch.facts.known_devices import DeviceFile
 
 ONE = plan(tiny_cluster(2, 2), choice(Layout(dp=4), 1.0), choice(Layout(pp=4), 2.0), floor_s=0.8)
 

@@ -9,10 +9,9 @@ import pytest
 from facts_for_tests import tiny_cluster
 
 from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
-from pipette_launch.facts.machines.device_memory import MemoryNeed
-from pipette_launch.facts.messages.failure import Failure
-from pipette_launch.facts.messages.round import Decision, NodeRecord
-from pipette_launch.facts.results.templates import refit
+from pipette_launch.facts.measurements import MemoryNeed
+from pipette_launch.facts.messages import Decision, Failure, NodeRecord
+from pipette_launch.facts.plan import refit
 from pipette_launch.replan import Finish, GiveUp, Keep, Measure, Step, TryNext, UseTemplate, decide
 
 SHORT = Failure(cause="out of memory: NCCL's buffers", kind="out-of-memory", rank=0, exit_code=1)

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from screens import NEW, OLD, SCREENS, choice, plan, shown
 
 from pipette_launch.facts import Layout, Samples
-from pipette_launch.facts.results.outcome import Outcome, PeakReading
-from pipette_launch.facts.results.plan import Setting
-from pipette_launch.facts.results.rate import Rate
-from pipette_launch.facts.schedule_file import ScheduleFile
-from pipette_launch.facts.schedules import interleaved_zero_bubble
+from pipette_launch.facts.known_schedules import interleaved_zero_bubble
+from pipette_launch.facts.outcome import Outcome, PeakReading
+from pipette_launch.facts.plan import Rate, Setting
+from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.report import outcome_line
 from pipette_launch.report.choice import rank_ranges
 from pipette_launch.report.flag_changes import arguments_diff

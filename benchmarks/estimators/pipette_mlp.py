@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 Array = NDArray[np.float64]
 Single = NDArray[np.float32]

@@ -20,9 +20,9 @@ from benchmarks.rivals.pipette_planner import Messages
 from benchmarks.rivals.varuna import Priority, VarunaPrices
 from pipette_launch.cost.communication.groups import Groups, rank_grid
 from pipette_launch.errors import PlanError
+from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import Measurements
 
 WORDS = {

@@ -23,7 +23,7 @@ from pipette_launch.cost.compute.device_work import layer_loads
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Layout
 from pipette_launch.probe.compute.timing import Habits, Stopwatch, time_calls, time_part
-from pipette_launch.units import seconds_text
+from pipette_launch.text import seconds_text
 from pipette_patches.workload import layers
 from pipette_patches.workload.layers import Part
 

@@ -15,8 +15,8 @@ from pipette_launch import megatron
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Layout, Measurements, Plan, files
-from pipette_launch.facts.results.outcome import Outcome
-from pipette_launch.units import MIB, seconds_text
+from pipette_launch.facts.outcome import Outcome
+from pipette_launch.text import MIB, seconds_text
 
 ITERATIONS = 24
 """A few more than an outcome rests on."""

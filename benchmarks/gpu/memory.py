@@ -26,12 +26,12 @@ from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Host, Job, Layout, Recompute
-from pipette_launch.facts.messages.measuring_advice import StageCase
+from pipette_launch.facts.messages import StageCase
 from pipette_launch.probe.compute.peak_memory import MemoryMeter, meter
 from pipette_launch.probe.compute.whole_stages import StageBench
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import ProbeOptions
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 from pipette_patches.workload import layers
 
 HALF = Recompute(granularity="full", method="block", num_layers=2)

@@ -21,7 +21,7 @@ from pipette_launch import megatron
 from pipette_launch.cost.pipeline.named_schedules import named_schedule
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
-from pipette_launch.facts.schedule_file import ScheduleFile
+from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.probe.run import BACKENDS
 
 STAND_IN = Path(__file__).with_name("stand_in")

@@ -22,7 +22,7 @@ from pipette_launch.probe.compute.peak_memory import MemoryMeter, meter
 from pipette_launch.probe.compute.timing import HABITS, Stopwatch, run_part, stopwatch_for, time_calls
 from pipette_launch.probe.health import condition, nvml
 from pipette_launch.probe.run import BACKENDS
-from pipette_launch.units import MIB, seconds_text
+from pipette_launch.text import MIB, seconds_text
 from pipette_patches.workload import layers
 from pipette_patches.workload.layers import Part
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.nodes import ByHand, Nodes
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Layout, Measurements, Plan
-from pipette_launch.units import rate_text, seconds_text
+from pipette_launch.text import rate_text, seconds_text
 
 RING = Path(__file__).with_name("ring.py")
 CODED_BYTES: dict[DeviceKind, tuple[int, ...]] = {

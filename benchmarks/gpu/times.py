@@ -22,10 +22,10 @@ from benchmarks.gpu.shapes import (
 )
 from pipette_launch.cost.compute.imagined_device import modelled_compute, optimizer_s_per_parameter
 from pipette_launch.facts import ComputeCase, ComputeTime, Job, Layout
-from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.facts.machines.known_devices import device_named, device_of_driver
+from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.known_devices import device_named, device_of_driver
 from pipette_launch.probe.compute.timing import HABITS, Habits, Stopwatch, stopwatch_for, time_calls, time_part
-from pipette_launch.units import seconds_text
+from pipette_launch.text import seconds_text
 from pipette_patches.workload import layers
 from pipette_patches.workload.optimizer import optimizer_step
 

@@ -8,9 +8,9 @@ from benchmarks.gpt import gpt_job
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.facts import Job, Layout, Measurements
-from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.facts.machines.known_devices import device_named
-from pipette_launch.facts.some_hosts import without_hosts
+from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.known_devices import device_named
+from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.search.layouts.enumerate import cuts
 from pipette_launch.search.templates import with_cases_of
 

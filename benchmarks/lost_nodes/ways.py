@@ -14,7 +14,7 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Layout, Measurements, Plan, Provenance
 from pipette_launch.facts.layout import NO_RECOMPUTE, Recompute
-from pipette_launch.facts.results.templates import refit
+from pipette_launch.facts.plan import refit
 from pipette_launch.megatron import continuation
 from pipette_launch.search.fewer_hosts import rough_step
 from pipette_launch.search.solve import SolveOptions, solve

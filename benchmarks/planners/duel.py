@@ -11,7 +11,7 @@ from pipette_launch.cost.memory.overhead import allowed_bytes
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
-from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.facts.co_location import Rooms
 from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.solve import SolveOptions, solve

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.facts import Links, Measurements
-from pipette_launch.facts.machines.accelerator import DeviceSpec, Link
-from pipette_launch.facts.machines.known_devices import device_named
+from pipette_launch.facts.accelerators import DeviceSpec, Link
+from pipette_launch.facts.known_devices import device_named
 
 MEASURED = Path(__file__).parents[2] / "tests" / "data" / "pipette_links_time0.csv"
 DEVICES_PER_HOST = 8

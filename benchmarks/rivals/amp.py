@@ -27,9 +27,9 @@ from benchmarks.rivals.inputs import Array, UnitPrices, Units, slot_of_rank
 from benchmarks.rivals.pick import Pick, PlannerOptions, divisors, ranked, tensor_sizes, torchrun_order, variant
 from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.errors import FactError
+from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import ModelSpec
 

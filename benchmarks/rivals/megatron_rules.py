@@ -31,9 +31,9 @@ from benchmarks.rivals.pick import (
 )
 from pipette_launch.cost.compute.device_work import is_flash
 from pipette_launch.errors import PlanError
+from pipette_launch.facts.co_location import Rooms
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout, Recompute
-from pipette_launch.facts.machines.rooms import Rooms
 from pipette_launch.facts.measurements import Measurements
 
 NOTE = "Megatron's rules: the smallest TP in a host, then the smallest PP that fits; micro-batch by its formula."

@@ -34,9 +34,9 @@ from benchmarks.rivals.pick import (
 )
 from benchmarks.rivals.pipette_annealer import State, anneal
 from benchmarks.rivals.placers import in_host_order
+from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import ModelSpec
 

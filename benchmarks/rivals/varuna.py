@@ -34,9 +34,9 @@ from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.pipeline.steady_state import engine_of
 from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.errors import PlanError
+from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Cell, Layout, Recompute
-from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import Measurements
 
 Priority = Literal["varuna", "1f1b"]

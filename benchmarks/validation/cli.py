@@ -26,7 +26,7 @@ from benchmarks.validation.options import DEFAULT_FILES, GOLDEN_ARGS, GOLDEN_ROW
 from benchmarks.validation.show import Report, as_json, markdown, print_report
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.known_devices import device_named
+from pipette_launch.facts.known_devices import device_named
 
 TITLE = "Predicted against measured"
 

@@ -22,9 +22,9 @@ from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.cost.compute.timed import case_of
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
+from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.measurements import ComputeCase
 from pipette_launch.facts.model import ModelSpec
 

@@ -19,7 +19,7 @@ from benchmarks.validation.workspace import (
     stated_bytes,
 )
 from pipette_launch.facts import Job, ModelSpec
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 DATA = "golden memory"
 LARGE = 6.5e9

@@ -23,8 +23,8 @@ from benchmarks.validation.options import GOLDEN_ARGS, GOLDEN_ROWS
 from benchmarks.validation.tables import number, optional, read_table
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.facts.machines.known_devices import device_named
+from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.known_devices import device_named
 
 DEVICES = {"A100": "A100-80GB", "H100": "H100-SXM"}
 """Built-in device by the GPU of a golden row."""

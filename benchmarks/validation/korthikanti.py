@@ -14,8 +14,8 @@ from benchmarks.validation.tables import Row, number, read_table, size, word
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.units import GIB
+from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.text import GIB
 
 DATA = "Korthikanti 2022"
 COLUMNS = {

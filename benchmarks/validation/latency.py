@@ -10,9 +10,8 @@ from benchmarks.validation.case_factors import CaseFactor, with_factors
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.facts.machines.device_names import words_of
-from pipette_launch.facts.machines.known_devices import devices_like
+from pipette_launch.facts.accelerators import DeviceSpec, words_of
+from pipette_launch.facts.known_devices import devices_like
 from pipette_launch.facts.measurements import Measurements
 
 

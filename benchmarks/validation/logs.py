@@ -19,8 +19,8 @@ from pipette_launch.cost.memory.parts import MemoryParts
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.units import MIB
+from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.text import MIB
 
 DATA = "public logs"
 COLUMNS = {

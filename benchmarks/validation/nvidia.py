@@ -12,8 +12,8 @@ from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, read_table
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.known_devices import known_devices
 
 DATA = "NVIDIA"
 SHAPES = Path(__file__).parent.parent / "data" / "model_shapes.csv"

@@ -17,7 +17,7 @@ from benchmarks.validation.abstract import Abstract
 from benchmarks.validation.lines import Line
 from benchmarks.validation.options import DEFAULT_FILES, FOLDER, GOLDEN_ARGS, GOLDEN_ROWS
 from benchmarks.validation.tables import DataError
-from pipette_launch.facts.machines.known_devices import device_named
+from pipette_launch.facts.known_devices import device_named
 
 RECORD = FOLDER / "results" / "validation.json"
 ABSTRACT_SAMPLE = 8

@@ -16,7 +16,7 @@ from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, number, read_table, size
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.accelerator import DeviceSpec
+from pipette_launch.facts.accelerators import DeviceSpec
 
 DATA = "vTrain"
 COLUMNS = {

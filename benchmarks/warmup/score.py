@@ -8,7 +8,7 @@ from itertools import combinations
 
 from benchmarks.netlab.topology import Topology
 from pipette_launch.facts import Measurements
-from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.health import Verdict
 
 APART = 1.15
 """Rates that differ by less are a tie, whose order does not count."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from pipette_launch.errors import PipetteError, UsageError
-from pipette_launch.printable import printable
+from pipette_launch.text import printable
 from pipette_patches import registry
 
 USAGE = "usage: python -m pipette_patches.run --patch NAME [--patch NAME ...] -- [-m MODULE | SCRIPT] [ARGUMENT ...]"

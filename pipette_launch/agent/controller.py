@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipette_launch.facts.messages.failure import Failure
-from pipette_launch.facts.messages.round import AttemptEnd, Decision, NodeRecord, TrialReport
+from pipette_launch.facts.messages import AttemptEnd, Decision, Failure, NodeRecord, TrialReport
 from pipette_launch.probe.progress import Sign
 
 

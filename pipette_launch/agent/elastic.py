@@ -34,14 +34,14 @@ from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler, first_meeting
 from pipette_launch.agent.sync.store import RoundOver, RoundStore
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
-from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.messages import Decision
 
 if TYPE_CHECKING:
     from torch.distributed import Store
     from torch.distributed.elastic.agent.server.api import WorkerGroup
 
     from pipette_launch.agent.controller import Controller
-    from pipette_launch.facts.messages.failure import Failure
+    from pipette_launch.facts.messages import Failure
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipette_launch.facts.messages.failure import exit_words
+from pipette_launch.facts.messages import exit_words
 
 MOST_NAMED = 3
 STOPPED = ("stopped", "tracing-stop")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    from pipette_launch.facts.messages.failure import Failure
+    from pipette_launch.facts.messages import Failure
 
 MOST_CHARACTERS = 300
 

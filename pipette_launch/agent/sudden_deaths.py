@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.facts.messages import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -30,6 +30,26 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError, FileFormatError
 
+
+def check_numbers(
+    fact: object, *names: str, limit: float = 1, above: bool = False, error: type[FactError] = FactError
+) -> None:
+    """Raise an error that names the first field below a limit, with its value.
+
+    Args:
+        fact: what has the fields.
+        names: the fields to look at; one that is None passes.
+        limit: the least that they may be, in their own units.
+        above: whether they must exceed the limit.
+        error: what to raise.
+
+    """
+    for name in names:
+        value = getattr(fact, name)
+        if value is not None and not (value > limit if above else value >= limit):
+            raise error(f"{name} must be {'above' if above else 'at least'} {limit:g}, got {value}")
+
+
 ADDED_LATER = {"added_later": True}
 """Metadata of a field that files of an earlier release lack: reading them takes the default."""
 

@@ -2,12 +2,200 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
-from pipette_launch.facts.checks import check_numbers
-from pipette_launch.facts.files import ADDED_LATER
+from pipette_launch.errors import FactError
+from pipette_launch.facts.files import ADDED_LATER, check_numbers
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
+
+MODELLED = ("--fp8", "--fp4", "--cuda-graph", "--window-size")
+"""Beginnings of flags that the layers of a warm-up do not have, and that the device model prices."""
+NOT_TIMED = (*MODELLED, "--enable-cuda-graph", "--external-cuda-graph")
+"""Beginnings of all flags that change how long a layer takes, and that the layers of a warm-up do not have."""
+RING = "p2p"
+"""Exchange of context parallelism that is Megatron's default (--cp-comm-type), and the only one timed and priced."""
+SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
+"""Strategies of Megatron-FSDP that shard gradients (--data-parallel-sharding-strategy)."""
+
+
+LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
+"""Implementations of CUDA graphs (--cuda-graph-impl)."""
+
+
+class Graphs(NamedTuple):
+    """CUDA graphs that a job's flags ask for, in the words of every release."""
+
+    impl: str
+    """`none`, `local`, `transformer_engine` or `full_iteration`."""
+    modules: frozenset[str]
+    """Parts of a layer in graphs of their own; empty for the whole layer, or all of the iteration."""
+
+
+def _option(flag: str, *, default: bool) -> bool:
+    """Declare an option whose flag is not its name with dashes."""
+    option: bool = field(default=default, metadata={"flag": flag})
+    return option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerformanceOptions:
+    """What a job's own flags say of each option. Field names are Megatron's destinations, defaults are its defaults.
+
+    `megatron.performance` makes it from a job. A flag that Megatron comes to have, and that cost or search should heed,
+    is one more field here.
+    """
+
+    # Precision.
+    accumulate_allreduce_grads_in_fp32: bool = False
+    apply_query_key_layer_scaling: bool = False
+    attention_softmax_in_fp32: bool = False
+    first_last_layers_bf16: bool = False
+    fp32_residual_connection: bool = False
+    fp4: str | None = field(default=None, metadata={"flag": "--fp4-format"})
+    """`e2m1`; None where layers do not compute in FP4."""
+    fp8: str | None = field(default=None, metadata={"flag": "--fp8-format"})
+    """`e4m3` or `hybrid`; None where layers do not compute in FP8."""
+    fp8_param_gather: bool = False
+    fp8_recipe: str = "delayed"
+    num_layers_at_end_in_bf16: int = 1
+    """Of the layers that `--first-last-layers-bf16` leaves in 16 bits."""
+    num_layers_at_start_in_bf16: int = 1
+
+    # Fused kernels.
+    apply_rope_fusion: bool = _option("--no-rope-fusion", default=True)
+    bias_swiglu_fusion: bool = _option("--no-bias-swiglu-fusion", default=True)
+    cross_entropy_fusion_impl: str = "native"
+    cross_entropy_loss_fusion: bool = False
+    gradient_accumulation_fusion: bool = _option("--no-gradient-accumulation-fusion", default=True)
+    masked_softmax_fusion: bool = _option("--no-masked-softmax-fusion", default=True)
+
+    # Communication and its overlap.
+    align_param_gather: bool = _option("--no-align-param-gather", default=True)
+    async_tensor_model_parallel_allreduce: bool = _option("--no-async-tensor-model-parallel-allreduce", default=True)
+    cp_comm_type: tuple[str, ...] = (RING,)
+    ddp_pad_buckets_for_high_nccl_busbw: bool = False
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    nccl_communicator_config_path: str | None = None
+    overlap_moe_expert_parallel_comm: bool = False
+    overlap_p2p_comm: bool = _option("--no-overlap-p2p-communication", default=True)
+    overlap_p2p_comm_warmup_flush: bool = _option("--overlap-p2p-communication-warmup-flush", default=False)
+    overlap_param_gather_with_optimizer_step: bool = False
+    tp_comm_overlap: bool = False
+    use_sharp: bool = False
+
+    # Optimizer.
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
+    main_params_dtype: str = "fp32"
+    num_distributed_optimizer_instances: int = 1
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+    use_precision_aware_optimizer: bool = False
+
+    # Sharded parameters.
+    data_parallel_sharding_strategy: str = "no_shard"
+    """Of Megatron-FSDP: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`, the default from 0.18 on."""
+    fsdp_double_buffer: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = _option("--use-nccl-ub", default=False)
+    outer_dp_sharding_strategy: str = "no_shard"
+    suggested_communication_unit_size: int | None = None
+    """Parameters that wait for their reduction at once, and twice those that are gathered ahead."""
+    torch_fsdp2_reshard_after_forward: bool = _option("--torch-fsdp2-no-reshard-after-forward", default=True)
+    use_megatron_fsdp: bool = False
+    use_torch_fsdp2: bool = False
+
+    # What is kept for the backward, and where.
+    cpu_offloading_num_layers: int = 0
+    defer_embedding_wgrad_compute: bool = False
+    distribute_saved_activations: bool = False
+    fine_grained_activation_offloading: bool = False
+    min_offloaded_tensor_size: int = 1 << 20
+    """Elements."""
+    offload_modules: tuple[str, ...] = ()
+    """Whose inputs `fine_grained_activation_offloading` moves to the host."""
+    wgrad_deferral_limit: int = 0
+    """0 = all micro-batches of a step."""
+
+    # CUDA graphs.
+    cuda_graph_impl: str = "none"
+    cuda_graph_modules: tuple[str, ...] = ()
+    """Name of `cuda_graph_scope` from 0.18 on."""
+    cuda_graph_scope: tuple[str, ...] = ()
+    cuda_graph_scope_deprecated: tuple[str, ...] = field(default=(), metadata={"flag": "--cuda-graph-scope"})
+    """Destination of the flag from 0.18 on."""
+    enable_cuda_graph: bool = False
+    external_cuda_graph: bool = False
+
+    # Experts.
+    moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
+    moe_enable_deepep: bool = False
+    moe_expert_capacity_factor: float | None = None
+    moe_flex_dispatcher_backend: str = "deepep"
+    moe_grouped_gemm: bool = False
+    moe_input_jitter_eps: float | None = None
+    moe_pad_experts_for_cuda_graph_inference: bool = False
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_permute_fusion: bool = False
+    moe_router_dtype: str | None = None
+    moe_router_force_load_balancing: bool = False
+    moe_router_fusion: bool = False
+    moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
+    moe_router_padding_for_fp8: bool = False
+    moe_router_padding_for_quantization: bool = False
+    moe_router_pre_softmax: bool = False
+    moe_router_score_function: str = "softmax"
+    moe_shared_expert_gate: bool = False
+    moe_shared_expert_overlap: bool = False
+    moe_token_dispatcher_type: str = "allgather"  # noqa: S105  a token of text, no password
+    moe_use_legacy_grouped_gemm: bool = False
+    moe_z_loss_coeff: float | None = None
+
+    # Batches and their loading.
+    create_attention_mask_in_dataloader: bool = _option("--no-create-attention-mask-in-dataloader", default=True)
+    dataloader_inter_document_masking: bool = False
+    """From 0.19 on: the boundaries of documents go to the device in place of a mask."""
+    dataloader_type: str | None = None
+    decrease_batch_size_if_needed: bool = False
+    eval_global_batch_size: int | None = None
+    eval_micro_batch_size: int | None = None
+    num_workers: int = 2
+    """Processes of the data loader on each rank that loads."""
+    padded_vocab_size: int = 0
+    """0 where no flag gives it."""
+    rampup_batch_size: tuple[int, ...] = ()
+    """First batch size, its increment, samples of the ramp-up; empty without one."""
+    sft: bool = False
+
+    @property
+    def graphs(self) -> Graphs:
+        """CUDA graphs; two older flags choose an implementation, and the flag for modules has two names."""
+        impl = LOCAL if self.enable_cuda_graph else ENGINE if self.external_cuda_graph else self.cuda_graph_impl
+        modules = {*self.cuda_graph_modules, *self.cuda_graph_scope, *self.cuda_graph_scope_deprecated} - {"full"}
+        if impl == LOCAL and modules == {ITERATION}:
+            # From 0.18 on this scope is an implementation.
+            return Graphs(ITERATION, frozenset())
+        return Graphs(impl, frozenset(modules))
+
+
+_FLAGS = {
+    option.name: option.metadata.get("flag", f"--{option.name.replace('_', '-')}")
+    for option in fields(PerformanceOptions)
+}
+
+
+def flag_of(option: str) -> str:
+    """Return the flag that changes an option from its default, for sentences: `fp8` -> `--fp8-format`.
+
+    Raises:
+        FactError: `PerformanceOptions` has no such option.
+
+    """
+    if option not in _FLAGS:
+        raise FactError(f"{option!r} is no performance option; see PerformanceOptions for those that there are")
+    return str(_FLAGS[option])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

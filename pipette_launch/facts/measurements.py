@@ -1,22 +1,167 @@
 """What the warm-up measured, with the samples, their spread and the conditions of the devices."""
 
+# H = hosts, row sends to column.
+# H = hosts, D = devices of one host, S = slots (all devices of all hosts, host by host); kept ones come in their order.
+
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
-from pipette_launch.facts.checks import check_numbers
-from pipette_launch.facts.files import ADDED_LATER
-from pipette_launch.facts.health.condition import DeviceCondition
-from pipette_launch.facts.health.verdict import Verdict
-from pipette_launch.facts.machines.cluster import Cluster
-from pipette_launch.facts.machines.device_memory import DeviceOverhead, StageReading
-from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD, LinkSurvey
+from pipette_launch.facts.cluster import Cluster, Links
+from pipette_launch.facts.files import ADDED_LATER, check_numbers, to_plain
+from pipette_launch.facts.health import DeviceCondition, Verdict
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import LETTERS, TRANSFORMER_KINDS, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceOverhead:
+    """What a warm-up worker's GPU held while no tensor of the model was there."""
+
+    alone_bytes: int
+    """NVML's used bytes less the allocator's reserve, before any communicator was open: CUDA, its libraries' code."""
+    together_bytes: int
+    """The same while the communicators were open."""
+    num_communicators: int
+    """How many communicators were open."""
+    workspace_bytes: int
+    """Inside the allocator: workspaces that libraries keep from their first use."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "alone_bytes", "together_bytes", "num_communicators", "workspace_bytes", limit=0)
+
+    @property
+    def total_bytes(self) -> int:
+        """The most that the device held outside the allocator."""
+        return max(self.alone_bytes, self.together_bytes)
+
+    @property
+    def communicator_bytes(self) -> int:
+        """What one communicator takes, the average of those that were open; 0 where none was."""
+        return max(self.together_bytes - self.alone_bytes, 0) // max(self.num_communicators, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeed:
+    """What a layout's ranks need of their devices, and what they may have: the figures that every screen shows."""
+
+    need_bytes: tuple[int, ...]
+    """On each pipeline rank: the model's tensors at their peak, and all that the device holds beside them."""
+    free_bytes: int
+    """What is free on the fullest device before the job; 0 where an earlier release did not write it down."""
+    limit_bytes: int
+    """What a rank may hold: what is free less the margin."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage stays below the limit."""
+        return max(self.need_bytes) <= self.limit_bytes
+
+    @property
+    def margin(self) -> float:
+        """The part of what is free that stays free."""
+        return 1 - self.limit_bytes / self.free_bytes if self.free_bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageReading:
+    """The peak of one rank's whole training step: all micro-batches in flight, gradients, optimizer and its step."""
+
+    job_digest: str
+    """`memory_digest` of the job; the reading holds for jobs with the same digest only."""
+    layout: Layout
+    pp_rank: int
+    slot: int
+    """The slot that measured it; another slot would give the same bytes."""
+    allocator_peak_bytes: int
+    """Torch's allocations on CUDA, workspaces included; on CPU the model's tensors, counted one by one."""
+    reserved_peak_bytes: int
+    """What torch's allocator took from the device for them; 0 on CPU."""
+    device_peak_bytes: int
+    """NVML's used bytes on CUDA, without communicators; the process's resident set on CPU."""
+    ran_out: bool = False
+    """Whether the device ran out of memory during the step; the peaks are those up to that moment."""
+    allocator_config: str = field(default="", metadata=ADDED_LATER)
+    """`Job.allocator_config` of the job that was run: the bytes that the allocator reserves depend on it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pp_rank < self.layout.pp:
+            raise FactError(f"pp_rank={self.pp_rank} is not one of the layout's {self.layout.pp}")
+        check_numbers(self, "slot", "allocator_peak_bytes", "reserved_peak_bytes", "device_peak_bytes", limit=0)
+
+
+def memory_digest(job: Job) -> str:
+    """Digest of all of a job, its layout apart, that a stage's bytes depend on."""
+    return files.digest(job.model, job.batch, job.grad_reduce_in_bf16, job.optimizer, job.performance_flags)
+
+
+Origin = Literal["measured", "again", "estimated", "cached"]
+ORIGINS: dict[str, Origin] = {"m": "measured", "a": "again", "e": "estimated", "c": "cached"}
+"""`again`: the link looked slow and was measured twice; the better value counts."""
+UNSTABLE_SPREAD = 0.10
+"""A spread above this makes a value unstable (pyperf's rule)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RailRates:
+    """What each device of a host got, all of them sending to their counterparts of another host at once."""
+
+    source: int
+    target: int
+    bytes_per_s: tuple[float, ...]
+    """D numbers; 0 = not measured."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinkSurvey:
+    """Where each entry of `Cluster.between_hosts` comes from."""
+
+    spread_HH: NDArray[np.float64]
+    """Median absolute deviation over the median, of the largest message; 0 where nothing was measured."""
+    origin_HH: tuple[str, ...]
+    """H rows of H letters, see `ORIGINS`; `-` on the diagonal."""
+    rails: tuple[RailRates, ...] = ()
+    """Of hosts with several devices; among very many pairs only those whose rails differ."""
+    rounds: int = 0
+    """Rounds between hosts in which everything was first measured."""
+    rounds_again: int = 0
+    """Rounds in which suspects were measured a second time."""
+
+    def __post_init__(self) -> None:
+        size = len(self.origin_HH)
+        spread = np.array(self.spread_HH, dtype=np.float64)
+        if spread.shape != (size, size) or not (spread >= 0).all():
+            raise FactError(f"survey: spread_HH must be {size} x {size} numbers and none below 0")
+        spread.flags.writeable = False
+        object.__setattr__(self, "spread_HH", spread)
+        for host, row in enumerate(self.origin_HH):
+            links = row[:host] + row[host + 1 :]
+            if len(row) != size or row[host] != "-" or not set(links) <= set(ORIGINS):
+                raise FactError(
+                    f"survey: origin_HH[{host}] must be {size} letters, '-' at {host} and else of {''.join(ORIGINS)}, "
+                    f"got {row!r}"
+                )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LinkSurvey) and to_plain(self) == to_plain(other)
+
+    def __hash__(self) -> int:
+        return hash(self.origin_HH)
+
+    def origin(self, source: int, target: int) -> Origin:
+        """Where the figure of the link from host `source` to host `target` comes from."""
+        return ORIGINS[self.origin_HH[source][target]]
+
 
 ERROR_OF_MEDIAN = 1.4826 * 1.2533
 """Standard error of a median, times the root of the count, over the median absolute deviation (normal scatter)."""
@@ -269,3 +414,96 @@ def layers_digest(model: ModelSpec) -> str:
     # The warm-up times every layer without a window.
     of_all_layers = ("num_layers", "moe_layer_freq", "attention_windows")
     return files.digest({name: value for name, value in plain.items() if name not in of_all_layers})
+
+
+def without_hosts(measurements: Measurements, names: Collection[str]) -> Measurements:
+    """Leave out hosts, as if the job had never had them; slots are numbered anew.
+
+    A shape of computation that only a host left out has timed is kept, as that slot of the remaining hosts would have
+    taken that is nearest to it in speed: the times of the warm-up are dealt out over all slots.
+
+    Args:
+        measurements: of all hosts.
+        names: the hosts to leave out; at least one other must remain.
+
+    Raises:
+        FactError: a name is none of a host, or no host remains.
+
+    """
+    cluster = measurements.cluster
+    unknown = sorted(set(names) - {host.name for host in cluster.hosts})
+    if unknown:
+        raise FactError(f"{', '.join(unknown)}: no such host among {', '.join(host.name for host in cluster.hosts)}")
+    kept_H = [index for index, host in enumerate(cluster.hosts) if host.name not in names]
+    if not kept_H:
+        raise FactError("no host remains")
+    if len(kept_H) == len(cluster.hosts):
+        return measurements
+    size = cluster.devices_per_host
+    kept_HH = np.ix_(kept_H, kept_H)
+    links, survey = cluster.between_hosts, measurements.survey
+    slots = {host * size + local: new * size + local for new, host in enumerate(kept_H) for local in range(size)}
+    read = {reading.case for reading in measurements.memory if reading.slot in slots}
+    speeds = [cluster.slot_speed[slot] for slot in slots]
+    middle = statistics.median(speeds)
+    return replace(
+        measurements,
+        cluster=Cluster(
+            hosts=tuple(cluster.hosts[host] for host in kept_H),
+            between_hosts=Links(
+                latency_s=links.latency_s[kept_HH], bandwidth_bytes_per_s=links.bandwidth_bytes_per_s[kept_HH]
+            ),
+            within_host=tuple(cluster.within_host[host] for host in kept_H),
+            # 1.0 is the median slot, of those that are left.
+            slot_speed=tuple(speed / middle for speed in speeds),
+            imagined=cluster.imagined,
+        ),
+        compute=_compute(measurements, slots),
+        collectives=tuple(
+            replace(time, slots=tuple(slots[slot] for slot in time.slots))
+            for time in measurements.collectives
+            if slots.keys() >= set(time.slots)
+        ),
+        # Memory is the same on any device, so readings of slots left out count where there are no others of a case.
+        memory=tuple(
+            replace(reading, slot=slots.get(reading.slot, 0))
+            for reading in measurements.memory
+            if reading.slot in slots or reading.case not in read
+        ),
+        stages=tuple(replace(reading, slot=slots.get(reading.slot, 0)) for reading in measurements.stages),
+        conditions=tuple(measurements.conditions[slot] for slot in slots) if measurements.conditions else (),
+        verdicts=tuple(one for one in measurements.verdicts if one.host not in names and one.other_host not in names),
+        survey=_survey(survey, kept_H) if survey else None,
+        notes=(*measurements.notes, f"measured with {', '.join(sorted(names))}, and planned without"),
+    )
+
+
+def _survey(survey: LinkSurvey, kept_H: Sequence[int]) -> LinkSurvey:
+    new = {host: index for index, host in enumerate(kept_H)}
+    return replace(
+        survey,
+        spread_HH=survey.spread_HH[np.ix_(kept_H, kept_H)],
+        origin_HH=tuple("".join(survey.origin_HH[host][other] for other in kept_H) for host in kept_H),
+        rails=tuple(
+            replace(rail, source=new[rail.source], target=new[rail.target])
+            for rail in survey.rails
+            if {rail.source, rail.target} <= new.keys()
+        ),
+    )
+
+
+def _compute(measurements: Measurements, slots: dict[int, int]) -> tuple[ComputeTime, ...]:
+    """Times of the slots that are left, and of others what was timed nowhere else, as one of those would have it."""
+    speed = measurements.cluster.slot_speed
+    timed = {(time.case, time.part) for time in measurements.compute if time.slot in slots}
+    times = []
+    for time in measurements.compute:
+        if time.slot in slots:
+            times.append(replace(time, slot=slots[time.slot]))
+        elif (time.case, time.part) not in timed:
+            # Speed times seconds is what a slot of speed 1 would take.
+            stand_in = min(slots, key=lambda slot: abs(speed[slot] - speed[time.slot]))
+            factor = speed[time.slot] / speed[stand_in]
+            idle = {name: factor * getattr(time, name) for name in ("forward_idle_s", "backward_idle_s")}
+            times.append(replace(time.times(factor), slot=slots[stand_in], **idle))
+    return tuple(times)

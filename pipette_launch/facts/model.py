@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.checks import check_numbers
-from pipette_launch.facts.files import ADDED_LATER
+from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
 LayerKind: TypeAlias = Literal["layer", "moe_layer", "mamba_layer", "attention_layer", "mlp_layer", "expert_layer"]
 """The first two are whole layers of a transformer, without and with experts; the others are layers of hybrid models."""

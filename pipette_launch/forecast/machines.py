@@ -14,10 +14,10 @@ from typing import Literal
 
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements, files
-from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.facts.machines.device_file import DeviceFile
-from pipette_launch.facts.machines.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
-from pipette_launch.facts.machines.known_devices import (
+from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
+from pipette_launch.facts.known_devices import (
+    DeviceFile,
     UnknownDeviceError,
     capability_of_cluster,
     device_named,

@@ -17,10 +17,10 @@ from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
 from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, PipetteError, PlanError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements
-from pipette_launch.facts.machines.device_file import DeviceFile
-from pipette_launch.facts.machines.fabric import FabricSpec
-from pipette_launch.facts.results.prediction import MemoryFit, Prediction, StageMemory
-from pipette_launch.facts.results.rate import Rate
+from pipette_launch.facts.fabric import FabricSpec
+from pipette_launch.facts.known_devices import DeviceFile
+from pipette_launch.facts.plan import Rate
+from pipette_launch.facts.prediction import MemoryFit, Prediction, StageMemory
 from pipette_launch.forecast import stages
 from pipette_launch.forecast.machines import Kind, TargetMachines, machines_of
 

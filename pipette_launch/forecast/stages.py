@@ -13,8 +13,8 @@ from pipette_launch.cost.memory.parts import MemoryParts
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Measurements
-from pipette_launch.facts.messages.abstract_execution import ExecutedParts
-from pipette_launch.facts.results.prediction import StageMemory
+from pipette_launch.facts.messages import ExecutedParts
+from pipette_launch.facts.prediction import StageMemory
 
 NEEDED = {"torch": "torch", "megatron-core": "megatron"}
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipette_launch.agent.controller import WorkerCommand
-from pipette_launch.facts import files, schedule_file
+from pipette_launch.facts import files, schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.messages import Decision
     from pipette_launch.launch.options import Options
 
 PATCH_RUNNER = "pipette_patches.run"
@@ -71,7 +71,7 @@ def training(
     if decision.choice is not None and decision.choice.order is not None:
         path = folder / "schedule.json"
         files.write(path, decision.choice.order)
-        patches, environment = (*patches, SCHEDULES), {**environment, schedule_file.VARIABLE: str(path)}
+        patches, environment = (*patches, SCHEDULES), {**environment, schedule.VARIABLE: str(path)}
     if patches:
         head = _patched(head, patches)
     return WorkerCommand(entrypoint=entrypoint, arguments=(*head, *tail), environment=environment)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from pipette_launch import megatron, replan
 from pipette_launch.errors import PipetteError, ProbeError
 from pipette_launch.facts import Measurements, Plan, files
-from pipette_launch.facts.messages.round import Decision, NodeRecord
-from pipette_launch.facts.some_hosts import without_hosts
+from pipette_launch.facts.measurements import without_hosts
+from pipette_launch.facts.messages import Decision, NodeRecord
 from pipette_launch.launch.cache.plans import CLUSTER
 from pipette_launch.launch.decisions import DecisionWriter
 from pipette_launch.launch.health_policy import Ruling, apart, measured, rule, small_holders, with_spares
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipette_launch.facts import Host, Job
-    from pipette_launch.facts.health.condition import DeviceCondition
-    from pipette_launch.facts.health.verdict import Verdict
-    from pipette_launch.facts.messages.round import TrialReport
+    from pipette_launch.facts.health import DeviceCondition, Verdict
+    from pipette_launch.facts.messages import TrialReport
     from pipette_launch.launch.cache.plans import Cache
     from pipette_launch.launch.options import Options
     from pipette_launch.probe.options import ProbeOptions

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pipette_launch.facts import Job, Plan
-    from pipette_launch.facts.messages.round import Decision, TrialReport
+    from pipette_launch.facts.messages import Decision, TrialReport
     from pipette_launch.launch.options import Options
     from pipette_launch.launch.plans.planner import Planner
     from pipette_launch.launch.trials.run import TrialCoordinator

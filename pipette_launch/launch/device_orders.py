@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipette_launch.facts.machines.device_order import in_device_order, is_in_device_order, shared_order
+from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
 from pipette_launch.probe.waits import START_S, wait_s
 
 if TYPE_CHECKING:
     from pipette_launch.facts import Choice, Plan
-    from pipette_launch.facts.messages.failure import Failure
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.messages import Decision, Failure
 
 CHECKED = "all-gather and reduce-scatter of 1 to 64 MB returned every value in its place"
 SEE = "see NVIDIA/nccl#1906"

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipette_launch.facts import Host
-    from pipette_launch.facts.health.verdict import Verdict
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.health import Verdict
+    from pipette_launch.facts.messages import Decision
     from pipette_launch.launch.options import OnSick
 
 

@@ -25,16 +25,9 @@ from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import has_two_embeddings
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
-from pipette_launch.facts.messages.measuring_advice import (
-    Advice,
-    CollectiveKind,
-    Dimension,
-    MeasuringQuestion,
-    StageCase,
-)
-from pipette_launch.printable import printable
+from pipette_launch.facts.messages import Advice, CollectiveKind, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.search.solve import SolveOptions, solve
-from pipette_launch.units import plural
+from pipette_launch.text import plural, printable
 
 Ints = NDArray[np.int64]
 MOST_DIMENSIONS = 8

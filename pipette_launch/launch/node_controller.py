@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipette_launch import megatron, report
 from pipette_launch.agent import start
 from pipette_launch.facts import files
-from pipette_launch.facts.messages.round import Decision, NodeRecord
+from pipette_launch.facts.messages import Decision, NodeRecord
 from pipette_launch.launch import commands
 from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from pipette_launch.agent.controller import Node, WorkerCommand
     from pipette_launch.agent.sync.rendezvous import RendezvousSettings
     from pipette_launch.facts import Choice
-    from pipette_launch.facts.messages.failure import Failure
-    from pipette_launch.facts.messages.round import AttemptEnd, TrialReport
-    from pipette_launch.facts.results.outcome import Outcome, PeakReading
+    from pipette_launch.facts.messages import AttemptEnd, Failure, TrialReport
+    from pipette_launch.facts.outcome import Outcome, PeakReading
     from pipette_launch.launch.options import Options
     from pipette_launch.probe.progress import Sign
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from pipette_launch.agent.controller import Node
     from pipette_launch.facts import Host
-    from pipette_launch.facts.health.condition import DeviceCondition
-    from pipette_launch.facts.messages.round import NodeRecord
+    from pipette_launch.facts.health import DeviceCondition
+    from pipette_launch.facts.messages import NodeRecord
 
 
 logger = logging.getLogger(__name__)

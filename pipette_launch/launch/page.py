@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pipette_launch import megatron
 from pipette_launch.errors import ClusterError, PipetteError
 from pipette_launch.facts import Measurements, Plan, files
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, PLAN
 
 if TYPE_CHECKING:

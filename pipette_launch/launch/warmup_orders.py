@@ -15,8 +15,8 @@ from pipette_launch.probe.options import TINY_BYTES, ProbeOptions
 
 if TYPE_CHECKING:
     from pipette_launch.facts import ComputeCase, Host, Job
-    from pipette_launch.facts.health.condition import DeviceCondition
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.health import DeviceCondition
+    from pipette_launch.facts.messages import Decision
     from pipette_launch.launch.options import Options
 
 CLUSTER = "cluster.json"

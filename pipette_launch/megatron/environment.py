@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipette_launch.facts import Layout
-from pipette_launch.facts.machines.device_names import compute_capability
+from pipette_launch.facts.accelerators import compute_capability
 
 _BLACKWELL = 10
 """From this capability on, Megatron no longer asks for a single connection."""

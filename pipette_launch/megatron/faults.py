@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from pipette_launch.facts.messages.failure import Failure, FailureKind
+from pipette_launch.facts.messages import Failure, FailureKind
 
 OUT_OF_MEMORY = "out of memory"
 RANK_MONITORS = "a rank monitor beside each rank, which ft_launcher starts, and pipette-launch and torchrun do not"

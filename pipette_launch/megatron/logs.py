@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 _COUNT, _FIGURE = r"(\d{1,15})", r"(\d{1,15}(?:\.\d{0,15})?)"
 """What Megatron prints as %d and %f; digits without end, or two points, are no number of its own."""

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job
-from pipette_launch.facts.performance import PerformanceOptions
+from pipette_launch.facts.job import PerformanceOptions
 from pipette_launch.megatron.flags import Arguments, releases
 
 _NAMES = tuple(option.name for option in fields(PerformanceOptions))

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
-from pipette_launch.facts.machines.device_names import compute_capability
+from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.megatron import checkpoint
 from pipette_launch.megatron.allocator import allocator_config
 from pipette_launch.megatron.flags import Arguments, known_release, newest_release, release_of

@@ -10,15 +10,14 @@ import numpy as np
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, LoadingTime, Measurements
-from pipette_launch.facts.health.verdict import Verdict
-from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD
-from pipette_launch.facts.measurements import LAYERS, layers_digest
-from pipette_launch.facts.messages.measuring_advice import Dimension
+from pipette_launch.facts.health import Verdict
+from pipette_launch.facts.measurements import LAYERS, UNSTABLE_SPREAD, layers_digest
+from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wall, speeds
 from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, judge, link_verdicts
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, found_links, group_times
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
-from pipette_launch.units import hertz_text
+from pipette_launch.text import hertz_text
 
 PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
 MAX_NAMED = 5

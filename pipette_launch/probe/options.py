@@ -18,9 +18,9 @@ from pipette_launch.facts import (
     Samples,
     StageReading,
 )
-from pipette_launch.facts.health.condition import DeviceCondition
-from pipette_launch.facts.machines.cluster import HostsOfJob
-from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
+from pipette_launch.facts.cluster import HostsOfJob
+from pipette_launch.facts.health import DeviceCondition
+from pipette_launch.facts.messages import CollectiveKind, Dimension
 from pipette_launch.probe.health.under_load import LoadReading
 from pipette_launch.probe.waits import LEAST_S, START_S, wait_s
 

@@ -15,10 +15,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.printable import printable
 from pipette_launch.probe.harness import end_with_parent, worker_place
 from pipette_launch.probe.run import BACKENDS, connect_store
 from pipette_launch.probe.waits import wait_s
+from pipette_launch.text import printable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import DeviceOverhead, Links, Measurements, files
 from pipette_launch.facts.measurements import Coverage
-from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, StageCase
+from pipette_launch.facts.messages import Advice, Dimension, StageCase
 from pipette_launch.probe import plan_hints
 from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.compute import layers, whole_stages
@@ -35,7 +35,7 @@ from pipette_launch.probe.links.fits import EarlierLinks
 from pipette_launch.probe.links.meter import LinkMeter
 from pipette_launch.probe.links.sampling import Pair, blind_rounds
 from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
-from pipette_launch.units import plural, rate_text
+from pipette_launch.text import plural, rate_text
 from pipette_patches import registry
 
 logger = logging.getLogger(__name__)

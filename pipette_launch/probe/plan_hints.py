@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Measurements, files
-from pipette_launch.facts.messages.measuring_advice import Advice, CollectiveKind, Dimension, MeasuringQuestion
+from pipette_launch.facts.messages import Advice, CollectiveKind, Dimension, MeasuringQuestion
 
 START_S = 30.0
 """Seconds that the adviser may take beside its search: to start, to read and to write, on cores that may be busy."""

@@ -18,11 +18,11 @@ from typing import Any
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
-from pipette_launch.printable import printable
 from pipette_launch.probe.harness import Budget, Lockstep, WorkerPlace, end_with_parent, worker_place
 from pipette_launch.probe.health.nvml import is_same_device
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.progress import START, Progress
+from pipette_launch.text import printable
 
 logger = logging.getLogger(__name__)
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts import Choice, Plan
-from pipette_launch.printable import printable
 from pipette_launch.report.draw import bar, breakdown, stages_shown, text
 from pipette_launch.report.figures import limit_words, memory_bars, rate_words, short_limit_words
-from pipette_launch.units import plural, seconds_text
+from pipette_launch.text import plural, printable, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from pipette_launch.facts import Choice
-from pipette_launch.facts.results.comparison import Comparison
+from pipette_launch.facts.prediction import Comparison
 from pipette_launch.report.draw import Section, bullet, render, sheet, text
 from pipette_launch.report.figures import rate_words, without_gaps
-from pipette_launch.units import seconds_text
+from pipette_launch.text import seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from pipette_launch.printable import printable
-from pipette_launch.units import seconds_text
+from pipette_launch.text import printable, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pipette_launch.facts.results.rate import Rate
+from pipette_launch.facts.plan import Rate
 from pipette_launch.report.draw import bar, text
-from pipette_launch.units import bytes_text, count_text, flops_text, plural, seconds_text
+from pipette_launch.text import bytes_text, count_text, flops_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.table import Table

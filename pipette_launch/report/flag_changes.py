@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pipette_launch.printable import printable
 from pipette_launch.report.draw import text
-from pipette_launch.units import plural
+from pipette_launch.text import plural, printable
 
 if TYPE_CHECKING:
     from rich.text import Text

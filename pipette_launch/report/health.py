@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from pipette_launch.facts.health.checkup import Checkup
-from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.health import Checkup, Verdict
 from pipette_launch.report.draw import Section, bullet, render, sheet, text
-from pipette_launch.units import plural
+from pipette_launch.text import plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

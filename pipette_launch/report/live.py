@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from pipette_launch.facts.results.live import LiveJob
+from pipette_launch.facts.outcome import LiveJob
 from pipette_launch.report.draw import BAR_CELLS, Section, render, sheet, text
 from pipette_launch.report.figures import step_words
-from pipette_launch.units import bytes_text, count_text, duration_text, plural, seconds_text
+from pipette_launch.text import bytes_text, count_text, duration_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

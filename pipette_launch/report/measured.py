@@ -14,7 +14,7 @@ from pipette_launch.facts import Cluster, ComputeTime, Links, Measurements, Plan
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.report.draw import Section, bullet, render, sheet, text
 from pipette_launch.report.health import health
-from pipette_launch.units import bytes_text, plural, rate_text, seconds_text
+from pipette_launch.text import bytes_text, plural, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from pipette_launch.facts import Measurements, Plan
-from pipette_launch.facts.results.outcome import Outcome
-from pipette_launch.printable import printable
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.report.choice import chosen, memory, step_times, trials
 from pipette_launch.report.draw import INDENT, Section, bullet, columns, render, sheet, text
 from pipette_launch.report.figures import advice, step_words
@@ -21,7 +20,7 @@ from pipette_launch.report.flag_changes import flag_lines, packed_flag_lines, pa
 from pipette_launch.report.health import MOST_VERDICTS, health
 from pipette_launch.report.measured import what_the_plan_rests_on
 from pipette_launch.report.templates import templates
-from pipette_launch.units import bytes_text, count_text, plural, seconds_text
+from pipette_launch.text import bytes_text, count_text, plural, printable, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

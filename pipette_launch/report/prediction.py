@@ -8,12 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from pipette_launch.facts.headings import SHORT
-from pipette_launch.facts.results.prediction import PARTS, Prediction, StageMemory
-from pipette_launch.printable import printable
+from pipette_launch.facts.glossary import SHORT
+from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
 from pipette_launch.report.draw import Section, breakdown, bullet, columns, render, sheet, stages_shown, text
 from pipette_launch.report.figures import limit_words, memory_bars, rate_words, without_gaps
-from pipette_launch.units import GIB, MIB, bytes_text, count_text, plural, seconds_text
+from pipette_launch.text import GIB, MIB, bytes_text, count_text, plural, printable, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

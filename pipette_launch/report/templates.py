@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.facts import Choice, Plan
 from pipette_launch.report.draw import text
-from pipette_launch.units import plural, seconds_text
+from pipette_launch.text import plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

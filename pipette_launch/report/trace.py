@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from pipette_launch.facts import Choice, ComputeTime, Links, Measurements, Plan
-from pipette_launch.facts.results.outcome import Outcome
-from pipette_launch.facts.results.profiled import ProfiledRank
+from pipette_launch.facts.outcome import Outcome, ProfiledRank
 from pipette_launch.forecast.picture import DrawnStep, Picture
 from pipette_launch.report.trace_events import PASSES, Event, in_line, named, span
 from pipette_launch.report.trace_profile import profile_events
-from pipette_launch.units import rate_text, seconds_text
+from pipette_launch.text import rate_text, seconds_text
 
 MOST_PASSES = 10_000
 """Of one configuration: some 2 MB with what the passes exchange. Of more, the middle of each track is left out."""

@@ -13,10 +13,9 @@ from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, CorrectedPred
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators, num_group_kinds
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
-from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
-from pipette_launch.facts.machines.device_memory import MemoryNeed
-from pipette_launch.facts.machines.rooms import RankBlock, Rooms
-from pipette_launch.facts.together import blocks_of
+from pipette_launch.facts.co_location import RankBlock, Rooms, blocks_of
+from pipette_launch.facts.layout import LayoutColumns, codes_of
+from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement.search import ROUNDS
 from pipette_launch.search.placement.slots import Placed, host_order

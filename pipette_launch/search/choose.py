@@ -12,8 +12,8 @@ from pipette_launch.cost.learned.uncertainty import Uncertainty
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.results.rate import Rate
-from pipette_launch.facts.schedule_file import ScheduleFile
+from pipette_launch.facts.plan import Rate
+from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.search.candidates import Candidate, SearchInputs, doublings_apart
 from pipette_launch.search.placement.slots import Placed, Placement, Slots, host_order
 

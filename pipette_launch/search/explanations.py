@@ -7,10 +7,10 @@ from pipette_launch.cost.memory.attention_mask import mask_notes
 from pipette_launch.cost.memory.overhead import has_expandable_segments, measured_overhead, uncounted
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.facts import Choice
-from pipette_launch.facts.machines.device_order import in_device_order, shared_order
+from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.search.candidates import SearchInputs, doublings_apart
 from pipette_launch.search.choose import EQUAL, Chosen
-from pipette_launch.units import bytes_text, seconds_text
+from pipette_launch.text import bytes_text, seconds_text
 
 PART_NAMES = {
     "compute": "compute",

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.memory.overhead import num_communicators, num_group_kinds
 from pipette_launch.facts import Layout, Recompute
-from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
+from pipette_launch.facts.layout import NO_RECOMPUTE, LayoutColumns, codes_of
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, limits_N
 from pipette_launch.search.layouts.enumerate import Cuts
 

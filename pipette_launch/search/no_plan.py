@@ -14,7 +14,7 @@ from pipette_launch.facts import Job, Layout
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, limits_N
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 from pipette_launch.search.placement.slots import IsLate
-from pipette_launch.units import bytes_text, plural
+from pipette_launch.text import bytes_text, plural
 
 MOST_HOSTS_MORE = 8
 """A larger allocation is proposed up to so many times its hosts."""

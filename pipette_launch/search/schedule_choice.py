@@ -23,11 +23,10 @@ from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, Counts, most
 from pipette_launch.cost.step.placed import Floats, Ints, PlacementCost
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
+from pipette_launch.facts.job import flag_of
+from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES, schedule_of
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.performance import flag_of
-from pipette_launch.facts.schedule import PassTimes, Placement, Schedule
-from pipette_launch.facts.schedule_file import ScheduleFile
-from pipette_launch.facts.schedules import FOLDING_RELEASE, RELEASES, schedule_of
+from pipette_launch.facts.schedule import PassTimes, Placement, Schedule, ScheduleFile
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, SearchInputs
 from pipette_launch.search.choose import choice_of

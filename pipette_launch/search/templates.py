@@ -10,9 +10,9 @@ from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, Corrections
 from pipette_launch.errors import LayoutError, PipetteError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan
-from pipette_launch.facts.machines.rooms import Rooms
-from pipette_launch.facts.results.templates import by_size
-from pipette_launch.facts.some_hosts import without_hosts
+from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.measurements import without_hosts
+from pipette_launch.facts.plan import by_size
 from pipette_launch.megatron import Continuation
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
@@ -23,7 +23,7 @@ from pipette_launch.search.placement.search import begin, exchange_devices, impr
 from pipette_launch.search.placement.slots import IsLate, faster
 from pipette_launch.search.pricing import placement_problem
 from pipette_launch.search.solve import SolveOptions, solve
-from pipette_launch.units import plural
+from pipette_launch.text import plural
 
 MOST_S = 5.0
 """Bound of the time for all templates together; most searches end earlier by themselves."""

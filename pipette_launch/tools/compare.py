@@ -13,8 +13,8 @@ from pipette_launch.tools.flags import Subcommand
 
 if TYPE_CHECKING:
     # Parsing --help must not wait for numpy.
-    from pipette_launch.facts import Choice, Plan
-    from pipette_launch.facts.results.comparison import Comparison
+    from pipette_launch.facts import Plan
+    from pipette_launch.facts.prediction import Comparison
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -36,7 +36,8 @@ def run(args: Namespace) -> int:
 def of_files(paths: Sequence[Path]) -> Comparison:
     """Compare plan files with the first of them; raises UsageError for fewer than two."""
     from pipette_launch.facts import Plan, files
-    from pipette_launch.facts.results.comparison import Comparison, Entry
+    from pipette_launch.facts.prediction import Comparison, Entry
+    from pipette_launch.tools.rivals import memory_fault
 
     if len(paths) < 2:
         raise UsageError(f"nothing to compare with {paths[0] if paths else 'no file'}; name two plan files or more")
@@ -75,7 +76,7 @@ def num_moved(one: Plan, other: Plan) -> int | None:
 
 
 def _memory_fault(choice: Choice) -> Iterator[str]:
-    from pipette_launch.units import bytes_text
+    from pipette_launch.text import bytes_text
 
     if not choice.fits:
         shown = choice.memory_shown

@@ -11,7 +11,7 @@ from pipette_launch.tools.flags import Subcommand
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pipette_launch.facts.machines.accelerator import DeviceSpec
+    from pipette_launch.facts.accelerators import DeviceSpec
 
 HEADINGS = ("device", "memory", "16-bit peak", "in a host", "between hosts", "per host")
 
@@ -31,8 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the table or the document; returns 0."""
     from pipette_launch.facts import files
-    from pipette_launch.facts.machines.device_file import DeviceFiles, file_of
-    from pipette_launch.facts.machines.known_devices import device_named, known_devices, other_meanings
+    from pipette_launch.facts.known_devices import DeviceFiles, device_named, file_of, known_devices, other_meanings
 
     shown = known_devices().values() if args.name is None else (device_named(args.name),)
     if not args.json:
@@ -56,7 +55,7 @@ def _table(*devices: DeviceSpec) -> Iterator[str]:
 
 
 def _row(device: DeviceSpec) -> tuple[str, ...]:
-    from pipette_launch.units import bytes_text, rate_text
+    from pipette_launch.text import bytes_text, rate_text
 
     domain = f", {device.domain_hosts} hosts in an NVLink domain" if device.domain_hosts > 1 else ""
     return (

@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from pipette_launch.errors import PipetteError, UsageError
-from pipette_launch.packages import check_installed
+from pipette_launch.installed import check_installed
 from pipette_launch.tools import flags
 from pipette_launch.tools.flags import Subcommand
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipette_launch.facts import Host
-    from pipette_launch.facts.health.checkup import Checkup, Finding
-    from pipette_launch.facts.health.condition import DeviceCondition
+    from pipette_launch.facts.health import Checkup, DeviceCondition, Finding
 
 DEFAULT_PORT = 29500
 MOST_PORTS = 1 << 16
@@ -60,7 +59,7 @@ def examine(args: Namespace) -> Checkup:
     """Look at everything, torch not imported."""
     from datetime import datetime, timezone
 
-    from pipette_launch.facts.health.checkup import SEVERITIES, Checkup
+    from pipette_launch.facts.health import SEVERITIES, Checkup
     from pipette_launch.launch.cache.plans import default_root
     from pipette_launch.tools.checks import software, surroundings
 
@@ -85,7 +84,7 @@ def examine(args: Namespace) -> Checkup:
 
 def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
     """List the devices as an agent would, and compare them with each other."""
-    from pipette_launch.facts.health.checkup import Finding
+    from pipette_launch.facts.health import Finding
     from pipette_launch.probe.health import condition, inventory
 
     try:
@@ -111,7 +110,7 @@ def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
 
 def _conditions(host: Host, told: Sequence[DeviceCondition]) -> Iterator[Finding]:
     """Report faults of the devices, and whether the driver unloads their state between jobs."""
-    from pipette_launch.facts.health.checkup import Finding
+    from pipette_launch.facts.health import Finding
     from pipette_launch.probe.health.verdicts import judge
 
     for verdict in judge([host], [told]):

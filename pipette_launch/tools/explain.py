@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pipette_launch.facts import Plan
-    from pipette_launch.facts.results.explained import Explained
+    from pipette_launch.facts.prediction import Explained
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -33,8 +33,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the explanation, or the list of all keys; returns 0."""
     from pipette_launch.facts import Plan, files
-    from pipette_launch.facts.meanings import MEANINGS, key_of
-    from pipette_launch.facts.results.explained import Explained, Explanation
+    from pipette_launch.facts.glossary import MEANINGS, key_of
+    from pipette_launch.facts.prediction import Explained, Explanation
 
     words = list(args.words)
     plan = files.read(Path(words.pop()), Plan) if words and words[-1].endswith(".json") else None
@@ -75,7 +75,7 @@ def _lines(found: Explained, *, is_list: bool) -> Iterator[str]:
 
 def value_of(plan: Plan, key: str) -> str:
     """Return the value of a key in a plan, with its unit; empty where the plan holds none."""
-    from pipette_launch.units import bytes_text, seconds_text
+    from pipette_launch.text import bytes_text, seconds_text
 
     chosen = plan.chosen
     part = key.replace(" ", "_")
@@ -106,7 +106,7 @@ def value_of(plan: Plan, key: str) -> str:
 
 
 def _rate(plan: Plan, key: str) -> str:
-    from pipette_launch.units import count_text, flops_text
+    from pipette_launch.text import count_text, flops_text
 
     rate = plan.chosen.rate
     if rate is None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
-from pipette_launch.packages import told
-from pipette_launch.printable import escape_log_lines, printable
+from pipette_launch.installed import told
+from pipette_launch.text import escape_log_lines, printable
 from pipette_launch.tools import compare, completion, devices, doctor, explain, plan, predict, probe, report, watch
 from pipette_launch.tools.flags import EXAMPLE_ARGS, Subcommand
 from pipette_launch.tools.misspelt import check_command, check_flags

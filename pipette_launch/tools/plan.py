@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipette_launch.errors import PipetteError, UsageError
-from pipette_launch.printable import printable
+from pipette_launch.text import printable
 from pipette_launch.tools import flags, planning
 from pipette_launch.tools.flags import Subcommand
 

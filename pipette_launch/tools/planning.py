@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipette_launch.facts import Job, Layout, Measurements, Plan
-    from pipette_launch.facts.machines.device_file import DeviceFile
-    from pipette_launch.facts.machines.fabric import FabricSpec
+    from pipette_launch.facts.fabric import FabricSpec
+    from pipette_launch.facts.known_devices import DeviceFile
     from pipette_launch.forecast import TargetMachines
     from pipette_launch.search.layouts.enumerate import Cuts
 
@@ -136,7 +136,7 @@ def planned(problem: PlanningProblem, request: PlanningRequest) -> Plan:
     from datetime import datetime, timezone
 
     from pipette_launch.facts import Provenance
-    from pipette_launch.facts.schedules import schedule_names
+    from pipette_launch.facts.known_schedules import schedule_names
     from pipette_launch.launch.cache.plans import key_of
     from pipette_launch.launch.setting import with_setting
     from pipette_launch.search.solve import SolveOptions, solve

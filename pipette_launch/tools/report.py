@@ -65,7 +65,7 @@ def _write(args: Namespace) -> None:
     from pipette_launch.facts import files
     from pipette_launch.launch.page import found_files, page_of
     from pipette_launch.launch.trace import trace_of
-    from pipette_launch.printable import printable
+    from pipette_launch.text import printable
 
     found = found_files(args.file, args.cluster)
     if found.missing:

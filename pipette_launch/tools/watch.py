@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipette_launch.tools.flags import Subcommand
 
 if TYPE_CHECKING:
-    from pipette_launch.facts.results.live import LiveJob
+    from pipette_launch.facts.outcome import LiveJob
     from pipette_launch.launch.live.watched import Watched
 
 POLL_S = 1.0
@@ -83,8 +83,8 @@ def _screens(watched: Watched) -> int:
 def _lines(watched: Watched, *, is_once: bool, as_json: bool) -> int:
     """Print a line each time that something has changed, or one screen."""
     from pipette_launch.facts import files
-    from pipette_launch.printable import printable
     from pipette_launch.report.live import live_line, live_screen
+    from pipette_launch.text import printable
 
     before = ""
     while True:

@@ -21,7 +21,7 @@ from pipette_launch.agent.controller import Node, WorkerCommand
 from pipette_launch.agent.leaving import end_at_once
 from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
-from pipette_launch.facts.messages.round import Decision, NodeRecord, TrialReport
+from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
 from pipette_launch.launch.nodes import unique_names
 from pipette_launch.probe.progress import Sign, last_error, last_sign
 

@@ -11,7 +11,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from pipette_launch.agent.elastic import PipetteAgent
 from pipette_launch.agent.phases.attempt import Attempt
 from pipette_launch.agent.sync.membership import LEFT_OUT, REJOIN, Rejoin
-from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.messages import Decision
 
 
 @pytest.mark.parametrize(("why", "keeps"), [(LEFT_OUT, False), (REJOIN, True)])

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from pipette_launch.agent.phases import standby
 from pipette_launch.agent.sync.store import RoundOver, RoundStore
-from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.messages import Decision
 
 DECISION = Decision(phase="warmup", tokens=("t1", "t2"), hosts=("b", "c"), num_slots=(1, 1))
 WITHOUT_FIRST = Decision(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pipette_launch.agent.sudden_deaths import StoppedWorkers, as_oom_kill, oom_kills
-from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.facts.messages import Failure
 
 
 @pytest.mark.parametrize(

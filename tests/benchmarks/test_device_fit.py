@@ -10,8 +10,8 @@ from benchmarks.validation.case_factors import CaseFactor, shape_of
 from benchmarks.validation.device_fit import PARAMETERS, MeasuredStep, adjusted, fit, predicted_s
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout
-from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.known_devices import known_devices
 
 A100 = known_devices()["A100-80GB"]
 LAYOUTS = (

@@ -8,7 +8,7 @@ from megatron_lines import job
 
 from benchmarks.validation.folds import families, folds
 from benchmarks.validation.workspace import Residual, fitted_bytes, stated_bytes
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 KEYS = st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=3), max_size=12)
 

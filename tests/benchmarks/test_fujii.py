@@ -11,7 +11,7 @@ from published import LLAMA_LAYOUT, llama_7b
 from benchmarks.estimators import fujii
 from pipette_launch.errors import FactError, LayoutError, PlanError
 from pipette_launch.facts import Job, LatentAttention, Layout
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 
 def job(**changes: object) -> Job:

@@ -32,7 +32,7 @@ from pipette_launch import megatron
 from pipette_launch.errors import FileFormatError, PipetteError
 from pipette_launch.facts import Device, Layout
 from pipette_launch.probe.health import nvml
-from pipette_launch.units import GIB, MIB
+from pipette_launch.text import GIB, MIB
 
 GPU = Device(
     kind="cuda", uuid="GPU-aaaa-0", name="NVIDIA H100", memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB

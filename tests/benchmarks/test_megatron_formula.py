@@ -11,7 +11,7 @@ from published import GPT_65B_LAYOUT, LLAMA_LAYOUT, gpt_65b, llama_7b
 from benchmarks.estimators.megatron_formula import megatron_formula, megatron_formula_bytes
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, LatentAttention, Layout, Recompute
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 SELECTIVE = Recompute(granularity="selective")
 MOE = {"num_experts": 4, "moe_layer_freq": (0, 1, 1, 1), "moe_ffn_hidden_size": 128}

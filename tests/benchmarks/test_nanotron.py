@@ -13,7 +13,7 @@ from benchmarks.validation.nanotron_rows import COLUMNS, SHAPES, read, stage_lay
 from benchmarks.validation.scores import Errors
 from benchmarks.validation.tables import DataError
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.known_devices import device_named
+from pipette_launch.facts.known_devices import device_named
 
 OK = {"model_B": "1.34", "nodes": "1", "mbs": "1", "grad_acc": "4", "dp": "8", "pp": "1", "tp": "1", "zero": "1"}
 OK |= {"tok_s_gpu": "1000", "gpu_mem_GB": "40", "status": "ok"}

@@ -8,7 +8,7 @@ from benchmarks.estimators import pipette_mlp
 from benchmarks.estimators.pipette_mlp import FEATURES, features, train
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Layout
-from pipette_launch.units import GIB
+from pipette_launch.text import GIB
 
 
 def rows(count: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]

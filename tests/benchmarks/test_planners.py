@@ -16,7 +16,7 @@ from benchmarks.rivals.pick import PlannerOptions
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.facts import Batch, ComputeCase, Layout
-from pipette_launch.units import GIB
+from pipette_launch.text import GIB
 
 
 @pytest.mark.parametrize("name", NETWORKS)

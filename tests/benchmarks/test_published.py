@@ -9,7 +9,7 @@ from benchmarks.estimators.megatron_formula import megatron_formula
 from pipette_launch.cost.memory.parts import MemoryParts
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Recompute
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 # No Apex, no Transformer Engine: nothing is fused into the gradient.

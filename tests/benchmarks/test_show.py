@@ -15,7 +15,7 @@ from benchmarks.validation.options import DEFAULT_FILES
 from benchmarks.validation.scores import errors
 from benchmarks.validation.show import Report, as_json, markdown, print_report
 from pipette_launch.facts import Job
-from pipette_launch.facts.messages.abstract_execution import ExecutedMemory, ExecutedParts
+from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
 
 LINE = Line(data="d", group="a|b", method="m", quantity="peak", scored=2, skipped=1, errors=errors([1, 3], [1, 2]))
 SECTION = Section(

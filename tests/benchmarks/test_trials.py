@@ -9,7 +9,7 @@ import pytest
 from benchmarks.netlab.suite import trials
 from benchmarks.netlab.suite.trials import Race, headline
 from pipette_launch.facts import Layout, Samples
-from pipette_launch.facts.results.trials import Trial, Trials
+from pipette_launch.facts.plan import Trial, Trials
 
 OWN = Trial(
     layout=Layout(dp=4),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from benchmarks.bench_warmup import put_section
 from benchmarks.warmup.score import Compared, Fault, judged, outside, ranked
 from benchmarks.warmup.trial import healthy, steps
-from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.health import Verdict
 
 
 def row(set_mbit: float, got_mbit: float) -> Compared:

@@ -18,8 +18,7 @@ from screens import choice, plan
 
 from pipette_launch import report
 from pipette_launch.facts import Layout, Measurements, Plan, files
-from pipette_launch.facts.results.live import LiveJob
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.replan import UseTemplate
 from pipette_launch.report.live import live_screen
 from pipette_launch.tools.main import COMMANDS

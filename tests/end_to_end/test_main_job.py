@@ -13,7 +13,7 @@ from end_to_end.jobs import MODEL, TRAINER, Done, finish, pipette, plan, plan_fi
 
 from pipette_launch import megatron
 from pipette_launch.facts import Layout, Plan, files
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.outcome import Outcome
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.processes]
 STEPS = ["--train-iters", "4"]

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
-from facts_for_tests import tiny_cluster, tiny_measurements
+from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pipette_launch.facts import ComputeCase
+from pipette_launch.errors import FactError, FileFormatError
+from pipette_launch.facts import (
+    Batch,
+    CollectiveTime,
+    ComputeCase,
+    ComputeTime,
+    DeviceOverhead,
+    Layout,
+    Measurements,
+    MemoryReading,
+    Samples,
+    StageReading,
+    files,
+)
+from pipette_launch.facts.health import DeviceCondition, Verdict
+from pipette_launch.facts.measurements import LinkSurvey, RailRates, memory_digest, without_hosts
 
 TIMED = "combinations of tp, cp and micro-batch timed"
 CASES = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size) for size in range(1, 6))
@@ -30,3 +52,315 @@ def test_timed_cases_are_counted(num_timed: int, num_modelled: int, expected: st
     )
 
     assert expected == replace(measured, compute=compute, unmeasured=CASES[num_timed:]).coverage().words()
+
+
+def test_a_communicator_takes_its_share_of_what_they_added() -> None:
+    """Four of them made 600 bytes of a context of 500: 150 each."""
+    overhead = DeviceOverhead(alone_bytes=500, together_bytes=1100, num_communicators=4, workspace_bytes=70)
+
+    assert 150 == overhead.communicator_bytes
+
+
+def test_no_communicator_takes_nothing() -> None:
+    """A slot alone has none, and a driver that gave something back does not make one negative."""
+    assert (
+        0 == DeviceOverhead(alone_bytes=5, together_bytes=5, num_communicators=0, workspace_bytes=0).communicator_bytes
+    )
+    assert (
+        0 == DeviceOverhead(alone_bytes=5, together_bytes=4, num_communicators=1, workspace_bytes=0).communicator_bytes
+    )
+
+
+def reading(**changes: object) -> StageReading:
+    """A stage that held nothing."""
+    fields = {
+        "job_digest": "",
+        "layout": Layout(pp=2),
+        "pp_rank": 0,
+        "slot": 0,
+        "allocator_peak_bytes": 0,
+        "reserved_peak_bytes": 0,
+        "device_peak_bytes": 0,
+    }
+    return StageReading(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_nothing_is_negative() -> None:
+    """Neither overheads nor readings."""
+    with pytest.raises(FactError, match="alone_bytes must be at least 0, got -1"):
+        DeviceOverhead(alone_bytes=-1, together_bytes=0, num_communicators=0, workspace_bytes=0)
+    with pytest.raises(FactError, match="allocator_peak_bytes must be at least 0, got -1"):
+        reading(allocator_peak_bytes=-1)
+
+
+def test_a_reading_is_of_a_stage_that_exists() -> None:
+    """Two pipeline ranks have no third."""
+    with pytest.raises(FactError, match="pp_rank=2 is not one of the layout's 2"):
+        reading(pp_rank=2)
+
+
+def test_a_reading_is_of_one_job() -> None:
+    """Another batch or model holds other bytes; another layout or other pins of the same job are no other job."""
+    job = tiny_job(4)
+
+    assert memory_digest(job) == memory_digest(replace(job, own=Layout(tp=4), pinned=("tp",), train_iters=99))
+    assert memory_digest(job) != memory_digest(replace(job, batch=Batch(global_batch_size=4)))
+    assert memory_digest(job) != memory_digest(replace(job, model=tiny_model(num_layers=8)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paper:
+    """A document that is only a survey."""
+
+    KIND: ClassVar[str] = "paper"
+    SCHEMA_VERSION: ClassVar[int] = 1
+    survey: LinkSurvey | None
+
+
+def survey() -> LinkSurvey:
+    """Three hosts: one link measured again, one estimated, one cached."""
+    return LinkSurvey(
+        spread_HH=np.array([[0, 0.01, 0.2], [0.02, 0, 0], [0.3, 0.04, 0]]),
+        origin_HH=("-am", "m-e", "mc-"),
+        rails=(RailRates(source=0, target=1, bytes_per_s=(1e9, 2e9)),),
+        rounds=3,
+        rounds_again=1,
+    )
+
+
+def test_a_survey_survives_its_file() -> None:
+    """Written and read it is the same, and hashes alike."""
+    read = files.loads(Paper, files.dumps(Paper(survey=survey())), "here").survey
+
+    assert survey() == read
+    assert hash(survey()) == hash(read)
+    assert survey() != LinkSurvey(spread_HH=np.zeros((1, 1)), origin_HH=("-",))
+
+
+def test_origins_have_names() -> None:
+    """Letters in the file, words for the reader."""
+    assert ["again", "measured", "estimated", "cached"] == [
+        survey().origin(*pair) for pair in ((0, 1), (0, 2), (1, 2), (2, 1))
+    ]
+
+
+def test_nobody_can_change_it() -> None:
+    """Its array is a copy, and read-only."""
+    with pytest.raises(ValueError, match="read-only"):
+        survey().spread_HH[0, 1] = 1
+
+
+@pytest.mark.parametrize(
+    ("spread", "origin", "message"),
+    [
+        (np.zeros((2, 2)), ("-m", "x-"), r"origin_HH\[1\] must be 2 letters.*got 'x-'"),
+        (np.zeros((2, 2)), ("mm", "m-"), r"origin_HH\[0\]"),
+        (np.zeros((2, 2)), ("-m", "m"), r"origin_HH\[1\]"),
+        (np.zeros((3, 3)), ("-m", "m-"), "2 x 2"),
+        (-np.ones((2, 2)), ("-m", "m-"), "none below 0"),
+    ],
+)
+def test_a_bad_survey_is_refused(spread: np.ndarray, origin: tuple[str, ...], message: str) -> None:
+    """The message names the row."""
+    with pytest.raises(FactError, match=message):
+        LinkSurvey(spread_HH=spread, origin_HH=origin)
+
+
+def test_a_bad_file_is_named() -> None:
+    """By document and field."""
+    text = files.dumps(Paper(survey=survey())).replace('"-am"', '"-zz"')
+
+    with pytest.raises(FileFormatError, match=r"here: survey.*-zz"):
+        files.loads(Paper, text, "here")
+
+
+CASES_of_test_some_hosts = tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2, 4))
+
+
+def drawn(rng: random.Random, hosts: int, devices: int) -> Measurements:
+    """Everything that a warm-up may leave, each figure its own; the first case was timed everywhere."""
+    cluster = drawn_cluster(rng, hosts=hosts, devices=devices)
+    slots = range(cluster.num_slots)
+
+    def times(case: ComputeCase, slot: int) -> ComputeTime:
+        sample = Samples(values_s=(rng.uniform(1, 2),), warmup_s=(3.0,))
+        return ComputeTime(
+            case=case,
+            part="layer",
+            slot=slot,
+            forward=sample,
+            input_grad=sample,
+            weight_grad=sample,
+            forward_idle_s=0.1,
+        )
+
+    pairs = [(one, two) for one in range(hosts) for two in range(hosts) if one != two]
+    return replace(
+        tiny_measurements(cluster),
+        compute=(
+            *(times(CASES_of_test_some_hosts[0], slot) for slot in slots),
+            *(times(case, rng.choice(slots)) for case in CASES_of_test_some_hosts[1:]),
+        ),
+        collectives=tuple(
+            CollectiveTime(
+                kind="all_reduce",
+                slots=tuple(sorted(rng.sample(slots, 2))),
+                latency_s=rng.random(),
+                seconds_per_byte=rng.random(),
+                spread=0.0,
+                sizes_bytes=(8,),
+            )
+            for _ in range(4 if len(slots) > 1 else 0)
+        ),
+        memory=tuple(
+            MemoryReading(case=case, slot=rng.choice(slots), allocator_peak_bytes=1, device_peak_bytes=2)
+            for case in CASES_of_test_some_hosts
+        ),
+        stages=tuple(
+            StageReading(
+                job_digest="",
+                layout=Layout(),
+                pp_rank=0,
+                slot=slot,
+                allocator_peak_bytes=slot,
+                reserved_peak_bytes=0,
+                device_peak_bytes=0,
+            )
+            for slot in slots
+        ),
+        conditions=tuple(DeviceCondition(uuid=f"GPU-{slot}") for slot in slots),
+        verdicts=tuple(
+            Verdict(kind="slow-link", host=f"node{one}", other_host=f"node{two}", figure="1 GB/s") for one, two in pairs
+        ),
+        survey=drawn_survey(rng, hosts, devices),
+    )
+
+
+def drawn_survey(rng: random.Random, hosts: int, devices: int) -> LinkSurvey:
+    """Spread, origin and rails of every link, each its own."""
+    every = range(hosts)
+    return LinkSurvey(
+        spread_HH=np.array([[rng.uniform(0, 1) for _ in every] for _ in every]),
+        origin_HH=tuple("".join("-" if one == two else rng.choice("mace") for two in every) for one in every),
+        rails=tuple(
+            RailRates(source=one, target=two, bytes_per_s=(rng.random(),) * devices)
+            for one in every
+            for two in every
+            if one != two
+        ),
+    )
+
+
+def slots_in(plain: Any) -> Iterator[int]:
+    """All numbers of slots in a document."""
+    for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain if isinstance(plain, list) else ()):
+        if key in ("slot", "slots"):
+            yield from [value] if key == "slot" else value
+        else:
+            yield from slots_in(value)
+
+
+def named(measurements: Measurements, slot: int) -> str:
+    """A slot by the name that it keeps."""
+    return measurements.cluster.slot_name(slot)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 3), st.randoms(use_true_random=False), st.data())
+def test_what_is_left_says_the_same(hosts: int, devices: int, rng: random.Random, data: st.DataObject) -> None:
+    """Links, speeds, groups, conditions, verdicts and the survey are those that the same hosts and slots had."""
+    whole = drawn(rng, hosts, devices)
+    gone = data.draw(
+        st.sets(st.sampled_from([host.name for host in whole.cluster.hosts]), min_size=1, max_size=hosts - 1)
+    )
+
+    less = without_hosts(whole, gone)
+
+    old = {host.name: index for index, host in enumerate(whole.cluster.hosts)}
+    kept = [old[host.name] for host in less.cluster.hosts]
+    assert sorted(kept) == kept
+    assert set(old) - gone == {host.name for host in less.cluster.hosts}
+    speed = dict(
+        zip([named(whole, slot) for slot in range(whole.cluster.num_slots)], whole.cluster.slot_speed, strict=True)
+    )
+    names = [named(less, slot) for slot in range(less.cluster.num_slots)]
+    middle = statistics.median(speed[name] for name in names)
+    assert [speed[name] / middle for name in names] == pytest.approx(less.cluster.slot_speed)
+    assert less.survey is not None
+    assert whole.survey is not None
+    for new_one, one in enumerate(kept):
+        assert whole.cluster.within_host[one] == less.cluster.within_host[new_one]
+        for new_two, two in enumerate(kept):
+            assert (
+                whole.cluster.between_hosts.bandwidth_bytes_per_s[one, two]
+                == less.cluster.between_hosts.bandwidth_bytes_per_s[new_one, new_two]
+            )
+            assert (
+                whole.cluster.between_hosts.latency_s[one, two]
+                == less.cluster.between_hosts.latency_s[new_one, new_two]
+            )
+            assert whole.survey.spread_HH[one, two] == less.survey.spread_HH[new_one, new_two]
+            assert whole.survey.origin_HH[one][two] == less.survey.origin_HH[new_one][new_two]
+
+    def groups(of: Measurements) -> list[tuple[list[str], float]]:
+        found = [([named(of, slot) for slot in time.slots], time.latency_s) for time in of.collectives]
+        return [(group, latency_s) for group, latency_s in found if not {name.split(":")[0] for name in group} & gone]
+
+    assert groups(whole) == groups(less)
+    assert len(less.collectives) == len(groups(less))
+    assert [whole.conditions[old[name.split(":")[0]] * devices + int(name.split(":")[1])] for name in names] == [
+        *less.conditions
+    ]
+    assert {(one.host, one.other_host) for one in whole.verdicts if not {one.host, one.other_host} & gone} == {
+        (one.host, one.other_host) for one in less.verdicts
+    }
+    rails = {(kept[rail.source], kept[rail.target]): rail.bytes_per_s for rail in less.survey.rails}
+    assert {
+        (rail.source, rail.target): rail.bytes_per_s
+        for rail in whole.survey.rails
+        if {rail.source, rail.target} <= {*kept}
+    } == rails
+    assert [reading.allocator_peak_bytes for reading in whole.stages] == [
+        reading.allocator_peak_bytes for reading in less.stages
+    ]
+    # Whatever else is added to a warm-up's file: no slot is named that is not there.
+    assert max(slots_in(files.to_plain(less))) < less.cluster.num_slots
+    assert less == files.loads(Measurements, files.dumps(less), "itself")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 2), st.randoms(use_true_random=False))
+def test_nothing_that_was_timed_is_lost(hosts: int, devices: int, rng: random.Random) -> None:
+    """Every case is still there, and every slot still needs as long for it as its speed says."""
+    whole = drawn(rng, hosts, devices)
+
+    less = without_hosts(whole, ["node0"])
+
+    assert whole.compute_cases() == less.compute_cases()
+    assert {reading.case for reading in whole.memory} == {reading.case for reading in less.memory}
+    speeds = less.cluster.slot_speed
+    scale = whole.cluster.slot_speed[devices] / speeds[0]
+    alone = {
+        case
+        for case in CASES_of_test_some_hosts
+        if all(time.slot < devices for time in whole.compute if time.case == case)
+    }
+    for case in CASES_of_test_some_hosts:
+        before = [
+            whole.cluster.slot_speed[time.slot] * time.forward.median_s
+            for time in whole.compute
+            if time.case == case and (case in alone or time.slot >= devices)
+        ]
+        after = [scale * speeds[time.slot] * time.forward.median_s for time in less.compute if time.case == case]
+        assert before == pytest.approx(after)
+
+
+def test_what_cannot_be_left_out() -> None:
+    """Nobody leaves out a stranger, or everybody; to leave out nobody changes nothing."""
+    whole = tiny_measurements(tiny_cluster())
+
+    assert whole is without_hosts(whole, [])
+    with pytest.raises(FactError, match="node7: no such host among node0, node1"):
+        without_hosts(whole, ["node7"])
+    with pytest.raises(FactError, match="no host remains"):
+        without_hosts(whole, ["node0", "node1"])

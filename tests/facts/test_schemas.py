@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import files
 from pipette_launch.facts.files import Document
-from pipette_launch.facts.results.explained import Explained, Explanation
+from pipette_launch.facts.prediction import Explained, Explanation
 from scripts import schemas
 
 EXPLAINED = Explained(keys=(Explanation(key="mfu", what="w", unit="", how="h", source="s", value="1 %"),))

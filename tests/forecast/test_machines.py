@@ -11,12 +11,11 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import files
-from pipette_launch.facts.machines.device_file import file_of
-from pipette_launch.facts.machines.known_devices import device_named
-from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.known_devices import device_named, file_of
 from pipette_launch.forecast import predict
 from pipette_launch.forecast.machines import machines_of
-from pipette_launch.units import GIB
+from pipette_launch.text import GIB
 
 EXAMPLES = ROOT / "examples"
 MEASURED = tiny_measurements(tiny_cluster(2, 4))

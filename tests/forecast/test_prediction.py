@@ -20,7 +20,7 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import ClusterError, MegatronError, PipetteError, UsageError
 from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.measurements import layers_digest
-from pipette_launch.facts.results.prediction import PARTS, Prediction
+from pipette_launch.facts.prediction import PARTS, Prediction
 from pipette_launch.forecast import predict
 from pipette_launch.forecast.machines import ITS_OWN_MODEL
 from pipette_launch.megatron import read_job

@@ -9,7 +9,7 @@ from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.facts.messages.abstract_execution import ExecutedMemory, ExecutedParts
+from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
 from pipette_launch.forecast.stages import closed_form, executed, executed_kinds
 
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)

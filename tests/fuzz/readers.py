@@ -27,22 +27,26 @@ from pipette_launch.agent.sync.rendezvous import settle
 from pipette_launch.agent.sync.store import pack, unpack
 from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Layout, Samples, files
-from pipette_launch.facts.health.checkup import Checkup, Finding
-from pipette_launch.facts.health.verdict import Verdict
-from pipette_launch.facts.machines.device_file import DeviceFiles, file_of
-from pipette_launch.facts.machines.fabric import FabricSpec, Tier
-from pipette_launch.facts.machines.known_devices import known_devices
-from pipette_launch.facts.messages.failure import Failure
-from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, MeasuringQuestion, StageCase
-from pipette_launch.facts.messages.membership import Arrival, Member, Members
-from pipette_launch.facts.messages.round import Decision, TrialReport
-from pipette_launch.facts.results.comparison import Comparison, Entry
-from pipette_launch.facts.results.explained import Explained, Explanation
-from pipette_launch.facts.results.live import LiveJob
-from pipette_launch.facts.results.outcome import Outcome, PeakReading
-from pipette_launch.facts.results.shortage import Shortage
-from pipette_launch.facts.schedule_file import ScheduleFile
-from pipette_launch.facts.schedules import one_forward_one_backward
+from pipette_launch.facts.fabric import FabricSpec, Tier
+from pipette_launch.facts.health import Checkup, Finding, Verdict
+from pipette_launch.facts.known_devices import DeviceFiles, file_of, known_devices
+from pipette_launch.facts.known_schedules import one_forward_one_backward
+from pipette_launch.facts.messages import (
+    Advice,
+    Arrival,
+    Decision,
+    Dimension,
+    Failure,
+    MeasuringQuestion,
+    Member,
+    Members,
+    StageCase,
+    TrialReport,
+)
+from pipette_launch.facts.outcome import LiveJob, Outcome, PeakReading
+from pipette_launch.facts.plan import Shortage
+from pipette_launch.facts.prediction import Comparison, Entry, Explained, Explanation
+from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.forecast.machines import machines_of
 from pipette_launch.launch.live.figures import samples_of
 from pipette_launch.launch.training.outcome import OutcomeTracker

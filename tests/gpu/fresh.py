@@ -101,7 +101,7 @@ def stages() -> dict[str, Any]:
     from torch.distributed import HashStore
 
     from pipette_launch.facts import ComputeCase, Layout
-    from pipette_launch.facts.messages.measuring_advice import StageCase
+    from pipette_launch.facts.messages import StageCase
     from pipette_launch.probe.compute.peak_memory import CudaMeter
     from pipette_launch.probe.compute.whole_stages import StageBench
     from pipette_launch.probe.harness import Budget, Lockstep

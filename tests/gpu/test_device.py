@@ -5,8 +5,8 @@ from gpu.fresh import in_a_fresh_process, uuid
 
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import Layout
-from pipette_launch.facts.machines.device_names import compute_capability
-from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.accelerators import compute_capability
+from pipette_launch.facts.known_devices import known_devices
 from pipette_launch.megatron import environment
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.condition import conditions

@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from pipette_launch.cost.pipeline.timeline import StageTimes
-from pipette_launch.facts.pipeline.lowering import Message, message_from, message_of, message_to, starts
-from pipette_launch.facts.schedule import Action, Kind, PassTimes
+from pipette_launch.facts.schedule import Action, Kind, Message, PassTimes, message_from, message_of, message_to, starts
 
 Group = tuple[Message, ...]
 """Messages between ncclGroupStart and ncclGroupEnd (torch: the operations of one `batch_isend_irecv`)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipette_launch.facts.health.condition import DeviceCondition
+from pipette_launch.facts.health import DeviceCondition
 
 GIB = 1 << 30
 HEALTHY = DeviceCondition(

@@ -9,9 +9,9 @@ import pytest
 from launch.worlds import plan
 
 from pipette_launch.facts import Layout, files
-from pipette_launch.facts.messages.round import Decision
-from pipette_launch.facts.schedule_file import ScheduleFile
-from pipette_launch.facts.schedules import interleaved_zero_bubble
+from pipette_launch.facts.known_schedules import interleaved_zero_bubble
+from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.launch.commands import training
 from pipette_launch.launch.options import Options
 

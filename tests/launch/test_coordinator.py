@@ -16,7 +16,7 @@ from search.legal import legal_layouts
 from pipette_launch import megatron
 from pipette_launch.cost.learned.residual import features_of
 from pipette_launch.facts import Layout, Measurements, Plan, files
-from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.facts.messages import Failure
 from pipette_launch.launch.cache.plans import CLUSTER, PLAN
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.page import PAGE

@@ -11,10 +11,8 @@ from facts_for_tests import tiny_cluster, tiny_measurements
 from launch.worlds import options, plan, records
 
 from pipette_launch.facts import Layout, files
-from pipette_launch.facts.health.condition import DeviceCondition
-from pipette_launch.facts.health.verdict import Verdict
-from pipette_launch.facts.messages.failure import Failure
-from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.health import DeviceCondition, Verdict
+from pipette_launch.facts.messages import Decision, Failure
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.probe.options import ProbeOptions
 

@@ -11,9 +11,8 @@ from facts_for_tests import tiny_cluster, tiny_measurements
 from launch.worlds import ARGUMENTS, options, records, value
 
 from pipette_launch.facts import Measurements, files
-from pipette_launch.facts.health.verdict import Verdict
-from pipette_launch.facts.messages.failure import Failure
-from pipette_launch.facts.messages.round import Decision, NodeRecord
+from pipette_launch.facts.health import Verdict
+from pipette_launch.facts.messages import Decision, Failure, NodeRecord
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.probe.options import ProbeOptions
 

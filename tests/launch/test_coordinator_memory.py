@@ -12,10 +12,9 @@ from launch.test_coordinator_loss import beginning, some, trained
 from launch.worlds import choice, records
 
 from pipette_launch.facts import Choice, Layout, Plan, files
-from pipette_launch.facts.machines.device_memory import MemoryNeed
-from pipette_launch.facts.messages.failure import Failure
-from pipette_launch.facts.messages.round import Decision
-from pipette_launch.facts.results.shortage import Shortage
+from pipette_launch.facts.measurements import MemoryNeed
+from pipette_launch.facts.messages import Decision, Failure
+from pipette_launch.facts.plan import Shortage
 from pipette_launch.launch.cache.plans import PLAN
 from pipette_launch.launch.cache.shortages import SHORTAGE
 from pipette_launch.launch.coordinator import Coordinator

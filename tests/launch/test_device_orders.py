@@ -12,10 +12,9 @@ from launch.worlds import choice, coordinator, options, plan, records
 from search.worlds import on_gpus
 
 from pipette_launch.facts import Cluster, Layout, Links, Plan, files
-from pipette_launch.facts.machines.device_order import is_in_device_order, shared_order
-from pipette_launch.facts.messages.failure import Failure
-from pipette_launch.facts.messages.round import Decision, NodeRecord, TrialReport
-from pipette_launch.facts.results.templates import refit
+from pipette_launch.facts.cluster import is_in_device_order, shared_order
+from pipette_launch.facts.messages import Decision, Failure, NodeRecord, TrialReport
+from pipette_launch.facts.plan import refit
 from pipette_launch.launch import commands
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.device_orders import check_words, failed, needs_check

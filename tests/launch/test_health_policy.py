@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.health import Verdict
 from pipette_launch.launch.health_policy import Ruling, hosts_to_leave, measured, rule
 
 HOSTS = ("node0", "node1", "node2")

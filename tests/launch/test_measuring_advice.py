@@ -24,7 +24,7 @@ from search.worlds import still
 
 from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.facts import Choice, Job, Layout, files
-from pipette_launch.facts.messages.measuring_advice import Advice, MeasuringQuestion
+from pipette_launch.facts.messages import Advice, MeasuringQuestion
 from pipette_launch.launch import measuring_advice
 from pipette_launch.search.solve import SolveOptions
 

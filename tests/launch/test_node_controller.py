@@ -14,8 +14,8 @@ from pipette_launch import report
 from pipette_launch.agent.controller import Node
 from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
-from pipette_launch.facts.messages.round import Decision
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.launch import node_controller as module
 from pipette_launch.launch.display.metrics import MetricsFile
 from pipette_launch.launch.display.spans import Spans

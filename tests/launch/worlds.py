@@ -10,7 +10,7 @@ from facts_for_tests import tiny_cluster
 from megatron_lines import SMALL
 
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
-from pipette_launch.facts.messages.round import Decision, NodeRecord
+from pipette_launch.facts.messages import Decision, NodeRecord
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.options import Options
 

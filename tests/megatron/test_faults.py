@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.facts.messages import Failure
 from pipette_launch.megatron import exception_in, explain_failure, failure_of, why_no_plan_helps
 
 WRITTEN = "--lr x --micro-batch-size 2 --seed=y --typo 3".split()

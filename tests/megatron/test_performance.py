@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 from facts_for_tests import tiny_job
 
-from pipette_launch.facts.performance import PerformanceOptions, flag_of
+from pipette_launch.facts.job import PerformanceOptions, flag_of
 from pipette_launch.megatron.flags import flag_table, releases
 from pipette_launch.megatron.performance import performance_options
 

@@ -26,8 +26,7 @@ from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step,
 
 from pipette_launch.cost.pipeline.named_schedules import named_schedule
 from pipette_launch.facts import files
-from pipette_launch.facts.schedule import PassTimes
-from pipette_launch.facts.schedule_file import ScheduleFile
+from pipette_launch.facts.schedule import PassTimes, ScheduleFile
 from pipette_patches import registry
 from pipette_patches.abstract.allocator import metered
 from pipette_patches.schedules import executor, messages, patch

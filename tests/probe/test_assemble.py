@@ -10,8 +10,8 @@ from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import ComputeTime, DeviceOverhead, Links, LoadingTime, Samples
-from pipette_launch.facts.health.condition import DeviceCondition
-from pipette_launch.facts.machines.link_survey import LinkSurvey
+from pipette_launch.facts.health import DeviceCondition
+from pipette_launch.facts.measurements import LinkSurvey
 from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.health.under_load import LoadReading
 from pipette_launch.probe.links.fits import EarlierLinks

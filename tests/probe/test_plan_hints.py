@@ -9,7 +9,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from probe.workers import REFERENCE
 
-from pipette_launch.facts.messages.measuring_advice import Advice, Dimension
+from pipette_launch.facts.messages import Advice, Dimension
 from pipette_launch.probe import plan_hints
 
 HEAD = "import sys; from pathlib import Path; question, answer = map(Path, sys.argv[-2:]); "
@@ -26,8 +26,8 @@ def ask(folder: Path, program: str) -> Advice:
 def test_an_answer_is_read(tmp_path: Path) -> None:
     """The adviser finds a question that can be read, and what it writes comes back."""
     program = (
-        "from pipette_launch.facts import files; from pipette_launch.facts.messages.measuring_advice import Advice; "
-        "from pipette_launch.facts.messages.measuring_advice import MeasuringQuestion; "
+        "from pipette_launch.facts import files; from pipette_launch.facts.messages import Advice; "
+        "from pipette_launch.facts.messages import MeasuringQuestion; "
         "asked = files.read(question, MeasuringQuestion); "
         "files.write(answer, Advice(host_pairs=((0, asked.job.own.world_size),), words='fine'))"
     )

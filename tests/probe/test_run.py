@@ -73,9 +73,9 @@ def test_what_is_advised_is_measured(tmp_path: Path) -> None:
     """
     program = (
         "import sys; from pathlib import Path; from pipette_launch.facts import files; "
-        "from pipette_launch.facts.messages.measuring_advice import MeasuringQuestion; "
+        "from pipette_launch.facts.messages import MeasuringQuestion; "
         "from pipette_launch.facts import Layout; "
-        "from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, StageCase; "
+        "from pipette_launch.facts.messages import Advice, Dimension, StageCase; "
         "pairs = ('dp', (0, 2)), ('tp', (0, 1)), ('cp', (0, 2)), ('ep', (0, 2)); "
         "known = files.read(Path(sys.argv[1]), MeasuringQuestion).measurements.collectives; "
         "pairs = [('dp', (0, 1, 2)), ('tp', (1, 2))] if any(one.kind != 'send' for one in known) else pairs; "
@@ -106,7 +106,7 @@ ADVISER = """
 import sys
 from pathlib import Path
 from pipette_launch.facts import files
-from pipette_launch.facts.messages.measuring_advice import Advice, MeasuringQuestion
+from pipette_launch.facts.messages import Advice, MeasuringQuestion
 
 # One after the other, as if each plan led to the next; then the same again.
 turns = Path(sys.argv[1])

@@ -13,7 +13,7 @@ from browser import CHROMIUM, Browser
 from pages import drawn, many_hosts
 
 from pipette_launch.facts import Plan, files
-from pipette_launch.units import bytes_text, seconds_text
+from pipette_launch.text import bytes_text, seconds_text
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipette_launch.facts.health.verdict import Verdict
-from pipette_launch.facts.results.live import LiveJob
+from pipette_launch.facts.health import Verdict
+from pipette_launch.facts.outcome import LiveJob
 from pipette_launch.report.live import live_line, live_rows, live_screen, sparkline
-from pipette_launch.units import duration_text
+from pipette_launch.text import duration_text
 
 JOB = LiveJob(
     read_s=1000.0,

@@ -22,7 +22,7 @@ from pipette_launch.report.page.links import _matrix, islands_of
 from pipette_launch.report.page.machines import placement_view
 from pipette_launch.report.page.memory import stages_drawn
 from pipette_launch.report.page.pieces import Axis
-from pipette_launch.units import bytes_text, seconds_text
+from pipette_launch.text import bytes_text, seconds_text
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from screens import NEW, OLD, SCREENS, choice, plan
 
 from pipette_launch.facts import Layout, Plan
-from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.health import Verdict
 from pipette_launch.report import chosen_line, plan_file_screen, plan_screen
 from pipette_launch.report.figures import advice
 

@@ -9,7 +9,7 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, with_one_
 from search.worlds import on_gpus
 
 from pipette_launch.facts import DeviceOverhead, Layout
-from pipette_launch.facts.layout_columns import LayoutColumns
+from pipette_launch.facts.layout import LayoutColumns
 from pipette_launch.search.candidates import doublings_apart, limits_N, memory_limit_bytes
 
 GIB = 1 << 30

@@ -12,8 +12,8 @@ from search.worlds import ALL_FIELDS, nvlink_racks, planned, slow_neighbours, sp
 
 from pipette_launch.errors import LayoutError, MegatronError, PipetteError
 from pipette_launch.facts import Batch, Job, Layout, Measurements, Plan
-from pipette_launch.facts.results.templates import refit
-from pipette_launch.facts.some_hosts import without_hosts
+from pipette_launch.facts.measurements import without_hosts
+from pipette_launch.facts.plan import refit
 from pipette_launch.megatron import Continuation
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.solve import SolveOptions

@@ -11,8 +11,7 @@ from search.fabrics import cluster_with, fat_tree
 from search.toys import never
 
 from pipette_launch.facts import Batch, Choice, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
-from pipette_launch.facts.machines.rooms import RankBlock, Rooms
-from pipette_launch.facts.together import blocks_of
+from pipette_launch.facts.co_location import RankBlock, Rooms, blocks_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement.exhaustive import are_few
 from pipette_launch.search.placement.search import ROUNDS, begin, improve

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipette_launch.facts import files
-from pipette_launch.facts.machines.device_file import DeviceFile, DeviceFiles
-from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.known_devices import DeviceFile, DeviceFiles, known_devices
 from pipette_launch.tools.main import main
 
 

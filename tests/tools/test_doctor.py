@@ -16,7 +16,7 @@ import pytest
 from gpu_rules.nvml import GIB, FakeNvml, install
 
 from pipette_launch.facts import files
-from pipette_launch.facts.health.checkup import Checkup, Finding
+from pipette_launch.facts.health import Checkup, Finding
 from pipette_launch.report import checkup_screen
 from pipette_launch.tools import doctor
 from pipette_launch.tools.checks import software, surroundings

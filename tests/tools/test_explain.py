@@ -10,8 +10,8 @@ import pytest
 from screens import choice
 
 from pipette_launch.facts import Layout, Plan, Provenance, files
-from pipette_launch.facts.meanings import MEANINGS
-from pipette_launch.facts.results.rate import Rate
+from pipette_launch.facts.glossary import MEANINGS
+from pipette_launch.facts.plan import Rate
 from pipette_launch.tools.main import main
 
 

@@ -18,14 +18,15 @@ from megatron_lines import TEXT
 from pipette_launch import megatron
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Plan, files
-from pipette_launch.facts.machines.device_memory import StageReading, memory_digest
+from pipette_launch.facts.measurements import StageReading, memory_digest
+from pipette_launch.facts.prediction import Comparison
 from pipette_launch.launch.cache.plan_files import check_belongs, on_real_hosts
 from pipette_launch.report.flag_changes import paste_words
 from pipette_launch.report.page import choices
 from pipette_launch.report.plan import plan_file_screen
+from pipette_launch.text import seconds_text
 from pipette_launch.tools import planning
 from pipette_launch.tools.main import main, parser
-from pipette_launch.units import seconds_text
 
 EXAMPLES = os.path.relpath(Path(__file__).parents[2] / "examples")
 """Relative: commands are split at spaces, which the path of a clone may have."""

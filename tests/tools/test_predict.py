@@ -10,7 +10,7 @@ from facts_for_tests import tiny_cluster, tiny_measurements
 from megatron_lines import TEXT
 
 from pipette_launch.facts import files
-from pipette_launch.facts.results.prediction import Prediction
+from pipette_launch.facts.prediction import Prediction
 from pipette_launch.tools.main import COMMANDS, main, parser
 
 JOB = f"--megatron-version 0.16.1 pretrain_gpt.py {TEXT} --pipeline-model-parallel-size 4"

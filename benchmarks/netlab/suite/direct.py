@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.netlab import everywhere
 from benchmarks.netlab.compare import TORCHRUN, Ended, ended, environment
 from benchmarks.netlab.lab import Lab
-from pipette_launch.facts.schedule_file import VARIABLE
+from pipette_launch.facts.schedule import VARIABLE
 
 WORKER = TORCHRUN[TORCHRUN.index("torch.distributed.run") + 1 :]
 """What torchrun starts on CPUs."""

@@ -27,7 +27,7 @@ from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.system import LabError
 from benchmarks.warmup.trial import Trial, warm_up
 from pipette_launch.megatron import parse_iteration
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 PAIRS = 4
 BUDGETS_S = (10.0, 30.0, 60.0)

@@ -21,11 +21,10 @@ from benchmarks.rivals.pick import torchrun_order
 from pipette_launch.cost.learned.corrected import CorrectedPredictor
 from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
 from pipette_launch.facts import Layout, Provenance, files
-from pipette_launch.facts.schedule import Schedule
-from pipette_launch.facts.schedule_file import ScheduleFile
+from pipette_launch.facts.schedule import Schedule, ScheduleFile
 from pipette_launch.search.candidates import memory_limit_bytes
 from pipette_launch.search.solve import SolveOptions, solve
-from pipette_launch.units import bytes_text
+from pipette_launch.text import bytes_text
 
 TOPOLOGY = "uniform"
 MODEL = (*gpt(layers=8, hidden=384, seq=128, batch=4), "--untie-embeddings-and-output-weights")

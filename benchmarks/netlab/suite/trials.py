@@ -15,8 +15,8 @@ from benchmarks.netlab.suite.contenders import new_plan
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.system import LabError
 from pipette_launch.facts import Plan, files
-from pipette_launch.facts.results.trials import Trial, Trials
-from pipette_launch.units import seconds_text
+from pipette_launch.facts.plan import Trial, Trials
+from pipette_launch.text import seconds_text
 
 NETWORKS = ("islands", "already-best")
 """One on which the order of hosts matters, and one on which torchrun's own is the best."""

@@ -14,7 +14,7 @@ from typing import IO
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts.files import from_plain, to_plain
-from pipette_launch.facts.messages.abstract_execution import ExecutionAnswer, ExecutionRequest
+from pipette_launch.facts.messages import ExecutionAnswer, ExecutionRequest
 
 
 def main() -> int:

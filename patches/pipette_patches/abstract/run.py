@@ -7,7 +7,7 @@ import gc
 import warnings
 
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.messages.abstract_execution import ExecutedMemory, ExecutedParts
+from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
 from pipette_patches.abstract import megatron_config, moe, offloading
 from pipette_patches.abstract.allocator import metered
 from pipette_patches.abstract.gpu_replacements import CORE, TORCH

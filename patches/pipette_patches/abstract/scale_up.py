@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.schedules import num_warmup
+from pipette_launch.facts.known_schedules import num_warmup
 from pipette_patches.abstract.allocator import Stretch
 from pipette_patches.abstract.trainer import Size, Trace
 from pipette_patches.workload.config import flags

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.schedules import schedule_table
+from pipette_launch.facts.known_schedules import schedule_table
 from pipette_patches.abstract import megatron_config
 from pipette_patches.abstract.allocator import StorageMeter, Stretch, current, local, under
 from pipette_patches.workload.config import flags

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from pipette_launch.facts.pipeline.lowering import Message, Program, message_of
-from pipette_launch.facts.schedule import Action
+from pipette_launch.facts.schedule import Action, Message, Program, message_of
 from pipette_patches.schedules.messages import PendingMessages
 from pipette_patches.schedules.results import carry
 from pipette_patches.schedules.weight_gradients import Deferred, deferred

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipette_launch.facts.pipeline.lowering import Message
+from pipette_launch.facts.schedule import Message
 from pipette_patches.errors import PatchError
 
 

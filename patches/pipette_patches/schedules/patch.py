@@ -21,10 +21,8 @@ from packaging.version import Version
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
-from pipette_launch.facts.pipeline.lowering import Message, Program, forward_passes, programs
-from pipette_launch.facts.schedule import Schedule
-from pipette_launch.facts.schedule_file import VARIABLE, ScheduleFile
-from pipette_launch.facts.schedules import FOLDING_RELEASE, RELEASES
+from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES
+from pipette_launch.facts.schedule import VARIABLE, Message, Program, Schedule, ScheduleFile, forward_passes, programs
 from pipette_patches import registry
 from pipette_patches.errors import PatchError
 from pipette_patches.replacements import Replacement, Replacements

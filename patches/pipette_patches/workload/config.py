@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from pipette_launch.facts import ComputeCase, Job, ModelSpec
-from pipette_launch.facts.performance import NOT_TIMED, RING
+from pipette_launch.facts.job import NOT_TIMED, RING
 from pipette_patches.errors import NotModelledError
 
 PartName = Literal["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"]

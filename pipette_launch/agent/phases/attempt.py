@@ -11,8 +11,7 @@ from pipette_launch.agent.sync.store import RoundOver
 
 if TYPE_CHECKING:
     from pipette_launch.agent.sync.store import RoundStore
-    from pipette_launch.facts.messages.failure import Failure
-    from pipette_launch.facts.messages.round import AttemptEnd
+    from pipette_launch.facts.messages import AttemptEnd, Failure
 
 NEWS_S = 1.0
 """How long a node whose worker died waits for word of an iteration; the last rank's agent looks once an interval."""

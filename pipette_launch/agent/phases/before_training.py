@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipette_launch.agent.device_binding import DeviceBinding
     from pipette_launch.agent.streams import Streams
     from pipette_launch.agent.sync.store import RoundStore
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.messages import Decision
 
 
 class PhasesBeforeTraining:

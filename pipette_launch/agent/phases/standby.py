@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pipette_launch.agent.controller import Policy, WarmupView
     from pipette_launch.agent.sync.store import RoundStore
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.messages import Decision
 
 
 class NoLogs(LogsSpecs):

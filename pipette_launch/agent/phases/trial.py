@@ -26,8 +26,7 @@ from pipette_launch.agent.streams import Streams
 from pipette_launch.agent.sync.agreement import reports
 from pipette_launch.agent.sync.store import RoundOver
 from pipette_launch.facts import files
-from pipette_launch.facts.messages.failure import Failure
-from pipette_launch.facts.messages.round import Decision, TrialReport
+from pipette_launch.facts.messages import Decision, Failure, TrialReport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

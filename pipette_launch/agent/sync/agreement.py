@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.messages import Decision
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,8 @@ from pipette_launch.agent.sync.meeting_flags import ADDRESS, C10D_PORT
 from pipette_launch.agent.sync.peer_watch import SILENT_S, answers
 from pipette_launch.agent.sync.store import growing_pauses, within
 from pipette_launch.errors import ClusterError
-from pipette_launch.facts.messages.membership import Member
-from pipette_launch.printable import printable
+from pipette_launch.facts.messages import Member
+from pipette_launch.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

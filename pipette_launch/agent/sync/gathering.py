@@ -10,13 +10,13 @@ from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.peer_watch import GONE, answers, why_unreachable
 from pipette_launch.agent.sync.store import growing_pauses
 from pipette_launch.facts import files
-from pipette_launch.facts.messages.membership import Arrival
+from pipette_launch.facts.messages import Arrival
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipette_launch.agent.sync.store import AgentStore
-    from pipette_launch.facts.messages.membership import Member
+    from pipette_launch.facts.messages import Member
 
 UNREACHABLE_S = 8.0
 """For so long an agent must be out of reach before a meeting goes on without it, unless its kernel says it is gone."""

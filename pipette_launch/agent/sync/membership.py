@@ -27,15 +27,14 @@ from pipette_launch.agent.sync.store import (
 )
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages.membership import Arrival, Member, Members
-from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.messages import Arrival, Decision, Member, Members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed import Store
 
-    from pipette_launch.facts.messages.round import NodeRecord
+    from pipette_launch.facts.messages import NodeRecord
 
 logger = logging.getLogger(__name__)
 

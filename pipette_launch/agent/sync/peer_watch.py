@@ -22,7 +22,7 @@ from pipette_launch.agent.sync.store import within
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from pipette_launch.facts.messages.membership import Member
+    from pipette_launch.facts.messages import Member
 
 SILENT_S = 8.0
 """After how long without an answer an agent counts as lost."""

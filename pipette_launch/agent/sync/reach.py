@@ -14,7 +14,7 @@ from pipette_launch.agent.sync.peer_watch import SILENT_S, why_unreachable
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from pipette_launch.facts.messages.membership import Member
+    from pipette_launch.facts.messages import Member
 
 SWEEP_S = 60.0
 """Within about so long each agent connects to each of the others, however many they are."""

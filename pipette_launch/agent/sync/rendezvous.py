@@ -24,7 +24,7 @@ from pipette_launch.agent.sync.meeting_flags import (
     is_file,
     whole_seconds,
 )
-from pipette_launch.facts.messages.membership import Member
+from pipette_launch.facts.messages import Member
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -36,8 +36,7 @@ from pipette_launch.cost.layers.sharding import shard_copies, sharding_of
 from pipette_launch.cost.memo import Memo
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.layout_columns import Field, LayoutColumns, codes_of
+from pipette_launch.facts.layout import Field, Layout, LayoutColumns, codes_of
 from pipette_launch.facts.measurements import Measurements
 
 Floats = NDArray[np.float64]

@@ -27,8 +27,7 @@ from pipette_launch.cost.communication.traffic import meets_receivers
 from pipette_launch.cost.step.first_gathers import waits_one_by_one_s
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
+from pipette_launch.facts.layout import Layout, LayoutColumns, codes_of
 from pipette_launch.facts.measurements import Measurements
 
 Floats = NDArray[np.float64]

@@ -18,7 +18,7 @@ from pipette_launch.cost.communication.traffic import aligns_gathers, num_bucket
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
 from pipette_launch.cost.layers.parameters import expert_dp, experts_lie_in_stages
 from pipette_launch.cost.layers.sharding import sharding_of
-from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
+from pipette_launch.facts.layout import LayoutColumns, codes_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

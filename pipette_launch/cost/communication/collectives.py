@@ -39,8 +39,8 @@ from pipette_launch.cost.communication.steps import (
     ring_shift,
     spread_over_hosts,
 )
-from pipette_launch.facts.machines.cluster import Cluster
-from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.facts.cluster import Cluster
+from pipette_launch.facts.co_location import Rooms
 from pipette_launch.facts.measurements import CollectiveTime
 
 __all__ = ["Fabric", "Kind", "Routes", "chunk_share", "num_steps"]

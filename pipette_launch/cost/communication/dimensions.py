@@ -17,7 +17,7 @@ from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.cost.layers.sharding import shard_copies
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.messages.measuring_advice import CollectiveKind
+from pipette_launch.facts.messages import CollectiveKind
 
 
 class CollectiveDimension(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.facts.machines.cluster import Cluster, Links
+from pipette_launch.facts.cluster import Cluster, Links
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

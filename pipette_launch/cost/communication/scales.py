@@ -24,7 +24,7 @@ from pipette_launch.cost.communication.steps import (
     spread_over_hosts,
 )
 from pipette_launch.errors import FactError
-from pipette_launch.facts.machines.cluster import Cluster
+from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.measurements import CollectiveTime
 
 # Which kind stands in where one was not measured: the same ring, only run once or twice.

@@ -18,8 +18,7 @@ from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import Parameters, unit_parameters
 from pipette_launch.cost.layers.sharding import Sharding, end_parameters, layer_weight_bytes, shard_copies, sharding_of
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.layout_columns import Ints
+from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import LayerKind
 
 if TYPE_CHECKING:

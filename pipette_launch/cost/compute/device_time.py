@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pipette_launch.cost.compute.device_work import GRADIENT_PASSES
 from pipette_launch.cost.compute.loads import Load, Product
 from pipette_launch.cost.layers.optimizer import step_bytes_per_parameter
+from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.megatron.performance import performance_options
 
 CAST_BYTES = {"delayed": 4.0, "tensorwise": 6.0, "blockwise": 4.1, "mxfp8": 4.1, "fp4": 5.1, "custom": 4.1}

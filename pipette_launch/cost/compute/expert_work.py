@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pipette_launch.cost.compute.loads import Load, PassLoads, activation, is_captured, matrix, mlp
 from pipette_launch.cost.layers import attention
-from pipette_launch.facts.job import Job
+from pipette_launch.facts.job import Job, PerformanceOptions
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.performance import PerformanceOptions
 from pipette_launch.megatron.performance import performance_options
 
 # Fitted with the share of a domain's links that dispatchers reach (`communication.exchanges`) to 59 published layouts

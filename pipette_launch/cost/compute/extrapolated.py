@@ -14,10 +14,10 @@ from typing import TypeAlias
 
 from pipette_launch.cost.compute.imagined_device import modelled_compute
 from pipette_launch.cost.compute.timed import as_timed, layout_of
+from pipette_launch.facts.accelerators import DeviceSpec, Efficiency, Link
+from pipette_launch.facts.cluster import Device
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
-from pipette_launch.facts.machines.cluster import Device
-from pipette_launch.facts.machines.known_devices import device_of_driver, devices_like
+from pipette_launch.facts.known_devices import device_of_driver, devices_like
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements, Samples
 
 Model: TypeAlias = Mapping[tuple[ComputeCase, str], ComputeTime]

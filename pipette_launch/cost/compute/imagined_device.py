@@ -30,15 +30,15 @@ from pipette_launch.cost.compute.loads import PassLoads
 from pipette_launch.cost.compute.timed import case_of
 from pipette_launch.cost.layers.sharding import shard_copies
 from pipette_launch.errors import FactError
+from pipette_launch.facts.accelerators import DeviceSpec
+from pipette_launch.facts.cluster import Cluster, Device, Host, Links
+from pipette_launch.facts.fabric import UNIFORM, FabricSpec
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.machines.accelerator import DeviceSpec
-from pipette_launch.facts.machines.cluster import Cluster, Device, Host, Links
-from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Part, Samples
 from pipette_launch.facts.model import KINDS_WITH_EXPERTS, LayerKind
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.units import rate_text
+from pipette_launch.text import rate_text
 
 _COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
 

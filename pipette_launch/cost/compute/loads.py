@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from pipette_launch.cost.layers import attention
+from pipette_launch.facts.job import ITERATION, PerformanceOptions
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
-from pipette_launch.facts.performance import ITERATION, PerformanceOptions
 
 _ACCUMULATED_BYTES = 8
 """fp32 gradient of each weight, read and written for each micro-batch (gradient accumulation fusion)."""

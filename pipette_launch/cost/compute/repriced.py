@@ -15,8 +15,8 @@ from pipette_launch.cost.compute.extrapolated import GENERIC, spec_of, times_rat
 from pipette_launch.cost.compute.imagined_device import modelled_compute
 from pipette_launch.cost.compute.timed import as_timed, layout_of
 from pipette_launch.errors import FactError
+from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements
 from pipette_launch.megatron.performance import performance_options
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipette_launch.facts.job import Job
+from pipette_launch.facts.job import MODELLED, Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import ComputeCase
-from pipette_launch.facts.performance import MODELLED
 
 
 def case_of(layout: Layout) -> ComputeCase:

@@ -7,10 +7,9 @@ TE = TransformerEngine v2.8, pytorch/attention/dot_product_attention; MC = megat
 
 from __future__ import annotations
 
-from pipette_launch.facts.job import Job
+from pipette_launch.facts.job import RING, Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
-from pipette_launch.facts.performance import RING
 from pipette_launch.megatron.performance import performance_options
 
 _FP32_BYTES = 4

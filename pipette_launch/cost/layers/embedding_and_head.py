@@ -11,8 +11,7 @@ import numpy as np
 
 from pipette_launch.cost.layers.attention import local_tokens, tokens
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.layout_columns import Ints
+from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.megatron.performance import performance_options
 
 _FP32_BYTES = 4

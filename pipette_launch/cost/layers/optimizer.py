@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.cost.layers.sharding import layer_weight_bytes, sharding_of
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.layout_columns import Ints, LayoutColumns
+from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.megatron.performance import performance_options
 

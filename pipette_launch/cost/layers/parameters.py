@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.layers import experts, latent_attention
 from pipette_launch.cost.layers.mamba import mamba_parameters
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.layout_columns import Ints, LayoutColumns
+from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.model import KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind, ModelSpec
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from pipette_launch.cost.layers.activations import computes_in_fp8
 from pipette_launch.cost.layers.parameters import unit_parameters
-from pipette_launch.facts.job import Job
+from pipette_launch.facts.job import SHARDS_GRADIENTS, Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
-from pipette_launch.facts.performance import SHARDS_GRADIENTS
 from pipette_launch.megatron.performance import performance_options
 
 _LEAST_UNIT = 1_000_000_000

@@ -15,10 +15,9 @@ from pipette_launch.cost.memory.peak import peak_memory_bytes, peak_memory_colum
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.predictor import Predictor, StepTime
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.layout_columns import LayoutColumns
+from pipette_launch.facts.layout import Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.schedule import Schedule
 
 LEARNED = "learned_correction"

@@ -22,12 +22,7 @@ from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts.files import digest, from_plain, parse, read_bytes, to_plain, write_text
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.messages.abstract_execution import (
-    ExecutedMemory,
-    ExecutedParts,
-    ExecutionAnswer,
-    ExecutionRequest,
-)
+from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts, ExecutionAnswer, ExecutionRequest
 
 __all__ = ["ExecutedMemory", "ExecutedParts", "Executor", "execute"]
 

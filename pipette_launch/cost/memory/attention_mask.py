@@ -16,7 +16,7 @@ from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.units import bytes_text, plural
+from pipette_launch.text import bytes_text, plural
 
 NO_MASK = "--no-create-attention-mask-in-dataloader"
 MATTERS = 0.01

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout_columns import Field, Ints, LayoutColumns, codes_of
-from pipette_launch.facts.schedules import num_warmup, schedule_table
+from pipette_launch.facts.known_schedules import num_warmup, schedule_table
+from pipette_launch.facts.layout import Field, Ints, LayoutColumns, codes_of
 
 LAYER: tuple[Field, ...] = ("tp", "cp", "ep", "etp", "micro_batch_size", "sequence_parallel", "recompute")
 """What the bytes of a layer and of the model's ends depend on."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.machines.device_memory import StageReading, memory_digest
-from pipette_launch.facts.measurements import Measurements
+from pipette_launch.facts.measurements import Measurements, StageReading, memory_digest
 
 
 class MeasuredStages:

@@ -15,17 +15,14 @@ from typing import overload
 from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.cost.memory.workspaces import workspace_bytes
 from pipette_launch.errors import FactError
-from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.layout_columns import Ints, LayoutColumns
-from pipette_launch.facts.machines.device_memory import DeviceOverhead, MemoryNeed, StageReading, memory_digest
-from pipette_launch.facts.machines.device_names import compute_capability
-from pipette_launch.facts.machines.known_devices import capability_of_cluster
-from pipette_launch.facts.measurements import Measurements
-from pipette_launch.facts.performance import RING, flag_of
+from pipette_launch.facts.accelerators import compute_capability
+from pipette_launch.facts.job import RING, Job, flag_of
+from pipette_launch.facts.known_devices import capability_of_cluster
+from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
+from pipette_launch.facts.measurements import DeviceOverhead, Measurements, MemoryNeed, StageReading, memory_digest
 from pipette_launch.megatron.allocator import EXPANDABLE, VARIABLES, allocator_options
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 DENSE_RESERVE = 1.03
 MOE_RESERVE = 1.15

@@ -41,8 +41,7 @@ from pipette_launch.cost.memory.live_activations import (
 )
 from pipette_launch.cost.memory.parts import MemoryParts, PeakParts
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.layout_columns import Field, Ints, LayoutColumns
+from pipette_launch.facts.layout import Field, Ints, Layout, LayoutColumns
 from pipette_launch.facts.model import KINDS_WITH_EXPERTS
 
 _PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk", "chunks_after_mtp")

@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.compiled import compiled
 from pipette_launch.cost.pipeline.dependencies import Dependencies, Ints
 from pipette_launch.cost.pipeline.order import Order
 from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
 from pipette_launch.errors import FactError
 from pipette_launch.facts.schedule import FORWARD, INPUT, WEIGHT, Columns, Schedule
+from pipette_launch.installed import compiled
 
 Floats = NDArray[np.float64]
 

@@ -16,8 +16,7 @@ from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.cost.pipeline.v_schedules import one_forward_one_backward_v, v_schedule
 from pipette_launch.cost.pipeline.zero_bubble import refilled, zero_bubble
 from pipette_launch.errors import FactError, LayoutError
-from pipette_launch.facts.schedule import Placement, Schedule, rank_of
-from pipette_launch.facts.schedules import (
+from pipette_launch.facts.known_schedules import (
     eager_one_forward_one_backward,
     gpipe,
     grouped_split,
@@ -25,6 +24,7 @@ from pipette_launch.facts.schedules import (
     interleaved_zero_bubble,
     one_forward_one_backward,
 )
+from pipette_launch.facts.schedule import Placement, Schedule, rank_of
 
 Chunks = Literal["one", "two", "several"]
 

@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.facts.known_schedules import check_interleaving, num_warmup, schedule_of
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.schedule import BACKWARD, FORWARD, Columns, Schedule
-from pipette_launch.facts.schedules import check_interleaving, num_warmup, schedule_of
 
 Ints = NDArray[np.int64]
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from pipette_launch.cost.pipeline.dependencies import Ints
 from pipette_launch.cost.pipeline.engine import Engine, Floats
-from pipette_launch.facts.pipeline.lowering import Message, Program, message_to, programs
-from pipette_launch.facts.schedule import Action, Schedule
+from pipette_launch.facts.schedule import Action, Message, Program, Schedule, message_to, programs
 
 _NOTHING = -1
 """In place of a row: it ends at 0."""

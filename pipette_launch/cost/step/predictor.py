@@ -23,10 +23,9 @@ from pipette_launch.cost.step.assemble import StepTime, stage_times, step_parts,
 from pipette_launch.cost.step.placed import PlacementCost, best_prices
 from pipette_launch.cost.step.work import LayoutWork
 from pipette_launch.errors import PlanError
-from pipette_launch.facts.job import Job
+from pipette_launch.facts.job import RING, Job, flag_of
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Measurements
-from pipette_launch.facts.performance import RING, flag_of
 from pipette_launch.facts.schedule import Schedule
 from pipette_launch.megatron.performance import performance_options
 

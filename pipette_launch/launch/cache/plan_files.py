@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.errors import LayoutError, PipetteError, PlanError, UsageError
 from pipette_launch.facts import Plan, files
-from pipette_launch.facts.machines.fabric import made_up_names
-from pipette_launch.facts.machines.rooms import Rooms
-from pipette_launch.facts.together import blocks_of
+from pipette_launch.facts.co_location import Rooms, blocks_of
+from pipette_launch.facts.fabric import made_up_names
 from pipette_launch.megatron.performance import performance_options
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts import Measurements, Plan, files
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.launch.cache.folder import inside, read_kept
 from pipette_launch.launch.cache.plan_files import check_belongs
 from pipette_launch.megatron.allocator import VARIABLES as ALLOCATOR_VARIABLES

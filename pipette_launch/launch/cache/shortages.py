@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import files
-from pipette_launch.facts.machines.device_memory import memory_digest
-from pipette_launch.facts.results.shortage import Shortage
+from pipette_launch.facts.measurements import memory_digest
+from pipette_launch.facts.plan import Shortage
 from pipette_launch.launch.cache.folder import inside, read_kept
 from pipette_launch.launch.cache.plans import machines_of
 

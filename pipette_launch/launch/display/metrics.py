@@ -20,8 +20,8 @@ from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import Choice, Plan, files
 
 if TYPE_CHECKING:
-    from pipette_launch.facts.messages.round import Decision
-    from pipette_launch.facts.results.outcome import Outcome
+    from pipette_launch.facts.messages import Decision
+    from pipette_launch.facts.outcome import Outcome
     from pipette_launch.launch.cache.plans import Cache
     from pipette_launch.megatron.logs import Iteration
     from pipette_launch.probe.progress import Sign

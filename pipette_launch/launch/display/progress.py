@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Event, Thread
 from typing import TYPE_CHECKING, TextIO
 
-from pipette_launch.printable import printable
+from pipette_launch.text import printable
 
 if TYPE_CHECKING:
     from pipette_launch.probe.progress import PhaseEnd, Sign

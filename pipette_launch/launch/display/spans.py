@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.messages import Decision
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipette_launch import report
 from pipette_launch.launch.display.progress import HEAD, ProgressLine, Ticker, ended_words, running_words
 from pipette_launch.launch.trials.watch import trial_words
-from pipette_launch.printable import printable
+from pipette_launch.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from pipette_launch.facts import Measurements, Plan
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.messages import Decision
     from pipette_launch.launch.options import Options
     from pipette_launch.probe.progress import Sign
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import files
-from pipette_launch.facts.results.live import LiveJob
+from pipette_launch.facts.outcome import LiveJob
 from pipette_launch.launch.display.metrics import measured_beside
 
 if TYPE_CHECKING:

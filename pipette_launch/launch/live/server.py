@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import files
-from pipette_launch.printable import printable
 from pipette_launch.report.live import live_line, live_rows
 from pipette_launch.report.page.live import LIVE_POLICY, live_page
+from pipette_launch.text import printable
 
 if TYPE_CHECKING:
     from pipette_launch.launch.live.watched import Watched

@@ -16,8 +16,8 @@ from pipette_launch.launch.live.figures import read_job
 from pipette_launch.launch.page import PAGE
 
 if TYPE_CHECKING:
-    from pipette_launch.facts.health.verdict import Verdict
-    from pipette_launch.facts.results.live import LiveJob
+    from pipette_launch.facts.health import Verdict
+    from pipette_launch.facts.outcome import LiveJob
 
 MOST_STEPS = 40
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from pipette_launch import megatron
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
-from pipette_launch.facts.machines.rooms import Rooms
-from pipette_launch.facts.results.shortage import Shortage, lower
-from pipette_launch.facts.results.templates import in_order_of
-from pipette_launch.facts.some_hosts import without_hosts
+from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.measurements import without_hosts
+from pipette_launch.facts.plan import Shortage, in_order_of, lower
 from pipette_launch.launch.cache.measurements import MachineMeasurements
 from pipette_launch.launch.cache.plan_files import adopt, kept_together, named_plan, suited
 from pipette_launch.launch.cache.plans import PLAN, Cache, key_of
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipette_launch.facts import Host, Job, Measurements, Plan
-    from pipette_launch.facts.messages.round import Decision, NodeRecord
+    from pipette_launch.facts.messages import Decision, NodeRecord
     from pipette_launch.launch.options import Options
     from pipette_launch.launch.user_script import Script
     from pipette_launch.replan import UseTemplate

@@ -10,8 +10,8 @@ from datetime import datetime, timezone
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.learned.corrected import corrections_from
 from pipette_launch.facts import Choice, Job, Measurements, Plan, Provenance
-from pipette_launch.facts.results.outcome import Outcome
-from pipette_launch.facts.results.templates import in_order_of
+from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.plan import in_order_of
 from pipette_launch.launch.options import Options
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of

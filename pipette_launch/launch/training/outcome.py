@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts.measurements import Samples
-from pipette_launch.facts.results.outcome import Outcome, PeakReading
+from pipette_launch.facts.outcome import Outcome, PeakReading
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

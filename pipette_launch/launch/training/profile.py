@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipette_launch.errors import FileFormatError, MegatronError
-from pipette_launch.facts.results.profiled import ProfiledRank
+from pipette_launch.facts.outcome import ProfiledRank
 
 PASS = re.compile(r"megatron/core/pipeline_parallel/schedules\.py\(\d+\): (forward|backward)_step$", re.ASCII)
 LAUNCHES = ("cuda_runtime", "cuda_driver")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from pipette_launch.units import plural, seconds_text
+from pipette_launch.text import plural, seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.messages import Decision
 
 
 class Recovery:

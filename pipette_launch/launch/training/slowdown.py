@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from pipette_launch.units import seconds_text
+from pipette_launch.text import seconds_text
 
 WARM_UPS = 10
 """The first step times of an attempt, which count for nothing."""

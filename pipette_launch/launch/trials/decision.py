@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.cost.learned.uncertainty import ERRORS_APART
 from pipette_launch.facts import Samples
-from pipette_launch.facts.results.trials import Trial, Trials
-from pipette_launch.units import seconds_text
+from pipette_launch.facts.plan import Trial, Trials
+from pipette_launch.text import seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipette_launch.facts import Choice, Plan
-    from pipette_launch.facts.messages.round import TrialReport
+    from pipette_launch.facts.messages import TrialReport
 
 
 def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, iterations: int) -> Trial:

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
-from pipette_launch.facts.results.trials import Trial, Trials
+from pipette_launch.facts.plan import Trial, Trials
 from pipette_launch.launch.nodes import joined
 from pipette_launch.replan import why_to_give_up
 
 if TYPE_CHECKING:
     from pipette_launch.facts import Job, Layout, Plan
-    from pipette_launch.facts.messages.failure import Failure
-    from pipette_launch.facts.messages.round import Decision, TrialReport
+    from pipette_launch.facts.messages import Decision, Failure, TrialReport
     from pipette_launch.launch.options import Options
     from pipette_launch.launch.user_script import Script
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipette_launch.launch import device_orders
 
 if TYPE_CHECKING:
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.messages import Decision
 
 START_S = 600.0
 """Imports, data, a checkpoint, compilation, the first step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipette_launch.facts import Recompute
-from pipette_launch.facts.performance import ENGINE, ITERATION, Graphs
+from pipette_launch.facts.job import ENGINE, ITERATION, Graphs
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
 from pipette_launch.megatron.rules.rules import Rules
 

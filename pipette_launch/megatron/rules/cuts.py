@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipette_launch.facts.performance import flag_of
+from pipette_launch.facts.job import flag_of
 from pipette_launch.megatron.chunks import FIRST_CUT_PATTERNS
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
 from pipette_launch.megatron.rules.degrees import not_divided_batch

@@ -6,8 +6,8 @@ import math
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import HybridLayers
-from pipette_launch.facts.performance import SHARDS_GRADIENTS, flag_of
-from pipette_launch.facts.together import tensor_block
+from pipette_launch.facts.co_location import tensor_block
+from pipette_launch.facts.job import SHARDS_GRADIENTS, flag_of
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
 from pipette_launch.megatron.rules.rules import Rules
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pipette_launch.errors import LayoutError
+from pipette_launch.facts.co_location import expert_block
+from pipette_launch.facts.job import ITERATION, LOCAL, flag_of
 from pipette_launch.facts.layout import Degrees
-from pipette_launch.facts.performance import ITERATION, LOCAL, flag_of
-from pipette_launch.facts.together import expert_block
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
 from pipette_launch.megatron.rules.degrees import alone_faults, single_faults
 from pipette_launch.megatron.rules.rules import Rules

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipette_launch.facts import Recompute
+from pipette_launch.facts.job import flag_of
 from pipette_launch.facts.layout import MemoryOptions
-from pipette_launch.facts.performance import flag_of
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule
 from pipette_launch.megatron.rules.cuda_graphs import graph_faults
 from pipette_launch.megatron.rules.rules import Rules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Layout
-from pipette_launch.facts.machines.device_names import chip_capability
+from pipette_launch.facts.accelerators import chip_capability
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.rules.broken import BrokenRule
 

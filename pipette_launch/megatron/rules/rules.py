@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.rooms import Rooms
-from pipette_launch.facts.performance import PerformanceOptions
+from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.job import PerformanceOptions
 from pipette_launch.megatron.performance import performance_options
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from pipette_launch.facts import ComputeCase, Job, Layout, ModelSpec
 from pipette_launch.probe.compute.peak_memory import MemoryMeter
 from pipette_launch.probe.options import ProbeOptions
-from pipette_launch.units import bytes_text
+from pipette_launch.text import bytes_text
 from pipette_patches.workload.layers import WorkloadError, is_out_of_memory
 
 OPTIMIZER_BYTES = {"adam": 8, "sgd": 4}

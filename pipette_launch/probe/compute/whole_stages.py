@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipette_launch.facts import StageReading
-from pipette_launch.facts.machines.device_memory import memory_digest
-from pipette_launch.facts.messages.measuring_advice import StageCase
+from pipette_launch.facts.measurements import memory_digest
+from pipette_launch.facts.messages import StageCase
 from pipette_launch.probe.compute.bench import Bench, state_bytes
 from pipette_launch.probe.harness import Budget, Lockstep
-from pipette_launch.units import MIB, bytes_text
+from pipette_launch.text import MIB, bytes_text
 from pipette_patches import whole_stage
 from pipette_patches.whole_stage import StageRun, stage_words
 from pipette_patches.workload.layers import is_out_of_memory

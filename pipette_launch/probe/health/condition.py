@@ -14,7 +14,7 @@ import psutil
 
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import Host
-from pipette_launch.facts.health.condition import NEARNESS, DeviceCondition, Holder, Nearness
+from pipette_launch.facts.health import NEARNESS, DeviceCondition, Holder, Nearness
 from pipette_launch.probe.health import nvml as driver
 
 SYSFS = Path("/sys")

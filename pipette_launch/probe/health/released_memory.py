@@ -14,7 +14,7 @@ from pipette_launch.facts import Host
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.condition import conditions
 from pipette_launch.probe.health.verdicts import BUSY_TOLERANCE_BYTES as TOLERANCE_BYTES
-from pipette_launch.units import bytes_text
+from pipette_launch.text import bytes_text
 
 DEADLINE_S = 50.0
 POLL_S = 0.5

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pipette_launch.facts import Device, Host
-from pipette_launch.facts.health.condition import NEARNESS, DeviceCondition
-from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.health import NEARNESS, DeviceCondition, Verdict
 from pipette_launch.probe.health.suspects import Matrix, SlowSlot, confirmed_hosts, confirmed_links
-from pipette_launch.units import bytes_text, hertz_text, rate_text, seconds_text
+from pipette_launch.text import bytes_text, hertz_text, rate_text, seconds_text
 
 BUSY_TOLERANCE_BYTES = 512 << 20
 """Less memory than this is held by a display server or a monitoring agent, and is ignored."""

@@ -24,7 +24,7 @@ from pipette_launch.probe.links.fits import LinkBook, host_fits
 from pipette_launch.probe.links.sampling import Pair, Place, Round, nested_groups, ordered, rounds_of
 from pipette_launch.probe.links.switches import scouting_round
 from pipette_launch.probe.options import FULL_HOSTS, LinkSamples, ProbeOptions
-from pipette_launch.units import plural
+from pipette_launch.text import plural
 
 T = TypeVar("T")
 Lines = Mapping[Pair, Line]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples
-from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
+from pipette_launch.facts.messages import CollectiveKind, Dimension
 from pipette_launch.probe.device_clock import QueuedCalls, await_device
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.links.meter import align, slowest_of_all

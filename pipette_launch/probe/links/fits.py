@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import CollectiveTime, Links, Measurements
-from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD, LinkSurvey, RailRates
-from pipette_launch.facts.messages.measuring_advice import Dimension
+from pipette_launch.facts.measurements import UNSTABLE_SPREAD, LinkSurvey, RailRates
+from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.harness import Line, fit_line
 from pipette_launch.probe.links.estimate import estimate
 from pipette_launch.probe.links.sampling import Pair, Place
 from pipette_launch.probe.options import GroupSamples, LinkSamples, ProbeOptions, WorkerResult
-from pipette_launch.units import rate_text
+from pipette_launch.text import rate_text
 
 MAX_SEND_ENTRIES = 4096
 """Where more pairs than this were measured, only the unstable ones get an entry of their own beside the matrices."""

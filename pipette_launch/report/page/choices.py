@@ -8,7 +8,7 @@ from pipette_launch.facts import Choice, Layout, Plan
 from pipette_launch.report.page.memory import limit_in_view
 from pipette_launch.report.page.pieces import Axis, Segment, Table, bar, legend
 from pipette_launch.report.templates import checkpoint_words
-from pipette_launch.units import GIB, MIB, bytes_text, count_text, flops_text, seconds_text
+from pipette_launch.text import GIB, MIB, bytes_text, count_text, flops_text, seconds_text
 
 PARTS = (
     "compute",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.facts import Links, Measurements, Plan
 from pipette_launch.report.page.pieces import Table
-from pipette_launch.units import rate_text
+from pipette_launch.text import rate_text
 
 MOST_CELLS = 64
 """Rows of a drawn matrix; of more hosts, neighbours are drawn as one, by their slowest link."""

@@ -10,7 +10,7 @@ from pipette_launch.facts import Choice, ComputeTime, Measurements, Plan
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.report.choice import rank_ranges
 from pipette_launch.report.page.pieces import Segment, Table, bar
-from pipette_launch.units import seconds_text
+from pipette_launch.text import seconds_text
 
 MOST_ROWS = 128
 """Hosts that have a row with every rank; of more, each is a small square."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pipette_launch.facts import Plan
-from pipette_launch.facts.results.prediction import PARTS
+from pipette_launch.facts.prediction import PARTS
 from pipette_launch.forecast.picture import Picture
 from pipette_launch.report.figures import limit_words
 from pipette_launch.report.page.pieces import Segment, Table, bar, legend
-from pipette_launch.units import bytes_text
+from pipette_launch.text import bytes_text
 
 MOST_STAGES = 64
 """Of longer pipelines the first, the last, the fullest and some between them are drawn."""

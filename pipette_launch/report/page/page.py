@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.forecast.picture import Picture
-from pipette_launch.printable import printable
 from pipette_launch.report.figures import NOT_MODELLED
 from pipette_launch.report.flag_changes import arguments_diff, paste_text
 from pipette_launch.report.page import choices, machines
@@ -19,7 +18,7 @@ from pipette_launch.report.page.memory import memory_view
 from pipette_launch.report.page.runs import outcome_table, trials_table
 from pipette_launch.report.page.timeline import timeline_view
 from pipette_launch.report.plan import schedule_words
-from pipette_launch.units import bytes_text, count_text, seconds_text
+from pipette_launch.text import bytes_text, count_text, printable, seconds_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment

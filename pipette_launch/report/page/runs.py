@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pipette_launch.facts import Plan
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.report.page.pieces import Table
-from pipette_launch.units import bytes_text, seconds_text
+from pipette_launch.text import bytes_text, seconds_text
 
 
 def trials_table(plan: Plan) -> Table | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pipette_launch.facts import Plan
 from pipette_launch.forecast.picture import DrawnStep, Picture
 from pipette_launch.report.page.pieces import Table
-from pipette_launch.units import seconds_text
+from pipette_launch.text import seconds_text
 
 MOST_ACTIONS = 20_000
 """Of one step; of more, some pipeline ranks are drawn, and of those the first passes. Each takes some 12 bytes."""

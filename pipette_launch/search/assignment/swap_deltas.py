@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.compiled import compiled
+from pipette_launch.installed import compiled
 from pipette_launch.search.assignment.problem import Floats, Flows, Ints
 
 IN_C = compiled("search.assignment._swaps")

@@ -22,7 +22,7 @@ from pipette_launch.search.bounds.links import (
 )
 from pipette_launch.search.bounds.raised_prices import RaisedPrices, side_by_side
 from pipette_launch.search.bounds.rings import Places, Ring, Tour, exchange_tours, group_shapes, rings_of
-from pipette_launch.units import rate_text
+from pipette_launch.text import rate_text
 
 _WORST = 2
 """For each kind of exchange, so many of the places with the slowest links are tried."""

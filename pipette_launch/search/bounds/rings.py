@@ -16,7 +16,7 @@ from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps
 from pipette_launch.cost.layers.parameters import experts_lie_in_stages
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.work import LayoutWork
-from pipette_launch.facts.machines.cluster import Links
+from pipette_launch.facts.cluster import Links
 from pipette_launch.search.bounds.links import Floats, ring_thresholds, through
 
 

@@ -19,9 +19,8 @@ import numpy as np
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Job, Layout
-from pipette_launch.facts.layout import NO_RECOMPUTE, Degrees, MemoryOptions
-from pipette_launch.facts.layout_columns import Ints, LayoutColumns
-from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.layout import NO_RECOMPUTE, Degrees, Ints, LayoutColumns, MemoryOptions
 from pipette_launch.megatron.rules.cuts import batch_faults, chunks_faults, schedule_faults
 from pipette_launch.megatron.rules.degrees import context_faults, pipeline_faults, replicas_faults, tensor_faults
 from pipette_launch.megatron.rules.experts import expert_faults

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipette_launch.facts import Recompute
-from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
-from pipette_launch.facts.layout_columns import Ints, LayoutColumns, codes_of
+from pipette_launch.facts.layout import NO_RECOMPUTE, Ints, LayoutColumns, MemoryOptions, codes_of
 from pipette_launch.megatron.rules.broken import Broken
 from pipette_launch.megatron.rules.memory_options import recompute_faults, state_faults
 from pipette_launch.megatron.rules.rules import Rules

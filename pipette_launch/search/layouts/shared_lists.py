@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from pipette_launch.facts.layout_columns import Ints
+from pipette_launch.facts.layout import Ints
 
 K = TypeVar("K", bound=Hashable)
 

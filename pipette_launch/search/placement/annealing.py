@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from pipette_launch.facts.machines.device_order import in_device_order, shared_order
+from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, Slots
 
 WIDTH = 32

@@ -10,7 +10,7 @@ from itertools import permutations
 import numpy as np
 
 from pipette_launch.facts import Cluster, Links
-from pipette_launch.facts.machines.device_order import in_device_order, shared_order
+from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.search.assignment.problem import Ints
 from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem
 from pipette_launch.search.placement.tiers import distances_s, tiers_of

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pipette_launch.facts import Cluster, Layout
-from pipette_launch.facts.machines.rooms import RankBlock, Rooms
+from pipette_launch.facts.co_location import RankBlock, Rooms
 from pipette_launch.search.assignment.problem import Floats, Ints
 
 Placement = tuple[int, ...]

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.facts import Cluster, Layout
-from pipette_launch.facts.machines.rooms import RankBlock
+from pipette_launch.facts.co_location import RankBlock
 from pipette_launch.search.assignment.problem import Ints
 from pipette_launch.search.placement.slots import Slots
 from pipette_launch.search.placement.tiers import Tiers, tiers_of

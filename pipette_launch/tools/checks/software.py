@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from pipette_launch.facts.health.checkup import Finding, Severity
+from pipette_launch.facts.health import Finding, Severity
 from pipette_launch.probe.health.nvml import query, session
 
 PYTHON = SpecifierSet(">=3.10,<3.14")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from pipette_launch.facts.health.checkup import Finding, Severity
+from pipette_launch.facts.health import Finding, Severity
 from pipette_launch.launch.cache.folder import distrust
-from pipette_launch.units import bytes_text
+from pipette_launch.text import bytes_text
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own, not a temporary file of ours
 LEAST_SHARED_BYTES = 64 << 20

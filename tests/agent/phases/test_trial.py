@@ -18,7 +18,7 @@ from pipette_launch.agent.device_binding import DeviceBinding
 from pipette_launch.agent.phases import trial
 from pipette_launch.agent.phases.trial import TrialRun
 from pipette_launch.agent.sync.store import RoundOver, RoundStore
-from pipette_launch.facts.messages.round import Decision, TrialReport
+from pipette_launch.facts.messages import Decision, TrialReport
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 HOSTS = ("node1", "node2")

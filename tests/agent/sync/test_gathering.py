@@ -13,7 +13,7 @@ from torch.distributed import HashStore, TCPStore
 from pipette_launch.agent.sync.gathering import PROBE_S, PROOF_S, Gathering
 from pipette_launch.agent.sync.peer_watch import GONE, SILENT
 from pipette_launch.agent.sync.store import AgentStore
-from pipette_launch.facts.messages.membership import Member
+from pipette_launch.facts.messages import Member
 
 
 @contextmanager

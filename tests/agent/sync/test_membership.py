@@ -16,8 +16,7 @@ from pipette_launch.agent.sync.membership import LEFT_OUT, Membership, Rejoin
 from pipette_launch.agent.sync.peer_watch import SILENT, why_unreachable
 from pipette_launch.agent.sync.store import AgentStore, RoundStore
 from pipette_launch.errors import ClusterError
-from pipette_launch.facts.messages.membership import Member
-from pipette_launch.facts.messages.round import Decision, NodeRecord
+from pipette_launch.facts.messages import Decision, Member, NodeRecord
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 

@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 from pipette_launch.agent.sync import peer_watch
 from pipette_launch.agent.sync.peer_watch import GONE, SILENT, PeerWatch, why_unreachable
-from pipette_launch.facts.messages.membership import Member
+from pipette_launch.facts.messages import Member
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 STORE = (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipette_launch.agent.sync import reach
 from pipette_launch.agent.sync.peer_watch import GONE, SILENT
 from pipette_launch.agent.sync.reach import ReachSweep, best_left_out, out_of_reach
-from pipette_launch.facts.messages.membership import Member
+from pipette_launch.facts.messages import Member
 
 
 def member(name: str) -> Member:

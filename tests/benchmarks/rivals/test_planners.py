@@ -14,10 +14,10 @@ from benchmarks.rivals.planners import RANKINGS
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Links, Measurements
-from pipette_launch.facts.machines.known_devices import device_named
+from pipette_launch.facts.known_devices import device_named
 from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.megatron.rules.rules import Rules
-from pipette_launch.units import GIB
+from pipette_launch.text import GIB
 
 CASES = tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))
 SEARCHING = ("amp", "amp-pipette", "varuna", "varuna-1f1b", "varuna-any-size", "pipette", "megatron-rules")

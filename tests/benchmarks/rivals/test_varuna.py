@@ -11,7 +11,7 @@ from benchmarks.rivals import varuna
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Layout
-from pipette_launch.units import GIB
+from pipette_launch.text import GIB
 
 
 def test_memory_is_states_and_one_micro_batch() -> None:

@@ -24,7 +24,7 @@ from pipette_launch.facts import (
     Recompute,
     Samples,
 )
-from pipette_launch.facts.layout_columns import LayoutColumns
+from pipette_launch.facts.layout import LayoutColumns
 from pipette_launch.facts.measurements import LAYERS
 
 RECOMPUTES = (

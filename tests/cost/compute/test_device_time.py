@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pipette_launch.cost.compute.device_time import Precision, device_s, matmul_efficiency, pass_s
 from pipette_launch.cost.compute.loads import Load, Product
 from pipette_launch.errors import FactError
-from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
-from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.accelerators import DeviceSpec, Efficiency, Link
+from pipette_launch.facts.known_devices import known_devices
 
 LINK = Link(latency_s=1e-6, bytes_per_s=100e9)
 DEVICE = DeviceSpec(

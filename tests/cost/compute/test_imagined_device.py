@@ -17,12 +17,11 @@ from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
-from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec, Tier
-from pipette_launch.facts.machines.known_devices import capability_of_cluster, known_devices, spec_of_cluster
-from pipette_launch.facts.measurements import Measurements
+from pipette_launch.facts.accelerators import DeviceSpec, Efficiency, Link
+from pipette_launch.facts.fabric import UNIFORM, FabricSpec, Tier
+from pipette_launch.facts.known_devices import capability_of_cluster, known_devices, spec_of_cluster
+from pipette_launch.facts.measurements import Measurements, without_hosts
 from pipette_launch.facts.model import LatentAttention
-from pipette_launch.facts.some_hosts import without_hosts
 
 DEVICE = DeviceSpec(
     name="test device",

@@ -18,7 +18,7 @@ from pipette_launch.cost.learned.residual import features_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Layout, Samples
-from pipette_launch.facts.results.outcome import Outcome, PeakReading
+from pipette_launch.facts.outcome import Outcome, PeakReading
 
 JOB = tiny_job(4, batch=Batch(global_batch_size=32))
 MEASURED = tiny_measurements(tiny_cluster())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipette_launch.cost.memory.peak import peak_memory_bytes, peak_memory_columns
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
+from pipette_launch.facts.layout import LayoutColumns, codes_of
 
 RECOMPUTES = (
     Recompute(granularity="none"),

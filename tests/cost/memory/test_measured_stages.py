@@ -11,8 +11,8 @@ from pipette_launch.cost.learned.corrected import CorrectedPredictor
 from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Batch, Cluster, Job, Layout, Measurements, StageReading
-from pipette_launch.facts.layout_columns import LayoutColumns
-from pipette_launch.facts.machines.device_memory import memory_digest
+from pipette_launch.facts.layout import LayoutColumns
+from pipette_launch.facts.measurements import memory_digest
 
 JOB = tiny_job(4, batch=Batch(global_batch_size=32))
 PIPELINE, PLAIN = Layout(pp=2, dp=2), Layout(dp=4)

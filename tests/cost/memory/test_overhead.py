@@ -22,9 +22,9 @@ from pipette_launch.cost.memory.overhead import (
 )
 from pipette_launch.errors import FactError
 from pipette_launch.facts import DeviceOverhead, Job, Layout, StageReading
-from pipette_launch.facts.layout_columns import LayoutColumns
-from pipette_launch.facts.machines.device_memory import memory_digest
-from pipette_launch.units import MIB
+from pipette_launch.facts.layout import LayoutColumns
+from pipette_launch.facts.measurements import memory_digest
+from pipette_launch.text import MIB
 
 GIB = 1 << 30
 GPT = replace(tiny_job(8), model=tiny_model(transformer_impl="transformer_engine"))

@@ -13,7 +13,7 @@ from pipette_launch.cost.memory.parts import MemoryParts
 from pipette_launch.cost.memory.peak import kept_by_chunk, peak_memory_bytes, shared_buffer_bytes
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.facts.schedules import schedule_of
+from pipette_launch.facts.known_schedules import schedule_of
 
 FULL_UNIFORM = Recompute(granularity="full", method="uniform", num_layers=1)
 KEPT = 32 * 2048 + 4 * 4 * 32

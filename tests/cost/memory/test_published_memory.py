@@ -9,7 +9,7 @@ from published import LLAMA_LAYOUT, llama_7b
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.cost.memory.workspaces import workspace_bytes
 from pipette_launch.facts import Batch, Layout, Recompute
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
 

@@ -6,7 +6,7 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.memory.workspaces import cublas_workspace_bytes, workspace_bytes
-from pipette_launch.units import MIB
+from pipette_launch.text import MIB
 
 A100, H100, B200 = 8, 9, 10
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

@@ -17,9 +17,7 @@ from pipette_launch.cost.pipeline.order import Order
 from pipette_launch.cost.pipeline.steady_state import engine_of
 from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.errors import FactError
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedule import Schedule
-from pipette_launch.facts.schedules import (
+from pipette_launch.facts.known_schedules import (
     eager_one_forward_one_backward,
     gpipe,
     grouped_split,
@@ -28,6 +26,8 @@ from pipette_launch.facts.schedules import (
     no_pipelining,
     one_forward_one_backward,
 )
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.schedule import Schedule
 
 
 def test_two_stages_by_hand() -> None:

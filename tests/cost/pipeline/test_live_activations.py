@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pipette_launch.cost.memory import live_activations as closed_form
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.errors import FactError
+from pipette_launch.facts.known_schedules import gpipe, interleaved_zero_bubble, schedule_of
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedules import gpipe, interleaved_zero_bubble, schedule_of
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.randoms())

@@ -19,8 +19,7 @@ from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedu
 from pipette_launch.cost.pipeline.stream_engine import StreamEngine
 from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.errors import LayoutError
-from pipette_launch.facts.pipeline.lowering import programs
-from pipette_launch.facts.schedule import Schedule
+from pipette_launch.facts.schedule import Schedule, programs
 
 NAMES = [name for name in SCHEDULES if name != "gpipe"]
 

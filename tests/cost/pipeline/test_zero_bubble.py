@@ -16,7 +16,7 @@ from pipette_launch.cost.pipeline.named_schedules import named_schedule
 from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
 from pipette_launch.cost.pipeline.zero_bubble import RULES, refilled, zero_bubble
 from pipette_launch.errors import FactError
-from pipette_launch.facts.schedules import grouped_split, interleaved_zero_bubble, one_forward_one_backward
+from pipette_launch.facts.known_schedules import grouped_split, interleaved_zero_bubble, one_forward_one_backward
 
 # p, n, F, B, W, c in ms, then the bubble rates of 1F1B, ZB-1p and ZB-2p (Qi et al. 2024, Zero Bubble, table 5).
 PUBLISHED = [

@@ -14,7 +14,7 @@ if "pipette_launch.probe.run" in sys.orig_argv:
     from facts_for_tests import tiny_cluster, tiny_measurements
 
     from pipette_launch.facts import files
-    from pipette_launch.facts.health.verdict import Verdict
+    from pipette_launch.facts.health import Verdict
     from pipette_launch.probe.options import ProbeOptions
 
     asked = files.read(Path(sys.orig_argv[-1]), ProbeOptions)
@@ -35,7 +35,7 @@ if "pipette_patches.run" in sys.orig_argv:
     os._exit(0)
 
 if "pipette_launch" in sys.orig_argv and os.environ.get("SICK", "?") == os.environ.get("SLURMD_NODENAME"):
-    from pipette_launch.facts.health.condition import DeviceCondition, Holder
+    from pipette_launch.facts.health import DeviceCondition, Holder
     from pipette_launch.probe.health import condition
 
     condition.conditions = lambda host: tuple(  # type: ignore[assignment]

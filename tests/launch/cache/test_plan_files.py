@@ -11,7 +11,7 @@ from search.worlds import named, on_gpus
 
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Layout, Plan
-from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.facts.co_location import Rooms
 from pipette_launch.launch.cache.plan_files import adopt, check_belongs, kept_together
 
 HOSTS = tiny_cluster().hosts

@@ -15,7 +15,7 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_mode
 from launch.worlds import plan
 
 from pipette_launch.facts import Host, Layout, Plan, Samples, files
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, PLAN, Cache, key_of, machines_of
 
 HOSTS = tiny_cluster().hosts

@@ -10,7 +10,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_model
 
 from pipette_launch.facts import Layout
-from pipette_launch.facts.results.shortage import Shortage
+from pipette_launch.facts.plan import Shortage
 from pipette_launch.launch.cache.shortages import ShortageFile
 
 HOST = tiny_cluster().hosts[0]

@@ -12,9 +12,9 @@ from launch.worlds import plan, records
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipette_launch.facts import Layout, Samples
-from pipette_launch.facts.messages.round import Decision
-from pipette_launch.facts.results.outcome import Outcome, PeakReading
-from pipette_launch.facts.results.rate import Rate
+from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.outcome import Outcome, PeakReading
+from pipette_launch.facts.plan import Rate
 from pipette_launch.launch.cache.plans import Cache
 from pipette_launch.launch.display import metrics as module
 from pipette_launch.launch.display.metrics import ALIVE_S, KEPT, JobMetrics, MetricsFile, metrics_text

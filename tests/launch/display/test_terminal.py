@@ -9,7 +9,7 @@ from facts_for_tests import tiny_cluster, tiny_measurements
 from launch.worlds import options, plan, records
 
 from pipette_launch.facts import Layout
-from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.display.terminal import Kept, Terminal
 from pipette_launch.probe.progress import Sign
 

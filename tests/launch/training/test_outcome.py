@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipette_launch.facts import Choice, Layout
-from pipette_launch.facts.results.rate import Rate
+from pipette_launch.facts.plan import Rate
 from pipette_launch.launch.training.outcome import OutcomeTracker, device_peaks
 from pipette_launch.megatron import Iteration, MemoryLine
 

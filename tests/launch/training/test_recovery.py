@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.training.recovery import Recovery
 
 

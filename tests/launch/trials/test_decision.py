@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from launch.worlds import plan
 
 from pipette_launch.facts import Layout, Plan, Samples, files
-from pipette_launch.facts.messages.failure import Failure
-from pipette_launch.facts.messages.round import TrialReport
-from pipette_launch.facts.results.trials import Trial, Trials
+from pipette_launch.facts.messages import Failure, TrialReport
+from pipette_launch.facts.plan import Trial, Trials
 from pipette_launch.launch.trials.decision import noise_s, outruns, settle, trial_line, tried, winner
 
 LAYOUTS = (Layout(pp=2, dp=2), Layout(tp=2, dp=2), Layout(pp=4), Layout(tp=4))

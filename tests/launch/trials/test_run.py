@@ -11,8 +11,7 @@ from facts_for_tests import tiny_cluster, tiny_measurements
 from launch.worlds import coordinator, options, plan, records, value
 
 from pipette_launch.facts import Layout, Plan, files
-from pipette_launch.facts.messages.failure import Failure
-from pipette_launch.facts.messages.round import Decision, TrialReport
+from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.megatron import failure_of
 from pipette_launch.probe.options import ProbeOptions

@@ -13,8 +13,8 @@ from probe.workers import OneRankStore, tiny_options
 
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.facts import Device, Host, Layout, StageReading
-from pipette_launch.facts.machines.device_memory import memory_digest
-from pipette_launch.facts.messages.measuring_advice import StageCase
+from pipette_launch.facts.measurements import memory_digest
+from pipette_launch.facts.messages import StageCase
 from pipette_launch.probe.compute import whole_stages
 from pipette_launch.probe.compute.bench import state_bytes
 from pipette_launch.probe.compute.peak_memory import Peak

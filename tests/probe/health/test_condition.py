@@ -15,7 +15,7 @@ from gpu_rules.nvml import GIB, HEALTHY, FakeNvml, install
 
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.health.condition import DeviceCondition, Holder
+from pipette_launch.facts.health import DeviceCondition, Holder
 from pipette_launch.probe.health import condition, inventory
 
 ROOT = Path(__file__).parents[3]

@@ -10,8 +10,7 @@ import pytest
 from gpu_rules.nvml import GIB, HEALTHY
 
 from pipette_launch.facts import Device, Host
-from pipette_launch.facts.health.condition import DeviceCondition, Holder
-from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.health import DeviceCondition, Holder, Verdict
 from pipette_launch.probe.health.suspects import SlowSlot
 from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, judge, link_verdicts
 

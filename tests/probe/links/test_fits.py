@@ -12,8 +12,8 @@ from probe.test_assemble import result
 from probe.workers import tiny_options
 
 from pipette_launch.facts import Samples
-from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD
-from pipette_launch.facts.messages.measuring_advice import Dimension
+from pipette_launch.facts.measurements import UNSTABLE_SPREAD
+from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.harness import Line
 from pipette_launch.probe.links.fits import LinkFit, fit_link, found_links, group_times, host_fits
 from pipette_launch.probe.links.repeats import ladder

@@ -16,8 +16,7 @@ from search.legal import legal_layouts, variants
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Layout, Samples
-from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
-from pipette_launch.facts.layout_columns import LayoutColumns
+from pipette_launch.facts.layout import NO_RECOMPUTE, LayoutColumns, MemoryOptions
 from pipette_launch.megatron import read_job, write_arguments
 from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.megatron.rules.rules import Rules

@@ -14,7 +14,7 @@ from search.worlds import ALL_FIELDS, improvements, on_gpus, planned, slow_neigh
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Cluster, Job, Layout, Links
-from pipette_launch.facts.machines.device_order import in_device_order, is_in_device_order, shared_order
+from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
 from pipette_launch.search.candidates import Candidate, SearchInputs
 from pipette_launch.search.frontier import Promising
 from pipette_launch.search.placement.device_order import ordered, settled

@@ -15,7 +15,7 @@ from search.worlds import improvements, on_gpus
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Cluster, Layout, Links
-from pipette_launch.facts.machines.device_order import in_device_order, is_in_device_order
+from pipette_launch.facts.cluster import in_device_order, is_in_device_order
 from pipette_launch.search.placement.annealing import neighbour
 from pipette_launch.search.placement.exhaustive import exhaustion, num_placements, placements
 from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem, Slots, host_order

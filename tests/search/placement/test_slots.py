@@ -17,8 +17,8 @@ from search.worlds import improvements, nvlink_racks, with_experts
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Cluster, Layout
-from pipette_launch.facts.machines.device_order import in_device_order, is_in_device_order
-from pipette_launch.facts.machines.rooms import RankBlock
+from pipette_launch.facts.cluster import in_device_order, is_in_device_order
+from pipette_launch.facts.co_location import RankBlock
 from pipette_launch.search.placement.annealing import neighbour
 from pipette_launch.search.placement.blocks import rearranged, shuffled
 from pipette_launch.search.placement.exhaustive import exhaustion

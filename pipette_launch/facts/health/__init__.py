@@ -1,1 +1,0 @@
-"""What is amiss with a machine."""

@@ -1,0 +1,373 @@
+"""Accelerators whose figures are built in, for plans of machines that have not been measured, found by their names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import ClassVar, NamedTuple
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts.accelerators import (
+    NVLINK_DEVICES,
+    PCIE_CARDS,
+    DeviceSpec,
+    Efficiency,
+    Link,
+    Words,
+    compute_capability,
+    words_of,
+)
+from pipette_launch.facts.cluster import Cluster
+from pipette_launch.facts.files import ADDED_LATER, check_numbers
+
+_SXM = "SXM DGX HGX"
+_WRITTEN = {
+    # name here: (words in every name of the device, further words in some)
+    "V100-SXM2-32GB": ("V100", f"HBM2 {_SXM}"),
+    "V100-SXM2-16GB": ("V100", f"HBM2 {_SXM}"),
+    "V100-PCIe-32GB": ("V100", "HBM2"),
+    "V100-PCIe-16GB": ("V100", "HBM2"),
+    "A100-40GB": ("A100", f"SXM4 HBM2 {_SXM}"),
+    "A100-80GB": ("A100", f"SXM4 HBM2E {_SXM}"),
+    "A100-40GB-PCIe": ("A100", "HBM2"),
+    "A100-80GB-PCIe": ("A100", "HBM2E"),
+    "A800-40GB": ("A800", f"SXM4 HBM2 {_SXM}"),
+    "A800-80GB": ("A800", f"SXM4 HBM2E {_SXM}"),
+    "A800-80GB-PCIe": ("A800", "HBM2E"),
+    "H100-SXM": ("H100", f"SXM5 80GB HBM3 {_SXM}"),
+    "H100-PCIe": ("H100", "80GB HBM2E"),
+    "H100-NVL": ("H100", "94GB HBM3"),
+    "AWS-P5-H100": ("P5", "SXM SXM5 80GB 48XLARGE"),
+    "H200": ("H200", f"SXM5 141GB HBM3E {_SXM}"),
+    "H200-NVL": ("H200", "141GB HBM3E"),
+    "H800-SXM": ("H800", f"SXM5 80GB HBM3 {_SXM}"),
+    "H800-PCIe": ("H800", "80GB HBM2E"),
+    "H20": ("H20", f"SXM5 96GB HBM3 {_SXM}"),
+    "H20-3e": ("H20", f"SXM5 141GB HBM3E {_SXM}"),
+    "GH200-96GB": ("GH200", "480GB 120GB HBM3"),
+    "GH200-144GB": ("GH200", "HBM3E"),
+    "B200": ("B200", f"180GB 192GB HBM3E {_SXM}"),
+    "GB200-NVL72": ("GB200", "186GB 192GB HBM3E"),
+    "B300": ("B300", f"SXM6 AC 270GB 288GB HBM3E {_SXM}"),
+    "GB300-NVL72": ("GB300", "279GB 288GB HBM3E"),
+    "T4": ("T4", "16GB PCIE"),
+    "A30": ("A30", "24GB PCIE"),
+    "A40": ("A40", "48GB PCIE"),
+    "A10": ("A10", "24GB PCIE"),
+    "A10G": ("A10G", "24GB PCIE"),
+    "L4": ("L4", "24GB PCIE"),
+    "L20": ("L20", "48GB PCIE"),
+    "L40": ("L40", "48GB PCIE"),
+    "L40S": ("L40S", "48GB PCIE"),
+    "RTX-A6000": ("A6000", "48GB PCIE"),
+    "RTX-6000-Ada": ("6000 ADA", "48GB PCIE"),
+    "RTX-PRO-6000-Server": ("PRO 6000", "BLACKWELL EDITION 96GB PCIE"),
+    "RTX-PRO-6000-Workstation": ("PRO 6000", "BLACKWELL EDITION 96GB PCIE"),
+    "RTX-3090": ("3090", "24GB PCIE"),
+    "RTX-4090": ("4090", "24GB PCIE"),
+    "RTX-4090-48GB": ("4090 48GB", "PCIE"),
+    "RTX-5090": ("5090", "32GB PCIE"),
+}
+"""Names of each device, as people and drivers write it, by words; case and order do not count."""
+_USUAL = {
+    "V100-SXM2-32GB",
+    "V100-SXM2-16GB",
+    "A100-40GB",
+    "A100-80GB",
+    "A800-80GB",
+    "H100-SXM",
+    "H200",
+    "H800-SXM",
+    "GH200-96GB",
+    "RTX-PRO-6000-Server",
+}
+"""The meaning of a name that fits several devices, if only one of them is in this set."""
+_LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
+"""Names that are less like a mistyped one, or by more than this less than the nearest, are not suggested."""
+
+
+class UnknownDeviceError(FactError):
+    """No known device has this name."""
+
+
+class _Names(NamedTuple):
+    """All words of one device's names."""
+
+    own: frozenset[str]
+    chip: frozenset[str]
+    """Every name has them."""
+    known: frozenset[str]
+    """No name has others: a word beside them makes it another device."""
+
+
+def device_named(name: str) -> DeviceSpec:
+    """Return the known device of a name as people or drivers write it; raises FactError with the nearest names.
+
+    Only whole words count, so H20 is not H200. A word that the device does not have makes it another device.
+    """
+    found = _meant(name)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise FactError(f"{name!r} may be {_listed([device.name for device in found], 'or')}; say which")
+    near = nearest_names(name)
+    raise UnknownDeviceError(f"unknown device {name!r}" + (f"; did you mean {_listed(near, 'or')}?" if near else ""))
+
+
+def other_meanings(name: str) -> str:
+    """Name the devices that fit a name and are not taken, as a sentence for a note; empty if no other fits."""
+    fitting = _fitting(words_of(name))
+    taken = device_named(name)
+    others = [device.name for device in fitting if device != taken]
+    if not others or frozenset(words_of(name)) == _names()[taken.name].own:
+        return ""
+    return f"{name} is taken as {taken.name}, and not as {_listed(others, 'or')}."
+
+
+def device_of_driver(name: str) -> DeviceSpec | None:
+    """Find a device by its own name or by the name of its driver, `NVIDIA H100 80GB HBM3`; None for an unknown one.
+
+    A part of a device (MIG, vGPU), a laptop's chip and another size of memory are unknown here, as their peaks differ.
+    `cost.compute.extrapolated.spec_of` takes the device that is most like it, for ratios of times alone.
+    """
+    found = _meant(name)
+    return found[0] if len(found) == 1 else None
+
+
+def devices_like(name: str) -> tuple[DeviceSpec, ...]:
+    """Return the known devices whose chip is in a name, in any build."""
+    words = set(words_of(name))
+    return tuple(device for device in known_devices().values() if _names()[device.name].chip <= words)
+
+
+def spec_of_cluster(cluster: Cluster) -> DeviceSpec | None:
+    """Return the figures of a cluster's devices: as imagined, else by the first one's name; None for an unknown one."""
+    return cluster.imagined or device_of_driver(cluster.hosts[0].devices[0].name)
+
+
+def capability_of_cluster(cluster: Cluster) -> int | None:
+    """Return the major number of the devices' capability; None where it is not known."""
+    if cluster.imagined is not None:
+        return cluster.imagined.compute_capability
+    return compute_capability(cluster.hosts[0].devices[0].name)
+
+
+@cache
+def known_devices() -> dict[str, DeviceSpec]:
+    """Return every device with built-in figures, by name."""
+    return {device.name: device for device in (*NVLINK_DEVICES, *PCIE_CARDS)}
+
+
+def nearest_names(name: str) -> list[str]:
+    """Return up to three known names most like an unknown one; other builds of the same chip come first."""
+    words = words_of(name)
+    plain = " ".join(words)
+    if not any(map(str.isdigit, plain)):
+        return []
+
+    def likeness(device: str) -> float:
+        chip, whole = _names()[device].chip, " ".join(words_of(device))
+        ratio, chip_ratio = (
+            difflib.SequenceMatcher(None, plain, one).ratio() for one in (whole, " ".join(sorted(chip)))
+        )
+        other_letter = whole[:1] != plain[:1]
+        return (chip <= set(words)) + max(chip_ratio, ratio) + 0.1 * ratio - 0.2 * other_letter
+
+    near = sorted(known_devices(), key=likeness, reverse=True)[:3]
+    return [device for device in near if likeness(device) >= max(_LEAST_LIKENESS, likeness(near[0]) - _LESS_LIKE)]
+
+
+def _meant(name: str) -> tuple[DeviceSpec, ...]:
+    """Return the device that a name means; several where it does not say which, no device where it is unknown."""
+    words = words_of(name)
+    exact = [device for device, names in _names().items() if names.own == frozenset(words)]
+    fitting = tuple(known_devices()[device] for device in exact) or _fitting(words)
+    usual = tuple(device for device in fitting if device.name in _USUAL)
+    return usual if len(usual) == 1 else fitting
+
+
+def _fitting(words: Words) -> tuple[DeviceSpec, ...]:
+    """Return the devices that have every word of a name, and whose chip the name has."""
+    fits = {device for device, names in _names().items() if names.chip <= set(words) <= names.known}
+    return tuple(device for name, device in known_devices().items() if name in fits)
+
+
+@cache
+def _names() -> dict[str, _Names]:
+    return {device: _Names(*map(frozenset, words)) for device, words in _written_words()}
+
+
+def _written_words() -> Iterator[tuple[str, tuple[Words, Words, Words]]]:
+    for device in known_devices():
+        own = words_of(device)
+        chip, others = _WRITTEN.get(device, (" ".join(own), ""))
+        yield device, (own, tuple(chip.split()), (*own, *chip.split(), *others.split()))
+
+
+def _listed(names: list[str], word: str) -> str:
+    """Join names as a sentence does: A, B or C."""
+    *first, last = names
+    return f"{', '.join(first)} {word} {last}" if first else last
+
+
+DTYPES = ("fp32", "fp16", "bf16", "fp8", "fp4")
+_MOST_CAPABILITY, _MOST_LATENCY_S, _LEAST_FLOPS_PER_S = 30, 0.1, 1e10
+"""Figures beyond these are in other units: 90 for 9.0, microseconds, TFLOP/s."""
+_LEAST = {
+    "memory_bytes": 1e9,
+    "memory_bytes_per_s": 1e9,
+    "within_host_bytes_per_s": 1e7,
+    "between_hosts_bytes_per_s": 1e7,
+    "host_bytes_per_s": 1e7,
+    "compute_capability": 1,
+}
+"""Smaller figures are in GB or GB/s."""
+_LATENCIES = ("within_host_latency_s", "between_hosts_latency_s")
+_SHARES = ("matmul_share", "attention_share", "memory_share")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFile:
+    """A device, by its data sheet; fields that are left out have the figures of the known device `like`.
+
+    Bandwidths are of one device in one direction, while all devices of its host send.
+    """
+
+    KIND: ClassVar[str] = "device"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    name: str
+    """Name on screens and in plans."""
+    source: str
+    """Origin of the figures, one sentence; plans repeat it."""
+    like: str
+    """The known device that is most like it."""
+    flops_per_s: dict[str, float]
+    """Peaks of dense matrix products without sparsity, with accumulation in FP32: fp32, fp16, bf16, fp8, fp4."""
+    memory_bytes: float
+    """As torch reports it: `torch.cuda.get_device_properties(0).total_memory`; the data sheet's figure is larger."""
+    memory_bytes_per_s: float
+    """Bandwidth of the device's memory."""
+    within_host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
+    """To another device of the host, over NVLink, xGMI or PCIe."""
+    within_host_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
+    """Latency of one step of a collective."""
+    between_hosts_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
+    """The device's share of its host's network cards."""
+    between_hosts_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
+    """Latency of one step of a collective."""
+    host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
+    """To the host's memory, and as fast back."""
+    devices_per_host: int | None = field(default=None, metadata=ADDED_LATER)
+    """Devices of its usual host."""
+    domain_hosts: int | None = field(default=None, metadata=ADDED_LATER)
+    """Hosts of one NVLink domain: 18 of an NVL72 rack, 1 where NVLink ends at the host."""
+    compute_capability: float | None = field(default=None, metadata=ADDED_LATER)
+    """CUDA's, as 9.0: it decides workspaces and the attention backend."""
+    matmul_share: float | None = field(default=None, metadata=ADDED_LATER)
+    """Part of the 16-bit peak that large matrix products reach."""
+    fp8_share: float | None = field(default=None, metadata=ADDED_LATER)
+    """Part of the FP8 peak that they reach."""
+    attention_share: float | None = field(default=None, metadata=ADDED_LATER)
+    """Part of the 16-bit peak that flash attention's products reach."""
+    memory_share: float | None = field(default=None, metadata=ADDED_LATER)
+    """Part of the memory's bandwidth that norms and the optimizer reach."""
+
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise FactError("name: a device needs a name")
+        for dtype, peak in self.flops_per_s.items():
+            if dtype not in DTYPES:
+                raise FactError(f"flops_per_s: {dtype!r} is none of {', '.join(DTYPES)}")
+            if not peak >= _LEAST_FLOPS_PER_S:
+                raise FactError(
+                    f"flops_per_s: {dtype} must be at least {_LEAST_FLOPS_PER_S:g}, got {peak:g}; units are FLOP/s"
+                )
+        if not self.flops_per_s:
+            raise FactError(f"flops_per_s: at least one of {', '.join(DTYPES)} is needed")
+        for name, least in _LEAST.items():
+            check_numbers(self, name, limit=least)
+        check_numbers(self, *_LATENCIES, limit=0)
+        check_numbers(self, "devices_per_host", "domain_hosts")
+        for name, most in (("compute_capability", _MOST_CAPABILITY), *((each, _MOST_LATENCY_S) for each in _LATENCIES)):
+            if (getattr(self, name) or 0) > most:
+                raise FactError(f"{name} must be at most {most}, got {getattr(self, name)}")
+        self.spec()
+
+    def spec(self) -> DeviceSpec:
+        """Return the device; its source names the fields taken from the known one."""
+        try:
+            like = device_named(self.like)
+        except FactError as error:
+            raise FactError(f"like: {error}") from error
+        return DeviceSpec(
+            name=self.name,
+            flops_per_s=self.flops_per_s,
+            memory_bytes=int(self.memory_bytes),
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            within_host=_link(self.within_host_bytes_per_s, self.within_host_latency_s, like.within_host),
+            between_hosts=_link(self.between_hosts_bytes_per_s, self.between_hosts_latency_s, like.between_hosts),
+            efficiency=self._efficiency(like.efficiency),
+            source=self._source(like),
+            devices_per_host=self.devices_per_host or like.devices_per_host,
+            exponentials_per_s=like.exponentials_per_s,
+            domain_hosts=self.domain_hosts or like.domain_hosts,
+            host_bytes_per_s=self.host_bytes_per_s or like.host_bytes_per_s,
+            compute_capability=int(self.compute_capability) if self.compute_capability else like.compute_capability,
+        )
+
+    def _efficiency(self, like: Efficiency) -> Efficiency:
+        given = {name: getattr(self, name) for name in _SHARES if getattr(self, name) is not None}
+        fp8 = {} if self.fp8_share is None else {"fp8": self.fp8_share}
+        return replace(like, **given, narrow_shares=like.narrow_shares | fp8)
+
+    def _source(self, like: DeviceSpec) -> str:
+        """Return the origin of the figures, and the fields of the known device."""
+        left_out = [one.name for one in fields(self) if getattr(self, one.name) is None]
+        rest = f" As of {like.name}, for want of own figures: {', '.join(left_out)}." if left_out else ""
+        return f"{self.source}{rest}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFiles:
+    """All known devices, as `pipette devices --json` prints them."""
+
+    KIND: ClassVar[str] = "devices"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    devices: tuple[DeviceFile, ...]
+
+
+def file_of(device: DeviceSpec) -> DeviceFile:
+    """Return the file that describes a known device, to start another description from."""
+    inside, between, efficiency = device.within_host, device.between_hosts, device.efficiency
+    return DeviceFile(
+        name=device.name,
+        source=device.source,
+        like=device.name,
+        flops_per_s=device.flops_per_s,
+        memory_bytes=device.memory_bytes,
+        memory_bytes_per_s=device.memory_bytes_per_s,
+        within_host_bytes_per_s=inside.fair_bytes_per_s,
+        within_host_latency_s=round(inside.latency_s, 9),
+        between_hosts_bytes_per_s=between.fair_bytes_per_s,
+        between_hosts_latency_s=round(between.latency_s, 9),
+        host_bytes_per_s=device.host_bytes_per_s,
+        devices_per_host=device.devices_per_host,
+        domain_hosts=device.domain_hosts,
+        compute_capability=device.compute_capability,
+        matmul_share=efficiency.matmul_share,
+        fp8_share=efficiency.share_of("fp8"),
+        attention_share=efficiency.attention_share,
+        memory_share=efficiency.memory_share,
+    )
+
+
+def _link(bytes_per_s: float | None, latency_s: float | None, like: Link) -> Link:
+    """Return the link of a known device with the figures that are given in place of its own."""
+    latency_s = like.latency_s if latency_s is None else latency_s
+    if bytes_per_s is None:
+        return replace(like, latency_s=latency_s)
+    return Link(latency_s=latency_s, bytes_per_s=bytes_per_s)

@@ -1,1 +1,0 @@
-"""Hosts, devices and links."""

@@ -1,1 +1,0 @@
-"""What processes of one job tell each other."""

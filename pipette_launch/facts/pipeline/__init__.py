@@ -1,1 +1,0 @@
-"""Programs of pipeline ranks: passes, sends and receives in turn."""

@@ -1,0 +1,157 @@
+"""Hosts share an NVLink domain where their type has one and their links are as fast, and blocks are split or not."""
+
+from __future__ import annotations
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_model
+from search.fabrics import cluster_with, fat_tree
+from search.worlds import named, on_gpus
+
+from pipette_launch.cost.compute.imagined_device import imagined_cluster
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts import Layout, files
+from pipette_launch.facts.co_location import RankBlock, Rooms, blocks_of, expert_block
+from pipette_launch.facts.fabric import UNIFORM
+from pipette_launch.facts.job import PerformanceOptions
+from pipette_launch.facts.known_devices import known_devices
+
+IN_HOST = RankBlock(size=2, room="host", kind="tensor-parallel", asked_by="--tp-comm-overlap")
+IN_DOMAIN = RankBlock(size=4, room="domain", kind="expert-parallel", asked_by="HybridEP")
+
+
+@pytest.mark.parametrize(
+    ("device", "domain_H"),
+    [("NVIDIA GB200", (0, 0, 0, 1, 1, 1)), ("NVIDIA H100 80GB HBM3", tuple(range(6))), ("unheard of", tuple(range(6)))],
+)
+def test_domains_are_of_the_device(device: str, domain_H: tuple[int, ...]) -> None:
+    """The same fast links are a domain between trays of GB200 alone."""
+    fabric = fat_tree(6, sizes=(3,), bytes_per_s=(6e11, 5e10), noise=0.05, seed=2)
+    found = Rooms.of(named(on_gpus(cluster_with(fabric.links, devices=4)), device))
+    places = [found.domain_H[host] for host in fabric.group_LH[0].argsort(kind="stable")]
+
+    assert 4 == found.devices_per_host
+    assert len(set(domain_H)) == len(found.domains)
+    assert domain_H == tuple(list(dict.fromkeys(places)).index(place) for place in places)
+
+
+def test_imagined_racks_are_domains() -> None:
+    """64 hosts of GB200 NVL72 get 16 of each domain."""
+    cluster = imagined_cluster(known_devices()["GB200-NVL72"], num_hosts=64, devices_per_host=4, fabric=UNIFORM)
+    rooms = Rooms.of(cluster)
+
+    assert [16] * 4 == [len(hosts) for hosts in rooms.domains]
+    assert {64} == rooms.domain_devices
+    assert {64, 16} == rooms.first(20).domain_devices
+    assert () == rooms.first(65).domain_H
+
+
+@pytest.mark.parametrize(
+    ("block", "placement", "split"),
+    [
+        (IN_HOST, (0, 1, 2, 3, 4, 5, 6, 7), False),
+        (IN_HOST, (1, 0, 6, 7, 4, 5, 3, 2), False),
+        (IN_HOST, (0, 3, 2, 1, 4, 5, 6, 7), True),
+        (IN_DOMAIN, (0, 1, 4, 5, 2, 3, 6, 7), False),
+        (IN_DOMAIN, (0, 5, 6, 7, 2, 3, 4, 1), True),
+        (IN_DOMAIN, (0, 1, 2, 3, 4, 5, 6, 7), True),
+    ],
+)
+def test_a_block_is_split_or_not(block: RankBlock, placement: tuple[int, ...], split: bool) -> None:
+    """Four hosts of two devices, of which the even ones are one domain and the odd ones another."""
+    rooms = Rooms(devices_per_host=2, domain_H=(0, 1, 0, 1))
+
+    assert (block if split else None) == rooms.split((block,), placement)
+    assert rooms.split((), placement) is None
+
+
+def test_what_is_not_known_splits_nothing() -> None:
+    """Without domains only hosts are judged."""
+    assert Rooms(devices_per_host=2).split((IN_DOMAIN,), (0, 5, 6, 7, 2, 3, 4, 1)) is None
+
+
+def test_blocks_are_said_in_a_sentence() -> None:
+    """The plan repeats it."""
+    found = "Each of the blocks of 4 expert-parallel ranks lies inside an NVLink domain, as HybridEP demands."
+
+    assert found == IN_DOMAIN.sentence
+    assert IN_HOST.sentence.endswith("lies inside a host, as --tp-comm-overlap demands.")
+    assert files.digest(IN_HOST) != files.digest(IN_DOMAIN)
+    assert Rooms.of(tiny_cluster(2, 2)).domain_H == (0, 1)
+
+
+HGX = Rooms(devices_per_host=8, domain_H=tuple(range(16)))
+RACKS = Rooms(devices_per_host=4, domain_H=(0,) * 16 + (1,) * 16)
+UNEVEN = Rooms(devices_per_host=4, domain_H=(0,) * 18 + (1,) * 14)
+BLIND = Rooms(devices_per_host=4)
+OVERLAP = PerformanceOptions(tp_comm_overlap=True)
+
+
+def flex(backend: str = "deepep", *, deepep: bool = False) -> PerformanceOptions:
+    """The flex dispatcher with a backend."""
+    dispatcher = "flex"
+    return PerformanceOptions(
+        moe_token_dispatcher_type=dispatcher, moe_flex_dispatcher_backend=backend, moe_enable_deepep=deepep
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "expected"),
+    [
+        (PerformanceOptions(), Layout(tp=8, dp=8, ep=8), ()),
+        (OVERLAP, Layout(dp=64), ()),
+        (OVERLAP, Layout(tp=4, dp=16), ((4, "host"),)),
+        (flex(), Layout(dp=64), ()),
+        (flex(), Layout(dp=64, ep=16), ((8, "host"),)),
+    ],
+)
+def test_what_lies_together_on_hosts(
+    options: PerformanceOptions, layout: Layout, expected: tuple[tuple[int, str], ...]
+) -> None:
+    """Of experts only where the model has any."""
+    found = blocks_of(tiny_model(num_experts=64, moe_layer_freq=(1,) * 4), options, layout, HGX)
+
+    assert expected == tuple((block.size, block.room) for block in found)
+    assert all(block.kind == "tensor-parallel" for block in blocks_of(tiny_model(), options, layout, HGX))
+
+
+@pytest.mark.parametrize(
+    ("options", "group", "rooms", "expected"),
+    [
+        (flex(), 4, HGX, (4, "host")),
+        (flex(), 8, HGX, (8, "host")),
+        (flex(), 64, HGX, (8, "host")),
+        (flex(), 3, HGX, "DeepEP has no settings for groups of ep*etp=3"),
+        (flex(), 4, RACKS, (4, "host")),
+        (flex(), 8, RACKS, "DeepEP needs blocks of 8 ranks of ep*etp that fill hosts of 4"),
+        (flex("hybridep", deepep=True), 8, RACKS, "DeepEP needs blocks"),
+        (flex("hybridep"), 4, HGX, (4, "host")),
+        (flex("hybridep"), 32, HGX, (8, "host")),
+        (flex("hybridep"), 12, HGX, "HybridEP needs groups of ep*etp that fill NVLink domains of 8, or whole domains"),
+        (flex("hybridep"), 2, RACKS, (2, "host")),
+        (flex("hybridep"), 8, RACKS, (8, "domain")),
+        (flex("hybridep"), 64, RACKS, (64, "domain")),
+        (flex("ncclep"), 128, RACKS, (64, "domain")),
+        (flex("ncclep"), 96, RACKS, "NCCL EP needs groups of ep*etp that fill NVLink domains of 64, or whole domains"),
+        (flex("hybridep"), 8, UNEVEN, (8, "domain")),
+        (flex("hybridep"), 64, UNEVEN, "HybridEP needs groups of ep*etp that fill NVLink domains of 56 and 72, or"),
+        (flex("hybridep"), 64, BLIND, None),
+    ],
+)
+def test_the_blocks_of_each_dispatcher(
+    options: PerformanceOptions, group: int, rooms: Rooms, expected: tuple[int, str] | str | None
+) -> None:
+    """DeepEP goes by hosts and 8 ranks, HybridEP and NCCL EP by NVLink domains; unknown domains refuse nothing."""
+    if isinstance(expected, str):
+        with pytest.raises(LayoutError) as caught:
+            expert_block(options, group, rooms)
+        assert expected in str(caught.value)
+    else:
+        block = expert_block(options, group, rooms)
+        assert expected == (block and (block.size, block.room))
+
+
+def test_userbuffers_want_hosts_that_are_filled() -> None:
+    """Three ranks fill no host of eight, sixteen none either."""
+    for tp in (3, 16):
+        with pytest.raises(LayoutError, match="--tp-comm-overlap needs tp groups that fill hosts of 8"):
+            blocks_of(tiny_model(), OVERLAP, Layout(tp=tp, dp=8), HGX)

@@ -1,0 +1,63 @@
+"""Which agent runs which ranks under a decision."""
+
+from __future__ import annotations
+
+import pytest
+from facts_for_tests import tiny_job
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts import files
+from pipette_launch.facts.messages import Advice, Decision, Dimension, StageCase
+
+WHOLE = Decision(phase="warmup", tokens=("t0", "t1", "t2"), hosts=("a", "b", "c"), num_slots=(2, 2, 2))
+
+
+def test_an_agent_on_standby_has_no_ranks() -> None:
+    """The others have all of them, without a gap, and stand before it."""
+    less = WHOLE.leaving_out(["b"])
+
+    assert (("t0", "t2"), ("a", "c"), (2, 2)) == (less.tokens, less.hosts, less.num_slots)
+    assert (("t1",), ("b",)) == (less.standby, less.standby_hosts)
+    assert [(0, 1), (), (2, 3)] == [less.ranks_of(token) for token in WHOLE.tokens]
+    assert [0, 2, 1] == [less.place_of(token) for token in WHOLE.tokens]
+    assert WHOLE == WHOLE.leaving_out([])
+    assert ("t1", "t0") == less.leaving_out(["a"]).standby
+    assert less == files.loads(Decision, files.dumps(less), "itself")
+
+
+def test_nobody_stands_by_and_works() -> None:
+    """A decision that says so is none."""
+    with pytest.raises(FactError, match="on standby"):
+        Decision(phase="train", tokens=("t0",), hosts=("a",), num_slots=(1,), standby=("t0",), standby_hosts=("a",))
+
+
+def test_advice_survives_its_file() -> None:
+    """What the adviser writes is what the workers read."""
+    advice = Advice(
+        host_pairs=((0, 1),),
+        dimensions=(Dimension(name="dp", kinds=("all_reduce",), groups=((0, 2), (1, 3))),),
+        stages=(StageCase(layout=tiny_job(4).own, pp_rank=0),),
+        words="two plans",
+    )
+
+    assert advice == files.loads(Advice, files.dumps(advice), "advice")
+
+
+@pytest.mark.parametrize("groups", [((0,),), ((0, 1), (1, 2)), ((1, 0),)])
+def test_bad_groups_are_refused(groups: tuple[tuple[int, ...], ...]) -> None:
+    """Groups of one, slots in two groups, and slots that do not ascend are none that torch could form."""
+    with pytest.raises(FactError, match="dp: "):
+        Dimension(name="dp", kinds=("all_reduce",), groups=groups)
+
+
+def test_a_stage_must_be_one_of_the_layout() -> None:
+    """The error names the rank and how many there are."""
+    with pytest.raises(FactError, match="pp_rank=9 is not one of"):
+        StageCase(layout=tiny_job(4).own, pp_rank=9)
+
+
+@pytest.mark.parametrize("pair", [(1, 0), (1, 1), (0, 1, 2)])
+def test_bad_host_pairs_are_refused(pair: tuple[int, ...]) -> None:
+    """A link has two ends, the lower first."""
+    with pytest.raises(FactError, match="between two hosts"):
+        Advice(host_pairs=(pair,))

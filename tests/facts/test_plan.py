@@ -1,0 +1,301 @@
+"""Tokens and FLOPs a second follow from the step, and the part of the peak from the devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job
+from hypothesis import given
+from hypothesis import strategies as st
+from launch.worlds import choice, plan
+
+from pipette_launch.cost.memory.overhead import allowed_bytes
+from pipette_launch.errors import FactError
+from pipette_launch.facts import Choice, Cluster, Layout, Plan, files
+from pipette_launch.facts.measurements import MemoryNeed
+from pipette_launch.facts.plan import (
+    MOST_CHARACTERS,
+    Rate,
+    Shortage,
+    by_size,
+    from_candidate,
+    in_order_of,
+    lower,
+    refit,
+)
+
+
+def named(name: str) -> Cluster:
+    """Two hosts of two such devices."""
+    cluster = tiny_cluster(2, 2)
+    hosts = tuple(
+        replace(host, devices=tuple(replace(device, name=name) for device in host.devices)) for host in cluster.hosts
+    )
+    return replace(cluster, hosts=hosts)
+
+
+def test_a_rate_is_of_all_tokens_and_of_each_ranks_flops() -> None:
+    """Eight sequences of 32 tokens in half a second are 512 tokens a second; four ranks share their FLOPs."""
+    job = tiny_job(4)
+    rate = Rate.of(job, Layout(dp=4), 0.5, named("NVIDIA A100-SXM4-80GB"))
+    flops_per_s = job.model.step_flops(8, tp=1) / 0.5 / 4
+
+    assert Rate(tokens_per_s=512, flops_per_s=flops_per_s, mfu=flops_per_s / 19.5e12) == rate
+    assert rate.times(2) == Rate.of(job, Layout(dp=4), 0.25, named("NVIDIA A100-SXM4-80GB"))
+
+
+def mixed() -> Cluster:
+    """A host of A100 and one of H200."""
+    first, second = named("NVIDIA A100-SXM4-80GB").hosts[0], named("NVIDIA H200").hosts[1]
+    return replace(tiny_cluster(2, 2), hosts=(first, second))
+
+
+@pytest.mark.parametrize("cluster", [mixed(), named("AMD EPYC 9000")])
+def test_without_a_known_peak_there_are_flops_alone(cluster: Cluster) -> None:
+    """The devices are of several types, or of one whose peak nobody told."""
+    rate = Rate.of(tiny_job(4), Layout(dp=4), 0.5, cluster)
+
+    assert rate is not None
+    assert rate.mfu is None
+    assert rate.times(2).mfu is None
+
+
+def test_no_time_has_no_rate() -> None:
+    """A step of 0 s is no step."""
+    assert Rate.of(tiny_job(4), Layout(dp=4), 0.0, tiny_cluster(2, 2)) is None
+
+
+NAMES = "abcdefg"
+
+
+def planned(hosts: str, *, spares: str = "", templates: tuple[int, ...] = ()) -> Plan:
+    """A plan of two devices a host, with templates for so many hosts."""
+    made = plan(Layout(dp=2 * len(hosts)), hosts=tuple(hosts))
+    smaller = [plan(Layout(pp=2, dp=size), hosts=tuple(hosts)[:size]) for size in templates]
+    whole = replace(made, templates=by_size(smaller), other_hosts=tuple(spares))
+    return files.loads(Plan, files.dumps(whole), "plan")
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Plan, list[str]]:
+    """A plan with templates and spares, and hosts in any order, all of which it knows."""
+    count = draw(st.integers(2, 5))
+    spares = NAMES[count : count + draw(st.integers(0, 2))]
+    sizes = draw(st.sets(st.integers(1, count - 1)))
+    there = draw(st.permutations(NAMES[:count] + spares))
+    made = planned(NAMES[:count], spares=spares, templates=tuple(sizes))
+    return made, [*there][: draw(st.integers(0, len(there)))]
+
+
+@given(situations())
+def test_the_largest_plan_that_fits_is_fitted(situation: tuple[Plan, list[str]]) -> None:
+    """Each place has one host that is there, those that a plan names keep theirs, and every host stays known."""
+    made, there = situation
+    sizes = [len(one.hosts) for one in (made, *made.templates)]
+    fitted = refit(made, there)
+
+    if fitted is None:
+        assert len(there) < min(sizes)
+        return
+    taken = next(one for one in (made, *made.templates) if len(one.hosts) == len(fitted.hosts))
+    assert max(size for size in sizes if size <= len(there)) == len(fitted.hosts)
+    assert len(set(fitted.hosts)) == len(fitted.hosts)
+    assert set(fitted.hosts) <= set(there)
+    assert all(new == old for new, old in zip(fitted.hosts, taken.hosts, strict=True) if old in there)
+    assert taken.chosen == fitted.chosen
+    assert sorted(sizes) == sorted(len(one.hosts) for one in (fitted, *fitted.templates))
+    assert set(made.known_hosts) == set(fitted.known_hosts)
+
+
+def test_the_quickest_plan_that_fits_is_fitted() -> None:
+    """A plan for fewer hosts is taken where its step is shorter."""
+    made = planned("abcde", templates=(4, 3))
+    four, three = made.templates
+    quick = replace(three, chosen=replace(three.chosen, step_time_s=four.chosen.step_time_s / 2))
+    fitted = refit(replace(made, templates=(four, quick)), [*"abcd"])
+
+    assert fitted is not None
+    assert ("a", "b", "c") == fitted.hosts
+    assert ("d", "e") == fitted.other_hosts
+
+
+@given(situations())
+def test_all_hosts_bring_the_first_plan_back(situation: tuple[Plan, list[str]]) -> None:
+    """Whatever was lost in between; and fitting twice changes nothing."""
+    made, there = situation
+    fitted = refit(made, there)
+    if fitted is None:
+        return
+    back = refit(fitted, made.known_hosts)
+
+    assert fitted == refit(fitted, there)
+    assert back is not None
+    assert (len(made.hosts), made.chosen, {*made.known_hosts}) == (len(back.hosts), back.chosen, {*back.known_hosts})
+    assert [len(one.hosts) for one in made.templates] == [len(one.hosts) for one in back.templates]
+
+
+def test_an_unknown_host_is_not_fitted() -> None:
+    """Nothing was measured of it."""
+    assert refit(planned("abc", templates=(2,)), ["a", "b", "x"]) is None
+
+
+def test_who_trained_before_comes_before_a_spare() -> None:
+    """A spare may stand by because it is sick."""
+    made = planned("abcd", spares="s", templates=(2,))
+    fitted = refit(made, ["s", "d", "a"])
+
+    assert fitted is not None
+    assert ("a", "d") == fitted.hosts
+
+
+def test_candidates_that_could_not_start_are_left_out() -> None:
+    """What ran is the first of the plan; past the last candidate that is the user's own configuration."""
+    made = plan(Layout(pp=4), Layout(tp=2, dp=2), Layout(tp=4), Layout(pp=2, dp=2))
+    made = replace(made, num_in_line=2)
+    words = [[one.layout.words() for one in from_candidate(made, attempt).candidates()] for attempt in range(4)]
+
+    whole = ["tp1 pp4 dp1 mbs1", "tp2 pp1 dp2 mbs1", "tp4 pp1 dp1 mbs1"]
+    assert [whole, whole[1:], whole[2:], []] == words
+    assert (True, made.own) == (from_candidate(made, 3).keeps_own, from_candidate(made, 3).chosen)
+
+
+def test_hosts_take_their_ranks_along() -> None:
+    """A plan that lists its hosts otherwise gives each the ranks that it had."""
+    made = planned("abc")
+    turned = in_order_of(made, ["c", "a", "b"])
+
+    for host in "abc":
+        before, after = made.hosts.index(host), turned.hosts.index(host)
+        assert made.chosen.placement[2 * before : 2 * before + 2] == turned.chosen.placement[2 * after : 2 * after + 2]
+    assert made.own == turned.own
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 2)])
+def test_there_is_one_plan_for_each_number_of_hosts(sizes: tuple[int, ...]) -> None:
+    """Else it would be open which of them is taken."""
+    with pytest.raises(FactError, match="different numbers of hosts"):
+        planned("abc", templates=sizes)
+
+
+FREE = 1000
+AT = "2026-11-24T00:00:00+00:00"
+DP, PP, TP = Layout(dp=4), Layout(pp=2, dp=2), Layout(tp=2, dp=2)
+
+
+def needing(layout: Layout, need_bytes: int, *, free_bytes: int = FREE, limit_bytes: int = 920) -> Choice:
+    """A plan whose first stage is predicted to need so much."""
+    need = MemoryNeed(need_bytes=(need_bytes, *(1,) * (layout.pp - 1)), free_bytes=free_bytes, limit_bytes=limit_bytes)
+    return replace(choice(layout), memory=need)
+
+
+def shortage(need_bytes: int = 600, free_bytes: int = FREE) -> Shortage:
+    """A plan that ran out of memory."""
+    return Shortage(layout=DP, need_bytes=need_bytes, free_bytes=free_bytes, cause="out of memory", noticed_at=AT)
+
+
+def of_needs(chosen: int, *others: int, own: int = 900) -> Plan:
+    """A plan whose candidates need so much, each under a layout of its own."""
+    made = plan(PP, *(TP, Layout(tp=4), Layout(pp=4))[: len(others)])
+    alternatives = tuple(needing(one.layout, need) for one, need in zip(made.alternatives, others, strict=True))
+    return replace(made, chosen=needing(PP, chosen), alternatives=alternatives, own=needing(DP, own))
+
+
+def test_the_fullest_device_counts() -> None:
+    """Its need, overhead included, beside what was free."""
+    found = Shortage.of(needing(PP, 600), cause="x" * 2 * MOST_CHARACTERS, noticed_at=AT)
+
+    assert found is not None
+    assert (PP, 600, FREE, MOST_CHARACTERS) == (found.layout, found.need_bytes, found.free_bytes, len(found.cause))
+
+
+def test_what_was_not_predicted_to_fit_teaches_nothing() -> None:
+    """The margin was right about it; of files of earlier releases nobody knows."""
+    assert Shortage.of(needing(PP, 950), cause="", noticed_at=AT) is None
+    assert Shortage.of(choice(PP), cause="", noticed_at=AT) is None
+
+
+def test_a_plan_that_was_to_need_little_was_not_to_blame() -> None:
+    """Something else took the memory, or a limit was set."""
+    assert Shortage.of(needing(PP, 499), cause="", noticed_at=AT) is None
+    assert Shortage.of(needing(PP, 500), cause="", noticed_at=AT) is not None
+
+
+def test_predictions_are_taken_to_be_too_low() -> None:
+    """600 of 1000 were not enough: of 1000 free bytes 92 % of 600 are to be had, and of 2000 twice that."""
+    margin = shortage().margin(0.08)
+
+    assert 0.92 * 0.599 == pytest.approx(1 - margin)
+    assert (551, 1102) == (allowed_bytes(1000, memory_margin=margin), allowed_bytes(2000, memory_margin=margin))
+
+
+@given(free=st.integers(1, 1 << 40), part=st.floats(0, 1), memory_margin=st.sampled_from([0.0, 0.08, 0.995]))
+def test_the_plan_that_ran_out_of_memory_never_fits_again(free: int, part: float, memory_margin: float) -> None:
+    """Each shortage lowers the limit, so that tries come to an end; nor does a margin become smaller by it."""
+    need = max(int(part * free), 1)
+    margin = shortage(need, free).margin(memory_margin)
+
+    assert memory_margin <= margin < 1
+    assert allowed_bytes(free, memory_margin=margin) < need
+
+
+def test_a_plan_is_ruled_out_by_its_part_of_what_is_free() -> None:
+    """Where twice as much is free twice as much may be needed; without figures nothing is known."""
+    known = shortage()
+
+    assert [False, True, True] == [known.rules_out(needing(PP, need)) for need in (599, 600, 601)]
+    assert [False, True] == [known.rules_out(needing(PP, need, free_bytes=2 * FREE)) for need in (1199, 1200)]
+    assert not known.rules_out(choice(PP))
+
+
+def test_candidates_that_need_as_much_are_left_out() -> None:
+    """The next that needs less is chosen; where none does, nothing is."""
+    leaner = shortage().leaner(of_needs(800, 500, 700, 400))
+
+    assert leaner is not None
+    assert [500, 400] == [max(one.memory_shown.need_bytes) for one in leaner.candidates()]
+    assert shortage().leaner(of_needs(800, 600)) is None
+
+
+def test_a_plan_whose_candidates_all_need_less_stays() -> None:
+    """The user's own configuration, its last resort, may need more; what trials put behind it stays there."""
+    kept = of_needs(500, 400)
+    settled = replace(of_needs(500, 400, 700), num_in_line=1)
+
+    assert kept == shortage().leaner(kept)
+    assert settled == shortage().leaner(settled)
+
+
+def test_the_users_own_configuration_is_judged_where_it_is_the_plan() -> None:
+    """It is the only candidate then."""
+    own = replace(of_needs(500, own=700), keeps_own=True)
+
+    assert shortage().leaner(own) is None
+    assert own == shortage(800).leaner(own)
+
+
+def test_the_lower_of_two_counts() -> None:
+    """By the part of what was free; the first where they are alike."""
+    one, other = shortage(600), shortage(800, 2 * FREE)
+
+    assert other == lower(one, other) == lower(other, one)
+    assert one == lower(one, None) == lower(None, one)
+    assert one is lower(one, replace(one, cause="again"))
+    assert lower(None, None) is None
+
+
+def test_says_which_plan_when_how_and_how_much() -> None:
+    """In one sentence."""
+    assert (
+        "the plan tp1 pp1 dp4 mbs1 ran out of memory at 2026-11-24T00:00:00+00:00 (out of memory), though only 600 B "
+        "of 1000 B were predicted to be needed"
+    ) == shortage().sentence
+
+
+@pytest.mark.parametrize(
+    "changes", [{"need_bytes": 0}, {"need_bytes": FREE + 1}, {"cause": "x" * 1001}, {"noticed_at": "x" * 1001}]
+)
+def test_a_file_that_nobody_wrote_is_refused(changes: dict[str, object]) -> None:
+    """A need of nothing, of more than was free, and prose without end."""
+    with pytest.raises(FactError):
+        replace(shortage(), **changes)  # type: ignore[arg-type]

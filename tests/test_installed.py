@@ -1,0 +1,75 @@
+"""Packages that are not installed: which they are, and what each command says of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipette_launch.errors import PipetteError
+from pipette_launch.installed import MODULES, check_installed
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_packages_are_those_of_the_requirements() -> None:
+    """setup.cfg asks for the same, and for megatron-core, which a checkout may stand in for."""
+    listed = (ROOT / "setup.cfg").read_text().split("install_requires =")[1].split("[")[0].split()
+
+    assert {*MODULES, "megatron-core"} == {one.partition(">")[0] for one in listed}
+
+
+def test_what_may_be_missing_is_no_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside another missing package it is named with it."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    check_installed(but=frozenset({"torch"}))
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(PipetteError, match="needs them: rich, torch; pip install rich torch"):
+        check_installed(but=frozenset({"torch"}))
+
+
+@pytest.mark.parametrize(
+    ("missing", "words", "named"),
+    [
+        ("numpy", ["explain", "gap"], "numpy"),
+        ("numpy,torch", ["explain", "gap"], "numpy"),
+        ("rich,numpy", ["watch", "nowhere"], "numpy rich"),
+    ],
+)
+def test_a_command_says_what_is_missing(missing: str, words: list[str], named: str) -> None:
+    """One sentence; torch is not named where the command does without."""
+    start = "from pipette_launch.tools.main import main; main()"
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing.split(',')})); {start}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert (1, "") == (done.returncode, done.stdout)
+    assert done.stderr == (
+        f"pipette {words[0]}: error: not installed, and pipette-launch needs them: {', '.join(named.split())}; "
+        f"pip install {named}\n"
+    )
+
+
+@pytest.mark.parametrize("words", [["--nproc-per-node", "2", "train.py"], ["--help"]], ids=["job", "help"])
+@pytest.mark.parametrize("missing", ["torch", "torch,psutil"])
+@pytest.mark.parametrize(
+    "start",
+    ["runpy.run_module('pipette_launch', run_name='__main__')", "from pipette_launch import cli; cli.main()"],
+    ids=["python -m", "command"],
+)
+def test_the_launcher_says_what_is_missing(start: str, missing: str, words: list[str]) -> None:
+    """One sentence with the command that installs it, the exit code of what could not be done, and no traceback."""
+    code = f"import runpy, sys; sys.modules.update(dict.fromkeys({missing.split(',')})); {start}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    names = sorted(missing.split(","))
+
+    assert (1, "") == (done.returncode, done.stdout)
+    assert done.stderr == (
+        f"pipette-launch: error: not installed, and pipette-launch needs them: {', '.join(names)}; "
+        f"pip install {' '.join(names)} (which torch: docs/start.md, Install)\n"
+    )

@@ -13,7 +13,7 @@ from pipette_launch.tools.flags import Subcommand
 
 if TYPE_CHECKING:
     # Parsing --help must not wait for numpy.
-    from pipette_launch.facts import Plan
+    from pipette_launch.facts import Choice, Plan
     from pipette_launch.facts.prediction import Comparison
 
 
@@ -37,7 +37,6 @@ def of_files(paths: Sequence[Path]) -> Comparison:
     """Compare plan files with the first of them; raises UsageError for fewer than two."""
     from pipette_launch.facts import Plan, files
     from pipette_launch.facts.prediction import Comparison, Entry
-    from pipette_launch.tools.rivals import memory_fault
 
     if len(paths) < 2:
         raise UsageError(f"nothing to compare with {paths[0] if paths else 'no file'}; name two plan files or more")

@@ -10,7 +10,6 @@ from facts_for_tests import tiny_cluster
 from screens import choice, plan
 
 from pipette_launch.facts import Layout, files
-from pipette_launch.facts.prediction import Comparison
 from pipette_launch.tools.compare import num_moved
 from pipette_launch.tools.main import main
 

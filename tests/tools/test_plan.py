@@ -19,7 +19,6 @@ from pipette_launch import megatron
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Plan, files
 from pipette_launch.facts.measurements import StageReading, memory_digest
-from pipette_launch.facts.prediction import Comparison
 from pipette_launch.launch.cache.plan_files import check_belongs, on_real_hosts
 from pipette_launch.report.flag_changes import paste_words
 from pipette_launch.report.page import choices

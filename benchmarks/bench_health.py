@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.telling import shown
 from benchmarks.validation.conditions import conditions
-from pipette_launch.probe.health.suspects import (
+from pipette_launch.probe.health.verdicts import (
     confirmed_hosts,
     confirmed_links,
     confirmed_slots,

@@ -27,11 +27,8 @@ from benchmarks.mapping.swap_annealing import annealed
 from benchmarks.mapping.tiles import best_tiled
 from benchmarks.telling import processor, shown
 from pipette_launch.facts import Links
-from pipette_launch.probe.harness import Line
-from pipette_launch.probe.links.adaptive import MOST_ROUNDS, adapt
-from pipette_launch.probe.links.estimate import estimate
-from pipette_launch.probe.links.sampling import Pair, Place, Round, blind_rounds
-from pipette_launch.probe.options import BLIND_ROUNDS
+from pipette_launch.probe.links.selection import MOST_ROUNDS, Line, Pair, Place, Round, adapt, blind_rounds, estimate
+from pipette_launch.probe.messages import BLIND_ROUNDS
 from pipette_launch.search.assignment.problem import Flows
 from pipette_launch.search.placement.tiers import tiers_of
 

@@ -27,10 +27,10 @@ from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Host, Job, Layout, Recompute
 from pipette_launch.facts.messages import StageCase
-from pipette_launch.probe.compute.peak_memory import MemoryMeter, meter
-from pipette_launch.probe.compute.whole_stages import StageBench
-from pipette_launch.probe.harness import Budget, Lockstep
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.compute.benches import StageBench
+from pipette_launch.probe.instruments import MemoryMeter, meter
+from pipette_launch.probe.lockstep import Budget, Lockstep
+from pipette_launch.probe.messages import WarmupOrder
 from pipette_launch.text import MIB
 from pipette_patches.workload import layers
 
@@ -120,7 +120,7 @@ def measure(book: Notebook) -> None:
 def _measure(book: Notebook, reads: MemoryMeter, index: int, case: Case, job: Job) -> None:
     """Run one rank as a warm-up runs the fullest stages of the plans that may win."""
     here = Host(name="here", address="", cores=1, devices=(book.device,))
-    options = ProbeOptions(
+    options = WarmupOrder(
         job=job,
         hosts=(here,),
         cases=(ComputeCase(tp=1, cp=1, micro_batch_size=1),),

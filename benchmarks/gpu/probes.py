@@ -18,9 +18,9 @@ from benchmarks.gpu.jobs import DeviceKind
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import Shape, has_transformer_engine, job_of, layer_of
 from pipette_launch.facts import ComputeCase, Host, Layout
-from pipette_launch.probe.compute.peak_memory import MemoryMeter, meter
 from pipette_launch.probe.compute.timing import HABITS, Stopwatch, run_part, stopwatch_for, time_calls
-from pipette_launch.probe.health import condition, nvml
+from pipette_launch.probe.health import inventory, nvml
+from pipette_launch.probe.instruments import MemoryMeter, meter
 from pipette_launch.probe.run import BACKENDS
 from pipette_launch.text import MIB, seconds_text
 from pipette_patches.workload import layers
@@ -59,7 +59,7 @@ def measure(book: Notebook) -> None:
 
 
 def _conditions(book: Notebook, when: str) -> None:
-    (told,) = condition.conditions(Host(name="here", address="", cores=1, devices=(book.device,)))
+    (told,) = inventory.conditions(Host(name="here", address="", cores=1, devices=(book.device,)))
     book.add("condition", when=when, **asdict(told))
 
 
@@ -171,7 +171,7 @@ def _sample(book: Notebook) -> Record:
             return {}
         handle = library.nvmlDeviceGetHandleByUUID(book.device.uuid)
         ask: Callable[..., Any] = partial(nvml.query, library)
-        (told,) = condition.conditions(Host(name="here", address="", cores=1, devices=(book.device,)))
+        (told,) = inventory.conditions(Host(name="here", address="", cores=1, devices=(book.device,)))
         return {
             "sm_clock_hz": told.sm_clock_hz,
             "temperature_c": told.temperature_c,

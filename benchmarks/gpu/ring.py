@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipette_launch.probe.links.rank_codes import check_order
+from pipette_launch.probe.order_check import check_order
 from pipette_launch.probe.run import BACKENDS
 
 SIZE = 1 << 18

@@ -69,9 +69,9 @@ def main(folder: str, *more: str) -> None:
 
     """
     base = paths_of_the_interpreter()
-    load(["torch.distributed.run", "psutil", "pipette_launch.probe.harness", "pipette_patches.registry"])
+    load(["torch.distributed.run", "psutil", "pipette_launch.probe.lockstep", "pipette_patches.registry"])
     # A worker's parent is its client's, so it is the client that must die with it.
-    sys.modules["pipette_launch.probe.harness"].end_with_parent = lambda: os.kill(warm_fork.client(), TETHER)
+    sys.modules["pipette_launch.probe.lockstep"].end_with_parent = lambda: os.kill(warm_fork.client(), TETHER)
     load(modules_of("pipette_launch"))
     packages = ["torch", "numpy", "pipette_launch", "pipette_patches"]
     parent = os.getpid()

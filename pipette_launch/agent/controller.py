@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure, NodeRecord, TrialReport
-from pipette_launch.probe.progress import Sign
+from pipette_launch.probe.messages import Sign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from subprocess import Popen
 
-    from pipette_launch.probe.progress import Sign
+    from pipette_launch.probe.messages import Sign
 
 SAMPLE_S = 1.0
 BUSY_SHARE = 0.03

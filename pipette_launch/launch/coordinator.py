@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipette_launch.facts.messages import TrialReport
     from pipette_launch.launch.cache.plans import Cache
     from pipette_launch.launch.options import Options
-    from pipette_launch.probe.options import ProbeOptions
+    from pipette_launch.probe.messages import WarmupOrder
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +295,7 @@ class Coordinator:
         bare = replace(decision, phase="train", probe_options="", reason="")
         return self._writer.guarded(bare, lambda: self._weigh(bare, read(decision), failure))
 
-    def _weigh(self, bare: Decision, orders: ProbeOptions, failure: str) -> Decision:
+    def _weigh(self, bare: Decision, orders: WarmupOrder, failure: str) -> Decision:
         """Take what the warm-up measured, or raise why there is nothing."""
         self._planner.job = orders.job
         if failure:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
-from pipette_launch.probe.waits import START_S, wait_s
+from pipette_launch.probe.messages import START_S, wait_s
 
 if TYPE_CHECKING:
     from pipette_launch.facts import Choice, Plan

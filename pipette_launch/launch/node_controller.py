@@ -31,9 +31,8 @@ from pipette_launch.launch.training.slowdown import Slowdown
 from pipette_launch.launch.training.training_signs import has_trained
 from pipette_launch.launch.trials.watch import TrialWatch
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.health.released_memory import await_memory
-from pipette_launch.probe.progress import last_error, last_sign
-from pipette_launch.probe.waits import START_S, wait_s
+from pipette_launch.probe.health.inventory import await_memory
+from pipette_launch.probe.messages import START_S, last_error, last_sign, wait_s
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from pipette_launch.facts.messages import AttemptEnd, Failure, TrialReport
     from pipette_launch.facts.outcome import Outcome, PeakReading
     from pipette_launch.launch.options import Options
-    from pipette_launch.probe.progress import Sign
+    from pipette_launch.probe.messages import Sign
 
 PROGRESS = "progress"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
-from pipette_launch.probe.health import condition, inventory
+from pipette_launch.probe.health import inventory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ def described(node: Node, device: Literal["auto", "cuda", "cpu"]) -> Machine:
             device=device,
         )
         notes = inventory.lost_gpus() if host.devices[0].kind == "cuda" else ()
-        return replace(machine, host=host, conditions=condition.conditions(host), notes=notes)
+        return replace(machine, host=host, conditions=inventory.conditions(host), notes=notes)
     except PipetteError as error:
         return replace(machine, trouble=str(error), is_misuse=isinstance(error, UsageError))
     except Exception as error:

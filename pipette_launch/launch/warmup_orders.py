@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import files
-from pipette_launch.probe.options import TINY_BYTES, ProbeOptions
+from pipette_launch.probe.messages import TINY_BYTES, WarmupOrder
 
 if TYPE_CHECKING:
     from pipette_launch.facts import ComputeCase, Host, Job
@@ -26,9 +26,9 @@ LEAST_REACH = 32
 """The largest message is at least so many times the least: a line needs points that lie apart."""
 
 
-def read(decision: Decision) -> ProbeOptions:
+def read(decision: Decision) -> WarmupOrder:
     """Return the orders of the warm-up that a decision asks for."""
-    return files.loads(ProbeOptions, decision.probe_options, "the warm-up's orders")
+    return files.loads(WarmupOrder, decision.probe_options, "the warm-up's orders")
 
 
 def probe_options(
@@ -40,7 +40,7 @@ def probe_options(
     known: Path | None = None,
     conditions: Sequence[DeviceCondition] = (),
     num_training: int | None = None,
-) -> ProbeOptions:
+) -> WarmupOrder:
     """Write the orders of a warm-up.
 
     Args:
@@ -71,7 +71,7 @@ def probe_options(
     sizes = dict.fromkeys((len(hosts) if num_training is None else num_training, len(hosts)))
     legal = (cuts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
     cases = tuple(dict.fromkeys(case for one in legal for case in compute_cases(job.own, one.columns)))
-    return ProbeOptions(
+    return WarmupOrder(
         job=job,
         hosts=hosts,
         cases=cases,

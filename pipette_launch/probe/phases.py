@@ -10,34 +10,261 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import logging
-from collections.abc import Sequence
+import os
+import statistics
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipette_launch.errors import FileFormatError
-from pipette_launch.facts import DeviceOverhead, Links, Measurements, files
-from pipette_launch.facts.measurements import Coverage
-from pipette_launch.facts.messages import Advice, Dimension, StageCase
-from pipette_launch.probe import plan_hints
-from pipette_launch.probe.assemble import assemble
-from pipette_launch.probe.compute import layers, whole_stages
-from pipette_launch.probe.compute.peak_memory import MemoryMeter
-from pipette_launch.probe.harness import Budget, Lockstep
+from pipette_launch.errors import FileFormatError, PipetteError, ProbeError
+from pipette_launch.facts import (
+    Cluster,
+    ComputeCase,
+    ComputeTime,
+    DeviceOverhead,
+    Job,
+    Links,
+    LoadingTime,
+    Measurements,
+    files,
+)
+from pipette_launch.facts.health import Verdict
+from pipette_launch.facts.measurements import LAYERS, UNSTABLE_SPREAD, Coverage, layers_digest
+from pipette_launch.facts.messages import Advice, CollectiveKind, Dimension, MeasuringQuestion, StageCase
+from pipette_launch.probe.compute import benches
+from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wall, speeds
 from pipette_launch.probe.health import inventory
+from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, judge, link_verdicts
+from pipette_launch.probe.instruments import MemoryMeter
 from pipette_launch.probe.links import collectives, pairs
-from pipette_launch.probe.links.adaptive import MOST_ROUNDS, Adapted, Measure, adapt, in_step, lines_of
-from pipette_launch.probe.links.fits import EarlierLinks
-from pipette_launch.probe.links.meter import LinkMeter
-from pipette_launch.probe.links.sampling import Pair, blind_rounds
-from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
-from pipette_launch.text import plural, rate_text
+from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, LinkBook, found_links, group_times, host_fits
+from pipette_launch.probe.links.pairs import LinkMeter
+from pipette_launch.probe.links.selection import (
+    MOST_ROUNDS,
+    Adapted,
+    Line,
+    Lines,
+    Measure,
+    Pair,
+    Round,
+    adapt,
+    blind_rounds,
+)
+from pipette_launch.probe.lockstep import Budget, Lockstep
+from pipette_launch.probe.messages import LinkSamples, WarmupOrder, WorkerResult, joined
+from pipette_launch.text import hertz_text, plural, rate_text
 from pipette_patches import registry
 
+START_S = 30.0
+"""Seconds that the adviser may take beside its search: to start, to read and to write, on cores that may be busy."""
+QUESTION, ANSWER = "question.json", "advice.json"
+
+
+def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder: Path, budget_s: float) -> Advice:
+    """Start the adviser and wait for its answer; if it fails, the Advice is empty and has the reason.
+
+    Args:
+        command: the words of the command, without the two files.
+        job: the job that is to be planned.
+        measurements: what is known so far.
+        folder: where both files are written.
+        budget_s: seconds that the adviser may search.
+
+    """
+    question, answer = folder / QUESTION, folder / ANSWER
+    try:
+        files.write(question, MeasuringQuestion(job=job, measurements=measurements, budget_s=budget_s))
+        done = subprocess.run(
+            [*command, str(question), str(answer)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=budget_s + START_S,
+            check=False,
+        )
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            return Advice(words=f"the first search ended with exit code {done.returncode}: {last}")
+        return files.read(answer, Advice)
+    except subprocess.TimeoutExpired:
+        return Advice(words=f"the first search gave no answer within {budget_s + START_S:.0f} s")
+    except (OSError, PipetteError) as error:
+        return Advice(words=f"no first search was made: {error}")
+
+
+def not_measured(
+    advised: Sequence[Dimension], measured: Sequence[Dimension], devices_per_host: int
+) -> tuple[Dimension, ...]:
+    """Return the advised dimensions, with those kinds of collectives that were not measured yet.
+
+    A measured group of a kind stands for all groups with as many slots on as many hosts.
+    """
+    covered = {shape for dimension in measured for shape in _shapes(dimension, devices_per_host)}
+    found: list[Dimension] = []
+    for dimension in advised:
+        alone = [replace(dimension, kinds=(kind,)) for kind in dimension.kinds]
+        kinds = tuple(one.kinds[0] for one in alone if not _shapes(one, devices_per_host) <= covered)
+        if kinds:
+            found.append(replace(dimension, kinds=kinds))
+            covered |= _shapes(dimension, devices_per_host)
+    return tuple(found)
+
+
+def _shapes(dimension: Dimension, devices_per_host: int) -> set[tuple[CollectiveKind, int, int]]:
+    """Each kind, with the size of each group and the number of its hosts."""
+    return {
+        (kind, len(group), len({slot // devices_per_host for slot in group}))
+        for kind in dimension.kinds
+        for group in dimension.groups
+    }
+
+
+PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
+MAX_NAMED = 5
+"""A note names so many slots and counts the others."""
+
+
+def assemble(
+    options: WarmupOrder,
+    results: Sequence[WorkerResult],
+    *,
+    dimensions: Sequence[Dimension] = (),
+    earlier: EarlierLinks | None = None,
+    versions: dict[str, str],
+    taken_at: str,
+) -> Measurements:
+    """Join the results of all workers.
+
+    Args:
+        options: the order of the warm-up.
+        results: one for each slot, in slot order.
+        dimensions: the groups of slots whose collectives they timed.
+        earlier: links of an earlier warm-up, used where a link was not measured now.
+        versions: from `inventory.versions`.
+        taken_at: UTC, ISO 8601.
+
+    """
+    links = found_links(options, results, earlier)
+    notes = tuple(dict.fromkeys(note for result in results for note in result.notes))
+    if not any(result.compute for result in results):
+        raise ProbeError(f"no slot could measure a layer: {'; '.join(notes) or 'no reason was given'}")
+    found = speeds(options, [result.paces for result in results])
+    of_slots = zip(results, factors(options, results, found), strict=True)
+    compute = tuple(time.times(factor) for result, factor in of_slots for time in result.compute)
+    measured = {time.case for time in compute}
+    missing = [case for case in options.cases if case not in measured]
+    refused = tuple(sorted({case for result in results for case in result.refused}))
+    overheads = (result.overhead for result in results if result.overhead)
+    overhead = max(overheads, key=lambda one: one.total_bytes, default=None)
+    wall = on_the_wall(results, found)
+    return Measurements(
+        cluster=Cluster(
+            hosts=options.hosts, between_hosts=links.between, within_host=links.within, slot_speed=found.speed_S
+        ),
+        compute=compute,
+        collectives=links.sends + group_times(dimensions, results),
+        memory=tuple(reading for result in results for reading in result.memory),
+        optimizer_s_per_parameter=_median([one.optimizer_s_per_parameter for one in results], wall),
+        gradient_s_per_byte=_median([one.gradient_s_per_byte for one in results], wall) or 0.0,
+        wake_s=_median([one.wake_s for one in results], wall) or 0.0,
+        loading=_median_loading([result.loading for result in results if result.loading]),
+        refused=refused,
+        unmeasured=tuple(case for case in missing if case not in refused),
+        model_digest=layers_digest(options.job.model),
+        overhead_bytes=overhead.total_bytes if overhead else 0,
+        overhead=overhead if options.device_kind == "cuda" else None,
+        stages=tuple(reading for result in results for reading in result.stages),
+        versions=versions,
+        taken_at=taken_at,
+        phase_s={phase: max(result.phase_s.get(phase, 0.0) for result in results) for phase in PHASES},
+        notes=(*notes, *links.notes, *_compute_notes(options, compute, missing), *_load_notes(results), *found.notes),
+        survey=links.survey,
+        conditions=options.conditions,
+        verdicts=_verdicts(options, links, found),
+    )
+
+
+def _verdicts(options: WarmupOrder, links: FoundLinks, found: Speeds) -> tuple[Verdict, ...]:
+    """Compare devices by what their drivers report and by their speeds, and links by two measurements."""
+    first_HH, size = links.first_HH, options.devices_per_host
+    conditions = [options.conditions[first : first + size] for first in range(0, options.num_slots, size)]
+    if links.survey is not None:
+        # A link that scatters is not reported.
+        first_HH = np.where(links.survey.spread_HH > UNSTABLE_SPREAD, np.nan, first_HH)
+    return faults_first(
+        [
+            *judge(options.hosts, conditions),
+            *link_verdicts([host.name for host in options.hosts], first_HH, links.again_HH),
+            *device_verdicts(options.hosts, found.slow),
+        ]
+    )
+
+
+def _median(seconds_S: Sequence[float | None], factor: float) -> float | None:
+    """The median slot's time, times a factor; None where no slot measured it."""
+    known = [seconds for seconds in seconds_S if seconds is not None]
+    return statistics.median(known) * factor if known else None
+
+
+def _median_loading(times: Sequence[LoadingTime]) -> LoadingTime | None:
+    """The median slot's times, which are wall times already; None where no slot measured them."""
+    if not times:
+        return None
+    return LoadingTime(
+        batch_s=statistics.median(one.batch_s for one in times),
+        sample_s=statistics.median(one.sample_s for one in times),
+    )
+
+
+def _load_notes(results: Sequence[WorkerResult]) -> Iterator[str]:
+    """Report the clocks and the power of GPUs under load, and what holds the clocks down."""
+    readings = [result.under_load for result in results if result.under_load]
+    clocks_hz = [reading.sm_clock_hz for reading in readings if reading.sm_clock_hz]
+    if not clocks_hz:
+        return
+    most_hz = max(reading.sm_clock_max_hz for reading in readings)
+    least_w, most_w = min(reading.power_w for reading in readings), max(reading.power_w for reading in readings)
+    counts = Counter(reason for reading in readings for reason in reading.clock_reasons)
+    held = "".join(f", {reason} on {count} of {len(readings)}" for reason, count in counts.most_common())
+    slowest, fastest, most = map(hertz_text, (min(clocks_hz), max(clocks_hz), most_hz))
+    yield (
+        f"compute: with all slots at work SM clocks are {slowest} to {fastest} of {most}, power is {least_w:.0f} to "
+        f"{most_w:.0f} W{held}"
+    )
+
+
+def _compute_notes(
+    options: WarmupOrder, compute: Sequence[ComputeTime], missing: Sequence[ComputeCase]
+) -> Iterator[str]:
+    """Which compute times are missing, and which scatter."""
+    if missing:
+        first = f"tp{missing[0].tp} cp{missing[0].cp} mbs{missing[0].micro_batch_size}"
+        yield f"compute: {len(missing)} of {len(options.cases)} cases were not measured, first of them {first}"
+    unstable = [
+        time
+        for time in compute
+        if time.part in LAYERS and max(time.forward.spread, time.input_grad.spread) > UNSTABLE_SPREAD
+    ]
+    names = list(dict.fromkeys(options.slot_name(time.slot) for time in unstable))
+    if names:
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        yield (
+            f"compute: layer times scatter by more than {UNSTABLE_SPREAD:.0%} on {', '.join(names[:MAX_NAMED])}{more}; "
+            f"something else may be running there"
+        )
+
+
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
@@ -46,7 +273,7 @@ ADVICE_SHARE = 0.8
 """The adviser may search until this part of the budget is spent."""
 ADVICE_S = (1.0, 5.0)
 """The least and the longest time of its search, in seconds."""
-ADVICE_PATIENCE_S = ADVICE_S[1] + plan_hints.START_S
+ADVICE_PATIENCE_S = ADVICE_S[1] + START_S
 """The longest time that an answer of the adviser takes."""
 
 
@@ -54,7 +281,7 @@ ADVICE_PATIENCE_S = ADVICE_S[1] + plan_hints.START_S
 class Phases:
     """One worker: what it has measured, and on rank 0 what all workers have sent so far."""
 
-    options: ProbeOptions
+    options: WarmupOrder
     lockstep: Lockstep
     budget: Budget
     meter: MemoryMeter
@@ -76,7 +303,7 @@ class Phases:
     def alone(self) -> None:
         """Measure what needs no peer, under a fake communicator."""
         with self.progress.during("compute"):
-            bench = layers.LayerBench(options=self.options, slot=self.rank, meter=self.meter)
+            bench = benches.LayerBench(options=self.options, slot=self.rank, meter=self.meter)
             bench.measure(self.lockstep, self.budget)
             self._count(bench)
         # Before any communicator exists.
@@ -101,7 +328,7 @@ class Phases:
             notes=tuple(bench.notes),
         )
 
-    def _count(self, bench: layers.LayerBench) -> None:
+    def _count(self, bench: benches.LayerBench) -> None:
         """Report how many of the wanted cases all slots together have timed."""
         cases = self.options.cases
         mine = (cases.index(one.case) for one in bench.times), map(cases.index, bench.refused)
@@ -121,7 +348,7 @@ class Phases:
             with self.progress.during("search"):
                 advice = self._advice()
             self._stages = advice.stages or self._stages
-            more = plan_hints.not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
+            more = not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
             num_groups += self._collectives(more) if more else 0
         # While the communicators are open: they are most of the device memory outside the allocator.
         assert self._mine.overhead is not None
@@ -154,7 +381,7 @@ class Phases:
         assert self._mine.overhead is not None
         kept_bytes = self._mine.overhead.workspace_bytes
         with self.progress.during("stages"):
-            bench = whole_stages.StageBench(
+            bench = benches.StageBench(
                 options=self.options, slot=self.rank, meter=self.meter, workspace_bytes=kept_bytes
             )
             bench.measure(self._stages, self.lockstep, self.budget)
@@ -253,7 +480,7 @@ class Phases:
     def _ask(self, measurements: Measurements) -> Advice:
         """Ask, on rank 0, what plans would use."""
         least_s, most_s = ADVICE_S
-        return plan_hints.ask(
+        return ask(
             self.options.adviser,
             self.options.job,
             measurements,
@@ -314,7 +541,7 @@ def _groups_words(num_collectives: int, num_sets: int) -> str:
     return f"{timed} in {num_sets} {plural('set', num_sets)} of groups"
 
 
-def _earlier(options: ProbeOptions) -> EarlierLinks | None:
+def _earlier(options: WarmupOrder) -> EarlierLinks | None:
     """The links of an earlier warm-up of these hosts, if there is a file that can be read."""
     if not options.known:
         return None
@@ -323,3 +550,54 @@ def _earlier(options: ProbeOptions) -> EarlierLinks | None:
     except FileFormatError as error:
         logger.warning("%s; all links are measured anew", error)
         return None
+
+
+def in_step(
+    lockstep: Lockstep,
+    meter: Callable[[Sequence[Round]], Sequence[LinkSamples]],
+    merge: Callable[[Sequence[LinkSamples]], Lines],
+    decide: Callable[[Measure], T],
+    *,
+    patience_s: float,
+) -> tuple[tuple[LinkSamples, ...], T | None]:
+    """Let rank 0 choose rounds that all ranks measure; every rank calls this.
+
+    Args:
+        lockstep: keeps the ranks in step.
+        meter: measures rounds of pairs of hosts on this rank, as all ranks do at the same time.
+        merge: turns what all slots sent into links between hosts.
+        decide: runs on rank 0 alone, and may call the `Measure` that it gets as often as it likes.
+        patience_s: the longest that rank 0 may take between two of these calls.
+
+    Returns:
+        What this rank sent, and on rank 0 what `decide` returned.
+
+    """
+    mine: list[LinkSamples] = []
+
+    def take(rounds: Sequence[Round]) -> list[str]:
+        taken = meter(rounds)
+        mine.extend(taken)
+        return lockstep.gather(json.dumps([files.to_plain(link) for link in taken]), left_s=patience_s) or []
+
+    def measure(rounds: Sequence[Round]) -> Lines:
+        lockstep.broadcast(json.dumps(rounds))
+        links: list[LinkSamples] = []
+        for rank, text in enumerate(take(rounds)):
+            source = f"links of rank {rank}"
+            links += files.from_plain(tuple[LinkSamples, ...], files.parse(text, source), source)
+        return merge(links)
+
+    if lockstep.rank == 0:
+        found = decide(measure)
+        lockstep.broadcast("[]")
+        return tuple(mine), found
+    while rounds := json.loads(lockstep.broadcast("", left_s=patience_s)):
+        take([tuple((one, other) for one, other in pairs) for pairs in rounds])
+    return tuple(mine), None
+
+
+def lines_of(links: Sequence[LinkSamples], options: WarmupOrder) -> dict[Pair, Line]:
+    """The line of each pair of hosts, by the samples of all slots."""
+    fits = host_fits(LinkBook.of(links).best(), options.devices_per_host)
+    return {pair: fit.line for pair, fit in fits.items()}

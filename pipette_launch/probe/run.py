@@ -18,10 +18,9 @@ from typing import Any
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
-from pipette_launch.probe.harness import Budget, Lockstep, WorkerPlace, end_with_parent, worker_place
 from pipette_launch.probe.health.nvml import is_same_device
-from pipette_launch.probe.options import ProbeOptions
-from pipette_launch.probe.progress import START, Progress
+from pipette_launch.probe.lockstep import Budget, Lockstep, WorkerPlace, end_with_parent, worker_place
+from pipette_launch.probe.messages import START, Progress, WarmupOrder
 from pipette_launch.text import printable
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         (path,) = arguments
         place = worker_place(os.environ)
-        options = files.read(Path(path), ProbeOptions)
+        options = files.read(Path(path), WarmupOrder)
         # Not LOCAL_RANK: torchrun's --virtual-local-rank makes that 0 everywhere.
         local = place.rank % options.devices_per_host
         progress = Progress(
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started_s: float) -> None:
+def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_s: float) -> None:
     if place.world_size != options.num_slots or not 0 <= place.rank < place.world_size:
         raise ProbeError(
             f"RANK={place.rank} WORLD_SIZE={place.world_size} do not fit "
@@ -67,8 +66,8 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     # torch is imported only now, so that a bad order is answered at once.
     import torch.distributed as dist
 
-    from pipette_launch.probe.compute.layers import LayerBench
-    from pipette_launch.probe.compute.peak_memory import meter as meter_of
+    from pipette_launch.probe.compute.benches import LayerBench
+    from pipette_launch.probe.instruments import meter as meter_of
     from pipette_launch.probe.phases import Phases
     from pipette_patches.workload import layers
 
@@ -112,7 +111,7 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     progress.announce("done")
 
 
-def _met(options: ProbeOptions, place: WorkerPlace, progress: Progress, started_s: float) -> Lockstep:
+def _met(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_s: float) -> Lockstep:
     """Wait for all workers: imports end at different times, and the deadline of a phase must not have to cover that."""
     from torch.distributed import PrefixStore
 

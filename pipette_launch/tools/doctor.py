@@ -85,7 +85,7 @@ def examine(args: Namespace) -> Checkup:
 def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
     """List the devices as an agent would, and compare them with each other."""
     from pipette_launch.facts.health import Finding
-    from pipette_launch.probe.health import condition, inventory
+    from pipette_launch.probe.health import inventory
 
     try:
         gpus = 0 if args.device == "cpu" else inventory.num_gpus()
@@ -95,7 +95,7 @@ def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
             num_devices=args.gpus_per_node or gpus or 1,
             device=args.device,
         )
-        told = condition.conditions(host)
+        told = inventory.conditions(host)
     except PipetteError as error:
         return None, [Finding(severity="stops", what="devices", value=str(error))]
     names = ", ".join(dict.fromkeys(device.name for device in host.devices))

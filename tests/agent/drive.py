@@ -23,7 +23,7 @@ from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
 from pipette_launch.launch.nodes import unique_names
-from pipette_launch.probe.progress import Sign, last_error, last_sign
+from pipette_launch.probe.messages import Sign, last_error, last_sign
 
 
 class ScriptedConductor:

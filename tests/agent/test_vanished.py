@@ -14,7 +14,7 @@ from agent.test_elastic import ALONE, finish, free_port, start, two_nodes
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 WARMUP = (
     "import os, time\n"
-    "from pipette_launch.probe.harness import end_with_parent\n"
+    "from pipette_launch.probe.lockstep import end_with_parent\n"
     "end_with_parent()\n"
     "open(f\"{os.environ['OUT']}/up-{os.environ['RANK']}-{os.getpid()}\", 'w').close()\n"
     "while not os.path.exists(os.environ['OUT'] + '/go'):\n"

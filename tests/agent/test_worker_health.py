@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pipette_launch.agent.worker_health import WorkerHealth
-from pipette_launch.probe.progress import Sign
+from pipette_launch.probe.messages import Sign
 
 
 class World:

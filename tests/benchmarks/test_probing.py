@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.bench_probing import Scheme, World, fabric, noisy
-from pipette_launch.probe.links.adaptive import MOST_ROUNDS
+from pipette_launch.probe.links.selection import MOST_ROUNDS
 
 
 @pytest.mark.parametrize("knows_switches", [True, False])

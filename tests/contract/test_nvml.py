@@ -9,13 +9,11 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from pipette_launch.probe.health import condition, inventory, under_load
+from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health import nvml as driver
 from pipette_launch.tools.checks import software
 
-SOURCES = "".join(
-    Path(module.__file__).read_text(encoding="utf-8") for module in (condition, inventory, driver, software, under_load)
-)
+SOURCES = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (inventory, driver, software))
 ASKED = {f"nvmlDeviceGet{name}" for name in re.findall(r'ask\("(\w+)"', SOURCES)}
 NAMED = set(re.findall(r"\bnvml[A-Z]\w+(?=[(\"])", SOURCES))
 

@@ -57,8 +57,7 @@ from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.logs import parse_iteration, parse_memory
 from pipette_launch.megatron.tokenizers import read_vocabulary
 from pipette_launch.probe.health.inventory import switches
-from pipette_launch.probe.options import ProbeOptions, WorkerResult
-from pipette_launch.probe.progress import PhaseEnd, Sign
+from pipette_launch.probe.messages import PhaseEnd, Sign, WarmupOrder, WorkerResult
 from pipette_launch.report import measured_screen, plan_file_screen
 from pipette_launch.report.live import live_line, live_screen
 
@@ -171,7 +170,7 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "trial-report": (TrialReport(step_s=(1.0,), failure=TOLD, took_s=2.0), str),
     "sign": (Sign(phase="links", at_s=1.0, limit_s=2.0, ended=(PhaseEnd(phase="a", seconds=1.0, words=""),)), str),
     "probe-options": (
-        ProbeOptions(
+        WarmupOrder(
             job=tiny_job(),
             hosts=CLUSTER.hosts,
             cases=(MEASURED.compute[0].case,),

@@ -50,7 +50,7 @@ def uuid() -> str:
 
 def overhead() -> dict[str, Any]:
     """What the meter tells of context, workspaces and a communicator, as they come."""
-    from pipette_launch.probe.compute.peak_memory import CudaMeter
+    from pipette_launch.probe.instruments import CudaMeter
 
     meter = CudaMeter(uuid())
     import torch
@@ -79,7 +79,7 @@ def overhead() -> dict[str, Any]:
 
 def beside_others() -> dict[str, Any]:
     """What the meter counts of a device on which another process already holds memory."""
-    from pipette_launch.probe.compute.peak_memory import CudaMeter
+    from pipette_launch.probe.instruments import CudaMeter
 
     holder = hold()
     try:
@@ -102,11 +102,11 @@ def stages() -> dict[str, Any]:
 
     from pipette_launch.facts import ComputeCase, Layout
     from pipette_launch.facts.messages import StageCase
-    from pipette_launch.probe.compute.peak_memory import CudaMeter
-    from pipette_launch.probe.compute.whole_stages import StageBench
-    from pipette_launch.probe.harness import Budget, Lockstep
+    from pipette_launch.probe.compute.benches import StageBench
     from pipette_launch.probe.health import inventory
-    from pipette_launch.probe.options import ProbeOptions
+    from pipette_launch.probe.instruments import CudaMeter
+    from pipette_launch.probe.lockstep import Budget, Lockstep
+    from pipette_launch.probe.messages import WarmupOrder
     from pipette_patches.workload import layers
 
     host = inventory.host(name="here", address="", num_devices=1, device="cuda")
@@ -118,7 +118,7 @@ def stages() -> dict[str, Any]:
     small = replace(layout, micro_batch_size=2)
     # Scores of 8 heads over 2,048 samples of 128 tokens in bf16, some for each layer: many hundred GiB.
     huge = replace(layout, micro_batch_size=1 << 18)
-    options = ProbeOptions(
+    options = WarmupOrder(
         job=replace(job, batch=replace(job.batch, global_batch_size=16 * 8 << 18)),
         hosts=(host,),
         cases=(ComputeCase(tp=1, cp=1, micro_batch_size=1),),

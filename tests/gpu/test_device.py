@@ -9,7 +9,7 @@ from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.facts.known_devices import known_devices
 from pipette_launch.megatron import environment
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.health.condition import conditions
+from pipette_launch.probe.health.inventory import conditions
 from pipette_launch.probe.health.verdicts import judge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from pipette_launch.probe.compute.timing import HABITS, time_calls
-from pipette_launch.probe.device_clock import CudaStopwatch, QueuedCalls, await_device
+from pipette_launch.probe.instruments import CudaStopwatch, QueuedCalls, await_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 CYCLES = 20_000_000

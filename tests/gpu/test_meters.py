@@ -7,9 +7,9 @@ import pytest
 from gpu.fresh import HELD_MIB, MIB, hold, in_a_fresh_process, uuid
 
 from pipette_launch import megatron
-from pipette_launch.probe.compute.peak_memory import CudaMeter
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.health.released_memory import await_memory
+from pipette_launch.probe.health.inventory import await_memory
+from pipette_launch.probe.instruments import CudaMeter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(220)]
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from pipette_launch.probe.compute import peak_memory
+from pipette_launch.probe import instruments
 
 MIB = 1 << 20
 CUBLAS_BYTES = 32 * MIB
@@ -31,8 +31,8 @@ class Allocator:
         engine = ModuleType(BASE)
         engine._dummy_wgrads = self.dummies  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, BASE, engine)
-        monkeypatch.setattr(peak_memory.torch, "cuda", self)
-        monkeypatch.setattr(peak_memory, "device_used_bytes", lambda _: self.memory_allocated())
+        monkeypatch.setattr(instruments.torch, "cuda", self)
+        monkeypatch.setattr(instruments, "device_used_bytes", lambda _: self.memory_allocated())
 
     def train(self, model_bytes: int, *shapes: tuple[int, int]) -> None:
         """Make a model of bf16 matrices of these shapes, run it forward and backward, and free it."""

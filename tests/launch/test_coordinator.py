@@ -24,7 +24,7 @@ from pipette_launch.launch.plans import planner
 from pipette_launch.launch.trace import TRACE
 from pipette_launch.launch.training.outcome import OutcomeTracker
 from pipette_launch.megatron import Iteration
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.messages import WarmupOrder
 
 PP = Layout(pp=2, dp=2)
 
@@ -38,7 +38,7 @@ def from_file(folder: Path, made: Plan, *more: str, **changes: Any) -> Coordinat
 def test_without_a_plan_the_machines_are_measured(tmp_path: Path) -> None:
     """Every node gets the same orders; the script's words are not touched yet."""
     decision = coordinator(tmp_path, options(budget_s=7.0)).decide(records(), None)
-    orders = files.loads(ProbeOptions, decision.probe_options, "orders")
+    orders = files.loads(WarmupOrder, decision.probe_options, "orders")
 
     assert ("warmup", None, "") == (decision.phase, decision.plan, decision.reason)
     assert (("token-node0", "token-node1"), ("node0", "node1"), (2, 2)) == (
@@ -54,7 +54,7 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     """What was measured is solved, saved under the job's key, and found by the next job whatever its hosts' order."""
     first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
     warmup = first.decide(records(), None)
-    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
 
     made = first.after_warmup(warmup, "")
@@ -78,7 +78,7 @@ def test_a_report_that_fails_costs_no_plan(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(planner, "write_page", Mock(side_effect=error))
     first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
     warmup = first.decide(records(), None)
-    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
 
     made = first.after_warmup(warmup, "")
@@ -93,13 +93,13 @@ def test_a_job_that_only_measures_writes_a_file_and_stops(tmp_path: Path) -> Non
     kept = options(cache=tmp_path / "cache")
     first = coordinator(tmp_path, kept)
     warmup = first.decide(records(), None)
-    asked = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    asked = files.loads(WarmupOrder, warmup.probe_options, "orders")
     files.write(Path(asked.output), tiny_measurements(tiny_cluster(), asked.cases))
     first.after_warmup(warmup, "")
     one = coordinator(tmp_path, replace(kept, probe_to=tmp_path / "mine.json"))
 
     warmup = one.decide(records(), None)
-    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     found = tiny_measurements(tiny_cluster(), orders.cases)
     files.write(Path(orders.output), found)
     made = one.after_warmup(warmup, "")
@@ -115,7 +115,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
     for margin in (0.02, 0.03):
         one = coordinator(tmp_path, options(cache=tmp_path / "cache", margin=margin))
         warmup = one.decide(records(), None)
-        orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+        orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
         files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
         plans.append(one.after_warmup(warmup, "").plan)
         legal = legal_layouts(orders.job, world_size=4, devices_per_host=2, device_kind="cpu")

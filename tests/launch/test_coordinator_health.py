@@ -14,7 +14,7 @@ from pipette_launch.facts import Layout, files
 from pipette_launch.facts.health import DeviceCondition, Verdict
 from pipette_launch.facts.messages import Decision, Failure
 from pipette_launch.launch.coordinator import Coordinator
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.messages import WarmupOrder
 
 SICK = Verdict(kind="busy", host="node2", figure="61 GB of 80 GB are held")
 SLOW = Verdict(kind="slow-device", host="node1", figure="the reference takes 2.1 ms", peers="1.0 ms")
@@ -29,7 +29,7 @@ def judging(folder: Path, *verdicts: Verdict, least_nodes: int = 2, **changes: A
 
 def measured(one: Coordinator, warmup: Decision, *verdicts: Verdict) -> Decision:
     """What follows a warm-up that found this."""
-    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
     files.write(Path(orders.output), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
     return one.after_warmup(warmup, "")
@@ -48,7 +48,7 @@ def test_what_the_drivers_told_goes_with_the_orders(tmp_path: Path) -> None:
     ]
     asked = options("--global-batch-size", "24", on_sick="exclude")
     decision = Coordinator(asked, tmp_path, least_nodes=2).decide(told, None)
-    orders = files.loads(ProbeOptions, decision.probe_options, "orders")
+    orders = files.loads(WarmupOrder, decision.probe_options, "orders")
 
     assert ("node1",) == decision.standby_hosts
     assert "a faulty row of its memory could not be replaced" in decision.reason

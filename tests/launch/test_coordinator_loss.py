@@ -14,7 +14,7 @@ from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.messages import Decision, Failure, NodeRecord
 from pipette_launch.launch.coordinator import Coordinator
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.messages import WarmupOrder
 
 SLOW = Verdict(kind="slow-device", host="node0", figure="the reference takes 2.1 ms", peers="1.0 ms")
 
@@ -28,7 +28,7 @@ def beginning(folder: Path, *more: str, least_nodes: int = 1, **changes: Any) ->
 def trained(one: Coordinator, count: int, *verdicts: Verdict) -> Decision:
     """What runs on so many nodes after their warm-up."""
     warmup = one.decide(records(count), None)
-    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
     files.write(Path(orders.output), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
     return one.after_warmup(warmup, "")
@@ -114,7 +114,7 @@ def test_a_warmup_starts_again_without_a_node_that_others_do_not_reach(tmp_path:
     after = one.decide(records(3), held, {"node2": "out of reach from node1"})
 
     assert ("warmup", ("node0", "node1"), ("node2",)) == (after.phase, after.hosts, after.standby_hosts)
-    orders = files.loads(ProbeOptions, after.probe_options, "orders")
+    orders = files.loads(WarmupOrder, after.probe_options, "orders")
     assert ["node0", "node1"] == [host.name for host in orders.hosts]
 
 
@@ -161,7 +161,7 @@ def test_after_a_slowdown_everything_is_measured_again(tmp_path: Path) -> None:
     one = beginning(tmp_path, on_sick="exclude", watch="restart")
     held = trained(one, 3)
     again = one.decide(some(0, 1, 2, verdict="after-first-iteration", slowed="steps take 2 times as long"), held)
-    orders = files.loads(ProbeOptions, again.probe_options, "orders")
+    orders = files.loads(WarmupOrder, again.probe_options, "orders")
     cluster = replace(tiny_cluster(3), hosts=orders.hosts)
     files.write(Path(orders.output), replace(tiny_measurements(cluster, orders.cases), verdicts=(SLOW,)))
     after = one.after_warmup(again, "")

@@ -18,7 +18,7 @@ from pipette_launch.facts.plan import Shortage
 from pipette_launch.launch.cache.plans import PLAN
 from pipette_launch.launch.cache.shortages import SHORTAGE
 from pipette_launch.launch.coordinator import Coordinator
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.messages import WarmupOrder
 
 SHORT = Failure(cause="out of memory: the host's memory is exhausted", kind="out-of-host-memory", rank=0, exit_code=1)
 FULL, LEAN, LEANEST = 800, 700, 600
@@ -136,7 +136,7 @@ def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
     path = keep(folder, LEANEST, 1000)
     one, warmup = job(folder)
     margin = 1 - 0.92 * 0.599
-    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     after = trained(beginning(folder), 3)
 
     assert margin == pytest.approx(float(orders.adviser[orders.adviser.index("--memory-margin") + 1]))

@@ -19,7 +19,7 @@ from pipette_launch.launch import commands
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.device_orders import check_words, failed, needs_check
 from pipette_launch.launch.trials.watch import TrialWatch
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.messages import WarmupOrder
 
 TP2 = Layout(tp=2, dp=4, etp=2, sequence_parallel=True)
 ORDER = (0, 2, 1, 3)
@@ -52,7 +52,7 @@ def measured(folder: Path, **changes: object) -> tuple[Coordinator, Decision]:
     """Measure the hosts with fast pairs, and plan."""
     decides = one(folder, **changes)
     warmup = decides.decide(nodes(), None)
-    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     files.write(Path(orders.output), tiny_measurements(fast_pairs(), orders.cases))
     return decides, decides.after_warmup(warmup, "")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipette_launch.facts import files
-from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.links import pairs
 from pipette_launch.probe.links.fits import fit_link
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.lockstep import Budget, Lockstep
+from pipette_launch.probe.messages import WarmupOrder
 
 LIMIT_S = 60.0
 
@@ -36,7 +36,7 @@ def meet(world_size: int) -> tuple[dist.TCPStore, int]:
 
 def main(order: str, found: str) -> None:
     """Measure all links together with the other hosts' workers; leave Mbit/s by sender and receiver."""
-    options = files.read(Path(order), ProbeOptions)
+    options = files.read(Path(order), WarmupOrder)
     store, rank = meet(options.num_slots)
     lockstep = Lockstep(store=store, rank=rank, world_size=options.num_slots, timeout_s=LIMIT_S)
     budget = Budget(started_s=time.perf_counter(), budget_s=options.budget_s, clock=time.perf_counter)

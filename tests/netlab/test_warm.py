@@ -175,7 +175,7 @@ def test_whoever_dies_takes_the_other_along(warm: WarmPython) -> None:
 def test_a_worker_tethered_to_its_agent_dies_with_it(warm: WarmPython) -> None:
     """The wish to die with one's parent is for the client's parent, not for the server."""
     inner = (
-        "from pipette_launch.probe.harness import end_with_parent; import os, time; "
+        "from pipette_launch.probe.lockstep import end_with_parent; import os, time; "
         "end_with_parent(); print(os.getpid(), flush=True); time.sleep(600)"
     )
     outer = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)"

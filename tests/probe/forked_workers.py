@@ -17,7 +17,7 @@ from probe.workers import environment
 
 from pipette_launch.facts import files
 from pipette_launch.probe import phases, run  # noqa: F401
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.messages import WarmupOrder
 from pipette_patches.workload import layers
 
 
@@ -27,7 +27,7 @@ def _sleep(late_s: float, _: str) -> None:
 
 def main(order: str, port: str, *ranks: str) -> None:
     """Start the workers, and wait for them; they end with this process."""
-    options = files.read(Path(order), ProbeOptions)
+    options = files.read(Path(order), WarmupOrder)
     # Nothing is set up by it that a fork would break: no thread, no process group.
     layers.load("cpu")
     pids = []

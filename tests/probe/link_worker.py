@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
-from pipette_launch.probe.harness import Lockstep
-from pipette_launch.probe.links.meter import LinkMeter
-from pipette_launch.probe.links.pairs import shared_bandwidth_HH
-from pipette_launch.probe.links.sampling import all_pairs
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.links.pairs import LinkMeter, shared_bandwidth_HH
+from pipette_launch.probe.links.selection import all_pairs
+from pipette_launch.probe.lockstep import Lockstep
+from pipette_launch.probe.messages import WarmupOrder
 
 HANG_S = 60.0
 DEADLINE_S = 3.0
@@ -26,7 +25,7 @@ DEADLINE_S = 3.0
 
 def main(order: str, port: str, rank_text: str, silent: str) -> None:
     """Measure all pairs once; then once more, with one worker that falls silent in the midst of an exchange."""
-    options, rank = files.read(Path(order), ProbeOptions), int(rank_text)
+    options, rank = files.read(Path(order), WarmupOrder), int(rank_text)
     store = dist.TCPStore("127.0.0.1", int(port), wait_for_workers=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_slots)
     lockstep = Lockstep(store=store, rank=rank, world_size=options.num_slots, timeout_s=HANG_S)

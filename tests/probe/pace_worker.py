@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pipette_launch.facts import files
 from pipette_launch.probe.compute.slot_speeds import PaceTest
-from pipette_launch.probe.harness import Lockstep
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.lockstep import Lockstep
+from pipette_launch.probe.messages import WarmupOrder
 
 LIMIT_S = 120.0
 LOOPS = 20_000
@@ -74,7 +74,7 @@ def work() -> None:
 
 def main(folder: Path, slot: int, runs: int) -> None:
     """Take part so many times."""
-    options = files.read(folder / "options.json", ProbeOptions)
+    options = files.read(folder / "options.json", WarmupOrder)
     found = []
     for run in range(runs):
         store = folder / f"store{run}"

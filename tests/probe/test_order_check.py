@@ -5,17 +5,73 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
+import torch.testing._internal.distributed.fake_pg
 from gpu_rules import cuda_devices
+from gpu_rules.bus_order import BusOrder
+from hypothesis import given
+from hypothesis import strategies as st
 from probe.workers import LIMIT_S
 
 from pipette_launch.agent.device_binding import bindings, visible_devices
 from pipette_launch.probe import order_check
-from pipette_launch.probe.links import rank_codes
-from pipette_launch.probe.links.rank_codes import Mismatch
+from pipette_launch.probe.order_check import Mismatch, check_order
+
+SIZES_BYTES = (128, 1024)
+TWO_RANKS = """
+import sys
+import torch.distributed as dist
+from pipette_launch.probe.order_check import check_order
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
+print(check_order("cpu", sizes_bytes=(1 << 20,)))
+dist.destroy_process_group()
+"""
+
+
+def test_devices_in_order_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's order of devices is the order of ranks there."""
+    assert [None] * 4 == BusOrder((0, 1, 2, 3), monkeypatch).run(lambda: check_order("cpu", sizes_bytes=SIZES_BYTES))
+
+
+@given(st.permutations(range(4)).filter(lambda order: order != [0, 1, 2, 3]))
+def test_any_other_order_of_devices_fails(device_R: list[int]) -> None:
+    """At least one rank sees a wrong value, whatever the permutation."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found = BusOrder(device_R, monkeypatch).run(lambda: check_order("cpu", sizes_bytes=SIZES_BYTES))
+
+    assert any(found)
+
+
+def test_a_mismatch_names_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two swapped devices: rank 0 finds the first element of rank 1's share, 16 elements on."""
+    found = BusOrder((1, 0), monkeypatch).run(lambda: check_order("cpu", sizes_bytes=(128,)))
+    first = Mismatch(collective="all_gather", size_bytes=128, position=0, expected=0, found=16)
+
+    assert [first, first] == found
+    assert "all_gather of 0 MiB returned 16 instead of 0 at element 0" == first.words()
+
+
+def test_a_wrong_sum_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reduce-scatter is checked where all-gather is right."""
+    host = BusOrder((1, 0), monkeypatch)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda full, *_, **__: full.copy_(torch.arange(len(full))))
+    found = host.run(lambda: check_order("cpu", sizes_bytes=(128,)))
+
+    # A sum of two ranks is twice the position, and 1 for the ranks.
+    assert Mismatch(collective="reduce_scatter", size_bytes=128, position=0, expected=1, found=33) == found[0]
+
+
+@pytest.mark.processes
+def test_gloo_passes(tmp_path: Path) -> None:
+    """Two processes over gloo, which has no such order."""
+    words = [sys.executable, "-c", TWO_RANKS, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+
+    assert ["None\n", "None\n"] == [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
 
 
 @pytest.fixture
@@ -41,7 +97,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_wrong_value_is_the_last_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The agent tells the user that line, and the worker fails."""
     wrong = Mismatch(collective="all_gather", size_bytes=8 << 20, position=0, expected=0, found=16)
-    monkeypatch.setattr(rank_codes, "check_order", lambda *_, **__: wrong)
+    monkeypatch.setattr(order_check, "check_order", lambda *_, **__: wrong)
 
     assert 1 == order_check.main(["cpu", "1", "3"])
     assert "all_gather of 8 MiB returned 16 instead of 0 at element 0 on rank 3\n" == capsys.readouterr().err
@@ -54,7 +110,7 @@ def test_whatever_breaks_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: py
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("NCCL error\nin ring.cc")
 
-    monkeypatch.setattr(rank_codes, "check_order", broken)
+    monkeypatch.setattr(order_check, "check_order", broken)
 
     assert 1 == order_check.main(["cpu", "1", "3"])
     assert "RuntimeError: NCCL error in ring.cc\n" == capsys.readouterr().err
@@ -76,7 +132,7 @@ def test_each_rank_is_checked_on_the_device_that_trains_it(
     """Local rank and visible devices decide, as in the training; the residue of RANK may name another device."""
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(rank_codes, "check_order", lambda *_, **__: None)
+    monkeypatch.setattr(order_check, "check_order", lambda *_, **__: None)
     bound = bindings(ranks, keep_devices=is_numa_bound)
     visible = visible_devices(None, bound).get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
     found = {}
@@ -103,7 +159,7 @@ def test_tensor_parallel_groups_are_checked_too(tp: int, sizes: list[int], monke
         checked.append(dist.get_world_size(group))  # type: ignore[arg-type]
         return wrong if len(checked) == len(sizes) else None
 
-    monkeypatch.setattr(rank_codes, "check_order", check_order)
+    monkeypatch.setattr(order_check, "check_order", check_order)
     # gloo would wait for the others.
     monkeypatch.setitem(order_check.BACKENDS, "cpu", "fake")
 

@@ -2,8 +2,423 @@
 
 from __future__ import annotations
 
-from pipette_launch.probe.options import WorkerResult
-from pipette_launch.probe.phases import _groups_words, _links_words
+import dataclasses
+import re
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+from probe.workers import REFERENCE, tiny_options
+from torch.distributed import HashStore
+
+from pipette_launch.errors import ProbeError
+from pipette_launch.facts import ComputeTime, DeviceOverhead, Links, LoadingTime, Samples
+from pipette_launch.facts.health import DeviceCondition
+from pipette_launch.facts.measurements import LinkSurvey
+from pipette_launch.facts.messages import Advice, Dimension
+from pipette_launch.probe import phases
+from pipette_launch.probe.health.nvml import LoadReading
+from pipette_launch.probe.links.fits import EarlierLinks
+from pipette_launch.probe.links.selection import Adapted, Line, Lines, Measure, Pair, Pass, Round, estimate
+from pipette_launch.probe.lockstep import Lockstep
+from pipette_launch.probe.messages import LinkSamples, Pace, WarmupOrder, WorkerResult
+from pipette_launch.probe.phases import _groups_words, _links_words, assemble, in_step
+
+HEAD = "import sys; from pathlib import Path; question, answer = map(Path, sys.argv[-2:]); "
+
+
+def ask(folder: Path, program: str) -> Advice:
+    """Ask a little Python program."""
+    measurements = tiny_measurements(tiny_cluster(1, 2), (REFERENCE,))
+    return phases.ask((sys.executable, "-c", HEAD + program), tiny_job(2), measurements, folder=folder, budget_s=1.0)
+
+
+def test_an_answer_is_read(tmp_path: Path) -> None:
+    """The adviser finds a question that can be read, and what it writes comes back."""
+    program = (
+        "from pipette_launch.facts import files; from pipette_launch.facts.messages import Advice; "
+        "from pipette_launch.facts.messages import MeasuringQuestion; "
+        "asked = files.read(question, MeasuringQuestion); "
+        "files.write(answer, Advice(host_pairs=((0, asked.job.own.world_size),), words='fine'))"
+    )
+
+    assert Advice(host_pairs=((0, 2),), words="fine") == ask(tmp_path, program)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("sys.exit('no plan fits')", "the first search ended with exit code 1: no plan fits"),
+        ("answer.write_text('{')", "no first search was made: .*advice.json: not JSON"),
+        ("pass", "no first search was made: .*advice.json"),
+    ],
+)
+def test_a_failure_is_an_empty_advice_that_says_so(tmp_path: Path, program: str, words: str) -> None:
+    """The warm-up goes on with its usual groups."""
+    found = ask(tmp_path, program)
+
+    assert () == found.dimensions
+    assert re.match(words, found.words)
+
+
+def test_an_adviser_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its time the warm-up goes on without it."""
+    monkeypatch.setattr(phases, "START_S", 0.0)
+
+    assert "the first search gave no answer within 1 s" == ask(tmp_path, "import time; time.sleep(60)").words
+
+
+def test_an_adviser_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """The command is in the sentence."""
+    measurements = tiny_measurements(tiny_cluster(1, 2), (REFERENCE,))
+    found = phases.ask(("/no/such/adviser",), tiny_job(2), measurements, folder=tmp_path, budget_s=1.0)
+
+    assert "/no/such/adviser" in found.words
+
+
+def test_one_group_tells_for_all_of_its_shape() -> None:
+    """Hosts of two slots: only kinds, sizes or numbers of hosts that nobody measured are new."""
+    measured = Dimension(name="tp", kinds=("all_reduce",), groups=((0, 1), (2, 3)))
+    across = Dimension(name="dp", kinds=("all_reduce",), groups=((0, 2), (1, 3)))
+    within = Dimension(name="dp", kinds=("all_reduce", "all_gather"), groups=((4, 5),))
+    larger = Dimension(name="dp", kinds=("all_reduce",), groups=((0, 1, 2, 3),))
+
+    found = phases.not_measured((measured, across, within, larger, across), (measured,), 2)
+
+    assert (across, dataclasses.replace(within, kinds=("all_gather",)), larger) == found
+    assert () == phases.not_measured(found, (measured, across, within, larger), 2)
+
+
+SIZES = (8, 4096, 65536)
+
+
+def link(source: int, target: int, bandwidth: float, jitter: float = 0.0) -> LinkSamples:
+    """Samples of a link with 1 ms latency."""
+    return LinkSamples(
+        source=source,
+        target=target,
+        sizes_bytes=SIZES,
+        samples=tuple(
+            Samples(values_s=tuple((1e-3 + size / bandwidth) * (1 + sign * jitter) for sign in (-1, 0, 1)))
+            for size in SIZES
+        ),
+    )
+
+
+def layer(slot: int, seconds: float, jitter: float = 0.0) -> ComputeTime:
+    """A layer's times, a third each."""
+    sample = Samples(values_s=tuple(seconds / 3 * (1 + sign * jitter) for sign in (-1, 0, 1)))
+    return ComputeTime(case=REFERENCE, part="layer", slot=slot, forward=sample, input_grad=sample, weight_grad=sample)
+
+
+def result(slot: int, **changes: object) -> WorkerResult:
+    """A worker that found nothing yet."""
+    empty = WorkerResult(
+        slot=slot,
+        links=(),
+        collectives=(),
+        compute=(layer(slot, 3.0),),
+        stretch=1.0,
+        paces=(Pace(turn=0, seconds=3.0),),
+        memory=(),
+        overhead=DeviceOverhead(alone_bytes=0, together_bytes=slot, num_communicators=2, workspace_bytes=0),
+        optimizer_s_per_parameter=None if slot == 0 else slot * 1e-9,
+        phase_s={"links": float(slot)},
+        notes=(),
+    )
+    return replace(empty, **changes)  # type: ignore[arg-type]
+
+
+def three_hosts(tmp_path: Path) -> WarmupOrder:
+    """Three hosts with a device each."""
+    return tiny_options(tmp_path, hosts=3, devices=1, message_sizes_bytes=SIZES)
+
+
+def test_links_become_a_matrix_with_the_sender_in_the_row(tmp_path: Path) -> None:
+    """Each direction has its own bandwidth, and each pair an entry with its spread."""
+    options = tiny_options(tmp_path, hosts=2, devices=1, message_sizes_bytes=SIZES)
+    found = assemble(
+        options,
+        [result(0, links=(link(0, 1, 1e6),)), result(1, links=(link(1, 0, 2e6, jitter=0.01),))],
+        versions={"torch": "2"},
+        taken_at="now",
+    )
+
+    between = found.cluster.between_hosts
+    assert pytest.approx(1e6) == between.bandwidth_bytes_per_s[0][1]
+    assert pytest.approx(2e6) == between.bandwidth_bytes_per_s[1][0]
+    assert pytest.approx(1e-3) == between.latency_s[0][1]
+    assert [("send", (0, 1), 0.0), ("send", (1, 0), 0.01)] == [
+        (entry.kind, entry.slots, round(entry.spread, 6)) for entry in found.collectives
+    ]
+    assert 1 == found.overhead_bytes
+    assert 1e-9 == found.optimizer_s_per_parameter
+    assert 1.0 == found.phase_s["links"]
+    assert () == found.notes
+
+
+def test_what_nobody_measured_is_estimated_from_its_ends(tmp_path: Path) -> None:
+    """Host 2 is slow to reach; the unmeasured 1 -> 2 is taken to be slower than 0 -> 1, and a note says so."""
+    links = [(link(0, 1, 9e6), link(0, 2, 1e6)), (link(1, 0, 9e6),), (link(2, 0, 1e6),)]
+    found = assemble(
+        three_hosts(tmp_path),
+        [result(slot, links=mine) for slot, mine in enumerate(links)],
+        versions={},
+        taken_at="now",
+    )
+
+    assert 1e6 <= found.cluster.between_hosts.bandwidth_bytes_per_s[1][2] < 9e6
+    assert found.survey
+    assert ("-mm", "m-e", "me-") == found.survey.origin_HH
+    assert "links: 2 of 6 pairs between hosts were assumed from the others" in found.notes
+
+
+def test_what_an_earlier_warm_up_measured_is_believed(tmp_path: Path) -> None:
+    """Hosts came in another order then; what was measured now counts more, and each entry says where it is from."""
+    options = three_hosts(tmp_path)
+    rates = [[0.0 if i == j else 1e6 * (3 * i + j) for j in range(3)] for i in range(3)]
+    cluster = tiny_cluster(3, 1)
+    then = replace(
+        tiny_measurements(
+            replace(
+                cluster,
+                hosts=cluster.hosts[::-1],
+                between_hosts=Links(latency_s=[[1e-3] * 3] * 3, bandwidth_bytes_per_s=rates),
+            )
+        ),
+        survey=LinkSurvey(spread_HH=np.zeros((3, 3)), origin_HH=("-mm", "m-e", "mm-")),
+    )
+    earlier = EarlierLinks.of(then, options)
+    results = [result(0, links=(link(0, 1, 5e6),)), result(1), result(2)]
+    found = assemble(options, results, earlier=earlier, versions={}, taken_at="now")
+
+    assert found.survey
+    # Today's 1 -> 0 is then's 1 -> 2, which was only estimated.
+    assert ("-mc", "e-c", "cc-") == found.survey.origin_HH
+    assert pytest.approx(5e6) == found.cluster.between_hosts.bandwidth_bytes_per_s[0][1]
+    assert pytest.approx(rates[0][1]) == found.cluster.between_hosts.bandwidth_bytes_per_s[2][1]
+    assert EarlierLinks.of(tiny_measurements(tiny_cluster(2, 1)), options) is None
+
+
+def test_no_link_at_all_is_an_error(tmp_path: Path) -> None:
+    """Inventing a network would be worse than none."""
+    with pytest.raises(ProbeError, match="no link between hosts was measured"):
+        assemble(three_hosts(tmp_path), [result(slot) for slot in range(3)], versions={}, taken_at="now")
+
+
+def test_unstable_links_are_counted_and_the_worst_is_named(tmp_path: Path) -> None:
+    """One of two links scatters by 30 %."""
+    options = tiny_options(tmp_path, hosts=2, devices=1, message_sizes_bytes=SIZES)
+    found = assemble(
+        options,
+        [result(0, links=(link(0, 1, 1e9),)), result(1, links=(link(1, 0, 1.5e6, jitter=0.3),))],
+        versions={},
+        taken_at="now",
+    )
+
+    assert ("links: 1 of 2 scatter by more than 10%, most of all node1:0 -> node0:0 (1.5 MB/s +- 30%)",) == found.notes
+
+
+def test_uneven_sharing_of_cores_falls_on_no_case(tmp_path: Path) -> None:
+    """Three workers were stretched by 1.9, 2 and 2.1: that is chance, and all count as 2."""
+    links = tuple(tuple(link(a, b, 1e9) for b in range(3) if b != a) for a in range(3))
+    results = [result(slot, links=links[slot], stretch=1.9 + slot / 10) for slot in range(3)]
+    found = assemble(three_hosts(tmp_path), results, versions={}, taken_at="now")
+
+    assert (1.0, 1.0, 1.0) == found.cluster.slot_speed
+    assert [2.0, 2.0, 2.0] == [time.forward.median_s for time in found.compute]
+
+
+def test_a_throttled_slot_is_slow_named_and_comparable(tmp_path: Path) -> None:
+    """A worker that got a third of the others' work done, twice, is slow; its times agree with theirs by its speed."""
+    links = tuple(tuple(link(a, b, 1e9) for b in range(4) if b != a) for a in range(4))
+    options = tiny_options(tmp_path, hosts=4, devices=1, message_sizes_bytes=SIZES)
+    slow = tuple(Pace(turn=turn, seconds=9.0) for turn in (0, 1, 2))
+    usual = tuple(Pace(turn=turn, seconds=3.0) for turn in (0, 1, 2))
+    results = [
+        result(slot, links=links[slot], stretch=(1.0, 1.0, 1.0, 3.0)[slot], paces=slow if slot == 3 else usual)
+        for slot in range(4)
+    ]
+    found = assemble(options, results, versions={}, taken_at="now")
+
+    assert pytest.approx((1.0, 1.0, 1.0, 1 / 3)) == found.cluster.slot_speed
+    assert pytest.approx([1.0, 1.0, 1.0, 3.0]) == [time.forward.median_s for time in found.compute]
+    assert [("slow-device", "node3")] == [(verdict.kind, verdict.host) for verdict in found.verdicts]
+
+
+def test_no_compute_at_all_is_an_error(tmp_path: Path) -> None:
+    """There is nothing to plan with, and the workers' notes say why."""
+    options = tiny_options(tmp_path, hosts=1, devices=1)
+
+    with pytest.raises(ProbeError, match="no slot could measure a layer: out of luck"):
+        assemble(options, [result(0, compute=(), notes=("out of luck",))], versions={}, taken_at="now")
+
+
+def test_skipped_cases_are_counted(tmp_path: Path) -> None:
+    """Of two cases one was measured."""
+    other = replace(REFERENCE, micro_batch_size=2)
+    options = tiny_options(tmp_path, hosts=1, devices=1, cases=(REFERENCE, other))
+    found = assemble(options, [result(0)], versions={}, taken_at="now")
+
+    assert ("compute: 1 of 2 cases were not measured, first of them tp1 cp1 mbs2",) == found.notes
+
+
+def test_clocks_under_load_are_noted(tmp_path: Path) -> None:
+    """One line for all slots: the range of clocks and power, and how many slots are held back by what."""
+    options = tiny_options(tmp_path, hosts=1, devices=2)
+    slow = LoadReading(sm_clock_hz=1.605e9, sm_clock_max_hz=1.98e9, power_w=698.4, clock_reasons=("SwPowerCap",))
+    fast = replace(slow, sm_clock_hz=1.98e9, power_w=590.0, clock_reasons=())
+    there, back = (link(source, 1 - source, 1e9) for source in (0, 1))
+    results = [result(0, links=(there,), under_load=slow), result(1, links=(back,), under_load=fast)]
+    (note,) = assemble(options, results, versions={}, taken_at="now").notes
+
+    clocks = "SM clocks are 1.6 GHz to 1.98 GHz of 1.98 GHz"
+    assert f"compute: with all slots at work {clocks}, power is 590 to 698 W, SwPowerCap on 1 of 2" == note
+
+
+def test_what_is_amiss_goes_on_file(tmp_path: Path) -> None:
+    """A throttled device and a link that was slow twice, beside the conditions that the driver told."""
+    conditions = tuple(DeviceCondition(uuid=f"cpu-{slot}", nvlinks_up=18 - slot // 2) for slot in range(3))
+    options = replace(three_hosts(tmp_path), conditions=conditions)
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    rates = {pair: 1e6 if pair == (0, 1) else 4e6 for pair in pairs}
+    results = [
+        result(slot, links=tuple(link(slot, b, rates[slot, b]) for a, b in [*pairs, (0, 1)] if a == slot))
+        for slot in range(3)
+    ]
+    found = assemble(options, results, versions={}, taken_at="now")
+
+    names = [host.name for host in options.hosts]
+    assert conditions == found.conditions
+    assert [("nvlink", names[2], ""), ("slow-link", names[0], names[1])] == [
+        (verdict.kind, verdict.host, verdict.other_host) for verdict in found.verdicts
+    ]
+
+
+def test_a_link_that_scatters_accuses_nobody(tmp_path: Path) -> None:
+    """Slow twice, but by 30 % up and down: that says more of the machine than of the cable."""
+    options = three_hosts(tmp_path)
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    slow = link(0, 1, 1e6, jitter=0.3)
+    found = [slow if pair == (0, 1) else link(*pair, 4e6) for pair in [*pairs, (0, 1)]]
+    results = [result(slot, links=tuple(one for one in found if one.source == slot)) for slot in range(3)]
+
+    assert () == assemble(options, results, versions={}, taken_at="now").verdicts
+
+
+def test_loading_is_that_of_the_median_slot(tmp_path: Path) -> None:
+    """It was timed on the wall, so nothing scales it; a slot that could not time it has no say."""
+    options = tiny_options(tmp_path, hosts=1, devices=3, message_sizes_bytes=SIZES)
+    links = [(link(slot, (slot + 1) % 3, 1e6),) for slot in range(3)]
+
+    def loading(*times: LoadingTime | None) -> LoadingTime | None:
+        """What the file says of it."""
+        found = [
+            result(slot, loading=time, stretch=2.0, links=mine)
+            for slot, (time, mine) in enumerate(zip(times, links, strict=True))
+        ]
+        return assemble(options, found, versions={}, taken_at="now").loading
+
+    few, many = LoadingTime(batch_s=1.0, sample_s=0.5), LoadingTime(batch_s=3.0, sample_s=0.25)
+    assert loading(few, None, many) == LoadingTime(batch_s=2.0, sample_s=0.375)
+    assert loading(None, None, None) is None
+
+
+def adapted(new: int, changed: Sequence[Pair], *, is_settled: bool = True) -> Adapted:
+    """Passes in which so many links were measured again."""
+    lines = {(0, 1): Line(0.0, 1e-9)}
+    return Adapted(
+        estimate=estimate(len(tiny_cluster(2, 1).hosts), lines),
+        lines=lines,
+        passes=(Pass(asked=new, new=new, rounds=2),),
+        changed=tuple(changed),
+        is_settled=is_settled,
+    )
+
+
+@pytest.mark.parametrize(
+    ("new", "changed", "among_many", "among_few"),
+    [
+        (8, [], False, False),
+        (2, [(0, 1)], False, True),
+        (8, [(0, 1), (1, 2)], False, True),
+        (7, [(0, 1), (1, 2)], True, True),
+        (0, [], False, True),
+    ],
+)
+def test_earlier_links_are_stale_if_many_have_changed(
+    new: int, changed: list[Pair], among_many: bool, among_few: bool
+) -> None:
+    """More than a quarter of those that were measured again, and more than one; of few hosts a single one."""
+    found = adapted(new, changed)
+
+    assert among_many == found.is_stale(are_few=False)
+    assert among_few == found.is_stale(are_few=True)
+
+
+def test_what_the_passes_did_is_said() -> None:
+    """How much was measured in how many rounds, what had changed, and whether the plans wanted more."""
+    whole = "links: 8 pairs of hosts that plans would use, measured in 2 rounds"
+
+    assert whole == adapted(8, []).words()
+    assert (
+        f"{whole}, 1 of them changed since; the rounds were spent before the plans stopped asking for more"
+    ) == adapted(8, [(0, 1)], is_settled=False).words()
+
+
+def sent(rank: int, rounds: Sequence[Round]) -> list[LinkSamples]:
+    """What a rank sends in these rounds, with times that name it."""
+    peers = [other for one in rounds for pair in one for other in pair if rank in pair and other != rank]
+    samples = Samples(values_s=(1.0 + rank,))
+    return [LinkSamples(source=rank, target=peer, sizes_bytes=(8,), samples=(samples,)) for peer in peers]
+
+
+def merged(links: Sequence[LinkSamples]) -> Lines:
+    """One device on each host: slots are hosts."""
+    return {(link.source, link.target): Line(0.0, link.samples[0].median_s) for link in links}
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_all_ranks_measure_what_rank_0_chooses(turns: int) -> None:
+    """Every rank goes through the same rounds, rank 0 gets everybody's links, and all of them come back at its end."""
+    store = HashStore()
+    rounds: tuple[Round, ...] = (((0, 1), (2, 3)), ((0, 2),))
+    heard: dict[int, list[Sequence[Round]]] = {rank: [] for rank in range(4)}
+    ends: dict[int, object] = {}
+
+    def decide(measure: Measure) -> list[Lines]:
+        return [measure(rounds) for _ in range(turns)]
+
+    def work(rank: int) -> None:
+        def take(some: Sequence[Round]) -> list[LinkSamples]:
+            heard[rank].append(tuple(some))
+            return sent(rank, some)
+
+        lockstep = Lockstep(store=store, rank=rank, world_size=4, timeout_s=10)
+        ends[rank] = in_step(lockstep, take, merged, decide, patience_s=1.0)
+
+    run_all([lambda rank=rank: work(rank) for rank in range(4)])  # type: ignore[misc]
+
+    expected = {(0, 1): 1.0, (1, 0): 2.0, (2, 3): 3.0, (3, 2): 4.0, (0, 2): 1.0, (2, 0): 3.0}
+    assert [[rounds] * turns] * 4 == list(heard.values())
+    assert [{pair: Line(0.0, value) for pair, value in expected.items()}] * turns == ends[0][1]  # type: ignore[attr-defined]
+    assert [2 * turns, turns, 2 * turns, turns] == [len(ends[rank][0]) for rank in range(4)]  # type: ignore[attr-defined]
+    assert all(ends[rank][1] is None for rank in (1, 2, 3))  # type: ignore[attr-defined]
+
+
+def run_all(works: Sequence[Callable[[], None]]) -> None:
+    """Run everything at the same time, and to its end."""
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
 
 
 def test_one_thing_is_not_called_several() -> None:

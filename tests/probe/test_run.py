@@ -9,7 +9,7 @@ from facts_for_tests import tiny_job, tiny_model
 from probe.workers import LATE_S, REFERENCE, run_workers, tiny_options
 
 from pipette_launch.facts import ComputeCase, Layout, Measurements, files
-from pipette_launch.probe.progress import last_sign
+from pipette_launch.probe.messages import last_sign
 from pipette_launch.probe.run import main
 
 # Eight seconds on two idle cores, most of it imports; more than ten times that on a busy machine.

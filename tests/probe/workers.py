@@ -14,7 +14,7 @@ import torch.distributed as dist
 from facts_for_tests import tiny_cluster, tiny_job
 
 from pipette_launch.facts import ComputeCase, files
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.messages import WarmupOrder
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 200
@@ -23,7 +23,7 @@ FORKED = Path(__file__).with_name("forked_workers.py")
 REFERENCE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 
 
-def tiny_options(folder: Path, *, hosts: int, devices: int, **changes: object) -> ProbeOptions:
+def tiny_options(folder: Path, *, hosts: int, devices: int, **changes: object) -> WarmupOrder:
     """Options for a tiny model on CPU hosts, with small messages."""
     fields: dict[str, object] = {
         "job": tiny_job(world_size=hosts * devices),
@@ -36,7 +36,7 @@ def tiny_options(folder: Path, *, hosts: int, devices: int, **changes: object) -
         "timeout_s": 30.0,
         "budget_s": 1000.0,
     }
-    return ProbeOptions(**{**fields, **changes})  # type: ignore[arg-type]
+    return WarmupOrder(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 class OneRankStore:
@@ -81,7 +81,7 @@ class Outcome:
 
 
 def run_workers(
-    options: ProbeOptions, folder: Path, *, missing: tuple[int, ...] = (), late: tuple[int, ...] = ()
+    options: WarmupOrder, folder: Path, *, missing: tuple[int, ...] = (), late: tuple[int, ...] = ()
 ) -> Outcome:
     """Start one worker for each slot but the missing ones, and wait for all. The imports of late ones end 8 s later.
 
@@ -111,7 +111,7 @@ def _run(command: list[str], variables: dict[str, str]) -> subprocess.CompletedP
     )
 
 
-def environment(rank: int, options: ProbeOptions, port: int) -> dict[str, str]:
+def environment(rank: int, options: WarmupOrder, port: int) -> dict[str, str]:
     """The variables that torch's agent gives to a worker."""
     return {
         "RANK": str(rank),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipette_launch.facts.outcome import Outcome
     from pipette_launch.launch.cache.plans import Cache
     from pipette_launch.megatron.logs import Iteration
-    from pipette_launch.probe.progress import Sign
+    from pipette_launch.probe.messages import Sign
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from pipette_launch.text import printable
 
 if TYPE_CHECKING:
-    from pipette_launch.probe.progress import PhaseEnd, Sign
+    from pipette_launch.probe.messages import PhaseEnd, Sign
 
 HEAD = "pipette-launch: "
 REFRESH_S = 0.2

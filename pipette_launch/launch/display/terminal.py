@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipette_launch.facts import Measurements, Plan
     from pipette_launch.facts.messages import Decision
     from pipette_launch.launch.options import Options
-    from pipette_launch.probe.progress import Sign
+    from pipette_launch.probe.messages import Sign
 
 SHOWN_HOSTS = 4
 

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.facts.measurements import LAYERS
-from pipette_launch.probe.harness import Lockstep
-from pipette_launch.probe.health.suspects import SlowSlot, confirmed_slots
-from pipette_launch.probe.options import Pace, ProbeOptions, WorkerResult
+from pipette_launch.probe.health.verdicts import SlowSlot, confirmed_slots
+from pipette_launch.probe.lockstep import Lockstep
+from pipette_launch.probe.messages import Pace, WarmupOrder, WorkerResult
 
 WINDOW_S = {"cpu": 0.5, "cuda": 0.3}
 """Length of a window, in seconds; a CPU deals out its time in slices of a few milliseconds."""
@@ -53,7 +53,7 @@ class Speeds:
     notes: tuple[str, ...]
 
 
-def speeds(options: ProbeOptions, paces_S: Paces) -> Speeds:
+def speeds(options: WarmupOrder, paces_S: Paces) -> Speeds:
     """Compare all slots; one differs from its peers (the slots of equal devices) if it does in every turn.
 
     The median of its turns is its difference.
@@ -82,7 +82,7 @@ def speeds(options: ProbeOptions, paces_S: Paces) -> Speeds:
     )
 
 
-def to_measure(options: ProbeOptions, paces_S: Paces) -> tuple[int, ...]:
+def to_measure(options: WarmupOrder, paces_S: Paces) -> tuple[int, ...]:
     """Name the slots that have to work again: those that have differed so far, and some that have not.
 
     On each host only as many slots work as have a core each: then healthy slots are equally fast.
@@ -110,7 +110,7 @@ def to_measure(options: ProbeOptions, paces_S: Paces) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def factors(options: ProbeOptions, results: Sequence[WorkerResult], found: Speeds) -> tuple[float, ...]:
+def factors(options: WarmupOrder, results: Sequence[WorkerResult], found: Speeds) -> tuple[float, ...]:
     """Return each slot's factor: its times, multiplied by that and by its speed, are those that steps wait for.
 
     How unevenly slots share cores is chance, and must not make the case that one slot measured slower than that of
@@ -140,7 +140,7 @@ def on_the_wall(results: Sequence[WorkerResult], found: Speeds) -> float:
     return statistics.median(result.stretch for result in results) * found.straggle
 
 
-def device_names(options: ProbeOptions) -> tuple[str, ...]:
+def device_names(options: WarmupOrder) -> tuple[str, ...]:
     """The device type of each slot: only slots of one type are peers."""
     return tuple(device.name for host in options.hosts for device in host.devices)
 
@@ -154,7 +154,7 @@ def _by_turn(paces_S: Paces) -> Floats:
     return pace_TS
 
 
-def _differences(options: ProbeOptions, pace_TS: Floats) -> Floats:
+def _differences(options: WarmupOrder, pace_TS: Floats) -> Floats:
     """For each slot the median of its seconds over its peers'; 1 where its turns lie on both sides of that, or none is.
 
     Peers are all slots of the same device at first, then those of them that were usual at first, if any is there.
@@ -173,7 +173,7 @@ def _differences(options: ProbeOptions, pace_TS: Floats) -> Floats:
     return np.array([1.0 if not known.size or known.min() <= 1 <= known.max() else _centre(known) for known in known_S])
 
 
-def _straggle(options: ProbeOptions, first_S: Floats, ratio_S: Floats) -> float:
+def _straggle(options: WarmupOrder, first_S: Floats, ratio_S: Floats) -> float:
     """The slowest equal slot's seconds over its peers' usual ones, while all worked."""
     seconds_S = first_S.copy()
     for slots in np.arange(options.num_slots).reshape(-1, options.devices_per_host):
@@ -195,7 +195,7 @@ def _usual(seconds_S: Floats, names: Sequence[str]) -> Floats:
     return usual_S
 
 
-def _room(options: ProbeOptions, slot: int) -> int:
+def _room(options: WarmupOrder, slot: int) -> int:
     """How many slots of a host can compute at the same time."""
     host = options.hosts[slot // options.devices_per_host]
     return len(host.devices) if options.device_kind == "cuda" else max(host.cores, 1)
@@ -211,7 +211,7 @@ def _centre(values: Floats) -> float:
 class PaceTest:
     """The part of one slot in the test."""
 
-    options: ProbeOptions
+    options: WarmupOrder
     slot: int
     clock: Callable[[], float] = time.perf_counter
     paces: list[Pace] = field(default_factory=list)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 CLOCK_SM = 1
@@ -151,3 +152,43 @@ def is_same_device(nvml_uuid: str, cuda_uuid: object) -> bool:
 def text(value: str | bytes) -> str:
     """Old bindings answer in bytes."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReading:
+    """Figures of a GPU that has worked for some seconds, like all other slots; 0 if NVML does not report them."""
+
+    sm_clock_hz: float
+    sm_clock_max_hz: float
+    power_w: float
+    """Mean over the last second (nvml.h, nvmlDeviceGetPowerUsage)."""
+    clock_reasons: tuple[str, ...]
+
+
+def read_under_load(uuid: str, work: Callable[[], object]) -> LoadReading | None:
+    """Return the reading of one device; None where NVML does not answer.
+
+    Args:
+        uuid: of the device.
+        work: launches work that the device does while it is read. NVML starts before, as that may take longer.
+
+    """
+    with session() as nvml:
+        return None if nvml is None else _reading(nvml, uuid, work)
+
+
+def _reading(nvml: Any, uuid: str, work: Callable[[], object]) -> LoadReading | None:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:
+        return None
+    work()
+    clock, most = (query(nvml, f"nvmlDeviceGet{name}", handle, CLOCK_SM) for name in ("ClockInfo", "MaxClockInfo"))
+    power = query(nvml, "nvmlDeviceGetPowerUsage", handle)
+    return LoadReading(
+        # NVML reports megahertz and milliwatts.
+        sm_clock_hz=1e6 * (clock or 0),
+        sm_clock_max_hz=1e6 * (most or 0),
+        power_w=1e-3 * (power or 0),
+        clock_reasons=clock_reasons(nvml, handle) or (),
+    )

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples
 from pipette_launch.facts.messages import CollectiveKind, Dimension
-from pipette_launch.probe.device_clock import QueuedCalls, await_device
-from pipette_launch.probe.harness import Budget, Lockstep
-from pipette_launch.probe.links.meter import align, slowest_of_all
-from pipette_launch.probe.options import GroupSamples, ProbeOptions, WorkerResult
+from pipette_launch.probe.instruments import QueuedCalls, await_device
+from pipette_launch.probe.links.pairs import align, slowest_of_all
+from pipette_launch.probe.lockstep import Budget, Lockstep
+from pipette_launch.probe.messages import GroupSamples, WarmupOrder, WorkerResult
 
 COLLECTIVES_SHARE = 0.9
 """No further dimension begins once this part of the budget is spent."""
@@ -57,7 +57,7 @@ def padded_bytes(size_bytes: int, group_size: int) -> int:
 
 
 def measure(
-    options: ProbeOptions,
+    options: WarmupOrder,
     dimensions: Sequence[Dimension],
     *,
     first: int = 0,
@@ -110,7 +110,7 @@ def measure(
     return WorkerResult(slot=rank, collectives=tuple(found), notes=tuple(notes)), num_groups
 
 
-def _open(members: tuple[int, ...], options: ProbeOptions) -> dist.ProcessGroup:
+def _open(members: tuple[int, ...], options: WarmupOrder) -> dist.ProcessGroup:
     """Open a group for a dimension; every rank opens one, alone where it has no peers, and closes none.
 
     With local synchronisation torch names a group by its members and by the number of groups that this process has
@@ -135,7 +135,7 @@ class _Timer:
 
     def __init__(
         self,
-        options: ProbeOptions,
+        options: WarmupOrder,
         kind: CollectiveKind,
         *,
         size: int,

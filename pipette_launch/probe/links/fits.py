@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import accumulate, combinations, permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -17,16 +17,37 @@ from pipette_launch.errors import ProbeError
 from pipette_launch.facts import CollectiveTime, Links, Measurements
 from pipette_launch.facts.measurements import UNSTABLE_SPREAD, LinkSurvey, RailRates
 from pipette_launch.facts.messages import Dimension
-from pipette_launch.probe.harness import Line, fit_line
-from pipette_launch.probe.links.estimate import estimate
-from pipette_launch.probe.links.sampling import Pair, Place
-from pipette_launch.probe.options import GroupSamples, LinkSamples, ProbeOptions, WorkerResult
+from pipette_launch.probe.links.selection import Line, Pair, Place, estimate
+from pipette_launch.probe.messages import GroupSamples, LinkSamples, WarmupOrder, WorkerResult
 from pipette_launch.text import rate_text
 
 MAX_SEND_ENTRIES = 4096
 """Where more pairs than this were measured, only the unstable ones get an entry of their own beside the matrices."""
 UNEVEN_RAILS = 0.10
 """Where pairs are that many, the rails are stored only of those whose rails differ by more than this."""
+
+
+def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
+    """Fit a line through (bytes, seconds) that one disturbed size does not bend (the estimator of Theil and Sen).
+
+    The slope is the median over all pairs of sizes, weighted by the distance between the two sizes. The latency is what
+    the smallest message takes beyond the time of its bytes. Least squares of the relative error, tried first, gave
+    755 Mbit/s for a 300 Mbit/s link whose middle size was disturbed. Where time does not grow with size, the line is
+    the pessimistic one: the smallest time is the latency, and the largest message's whole time is its transfer time.
+    """
+    # A smaller message takes no longer than a larger one. A disturbance that says otherwise is corrected first:
+    # it would count as latency, and the link would look infinitely fast.
+    steady = reversed(list(accumulate(reversed(seconds), min)))
+    points = list(zip(sizes_bytes, (max(value, 1e-9) for value in steady), strict=True))
+    slopes = sorted(((b_s - a_s) / (b - a), b - a) for (a, a_s), (b, b_s) in combinations(points, 2))
+    half = sum(weight for _, weight in slopes) / 2
+    reached = accumulate(weight for _, weight in slopes)
+    seconds_per_byte = next(slope for (slope, _), total in zip(slopes, reached, strict=True) if total >= half)
+    if seconds_per_byte <= 0:
+        size, value = points[-1]
+        return Line(min(seconds), value / size)
+    size, value = points[0]
+    return Line(max(value - size * seconds_per_byte, 0.0), seconds_per_byte)
 
 
 class LinkFit(NamedTuple):
@@ -129,7 +150,7 @@ class EarlierLinks:
     """By slots."""
 
     @classmethod
-    def of(cls, earlier: Measurements, options: ProbeOptions) -> EarlierLinks | None:
+    def of(cls, earlier: Measurements, options: WarmupOrder) -> EarlierLinks | None:
         """Find the hosts of this job in an earlier file, in any order; None where one of them is not in it."""
         then = {host.name: index for index, host in enumerate(earlier.cluster.hosts)}
         size = options.devices_per_host
@@ -156,7 +177,7 @@ def _line(links: Links, source: int, target: int) -> Line:
 
 
 def found_links(
-    options: ProbeOptions, results: Sequence[WorkerResult], earlier: EarlierLinks | None = None
+    options: WarmupOrder, results: Sequence[WorkerResult], earlier: EarlierLinks | None = None
 ) -> FoundLinks:
     """Turn the samples of all workers into matrices of links.
 
@@ -275,7 +296,7 @@ def _sends(fits: Mapping[Pair, LinkFit]) -> tuple[CollectiveTime, ...]:
     )
 
 
-def _unstable(fits: Mapping[Pair, LinkFit], options: ProbeOptions) -> tuple[str, ...]:
+def _unstable(fits: Mapping[Pair, LinkFit], options: WarmupOrder) -> tuple[str, ...]:
     unstable = sorted(((fit.spread, pair) for pair, fit in fits.items() if fit.spread > UNSTABLE_SPREAD), reverse=True)
     if not unstable:
         return ()

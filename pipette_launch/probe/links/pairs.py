@@ -7,21 +7,472 @@ Pairs are measured in rounds of disjoint pairs (`sampling`). What looks slow is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from pipette_launch.probe.harness import Budget, Lockstep
-from pipette_launch.probe.health.suspects import suspect_links
+from pipette_launch.errors import ProbeError
+from pipette_launch.facts import Samples
+from pipette_launch.probe.health.verdicts import suspect_links
+from pipette_launch.probe.instruments import QueuedCalls, await_device
 from pipette_launch.probe.links.fits import fit_link
-from pipette_launch.probe.links.meter import LinkMeter
-from pipette_launch.probe.links.sampling import Round, all_pairs, rounds_of
-from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
+from pipette_launch.probe.links.selection import Pair, Round, all_pairs, rounds_of
+from pipette_launch.probe.lockstep import Budget, Clock, Lockstep
+from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, WarmupOrder, WorkerResult
+
+FIRST_BYTES = 64 << 10
+"""Larger messages wait until the time of this size is known."""
+EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20
+"""A GPU's value is the mean of 8 exchanges in a row of a small message, and of fewer if they would exceed 1 MiB."""
+LEAD_S = 2e-3
+"""Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges."""
+GROWTH = 16
+"""A size that is more than so many times the largest tried one waits until the time of that one is known."""
+TINY_REPEATS = 4
+"""A tiny message costs little and scatters most, so it is sent so many times as often."""
+WARM_BYTES = 256 << 10
+MAX_WARMUPS = 4
+MIN_VALUES = 3
+MAX_VALUES = 24
+TARGET_SPREAD = 0.04
+"""Values with a smaller spread suffice: even if three of five are disturbed, they are at most 9 % too slow."""
+
+
+def ladder(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes to send, ascending: those that are asked for, a tiny one, and a first step where theirs is high."""
+    first = (FIRST_BYTES,) if max(sizes_bytes) > FIRST_BYTES else ()
+    return tuple(sorted({TINY_BYTES, *first, *sizes_bytes}))
+
+
+def num_exchanges(size_bytes: int) -> int:
+    """Return the number of exchanges of a message that a GPU times as one value; both ends know it by the size."""
+    return max(1, min(EXCHANGES, EXCHANGED_BYTES // size_bytes))
+
+
+def in_passes(counts: Sequence[int]) -> Iterator[int]:
+    """The order of so many messages of each size: passes over all sizes, the largest first.
+
+    With passes a disturbance of a second affects a value or two of every size, and not all values of one.
+    """
+    regular = counts[1:] if any(counts[1:]) else counts
+    passes = max(regular, default=0)
+    for turn in range(passes):
+        for index in reversed(range(len(counts))):
+            for _ in range(counts[index] * (turn + 1) // passes - counts[index] * turn // passes):
+                yield index
+
+
+def sending_order(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """The same order as (size, count), for rails that begin every message together; only tiny ones have counts."""
+    found: list[tuple[int, int]] = []
+    for index, run in groupby(in_passes(counts)):
+        count = len(list(run))
+        found += [(index, count)] if index == 0 else [(index, 1)] * count
+    return found
+
+
+def quartile_spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles over the median; of at least two values.
+
+    Stricter than the median absolute deviation, which calls (1, 1, 1, 2, 2) steady.
+    """
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / (2 * middle) if middle else 0.0
+
+
+def undisturbed(values: Sequence[float]) -> list[float]:
+    """The fastest quarter of the times of a tiny message.
+
+    Where processes wait for a processor, the median contains that wait. A large message does not wait as long, as its
+    bytes travel meanwhile; so subtracting the median from its time made links look up to a fifth too fast.
+    """
+    return sorted(values)[: max(1, len(values) // 4)]
+
+
+def condensed(samples: Samples) -> Samples:
+    """Three values around the lower quartile, with the spread of all values, and the last warm-up.
+
+    The lower quartile counts, because a disturbance only slows a message down: medians of the same messages were up to
+    a half further off the rates set on a laboratory's links, and the fastest value is too fast where a queue was empty.
+    Rank 0 gets three values only: with 64 hosts of 8 devices all values of all links would be 50 MB of text.
+    """
+    values = samples.values_s
+    quartile = statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
+    away = quartile * samples.spread
+    return Samples(
+        values_s=tuple(map(_rounded, (max(quartile - away, 0.0), quartile, quartile + away))),
+        warmup_s=tuple(map(_rounded, samples.warmup_s[-1:])),
+    )
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.6g}")
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """The times that the sender of one direction has measured, and the messages that it still wants to send."""
+
+    sizes: tuple[int, ...]
+    """From `ladder`."""
+    repeats: int
+    """Number of values of each size before their spread is computed."""
+    warmups: int
+    bound_s: float
+    """Seconds that this direction may take; the least number of messages is sent in any case."""
+    is_queued: bool = False
+    """Each value is a mean of `num_exchanges`, as on GPUs."""
+    warm_s: list[list[float]] = field(init=False)
+    values_s: list[list[float]] = field(init=False)
+    own_s: list[list[float]] = field(init=False)
+    """The times of this rail alone, of the same messages as `values_s`."""
+
+    def __post_init__(self) -> None:
+        self.warm_s = [[] for _ in self.sizes]
+        self.values_s = [[] for _ in self.sizes]
+        self.own_s = [[] for _ in self.sizes]
+
+    def add(self, index: int, own_s: float, all_s: float | None = None) -> None:
+        """Record one message of size `index`: first its warm-ups, then its values.
+
+        `own_s` is the time of this rail, `all_s` that until all rails had finished; None = there is one rail.
+        """
+        seconds = own_s if all_s is None else all_s
+        if len(self.warm_s[index]) < self._num_warmups(index):
+            self.warm_s[index].append(seconds)
+        else:
+            self.values_s[index].append(seconds)
+            self.own_s[index].append(own_s)
+
+    def wish(self) -> tuple[int, ...]:
+        """How many messages of each size should follow; none when enough is known.
+
+        Warm-ups come first, from small to large, and end below the first size that the time does not allow. Then as
+        many values as it allows, up to `repeats`; then twice as many where they still scatter, and so on.
+        """
+        return self._next_warmups() or self._next_values() or (0,) * len(self.sizes)
+
+    def samples(self, *, own: bool = False) -> tuple[tuple[int, ...], tuple[Samples, ...]]:
+        """The sizes that have values, and the values: until all rails had finished, or only this one."""
+        values_s = self.own_s if own else self.values_s
+        kept = [index for index, values in enumerate(values_s) if values]
+        counted = (undisturbed(values_s[i]) if self.sizes[i] == TINY_BYTES else values_s[i] for i in kept)
+        samples = tuple(
+            Samples(values_s=tuple(values), warmup_s=tuple(self.warm_s[i]))
+            for i, values in zip(kept, counted, strict=True)
+        )
+        return tuple(self.sizes[index] for index in kept), samples
+
+    def _num_warmups(self, index: int) -> int:
+        return max(1, self.warmups, min(MAX_WARMUPS, WARM_BYTES // self.sizes[index]))
+
+    def _next_warmups(self) -> tuple[int, ...] | None:
+        tried = sum(map(bool, self.warm_s))
+        reach = max(FIRST_BYTES, GROWTH * self.sizes[tried - 1] if tried else 0)
+        counts = [0] * len(self.sizes)
+        for index in range(tried, len(self.sizes)):
+            known = self.sizes[index] <= reach or index == tried
+            if not known or (tried and index >= MIN_SIZES and not self._affords(index, tried - 1)):
+                break
+            counts[index] = self._num_warmups(index)
+        return tuple(counts) if any(counts) else None
+
+    def _affords(self, index: int, tried: int) -> bool:
+        """Whether the least number of messages of a size fits into the time, by the largest size that was tried."""
+        seconds = self.warm_s[tried][-1] * self.sizes[index] / self.sizes[tried]
+        return self._took_s(index, seconds) * (self._num_warmups(index) + MIN_VALUES) <= self.bound_s
+
+    def _next_values(self) -> tuple[int, ...] | None:
+        kept = [index for index, warm in enumerate(self.warm_s) if warm]
+        lacking = [index for index in kept if len(self.values_s[index]) < MIN_VALUES]
+        if lacking:
+            return self._more(lacking, max(MIN_VALUES, self._affordable(lacking, self.repeats)))
+        unsure = [index for index in kept if quartile_spread(self.values_s[index]) > TARGET_SPREAD]
+        if any(self.sizes[index] != TINY_BYTES for index in unsure):
+            # The same disturbance may have affected all values of another size, which then show no scatter.
+            unsure = kept
+        had = max((len(self.values_s[index]) // self._factor(index) for index in unsure), default=MAX_VALUES)
+        count = self._affordable(unsure, min(had, MAX_VALUES - had))
+        return self._more(unsure, count) if count > 0 else None
+
+    def _factor(self, index: int) -> int:
+        return TINY_REPEATS if self.sizes[index] == TINY_BYTES else 1
+
+    def _took_s(self, index: int, value_s: float) -> float:
+        """Return the time that measuring a value takes."""
+        return LEAD_S + num_exchanges(self.sizes[index]) * value_s if self.is_queued else value_s
+
+    def _affordable(self, indices: Sequence[int], wanted: int) -> int:
+        """How many passes over these sizes the time still allows, at most `wanted`."""
+        latest = [
+            self._took_s(index, (self.values_s[index] or self.warm_s[index])[-1]) * self._factor(index)
+            for index in indices
+        ]
+        left_s = self.bound_s - sum(
+            self._took_s(index, value)
+            for one_s in (self.warm_s, self.values_s)
+            for index, values in enumerate(one_s)
+            for value in values
+        )
+        return min(wanted, int(left_s / max(sum(latest), 1e-9)))
+
+    def _more(self, indices: Sequence[int], count: int) -> tuple[int, ...]:
+        return tuple(count * self._factor(index) if index in indices else 0 for index in range(len(self.sizes)))
+
+
+Group: TypeAlias = tuple[Pair, ...]
+"""Pairs of slots that are measured together: the rails of a pair of hosts, or one pair of local devices."""
+Mine: TypeAlias = tuple[int, Pair]
+"""The index of the group that this rank is in, and its pair in it."""
+PARTNER_SHARE = 0.8
+"""Part of the deadline within which the own partner must answer: a rank that knows the name must fail first."""
+
+
+def rail_groups(pairs: Sequence[Pair], devices_per_host: int) -> tuple[Group, ...]:
+    """All rails of each pair of hosts: device i of one talks to device i of the other, for all i at once."""
+    size = devices_per_host
+    return tuple(tuple((a * size + rail, b * size + rail) for rail in range(size)) for a, b in pairs)
+
+
+def local_groups(pairs: Sequence[Pair], num_hosts: int, devices_per_host: int) -> tuple[Group, ...]:
+    """The same pairs of local devices in every host at once, each a group of its own."""
+    bases = range(0, num_hosts * devices_per_host, devices_per_host)
+    return tuple(((base + a, base + b),) for base in bases for a, b in pairs)
+
+
+def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
+    """Turn times of message plus tiny acknowledgement into one-way times.
+
+    The first entry is the tiny message itself, so half of its median is what the acknowledgement took.
+    """
+    back_s = round_trips[0].median_s / 2
+    return tuple(
+        Samples(
+            values_s=tuple(max(value - back_s, min(value, back_s)) for value in samples.values_s),
+            warmup_s=samples.warmup_s,
+        )
+        for samples in round_trips
+    )
+
+
+@dataclass(kw_only=True)
+class LinkMeter:
+    """Measures pairs of hosts, or of local devices; every rank calls the same methods in the same order.
+
+    Each rank returns what it sent. The caller decides whether there is time for another round.
+    """
+
+    options: WarmupOrder
+    lockstep: Lockstep
+    """Where this worker reports its progress."""
+    bound_s: float
+    """Seconds that one direction of a pair may take."""
+    clock: Clock = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self.sizes = ladder(self.options.message_sizes_bytes)
+        self._buffer = torch.zeros(self.sizes[-1], dtype=torch.uint8, device=self.options.device_kind)
+        self._ack = torch.zeros(TINY_BYTES, dtype=torch.uint8, device=self.options.device_kind)
+        self._place = ""
+        self._rank = self.lockstep.rank
+        self._queued = QueuedCalls(self.clock) if self.options.device_kind == "cuda" else None
+
+    def measure(
+        self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0, within: bool = False
+    ) -> tuple[LinkSamples, ...]:
+        """Measure pairs of hosts, all rails at once, or pairs of local devices, in every host at once.
+
+        Args:
+            rounds: in each, pairs of hosts or of local devices; none of them appears twice in a round.
+            first: the number of the first round in error messages.
+            of: the number of all rounds in error messages; 0 = as many as `rounds`.
+            within: the pairs are of local devices.
+
+        Raises:
+            ProbeError: a partner did not answer by the deadline; the message names its slot and the round.
+
+        """
+        num_hosts, size = len(self.options.hosts), self.options.devices_per_host
+        found = []
+        for number, pairs in enumerate(rounds, start=first):
+            groups = local_groups(pairs, num_hosts, size) if within else rail_groups(pairs, size)
+            self._place = f"round {number} of {of or len(rounds)} {'within' if within else 'between'} hosts"
+            peers = [slot for group in groups for pair in group if self._rank in pair for slot in pair]
+            self.lockstep.progress.step(number - 1, of or len(rounds), self._place, peers=set(peers) - {self._rank})
+            found.append(self._round(groups))
+        return tuple(link for link in found if link is not None)
+
+    def _round(self, groups: Sequence[Group]) -> LinkSamples | None:
+        """Measure both directions of all pairs, low ends first; returns what this rank sent, if it had a partner."""
+        mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self._rank in pair), None)
+        with self._deadline("the others"):
+            align(self.options.device_kind, self.options.wait_s(), self.clock)
+        if mine is not None:
+            # The first contact opens connections, which training does once; no timed message should pay for it.
+            self._swap(self._ack, self._ack.clone(), mine[1], sends_first=self._rank == mine[1][0])
+        found = None
+        for end in (0, 1):
+            tally = None
+            if mine is not None and self._rank == mine[1][end]:
+                options = self.options
+                tally = Tally(
+                    sizes=self.sizes,
+                    repeats=options.repeats,
+                    warmups=options.warmups,
+                    bound_s=self.bound_s,
+                    is_queued=self._queued is not None,
+                )
+            self._direction(groups, mine, tally)
+            if tally is not None and mine is not None:
+                sizes, own = tally.samples(own=True)
+                _, together = tally.samples()
+                has_rails = len(groups[mine[0]]) > 1
+                found = LinkSamples(
+                    source=self._rank,
+                    target=mine[1][1 - end],
+                    sizes_bytes=sizes,
+                    samples=tuple(map(condensed, one_way(own))),
+                    together=tuple(map(condensed, one_way(together))) if has_rails else (),
+                )
+        return found
+
+    def _direction(self, groups: Sequence[Group], mine: Mine | None, tally: Tally | None) -> None:
+        """Let all senders of one direction send, step by step, until none wants more; only a sender has a tally.
+
+        Every message begins on all rails at once, and counts until the last of them has finished. Without that, rails
+        that share a wire drift apart, and each finds the wire free while the others pause.
+        """
+        has_rails = any(len(group) > 1 for group in groups)
+        while True:
+            wishes = torch.zeros((len(groups), len(self.sizes) + 1), dtype=torch.float64)
+            if mine is not None and tally is not None:
+                wishes[mine[0], 1:] = torch.tensor(tally.wish(), dtype=torch.float64)
+            if self._queued is not None:
+                wishes[:, 0] = self._queued.wanted
+            agreed = self._largest(wishes)
+            if self._queued is not None:
+                # Rails that share a wire must begin at the same time.
+                self._queued.passes = int(agreed[0][0])
+            orders = [sending_order(list(map(int, wish))) for _, *wish in agreed]
+            if not any(orders):
+                return
+            for step in range(max(map(len, orders))):
+                times = torch.zeros((len(groups), 1), dtype=torch.float64)
+                index = 0
+                own_s: list[float] = []
+                if mine is not None and step < len(orders[mine[0]]):
+                    index, count = orders[mine[0]][step]
+                    own_s = [self._message(index, mine[1], is_sender=tally is not None) for _ in range(count)]
+                    times[mine[0]] = max(own_s) if tally is not None else 0.0
+                slowest = self._largest(times) if has_rails else times.tolist()
+                if mine is not None and tally is not None:
+                    for seconds in own_s:
+                        # A tiny message is all latency: it does not share the wire with other rails.
+                        tally.add(index, seconds, slowest[mine[0]][0] if index else seconds)
+
+    def _largest(self, wishes: torch.Tensor) -> list[list[float]]:
+        """For each group the largest numbers of its rails; all ranks leave this call at the same time."""
+        shared = wishes.to(self.options.device_kind)
+        with self._deadline("the others"):
+            self._finish([dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)], self.options.wait_s())
+        largest: list[list[float]] = shared.tolist()
+        return largest
+
+    def largest(self, number: float) -> float:
+        """Return the largest of all ranks' numbers; every rank calls this."""
+        return self._largest(torch.tensor([[number]], dtype=torch.float64))[0][0]
+
+    def _message(self, index: int, pair: Pair, *, is_sender: bool) -> float:
+        """Send or answer a message of this size; returns the seconds until the answer was there.
+
+        Both ends of a pair queue the same number of exchanges on a GPU, as both know the size.
+        """
+        if self._queued is None:
+            before_s = self.clock()
+            self._swap(*self._ends(index, is_sender=is_sender), pair, sends_first=is_sender)
+            return self.clock() - before_s
+        peer = pair[0] + pair[1] - self._rank
+
+        def exchange(index: int) -> None:
+            for operation in _operations(*self._ends(index, is_sender=is_sender), peer, sends_first=is_sender):
+                for work in dist.batch_isend_irecv([operation]):
+                    # Only the stream waits.
+                    work.wait()
+
+        with self._deadline(self.options.slot_name(peer)):
+            return self._queued.seconds(
+                partial(exchange, index),
+                num_exchanges(self.sizes[index]),
+                timeout_s=PARTNER_SHARE * self.options.wait_s(),
+                first=partial(exchange, 0),
+            )
+
+    def _ends(self, index: int, *, is_sender: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tensors that this rank sends and receives: message and acknowledgement, or the reverse."""
+        message = self._buffer[: self.sizes[index]]
+        return (message, self._ack) if is_sender else (self._ack, message)
+
+    def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, pair: Pair, *, sends_first: bool) -> None:
+        """Send one message and receive one, in this order or the other, and wait until the device has done both."""
+        peer = pair[0] + pair[1] - self._rank
+        with self._deadline(self.options.slot_name(peer)):
+            for operation in _operations(outgoing, incoming, peer, sends_first=sends_first):
+                self._finish(dist.batch_isend_irecv([operation]), PARTNER_SHARE * self.options.wait_s())
+
+    def _finish(self, works: Iterable[dist.Work | None], timeout_s: float) -> None:
+        """Wait until transfers are done, on the device too; raises RuntimeError or TimeoutError at the deadline."""
+        for work in works:
+            assert work is not None, "every rank is in the world's communicator"
+            # NCCL's wait only queues the work on the device, and its deadline does not reach the device.
+            work.wait() if self._ack.is_cuda else work.wait(timedelta(seconds=timeout_s))
+        if self._ack.is_cuda:
+            await_device(timeout_s, self.clock)
+
+    @contextmanager
+    def _deadline(self, whom: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ProbeError(f"links: no answer from {whom} in {self._place} ({said})") from error
+
+
+def _operations(
+    outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, *, sends_first: bool
+) -> tuple[dist.P2POp, dist.P2POp]:
+    """Return a send and a receive, each for a `batch_isend_irecv` of its own, in the order in which they run.
+
+    That function uses the world's communicator, where NCCL's plain send would open one for each pair.
+    """
+    send = dist.P2POp(dist.isend, outgoing, peer)
+    receive = dist.P2POp(dist.irecv, incoming, peer)
+    return (send, receive) if sends_first else (receive, send)
+
+
+def align(device_kind: str, timeout_s: float, clock: Clock = time.perf_counter) -> None:
+    """Wait until all ranks are here, by the smallest all-reduce; raises TimeoutError at a GPU's deadline."""
+    slowest_of_all(0.0, device_kind, timeout_s, clock)
+
+
+def slowest_of_all(seconds: float, device_kind: str, timeout_s: float, clock: Clock = time.perf_counter) -> float:
+    """Return the largest of all ranks' numbers; all ranks leave this call at the same time."""
+    largest = torch.tensor([seconds], dtype=torch.float64, device=device_kind)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    if device_kind == "cuda":
+        await_device(timeout_s, clock)
+    return float(largest)
+
 
 LINKS_SHARE = 0.7
 """Links may use the budget up to this part of it; the rest belongs to collectives."""
@@ -42,7 +493,7 @@ def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
 
 
 def measure(
-    options: ProbeOptions,
+    options: WarmupOrder,
     *,
     lockstep: Lockstep,
     budget: Budget,
@@ -146,14 +597,14 @@ def settled(
     return tuple(min(links, key=seconds_per_byte) for links in zip(*found, strict=True))
 
 
-def suspect_rounds(options: ProbeOptions, rank: int, links: Sequence[LinkSamples]) -> tuple[Round, ...]:
+def suspect_rounds(options: WarmupOrder, rank: int, links: Sequence[LinkSamples]) -> tuple[Round, ...]:
     """Pairs of hosts that look slower than the other links explain, in rounds; the same answer on every rank."""
     if len(options.hosts) < 2:
         return ()
     return rounds_of(suspect_links(shared_bandwidth_HH(options, rank, links)))
 
 
-def shared_bandwidth_HH(options: ProbeOptions, rank: int, links: Sequence[LinkSamples]) -> NDArray[np.float64]:
+def shared_bandwidth_HH(options: WarmupOrder, rank: int, links: Sequence[LinkSamples]) -> NDArray[np.float64]:
     """Bytes/s between all hosts, as all ranks measured them; nan = not measured. The same numbers on every rank."""
     num_hosts, size = len(options.hosts), options.devices_per_host
     everyone = torch.zeros((options.num_slots, num_hosts), dtype=torch.float64)

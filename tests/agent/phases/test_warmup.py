@@ -23,7 +23,7 @@ from pipette_launch.agent.phases import warmup
 from pipette_launch.agent.phases.warmup import Warmup
 from pipette_launch.agent.sync.store import RoundOver, RoundStore
 from pipette_launch.facts.messages import Decision
-from pipette_launch.probe.progress import Sign, last_error, last_sign
+from pipette_launch.probe.messages import Sign, last_error, last_sign
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parents[3]

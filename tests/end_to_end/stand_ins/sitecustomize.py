@@ -15,9 +15,9 @@ if "pipette_launch.probe.run" in sys.orig_argv:
 
     from pipette_launch.facts import files
     from pipette_launch.facts.health import Verdict
-    from pipette_launch.probe.options import ProbeOptions
+    from pipette_launch.probe.messages import WarmupOrder
 
-    asked = files.read(Path(sys.orig_argv[-1]), ProbeOptions)
+    asked = files.read(Path(sys.orig_argv[-1]), WarmupOrder)
     if os.environ["RANK"] == "0":
         cluster = replace(tiny_cluster(len(asked.hosts), asked.devices_per_host), hosts=asked.hosts)
         measured = tiny_measurements(cluster, asked.cases)
@@ -36,9 +36,9 @@ if "pipette_patches.run" in sys.orig_argv:
 
 if "pipette_launch" in sys.orig_argv and os.environ.get("SICK", "?") == os.environ.get("SLURMD_NODENAME"):
     from pipette_launch.facts.health import DeviceCondition, Holder
-    from pipette_launch.probe.health import condition
+    from pipette_launch.probe.health import inventory
 
-    condition.conditions = lambda host: tuple(  # type: ignore[assignment]
+    inventory.conditions = lambda host: tuple(  # type: ignore[assignment]
         DeviceCondition(
             uuid=device.uuid,
             holders=(Holder(pid=17, name="somebody", used_bytes=device.memory_total_bytes),) if index == 0 else (),

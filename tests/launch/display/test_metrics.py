@@ -19,7 +19,7 @@ from pipette_launch.launch.cache.plans import Cache
 from pipette_launch.launch.display import metrics as module
 from pipette_launch.launch.display.metrics import ALIVE_S, KEPT, JobMetrics, MetricsFile, metrics_text
 from pipette_launch.megatron.logs import Iteration
-from pipette_launch.probe.progress import PhaseEnd, Sign
+from pipette_launch.probe.messages import PhaseEnd, Sign
 
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 RATED = replace(TWO, chosen=replace(TWO.chosen, rate=Rate(tokens_per_s=1000.0, flops_per_s=1e9, mfu=None)), floor_s=0.1)

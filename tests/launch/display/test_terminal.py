@@ -11,7 +11,7 @@ from launch.worlds import options, plan, records
 from pipette_launch.facts import Layout
 from pipette_launch.facts.messages import Decision
 from pipette_launch.launch.display.terminal import Kept, Terminal
-from pipette_launch.probe.progress import Sign
+from pipette_launch.probe.messages import Sign
 
 MADE = replace(plan(Layout(pp=2, dp=2)), notes=("Matrix products reach 72% of a peak.",))
 WARMUP = Decision(

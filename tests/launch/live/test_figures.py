@@ -13,7 +13,7 @@ from pipette_launch.errors import FileFormatError
 from pipette_launch.launch.cache.plans import Cache
 from pipette_launch.launch.display.metrics import KEPT, MetricsFile
 from pipette_launch.launch.live.figures import read_job, samples_of
-from pipette_launch.probe.progress import PhaseEnd, Sign
+from pipette_launch.probe.messages import PhaseEnd, Sign
 
 
 def kept(root: Path, *, decides: bool = True, now_s: float = 1000.0) -> MetricsFile:

@@ -14,7 +14,7 @@ from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.megatron import failure_of
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.messages import WarmupOrder
 
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 
@@ -83,7 +83,7 @@ def test_the_next_start_believes_the_trials(tmp_path: Path) -> None:
     asks: dict[str, Any] = {"cache": tmp_path / "cache", "trials": 1}
     first = coordinator(tmp_path, options(**asks))
     warmup = first.decide(records(), None)
-    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
     started = first.after_warmup(warmup, "")
     ended = play(first, started, {Layout(dp=4): 1.0})[-1]

@@ -21,8 +21,8 @@ from probe.workers import OneRankStore, tiny_options
 from pipette_launch.facts import files
 from pipette_launch.probe.compute import slot_speeds
 from pipette_launch.probe.compute.slot_speeds import PaceTest, Speeds, queued_s, speeds
-from pipette_launch.probe.harness import Lockstep
-from pipette_launch.probe.options import Pace, ProbeOptions
+from pipette_launch.probe.lockstep import Lockstep
+from pipette_launch.probe.messages import Pace, WarmupOrder
 
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).parents[1] / "pace_worker.py"
@@ -111,7 +111,7 @@ def undisturbed(worker: subprocess.Popen[bytes]) -> Iterator[None]:
 Disturbance = Callable[[subprocess.Popen[bytes]], AbstractContextManager[None]]
 
 
-def order(folder: Path) -> ProbeOptions:
+def order(folder: Path) -> WarmupOrder:
     """Hosts of one slot each, which share this machine's cores."""
     options = tiny_options(folder, hosts=SLOTS, devices=1)
     return replace(options, hosts=tuple(replace(host, cores=os.cpu_count() or 1) for host in options.hosts))

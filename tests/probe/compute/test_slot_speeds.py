@@ -14,12 +14,12 @@ from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.facts import ComputeTime, Samples
 from pipette_launch.probe.compute.slot_speeds import SAME_SPEED, Speeds, factors, on_the_wall, speeds, to_measure
-from pipette_launch.probe.options import Pace, ProbeOptions, WorkerResult
+from pipette_launch.probe.messages import Pace, WarmupOrder, WorkerResult
 
 NAN = math.nan
 
 
-def hosts(number: int, devices: int = 1, *, cores: int = 2, names: Sequence[str] = ()) -> ProbeOptions:
+def hosts(number: int, devices: int = 1, *, cores: int = 2, names: Sequence[str] = ()) -> WarmupOrder:
     """So many hosts; `names` of their devices, host by host, if they differ."""
     options = tiny_options(Path("/nowhere"), hosts=number, devices=devices)
     kinds = iter(names)

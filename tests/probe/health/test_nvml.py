@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import Host
-from pipette_launch.probe.health import condition, inventory, nvml
+from pipette_launch.probe.health import inventory, nvml
+from pipette_launch.probe.health.nvml import LoadReading, read_under_load
 from pipette_launch.probe.health.verdicts import judge
 
 MIB = 1 << 20
@@ -25,7 +26,7 @@ def host_of(num_devices: int) -> Host:
 def verdicts(num_devices: int) -> list[tuple[str, bool]]:
     """Kinds of all verdicts on this host, and whether they are faults."""
     host = host_of(num_devices)
-    return [(one.kind, one.is_sick) for one in judge([host], [condition.conditions(host, sleep=lambda _: None)])]
+    return [(one.kind, one.is_sick) for one in judge([host], [inventory.conditions(host, sleep=lambda _: None)])]
 
 
 @pytest.mark.parametrize("reserved_mib", [328, 516, 700, 763])
@@ -144,7 +145,7 @@ def test_a_driver_that_has_just_started_makes_nobody_busy(monkeypatch: pytest.Mo
     library = install(monkeypatch, FakeNvml(1))
     library.is_asleep, library.used = True, GIB // 8
     waits: list[float] = []
-    (found,) = condition.conditions(host_of(1), sleep=waits.append)
+    (found,) = inventory.conditions(host_of(1), sleep=waits.append)
 
     assert (0.0, [1.0]) == (found.utilisation, waits)
 
@@ -171,3 +172,45 @@ def test_a_device_that_nobody_holds_is_not_busy(monkeypatch: pytest.MonkeyPatch)
 def test_uuids_are_compared_without_nvmls_prefix(ours: str, cudas: str | None, is_same: bool) -> None:
     """MIG devices cannot be compared, nor can a device whose UUID torch does not report."""
     assert is_same == nvml.is_same_device(ours, cudas)
+
+
+POWER_CAP = 0x4
+"""nvmlClocksEventReasonSwPowerCap (nvml.h)."""
+
+
+def test_a_capped_gpu_in_si_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megahertz, milliwatts and a bit become hertz, watts and a name."""
+    nvml = FakeNvml(1)
+    nvml.answers = {("ClockInfo", 0): 1605, ("PowerUsage", 0): 698_500, ("ClocksEventReasons", 0): POWER_CAP}
+    install(monkeypatch, nvml)
+
+    expected = LoadReading(sm_clock_hz=1.605e9, sm_clock_max_hz=1.98e9, power_w=698.5, clock_reasons=("SwPowerCap",))
+    assert expected == read_under_load("GPU-aaaa-0", lambda: None)
+    assert 0 == nvml.open
+
+
+def test_the_device_is_read_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML starts before the work does: the work of one layer would be over by then."""
+    nvml = install(monkeypatch, FakeNvml(1))
+
+    def work() -> None:
+        assert 1 == nvml.open
+        nvml.answers = {("ClockInfo", 0): 1605, ("ClocksEventReasons", 0): POWER_CAP}
+
+    found = read_under_load("GPU-aaaa-0", work)
+
+    assert found is not None
+    assert (1.605e9, ("SwPowerCap",)) == (found.sm_clock_hz, found.clock_reasons)
+
+
+def test_what_a_driver_does_not_report_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused power is 0 W, and no driver gives no reading: a figure for a note costs no measurement."""
+    nvml = FakeNvml(1)
+    nvml.answers = {("PowerUsage", 0): nvml.NVMLError}
+    install(monkeypatch, nvml)
+    found = read_under_load("GPU-aaaa-0", lambda: None)
+    install(monkeypatch, FakeNvml(0))
+
+    assert found is not None
+    assert 0 == found.power_w
+    assert read_under_load("GPU-aaaa-0", lambda: None) is None

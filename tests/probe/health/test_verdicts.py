@@ -8,11 +8,279 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gpu_rules.nvml import GIB, HEALTHY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from pipette_launch.facts import Device, Host
 from pipette_launch.facts.health import DeviceCondition, Holder, Verdict
-from pipette_launch.probe.health.suspects import SlowSlot
-from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, judge, link_verdicts
+from pipette_launch.probe.health.verdicts import (
+    SlowSlot,
+    confirmed_hosts,
+    confirmed_links,
+    confirmed_slots,
+    device_verdicts,
+    faults_first,
+    judge,
+    link_verdicts,
+    suspect_links,
+    suspect_slots,
+)
+
+RATE = 10e9
+TYPICAL_NOISE = 0.05
+BAD_NOISE = 0.1
+
+
+def flat(num_hosts: int) -> NDArray[np.float64]:
+    """Every link alike."""
+    return np.full((num_hosts, num_hosts), RATE)
+
+
+def test_one_slow_direction_is_suspected() -> None:
+    """Of four equal hosts' twelve links only the throttled direction is measured again, and confirmed."""
+    rates = flat(4)
+    rates[1, 2] *= 0.5
+    again = np.full((4, 4), np.nan)
+    again[1, 2] = RATE / 2
+
+    assert ((1, 2),) == suspect_links(rates)
+    (link,) = confirmed_links(rates, again)
+    assert (1, 2, RATE / 2) == (link.source, link.target, pytest.approx(link.bytes_per_s))
+    assert RATE == pytest.approx(link.peers_bytes_per_s)
+
+
+def test_a_second_measurement_clears() -> None:
+    """What was slow once and is well the second time is no verdict."""
+    rates = flat(4)
+    rates[1, 2] *= 0.5
+    again = np.full((4, 4), np.nan)
+    again[1, 2] = RATE
+
+    assert () == confirmed_links(rates, again)
+
+
+def test_a_slow_host_is_one_finding_each_way() -> None:
+    """All links of host 2 at half the rate accuse the host, not the links."""
+    rates = flat(5)
+    rates[2], rates[:, 2] = RATE / 2, RATE / 2
+    again = np.full((5, 5), np.nan)
+    for pair in suspect_links(rates):
+        again[pair] = RATE / 2
+
+    assert {2} == {host for host in range(5) if all(host in pair for pair in suspect_links(rates))}
+    assert [(2, "sends"), (2, "receives")] == [(slow.host, slow.direction) for slow in confirmed_hosts(rates, again)]
+    assert () == confirmed_links(rates, again)
+
+
+def test_a_slow_slot_is_found_among_its_own_kind() -> None:
+    """Another type of device is slower by nature; one of the same type is not."""
+    seconds = np.array([1.0, 1.0, 1.3, 1.0, 2.0, 2.0])
+    names = ["new"] * 4 + ["old"] * 2
+    again = np.array([math.nan, math.nan, 1.3, math.nan, math.nan, math.nan])
+
+    assert {2: 1.0} == suspect_slots(seconds, alike_S=names)
+    (slow,) = confirmed_slots(seconds, again, alike_S=names)
+    assert (2, pytest.approx(1.3), 1.0) == (slow.slot, slow.seconds, slow.peers_seconds)
+
+
+def islands(num_hosts: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Two islands of at least two hosts, joined by slower links."""
+    inside = rng.permutation(np.arange(num_hosts) < rng.integers(2, num_hosts - 1))
+    return np.where(inside[:, None] == inside, RATE, RATE * rng.uniform(0.1, 0.8))
+
+
+def fat_tree(num_hosts: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Leaves of two to eight hosts, two leaves to a pod, each tier slower than the one below."""
+    leaf = np.arange(num_hosts) // rng.integers(2, 9)
+    leaf[leaf == leaf.max()] = max(0, leaf.max() - 1)
+    leaf = rng.permutation(leaf)
+    pod = leaf // 2
+    up, top = rng.uniform(0.3, 0.9, 2)
+    return RATE * np.where(leaf[:, None] == leaf, 1.0, np.where(pod[:, None] == pod, up, up * top))
+
+
+def measured(
+    truth: NDArray[np.float64], noise: float, rng: np.random.Generator, *, times: int = 1
+) -> tuple[set[tuple[int, int]], set[int]]:
+    """Links and hosts that are still accused after what is suspected was measured again so many times."""
+    first = truth * np.exp(rng.normal(0, noise, truth.shape))
+    again = np.full_like(truth, np.nan)
+    for pair in suspect_links(first):
+        again[pair] = truth[pair] * math.exp(rng.normal(0, noise, times).mean())
+    links = confirmed_links(first, again, times=times)
+    return {(link.source, link.target) for link in links}, {slow.host for slow in confirmed_hosts(first, again)}
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> NDArray[np.float64]:
+    """Any network in which the narrowest point on the only way decides: a random tree, and NICs of unequal speed."""
+    count = draw(st.integers(2, 10))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    groups, rates = [[host] for host in range(count)], np.zeros((count, count))
+    for rate in np.sort(rng.uniform(0.01, 1.0, count - 1))[::-1]:
+        one, other = (groups.pop(int(rng.integers(len(groups)))) for _ in range(2))
+        rates[np.ix_(one, other)] = rates[np.ix_(other, one)] = rate
+        groups.append(one + other)
+    # A NIC may send faster than it receives, but of two hosts nothing then explains either direction.
+    sends, receives = rng.uniform(0.2, 1.0, (2, count)) if count > 2 else np.ones((2, 2))
+    return RATE * np.minimum(np.minimum.outer(sends, receives), rates)
+
+
+@given(trees())
+@settings(max_examples=60, deadline=None)
+def test_no_link_of_a_tree_is_accused(rates: NDArray[np.float64]) -> None:
+    """However unequal tiers, islands and NICs are: what the narrowest point explains is no fault of a link."""
+    assert () == confirmed_links(rates, rates)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 4, 8, 16])
+def test_a_healthy_uniform_cluster_raises_no_alarm(num_hosts: int) -> None:
+    """Twelve clusters with typical and twelve with bad noise, none accused; benchmarks.bench_health judges more."""
+    rng = np.random.default_rng(num_hosts)
+
+    for noise in (TYPICAL_NOISE, BAD_NOISE):
+        assert [(set(), set())] * 12 == [measured(flat(num_hosts), noise, rng, times=3) for _ in range(12)]
+
+
+@pytest.mark.parametrize("network", [islands, fat_tree])
+def test_islands_and_tiers_raise_no_alarm(network: object) -> None:
+    """Twenty networks of 4 to 24 hosts under typical noise, none accused."""
+    rng = np.random.default_rng(5)
+    truths = [network(int(count), rng) for count in rng.integers(4, 25, 20)]  # type: ignore[operator]
+
+    assert [(set(), set())] * 20 == [measured(truth, TYPICAL_NOISE, rng) for truth in truths]
+
+
+@pytest.mark.parametrize("num_hosts", [3, 4, 5, 8, 16])
+def test_a_slow_link_is_found(num_hosts: int) -> None:
+    """At half the rate of its peers, under typical noise: found each time, and nothing else."""
+    rng = np.random.default_rng(num_hosts)
+    for _ in range(20):
+        truth = flat(num_hosts)
+        pair = tuple(int(place) for place in rng.choice(num_hosts, 2, replace=False))
+        truth[pair] *= 0.5
+
+        assert ({pair}, set()) == measured(truth, TYPICAL_NOISE, rng)
+
+
+def test_a_slow_link_inside_an_island_is_found() -> None:
+    """At 0.6 of its island's rate it is still faster than all links between the islands."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        inside = np.arange(12) < 6
+        truth = np.where(inside[:, None] == inside, RATE, RATE * 0.3)
+        truth[2, 4] = truth[4, 2] = 0.6 * RATE
+
+        assert ({(2, 4), (4, 2)}, set()) == measured(truth, TYPICAL_NOISE, rng)
+
+
+def test_three_more_measurements_find_what_bad_noise_hides() -> None:
+    """A link at 0.5 among 16 hosts whose measurements scatter by 10 %."""
+    rng = np.random.default_rng(3)
+    for _ in range(10):
+        truth = flat(16)
+        truth[3, 7] = RATE / 2
+
+        assert ({(3, 7)}, set()) == measured(truth, BAD_NOISE, rng, times=3)
+
+
+def test_links_that_differ_at_random_accuse_nobody() -> None:
+    """Where each link has a rate of its own, as on the internet, none is an exception; told from 5 hosts on."""
+    rng = np.random.default_rng(9)
+    for count in rng.integers(5, 20, 30):
+        truth = RATE * np.exp(rng.uniform(math.log(0.2), 0, (count, count)))
+
+        assert (set(), set()) == measured(truth, TYPICAL_NOISE, rng)
+
+
+def test_of_two_hosts_only_the_directions_can_be_compared() -> None:
+    """A slow pair has no peers; a slow direction has the other."""
+    both = np.array([[0, 1e9], [1e9, 0]])
+    one = np.array([[0, 1e9], [4e9, 0]])
+
+    assert () == suspect_links(both)
+    assert ((0, 1),) == suspect_links(one)
+    assert [(0, 1)] == [(link.source, link.target) for link in confirmed_links(one, one)]
+
+
+def test_of_three_hosts_a_slow_pair_and_a_slow_host_differ() -> None:
+    """A detour over the third is faster than the link, or it is not: then the third host is to blame."""
+    pair, host = flat(3), flat(3)
+    pair[0, 1] = pair[1, 0] = RATE / 2
+    host[0] = host[:, 0] = RATE / 2
+
+    assert {(0, 1), (1, 0)} == {(link.source, link.target) for link in confirmed_links(pair, pair)}
+    assert () == confirmed_hosts(pair, pair)
+    assert () == confirmed_links(host, host)
+    assert {0} == {slow.host for slow in confirmed_hosts(host, host)}
+
+
+def test_many_slow_links_are_how_the_network_is() -> None:
+    """A tenth of all links at half the rate is no tenth of all links broken."""
+    rng = np.random.default_rng(1)
+    truth = np.where(rng.random((16, 16)) < 0.1, 0.5, 1.0) * RATE
+
+    assert () == confirmed_links(truth, truth)
+
+
+def test_only_a_few_hosts_can_be_exceptions() -> None:
+    """Half of the hosts with slower NICs are another kind of host."""
+    nics = np.array([1.0] * 4 + [0.4] * 4) * RATE
+
+    assert () == confirmed_hosts(np.minimum.outer(nics, nics), np.minimum.outer(nics, nics))
+
+
+@pytest.mark.parametrize(("kind", "speed", "noise"), [("cuda", 0.85, 0.01), ("cpu", 0.6, 0.05)])
+def test_a_slow_slot_is_found_and_healthy_ones_are_not(kind: str, speed: float, noise: float) -> None:
+    """One of 2 to 32 slots at the least speed that matters, among slots that scatter as theirs do."""
+    rng = np.random.default_rng(7)
+    for count in rng.integers(2, 33, 100):
+        truth = np.ones(count)
+        for sick in (False, True):
+            truth[0] = 1 / speed if sick else 1.0
+            first, second = truth * np.exp(rng.normal(0, noise, (2, count)))
+            suspects = suspect_slots(first, device_kind=kind)  # type: ignore[arg-type]
+            again = np.where(np.isin(np.arange(count), list(suspects)), second, np.nan)
+            slow = confirmed_slots(first, again, device_kind=kind)  # type: ignore[arg-type]
+
+            assert [0] * sick == [one.slot for one in slow]
+
+
+def test_a_second_timing_clears_a_slot() -> None:
+    """A neighbour's burst is gone; a slot that was not timed again is not accused."""
+    first = np.array([1.0, 1.0, 1.0, 1.4])
+
+    for again in (1.0, math.nan):
+        assert () == confirmed_slots(first, np.array([math.nan] * 3 + [again]))
+
+
+def test_a_slot_that_was_not_timed_is_not_suspected() -> None:
+    """Only the slow one is."""
+    seconds = np.array([1.0, 1.0, 1.0, 1.15, math.nan])
+
+    assert [3] == list(suspect_slots(seconds))
+
+
+def test_what_was_not_measured_is_not_judged() -> None:
+    """Without a detour nothing accuses a link."""
+    rates = np.full((4, 4), np.nan)
+    rates[0, 1], rates[2, 3] = RATE / 3, RATE
+
+    assert () == suspect_links(rates)
+    assert () == suspect_links(np.full((4, 4), np.nan))
+
+
+def test_a_large_cluster_is_judged_in_a_moment() -> None:
+    """1,280 hosts of which each was measured with 30 others: one bad direction whose ends share a third host."""
+    rng = np.random.default_rng(2)
+    rates = np.full((1280, 1280), np.nan)
+    for step in range(1, 31):
+        to = (np.arange(1280) + step) % 1280
+        rates[np.arange(1280), to] = rates[to, np.arange(1280)] = RATE * np.exp(rng.normal(0, 0.02, 1280))
+    rates[100, 102] = RATE / 2
+
+    assert ((100, 102),) == suspect_links(rates)
 
 
 def hosts(count: int = 3, devices: int = 2) -> tuple[Host, ...]:

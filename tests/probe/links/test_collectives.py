@@ -13,10 +13,10 @@ from probe.workers import OneRankStore, tiny_options
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples
-from pipette_launch.probe.device_clock import QueuedCalls
-from pipette_launch.probe.harness import Budget, Lockstep
+from pipette_launch.probe.instruments import QueuedCalls
 from pipette_launch.probe.links import collectives
 from pipette_launch.probe.links.collectives import padded_bytes
+from pipette_launch.probe.lockstep import Budget, Lockstep
 
 
 def test_sizes_divide_among_the_members() -> None:

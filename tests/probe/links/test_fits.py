@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from probe.test_assemble import result
+from probe.test_phases import result
 from probe.workers import tiny_options
 
 from pipette_launch.facts import Samples
 from pipette_launch.facts.measurements import UNSTABLE_SPREAD
 from pipette_launch.facts.messages import Dimension
-from pipette_launch.probe.harness import Line
 from pipette_launch.probe.links.fits import LinkFit, fit_link, found_links, group_times, host_fits
-from pipette_launch.probe.links.repeats import ladder
-from pipette_launch.probe.options import GroupSamples, LinkSamples, WorkerResult
+from pipette_launch.probe.links.pairs import ladder
+from pipette_launch.probe.links.selection import Line
+from pipette_launch.probe.messages import GroupSamples, LinkSamples, WorkerResult
 
 SIZES = (8, 4096, 65536)
 PAIRS = Dimension(name="pairs", kinds=("all_reduce",), groups=((0, 1), (2, 3)))

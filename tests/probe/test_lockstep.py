@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from probe.workers import OneRankStore
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.probe.harness import Budget, Line, Lockstep, WorkerPlace, fit_line, worker_place
-from pipette_launch.probe.progress import Progress, last_sign
+from pipette_launch.probe.links.fits import fit_line
+from pipette_launch.probe.links.selection import Line
+from pipette_launch.probe.lockstep import Budget, Lockstep, WorkerPlace, worker_place
+from pipette_launch.probe.messages import Progress, last_sign
 
 SIZES = (8, 65536, 1 << 20)
 
@@ -261,7 +263,7 @@ def test_a_bad_environment_is_named(name: str, value: str | None) -> None:
 
 
 WORKER = (
-    "import time; from pipette_launch.probe.harness import end_with_parent; "
+    "import time; from pipette_launch.probe.lockstep import end_with_parent; "
     "end_with_parent(); print('up', flush=True); time.sleep(600)"
 )
 PARENT = (

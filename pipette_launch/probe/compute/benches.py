@@ -1,36 +1,140 @@
-"""Measures the user's own layers on every slot: the time of each part, the memory of a layer, the optimizer's step.
-
-Every slot measures alone, under a fake process group. All slots measure the reference case, which shows slow slots. The
-other cases are distributed, so that as many shapes are measured at a time as there are slots.
-"""
+"""What the two benches of a slot share: the least memory of a case, and that a case that fails leaves a note."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import sleep
+from typing import ClassVar
 
-from pipette_launch.facts import ComputeCase, ComputeTime, LoadingTime, MemoryReading
-from pipette_launch.facts.measurements import LAYERS
-from pipette_launch.probe.compute.bench import Bench, weight_bytes
-from pipette_launch.probe.compute.cpu_overheads import (
+from pipette_launch.facts import (
+    ComputeCase,
+    ComputeTime,
+    Job,
+    Layout,
+    LoadingTime,
+    MemoryReading,
+    ModelSpec,
+    StageReading,
+)
+from pipette_launch.facts.measurements import LAYERS, memory_digest
+from pipette_launch.facts.messages import StageCase
+from pipette_launch.probe.compute.slot_speeds import PaceTest
+from pipette_launch.probe.compute.timing import (
+    HABITS,
     WAIT_S,
     loading_time,
     loads_as_megatron_lm,
     short_layer,
+    stopwatch_for,
+    time_calls,
+    time_part,
     time_wake,
 )
-from pipette_launch.probe.compute.slot_speeds import PaceTest
-from pipette_launch.probe.compute.timing import HABITS, stopwatch_for, time_calls, time_part
-from pipette_launch.probe.harness import Budget, Lockstep
-from pipette_launch.probe.health.under_load import LoadReading, read_under_load
-from pipette_launch.probe.options import Pace
+from pipette_launch.probe.health.nvml import LoadReading, read_under_load
+from pipette_launch.probe.instruments import MemoryMeter
+from pipette_launch.probe.lockstep import Budget, Lockstep
+from pipette_launch.probe.messages import Pace, WarmupOrder
+from pipette_launch.text import MIB, bytes_text
+from pipette_patches import whole_stage
+from pipette_patches.whole_stage import StageRun, stage_words
 from pipette_patches.workload import layers as patches_workload
-from pipette_patches.workload.layers import Workload, WorkloadError, case_words
+from pipette_patches.workload.layers import Workload, WorkloadError, case_words, is_out_of_memory
 from pipette_patches.workload.optimizer import optimizer_step
+
+OPTIMIZER_BYTES = {"adam": 8, "sgd": 4}
+FP32_BYTES = 4
+"""Of a main gradient, and of a master weight."""
+
+
+def _layer_parameters(model: ModelSpec) -> tuple[int, int, int]:
+    """The matrices of a layer: its attention, its dense MLP, and all experts of an MoE layer."""
+    latent = model.latent_attention
+    attention = latent.weights(model.hidden_size, model.num_attention_heads) if latent else model.attention_parameters()
+    experts = model.num_experts * model.mlp_parameters(model.moe_ffn_hidden_size) if model.num_experts else 0
+    return attention, model.mlp_parameters(), experts
+
+
+def weight_bytes(job: Job, case: ComputeCase) -> int:
+    """Least memory of one layer, embedding and head: weights, their gradients, and main gradients in fp32.
+
+    Of the experts, which no tensor parallelism cuts here, it is one rank's share. Multi-token prediction has a layer of
+    its own beside the other.
+    """
+    model = job.model
+    attention, mlp, experts = _layer_parameters(model)
+    tables = 2 if model.untie_embeddings_and_output_weights else 1
+    table = model.padded_vocab_size(case.tp) * model.hidden_size
+    layers = 2 if model.mtp_num_layers else 1
+    cut = layers * (0 if experts else attention + mlp) + tables * table
+    parameters = cut // case.tp + layers * experts // job.own.ep
+    return parameters * (2 * model.dtype_bytes + FP32_BYTES)
+
+
+def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
+    """Least memory of a stage's rank: the matrices of its layers, their gradients and the optimizer's states.
+
+    Raises:
+        LayoutError: the layout cuts the layers unevenly.
+
+    """
+    model = job.model
+    layers = layout.stage_layers(model.num_layers)[pp_rank]
+    attention, mlp, experts = _layer_parameters(model)
+    ends = (pp_rank == 0) + (pp_rank == layout.pp - 1 and model.untie_embeddings_and_output_weights)
+    table = model.padded_vocab_size(layout.tp) * model.hidden_size
+    parameters = (layers * (attention if experts else attention + mlp) + ends * table) // layout.tp
+    # A layer may have no experts: then this counts none.
+    if all(model.moe_layer_freq):
+        parameters += layers * experts // (layout.ep * layout.etp)
+    gradient = 2 if job.grad_reduce_in_bf16 else FP32_BYTES
+    master = FP32_BYTES if model.dtype_bytes == 2 else 0
+    shards = layout.dp * layout.cp if layout.use_distributed_optimizer else 1
+    optimizer = (OPTIMIZER_BYTES.get(job.optimizer, 0) + master) // shards
+    return parameters * (model.dtype_bytes + gradient + optimizer)
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """One slot, which measures case by case, and its notes."""
+
+    PHASE: ClassVar[str]
+
+    options: WarmupOrder
+    slot: int
+    meter: MemoryMeter
+    notes: list[str] = field(default_factory=list)
+
+    def check_room(self, words: str, needed_bytes: int, purpose: str = "") -> None:
+        """Refuse a case that cannot fit, by a WorkloadError: on CPU the kernel would kill this process, or another."""
+        free = self.options.device(self.slot).memory_free_bytes
+        if needed_bytes > free:
+            raise WorkloadError(
+                f"{words} needs {bytes_text(needed_bytes)}{purpose}, slot {self.options.slot_name(self.slot)} has "
+                f"{bytes_text(free)}"
+            )
+
+    def note_out_of_memory(self, words: str) -> None:
+        """Note that a case ran out of memory here."""
+        self.notes.append(f"{self.PHASE}: {words} ran out of memory on slot {self.options.slot_name(self.slot)}")
+
+    @contextmanager
+    def noting(self, words: str, fail: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Turn a failure of a case into a note, and call `fail`: the other cases may work."""
+        try:
+            yield
+        except WorkloadError as error:
+            self.notes.append(f"{self.PHASE}: {error}")
+            fail()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.note_out_of_memory(words)
+            fail()
+
 
 COMPUTE_SHARE = 0.45
 """Part of the budget for compute; the rest belongs to links and collectives."""
@@ -45,7 +149,7 @@ SWEEPS = {"cpu": 3, "cuda": 1}
 the next: on four slots that share two cores one layer took 8 to 16 ms in ten warm-ups of one look each."""
 
 
-def cases_of(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple[ComputeCase, ...]:
+def case_rounds(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple[ComputeCase, ...]:
     """One case for each round: first the reference on all slots, then the others, the most promising first.
 
     In the last round slots without a case of their own repeat one, so that no case is measured on a quieter machine.
@@ -55,7 +159,7 @@ def cases_of(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple
     return (cases[0], *(others[(turn * num_slots + slot) % len(others)] for turn in range(rounds)))
 
 
-def joined(times: Sequence[ComputeTime]) -> list[ComputeTime]:
+def joined_times(times: Sequence[ComputeTime]) -> list[ComputeTime]:
     """Join what was timed of one part of one case in several sweeps; the order is that of the first sweep."""
     found: dict[tuple[ComputeCase, str], ComputeTime] = {}
     for time in times:
@@ -148,7 +252,7 @@ class LayerBench(Bench):
         # must be gone before: garbage that is frozen keeps its memory.
         gc.collect()
         gc.freeze()
-        reference, *others = cases_of(self.options.cases, self.slot, self.options.num_slots)
+        reference, *others = case_rounds(self.options.cases, self.slot, self.options.num_slots)
         mine = (reference, *others * SWEEPS[self.options.device_kind])
         lockstep.progress.step(0, len(mine), case_words(reference))
         untimed_s, _ = self._round(reference, lockstep, budget)
@@ -164,7 +268,7 @@ class LayerBench(Bench):
             lockstep.progress.step(index, len(mine), case_words(case))
             case_untimed_s, case_timed_s = self._round(case, lockstep, budget)
             untimed_s, longest_s = min(untimed_s, case_untimed_s), max(longest_s, case_timed_s)
-        self.times = joined(self.times)
+        self.times = joined_times(self.times)
         self.stretch = self._stopwatch.stretch()
 
     def _round(self, case: ComputeCase, lockstep: Lockstep, budget: Budget) -> tuple[float, float]:
@@ -303,3 +407,105 @@ class LayerBench(Bench):
             )
             return True
         return False
+
+
+STAGES_SHARE = 1.0
+LEFT_BYTES = 64 * MIB
+"""Memory beside workspaces, before a stage runs, from which on a note reports it."""
+HEAP_FACTOR = 1.6
+"""On CPU the resident set grows by 1.12 to 1.61 times what the tensors hold (benchmarks/results/memory_cpu_*.md)."""
+
+
+def stage_turns(cases: Sequence[StageCase], slot: int, num_slots: int) -> tuple[StageCase | None, ...]:
+    """One case or none of this slot for each turn; the most promising cases are measured first."""
+    turns = -(-len(cases) // num_slots)
+    return (*cases, *[None] * (turns * num_slots - len(cases)))[slot::num_slots]
+
+
+@dataclass(kw_only=True)
+class StageBench(Bench):
+    """One slot, and what it has measured so far."""
+
+    PHASE = "stages"
+
+    workspace_bytes: int
+    """Bytes of libraries' workspaces in the allocator after the first lap, which a training has too."""
+    readings: list[StageReading] = field(default_factory=list)
+
+    def measure(self, cases: Sequence[StageCase], lockstep: Lockstep, budget: Budget) -> None:
+        """Go through this slot's cases until rank 0 finds the budget spent; every rank makes this call.
+
+        No process group may be open. All slots end a turn together, so that rank 0 knows how long the slowest takes.
+        """
+        if not cases:
+            return
+        longest_s = 0.0
+
+        def goes_on() -> bool:
+            return budget.allows(STAGES_SHARE, needs_s=longest_s)
+
+        for turn, case in enumerate(stage_turns(cases, self.slot, self.options.num_slots)):
+            if not lockstep.agree(goes_on):
+                left = len(cases) - turn * self.options.num_slots
+                if self.slot == 0:
+                    self.notes.append(f"stages: {left} of {len(cases)} were not measured for want of time")
+                return
+            before_s = budget.clock()
+            lockstep.progress.step(turn, -(-len(cases) // self.options.num_slots))
+            if case is not None:
+                self._measure(case)
+            lockstep.barrier(budget.left_s())
+            longest_s = max(longest_s, budget.clock() - before_s)
+
+    def _measure(self, case: StageCase) -> None:
+        words = stage_words(case.layout, case.pp_rank)
+        least_bytes = state_bytes(self.options.job, case.layout, case.pp_rank)
+        on_cpu = self.options.device_kind == "cpu"
+        # On a GPU running out of memory is a result; only a stage that cannot begin is left out.
+        needed_bytes = (
+            int(HEAP_FACTOR * max(least_bytes, case.predicted_bytes))
+            if on_cpu
+            else least_bytes + self.meter.overhead_bytes()
+        )
+        with self.noting(words):
+            self.check_room(words, needed_bytes)
+            runs: list[StageRun] = []
+            failures: list[BaseException] = []
+            peak = self.meter.peak(lambda: self._run(case, runs, failures))
+            kept_bytes = min(peak.idle_bytes, self.workspace_bytes)
+            left_bytes = peak.idle_bytes - kept_bytes
+            if left_bytes > LEFT_BYTES:
+                self.notes.append(
+                    f"stages: {words} ran beside {bytes_text(left_bytes)} that earlier layers left on slot "
+                    f"{self.options.slot_name(self.slot)}; its peak is counted without them"
+                )
+            if runs:
+                self.notes += runs[0].notes
+            elif on_cpu:
+                raise failures[0]
+            else:
+                self.note_out_of_memory(words)
+            self.readings.append(
+                StageReading(
+                    job_digest=memory_digest(self.options.job),
+                    layout=case.layout,
+                    pp_rank=case.pp_rank,
+                    slot=self.slot,
+                    allocator_peak_bytes=runs[0].tally_bytes if on_cpu else peak.allocator_bytes + kept_bytes,
+                    reserved_peak_bytes=max(peak.reserved_bytes - left_bytes, 0),
+                    device_peak_bytes=peak.device_bytes,
+                    ran_out=not runs,
+                    allocator_config=self.options.job.allocator_config,
+                )
+            )
+
+    def _run(self, case: StageCase, runs: list[StageRun], failures: list[BaseException]) -> None:
+        """Run a stage; running out of memory is a result too, and the meter still reads the peak."""
+        job, kind = self.options.job, self.options.device_kind
+        try:
+            runs.append(whole_stage.run_stage(job, case.layout, case.pp_rank, device_kind=kind))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # The frames of the error would keep the tensors.
+            failures.append(error.with_traceback(None))

@@ -12,12 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import accumulate, combinations
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.probe.progress import Progress
-from pipette_launch.probe.waits import wait_s
+from pipette_launch.probe.messages import Progress, wait_s
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -38,36 +36,6 @@ class MissingError(ProbeError):
     def __init__(self, text: str, ranks: Sequence[int]) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
-
-
-class Line(NamedTuple):
-    """Seconds = latency_s + bytes * seconds_per_byte."""
-
-    latency_s: float
-    seconds_per_byte: float
-
-
-def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
-    """Fit a line through (bytes, seconds) that one disturbed size does not bend (the estimator of Theil and Sen).
-
-    The slope is the median over all pairs of sizes, weighted by the distance between the two sizes. The latency is what
-    the smallest message takes beyond the time of its bytes. Least squares of the relative error, tried first, gave
-    755 Mbit/s for a 300 Mbit/s link whose middle size was disturbed. Where time does not grow with size, the line is
-    the pessimistic one: the smallest time is the latency, and the largest message's whole time is its transfer time.
-    """
-    # A smaller message takes no longer than a larger one. A disturbance that says otherwise is corrected first:
-    # it would count as latency, and the link would look infinitely fast.
-    steady = reversed(list(accumulate(reversed(seconds), min)))
-    points = list(zip(sizes_bytes, (max(value, 1e-9) for value in steady), strict=True))
-    slopes = sorted(((b_s - a_s) / (b - a), b - a) for (a, a_s), (b, b_s) in combinations(points, 2))
-    half = sum(weight for _, weight in slopes) / 2
-    reached = accumulate(weight for _, weight in slopes)
-    seconds_per_byte = next(slope for (slope, _), total in zip(slopes, reached, strict=True) if total >= half)
-    if seconds_per_byte <= 0:
-        size, value = points[-1]
-        return Line(min(seconds), value / size)
-    size, value = points[0]
-    return Line(max(value - size * seconds_per_byte, 0.0), seconds_per_byte)
 
 
 @dataclass(frozen=True, kw_only=True)

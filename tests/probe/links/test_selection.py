@@ -1,0 +1,484 @@
+"""Rounds of disjoint pairs: for any pairs, for all pairs, and blind ones for each tier of switches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pipette_launch.facts import Links
+from pipette_launch.probe.links.selection import (
+    Adapted,
+    Estimate,
+    Line,
+    Lines,
+    Measure,
+    Pair,
+    Place,
+    Round,
+    adapt,
+    all_pairs,
+    blind_rounds,
+    estimate,
+    groupings_of,
+    inferred_places,
+    lowest_level,
+    nested_groups,
+    rounds_of,
+    scouting_round,
+    tiers_between,
+)
+
+PAIRS = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 13)), max_size=90)
+
+
+def are_matchings(rounds: Sequence[Round]) -> bool:
+    """No host is in two pairs of a round."""
+    return all(max(Counter(host for pair in one for host in pair).values(), default=0) <= 1 for one in rounds)
+
+
+def degree(pairs: Sequence[Pair]) -> int:
+    """Pairs of the busiest host."""
+    return max(Counter(host for pair in pairs for host in pair).values(), default=0)
+
+
+@given(pairs=PAIRS)
+def test_any_pairs_need_one_round_more_than_the_busiest_host_has_pairs(pairs: list[Pair]) -> None:
+    """Every pair is in exactly one round, rounds are matchings, and there are no more of them than Vizing says."""
+    rounds = rounds_of(pairs)
+
+    wanted = sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
+    assert wanted == sorted(pair for one in rounds for pair in one)
+    assert are_matchings(rounds)
+    assert len(rounds) <= degree(wanted) + 1
+
+
+@given(pairs=PAIRS, most=st.integers(1, 8))
+def test_a_limit_keeps_what_comes_first(pairs: list[Pair], most: int) -> None:
+    """The limit holds, and a pair is left out only where one of its hosts has as many earlier ones as may be."""
+    rounds = rounds_of(pairs, most=most)
+
+    kept = {pair for one in rounds for pair in one}
+    assert len(rounds) <= most
+    assert are_matchings(rounds)
+    for one, other in pairs:
+        pair = min(one, other), max(one, other)
+        busiest = max(sum(host in there for there in kept) for host in pair)
+        assert pair in kept or one == other or busiest >= max(most - 1, 1)
+
+
+def test_a_plan_of_many_hosts_takes_few_rounds() -> None:
+    """Rings along rows and paths along columns of 1,280 hosts, 4 links a host: 5 rounds or fewer."""
+    seat_PR = np.arange(1280).reshape(16, 80)
+    rings = zip(seat_PR.ravel().tolist(), np.roll(seat_PR, 1, axis=1).ravel().tolist(), strict=True)
+    paths = zip(seat_PR[1:].ravel().tolist(), seat_PR[:-1].ravel().tolist(), strict=True)
+
+    assert len(rounds_of([*rings, *paths])) <= 5
+
+
+@pytest.mark.parametrize(("hosts", "rounds"), [(0, 0), (1, 0), (2, 1), (3, 3), (4, 3), (5, 5), (8, 7), (9, 9)])
+def test_all_pairs_take_the_fewest_rounds(hosts: int, rounds: int) -> None:
+    """The circle method needs N-1 rounds, N where N is odd, and meets every pair once."""
+    found = all_pairs(range(hosts))
+
+    assert rounds == len(found)
+    assert are_matchings(found)
+    assert sorted(pair for one in found for pair in one) == [(a, b) for a in range(hosts) for b in range(a + 1, hosts)]
+
+
+@given(hosts=st.integers(2, 40), count=st.integers(1, 12), seed=st.integers(0, 99), tier=st.sampled_from([0, 1, 2]))
+def test_blind_rounds_are_new_matchings(hosts: int, count: int, seed: int, tier: int) -> None:
+    """Whatever is known of the switches: matchings, no pair twice, no round empty, and no more than asked for."""
+    places = [("root", f"pod{host // 16}", f"leaf{host // 4}")[: tier + 1] for host in range(hosts)] if tier else []
+    rounds = blind_rounds(hosts, places, count, np.random.default_rng(seed))
+
+    pairs = [pair for one in rounds for pair in one]
+    assert 1 <= len(rounds) <= count
+    assert are_matchings(rounds)
+    assert all(rounds)
+    assert len(pairs) == len(set(pairs))
+
+
+def test_every_tier_of_switches_gets_its_rounds() -> None:
+    """Of 8 rounds, 4 stay under the leaves and 2 for each tier above, and in all nearly all hosts are busy."""
+    places = [("root", f"pod{host // 64}", f"leaf{host // 8}") for host in range(256)]
+    rounds = blind_rounds(256, places, 8, np.random.default_rng(1))
+
+    shared = [Counter(sum(a == b for a, b in zip(places[i], places[j], strict=True)) for i, j in one) for one in rounds]
+    assert [3, 2, 3, 1, 3, 2, 3, 1] == [max(one) for one in shared]
+    assert all(len(one) == 1 for one in shared)
+    assert min(len(one) for one in rounds) >= 110
+
+
+def test_switches_that_tell_nothing_are_no_tier() -> None:
+    """A switch over all hosts, one above each host alone, and a tier equal to the one above it are left out."""
+    places = [("root", f"leaf{host // 2}", f"leaf{host // 2}", f"port{host}") for host in range(4)]
+
+    assert [[[0, 1], [2, 3]], [[0, 1, 2, 3]]] == nested_groups(4, places)
+    assert [[[0, 1, 2, 3]]] == nested_groups(4, [])
+    assert [[[0, 1, 2, 3]]] == nested_groups(4, [*places[:3], ()])
+
+
+Floats = NDArray[np.float64]
+HOSTS = 128
+
+
+def racks(rng: np.random.Generator, hosts: int = HOSTS, size: int = 16) -> list[Place]:
+    """Hosts of racks, in no order."""
+    return [("root", f"rack{at // size}") for at in rng.permutation(hosts).tolist()]
+
+
+def fabric(places: list[Place], rng: np.random.Generator, *, noise: float = 0.05, slow: int = 0) -> Floats:
+    """Seconds of a byte: 10 GB/s in a rack and 7 between them, noise on every link, and some slow hosts."""
+    hosts = len(places)
+    noise_HH = np.triu(np.abs(rng.normal(0, noise, (hosts, hosts))), 1)
+    speed_H = np.ones(hosts)
+    speed_H[rng.choice(hosts, slow, replace=False)] = 0.6
+    rates_HH = np.where(tiers_between(hosts, places) == 0, 10e9, 7e9) * np.minimum(speed_H[:, None], speed_H)
+    seconds_HH: Floats = 1 / (rates_HH * (1 - noise_HH - noise_HH.T))
+    return seconds_HH
+
+
+def measured(seconds_HH: Floats, pairs: list[Pair]) -> dict[Pair, Line]:
+    """Both ways of each."""
+    return {way: Line(0.0, float(seconds_HH[way])) for pair in pairs for way in (pair, pair[::-1])}
+
+
+def scouted(seconds_HH: Floats, rng: np.random.Generator, rounds: int) -> tuple[dict[Pair, Line], int]:
+    """Four blind rounds, then scouting until nothing is left to find out; and how many rounds that took."""
+    hosts = len(seconds_HH)
+    blind = [pair for one in blind_rounds(hosts, (), 8, rng) for pair in one]
+    lines = measured(seconds_HH, blind)
+    for done in range(rounds):
+        pairs = scouting_round(hosts, lines, rng)
+        if not pairs:
+            return lines, done
+        lines.update(measured(seconds_HH, list(pairs)))
+    return lines, rounds
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 999), slow=st.integers(0, 3))
+def test_racks_are_found_in_few_rounds(seed: int, slow: int) -> None:
+    """Of 128 hosts in 8 racks, nearly all pairs are told right after at most 20 rounds instead of 127."""
+    rng = np.random.default_rng(seed)
+    places = racks(rng)
+    lines, _ = scouted(fabric(places, rng, slow=slow), rng, 16)
+    near_HH = tiers_between(HOSTS, inferred_places(HOSTS, lines)) == 0
+    truth_HH = tiers_between(HOSTS, places) == 0
+
+    assert (near_HH != truth_HH).mean() <= 0.02
+
+
+def test_tiers_within_tiers_are_found() -> None:
+    """Racks in pods come out as two tiers, the wider one first; the names say so as a scheduler's would."""
+    rng = np.random.default_rng(1)
+    places: list[Place] = [("root", f"pod{host // 64}", f"rack{host // 8}") for host in range(256)]
+    tier_HH = tiers_between(256, places)
+    seconds_HH = 1 / np.array([10e9, 7e9, 4e9])[tier_HH]
+    lines, _ = scouted(seconds_HH, rng, 30)
+    found = inferred_places(256, lines)
+
+    assert [4, 32] == [int(grouping.group_H.max()) + 1 for grouping in groupings_of(256, lines)]
+    assert {2} == {len(place) for place in found}
+    assert np.array_equal(tier_HH, tiers_between(256, found))
+
+
+def test_a_disturbed_link_does_not_join_racks() -> None:
+    """One link between two racks that seems as fast as those within misplaces a host at most."""
+    rng = np.random.default_rng(2)
+    places = racks(rng)
+    seconds_HH = fabric(places, rng)
+    one, other = next(pair for one in blind_rounds(HOSTS, (), 8, np.random.default_rng(2)) for pair in one)
+    rng = np.random.default_rng(2)
+    seconds_HH[one, other] = seconds_HH[other, one] = 1 / 10e9
+    lines, _ = scouted(seconds_HH, rng, 18)
+    near_HH = tiers_between(HOSTS, inferred_places(HOSTS, lines)) == 0
+
+    assert places[one] != places[other]
+    assert (one, other) in lines
+    assert (near_HH != (tiers_between(HOSTS, places) == 0)).mean() <= 0.03
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.08])
+def test_a_flat_network_has_no_tiers(noise: float) -> None:
+    """Noise alone makes no groups, so that nothing is scouted and all links are estimated alike."""
+    rng = np.random.default_rng(3)
+    seconds_HH = fabric([()] * HOSTS, rng, noise=noise)
+    lines = measured(seconds_HH, [pair for one in blind_rounds(HOSTS, (), 16, rng) for pair in one])
+
+    assert ((),) * HOSTS == inferred_places(HOSTS, lines)
+    assert scouting_round(HOSTS, lines, rng) == ()
+
+
+@given(hosts=st.integers(2, 40), seed=st.integers(0, 99), count=st.integers(1, 8))
+def test_scouting_rounds_are_new_matchings(hosts: int, seed: int, count: int) -> None:
+    """Whatever is known, no host is in two pairs, and no group is tested twice for nothing."""
+    rng = np.random.default_rng(seed)
+    seconds_HH = fabric(racks(rng, hosts, 4), rng, noise=0.02)
+    lines = measured(seconds_HH, [pair for one in blind_rounds(hosts, (), count, rng) for pair in one])
+    pairs = scouting_round(hosts, lines, rng)
+
+    assert len({host for pair in pairs for host in pair}) == 2 * len(pairs)
+    assert all(one < other for one, other in pairs)
+    assert not any(pair in lines for pair in pairs)
+
+
+def test_the_lowest_valley_is_where_far_ends() -> None:
+    """Three heaps: the slowest is far, the other two are near; few slow links below make no heap of their own."""
+    rng = np.random.default_rng(4)
+    heaps = [rng.normal(np.log(rate), 0.02, count) for rate, count in ((3e9, 5), (5e9, 300), (7e9, 80), (10e9, 40))]
+    level = lowest_level(np.concatenate(heaps))
+
+    assert level is not None
+    assert np.log(5.2e9) < level < np.log(6.8e9)
+
+
+NUM_HOSTS = 48
+PLACES: list[Place] = [("root", f"pod{host // 24}", f"leaf{host // 8}") for host in range(NUM_HOSTS)]
+TIER_HH = tiers_between(NUM_HOSTS, PLACES)
+
+
+def in_tiers(ends_HH: Floats) -> Floats:
+    """Bytes/s: each tier of switches is slower than the one below it, and ends have their say."""
+    return np.array([40e9, 25e9, 10e9])[TIER_HH] * ends_HH
+
+
+def seen(rates_HH: Floats, count: int, places: list[Place], seed: int = 0) -> dict[tuple[int, int], Line]:
+    """What so many blind rounds measure: latency 1 us for each tier, both ways."""
+    pairs = [pair for one in blind_rounds(NUM_HOSTS, places, count, np.random.default_rng(seed)) for pair in one]
+    return {
+        (a, b): Line(1e-6 * (1 + int(TIER_HH[a, b])), 1 / float(rates_HH[a, b]))
+        for one, other in pairs
+        for a, b in ((one, other), (other, one))
+    }
+
+
+def errors(found: Estimate, rates_HH: Floats) -> Floats:
+    """By what part the estimates are off, of the links that were not measured."""
+    estimated_HH = ~found.measured_HH & ~np.eye(NUM_HOSTS, dtype=bool)
+    return np.abs(found.links.bandwidth_bytes_per_s / rates_HH - 1)[estimated_HH]
+
+
+@settings(max_examples=20)
+@given(
+    count=st.integers(6, 20),
+    seed=st.integers(0, 50),
+    bad=st.sets(st.integers(0, NUM_HOSTS - 1), max_size=2),
+)
+def test_a_fabric_of_tiers_and_slow_hosts_is_recovered(count: int, seed: int, bad: set[int]) -> None:
+    """Where every link is its tier's, and that of its slower end, few rounds tell nearly all links to 15 %."""
+    speed_H = np.array([0.5 if host in bad else 1.0 for host in range(NUM_HOSTS)])
+    rates_HH = in_tiers(np.minimum(speed_H[:, None], speed_H))
+    off = errors(estimate(NUM_HOSTS, seen(rates_HH, count, PLACES, seed), PLACES), rates_HH)
+
+    assert np.quantile(off, 0.9) <= 0.01
+    # With a few links of a slow host measured, it is not quite believed to be as slow as it seems.
+    assert off.max() <= 0.6
+
+
+def of_slower_end(speed_H: Floats) -> Floats:
+    """A link is as fast as its slower end."""
+    return np.minimum(speed_H[:, None], speed_H)
+
+
+def of_both_ends(speed_H: Floats) -> Floats:
+    """Each end has its share in a link, and sends better than it receives."""
+    return speed_H[:, None] * speed_H**0.5
+
+
+@pytest.mark.parametrize("ends", [of_slower_end, of_both_ends])
+def test_ends_are_told_either_way(ends: Callable[[Floats], Floats]) -> None:
+    """Two kinds of hosts, and all kinds of hosts: half of the unmeasured links are estimated to 3 %."""
+    rng = np.random.default_rng(3)
+    speed_H = rng.choice([0.5, 1.0], NUM_HOSTS) if ends is of_slower_end else rng.uniform(0.5, 1.0, NUM_HOSTS)
+    rates_HH = in_tiers(ends(speed_H))
+    off = errors(estimate(NUM_HOSTS, seen(rates_HH, 16, PLACES), PLACES), rates_HH)
+
+    assert np.median(off) <= 0.03
+
+
+def test_what_was_measured_stays_as_it_is() -> None:
+    """Measured links are taken over, each way for itself, and only they are marked as measured."""
+    lines = {(0, 1): Line(1e-6, 1e-9), (1, 0): Line(2e-6, 2e-9), (2, 3): Line(1e-6, 1e-9)}
+    found = estimate(4, lines)
+
+    assert found.links.bandwidth_bytes_per_s[0, 1] == pytest.approx(1e9)
+    assert found.links.bandwidth_bytes_per_s[1, 0] == pytest.approx(5e8)
+    assert 2e-6 == found.links.latency_s[1, 0]
+    assert sorted(lines) == [(int(i), int(j)) for i, j in np.argwhere(found.measured_HH)]
+
+
+def test_latencies_are_those_of_the_tier() -> None:
+    """A link that was not measured has the latency that is usual between such switches."""
+    found = estimate(
+        NUM_HOSTS,
+        seen(in_tiers(np.ones((NUM_HOSTS, NUM_HOSTS))), 6, PLACES),
+        PLACES,
+    )
+
+    off_HH = found.links.latency_s - 1e-6 * (1 + TIER_HH)
+    np.fill_diagonal(off_HH, 0.0)
+    assert np.abs(off_HH).max() < 1e-12
+
+
+def test_hope_is_above_what_is_likely_and_only_for_what_was_not_measured() -> None:
+    """Among noisy links an unmeasured one may be as good as the good ones, a measured one is what it is."""
+    rng = np.random.default_rng(5)
+    rates_HH = in_tiers(1 - np.minimum(np.abs(rng.normal(0, 0.08, (NUM_HOSTS, NUM_HOSTS))), 0.5))
+    found = estimate(NUM_HOSTS, seen(rates_HH, 12, PLACES), PLACES)
+
+    above_HH = found.hopeful.bandwidth_bytes_per_s / (found.links.bandwidth_bytes_per_s + np.eye(NUM_HOSTS))
+    assert above_HH[found.measured_HH] == pytest.approx(1.0)
+    estimated_HH = ~found.measured_HH & ~np.eye(NUM_HOSTS, dtype=bool)
+    assert 1.02 < above_HH[estimated_HH].min()
+    assert above_HH[estimated_HH].max() < 1.3
+
+
+def test_a_tier_without_a_measurement_is_like_its_neighbour() -> None:
+    """Only links under leaves were measured: the others are taken to be no worse, for want of anything better."""
+    lines = {
+        pair: line
+        for pair, line in seen(in_tiers(np.ones((NUM_HOSTS, NUM_HOSTS))), 8, PLACES).items()
+        if not TIER_HH[pair]
+    }
+    found = estimate(NUM_HOSTS, lines, PLACES)
+
+    assert found.links.bandwidth_bytes_per_s[0, NUM_HOSTS - 1] == pytest.approx(40e9)
+
+
+def noisy_rates(hosts: int, seed: int) -> Floats:
+    """Bytes/s of links that differ at random."""
+    rates_HH = np.random.default_rng(seed).uniform(1e9, 4e9, (hosts, hosts))
+    return np.minimum(rates_HH, rates_HH.T)
+
+
+def meter(rates_HH: Floats, taken: list[Round]) -> Measure:
+    """Measures exactly, and keeps what it was asked for."""
+
+    def measure(rounds: Sequence[Round]) -> Lines:
+        taken.extend(rounds)
+        pairs = [pair for one in rounds for pair in one]
+        return {(a, b): Line(0.0, 1 / float(rates_HH[a, b])) for pair in pairs for a, b in (pair, pair[::-1])}
+
+    return measure
+
+
+def ring(links: Links) -> list[Pair]:
+    """A ring through all hosts: always on to the fastest link that is left."""
+    order = [0]
+    while len(order) < links.size:
+        rates_H = links.bandwidth_bytes_per_s[order[-1]].copy()
+        rates_H[order] = -1.0
+        order.append(int(rates_H.argmax()))
+    return list(zip(order, [*order[1:], order[0]], strict=True))
+
+
+def seconds(rates_HH: Floats, pairs: Sequence[Pair]) -> float:
+    """Seconds of a byte around the ring."""
+    return sum(1 / float(rates_HH[pair]) for pair in pairs)
+
+
+def adapted(rates_HH: Floats, taken: list[Round], *, most_rounds: int = 14, seed: int = 0) -> Adapted:
+    """Four blind rounds, then passes."""
+    measure = meter(rates_HH, taken)
+    blind = blind_rounds(len(rates_HH), (), 4, np.random.default_rng(seed))
+    return adapt(len(rates_HH), measure(blind), measure=measure, advise=ring, most_rounds=most_rounds)
+
+
+@settings(max_examples=30)
+@given(hosts=st.integers(8, 24), seed=st.integers(0, 99), most_rounds=st.integers(0, 20))
+def test_no_pair_is_measured_twice_and_the_rounds_are_kept(hosts: int, seed: int, most_rounds: int) -> None:
+    """Passes end by themselves or by the limit, rounds are matchings, and a settled plan rests on measured links."""
+    taken: list[Round] = []
+    found = adapted(noisy_rates(hosts, seed), taken, most_rounds=most_rounds, seed=seed)
+
+    pairs = [pair for one in taken for pair in one]
+    assert len(pairs) == len(set(pairs))
+    assert all(len({host for pair in one for host in pair}) == 2 * len(one) for one in taken)
+    assert found.rounds <= most_rounds
+    assert sorted(pairs) == sorted({(min(pair), max(pair)) for pair in found.lines})
+    if found.is_settled:
+        assert all(pair in found.lines for pair in ring(found.estimate.links))
+
+
+def test_passes_are_worth_more_than_as_many_blind_rounds() -> None:
+    """On 40 hosts with links that all differ, rings planned after passes beat those after as many blind rounds."""
+    excess: list[tuple[float, float]] = []
+    for seed in range(6):
+        rates_HH = noisy_rates(40, seed)
+        taken: list[Round] = []
+        found = adapted(rates_HH, taken, seed=seed)
+        blind_taken: list[Round] = []
+        measure = meter(rates_HH, blind_taken)
+        blind = measure(blind_rounds(40, (), len(taken), np.random.default_rng(seed)))
+        nothing = adapt(40, blind, measure=measure, advise=ring, most_rounds=0)
+        best = seconds(rates_HH, ring(Links(latency_s=np.zeros((40, 40)), bandwidth_bytes_per_s=rates_HH)))
+        one, other = (seconds(rates_HH, ring(way.estimate.links)) / best - 1 for way in (found, nothing))
+        excess.append((one, other))
+
+    adaptive, blindly = np.mean(excess, axis=0)
+    assert adaptive < 0.85 * blindly
+
+
+def test_cached_links_are_verified_where_plans_use_them() -> None:
+    """Of 12 hosts only the ring's 12 links are measured again; one that lost half its rate is told, and avoided."""
+    rates_HH = noisy_rates(12, 1)
+    taken: list[Round] = []
+    everything = meter(rates_HH, [])([tuple((a, b) for a in range(12) for b in range(a + 1, 12))])
+    used = ring(Links(latency_s=np.zeros((12, 12)), bandwidth_bytes_per_s=rates_HH))
+    one, other = used[3]
+    now_HH = rates_HH.copy()
+    now_HH[one, other] = now_HH[other, one] = rates_HH[one, other] / 2
+    found = adapt(12, everything, measure=meter(now_HH, taken), advise=ring, most_rounds=12, is_cached=True)
+
+    assert ((min(one, other), max(one, other)),) == found.changed
+    assert found.is_settled
+    assert 12 == found.passes[0].new
+    assert len(taken) <= 9
+    assert (one, other) not in ring(found.estimate.links)
+
+
+def test_unchanged_cached_links_take_one_pass() -> None:
+    """Where nothing changed, one pass of at most 3 rounds confirms the links in use."""
+    rates_HH = noisy_rates(12, 1)
+    taken: list[Round] = []
+    everything = meter(rates_HH, [])([tuple((a, b) for a in range(12) for b in range(a + 1, 12))])
+    found = adapt(12, everything, measure=meter(rates_HH, taken), advise=ring, most_rounds=12, is_cached=True)
+
+    assert found.changed == ()
+    assert found.is_settled
+    assert len(taken) <= 3
+    assert [12, 0] == [one.new for one in found.passes]
+
+
+def test_a_link_that_cannot_be_measured_is_not_asked_for_again() -> None:
+    """A measurement that brings nothing does not keep the passes going."""
+    rates_HH = noisy_rates(8, 2)
+    blind = meter(rates_HH, [])(blind_rounds(8, (), 2, np.random.default_rng(0)))
+    calls: list[Sequence[Round]] = []
+
+    def dead(rounds: Sequence[Round]) -> Lines:
+        calls.append(rounds)
+        return {}
+
+    found = adapt(8, blind, measure=dead, advise=ring, most_rounds=30)
+
+    assert found.is_settled
+    assert len(calls) <= 4
+    assert blind == found.lines
+
+
+def test_a_spent_budget_ends_the_passes() -> None:
+    """Nothing is asked or measured once the budget does not allow it."""
+    rates_HH = noisy_rates(8, 2)
+    known = meter(rates_HH, [])(blind_rounds(8, (), 2, np.random.default_rng(0)))
+    taken: list[Round] = []
+    found = adapt(8, known, measure=meter(rates_HH, taken), advise=ring, most_rounds=9, allows=lambda: False)
+
+    assert ([], (), False) == (taken, found.passes, found.is_settled)

@@ -1,0 +1,190 @@
+"""How long workers wait for each other."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job
+from hypothesis import given
+from hypothesis import strategies as st
+from probe.workers import REFERENCE, tiny_options
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts import files
+from pipette_launch.probe.messages import (
+    START_S,
+    PhaseEnd,
+    Progress,
+    WarmupOrder,
+    WorkerResult,
+    joined,
+    last_error,
+    last_sign,
+    wait_s,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "left_s", "expected"), [(2, 0.0, 60.1), (2, -9.0, 60.1), (4096, 0.0, 264.8), (4096, 30.0, 294.8)]
+)
+def test_a_wait_by_hand(num_ranks: int, left_s: float, expected: float) -> None:
+    """A minute, a second for every 20 ranks, and what the phase may still take."""
+    assert pytest.approx(expected) == wait_s(num_ranks, left_s)
+
+
+def test_imports_may_take_three_minutes_in_a_small_job() -> None:
+    """The start of a worker on a cold file system is waited for longer than a phase that is over."""
+    assert 180 < wait_s(8, START_S) < 181
+
+
+@given(
+    ranks=st.integers(1, 20_000), more=st.integers(0, 20_000), left_s=st.floats(-1e3, 1e4), later_s=st.floats(0, 1e3)
+)
+def test_more_ranks_and_more_work_are_waited_for_longer(ranks: int, more: int, left_s: float, later_s: float) -> None:
+    """No wait shrinks with ranks or remaining time, or falls below the least one."""
+    assert 5.0 <= wait_s(ranks, left_s, least_s=5.0) <= wait_s(ranks + more, left_s + later_s, least_s=5.0)
+
+
+def test_groups_of_two_hosts_by_hand(tmp_path: Path) -> None:
+    """Two hosts of two: everyone, each host, and one device of each host."""
+    groups = {one.name: one.groups for one in tiny_options(tmp_path, hosts=2, devices=2).dimensions()}
+
+    assert {
+        "4 x stride 1": ((0, 1, 2, 3),),
+        "2 x stride 1": ((0, 1), (2, 3)),
+        "2 x stride 2": ((0, 2), (1, 3)),
+    } == groups
+    assert "4 x stride 1" == next(iter(groups))
+
+
+@given(hosts=st.integers(1, 12), devices=st.integers(1, 8))
+def test_groups_of_a_dimension_cover_every_slot_once(hosts: int, devices: int) -> None:
+    """All groups of a dimension can be timed at the same time; a single slot has no dimension."""
+    dimensions = tiny_options(Path("unused"), hosts=hosts, devices=devices).dimensions()
+
+    for dimension in dimensions:
+        assert list(range(hosts * devices)) == sorted(slot for group in dimension.groups for slot in group)
+    assert (hosts * devices == 1) == (dimensions == ())
+
+
+def test_options_survive_their_file(tmp_path: Path) -> None:
+    """What the agent writes is what the worker reads."""
+    options = tiny_options(tmp_path, hosts=2, devices=2)
+    files.write(tmp_path / "options.json", options)
+
+    assert options == files.read(tmp_path / "options.json", WarmupOrder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hosts": ()}, "equally many devices, got no hosts"),
+        ({"hosts": (tiny_cluster(1, 1).hosts[0], tiny_cluster(1, 2).hosts[0])}, "node0: 1, node0: 2"),
+        ({"cases": ()}, "at least one compute case"),
+        ({"message_sizes_bytes": ()}, "at least 3 sizes, ascending"),
+        ({"message_sizes_bytes": (8, 8, 64)}, "at least 3 sizes, ascending"),
+        ({"message_sizes_bytes": (64, 8, 1)}, "at least 3 sizes, ascending"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0"),
+    ],
+)
+def test_bad_options_are_refused(changes: dict[str, object], message: str) -> None:
+    """Each contradiction is named with its values."""
+    fields = {
+        "job": tiny_job(1),
+        "hosts": tiny_cluster(1, 1).hosts,
+        "cases": (REFERENCE,),
+        "output": "out",
+        "progress_dir": "progress",
+        "message_sizes_bytes": (8, 64, 512),
+    }
+
+    with pytest.raises(FactError, match=message):
+        WarmupOrder(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_parts_of_a_result_are_joined() -> None:
+    """Lists grow, and of single figures the later one counts."""
+    first = WorkerResult(slot=1, notes=("a",), phase_s={"links": 1.0}, optimizer_s_per_parameter=5.0)
+    second = WorkerResult(slot=1, notes=("b",), phase_s={"compute": 2.0}, optimizer_s_per_parameter=3.0)
+
+    assert WorkerResult(
+        slot=1, notes=("a", "b"), phase_s={"links": 1.0, "compute": 2.0}, optimizer_s_per_parameter=3.0
+    ) == joined(first, second)
+
+
+def test_progress_is_a_file_and_a_clock(tmp_path: Path) -> None:
+    """The agent reads the phase; an inner phase takes its time from the outer one."""
+    times = deque([0.0, 1.0, 3.0, 10.0])
+    progress = Progress(folder=tmp_path, local_rank=3, clock=times.popleft)
+    with progress.during("compute"), progress.during("memory"):
+        shown = last_sign(tmp_path, 3)
+
+    assert "memory" == (shown and shown.phase)
+    assert {"memory": 2.0, "compute": 8.0} == progress.phase_s
+    assert ["3.sign"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_a_failing_phase_stays_on_display(tmp_path: Path) -> None:
+    """What the agent finds after a failure is the phase at fault, and the reason beside it."""
+    progress = Progress(folder=tmp_path, local_rank=0)
+    with pytest.raises(ZeroDivisionError), progress.during("links"):
+        progress.step(1, 7 // 0)
+    progress.fail("no luck")
+
+    sign = last_sign(tmp_path, 0)
+    assert sign is not None
+    assert ("links", "no luck") == (sign.where(), last_error(tmp_path, 0))
+
+
+def test_a_sign_says_what_how_far_and_on_whom_it_waits(tmp_path: Path) -> None:
+    """Each sign replaces the last, and knows when the next one is due."""
+    progress = Progress(folder=tmp_path, local_rank=0, limit_s=5.0)
+    assert last_sign(tmp_path, 0) is None
+    before_s = time.monotonic()
+    seen = []
+    with progress.during("links"):
+        for act in (
+            lambda: progress.step(2, 7, "98 Mbit/s", peers=[4], limit_s=1.0),
+            lambda: progress.waits("the others", limit_s=30.0),
+            progress.goes_on,
+            lambda: progress.step(3, 7, limit_s=60.0),
+        ):
+            act()
+            seen.append(last_sign(tmp_path, 0))
+
+    assert [(2, "98 Mbit/s", (4,), 5.0), (2, "98 Mbit/s", (), 30.0), (2, "98 Mbit/s", (), 5.0), (3, "", (), 60.0)] == [
+        (sign.done, sign.words, sign.peers, sign.limit_s) for sign in seen if sign
+    ]
+    assert "links, 3 of 7" == seen[3].where() if seen[3] else None
+    assert ["", "the others", "", ""] == [sign.waits_for for sign in seen if sign]
+    assert all(before_s <= sign.at_s <= time.monotonic() for sign in seen if sign)
+
+
+def test_phases_that_are_over_are_kept(tmp_path: Path) -> None:
+    """With their seconds, inner phases included, and what came of them; the counts of one are not the next one's."""
+    times = deque([0.0, 1.0, 3.0, 10.0, 10.0, 12.0])
+    progress = Progress(folder=tmp_path, local_rank=0, clock=times.popleft, phase_s={"start": 4.0})
+    with progress.during("compute"):
+        progress.step(1, 2, "a")
+        with progress.during("memory"):
+            progress.step(2, 2, "b")
+        progress.sum_up("5 parts")
+    with progress.during("links"):
+        pass
+
+    sign = last_sign(tmp_path, 0)
+    assert sign is not None
+    ended = [("start", 4.0, ""), ("compute", 10.0, "5 parts"), ("links", 2.0, "")]
+    assert [PhaseEnd(phase=phase, seconds=seconds, words=words) for phase, seconds, words in ended] == list(sign.ended)
+    assert ("start", 0, 0) == (sign.phase, sign.done, sign.total)
+
+
+def test_a_damaged_sign_is_none(tmp_path: Path) -> None:
+    """A full disk or a killed writer costs the sign, not the agent."""
+    (tmp_path / "0.sign").write_text("{")
+
+    assert last_sign(tmp_path, 0) is None
+    assert "" == last_error(tmp_path, 0)

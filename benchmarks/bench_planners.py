@@ -21,7 +21,7 @@ from benchmarks.planners.machines import DEVICES_PER_HOST, MACHINES, NETWORKS, w
 from benchmarks.planners.zoo import FOR_EACH_WIDTH, MODELS, job_of, plain
 from benchmarks.rivals.pick import PlannerOptions
 from benchmarks.telling import shown
-from pipette_launch.cost.compute.imagined_device import imagined
+from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Measurements
 from pipette_launch.search.layouts.enumerate import cuts
 

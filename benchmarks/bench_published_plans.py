@@ -24,7 +24,7 @@ from benchmarks.validation.nvidia import SHAPES, refusal, run_of
 from benchmarks.validation.nvidia_rows import COLUMNS, read_shapes
 from benchmarks.validation.options import DATA, DEFAULT_FILES
 from benchmarks.validation.tables import Row, read_table
-from pipette_launch.cost.compute.imagined_device import imagined
+from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.cost.memory.overhead import allowed_bytes
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError

@@ -23,11 +23,8 @@ from typing import Any
 from benchmarks.bench_simulate import equal_stages
 from benchmarks.telling import shown
 from benchmarks.validation.conditions import conditions
-from pipette_launch.cost.pipeline.engine import simulate
-from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
-from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
-from pipette_launch.cost.pipeline.stream_engine import StreamEngine
-from pipette_launch.cost.pipeline.timeline import StageTimes
+from pipette_launch.cost.pipeline.engine import StageTimes, simulate
+from pipette_launch.cost.pipeline.extra import SCHEDULES, StreamEngine, named_schedule, peak_live_bytes
 from pipette_launch.facts.schedule import Action, Schedule, programs
 from tests.gpu_rules.nccl import Pipeline, batched_by_moments, seconds_of, together
 

@@ -16,10 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.telling import shown
-from pipette_launch.cost.pipeline.engine import Engine, simulate
-from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
-from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
-from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
+from pipette_launch.cost.pipeline.engine import Engine, StageTimes, Timeline, simulate
+from pipette_launch.cost.pipeline.extra import SCHEDULES, named_schedule, peak_live_bytes
 from pipette_launch.facts.schedule import Schedule
 
 CHUNKS = {"one": 1, "two": 2, "several": 2}

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.gpt import gpt_job
-from pipette_launch.cost.compute.imagined_device import imagined
+from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Job, Layout, Links, Measurements
 from pipette_launch.facts.known_devices import device_named
 from pipette_launch.search.layouts.enumerate import cuts

@@ -4,7 +4,7 @@ import heapq
 import itertools
 import random
 
-from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
+from pipette_launch.cost.pipeline.engine import StageTimes, Timeline
 from pipette_launch.facts.schedule import Action, Schedule
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.jobs import COMMON_WORDS, LOCAL_WORDS, DeviceKind
 from benchmarks.gpu.launches import GRACE_S, OURS, ROOT, TORCHRUN, TRAINER, Launch, Run
 from benchmarks.gpu.notebook import Notebook
 from pipette_launch import megatron
-from pipette_launch.cost.pipeline.named_schedules import named_schedule
+from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
 from pipette_launch.facts.schedule import ScheduleFile

@@ -20,7 +20,7 @@ from benchmarks.gpu.shapes import (
     layer_of,
     without_engine,
 )
-from pipette_launch.cost.compute.imagined_device import modelled_compute, optimizer_s_per_parameter
+from pipette_launch.cost.compute.device_model import modelled_compute, optimizer_s_per_parameter
 from pipette_launch.facts import ComputeCase, ComputeTime, Job, Layout
 from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.known_devices import device_named, device_of_driver

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from benchmarks.gpt import gpt_job
-from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
-from pipette_launch.cost.compute.imagined_device import imagined
+from pipette_launch.cost.compute.carried_over import with_extrapolated_times
+from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Job, Layout, Measurements
 from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.known_devices import device_named

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Fabric
+from pipette_launch.cost.communication.collectives import Fabric, Kind
 from pipette_launch.cost.communication.exchanges import exchanges
 from pipette_launch.cost.communication.groups import Groups
-from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job

@@ -28,11 +28,10 @@ from benchmarks.rivals.pick import Pick, Placement, PlannerOptions, Ranking, div
 from benchmarks.rivals.varuna_schedule import PipelineTimes, makespan_s
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.groups import Groups
-from pipette_launch.cost.layers import activations, embedding_and_head, kinds
-from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, optimizer_bytes
-from pipette_launch.cost.layers.parameters import stage_parameters
+from pipette_launch.cost.layers import activations, ends, kinds
+from pipette_launch.cost.layers.parameters import gradient_bytes_per_parameter, optimizer_bytes, stage_parameters
+from pipette_launch.cost.pipeline.engine import StageTimes
 from pipette_launch.cost.pipeline.steady_state import engine_of
-from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
@@ -107,7 +106,7 @@ def memory_bytes(job: Job, layout: Layout) -> int:
         states = parameters.count * per_parameter + int(kept_states)
         stages.append(states + kept + source)
         first += layers
-    stages[-1] += embedding_and_head.head_bytes(job, plain)
+    stages[-1] += ends.head_bytes(job, plain)
     return max(stages)
 
 

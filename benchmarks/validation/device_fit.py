@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.validation.case_factors import CaseFactor, shape_of, with_factors
 from pipette_launch.cost.compute import device_work
-from pipette_launch.cost.compute.imagined_device import imagined
-from pipette_launch.cost.compute.timed import case_of
+from pipette_launch.cost.compute.device_model import case_of, imagined
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import DeviceSpec

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.estimators import step_times
 from benchmarks.validation.case_factors import CaseFactor, with_factors
-from pipette_launch.cost.compute.imagined_device import imagined
+from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Job
 from pipette_launch.facts.accelerators import DeviceSpec, words_of

@@ -15,8 +15,7 @@ from benchmarks.validation.scores import errors
 from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, number, one_of, optional, read_table, size, text, whole, word
 from benchmarks.validation.workspace import STATED, stated_bytes
-from pipette_launch.cost.memory.parts import MemoryParts
-from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
 from pipette_launch.facts.accelerators import DeviceSpec

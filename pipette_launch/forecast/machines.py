@@ -108,7 +108,7 @@ class TargetMachines:
             _check_model(job, self.measured)
         if self.measured is not None or self.spec is None:
             return self.measured
-        from pipette_launch.cost.compute.imagined_device import imagined
+        from pipette_launch.cost.compute.device_model import imagined
 
         return imagined(
             job,

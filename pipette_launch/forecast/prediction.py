@@ -11,8 +11,8 @@ from typing import Literal, ParamSpec, TypeVar, get_args
 
 from pipette_launch import megatron
 from pipette_launch.cost.layers.parameters import stage_parameters
-from pipette_launch.cost.memory.attention_mask import NO_MASK, mask_notes, without_mask
 from pipette_launch.cost.memory.overhead import Overhead, allowed_bytes, measured_overhead, overhead_of, uncounted
+from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, without_mask
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
 from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, PipetteError, PlanError, UsageError

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipette_launch.cost.memory.measured_stages import MeasuredStages
-from pipette_launch.cost.memory.overhead import Overhead
-from pipette_launch.cost.memory.parts import MemoryParts
-from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.memory.overhead import MeasuredStages, Overhead
+from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Measurements
 from pipette_launch.facts.messages import ExecutedParts

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.dimensions import collective_dimensions
+from pipette_launch.cost.communication.exchanges import collective_dimensions
 from pipette_launch.cost.communication.groups import Groups
-from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
+from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import has_two_embeddings
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipette_launch.cost.learned.corrected import LEARNED
-from pipette_launch.cost.memory.attention_mask import mask_notes
 from pipette_launch.cost.memory.overhead import has_expandable_segments, measured_overhead, uncounted
+from pipette_launch.cost.memory.peak import mask_notes
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.facts import Choice
 from pipette_launch.facts.cluster import in_device_order, shared_order

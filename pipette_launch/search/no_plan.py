@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipette_launch.cost.memory.attention_mask import NO_MASK, without_mask
 from pipette_launch.cost.memory.overhead import measured_overhead
+from pipette_launch.cost.memory.peak import NO_MASK, without_mask
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, limits_N

@@ -14,12 +14,9 @@ from itertools import chain, islice
 from operator import add
 from typing import NamedTuple, TypeVar
 
-from pipette_launch.cost.memory.folded import folded_peaks
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators
-from pipette_launch.cost.memory.parts import MemoryParts
-from pipette_launch.cost.memory.peak import kept_by_chunk
-from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
-from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, Counts, most_kept, named_schedule
+from pipette_launch.cost.memory.peak import MemoryParts, folded_peaks, kept_by_chunk
+from pipette_launch.cost.pipeline.extra import SCHEDULES, Counts, most_kept, named_schedule, peak_live_bytes
 from pipette_launch.cost.step.placed import Floats, Ints, PlacementCost
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute

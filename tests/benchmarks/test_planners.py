@@ -14,7 +14,7 @@ from benchmarks.planners.machines import MACHINES, NETWORKS, with_network
 from benchmarks.planners.zoo import MODELS, job_of, plain
 from benchmarks.rivals.pick import PlannerOptions
 from pipette_launch.cost.communication.collectives import Fabric
-from pipette_launch.cost.compute.imagined_device import imagined
+from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Batch, ComputeCase, Layout
 from pipette_launch.text import GIB
 

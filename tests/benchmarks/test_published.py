@@ -6,8 +6,7 @@ import pytest
 from published import GPT_65B_LAYOUT, gpt_65b
 
 from benchmarks.estimators.megatron_formula import megatron_formula
-from pipette_launch.cost.memory.parts import MemoryParts
-from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 from pipette_launch.facts import Recompute
 from pipette_launch.text import MIB
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.layers import experts, latent_attention
+from pipette_launch.cost.layers import attention, experts
 from pipette_launch.cost.layers.parameters import layer_parameters, stage_parameters
 from pipette_launch.facts import Job, LatentAttention, Layout
 
@@ -181,7 +181,7 @@ def test_latent_attention_is_what_the_closed_form_says(name: str, found: dict[st
     """Every parameter, and every byte but the statistics of the latents' norms."""
     model = LATENT_CASES[name].job.model
     assert model.latent_attention is not None
-    kept = latent_attention.attention_activations(model, model.latent_attention, LAYOUT, fused_rope=False)
+    kept = attention.attention_activations(model, model.latent_attention, LAYOUT, fused_rope=False)
     statistics = 2 * NORM_STATISTICS if model.qk_layernorm else 0
 
     assert layer_parameters(model, LAYOUT, moe=False).count == found[name]["parameters"]
@@ -202,7 +202,7 @@ def test_multi_token_prediction_saves_what_the_closed_form_says(found: dict[str,
     ids = 8 * TOKENS * BATCH
     own = found["predicts"]["saved"] - found["one layer"]["saved"] - layer - head
 
-    expected = latent_attention.prediction_activations(PREDICTS.job.model, LAYOUT) + ids + 3 * NORM_STATISTICS
+    expected = attention.prediction_activations(PREDICTS.job.model, LAYOUT) + ids + 3 * NORM_STATISTICS
     assert pytest.approx(expected, rel=0.03) == own
 
 

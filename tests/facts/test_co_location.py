@@ -7,7 +7,7 @@ from facts_for_tests import tiny_cluster, tiny_model
 from search.fabrics import cluster_with, fat_tree
 from search.worlds import named, on_gpus
 
-from pipette_launch.cost.compute.imagined_device import imagined_cluster
+from pipette_launch.cost.compute.device_model import imagined_cluster
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.co_location import RankBlock, Rooms, blocks_of, expert_block

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_words import from_words, peak_live, to_words
 
-from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
+from pipette_launch.cost.pipeline.extra import SCHEDULES, named_schedule
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import files
 from pipette_launch.facts.known_schedules import (

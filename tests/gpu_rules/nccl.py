@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from pipette_launch.cost.pipeline.timeline import StageTimes
+from pipette_launch.cost.pipeline.engine import StageTimes
 from pipette_launch.facts.schedule import Action, Kind, Message, PassTimes, message_from, message_of, message_to, starts
 
 Group = tuple[Message, ...]

@@ -22,7 +22,7 @@ from facts_for_tests import (
 )
 from search.worlds import still
 
-from pipette_launch.cost.communication.traffic import step_traffic
+from pipette_launch.cost.communication.exchanges import step_traffic
 from pipette_launch.facts import Choice, Job, Layout, files
 from pipette_launch.facts.messages import Advice, MeasuringQuestion
 from pipette_launch.launch import measuring_advice

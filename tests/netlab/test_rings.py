@@ -12,7 +12,7 @@ from labs import needs_lab
 from probe.workers import ROOT
 
 from benchmarks.netlab import Lab, everywhere, topology
-from pipette_launch.cost.communication.steps import Kind, num_steps, ring_shift
+from pipette_launch.cost.communication.collectives import Kind, num_steps, ring_shift
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes, needs_lab]
 WORKER = Path(__file__).parent / "ring_worker.py"

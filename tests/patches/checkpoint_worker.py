@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from schedules_worker import leave
 from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step
 
-from pipette_launch.cost.pipeline.named_schedules import named_schedule
+from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_launch.facts import files
 from pipette_launch.facts.schedule import ScheduleFile
 from pipette_patches import registry

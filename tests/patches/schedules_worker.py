@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step, global_name
 
-from pipette_launch.cost.pipeline.named_schedules import named_schedule
+from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_launch.facts import files
 from pipette_launch.facts.schedule import PassTimes, ScheduleFile
 from pipette_patches import registry

@@ -12,8 +12,7 @@ from patches.stage_cases import CASES, SHARDED, job_of
 
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.abstract_execution import Executor
-from pipette_launch.cost.memory.parts import MemoryParts
-from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("stage_worker.py")

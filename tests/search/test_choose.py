@@ -8,7 +8,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.worlds import planned, two_racks
 
-from pipette_launch.cost.compute.timed import case_of
+from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.learned import uncertainty
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.search import choose, explanations

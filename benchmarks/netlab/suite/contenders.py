@@ -15,7 +15,7 @@ from benchmarks.netlab.system import LabError
 from benchmarks.rivals.pick import Clock, Placement, PlannerOptions, torchrun_order
 from benchmarks.rivals.planners import RANKINGS
 from pipette_launch import megatron
-from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
+from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan, files

@@ -18,21 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Fabric
-from pipette_launch.cost.communication.exchanges import Exchange, LayerCounts, exchanges_of
+from pipette_launch.cost.communication.exchanges import Exchange, Hiding, LayerCounts, exchanges_of, hop_bytes
 from pipette_launch.cost.communication.groups import group_sizes
-from pipette_launch.cost.communication.hiding import Hiding
-from pipette_launch.cost.communication.traffic import hop_bytes
+from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.compute.timed import case_of
-from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import (
+    OnceAStep,
     chunk_kinds,
     experts_lie_in_stages,
+    gradient_bytes_per_parameter,
     has_two_embeddings,
+    shard_copies,
+    sharding_of,
     unit_parameters,
     word_embedding_parameters,
 )
-from pipette_launch.cost.layers.sharding import shard_copies, sharding_of
 from pipette_launch.cost.memo import Memo
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job

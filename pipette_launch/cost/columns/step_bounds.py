@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.columns.bound_tables import Content, GroupsLie, Tables, UnitTimes, contents_of, split_by_code
 from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
 from pipette_launch.cost.columns.update_bounds import UpdatePrices
-from pipette_launch.cost.communication.traffic import meets_receivers
+from pipette_launch.cost.communication.exchanges import meets_receivers
 from pipette_launch.cost.step.first_gathers import waits_one_by_one_s
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts.job import Job

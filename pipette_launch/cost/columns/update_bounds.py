@@ -14,10 +14,15 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.columns.bound_tables import Content, GroupsLie, Tables
 from pipette_launch.cost.communication.collectives import GroupsOnHosts
-from pipette_launch.cost.communication.traffic import aligns_gathers, num_buckets
-from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
-from pipette_launch.cost.layers.parameters import expert_dp, experts_lie_in_stages
-from pipette_launch.cost.layers.sharding import sharding_of
+from pipette_launch.cost.communication.exchanges import aligns_gathers, num_buckets
+from pipette_launch.cost.layers.parameters import (
+    expert_dp,
+    experts_lie_in_stages,
+    gradient_bytes_per_parameter,
+    held_gradients,
+    resident_parameters,
+    sharding_of,
+)
 from pipette_launch.facts.layout import LayoutColumns, codes_of
 
 Floats = NDArray[np.float64]

@@ -17,31 +17,373 @@ send is not corrected: the links themselves are measured by sends. Groups that r
 itself: their contention is in the price as far as it was in the measurement.
 """
 
+# S = slots, H = hosts, D = devices of one host, U = different matrices within hosts, L = all links that are kept.
+# H = hosts, M = measured groups.
 # G = groups of one kind, K = members of a group in ring order, L = links of a group, T = groups of any kinds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.links import Bottlenecks, LinkTable, best_links
-from pipette_launch.cost.communication.scales import MeasuredGroups, Scale
-from pipette_launch.cost.communication.steps import (
-    Kind,
-    chunk_share,
-    links_together,
-    num_steps,
-    ring_shift,
-    spread_over_hosts,
-)
-from pipette_launch.facts.cluster import Cluster
+from pipette_launch.errors import FactError
+from pipette_launch.facts.cluster import Cluster, Links
 from pipette_launch.facts.co_location import Rooms
 from pipette_launch.facts.measurements import CollectiveTime
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+_DOWNWARDS: dict[str, tuple[Kind, ...]] = {"cpu": ("all_reduce", "reduce_scatter"), "cuda": ()}
+"""Rings in which each member sends to the one before it. So gloo reduces, and gathers the other way: on four hosts
+whose links carry 25 MB/s to the next and 100 MB/s back, an all-gather of 20 MB takes 630 ms, where links of 100 MB/s
+both ways give 170; a reduce-scatter takes its 340 as ever. NCCL's direction has not been measured."""
+
+
+def ring_shift(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> int:
+    """To which member of a ring each sends, counted from itself: 1 = the next, -1 = the one before."""
+    return -1 if kind in _DOWNWARDS[device_kind] else 1
+
+
+def num_steps(kind: Kind, size: int) -> int:
+    """How many chunks each member of a group of `size` sends, one after the other."""
+    if size < 2:
+        return 0
+    if kind == "send":
+        return 1
+    return 2 * (size - 1) if kind == "all_reduce" else size - 1
+
+
+def library_share(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
+    """How many times the steps of a ring the library is known to take: gloo runs a reduce-scatter as an all-reduce."""
+    return 2.0 if device_kind == "cpu" and kind == "reduce_scatter" else 1.0
+
+
+def chunk_share(kind: Kind, size: int) -> float:
+    """The part of the tensor that one step moves."""
+    return 1.0 if kind == "send" else 1.0 / size
+
+
+def spread_over_hosts(host_GK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Count the hosts of each group, and its members on the host with the fewest of them; 1 on a single host.
+
+    Args:
+        host_GK: the host of every member of every group.
+
+    """
+    if (host_GK[:, 1:] < host_GK[:, :-1]).any():
+        host_GK = np.sort(host_GK, axis=1)
+    begins_GK = np.ones(host_GK.shape, dtype=bool)
+    np.not_equal(host_GK[:, 1:], host_GK[:, :-1], out=begins_GK[:, 1:])
+    hosts_G = begins_GK.sum(axis=1)
+    if hosts_G.max(initial=1) == 1 or host_GK.shape[1] == 2:
+        return hosts_G, np.ones_like(hosts_G)
+    first = np.flatnonzero(begins_GK)
+    # In place: placements are priced by the million.
+    members = np.empty_like(first)
+    members[:-1] = first[1:]
+    members[-1] = host_GK.size
+    members -= first
+    fewest_G = np.minimum.reduceat(members, hosts_G.cumsum() - hosts_G)
+    fewest_G[hosts_G == 1] = 1
+    return hosts_G, fewest_G
+
+
+def links_together(kind: Kind, fewest: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many links between two hosts carry a group's traffic at the same time.
+
+    Links are measured while all slots of two hosts send, so the rate of a link is one slot's share. A ring crosses each
+    pair of hosts over the links of all members on a host: one wire that they share, or their own network cards. Each
+    byte passes every host, so the host with the fewest members limits the ring: NCCL gives a host with one member one
+    network card. Unequal shares of one wire are therefore priced too high. In an all-to-all all members send at once.
+
+    Args:
+        kind: of the collective.
+        fewest: members on the host that has the fewest, from `spread_over_hosts`.
+
+    """
+    return np.ones_like(fewest) if kind == "all_to_all" else fewest
+
+
+def most_links_together(kind: Kind, size: int, num_hosts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the largest `links_together` of any group of this size, by hosts: members in equal shares."""
+    return links_together(kind, np.where(num_hosts > 1, np.maximum(size // np.maximum(num_hosts, 1), 1), 1))
+
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkTable:
+    """H * H links between hosts, and behind them D * D for each different matrix within a host, in one row."""
+
+    latency_s_L: Floats
+    """0 from a place to itself, as in `seconds_per_byte_L`."""
+    seconds_per_byte_L: Floats
+    host_S: Ints
+    _between_S: Ints
+    """Where the links of a slot's host to other hosts begin."""
+    _within_S: Ints
+    """Where the links of a slot to those of its own host begin."""
+    _local_S: Ints
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> LinkTable:
+        """Lay out the links of a cluster."""
+        hosts, devices = len(cluster.hosts), cluster.devices_per_host
+        kinds: dict[Links, int] = {}
+        kind_H = np.array([kinds.setdefault(links, len(kinds)) for links in cluster.within_host], dtype=np.int64)
+        matrices = (cluster.between_hosts, *kinds)
+        slots = np.arange(cluster.num_slots)
+        host_S, local_S = slots // devices, slots % devices
+        return cls(
+            latency_s_L=np.concatenate(
+                [np.where(np.eye(len(links.latency_s), dtype=bool), 0.0, links.latency_s).ravel() for links in matrices]
+            ),
+            seconds_per_byte_L=np.concatenate([links.seconds_per_byte().ravel() for links in matrices]),
+            host_S=host_S,
+            _between_S=host_S * hosts,
+            _within_S=hosts * hosts + (kind_H[host_S] * devices + local_S) * devices,
+            _local_S=local_S,
+        )
+
+    def links(self, sender: Ints, receiver: Ints) -> Ints:
+        """Return the place of each link among L, from slots to slots of equal shape."""
+        to_host = self.host_S.take(receiver)
+        links = self._between_S.take(sender)
+        links += to_host
+        inside = self.host_S.take(sender) == to_host
+        if inside.any():
+            links[inside] = self._within_S[sender[inside]] + self._local_S[receiver[inside]]
+        return links
+
+
+def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
+    """(latency, seconds per byte) of the links that no other beats in both, by rising latency."""
+    # From a place to itself there is no link.
+    different = [(links, ~np.eye(len(links.latency_s), dtype=bool)) for links in dict.fromkeys(matrices)]
+    latency_s = np.concatenate([links.latency_s[apart] for links, apart in different])
+    byte_s = np.concatenate([links.seconds_per_byte()[apart] for links, apart in different])
+    return _front(latency_s, byte_s)
+
+
+def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
+    """Return the links that join all hosts, cheapest first: those of a minimum spanning tree (Prim 1957).
+
+    Hosts that are apart in it without the links above some cost are apart without any link above that cost. A pair of
+    hosts counts by its cheaper way, so what is apart here is apart for every ring.
+    """
+    cost: Floats = np.minimum(cost_HH, cost_HH.T)
+    hosts = len(cost)
+    left = np.ones(hosts, dtype=bool)
+    left[0] = False
+    near_H = cost[0].copy()
+    via_H = np.zeros(hosts, dtype=np.int64)
+    near_H[0] = np.inf
+    found = []
+    for _ in range(hosts - 1):
+        host = int(near_H.argmin())
+        found.append((float(near_H[host]), int(via_H[host]), host))
+        left[host] = False
+        near_H[host] = np.inf
+        closer_H = left & (cost[host] < near_H)
+        near_H[closer_H] = cost[host][closer_H]
+        via_H[closer_H] = host
+    return sorted(found)
+
+
+class Bottlenecks:
+    """How slow the slowest link is, at least, of a group that has members on several places."""
+
+    def __init__(self, links: Links) -> None:
+        byte_s_HH = np.where(np.eye(len(links.latency_s), dtype=bool), np.inf, links.seconds_per_byte())
+        self._tree = spanning_tree(byte_s_HH)
+        self._leave_H: Floats = np.maximum(byte_s_HH.min(axis=0), byte_s_HH.min(axis=1))
+        self._known: dict[int, Floats] = {}
+
+    def slowness_H(self, fewest: int) -> Floats:
+        """Seconds per byte of the slowest link, at least, of a group that lies on each place, and on `fewest` or more.
+
+        A group leaves each of its places and comes back, and links no slower than its slowest one connect them all. So
+        each of its places lies in a connected part of so many places at least.
+
+        Args:
+            fewest: places, two or more.
+
+        """
+        if fewest not in self._known:
+            joined_H = np.zeros(len(self._leave_H))
+            part_of = [[place] for place in range(len(joined_H))]
+            for byte_s, one, other in self._tree:
+                small, large = sorted((part_of[one], part_of[other]), key=len)
+                for part in (small, large):
+                    if len(part) < fewest <= len(small) + len(large):
+                        joined_H[part] = byte_s
+                large += small
+                for place in small:
+                    part_of[place] = large
+            self._known[fewest] = np.maximum(joined_H, self._leave_H)
+        return self._known[fewest]
+
+
+def _front(latency_s: Floats, byte_s: Floats) -> tuple[tuple[float, float], ...]:
+    front: list[tuple[float, float]] = []
+    while len(latency_s):
+        least_s = latency_s.min()
+        per_byte = byte_s[latency_s == least_s].min()
+        front.append((float(least_s), float(per_byte)))
+        left = byte_s < per_byte
+        latency_s, byte_s = latency_s[left], byte_s[left]
+    return tuple(front)
+
+
+# Which kind stands in where one was not measured: the same ring, only run once or twice.
+_STAND_IN: dict[Kind, tuple[Kind, ...]] = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "all_gather": ("reduce_scatter", "all_reduce"),
+    "reduce_scatter": ("all_gather", "all_reduce"),
+    "all_to_all": (),
+    "send": (),
+}
+LIBRARYS_SHARE = 2.0
+"""NCCL may send up to so many times the bytes of a ring."""
+
+
+def most_from_within(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
+    """Return the largest factor on time per byte that groups inside hosts may give to groups across hosts.
+
+    It is asked for where no group across hosts was measured. The factor counts as far as the library's algorithm
+    explains it: gloo's reduce-scatter is an all-reduce, its other rings send what a ring must, and NCCL's algorithm is
+    not known. A larger factor comes from processors that share a host and does not hold for links between hosts: with
+    it, a step of 8 CPU ranks on slow links was predicted to take 22 s, and took 2.9.
+    """
+    return LIBRARYS_SHARE if device_kind == "cuda" else library_share(kind, device_kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How a collective was measured to differ from the formula; entry h is for groups on h hosts, 0 is unused."""
+
+    latency_factor: NDArray[np.float64]
+    """On each link's latency, at most 1."""
+    extra_latency_s: NDArray[np.float64]
+    """Of each step, on top of its link's."""
+    bytes_factor: NDArray[np.float64]
+    """On each link's time per byte, which a group's `links_together` divide."""
+    least_bytes_factor: NDArray[np.float64]
+    """The same, divided by the most links that a group can use together: a lower bound for any group."""
+    is_measured: bool
+
+
+class MeasuredGroups:
+    """The groups of slots on which collectives were measured."""
+
+    def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime], table: LinkTable) -> None:
+        self._hosts = len(cluster.hosts)
+        self._devices = cluster.devices_per_host
+        self._device_kind = cluster.device_kind
+        self._table = table
+        self._collectives = tuple(collectives)
+        self._scales: dict[tuple[Kind, int], Scale] = {}
+        self._corrections: dict[int, tuple[float, float, float]] = {}
+        self._spreads: dict[int, tuple[int, int]] = {}
+        for measured in self._collectives:
+            slots = measured.slots
+            if len(slots) < 2 or min(slots) < 0 or max(slots) >= cluster.num_slots:
+                raise FactError(
+                    f"{measured.kind} was measured on slots {slots}; a group needs two or more of the "
+                    f"{cluster.num_slots} slots of this cluster"
+                )
+
+    @property
+    def any(self) -> bool:
+        """Whether any collective was measured, sends apart: these are never corrected."""
+        return any(measured.kind != "send" for measured in self._collectives)
+
+    def scale(self, kind: Kind, size: int) -> Scale:
+        """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
+        if (kind, size) in self._scales:
+            return self._scales[kind, size]
+        rows = np.tile([1.0, 0.0, 1.0], (self._hosts + 1, 1))
+        candidates: list[CollectiveTime] = []
+        for name in (kind, *_STAND_IN[kind]) if kind != "send" else ():
+            candidates = candidates or [measured for measured in self._collectives if measured.kind == name]
+        for counts, across in ((np.arange(1, 2), False), (np.arange(2, self._hosts + 1), True)):
+            if candidates and len(counts):
+                nearest = self._nearest(candidates, size, across=across)
+                corrections = np.array([self._carried(measured, kind, size) for measured in nearest])
+                spans = np.array([self._num_hosts(measured) for measured in nearest])
+                rows[counts] = corrections[np.abs(np.log(spans / counts[:, None])).argmin(axis=1)]
+                if across and spans.max() == 1:
+                    rows[counts, 2] = np.minimum(rows[counts, 2], most_from_within(kind, self._device_kind))
+        together = most_links_together(kind, size, np.arange(self._hosts + 1)) if candidates else 1
+        self._scales[kind, size] = Scale(
+            latency_factor=rows[:, 0],
+            extra_latency_s=rows[:, 1],
+            bytes_factor=rows[:, 2],
+            least_bytes_factor=rows[:, 2] / together,
+            is_measured=bool(candidates),
+        )
+        return self._scales[kind, size]
+
+    def _nearest(self, candidates: Sequence[CollectiveTime], size: int, *, across: bool) -> list[CollectiveTime]:
+        """Within a host or across hosts first, then members; what is left is in the order of its slots.
+
+        So of those that are on equally near numbers of hosts the slots decide, not the order in which they were given.
+        """
+        same = [measured for measured in candidates if (self._num_hosts(measured) > 1) == across] or candidates
+        distances = [abs(np.log(len(measured.slots) / size)) for measured in same]
+        near = [measured for measured, distance in zip(same, distances, strict=True) if distance == min(distances)]
+        return sorted(near, key=lambda measured: measured.slots)
+
+    def _num_hosts(self, measured: CollectiveTime) -> int:
+        return self._spread(measured)[0]
+
+    def _spread(self, measured: CollectiveTime) -> tuple[int, int]:
+        """Return the hosts of a measured group, and its members on the host with the fewest."""
+        # Groups of several kinds share one tuple of slots.
+        key = id(measured.slots)
+        if key not in self._spreads:
+            hosts, fewest = spread_over_hosts(self._table.host_S[np.array([measured.slots])])
+            self._spreads[key] = int(hosts[0]), int(fewest[0])
+        return self._spreads[key]
+
+    def _carried(self, measured: CollectiveTime, kind: Kind, size: int) -> tuple[float, float, float]:
+        """What a measured group says of each step of another operation."""
+        if id(measured) not in self._corrections:
+            self._corrections[id(measured)] = self._correction(measured)
+        latency_factor, extra_s, bytes_factor = self._corrections[id(measured)]
+        more = library_share(kind, self._device_kind) / library_share(measured.kind, self._device_kind)
+        bytes_factor *= more
+        if self._device_kind == "cpu":
+            # What members wait for each other grows with the steps, but less: all-reduces of 4 slots on 2 hosts took
+            # 10 ms as those of 2 slots took 7, reduce-scatters of 4 hosts 9 as those of 2 hosts took 3.
+            longer = max(num_steps(kind, size), 1) / num_steps(measured.kind, len(measured.slots))
+            extra_s *= math.sqrt(longer * more) / longer
+        return latency_factor, extra_s, bytes_factor
+
+    def _correction(self, measured: CollectiveTime) -> tuple[float, float, float]:
+        """Latency factor, extra latency of a step and byte factor that make the formula give the measured times."""
+        slots, size = np.array(measured.slots), len(measured.slots)
+        is_ring = measured.kind != "all_to_all"
+        shifts = [ring_shift(measured.kind, self._device_kind)] if is_ring else range(1, size)
+        used = np.concatenate([self._table.links(slots, np.roll(slots, -shift)) for shift in shifts])
+        # The slowest of the links that the group used.
+        link_s = float(self._table.latency_s_L[used].max(initial=0.0))
+        per_byte_s = float(self._table.seconds_per_byte_L[used].max(initial=0.0))
+        steps = num_steps(measured.kind, size)
+        step_s = measured.latency_s / steps
+        together = float(links_together(measured.kind, np.array(self._spread(measured)[1])))
+        byte_s = steps * chunk_share(measured.kind, size) * per_byte_s / together
+        factor = step_s / link_s if step_s < link_s else 1.0
+        return factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s
+
 
 __all__ = ["Fabric", "Kind", "Routes", "chunk_share", "num_steps"]
 

@@ -1,28 +1,72 @@
 """What a layout makes its ranks send each other inside the passes of a micro-batch, and how often."""
 
 # S = stages (model chunks) in model order.
+# G = groups of one dimension, K = members of a group in the order of their ring.
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.hiding import Behind, Hiding
-from pipette_launch.cost.communication.shards import shard_exchanges
-from pipette_launch.cost.communication.steps import Kind
-from pipette_launch.cost.layers import attention
-from pipette_launch.cost.layers.parameters import chunk_kinds
+from pipette_launch.cost.communication.collectives import Kind
+from pipette_launch.cost.communication.groups import Groups, group_sizes
+from pipette_launch.cost.layers import activations, attention
+from pipette_launch.cost.layers.parameters import (
+    Parameters,
+    Sharding,
+    by_rank,
+    chunk_kinds,
+    chunk_parameters,
+    end_parameters,
+    gradient_bytes_per_parameter,
+    has_two_embeddings,
+    held_gradients,
+    layer_weight_bytes,
+    resident_parameters,
+    shard_copies,
+    sharding_of,
+    unit_parameters,
+    word_embedding_parameters,
+)
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout import Ints, Layout
+from pipette_launch.facts.messages import CollectiveKind
 from pipette_launch.facts.model import KINDS_WITH_ATTENTION, KINDS_WITH_EXPERTS, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
-Ints = NDArray[np.int64]
+OfLayer: TypeAlias = tuple[Literal["forward", "backward"], LayerKind]
+Behind: TypeAlias = Literal["core_attention_s", "input_grad_s", "weight_grad_s", "forward_s", "other_layer_s"] | OfLayer
+"""A field of `Hiding`, or a pass of a whole layer of a kind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hiding:
+    """Compute of one layer, for one micro-batch, behind which a collective passes."""
+
+    core_attention_s: float = 0.0
+    """The forward's scores and context: behind them go the rings of context parallelism."""
+    input_grad_s: float = 0.0
+    """Input gradient of one column-parallel matrix."""
+    weight_grad_s: float = 0.0
+    """Weight gradient of one column-parallel matrix."""
+    forward_s: float = 0.0
+    """Forward of one column-parallel matrix: behind it go chunks of `--tp-comm-overlap`."""
+    other_layer_s: float = 0.0
+    """A quarter of a layer's two passes: behind each go the tokens of one exchange of another micro-batch."""
+    layers_s: Mapping[OfLayer, float] = field(default_factory=dict)
+    """A pass of one layer, the backward with recompute: behind it go weights of the next and gradients of the one
+    before."""
+
+    def seconds(self, behind: Behind) -> float:
+        """Look up the compute that `behind` names; 0 of what was not given."""
+        return self.layers_s.get(behind, 0.0) if isinstance(behind, tuple) else float(getattr(self, behind))
+
+
 Group = Literal["tp", "cp", "ep", "etp", "ep_etp", "shard", "expert_shard"]
 """Fields of `Groups`."""
 
@@ -299,3 +343,283 @@ def _exchange(
         backward=tuple(map(float, backward_S.tolist())),
         behind=behind,
     )
+
+
+if TYPE_CHECKING:
+    from pipette_launch.cost.communication.exchanges import LayerCounts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardExchange:
+    """One collective, with the fields of an `Exchange`."""
+
+    kind: Kind
+    group: Literal["shard", "expert_shard"]
+    size_bytes: float
+    forward_S: Ints
+    backward_S: Ints
+    behind: Behind | None = None
+    behind_share: float = 1.0
+
+
+def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[ShardExchange]:
+    """List the collectives of a micro-batch; they are linear in `counts`.
+
+    A layer is gathered while the one before computes, and its gradients are reduced while the next does. Both take one
+    communicator, so that they share the backward of a layer by what they move. Nothing hides the first layer's gather,
+    as only the embedding computes before it, nor the reductions of the first layer and of the embedding, whose end
+    every micro-batch waits for (FSDP megatron_fsdp.py:755-791, param_and_grad_buffer.py:3018).
+    """
+    sharding = sharding_of(job)
+    if sharding is None or not sharding.gradients:
+        return
+    model = job.model
+    units = unit_parameters(model, layout)
+    counts = counts.with_depths(job, layout)
+    for kind, layers_S in counts.layers_S.items():
+        first_S = counts.embedding_S * (kind == model.layer_kinds[0])
+        yield from _layers(job, layout, units.layers[kind], layers_S, first_S, kind)
+    if group_sizes(layout, instances=shard_copies(job))["shard"] > 1:
+        yield from _ends(job, layout, sharding, counts)
+
+
+def gradients_of_copies(job: Job, layout: Layout, chunks: Sequence[Parameters]) -> tuple[tuple[int, int], ...]:
+    """Bytes of each chunk's gradients, dense and of experts, that the copies of a shard add up once a step.
+
+    An all-reduce over the copies moves 2 (n - 1) / n of a shard: so many bytes are priced as reduced by all replicas.
+    """
+    copies = shard_copies(job)
+    members = group_sizes(layout, instances=copies)
+    moved = 2 * (copies - 1) / copies * gradient_bytes_per_parameter(job)
+    dense, expert = moved / members["shard"], moved / members["expert_shard"]
+    return tuple((int(chunk.dense * dense), int(chunk.expert * expert)) for chunk in chunks)
+
+
+def parameters_of_ends(job: Job, layout: Layout, gathers: int) -> tuple[tuple[int, int], ...]:
+    """Bytes of each chunk's parameters outside the layers, which are gathered once a step, `gathers` bytes of each."""
+    first, last = end_parameters(job.model, layout)
+    return tuple(
+        (((stage == 0) * first + (stage == layout.num_chunks - 1) * last) * gathers, 0)
+        for stage in range(layout.num_chunks)
+    )
+
+
+def _layers(
+    job: Job, layout: Layout, layer: Parameters, layers_S: Ints, first_S: Ints, kind: LayerKind
+) -> Iterator[ShardExchange]:
+    """Exchange layers of one kind; nothing hides `first_S` of them at the begin and at the end of a micro-batch."""
+    sharding = sharding_of(job)
+    members = group_sizes(layout, instances=shard_copies(job))
+    gathered, gradient = layer_weight_bytes(job)[1], gradient_bytes_per_parameter(job)
+    sizes: tuple[tuple[Literal["shard", "expert_shard"], int, int], ...] = (
+        ("shard", layer.dense, members["shard"]),
+        ("expert_shard", layer.expert, members["expert_shard"]),
+    )
+    used = [(group, count, count * (1 - 1 / size)) for group, count, size in sizes if count and size > 1]
+    moved = sum(each for _, _, each in used)
+    forward: OfLayer = ("forward", kind)
+    backward: OfLayer = ("backward", kind)
+    none_S = 0 * layers_S
+    gathers = bool(sharding and sharding.weights) * gathered
+    again = bool(sharding and sharding.gathers_twice) * gathers
+    for group, count, each in used:
+        share = each / moved
+        size = float(count * gathered)
+        if gathers:
+            yield ShardExchange(kind="all_gather", group=group, size_bytes=size, forward_S=first_S, backward_S=none_S)
+            yield ShardExchange(
+                kind="all_gather",
+                group=group,
+                size_bytes=size,
+                forward_S=layers_S - first_S,
+                backward_S=none_S,
+                behind=forward,
+                behind_share=share,
+            )
+        if again:
+            yield ShardExchange(
+                kind="all_gather",
+                group=group,
+                size_bytes=size,
+                forward_S=none_S,
+                backward_S=layers_S,
+                behind=backward,
+                behind_share=share * again / (again + gradient),
+            )
+        size = float(count * gradient)
+        yield ShardExchange(kind="reduce_scatter", group=group, size_bytes=size, forward_S=none_S, backward_S=first_S)
+        yield ShardExchange(
+            kind="reduce_scatter",
+            group=group,
+            size_bytes=size,
+            forward_S=none_S,
+            backward_S=layers_S - first_S,
+            behind=backward,
+            behind_share=share * gradient / (again + gradient),
+        )
+
+
+def _ends(job: Job, layout: Layout, sharding: Sharding, counts: LayerCounts) -> Iterator[ShardExchange]:
+    """Reduce the gradients of embedding and head, and gather both where they do not stay from pass to pass.
+
+    What the head exchanges passes behind the layer next to it.
+    """
+    model, gradient = job.model, gradient_bytes_per_parameter(job)
+    embedding, head = end_parameters(model, layout)
+    embedding_S, head_S = counts.embedding_S, counts.head_S
+    none_S = 0 * head_S
+    forward: OfLayer = ("forward", model.layer_kinds[-1])
+    backward: OfLayer = ("backward", model.layer_kinds[-1])
+    yield _end("reduce_scatter", embedding * gradient, none_S, embedding_S)
+    yield _end("reduce_scatter", head * gradient, none_S, head_S, behind=backward)
+    if sharding.weights and not sharding.keeps_ends:
+        again = int(sharding.gathers_twice)
+        yield _end("all_gather", embedding * model.dtype_bytes, embedding_S, none_S)
+        yield _end("all_gather", embedding * model.dtype_bytes, none_S, again * embedding_S, behind=backward)
+        yield _end("all_gather", head * model.dtype_bytes, head_S, none_S, behind=forward)
+        yield _end("all_gather", head * model.dtype_bytes, none_S, again * head_S)
+
+
+def _end(kind: Kind, size: int, forward_S: Ints, backward_S: Ints, *, behind: Behind | None = None) -> ShardExchange:
+    return ShardExchange(
+        kind=kind,
+        group="shard",
+        size_bytes=float(size),
+        forward_S=forward_S,
+        backward_S=backward_S,
+        behind=behind,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTraffic:
+    """What is exchanged once a step, in bytes on one rank."""
+
+    gradient_bytes: tuple[tuple[int, int], ...]
+    """Of each stage: dense, expert."""
+    parameter_bytes: tuple[tuple[int, int], ...]
+    """What the distributed optimizer gathers; zeros without it."""
+    num_buckets: tuple[int, ...]
+    """Parts of each stage's gradients that can leave one by one."""
+    resident_parameters: tuple[int, ...]
+    """Parameters that each pipeline rank steps."""
+    held_gradients: tuple[int, ...]
+    """Gradients that each pipeline rank keeps from micro-batch to micro-batch."""
+    embedding_bytes: int
+    """Gradient of the word embedding, summed over first and last pipeline rank; 0 when there is one copy."""
+
+
+def hop_bytes(job: Job, layout: Layout) -> int:
+    """One activation between neighbouring stages: s*b*h/c, over t with sequence parallelism (schedules.py)."""
+    return activations.residual_bytes(job.model, layout)
+
+
+def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:
+    """Whether a message between stages starts only once its receiver, done with its pass, asks for it.
+
+    Megatron asks right before it needs, but for `overlap_p2p_comm`, which holds with virtual stages only and there
+    unless the user says no (arguments.py, validate_args). gloo then sends to nobody who has not asked: between 4 hosts,
+    an activation that had long been sent took all its 13 ms when it was asked for. NCCL has not been measured here; the
+    published step times are met better (by 0.1 to 0.7 points) if its messages travel ahead.
+    """
+    asks_late = vpp == 1 or not performance_options(job).overlap_p2p_comm
+    return device_kind == "cpu" and asks_late
+
+
+def blocks_at_ends(job: Job, vpp: int, device_kind: str) -> bool:
+    """Whether ranks with virtual stages wait for the messages of warm-up and cool-down before their next pass.
+
+    Megatron overlaps those of the steady part alone, unless it is asked for more. On 2 x 2 hosts, groups of 4
+    micro-batches in place of 2, whose warm-up and cool-down are longer, took 8 % more and not 1 % less. As with
+    `meets_receivers`, NCCL has not been measured.
+    """
+    overlaps = performance_options(job).overlap_p2p_comm
+    asks_early = performance_options(job).overlap_p2p_comm_warmup_flush
+    return device_kind == "cpu" and vpp > 1 and overlaps and not asks_early
+
+
+def loss_report_bytes(device_kind: str) -> int:
+    """What the replicas of the last stage add up once a step to report its loss: the sum and the count of its tokens.
+
+    Over gloo that waits for all replicas once more: with four ranks on two cores 5 to 7 ms of a step of 57. Over NCCL
+    it takes some tens of microseconds, and a ring's latencies would make more of it: it counts as nothing.
+    """
+    return 2 * _FP32_BYTES if device_kind == "cpu" else 0
+
+
+def aligns_gathers(job: Job, vpp: int) -> bool:
+    """Whether overlapped parameter gathers start on all pipeline ranks at once (see `first_gathers`).
+
+    Megatron does so with virtual stages, and never without (arguments.py, validate_args).
+    """
+    return vpp > 1 and performance_options(job).align_param_gather
+
+
+def step_traffic(job: Job, layout: Layout) -> StepTraffic:
+    """Count gradients to reduce and parameters to gather of each stage, by who shares them.
+
+    What FSDP exchanges in every micro-batch is not in it (`shard_exchanges`).
+    """
+    gradient, element, sharding = gradient_bytes_per_parameter(job), job.model.dtype_bytes, sharding_of(job)
+    chunks = chunk_parameters(job.model, layout)
+    gathers = element if layout.use_distributed_optimizer else 0
+    ranks = [(part.dense, part.expert) for part in by_rank(chunks, layout.pp)]
+    shared = layout.pp > 1 and has_two_embeddings(job.model)
+    return StepTraffic(
+        gradient_bytes=gradients_of_copies(job, layout, chunks)
+        if sharding and sharding.gradients
+        else tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
+        parameter_bytes=parameters_of_ends(job, layout, gathers)
+        if sharding and sharding.weights
+        else tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
+        # Only the first chunk of pipeline rank 0 is split, and only to overlap (param_and_grad_buffer.py).
+        num_buckets=tuple(
+            1 if stage or not layout.overlap_grad_reduce else int(num_buckets(chunk.count, layout.dp * layout.cp))
+            for stage, chunk in enumerate(chunks)
+        ),
+        resident_parameters=tuple(int(resident_parameters(job, *rank, layout)) for rank in ranks),
+        held_gradients=tuple(int(held_gradients(job, *rank, layout)) for rank in ranks),
+        embedding_bytes=word_embedding_parameters(job.model, layout.tp) * gradient if shared else 0,
+    )
+
+
+def num_buckets(parameters: Ints | int, replicas: Ints | int) -> Ints:
+    """Into how many parts Megatron splits overlapped gradients: of 40 million parameters, or of 1 million a replica.
+
+    `replicas` is dp * cp (distributed_data_parallel.py). Numbers or arrays.
+    """
+    return np.asarray(-(-parameters // np.maximum(40_000_000, 1_000_000 * replicas)))
+
+
+class CollectiveDimension(NamedTuple):
+    """What one dimension of a layout runs, over groups of ranks."""
+
+    name: str
+    kinds: tuple[CollectiveKind, ...]
+    ranks_GK: NDArray[np.int64]
+    most_bytes: int
+    """Of the full tensor on one rank."""
+    parts: tuple[str, ...]
+    """The parts of a step that these collectives are in (`StepTime.breakdown_s`)."""
+
+
+def collective_dimensions(job: Job, layout: Layout) -> Iterator[CollectiveDimension]:
+    """Dimensions of two ranks or more; what runs once a step first, as it is the least hidden and the most bytes."""
+    groups = Groups.of(layout, instances=shard_copies(job))
+    reduced: tuple[CollectiveKind, ...] = ("all_reduce",)
+    parts: tuple[str, ...] = ("data_parallel",)
+    if layout.use_distributed_optimizer:
+        reduced, parts = ("reduce_scatter", "all_gather"), ("data_parallel", "parameter_gather")
+    dense, expert = (max(sizes) for sizes in zip(*step_traffic(job, layout).gradient_bytes, strict=True))
+    found = [CollectiveDimension("dp", reduced, groups.dp_cp, dense, parts)]
+    if job.model.num_experts:
+        found.append(CollectiveDimension("expert dp", reduced, groups.expert_dp, expert, parts))
+    by_group: dict[str, list[Exchange]] = {}
+    for exchange in exchanges(job, layout, Hiding()):
+        if exchange.kind != "send":
+            by_group.setdefault(exchange.group, []).append(exchange)
+    for name, sent in by_group.items():
+        kinds = tuple(dict.fromkeys(one.kind for one in sent if one.kind != "send"))
+        most_bytes = int(max(one.size_bytes for one in sent))
+        found.append(CollectiveDimension(name, kinds, getattr(groups, name), most_bytes, (sent[0].part,)))
+    yield from (one for one in found if one.ranks_GK.shape[1] > 1)

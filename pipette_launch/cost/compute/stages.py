@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from pipette_launch.cost.communication.hiding import Hiding
+from pipette_launch.cost.communication.exchanges import Hiding
+from pipette_launch.cost.compute.carried_over import repriced
+from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.flop_shares import attention_core_share, column_share, recompute_share
-from pipette_launch.cost.compute.repriced import repriced
-from pipette_launch.cost.compute.timed import case_of
 from pipette_launch.cost.layers.activations import recompute_modules
 from pipette_launch.cost.layers.offloading import offloaded
 from pipette_launch.errors import PlanError

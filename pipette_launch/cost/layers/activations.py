@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipette_launch.cost.layers import attention, embedding_and_head, experts, latent_attention, offloading
+from pipette_launch.cost.layers import attention, ends, experts, offloading
 from pipette_launch.cost.layers.attention import tokens
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -117,7 +117,7 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
         projected += tokens(model, layout) * (model.num_attention_heads // layout.tp) * model.kv_channels
     if model.latent_attention:
         fused = uses_te and performance_options(job).apply_rope_fusion
-        kept = latent_attention.attention_activations(model, model.latent_attention, layout, fused_rope=fused)
+        kept = attention.attention_activations(model, model.latent_attention, layout, fused_rope=fused)
         projected, latents = kept.latents + kept.context, kept.projected
         # A ring keeps the last keys and values in a buffer of its own, so recompute of the projections frees neither.
         pair = attention.pair_bytes(model, layout) if attention.ring_steps(job, layout) else 0
@@ -205,5 +205,5 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
         layer = residual_bytes(model, layout)
     else:
         layer = kept_bytes(job, layout, moe=model.has_expert_prediction)
-    own = latent_attention.prediction_activations(model, layout) + embedding_and_head.embedding_bytes(job, layout)
+    own = attention.prediction_activations(model, layout) + ends.embedding_bytes(job, layout)
     return model.mtp_num_layers * (layer + own)

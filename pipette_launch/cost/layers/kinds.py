@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipette_launch.cost.layers import activations, attention, embedding_and_head, latent_attention
+from pipette_launch.cost.layers import activations, attention, ends
 from pipette_launch.cost.layers.activations import LayerActivations, recompute_modules
 from pipette_launch.cost.layers.mamba import mamba_activations, mamba_backward_bytes
 from pipette_launch.facts.job import Job
@@ -63,5 +63,5 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
         layers = activations.residual_bytes(model, layout) * len(model.prediction_kinds)
     else:
         layers = sum(kept_bytes(job, layout, kind) for kind in model.prediction_kinds)
-    own = latent_attention.prediction_activations(model, layout) + embedding_and_head.embedding_bytes(job, layout)
+    own = attention.prediction_activations(model, layout) + ends.embedding_bytes(job, layout)
     return model.mtp_num_layers * (layers + own)

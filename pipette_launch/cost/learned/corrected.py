@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.learned.residual import Point, Residual, features_of, learn
-from pipette_launch.cost.memory.measured_stages import MeasuredStages
+from pipette_launch.cost.memory.overhead import MeasuredStages
 from pipette_launch.cost.memory.peak import peak_memory_bytes, peak_memory_columns
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.predictor import Predictor, StepTime

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.dimensions import collective_dimensions
+from pipette_launch.cost.communication.exchanges import collective_dimensions
+from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.compute.timed import case_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements

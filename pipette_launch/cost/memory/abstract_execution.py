@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipette_launch.cost.layers.sharding import sharding_of
+from pipette_launch.cost.layers.parameters import sharding_of
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts.files import digest, from_plain, parse, read_bytes, to_plain, write_text
 from pipette_launch.facts.job import Job

@@ -8,12 +8,12 @@ Not in it: routing that gives one expert more tokens than another, and fragmenta
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 from pipette_launch.cost.layers.parameters import expert_dp
-from pipette_launch.cost.memory.workspaces import workspace_bytes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.facts.job import RING, Job, flag_of
@@ -23,6 +23,50 @@ from pipette_launch.facts.measurements import DeviceOverhead, Measurements, Memo
 from pipette_launch.megatron.allocator import EXPANDABLE, VARIABLES, allocator_options
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.text import MIB
+
+NUM_CUBLAS_THREADS = 2
+"""The main thread and the backward's."""
+NUM_GROUPED_GEMM_STREAMS = 4
+NUM_OVERLAP_STREAMS = 3
+"""Streams that share TransformerEngine's own workspace under `--tp-comm-overlap` (pytorch/module/base.py)."""
+_KIB = 1 << 10
+_HOPPER = 9
+_LARGE_BYTES = 32 << 20
+_SMALL_CUBLAS_BYTES = (2 * 4096 + 8 * 16) * _KIB
+_SMALL_TE_BYTES = 4 << 20
+
+
+def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[str, str]) -> int:
+    """Count the workspaces that a rank holds from its first step on.
+
+    Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both to 0.1 MiB at pp 1; the
+    test with `--tp-comm-overlap` holds 64 MiB more.
+
+    Args:
+        job: its implementation and grouped GEMMs count.
+        compute_capability: the major number: 8 for A100 and RTX 4090, 9 for H100, 10 for B200.
+        environment: of the worker; CUBLAS_WORKSPACE_CONFIG counts, which deterministic runs must set.
+
+    """
+    total = NUM_CUBLAS_THREADS * cublas_workspace_bytes(compute_capability, environment)
+    if job.model.transformer_impl == "transformer_engine":
+        own = _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_TE_BYTES
+        grouped = bool(job.model.num_experts) and performance_options(job).moe_grouped_gemm
+        streams = NUM_OVERLAP_STREAMS if performance_options(job).tp_comm_overlap else 1
+        total += own * (streams + (NUM_GROUPED_GEMM_STREAMS if grouped else 0))
+    return total
+
+
+def cublas_workspace_bytes(compute_capability: int, environment: Mapping[str, str]) -> int:
+    """Return the size of a cuBLAS workspace of PyTorch: 8.1 MiB, 32 MiB from Hopper on, or as the environment sets it.
+
+    A value that has no `:SIZE:COUNT` in it counts as none, as in PyTorch.
+    """
+    pools = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pools:
+        return sum(int(size) * int(count) * _KIB for size, count in pools)
+    return _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_CUBLAS_BYTES
+
 
 DENSE_RESERVE = 1.03
 MOE_RESERVE = 1.15
@@ -328,3 +372,51 @@ def several(size: Ints) -> Ints: ...
 def several(size: int | Ints) -> int | Ints:
     """Return 1 for a group of several ranks, 0 for a rank alone."""
     return (size > 1) * 1
+
+
+class MeasuredStages:
+    """What was read of a job's stages; nothing where another job was measured, or an earlier release did it.
+
+    On CPU the tensors that were counted stand for the peak, as in every prediction: the resident set holds the
+    interpreter and the heap's gaps too, of which no prediction knows.
+    """
+
+    def __init__(self, job: Job, measurements: Measurements) -> None:
+        digest = memory_digest(job) if measurements.stages else ""
+        self._job, self._cluster = job, measurements.cluster
+        self._readings: dict[Layout, dict[int, StageReading]] = {}
+        for reading in measurements.stages:
+            if reading.job_digest == digest and reading.layout.world_size == self._cluster.num_slots:
+                self._readings.setdefault(reading.layout, {})[reading.pp_rank] = reading
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of which at least one stage was run."""
+        return tuple(self._readings)
+
+    def peaks(self, layout: Layout, predicted: Sequence[int]) -> tuple[int, ...]:
+        """Peak bytes of the model's tensors on each pipeline rank: as measured where it was, else as predicted.
+
+        A stage that ran out of memory holds at least what the device has.
+        """
+        known = self._readings.get(layout)
+        if not known:
+            return tuple(predicted)
+        cluster = self._cluster
+        device = cluster.hosts[0].devices[0].name
+        overhead = overhead_of(self._job, layout, device_kind=cluster.device_kind, device_name=device)
+        peaks = list(predicted)
+        for rank, reading in known.items():
+            if reading.ran_out:
+                peaks[rank] = max(peaks[rank], cluster.memory_bytes)
+            else:
+                # The limit leaves room for workspaces; here they are part of what was read.
+                peaks[rank] = max(reading.allocator_peak_bytes - int(overhead.workspace.value), 1)
+        return tuple(peaks)
+
+    def notes(self, layout: Layout) -> tuple[str, ...]:
+        """Which of a layout's stages were run, one sentence; none where none was."""
+        ranks = sorted(self._readings.get(layout, {}))
+        if not ranks:
+            return ()
+        return (f"Peak memory of stage {', '.join(map(str, ranks))} was measured by running it, not predicted.",)

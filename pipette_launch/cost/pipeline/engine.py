@@ -1,5 +1,7 @@
 """A schedule made ready for pricing: when each of its actions ends, by longest path."""
 
+# A = actions of all ranks, P = pipeline ranks, N = forwards of one rank (micro-batches times chunks).
+# A = actions of all ranks, P = pipeline ranks, S = stages, K = kinds of action, M = micro-batches.
 # S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced side by side.
 # Durations are laid out as blocks of S: forwards, whole backwards, first forwards and, where the backward is split,
 # input gradients and weight gradients. Hops are laid out as S - 1 forward ones, S - 1 backward ones and a 0.
@@ -7,17 +9,282 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.pipeline.dependencies import Dependencies, Ints
-from pipette_launch.cost.pipeline.order import Order
-from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
 from pipette_launch.errors import FactError
-from pipette_launch.facts.schedule import FORWARD, INPUT, WEIGHT, Columns, Schedule
+from pipette_launch.facts.known_schedules import check_interleaving, num_warmup, schedule_of
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Columns, PassTimes, Schedule, positions
 from pipette_launch.installed import compiled
+
+NANOSECOND_S = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Seconds of one micro-batch on each stage of one pipeline, and on the way between neighbours."""
+
+    forward_s: tuple[float, ...]
+    """One entry for each stage, as in `backward_s`."""
+    backward_s: tuple[float, ...]
+    """The whole backward."""
+    forward_hop_s: tuple[float, ...]
+    """From stage s to s + 1: S - 1 entries. Not asked for where both lie on one rank, as at the turn of a V."""
+    backward_hop_s: tuple[float, ...]
+    """From stage s + 1 to s: S - 1 entries."""
+    first_forward_s: tuple[float, ...] = ()
+    """The forward of micro-batch 0, where something makes it longer; empty = as the others."""
+    input_s: tuple[float, ...] = ()
+    """The input's gradient, for a schedule that splits the backward; empty = not known apart."""
+    weight_s: tuple[float, ...] = ()
+    """The weights' gradients."""
+    recompute_s: tuple[float, ...] = ()
+    """What is computed again before each backward, once its gradient has arrived; empty = nothing."""
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward_s)
+        hops = {len(self.forward_hop_s), len(self.backward_hop_s)}
+        optional = (self.first_forward_s, self.input_s, self.weight_s, self.recompute_s)
+        passes = {len(self.backward_s), *(len(times) or stages for times in optional)}
+        if stages == 0 or hops != {stages - 1} or passes != {stages}:
+            raise FactError(f"stage times: {stages} stages need as many backwards and {stages - 1} hops each way")
+        if bool(self.input_s) != bool(self.weight_s):
+            raise FactError("stage times: a split backward needs the times of both its halves")
+        everything = (self.forward_s, self.backward_s, self.forward_hop_s, self.backward_hop_s, *optional)
+        if not all(0 <= seconds < float("inf") for times in everything for seconds in times):
+            raise FactError("stage times: seconds are finite and not negative")
+
+    @property
+    def durations_s(self) -> list[float]:
+        """Forwards, backwards, first forwards; then input and weight gradients, where they are known."""
+        again = self.recompute_s or (0.0,) * len(self.forward_s)
+        backward_s = [more + seconds for more, seconds in zip(again, self.backward_s, strict=True)]
+        input_s = [more + seconds for more, seconds in zip(again, self.input_s, strict=True)] if self.input_s else []
+        return [*self.forward_s, *backward_s, *(self.first_forward_s or self.forward_s), *input_s, *self.weight_s]
+
+    @property
+    def expected(self) -> PassTimes:
+        """The same in nanoseconds, for schedules that split the backward too."""
+        stages = len(self.forward_s)
+        durations = [max(1, round(seconds / NANOSECOND_S)) for seconds in self.durations_s]
+        forward, backward, _, *halves = (tuple(durations[at : at + stages]) for at in range(0, len(durations), stages))
+        input_, weight = halves or (backward, backward)
+        hops = (self.forward_hop_s, self.backward_hop_s)
+        forward_hop, backward_hop = (tuple(round(seconds / NANOSECOND_S) for seconds in each) for each in hops)
+        return PassTimes(
+            forward=forward,
+            backward=backward,
+            input=input_,
+            weight=weight,
+            forward_hop=forward_hop,
+            backward_hop=backward_hop,
+        )
+
+    @property
+    def hops_s(self) -> list[float]:
+        """Forward hops, backward hops, and 0 for no hop."""
+        return [*self.forward_hop_s, *self.backward_hop_s, 0.0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """One pipeline's step, action by action."""
+
+    start_s: tuple[tuple[float, ...], ...]
+    """For each rank, the start of each of its actions."""
+    end_s: tuple[tuple[float, ...], ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first forward to the last backward."""
+        return max(ends[-1] for ends in self.end_s)
+
+    @property
+    def span_s_P(self) -> tuple[float, ...]:
+        """From each rank's own first start to its last end."""
+        return tuple(ends[-1] - starts[0] for starts, ends in zip(self.start_s, self.end_s, strict=True))
+
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The schedule that stock Megatron runs for a shape; `schedule` is the same with an object for each action.
+
+    Raises:
+        LayoutError: Megatron would refuse these numbers.
+
+    """
+
+    pp: int
+    vpp: int
+    group_size: int
+    """Micro-batches that go through one chunk before the next; without interleaving it says nothing."""
+    num_microbatches: int
+    rendezvous: bool = False
+    """Whether a message starts when its receiver asks for it, and not when it is sent (`traffic.meets_receivers`)."""
+    blocking_ends: bool = False
+    """Whether warm-up and cool-down wait for their messages, each before its next pass (`traffic.blocks_at_ends`)."""
+
+    def __post_init__(self) -> None:
+        if self.vpp > 1:
+            check_interleaving(pp=self.pp, vpp=self.vpp, microbatches=self.num_microbatches, group_size=self.group_size)
+
+    @property
+    def name(self) -> str:
+        """As `Schedule.name`."""
+        return self._layout.schedule_name
+
+    @property
+    def num_stages(self) -> int:
+        """Model chunks in all."""
+        return self.pp * self.vpp
+
+    @property
+    def rank_S(self) -> tuple[int, ...]:
+        """Pipeline rank of each stage."""
+        return tuple(stage % self.pp for stage in range(self.num_stages))
+
+    @property
+    def warmup_P(self) -> Ints:
+        """Forwards that each rank runs before its first backward, not capped by their number."""
+        if self.vpp == 1:
+            return np.arange(self.pp - 1, -1, -1)
+        return np.array([num_warmup(self.pp, self.vpp, self.group_size, rank) for rank in range(self.pp)])
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule itself."""
+        return schedule_of(self._layout, self.num_microbatches)
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(pp=self.pp, vpp=self.vpp, microbatch_group_size=self.group_size if self.vpp > 1 else 0)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """As `Schedule.columns`: warm-up, then a forward and a backward in turn, then what is left."""
+        microbatch_N, chunk_N = self._table()
+        forwards = len(microbatch_N)
+        index_N = np.arange(forwards)
+        rank_P1 = np.arange(self.pp)[:, None]
+        ahead_P1 = np.minimum(self.warmup_P, forwards)[:, None]
+        rows = rank_P1 * 2 * forwards
+        forward_PN = rows + np.where(index_N < ahead_P1, index_N, 2 * index_N - ahead_P1)
+        backward_PN = rows + np.where(index_N < forwards - ahead_P1, 2 * index_N + ahead_P1 + 1, index_N + forwards)
+        stage_A, kind_A, microbatch_A = (np.empty(2 * forwards * self.pp, dtype=np.int64) for _ in range(3))
+        stage_A[forward_PN] = chunk_N * self.pp + rank_P1
+        # Backwards take the chunks in reverse.
+        stage_A[backward_PN] = (self.vpp - 1 - chunk_N) * self.pp + rank_P1
+        kind_A[forward_PN], kind_A[backward_PN] = FORWARD, BACKWARD
+        microbatch_A[forward_PN] = microbatch_A[backward_PN] = microbatch_N
+        return Columns(np.repeat(np.arange(self.pp), 2 * forwards), stage_A, kind_A, microbatch_A)
+
+    @cached_property
+    def blocked_A(self) -> NDArray[np.bool_]:
+        """Which actions of `columns` start only after a message that their rank waits for beforehand.
+
+        With blocking ends these are the forwards of the warm-up and the one behind it, and the backwards of the
+        cool-down but its first, which was asked for while others computed (schedules.py of core_v0.16.1,
+        forward_backward_pipelining_with_interleaving).
+        """
+        rank_A, _, kind_A, _ = self.columns
+        if self.rendezvous or not self.blocking_ends:
+            return np.full(len(rank_A), self.rendezvous)
+        forwards = self.num_microbatches * self.vpp
+        ahead_A = np.minimum(self.warmup_P, forwards)[rank_A]
+        is_forward_A = kind_A == FORWARD
+        # Of the rank's forwards, or of its backwards, from 0.
+        number_A = np.where(is_forward_A, np.cumsum(is_forward_A), np.cumsum(~is_forward_A)) - rank_A * forwards - 1
+        return np.where(is_forward_A, number_A <= ahead_A, number_A > forwards - ahead_A)
+
+    def _table(self) -> tuple[Ints, Ints]:
+        """Micro-batch and chunk of each forward of a rank (facts.schedules.schedule_table)."""
+        group = self.group_size if self.vpp > 1 else self.num_microbatches
+        index_N = np.arange(self.num_microbatches * self.vpp)
+        start_N = index_N // (group * self.vpp) * group
+        inside_N = index_N - start_N * self.vpp
+        width_N = np.minimum(group, self.num_microbatches - start_N)
+        return start_N + inside_N % width_N, inside_N // width_N
+
+
+NO_ACTION = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dependencies:
+    """The graph of a schedule; actions are numbered rank after rank, each rank in its own order."""
+
+    columns: Columns
+    previous_A: Ints
+    """The rank's action before, or -1."""
+    cause_A: Ints
+    """The action whose result is needed, or -1: that of F(s) is F(s - 1), that of B(s) or I(s) is B or I of s + 1, that
+    of the last stage is its own F; a W needs only its own I, which its rank has always run before."""
+    level_A: Ints
+    """Longest chain of actions in front of each one."""
+
+    @classmethod
+    def of(cls, schedule: Schedule | Order) -> Dependencies:
+        """Find them; raises FactError where the order can never run."""
+        columns = schedule.columns
+        count = len(columns.rank_A)
+        first_A = np.concatenate(([True], columns.rank_A[1:] != columns.rank_A[:-1]))
+        previous_A = np.where(first_A, NO_ACTION, np.arange(count) - 1)
+        cause_A = _causes(schedule, columns)
+        bounds_P = np.concatenate((np.flatnonzero(first_A), [count]))
+        level_A = _levels(cause_A, bounds_P, columns, schedule.name)
+        return cls(columns=columns, previous_A=previous_A, cause_A=cause_A, level_A=level_A)
+
+    def target_A(self, rank_S: Ints) -> Ints:
+        """Return the rank that waits for each action's result; its own where no other does."""
+        _, stage_A, kind_A, _ = self.columns
+        last = len(rank_S) - 1
+        sends_on_A = (kind_A == FORWARD) & (stage_A < last)
+        sends_back_A = ((kind_A == BACKWARD) | (kind_A == INPUT)) & (stage_A > 0)
+        return np.asarray(rank_S[stage_A + sends_on_A - sends_back_A])
+
+
+def _causes(schedule: Schedule | Order, columns: Columns) -> Ints:
+    place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
+    back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
+    nothing_1M = np.full((1, schedule.num_microbatches), NO_ACTION)
+    forward_cause_SM = np.concatenate((nothing_1M, place_SKM[:-1, FORWARD]))
+    backward_cause_SM = np.concatenate((back_SM[1:], place_SKM[-1:, FORWARD]))
+    _, stage_A, kind_A, microbatch_A = columns
+    where = (stage_A, microbatch_A)
+    backward_A = np.where(kind_A == WEIGHT, NO_ACTION, backward_cause_SM[where])
+    return np.where(kind_A == FORWARD, forward_cause_SM[where], backward_A)
+
+
+def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
+    """All ranks step together, one action each where they can: the step at which an action runs is its level."""
+    count = len(cause_A)
+    level_A = np.full(count + 1, count)
+    level_A[NO_ACTION] = NO_ACTION  # nothing is waited for
+    next_P = bounds_P[:-1].copy()
+    end_P = bounds_P[1:].copy()
+    step = 0
+    while len(next_P):
+        runs_P = level_A[cause_A[next_P]] < step
+        ran = next_P[runs_P]
+        if not len(ran):
+            stuck = int(next_P[0])
+            waits, awaited = (columns.action(index).word for index in (stuck, int(cause_A[stuck])))
+            raise FactError(f"{name} deadlocks: {waits} waits for {awaited}, which never runs")
+        level_A[ran] = step
+        next_P += runs_P
+        if (next_P == end_P).any():
+            left_P = next_P < end_P
+            next_P, end_P = next_P[left_P], end_P[left_P]
+        step += 1
+    return level_A[:-1]
+
 
 Floats = NDArray[np.float64]
 

@@ -20,8 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.pipeline.engine import Engine, Floats
-from pipette_launch.cost.pipeline.order import Order
+from pipette_launch.cost.pipeline.engine import Engine, Floats, Order
 from pipette_launch.facts.layout import Layout
 
 Ints = NDArray[np.int64]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.pipeline.timeline import StageTimes
+from pipette_launch.cost.pipeline.engine import StageTimes
 from pipette_launch.cost.step.dominance import deciding_replicas
 from pipette_launch.cost.step.first_gathers import Forwards, waits_aligned_s, waits_one_by_one_s
 from pipette_launch.cost.step.work import Array, LayoutWork, Prices

@@ -12,9 +12,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Fabric, Routes
+from pipette_launch.cost.communication.collectives import Fabric, Kind, Routes
 from pipette_launch.cost.communication.groups import Groups, group_sizes
-from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.step.assemble import totals_s_K
 from pipette_launch.cost.step.work import LayoutWork, Prices
 

@@ -11,14 +11,12 @@ from functools import lru_cache
 import numpy as np
 
 from pipette_launch.cost.communication.collectives import Fabric
-from pipette_launch.cost.communication.traffic import loss_report_bytes
+from pipette_launch.cost.communication.exchanges import loss_report_bytes
+from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.compute.timed import case_of
-from pipette_launch.cost.layers.optimizer import OnceAStep
-from pipette_launch.cost.layers.sharding import sharding_of
-from pipette_launch.cost.pipeline.engine import Engine
-from pipette_launch.cost.pipeline.stream_engine import StreamEngine
-from pipette_launch.cost.pipeline.timeline import StageTimes
+from pipette_launch.cost.layers.parameters import OnceAStep, sharding_of
+from pipette_launch.cost.pipeline.engine import Engine, StageTimes
+from pipette_launch.cost.pipeline.extra import StreamEngine
 from pipette_launch.cost.step.assemble import StepTime, stage_times, step_parts, totals_s_K
 from pipette_launch.cost.step.placed import PlacementCost, best_prices
 from pipette_launch.cost.step.work import LayoutWork

@@ -9,20 +9,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.exchanges import Exchange, exchanges
-from pipette_launch.cost.communication.steps import Kind
-from pipette_launch.cost.communication.traffic import (
+from pipette_launch.cost.communication.collectives import Kind
+from pipette_launch.cost.communication.exchanges import (
+    Exchange,
     StepTraffic,
     aligns_gathers,
     blocks_at_ends,
+    exchanges,
     hop_bytes,
     meets_receivers,
     step_traffic,
 )
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
-from pipette_launch.cost.layers.parameters import expert_dp
-from pipette_launch.cost.layers.sharding import shard_copies
+from pipette_launch.cost.layers.parameters import OnceAStep, expert_dp, gradient_bytes_per_parameter, shard_copies
 from pipette_launch.cost.pipeline.engine import Engine
 from pipette_launch.cost.pipeline.steady_state import engine_of
 from pipette_launch.facts.job import Job

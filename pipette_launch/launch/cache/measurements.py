@@ -39,7 +39,7 @@ class MachineMeasurements:
     def kept(self, measurements: Measurements) -> Measurements:
         """Put what was measured in the place of what was there; returns it with what of that still holds."""
         # A start from the cache keeps nothing, and does without this import.
-        from pipette_launch.cost.compute.cached import with_cached_times
+        from pipette_launch.cost.compute.carried_over import with_cached_times
 
         if self._root is None:
             return measurements

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
+from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.learned.corrected import corrections_from
 from pipette_launch.facts import Choice, Job, Measurements, Plan, Provenance
 from pipette_launch.facts.outcome import Outcome

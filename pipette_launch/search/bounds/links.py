@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.links import spanning_tree
+from pipette_launch.cost.communication.collectives import spanning_tree
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

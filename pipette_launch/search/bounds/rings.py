@@ -10,9 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
+from pipette_launch.cost.communication.collectives import Kind, Scale, chunk_share, num_steps
 from pipette_launch.cost.communication.groups import group_sizes
-from pipette_launch.cost.communication.scales import Scale
-from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps
 from pipette_launch.cost.layers.parameters import experts_lie_in_stages
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.work import LayoutWork

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from pipette_launch.cost.communication.links import spanning_tree
+from pipette_launch.cost.communication.collectives import spanning_tree
 from pipette_launch.facts import Links
 from pipette_launch.search.assignment.problem import Floats, Ints
 

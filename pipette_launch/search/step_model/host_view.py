@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipette_launch.cost.communication.steps import Kind, chunk_share, links_together, num_steps, spread_over_hosts
+from pipette_launch.cost.communication.collectives import (
+    Kind,
+    chunk_share,
+    links_together,
+    num_steps,
+    spread_over_hosts,
+)
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.work import Prices
 from pipette_launch.search.assignment.problem import Floats, Ints

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipette_launch.cost.communication.steps import Kind
+from pipette_launch.cost.communication.collectives import Kind
 from pipette_launch.cost.step.assemble import pipelines, reduced_s_P
 from pipette_launch.search.assignment.problem import Floats, Ints, ProblemBuilder
 from pipette_launch.search.step_model.host_view import LinksBetweenHosts, OnHosts, View

@@ -11,7 +11,7 @@ from benchmarks.rivals import varuna
 from benchmarks.rivals.pick import Pick, PlannerOptions
 from benchmarks.rivals.placers import PLACERS
 from benchmarks.rivals.planners import RANKINGS
-from pipette_launch.cost.compute.imagined_device import imagined
+from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Links, Measurements
 from pipette_launch.facts.known_devices import device_named

@@ -1,12 +1,26 @@
 """Who sends how much how often, by hand: s 32, b 1, h 64 in fp32, so one activation is 8,192 bytes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.communication.exchanges import IN_DOMAIN_SHARE, OVERLAP_COSTS, Exchange, exchanges
-from pipette_launch.cost.communication.hiding import Hiding
+from pipette_launch.cost.communication.exchanges import (
+    IN_DOMAIN_SHARE,
+    OVERLAP_COSTS,
+    Behind,
+    Exchange,
+    Hiding,
+    OfLayer,
+    aligns_gathers,
+    blocks_at_ends,
+    exchanges,
+    hop_bytes,
+    meets_receivers,
+    step_traffic,
+)
+from pipette_launch.cost.layers.parameters import chunk_parameters
 from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.facts.model import LatentAttention
 
@@ -223,3 +237,205 @@ def test_rings_carry_latent_attentions_own_keys_and_values() -> None:
     (item,) = exchanges(tiny_job(model=tiny_model(latent_attention=latent)), Layout(cp=2), Hiding())
 
     assert 4 * 4 * (24 + 12) * 32 == item.size_bytes
+
+
+LAYER = 4.0 * 49_984
+EMBEDDING = 4.0 * (16_384 + 2_048)
+NORM = 4.0 * 128
+SHARDED = Layout(dp=4, use_distributed_optimizer=True)
+MEGATRON = "--use-megatron-fsdp"
+NOTHING_S: dict[OfLayer, float] = {
+    (name, kind): 0.0 for name in ("forward", "backward") for kind in ("layer", "moe_layer")
+}
+ShardRow = tuple[str, str, float, float, float, Behind | None]
+
+
+def job(strategy: str, **model: object) -> Job:
+    """A job under Megatron-FSDP."""
+    flags = (MEGATRON, f"--data-parallel-sharding-strategy {strategy}")
+    return tiny_job(model=tiny_model(**model), performance_flags=flags)
+
+
+def shard_rows(found: tuple[Exchange, ...]) -> list[ShardRow]:
+    """Kind, group, bytes, times in the forward and in the backward of the only stage, and what hides it."""
+    return [(one.kind, one.group, one.size_bytes, one.forward[0], one.backward[0], one.behind) for one in found]
+
+
+def test_everything_is_sharded() -> None:
+    """Layers are gathered for both passes; nothing hides the first gather and the last reductions."""
+    expected = [
+        ("all_gather", "shard", LAYER, 1, 0, None),
+        ("all_gather", "shard", LAYER, 3, 0, ("forward", "layer")),
+        ("all_gather", "shard", LAYER, 0, 4, ("backward", "layer")),
+        ("reduce_scatter", "shard", LAYER, 0, 1, None),
+        ("reduce_scatter", "shard", LAYER, 0, 3, ("backward", "layer")),
+        ("reduce_scatter", "shard", EMBEDDING, 0, 1, None),
+        ("reduce_scatter", "shard", NORM, 0, 1, ("backward", "layer")),
+    ]
+
+    found = exchanges(
+        job("optim_grads_params"),
+        SHARDED,
+        Hiding(layers_s=NOTHING_S | {("forward", "layer"): 1e-3, ("backward", "layer"): 3e-3}),
+    )
+
+    assert expected == shard_rows(found)
+    assert [0.0, 1e-3, 1.5e-3, 0.0, 1.5e-3, 0.0, 3e-3] == [one.hidden_s for one in found]
+    assert {"data_parallel"} == {one.part for one in found}
+
+
+def test_once_a_step_only_the_ends_are_gathered() -> None:
+    """Everything else is exchanged in the micro-batches."""
+    traffic = step_traffic(job("optim_grads_params"), SHARDED)
+
+    assert traffic.gradient_bytes == ((0, 0),)
+    assert traffic.parameter_bytes == ((EMBEDDING + NORM, 0),)
+    assert traffic.held_gradients == traffic.resident_parameters
+
+
+def test_gradients_alone() -> None:
+    """Reduced in every micro-batch; the weights are gathered once a step."""
+    found = exchanges(job("optim_grads"), SHARDED, Hiding(layers_s=NOTHING_S))
+    traffic = step_traffic(job("optim_grads"), SHARDED)
+
+    assert {"reduce_scatter"} == {one.kind for one in found}
+    assert traffic.gradient_bytes == ((0, 0),)
+    assert traffic.parameter_bytes == ((4 * LAYER + EMBEDDING + NORM, 0),)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_states_alone(strategy: str) -> None:
+    """As without FSDP: gradients are reduced once a step, parameters gathered once."""
+    assert exchanges(job(strategy), SHARDED, Hiding(layers_s=NOTHING_S)) == ()
+    assert step_traffic(job(strategy), SHARDED).gradient_bytes == step_traffic(tiny_job(), SHARDED).gradient_bytes
+
+
+def test_experts_share_the_pass_of_their_layer() -> None:
+    """Dense weights go over all ranks, experts over two of them; both pass behind the same layer."""
+    found = exchanges(
+        job("optim_grads_params", num_experts=4, moe_layer_freq=(1,) * 4),
+        Layout(dp=4, ep=2, use_distributed_optimizer=True),
+        Hiding(layers_s=NOTHING_S | {("forward", "moe_layer"): 1e-3}),
+    )
+    ahead = [one for one in found if one.behind == ("forward", "moe_layer")]
+
+    assert ["shard", "expert_shard"] == [one.group for one in ahead]
+    assert 1e-3 == pytest.approx(sum(one.hidden_s for one in ahead))
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    """There is nobody to gather from."""
+    assert (
+        exchanges(job("optim_grads_params"), Layout(use_distributed_optimizer=True), Hiding(layers_s=NOTHING_S)) == ()
+    )
+
+
+def test_torch_gathers_the_ends_too() -> None:
+    """Embedding and head are units of their own; without resharding nothing is gathered for the backward."""
+    own_words = tiny_model(untie_embeddings_and_output_weights=True)
+    flags = ("--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward")
+    found = exchanges(tiny_job(model=own_words, performance_flags=flags[:1]), Layout(dp=4), Hiding(layers_s=NOTHING_S))
+    kept = exchanges(tiny_job(model=own_words, performance_flags=flags), Layout(dp=4), Hiding(layers_s=NOTHING_S))
+
+    assert sum(one.forward[0] for one in found if one.kind == "all_gather") == 4 + 2
+    assert sum(one.backward[0] for one in found if one.kind == "all_gather") == 4 + 2
+    assert sum(one.backward[0] for one in kept if one.kind == "all_gather") == 0
+
+
+def test_copies_gather_for_themselves() -> None:
+    """Two copies of shards over two ranks each: they exchange inside, and add up half of all gradients once a step."""
+    this = job("optim_grads_params")
+    two = replace(this, performance_flags=(*this.performance_flags, "--num-distributed-optimizer-instances 2"))
+    gradients = 4 * LAYER + EMBEDDING + NORM
+
+    assert shard_rows(exchanges(two, SHARDED, Hiding(layers_s=NOTHING_S))) == shard_rows(
+        exchanges(this, SHARDED, Hiding(layers_s=NOTHING_S))
+    )
+    assert step_traffic(two, SHARDED).gradient_bytes == ((gradients / 2, 0),)
+
+
+def test_as_many_copies_as_ranks_shard_nothing() -> None:
+    """Each rank then has everything."""
+    this = job("optim_grads_params")
+    four = replace(this, performance_flags=(*this.performance_flags, "--num-distributed-optimizer-instances 4"))
+
+    assert exchanges(four, SHARDED, Hiding(layers_s=NOTHING_S)) == ()
+
+
+def test_hops_carry_one_activation() -> None:
+    """s*b*h, over cp, and over tp only with sequence parallelism."""
+    assert hop_bytes(tiny_job(), Layout(tp=2, pp=2)) == 8192
+    assert hop_bytes(tiny_job(), Layout(tp=2, pp=2, sequence_parallel=True)) == 4096
+    assert hop_bytes(tiny_job(), Layout(cp=2, pp=2)) == 4096
+
+
+def test_gradients_and_parameters() -> None:
+    """4 bytes of gradient for each parameter; parameters are gathered only by the distributed optimizer."""
+    layout = Layout(pp=2, dp=2)
+    counts = [part.dense for part in chunk_parameters(tiny_model(), layout)]
+    plain = step_traffic(tiny_job(), layout)
+    sharded = step_traffic(tiny_job(), Layout(pp=2, dp=2, use_distributed_optimizer=True))
+
+    assert plain.gradient_bytes == tuple((4 * count, 0) for count in counts)
+    assert plain.parameter_bytes == ((0, 0), (0, 0))
+    assert sharded.parameter_bytes == tuple((4 * count, 0) for count in counts)
+
+
+@pytest.mark.parametrize(("pp", "untied", "expected"), [(1, False, 0), (2, True, 0), (2, False, 256 * 64 * 4)])
+def test_tied_embedding(pp: int, untied: bool, expected: int) -> None:
+    """Two copies on two ranks have to agree."""
+    job = tiny_job(model=tiny_model(untie_embeddings_and_output_weights=untied))
+
+    assert step_traffic(job, Layout(pp=pp)).embedding_bytes == expected
+
+
+def test_only_the_first_chunk_is_split_into_buckets() -> None:
+    """And only to overlap: 40M parameters each."""
+    large = tiny_job(model=tiny_model(hidden_size=4096, ffn_hidden_size=16384, kv_channels=1024))
+    overlapped = step_traffic(large, Layout(pp=2, overlap_grad_reduce=True)).num_buckets
+
+    assert step_traffic(large, Layout(pp=2)).num_buckets == (1, 1)
+    assert overlapped[0] == -(-chunk_parameters(large.model, Layout(pp=2))[0].dense // 40_000_000)
+    assert overlapped[0] > 1
+    assert overlapped[1] == 1
+
+
+def test_gloo_sends_what_is_asked_for() -> None:
+    """Without virtual stages, or without overlap; what NCCL does is not known, so its messages travel ahead."""
+    apart = replace(tiny_job(2), performance_flags=("--no-overlap-p2p-communication",))
+
+    assert meets_receivers(tiny_job(2), 1, "cpu")
+    assert not meets_receivers(tiny_job(2), 2, "cpu")
+    assert meets_receivers(apart, 2, "cpu")
+    assert not meets_receivers(tiny_job(2), 1, "cuda")
+
+
+def test_warm_up_and_cool_down_wait_for_their_messages_unless_the_user_asks_early() -> None:
+    """With virtual stages over gloo; without any overlap all messages meet their receivers anyway."""
+    early = tiny_job(2, performance_flags=("--overlap-p2p-communication-warmup-flush",))
+    apart = tiny_job(2, performance_flags=("--no-overlap-p2p-communication",))
+
+    assert blocks_at_ends(tiny_job(2), 2, "cpu")
+    assert not blocks_at_ends(tiny_job(2), 1, "cpu")
+    assert not blocks_at_ends(tiny_job(2), 2, "cuda")
+    assert not blocks_at_ends(early, 2, "cpu")
+    assert not blocks_at_ends(apart, 2, "cpu")
+
+
+def test_gathers_are_aligned_with_virtual_stages_unless_the_user_says_no() -> None:
+    """Megatron's default with them; without them it never aligns."""
+    plain, other = tiny_job(), tiny_job(performance_flags=("--no-align-param-gather",))
+
+    assert [True, False] == [aligns_gathers(plain, vpp) for vpp in (2, 1)]
+    assert not aligns_gathers(other, 2)
+
+
+def test_prediction_copies_the_embedding_of_an_untied_head_too() -> None:
+    """Its gradient is summed over both ends of a pipeline, as that of a tied head is; a single stage has one."""
+    untied = {"untie_embeddings_and_output_weights": True}
+    found = [
+        step_traffic(tiny_job(model=tiny_model(mtp_num_layers=depths, **untied)), Layout(pp=pp)).embedding_bytes
+        for depths, pp in ((0, 2), (1, 2), (1, 1))
+    ]
+
+    assert [0, 4 * 64 * 256, 0] == found

@@ -1,16 +1,30 @@
 """Parameters on one rank, by hand."""
 
+from dataclasses import replace
+
 import pytest
-from facts_for_tests import tiny_model
+from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.layers.parameters import (
     Parameters,
+    Whole,
+    buffered_parameters,
     chunk_parameters,
+    end_parameters,
     expert_dp,
+    gradient_bytes_per_parameter,
+    held_gradients,
     layer_parameters,
+    optimizer_bytes,
+    resident_parameters,
+    sharding_of,
     stage_parameters,
+    state_bytes_per_parameter,
+    step_bytes_per_parameter,
+    weight_bytes,
+    whole_beside_shards,
 )
-from pipette_launch.facts import Layout
+from pipette_launch.facts import Job, Layout
 
 MOE = {"num_experts": 4, "moe_layer_freq": (0, 1, 0, 1), "moe_ffn_hidden_size": 128, "add_bias_linear": False}
 
@@ -119,3 +133,260 @@ def test_chunks_follow_the_layers() -> None:
 def test_expert_data_parallel_size(layout: Layout, expected: int) -> None:
     """World over etp * ep * pp."""
     assert expert_dp(layout) == expected
+
+
+LAYER = 49_984
+EMBEDDING = 16_384 + 2_048
+SHARDED = Layout(dp=4, use_distributed_optimizer=True)
+MEGATRON = "--use-megatron-fsdp"
+ALL = "--data-parallel-sharding-strategy optim_grads_params"
+
+
+def job(*flags: str, **model: object) -> Job:
+    """A GPT of four layers in fp32, or in what `model` says."""
+    return tiny_job(model=tiny_model(**model), performance_flags=flags)
+
+
+def test_without_fsdp_nothing_is_sharded() -> None:
+    """The distributed optimizer is a matter of the layout."""
+    assert sharding_of(job()) is None
+    assert Whole() == whole_beside_shards(job(), SHARDED, 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("no_shard", (4096, 1000, 1000)),
+        ("optim", (4096, 1000, 250)),
+        ("optim_grads", (4096, 250, 250)),
+        ("optim_grads_params", (1000, 250, 250)),
+    ],
+)
+def test_strategies(strategy: str, expected: tuple[int, ...]) -> None:
+    """Bytes of weights, gradients and stepped parameters of 1,000, over four ranks; what is whole is padded to 128."""
+    this = job(MEGATRON, f"--data-parallel-sharding-strategy {strategy}")
+    counts = (held_gradients(this, 1000, 0, SHARDED), resident_parameters(this, 1000, 0, SHARDED))
+
+    assert expected == (int(weight_bytes(this, 1000, 0, 100, SHARDED)), *map(int, counts))
+
+
+def test_experts_are_sharded_over_their_own_ranks() -> None:
+    """With as many expert ranks as replicas there is nobody to share them with."""
+    this = job(MEGATRON, ALL, num_experts=4, moe_layer_freq=(1,) * 4)
+
+    assert int(held_gradients(this, 1000, 1000, Layout(dp=4, ep=4))) == 250 + 1000
+
+
+def test_instances_shard_for_themselves() -> None:
+    """Two of them over four ranks: halves, and quarters only of what `outer` shards across them."""
+    two = "--num-distributed-optimizer-instances 2"
+    outer = "--outer-dp-sharding-strategy optim"
+
+    assert int(resident_parameters(job(MEGATRON, ALL, two), 1000, 0, SHARDED)) == 500
+    assert int(resident_parameters(job(MEGATRON, ALL, two, outer), 1000, 0, SHARDED)) == 250
+    assert int(held_gradients(job(MEGATRON, ALL, two, outer), 1000, 0, SHARDED)) == 500
+
+
+def test_layers_in_eight_bits() -> None:
+    """A byte of each parameter of a layer, two in MXFP8; embedding and head stay in 16 bits."""
+    precise = {"params_dtype": "bf16", "transformer_impl": "transformer_engine"}
+    flags = (MEGATRON, ALL, "--fp8-format hybrid", "--fp8-param-gather")
+
+    assert int(weight_bytes(job(*flags, **precise), 900, 0, 100, SHARDED)) == 200 + 50
+    assert int(weight_bytes(job(*flags, "--fp8-recipe mxfp8", **precise), 900, 0, 100, SHARDED)) == 400 + 50
+
+
+def test_small_layers_are_gathered_all_at_once() -> None:
+    """A thousand million parameters may wait, which is all: four layers, and the embedding, which is the head too."""
+    whole = whole_beside_shards(job(MEGATRON, ALL), SHARDED, 4)
+
+    assert end_parameters(tiny_model(), SHARDED) == (EMBEDDING, 128)
+    assert whole == Whole(
+        weights=4 * (4 * LAYER + EMBEDDING + 128),
+        gradients=4 * (LAYER + EMBEDDING + 128),
+        layer_gradients=4 * LAYER,
+        layer_weights=4 * LAYER,
+        waiting_at_end=3,
+    )
+
+
+def test_a_head_of_its_own_is_reduced_first() -> None:
+    """The embedding's gradients come when the backward is over."""
+    whole = whole_beside_shards(job(MEGATRON, ALL, untie_embeddings_and_output_weights=True), SHARDED, 4)
+
+    assert whole.gradients == 4 * (LAYER + 16_384 + 128)
+
+
+def test_a_small_unit_of_communication() -> None:
+    """A layer is gathered ahead; with the layer at work one is being reduced, and one more may wait."""
+    whole = whole_beside_shards(job(MEGATRON, ALL, f"--suggested-communication-unit-size {LAYER + 128}"), SHARDED, 4)
+
+    assert whole.weights == 4 * (2 * LAYER + EMBEDDING + 128)
+    assert (whole.waiting, whole.waiting_at_end) == (2, 0)
+
+
+def test_two_buffers_stay() -> None:
+    """Of weights and of gradients, and nothing waits."""
+    whole = whole_beside_shards(job(MEGATRON, ALL, "--fsdp-double-buffer"), SHARDED, 4)
+
+    assert whole.weights == whole.gradients == 4 * (2 * LAYER + EMBEDDING + 128)
+    assert whole.waiting == whole.waiting_at_end == 0
+
+
+def test_weights_that_are_not_sharded_are_not_gathered() -> None:
+    """Their gradients still need whole buffers before they are reduced: one for all."""
+    whole = whole_beside_shards(job(MEGATRON, "--data-parallel-sharding-strategy optim_grads"), SHARDED, 4)
+
+    assert whole.weights == 0
+    assert whole.gradients == 4 * (4 * LAYER + EMBEDDING + 128)
+    assert whole.waiting == 0
+
+
+def test_reductions_that_overlap_go_by_buckets() -> None:
+    """Of forty million parameters; what is beyond the first of them waits."""
+    long = job(MEGATRON, "--data-parallel-sharding-strategy optim_grads", num_layers=1000)
+    overlapped = replace(long, own=replace(long.own, overlap_grad_reduce=True))
+    whole = whole_beside_shards(overlapped, SHARDED, 4)
+
+    assert whole.gradients == 4 * 40_000_000
+    assert whole.waiting == (1000 * LAYER + EMBEDDING + 128 - 40_000_000) // LAYER
+
+
+def test_torch_holds_two_units() -> None:
+    """A layer beside another, or beside the head."""
+    assert whole_beside_shards(job("--use-torch-fsdp2"), SHARDED, 4) == Whole(weights=8 * LAYER, gradients=8 * LAYER)
+
+
+def optimizer_job(*flags: str, **changes: object) -> Job:
+    """A bf16 GPT."""
+    model = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "attention_backend": "fused"}
+    return tiny_job(model=tiny_model(**(model | changes)), performance_flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "expected"),
+    [
+        # bf16 with fp32 gradients: 18 bytes, or 6 + 12/d.
+        ({}, Layout(dp=4), (2, 4, 12, 0)),
+        ({}, Layout(dp=4, use_distributed_optimizer=True), (2, 4, 3, 0)),
+        # dp * cp shards, not dp.
+        ({}, Layout(dp=2, cp=2, use_distributed_optimizer=True), (2, 4, 3, 0)),
+        # torch's own Adam holds 4 more for each parameter it steps.
+        ({"transformer_impl": "local"}, Layout(dp=4), (2, 4, 12, 4)),
+        ({"transformer_impl": "local"}, Layout(dp=4, use_distributed_optimizer=True), (2, 4, 3, 1)),
+        # fp16 gradients are copied to fp32 for the step: 20 bytes, or 4 + 16/d.
+        ({"params_dtype": "fp16"}, Layout(dp=4), (2, 2, 12, 4)),
+        ({"params_dtype": "fp32"}, Layout(dp=4), (4, 4, 8, 0)),
+        ({"params_dtype": "fp32"}, Layout(dp=4, use_distributed_optimizer=True), (4, 4, 2, 0)),
+    ],
+)
+def test_bytes_of_a_parameter(changes: dict[str, object], layout: Layout, expected: tuple[int, ...]) -> None:
+    """Weight, gradient, optimizer, step, by precision."""
+    this = optimizer_job(**changes)
+    states, step = optimizer_bytes(this, 1000, 0, layout)
+
+    assert (this.model.dtype_bytes, gradient_bytes_per_parameter(this), states / 1000, step / 1000) == expected
+
+
+def test_gradients_reduced_in_bf16() -> None:
+    """2 bytes in the buffer, 4 more for the step."""
+    this = replace(optimizer_job(), grad_reduce_in_bf16=True)
+
+    assert gradient_bytes_per_parameter(this) == 2
+    assert optimizer_bytes(this, 10, 0, Layout()) == (120, 40)
+
+
+def test_sgd_keeps_one_momentum() -> None:
+    """4 bytes and the fp32 copy, no temporaries."""
+    assert optimizer_bytes(replace(optimizer_job(), optimizer="sgd"), 10, 0, Layout()) == (80, 0)
+
+
+def test_experts_shard_over_their_own_group() -> None:
+    """With dp 4, ep 2: dense states over four ranks, experts over two; a rest is rounded up."""
+    layout = Layout(dp=4, ep=2, use_distributed_optimizer=True)
+
+    assert optimizer_bytes(optimizer_job(), 10, 10, layout)[0] == 12 * (3 + 5)
+
+
+def test_fp16_gradients_in_fp32_when_asked() -> None:
+    """`--accumulate-allreduce-grads-in-fp32` doubles the buffer and spares the copy."""
+    this = optimizer_job("--accumulate-allreduce-grads-in-fp32", params_dtype="fp16")
+
+    assert gradient_bytes_per_parameter(this) == 4
+    assert optimizer_bytes(this, 10, 0, Layout()) == (120, 0)
+
+
+def test_instances_of_the_distributed_optimizer_shard_by_themselves() -> None:
+    """Two instances on four ranks: two shards each."""
+    this = optimizer_job("--num-distributed-optimizer-instances 2")
+
+    assert resident_parameters(this, 1000, 0, SHARDED) == 500
+    assert resident_parameters(optimizer_job(), 1000, 0, SHARDED) == 250
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "expected"),
+    [
+        # Two fp32 moments, and two bytes that complete the bf16 weight to fp32.
+        ((), "bf16", 10),
+        (("--exp-avg-dtype bf16", "--exp-avg-sq-dtype fp8"), "bf16", 5),
+        (("--main-params-dtype fp16",), "bf16", 10),
+        ((), "fp16", 12),
+    ],
+)
+def test_precision_aware_optimizer(flags: tuple[str, ...], dtype: str, expected: int) -> None:
+    """Bytes of its states for one parameter."""
+    assert (
+        state_bytes_per_parameter(optimizer_job("--use-precision-aware-optimizer", *flags, params_dtype=dtype))
+        == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "expected"),
+    [
+        # The gradient twice, three states and back, the weight written.
+        ((), {}, 8 + 24 + 2),
+        # The weight is its own fp32 copy.
+        ((), {"params_dtype": "fp32"}, 8 + 16 + 8),
+        # The fp32 copy of the gradient is read.
+        ((), {"params_dtype": "fp16"}, 8 + 24 + 2),
+        # The weight is the upper half of its fp32 copy, and is read too.
+        (("--use-precision-aware-optimizer",), {}, 8 + 16 + 4 + 4),
+        # One moment is copied to fp32 and back.
+        (("--use-precision-aware-optimizer", "--exp-avg-dtype bf16"), {}, 8 + 16 + 4 + 4 + 2 * (2 + 4)),
+    ],
+)
+def test_bytes_that_a_step_moves(flags: tuple[str, ...], changes: dict[str, object], expected: int) -> None:
+    """Read and written for one parameter, by the types of gradients and states."""
+    assert step_bytes_per_parameter(optimizer_job(*flags, **changes)) == expected
+
+
+def test_narrow_states_are_copied_for_the_step() -> None:
+    """To fp32, dense and expert parameters one after the other; what completes a weight is not copied."""
+    flags = ("--use-precision-aware-optimizer", "--exp-avg-dtype bf16", "--exp-avg-sq-dtype fp8")
+
+    assert optimizer_bytes(optimizer_job(*flags), 10, 30, Layout()) == (40 * 5, 30 * 8)
+    assert optimizer_bytes(optimizer_job("--use-precision-aware-optimizer"), 10, 0, Layout()) == (100, 0)
+
+
+def test_states_on_the_host() -> None:
+    """All of them, or a part."""
+    assert optimizer_bytes(optimizer_job("--optimizer-cpu-offload"), 10, 0, Layout())[0] == 0
+    part = optimizer_job("--optimizer-cpu-offload", "--optimizer-offload-fraction 0.25")
+    assert optimizer_bytes(part, 10, 0, Layout())[0] == 90
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout", "expected"),
+    [
+        ((), Layout(dp=4), 1000),
+        # A multiple of lcm(4, 128), of lcm(12, 128) = 384, of 2^16.
+        ((), SHARDED, 1024),
+        ((), Layout(dp=6, cp=2, use_distributed_optimizer=True), 1152),
+        (("--ddp-pad-buckets-for-high-nccl-busbw",), SHARDED, 65536),
+    ],
+)
+def test_buckets_are_padded_for_equal_shards(flags: tuple[str, ...], layout: Layout, expected: int) -> None:
+    """Only the distributed optimizer cuts them."""
+    assert buffered_parameters(optimizer_job(*flags), 1000, 0, layout) == expected

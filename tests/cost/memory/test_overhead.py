@@ -4,27 +4,97 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from search.worlds import on_gpus as cluster_on_gpus
 
+from pipette_launch.cost.learned.corrected import CorrectedPredictor
 from pipette_launch.cost.memory.overhead import (
     Figure,
     Overhead,
     allowed_bytes,
+    cublas_workspace_bytes,
     measured_overhead,
     num_communicators,
     num_group_kinds,
     overhead_of,
     uncounted,
+    workspace_bytes,
 )
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import FactError
-from pipette_launch.facts import DeviceOverhead, Job, Layout, StageReading
+from pipette_launch.facts import Batch, Cluster, DeviceOverhead, Job, Layout, Measurements, StageReading
 from pipette_launch.facts.layout import LayoutColumns
 from pipette_launch.facts.measurements import memory_digest
 from pipette_launch.text import MIB
+
+A100, H100, B200 = 8, 9, 10
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "environment", "expected"),
+    [
+        (A100, {}, 2 * 4 * MIB + 128 * 1024),
+        (A100, DETERMINISTIC, 32 * MIB),
+        (A100, {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, 8 * MIB + 128 * 1024),
+        (A100, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, 128 * 1024),
+        (H100, {"CUBLAS_WORKSPACE_CONFIG": "lots"}, 32 * MIB),
+        (H100, {}, 32 * MIB),
+        (B200, {}, 32 * MIB),
+        (H100, DETERMINISTIC, 32 * MIB),
+    ],
+)
+def test_one_cublas_workspace(capability: int, environment: dict[str, str], expected: int) -> None:
+    """The environment counts before the device."""
+    assert cublas_workspace_bytes(capability, environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("impl", "capability", "expected"),
+    [
+        ("local", A100, 64 * MIB),
+        ("local", H100, 64 * MIB),
+        ("transformer_engine", A100, 68 * MIB),
+        ("transformer_engine", H100, 96 * MIB),
+    ],
+)
+def test_two_threads_and_transformer_engine(impl: str, capability: int, expected: int) -> None:
+    """Forward and backward threads, and one workspace of TransformerEngine's own."""
+    job = tiny_job(model=tiny_model(transformer_impl=impl))
+
+    assert workspace_bytes(job, compute_capability=capability, environment=DETERMINISTIC) == expected
+
+
+def test_grouped_gemms_have_four_more() -> None:
+    """One for each of TransformerEngine's streams, and only where experts use them."""
+    model = tiny_model(
+        transformer_impl="transformer_engine", num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128
+    )
+    plain = tiny_job(model=model)
+    grouped = tiny_job(model=model, performance_flags=("--moe-grouped-gemm",))
+
+    sizes = [workspace_bytes(job, compute_capability=A100, environment=DETERMINISTIC) for job in (plain, grouped)]
+
+    assert sizes == [68 * MIB, 84 * MIB]
+
+
+def test_overlapped_tensor_parallelism_has_three() -> None:
+    """TransformerEngine's own workspace is three times as large; Megatron's own layers have none."""
+    sizes = [
+        workspace_bytes(
+            tiny_job(model=tiny_model(transformer_impl=impl), performance_flags=("--tp-comm-overlap",)),
+            compute_capability=H100,
+            environment={},
+        )
+        for impl in ("transformer_engine", "local")
+    ]
+
+    assert sizes == [(64 + 96) * MIB, 64 * MIB]
+
 
 GIB = 1 << 30
 GPT = replace(tiny_job(8), model=tiny_model(transformer_impl="transformer_engine"))
@@ -354,3 +424,100 @@ def test_an_impossible_margin_is_refused(margin: float) -> None:
     """It is a part of the device's memory."""
     with pytest.raises(FactError, match="memory_margin"):
         overhead().limit_bytes(100, memory_margin=margin)
+
+
+JOB = tiny_job(4, batch=Batch(global_batch_size=32))
+PIPELINE, PLAIN = Layout(pp=2, dp=2), Layout(dp=4)
+LAYOUTS = [PLAIN, PIPELINE, replace(PIPELINE, micro_batch_size=2), replace(PIPELINE, layers_per_chunk=(1, 3))]
+
+
+def on_gpus(cluster: Cluster) -> Cluster:
+    """The same machines with GPUs."""
+    hosts = tuple(
+        replace(host, devices=tuple(replace(device, kind="cuda", name="NVIDIA H100") for device in host.devices))
+        for host in cluster.hosts
+    )
+    return replace(cluster, hosts=hosts)
+
+
+def reading(layout: Layout, pp_rank: int, peak: int, *, job: Job = JOB, ran_out: bool = False) -> StageReading:
+    """A stage that held so much."""
+    return StageReading(
+        job_digest=memory_digest(job),
+        layout=layout,
+        pp_rank=pp_rank,
+        slot=0,
+        allocator_peak_bytes=peak,
+        reserved_peak_bytes=0,
+        device_peak_bytes=0,
+        ran_out=ran_out,
+    )
+
+
+def measured(*readings: StageReading, cluster: Cluster | None = None) -> Measurements:
+    """A warm-up that ran these."""
+    return replace(tiny_measurements(cluster or tiny_cluster()), stages=readings)
+
+
+def closed(layout: Layout) -> tuple[int, ...]:
+    """The closed form."""
+    return tuple(parts.total for parts in peak_memory_bytes(JOB, layout))
+
+
+def test_only_the_stage_that_was_run_changes() -> None:
+    """The other stage of the same layout, and every other layout, stay predictions; all ways to ask agree."""
+    predictor = CorrectedPredictor(JOB, measured(reading(PIPELINE, 1, 12345678)))
+    expected = [(closed(one)[0], 12345678) if one == PIPELINE else closed(one) for one in LAYOUTS]
+
+    assert expected == [predictor.peaks(one) for one in LAYOUTS]
+    assert tuple(expected) == predictor.all_peaks(LAYOUTS)
+    assert [max(peaks) for peaks in expected] == list(predictor.fullest_N(LayoutColumns.of(LAYOUTS)))
+    assert "Peak memory of stage 1 was measured by running it, not predicted." in predictor.notes(PIPELINE)
+    assert not any("was measured by running" in note for note in predictor.notes(PLAIN))
+
+
+def test_workspaces_are_not_counted_twice() -> None:
+    """On a GPU they are inside what was read, and the limit leaves room for them already."""
+    cluster = on_gpus(tiny_cluster())
+    workspace = overhead_of(JOB, PLAIN, device_kind="cuda", device_name="NVIDIA H100").workspace.value
+    predictor = CorrectedPredictor(JOB, measured(reading(PLAIN, 0, GIB), cluster=cluster))
+
+    assert workspace > 0
+    assert (GIB - workspace,) == predictor.peaks(PLAIN)
+
+
+def test_a_stage_that_ran_out_of_memory_does_not_fit() -> None:
+    """It needs at least all that the device has, whatever was reached before it failed."""
+    cluster = tiny_cluster(memory_bytes=GIB)
+    predictor = CorrectedPredictor(JOB, measured(reading(PLAIN, 0, 5, ran_out=True), cluster=cluster))
+
+    assert (GIB,) == predictor.peaks(PLAIN)
+
+
+def test_another_jobs_stages_tell_nothing() -> None:
+    """Measurements outlive a job: those of another batch size, or of another number of slots, are passed over."""
+    other = replace(JOB, batch=Batch(global_batch_size=64))
+    larger = Layout(dp=8)
+    found = measured(reading(PLAIN, 0, 5, job=other), reading(larger, 0, 5))
+
+    assert closed(PLAIN) == CorrectedPredictor(JOB, found).peaks(PLAIN)
+    assert closed(larger) == CorrectedPredictor(JOB, found).peaks(larger)
+
+
+def test_what_measuring_showed_is_no_error_of_the_closed_form() -> None:
+    """The correction leads back to the closed form of the fullest stage, from which outcomes learn."""
+    predictor = CorrectedPredictor(JOB, measured(reading(PIPELINE, 1, 2 * max(closed(PIPELINE)))))
+    peaks = predictor.peaks(PIPELINE)
+
+    assert closed(PIPELINE)[1] == round(max(peaks) / predictor.memory_correction(PIPELINE))
+    assert 1.0 == predictor.memory_correction(PLAIN)
+
+
+def test_a_layouts_rows_are_found() -> None:
+    """Every row of a layout and no other, also where it stands twice."""
+    columns = LayoutColumns.of([*LAYOUTS, PIPELINE])
+
+    assert [1, 4] == columns.rows_of(PIPELINE).tolist()
+    assert [3] == columns.rows_of(LAYOUTS[3]).tolist()
+    assert 0 == len(columns.rows_of(Layout(tp=4)))
+    assert np.int64 == columns.rows_of(PIPELINE).dtype

@@ -1,19 +1,35 @@
 """Every part of the peak by hand, and what must hold whatever the layout."""
 
+from __future__ import annotations
+
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from pipette_launch.cost.layers.parameters import layer_parameters, stage_parameters
 from pipette_launch.cost.memory.live_activations import peak_live_bytes
-from pipette_launch.cost.memory.parts import MemoryParts
-from pipette_launch.cost.memory.peak import kept_by_chunk, peak_memory_bytes, shared_buffer_bytes
+from pipette_launch.cost.memory.peak import (
+    NO_MASK,
+    MemoryParts,
+    dummy_gradient_bytes,
+    folded_peaks,
+    fp8_weight_bytes,
+    kept_by_chunk,
+    mask_notes,
+    peak_memory_bytes,
+    peak_memory_columns,
+    shared_buffer_bytes,
+    without_mask,
+)
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.known_schedules import schedule_of
+from pipette_launch.facts.layout import LayoutColumns, codes_of
 
 FULL_UNIFORM = Recompute(granularity="full", method="uniform", num_layers=1)
 KEPT = 32 * 2048 + 4 * 4 * 32
@@ -396,3 +412,327 @@ def test_a_single_rank_has_no_shards() -> None:
     (parts,) = peak_memory_bytes(replace(tiny_job(), performance_flags=flags), Layout(use_distributed_optimizer=True))
 
     assert parts.whole == 0
+
+
+MATRICES = 12480 + 4160 + 16640 + 16448
+"""A GPT layer of h 64 without its two norms."""
+LAYER = 2 * (192 * 64 + 64 * 64 + 256 * 64 + 64 * 256)
+"""Query-key-value, projection, and the two of the MLP, in bf16."""
+
+
+def fp8_job(*flags: str, **changes: object) -> Job:
+    """A bf16 GPT of four layers on core_v0.16."""
+    model = {"params_dtype": "bf16", "transformer_impl": "transformer_engine"}
+    return replace(tiny_job(model=tiny_model(**(model | changes)), performance_flags=flags), megatron_version="0.16.1")
+
+
+def test_two_bytes_for_each_parameter_of_the_layers() -> None:
+    """On each rank its own layers; embeddings, norms and the head stay as they are."""
+    fp8 = fp8_job("--fp8-format hybrid")
+
+    assert fp8_weight_bytes(fp8, Layout()) == (8 * MATRICES,)
+    assert fp8_weight_bytes(fp8, Layout(pp=2, layers_per_chunk=(3, 1))) == (6 * MATRICES, 2 * MATRICES)
+    assert fp8_weight_bytes(fp8, Layout(pp=2, vpp=2)) == (4 * MATRICES, 4 * MATRICES)
+
+
+def test_experts_are_copied_and_the_router_is_not() -> None:
+    """Two dense layers and two with experts, of which a rank has two."""
+    moe = {"num_experts": 4, "moe_layer_freq": (0, 1, 0, 1), "moe_ffn_hidden_size": 128, "add_bias_linear": False}
+    fp8 = fp8_job("--fp8-format e4m3", **moe)
+    plain, experts = (layer_parameters(fp8.model, Layout(dp=2, ep=2), moe=kind).count for kind in (False, True))
+
+    expected = 2 * (2 * (plain - 256) + 2 * (experts - 256 - 4 * 64))
+    assert fp8_weight_bytes(fp8, Layout(dp=2, ep=2)) == (expected,)
+
+
+def test_no_copies() -> None:
+    """Without FP8, with weights that are FP8 themselves, and in Megatron's own layers."""
+    for plain in (
+        fp8_job(),
+        fp8_job("--fp8-format hybrid", "--fp8-param-gather"),
+        fp8_job("--fp8-format hybrid", transformer_impl="local"),
+    ):
+        assert fp8_weight_bytes(plain, Layout(pp=2)) == (0, 0)
+
+
+def test_one_for_each_shape() -> None:
+    """However many layers there are; the head's on the last rank."""
+    assert dummy_gradient_bytes(fp8_job(), Layout(), has_head=False) == LAYER
+    assert dummy_gradient_bytes(fp8_job(num_layers=2), Layout(), has_head=False) == LAYER
+    assert dummy_gradient_bytes(fp8_job(vocab_size=512), Layout(), has_head=True) == LAYER + 2 * 512 * 64
+
+
+def test_equal_shapes_share_one() -> None:
+    """A vocabulary of 256 and a first matrix of 256, both from 64 inputs."""
+    assert dummy_gradient_bytes(fp8_job(), Layout(), has_head=True) == LAYER
+
+
+def test_tensor_parallelism_cuts_the_matrices() -> None:
+    """All of them in halves; a gated unit's first matrix is twice as high."""
+    assert dummy_gradient_bytes(fp8_job(), Layout(tp=2), has_head=False) == LAYER // 2
+    assert dummy_gradient_bytes(fp8_job(gated_linear_unit=True), Layout(), has_head=False) == LAYER + 2 * 256 * 64
+
+
+def test_experts_have_none_but_shared_ones() -> None:
+    """Attention 192 + 64 rows, and a shared expert of width 32."""
+    moe = {"num_experts": 4, "moe_layer_freq": (1,) * 4, "moe_ffn_hidden_size": 128}
+    attention = 2 * (192 * 64 + 64 * 64)
+
+    assert dummy_gradient_bytes(fp8_job(**moe), Layout(), has_head=False) == attention
+    shared = fp8_job(**moe, moe_shared_expert_intermediate_size=32)
+    assert dummy_gradient_bytes(shared, Layout(), has_head=False) == attention + 2 * 2 * 32 * 64
+
+
+@pytest.mark.parametrize(
+    "this",
+    [
+        fp8_job("--no-gradient-accumulation-fusion"),
+        fp8_job(transformer_impl="local"),
+        replace(fp8_job(), megatron_version="0.13.1"),
+    ],
+)
+def test_nothing_without_the_store(this: Job) -> None:
+    """Gradients that are computed apart, Megatron's own layers, and releases before it."""
+    assert dummy_gradient_bytes(this, Layout(), has_head=True) == 0
+
+
+LAYOUT = Layout(pp=4, vpp=2)
+MODEL = tiny_model(num_layers=8, untie_embeddings_and_output_weights=True)
+JOB = replace(tiny_job(4, own=LAYOUT, batch=Batch(global_batch_size=8)), model=MODEL)
+
+
+def test_the_first_rank_holds_both_ends_and_nothing_is_lost() -> None:
+    """Weights of all ranks add up to those of Megatron's placement; the first has what first and last had of ends."""
+    folded = folded_peaks(JOB, LAYOUT, [100, 90, 80, 70])
+    stock = peak_memory_bytes(JOB, LAYOUT)
+    counts = [each.dense for each in stage_parameters(MODEL, LAYOUT)]
+
+    for kind in ("weights", "gradients", "optimizer"):
+        assert sum(getattr(each, kind) for each in folded) == sum(getattr(each, kind) for each in stock)
+    assert folded[0].weights == 4 * (counts[0] + counts[3] - counts[1])
+    assert [100, 90, 80, 70] == [each.activations for each in folded]
+    assert folded[0].head == stock[-1].head
+    assert folded[0].embedding == stock[0].embedding
+    assert {0} == {each.head for each in folded[1:]}
+
+
+RESET = "--reset-attention-mask"
+
+
+def mask_job(*flags: str, **changes: object) -> Job:
+    """A small model with sequences of 64 Ki tokens, whose mask has 4 GiB."""
+    model = {
+        "params_dtype": "bf16",
+        "transformer_impl": "transformer_engine",
+        "attention_backend": "flash",
+        "seq_length": 1 << 16,
+        "max_position_embeddings": 1 << 16,
+    }
+    return replace(
+        tiny_job(model=tiny_model(**(model | changes))),
+        performance_flags=flags,
+        batch=Batch(global_batch_size=16),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout(), "4.00 GiB a micro-batch, goes whole to the device: with it the tensors of stage 0 need "),
+        (Layout(cp=8, micro_batch_size=2), "8.00 GiB a micro-batch, goes whole to the device before context parallel"),
+        (Layout(pp=2, cp=2), "4.00 GiB a micro-batch, goes whole to the device before context parallelism cuts it"),
+    ],
+)
+def test_a_large_mask_is_named(layout: Layout, expected: str) -> None:
+    """Its bytes, the stage, the flag, and 8 bytes an entry of host memory for each worker of a data loader."""
+    (note,) = mask_notes(mask_job(), layout)
+
+    assert f"The data loader's attention mask, {expected}" in note
+    assert f"{NO_MASK} leaves it out" in note
+    assert "each of the 2 workers of a data loader needs 32.00 GiB of host memory" in note
+
+
+@pytest.mark.parametrize(
+    "small",
+    [
+        mask_job(NO_MASK),
+        mask_job(seq_length=512),
+        mask_job("--dataloader-inter-document-masking"),
+        mask_job(num_layers=64, seq_length=256),
+    ],
+)
+def test_a_mask_that_adds_nothing_is_not_named(small: Job) -> None:
+    """Data loaders that make none, and short sequences."""
+    newest = replace(small, megatron_version="0.19.0")
+
+    assert mask_notes(newest, Layout(tp=2, cp=2)) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "is_read"),
+    [
+        ({}, (), False),
+        ({}, (RESET,), False),
+        ({"attention_backend": "unfused"}, (), False),
+        ({"attention_backend": "unfused"}, (RESET,), True),
+        ({"transformer_impl": "local", "attention_backend": "local"}, (RESET,), True),
+    ],
+)
+def test_the_flag_is_advised_where_no_attention_reads_the_mask(
+    changes: dict[str, object], flags: tuple[str, ...], is_read: bool
+) -> None:
+    """Unfused attention reads the documents that a mask separates; it needs no other mask than the causal one."""
+    assert is_read == (without_mask(mask_job(*flags, **changes)) is None)
+
+
+def test_a_job_without_a_mask_has_none_to_leave_out() -> None:
+    """Nothing is proposed twice."""
+    bare = without_mask(mask_job())
+
+    assert bare
+    assert (NO_MASK,) == bare.performance_flags
+    assert without_mask(bare) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "version", "expected"),
+    [
+        (("--sft",), "0.16.1", True),
+        (("--sft",), "0.20.0", True),
+        (("--sft",), "0.15.0", False),
+        (("--sft", NO_MASK), "0.16.1", False),
+        ((), "0.16.1", False),
+    ],
+)
+def test_a_data_set_that_makes_no_mask_is_named(flags: tuple[str, ...], version: str, expected: bool) -> None:
+    """The one for supervised fine-tuning asserts so from 0.16 on, whatever the length of its samples."""
+    short = replace(mask_job(*flags, seq_length=512), megatron_version=version)
+    notes = mask_notes(short, Layout())
+
+    assert expected == any("With --sft the first sample ends the job" in note for note in notes)
+
+
+RECOMPUTES = (
+    Recompute(granularity="none"),
+    Recompute(granularity="selective", modules=("mlp", "moe_act")),
+    Recompute(granularity="selective"),
+    Recompute(granularity="full", method="uniform", num_layers=1),
+    Recompute(granularity="full", method="uniform", num_layers=3),
+    Recompute(granularity="full", method="block", num_layers=1),
+)
+MODELS: tuple[dict[str, object], ...] = (
+    {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_backend": "unfused"},
+    {"transformer_impl": "local", "untie_embeddings_and_output_weights": True},
+    {"mtp_num_layers": 1, "gated_linear_unit": True, "num_query_groups": 2, "attention_backend": "flash"},
+    {"num_experts": 4, "moe_layer_freq": (0, 1, 1, 1, 0, 1, 1, 1), "moe_ffn_hidden_size": 128},
+    {"num_experts": 4, "moe_layer_freq": (1,) * 8, "moe_ffn_hidden_size": 128, "add_bias_linear": False},
+)
+FLAGS = (
+    (),
+    ("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit 2", "--fp8-format hybrid"),
+    ("--fp32-residual-connection", "--num-distributed-optimizer-instances 2", "--no-gradient-accumulation-fusion"),
+)
+CUTS = {2: (3, 5), 4: (1, 3, 2, 2), 8: (0, 1, 1, 2, 1, 1, 2, 0)}
+
+
+def long_job(model: dict[str, object], flags: tuple[str, ...] = ()) -> Job:
+    """A bf16 job of eight layers and 48 samples."""
+    base = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "num_layers": 8, "vocab_size": 250}
+    this = tiny_job(model=tiny_model(**(base | model)), performance_flags=flags)
+    return replace(this, batch=Batch(global_batch_size=48))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any layout of eight layers and 48 samples."""
+    pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (2, 4), (4, 2)]))
+    tp = draw(st.sampled_from([1, 2, 4]))
+    dp = draw(st.sampled_from([1, 2, 4] if pp <= 4 else [1, 2]))
+    uneven = pp * vpp in CUTS and draw(st.booleans())
+    return Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        cp=draw(st.sampled_from([1, 2])),
+        ep=draw(st.sampled_from([1, 2] if dp % 2 == 0 else [1])),
+        etp=draw(st.sampled_from([1, tp])),
+        vpp=vpp,
+        layers_per_chunk=CUTS[pp * vpp] if uneven else (),
+        chunks_after_mtp=draw(st.integers(0, pp - 1)),
+        micro_batch_size=draw(st.sampled_from([1, 3])),
+        sequence_parallel=draw(st.booleans()),
+        use_distributed_optimizer=draw(st.booleans()),
+        recompute=draw(st.sampled_from(RECOMPUTES)),
+    )
+
+
+@given(st.sampled_from(MODELS), st.sampled_from(FLAGS), st.lists(layouts(), min_size=1, max_size=12))
+def test_columns_equal_single_layouts(model: dict[str, object], flags: tuple[str, ...], rows: list[Layout]) -> None:
+    """Every part on every stage, whatever stands beside it in the table."""
+    this = long_job(model, flags)
+
+    columns = peak_memory_columns(this, LayoutColumns.of(rows))
+
+    expected = [peak_memory_bytes(this, layout) for layout in rows]
+    assert expected == [columns.of(row) for row in range(len(rows))]
+    assert [part.total for parts in expected for part in parts] == columns.total_S.tolist()
+    assert tuple(tuple(part.total for part in parts) for parts in expected) == columns.totals()
+
+
+def test_stages_are_numbered() -> None:
+    """Two layouts of one and of three stages."""
+    columns = peak_memory_columns(long_job({"num_layers": 9}), LayoutColumns.of([Layout(), Layout(pp=3)]))
+
+    assert columns.starts_N.tolist() == [0, 1]
+    assert [1, 3] == [len(columns.of(row)) for row in range(2)]
+
+
+def test_no_layouts() -> None:
+    """Nothing in, nothing out."""
+    columns = peak_memory_columns(long_job({}), LayoutColumns.of([]))
+
+    assert columns.total_S.tolist() == []
+    assert columns.totals() == ()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Layout(dp=5), "48 is not divisible by micro_batch_size\\*dp = 1\\*5"),
+        (Layout(pp=3), "8 layers do not divide into pp\\*vpp = 3\\*1"),
+        (Layout(pp=2, layers_per_chunk=(1, 2)), "sums to 3, not to 8"),
+    ],
+)
+def test_an_impossible_row(bad: Layout, message: str) -> None:
+    """The error is that of the layout alone."""
+    with pytest.raises(LayoutError, match=message):
+        peak_memory_columns(long_job({}), LayoutColumns.of([Layout(), bad]))
+
+
+@given(st.lists(layouts(), min_size=1, max_size=5))
+def test_columns_give_their_layouts_back(rows: list[Layout]) -> None:
+    """Row by row, and any choice of rows."""
+    columns = LayoutColumns.of(rows)
+
+    assert rows == [columns.layout(row) for row in range(len(columns))]
+    assert columns.take(np.array([len(rows) - 1])).layout(0) == rows[-1]
+
+
+def test_bad_columns() -> None:
+    """Columns of other lengths or types, and indices that point nowhere, are refused with the column's name."""
+    good = LayoutColumns.of([Layout()])
+
+    with pytest.raises(LayoutError, match="column dp"):
+        replace(good, dp=np.array([1, 2]))
+    with pytest.raises(LayoutError, match="column vpp is float64"):
+        replace(good, vpp=np.array([1.0]))
+    with pytest.raises(LayoutError, match="column recompute has indices 1 to 1 into 1 entries"):
+        replace(good, recompute=np.array([1]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), min_size=1, max_size=9))
+def test_codes_tell_rows_apart(rows: list[tuple[int, int, int]]) -> None:
+    """Equal rows have equal codes, different ones different codes, however wide the columns are."""
+    codes = codes_of([np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]).tolist()
+
+    assert [[one == other for other in rows] for one in rows] == [[one == other for other in codes] for one in codes]

@@ -6,8 +6,8 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 from published import LLAMA_LAYOUT, llama_7b
 
+from pipette_launch.cost.memory.overhead import workspace_bytes
 from pipette_launch.cost.memory.peak import peak_memory_bytes
-from pipette_launch.cost.memory.workspaces import workspace_bytes
 from pipette_launch.facts import Batch, Layout, Recompute
 from pipette_launch.text import MIB
 

@@ -1,5 +1,7 @@
 """The longest path is checked by hand, by the exact 1F1B form, and by an event loop that knows nothing of it."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import random
@@ -7,15 +9,16 @@ import time
 
 import numpy as np
 import pytest
+from c_for_tests import in_c
+from cost.pipeline.test_steady_state import orders
 from event_loop import EventLoop, drawn_stages, equal_stages, one_forward_one_backward_s
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schedule_words import from_words
 
-from pipette_launch.cost.pipeline.engine import Engine, critical_counts, simulate
-from pipette_launch.cost.pipeline.order import Order
+from pipette_launch.cost.pipeline import engine
+from pipette_launch.cost.pipeline.engine import Engine, Order, StageTimes, critical_counts, simulate
 from pipette_launch.cost.pipeline.steady_state import engine_of
-from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.known_schedules import (
     eager_one_forward_one_backward,
@@ -336,3 +339,31 @@ def test_counts_by_hand() -> None:
 
     assert [0.0, 1.0, 1.0, 2.0, 1.0, 1.0] == of_durations[:, 0].tolist()
     assert [1.0, 1.0, 0.0] == of_hops[:, 0].tolist()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(orders(), st.integers(0, 10**6), st.integers(1, 6), st.booleans())
+def test_ends_and_counts_are_those_of_numpy(
+    monkeypatch: pytest.MonkeyPatch, order: Order, seed: int, pipelines: int, are_whole: bool
+) -> None:
+    """To the last digit, for schedules of every kind; whole numbers make ties, which both settle alike."""
+    rng = np.random.default_rng(seed)
+    durations_R = rng.uniform(0.5, 2.0, (3 * order.num_stages, pipelines))
+    hops_R = rng.uniform(0.0, 0.5, (2 * order.num_stages - 1, pipelines))
+    if are_whole:
+        durations_R, hops_R = durations_R.round(), hops_R.round()
+    hops_R[-1] = 0.0
+    found = []
+    for module in (None, in_c("cost.pipeline._longest_path")):
+        monkeypatch.setattr(engine, "_IN_C", module)
+        made = Engine(order)
+        found.append(
+            (
+                made.ends_AR(durations_R, hops_R),
+                made.drain_s_SR(durations_R, hops_R),
+                *critical_counts(made, durations_R, hops_R),
+            )
+        )
+
+    for in_numpy, in_c_code in zip(*found, strict=True):
+        assert in_numpy.tolist() == in_c_code.tolist()

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipette_launch.cost.pipeline import steady_state
-from pipette_launch.cost.pipeline.engine import Engine
-from pipette_launch.cost.pipeline.order import Order
+from pipette_launch.cost.pipeline.engine import Engine, Order
 from pipette_launch.cost.pipeline.steady_state import engine_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Layout

@@ -7,7 +7,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.optimizer import OnceAStep
+from pipette_launch.cost.layers.parameters import OnceAStep
 from pipette_launch.cost.step.assemble import reduced_s_P, step_parts, total_s
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts import Batch, Layout

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipette_launch.cost.pipeline.engine import Engine
-from pipette_launch.cost.pipeline.order import Order
-from pipette_launch.cost.pipeline.timeline import StageTimes
+from pipette_launch.cost.pipeline.engine import Engine, Order, StageTimes
 from pipette_launch.cost.step.first_gathers import Forwards, waits_aligned_s, waits_one_by_one_s
 from pipette_launch.facts import Layout
 

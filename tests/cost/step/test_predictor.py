@@ -8,7 +8,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from search.worlds import on_gpus
 
-from pipette_launch.cost.pipeline.named_schedules import named_schedule
+from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import (

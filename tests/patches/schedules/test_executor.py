@@ -11,8 +11,7 @@ import pytest
 from patches.schedules.cases import CASES, grid
 from patches.torchrun import answers
 
-from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
-from pipette_launch.cost.pipeline.named_schedules import named_schedule
+from pipette_launch.cost.pipeline.extra import named_schedule, peak_live_bytes
 
 IS_WHOLE = bool(os.environ.get("PIPETTE_SCHEDULE_GRID"))
 """With PIPETTE_SCHEDULE_GRID in the environment the grid is tried too: half an hour, up to 16 processes."""

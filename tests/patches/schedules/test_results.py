@@ -12,7 +12,7 @@ from gpu_rules.single_messages import Mail
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.pipeline.named_schedules import named_schedule
+from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_patches.schedules import messages, patch, results
 
 CPU = torch.device("cpu")

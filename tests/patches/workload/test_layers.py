@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from facts_for_tests import fine_grained_model, tiny_model
 
-from pipette_launch.cost.layers.latent_attention import prediction_parameters
+from pipette_launch.cost.layers.attention import prediction_parameters
 from pipette_launch.cost.layers.parameters import layer_parameters, word_embedding_parameters
 from pipette_launch.facts import Layout
 

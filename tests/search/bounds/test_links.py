@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipette_launch.cost.communication.links import spanning_tree
+from pipette_launch.cost.communication.collectives import spanning_tree
 from pipette_launch.search.bounds.links import (
     best_ways,
     cheapest_between,

@@ -1,4 +1,6 @@
-"""Measurements out of a device model: limits, hand-computed cases, and what the Predictor makes of them."""
+"""What a device takes for a load: limits, hand-computed cases, and the formats of FP8 and FP4."""
+
+from __future__ import annotations
 
 from dataclasses import replace
 
@@ -8,11 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.cost.columns.step_bounds import BoundColumns
-from pipette_launch.cost.communication.traffic import step_traffic
-from pipette_launch.cost.compute.device_time import gradient_s_per_byte, optimizer_s_per_parameter
+from pipette_launch.cost.communication.exchanges import step_traffic
+from pipette_launch.cost.compute.device_model import (
+    Precision,
+    device_s,
+    gradient_s_per_byte,
+    imagined,
+    matmul_efficiency,
+    modelled_compute,
+    optimizer_s_per_parameter,
+    pass_s,
+)
 from pipette_launch.cost.compute.device_work import core_attention_loads, head_loads, layer_loads
 from pipette_launch.cost.compute.flop_shares import attention_core_share
-from pipette_launch.cost.compute.imagined_device import imagined, modelled_compute
+from pipette_launch.cost.compute.loads import Load, Product
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
@@ -23,7 +34,114 @@ from pipette_launch.facts.known_devices import capability_of_cluster, known_devi
 from pipette_launch.facts.measurements import Measurements, without_hosts
 from pipette_launch.facts.model import LatentAttention
 
+LINK = Link(latency_s=1e-6, bytes_per_s=100e9)
 DEVICE = DeviceSpec(
+    name="test device",
+    flops_per_s={"bf16": 100e12, "fp8": 200e12},
+    memory_bytes_per_s=1e12,
+    memory_bytes=16 << 30,
+    within_host=LINK,
+    between_hosts=LINK,
+    efficiency=Efficiency(
+        matmul_share=0.5,
+        narrow_shares={"fp8": 0.4},
+        half_size=100,
+        attention_share=0.25,
+        memory_share=0.5,
+        launch_s=1e-5,
+    ),
+    exponentials_per_s=1e12,
+    source="Made up.",
+)
+BF16 = Precision(dtype="bf16")
+sizes = st.integers(min_value=1, max_value=1 << 17)
+
+
+def precision(*flags: str, device: DeviceSpec = DEVICE, implementation: str = "transformer_engine") -> Precision:
+    """Of a job of 4 layers with these flags."""
+    model = tiny_model(params_dtype="bf16", transformer_impl=implementation)
+    return Precision.of(tiny_job(model=model, performance_flags=flags), device)
+
+
+def test_pass_is_worked_out_by_hand() -> None:
+    """2e9 FLOPs at 50 % / 1.3 of 100T, 1e9 at 25 %, 1e8 bytes at half of 1 TB/s: 292 us, unless 30 kernels."""
+    load = Load(products=(Product(m=1000, n=1000, k=1000),), attention_flops=1e9, moved_bytes=1e8, kernels=3)
+
+    assert pass_s(DEVICE, BF16, load) == pytest.approx(292e-6)
+    assert pass_s(DEVICE, BF16, replace(load, kernels=30)) == pytest.approx(300e-6)
+    assert pass_s(DEVICE, BF16, replace(load, exponentials=1e7)) == pytest.approx(302e-6)
+
+
+def test_a_scan_moves_its_bytes_at_its_own_share() -> None:
+    """1e8 bytes at a fifth of 1 TB/s, where a device says so; else as all other bytes."""
+    load = Load(scan_bytes=1e8)
+    slow = replace(DEVICE, efficiency=replace(DEVICE.efficiency, scan_share=0.2))
+
+    assert pass_s(slow, BF16, load) == pytest.approx(500e-6)
+    assert pass_s(DEVICE, BF16, load) == pytest.approx(200e-6)
+    with pytest.raises(FactError, match="scan_share"):
+        replace(DEVICE.efficiency, scan_share=0.0)
+
+
+@given(m=sizes, n=sizes, k=sizes)
+def test_efficiency_lies_between_0_and_its_limit(m: int, n: int, k: int) -> None:
+    """And a product that is longer in a dimension is never less efficient, nor faster."""
+    small, large = Product(m=m, n=n, k=k), Product(m=2 * m, n=n, k=k)
+
+    assert 0 < matmul_efficiency(DEVICE, "bf16", small) <= matmul_efficiency(DEVICE, "bf16", large) <= 0.5
+    assert pass_s(DEVICE, BF16, Load(products=(small,))) < pass_s(DEVICE, BF16, Load(products=(large,)))
+
+
+def test_linears_alone_run_narrow_and_are_cast() -> None:
+    """2e9 FLOPs at 40 % / 1.3 of 200T, 6 bytes for each of 1e6 elements at 0.5 TB/s: 32.5 and 12 us."""
+    fp8 = precision("--fp8-format hybrid", "--fp8-recipe tensorwise")
+    linear = Product(m=1000, n=1000, k=1000, is_linear=True)
+
+    assert Precision(dtype="bf16", narrow="fp8", cast_bytes=6.0, narrow_layers=1.0) == fp8
+    assert device_s(DEVICE, fp8, Load(products=(linear,), cast_elements=1e6)) == pytest.approx(44.5e-6)
+    assert device_s(DEVICE, BF16, Load(products=(linear,), cast_elements=1e6)) == pytest.approx(52e-6)
+    other = Load(products=(replace(linear, is_linear=False),), attention_flops=1e9)
+    assert device_s(DEVICE, fp8, other) == device_s(DEVICE, BF16, other)
+
+
+def test_layers_that_stay_in_16_bits_count_as_such() -> None:
+    """The first and the last of four: half of the linears."""
+    mixed = precision("--fp8-format e4m3", "--fp8-recipe mxfp8", "--first-last-layers-bf16")
+    load = Load(products=(Product(m=1000, n=1000, k=1000, is_linear=True),), cast_elements=1e6)
+    whole = replace(mixed, narrow_layers=1.0)
+
+    assert 0.5 == mixed.narrow_layers
+    mean_s = (device_s(DEVICE, whole, load) + device_s(DEVICE, BF16, load)) / 2
+    assert device_s(DEVICE, mixed, load) == pytest.approx(mean_s)
+
+
+def test_one_copy_serves_both_products_on_blackwell() -> None:
+    """Where the scale is that of the whole tensor: blocks along rows are none along columns."""
+    hopper, blackwell = (known_devices()[name] for name in ("H100-SXM", "B200"))
+    tensorwise = ("--fp8-format hybrid", "--fp8-recipe tensorwise")
+    blocks = ("--fp8-format e4m3", "--fp8-recipe mxfp8")
+
+    assert 1.0 == precision(*tensorwise, device=hopper).cast_bytes - precision(*tensorwise, device=blackwell).cast_bytes
+    assert precision(*blocks, device=hopper) == precision(*blocks, device=blackwell)
+
+
+def test_fp4_goes_before_and_a_device_without_it_says_so() -> None:
+    """As Megatron excludes FP8 beside it."""
+    narrow = precision("--fp4-format e2m1")
+    load = Load(products=(Product(m=1000, n=1000, k=1000, is_linear=True),))
+
+    assert "fp4" == narrow.narrow
+    assert device_s(known_devices()["B200"], narrow, load) < device_s(known_devices()["B200"], BF16, load)
+    with pytest.raises(FactError, match="no known peak for fp4"):
+        device_s(DEVICE, narrow, load)
+
+
+def test_megatrons_own_layers_have_no_narrow_format() -> None:
+    """Only Transformer Engine multiplies in FP8."""
+    assert BF16 == precision("--fp8-format hybrid", implementation="local")
+
+
+GPU = DeviceSpec(
     name="test device",
     flops_per_s={"bf16": 100e12, "fp32": 50e12},
     memory_bytes_per_s=1e12,
@@ -88,7 +206,7 @@ def test_weight_gradient_costs_what_the_forward_does() -> None:
 def test_more_tokens_are_never_faster(mbs: int, tp: int) -> None:
     """And never take more than in proportion, as efficiency rises."""
     layouts = [Layout(tp=tp, micro_batch_size=size) for size in (mbs, 2 * mbs)]
-    found = imagined(job(), DEVICE, num_hosts=1, devices_per_host=tp, layouts=layouts)
+    found = imagined(job(), GPU, num_hosts=1, devices_per_host=tp, layouts=layouts)
 
     for part in ("layer", "embedding", "head"):
         small, large = sorted(
@@ -103,12 +221,12 @@ def test_more_tokens_are_never_faster(mbs: int, tp: int) -> None:
 
 def test_short_kernels_leave_the_device_idle() -> None:
     """A tiny layer takes as long as its launches; a large one leaves nothing idle."""
-    found = imagined(job(), DEVICE, num_hosts=1, devices_per_host=2, layouts=[Layout(dp=2)])
+    found = imagined(job(), GPU, num_hosts=1, devices_per_host=2, layouts=[Layout(dp=2)])
     tiny = next(time for time in found.compute if time.part == "layer")
     large_job = job(hidden_size=8192, ffn_hidden_size=32768, kv_channels=2048, seq_length=4096)
     large = next(
         time
-        for time in imagined(large_job, DEVICE, num_hosts=1, devices_per_host=2, layouts=[Layout(dp=2)]).compute
+        for time in imagined(large_job, GPU, num_hosts=1, devices_per_host=2, layouts=[Layout(dp=2)]).compute
         if time.part == "layer"
     )
     kernels = layer_loads(job(), Layout(dp=2), moe=False).forward.kernels
@@ -122,7 +240,7 @@ def test_attention_core_lies_within_the_layer() -> None:
     """Selective recompute of it costs less than the layer, and without flash more than its share of the FLOPs."""
     long = job(seq_length=4096, max_position_embeddings=4096, hidden_size=1024, ffn_hidden_size=4096, kv_channels=256)
     layout = Layout(recompute=Recompute(granularity="selective"))
-    found = imagined(long, DEVICE, num_hosts=1, devices_per_host=1, layouts=[layout])
+    found = imagined(long, GPU, num_hosts=1, devices_per_host=1, layouts=[layout])
     seconds = {time.part: time.forward.median_s for time in found.compute}
     again_s = ComputeTable(long, found).chunk_passes(layout)[0].recompute_s
 
@@ -133,7 +251,7 @@ def test_attention_core_lies_within_the_layer() -> None:
 def test_a_depth_of_prediction_takes_longer_than_its_layer_and_its_head() -> None:
     """It looks words up, joins and projects beside them; models without one have no such part."""
     parts = [
-        {time.part: time.forward.median_s for time in modelled_compute(job(mtp_num_layers=depths), DEVICE, [Layout()])}
+        {time.part: time.forward.median_s for time in modelled_compute(job(mtp_num_layers=depths), GPU, [Layout()])}
         for depths in (0, 2)
     ]
 
@@ -144,7 +262,7 @@ def test_a_depth_of_prediction_takes_longer_than_its_layer_and_its_head() -> Non
 def test_groups_across_hosts_use_all_cards() -> None:
     """A ring of 4 on 2 hosts has two shares of 10 GB/s, one member a host has one."""
     layouts = [Layout(dp=4), Layout(dp=2, tp=2)]
-    found = imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=layouts).collectives
+    found = imagined(job(), GPU, num_hosts=2, devices_per_host=2, layouts=layouts).collectives
     byte_s = {
         (len(time.slots), len({slot // 2 for slot in time.slots})): time.seconds_per_byte
         for time in found
@@ -156,7 +274,7 @@ def test_groups_across_hosts_use_all_cards() -> None:
 
 def test_an_exchange_across_hosts_goes_through_each_members_own_card() -> None:
     """4 of 4 on 2 hosts: 2 of 4 pieces leave at 10 GB/s each, while the ring of the same group has both cards."""
-    found = imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)]).collectives
+    found = imagined(job(), GPU, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)]).collectives
     byte_s = {time.kind: time.seconds_per_byte for time in found if len(time.slots) == 4}
 
     assert byte_s["all_to_all"] == pytest.approx(2 / 4 / 10e9)
@@ -168,7 +286,7 @@ def test_groups_across_tiers_are_as_slow_as_their_slowest_link() -> None:
     fabric = FabricSpec(source="-", tiers=(Tier(name="leaf", hosts_per_group=2), Tier(name="spine", share=0.5)))
     ring_s, step_s = [], []
     for one in (UNIFORM, fabric):
-        found = imagined(job(), DEVICE, num_hosts=4, devices_per_host=1, layouts=[Layout(dp=4)], fabric=one)
+        found = imagined(job(), GPU, num_hosts=4, devices_per_host=1, layouts=[Layout(dp=4)], fabric=one)
         ring_s += [time.seconds_per_byte for time in found.collectives if time.kind == "all_gather"]
         step_s.append(Predictor(job(), found).step_time(Layout(dp=4), range(4)).breakdown_s["data_parallel"])
 
@@ -179,7 +297,7 @@ def test_groups_across_tiers_are_as_slow_as_their_slowest_link() -> None:
 def test_predictor_prices_what_was_imagined() -> None:
     """Every layout asked for has a price, and the price is made of all parts."""
     layouts = [Layout(dp=4), Layout(tp=2, dp=2), Layout(pp=2, tp=2), Layout(pp=4, micro_batch_size=2)]
-    found = imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=layouts)
+    found = imagined(job(), GPU, num_hosts=2, devices_per_host=2, layouts=layouts)
     predictor = Predictor(job(), found)
 
     for layout in layouts:
@@ -218,7 +336,7 @@ def test_a_layout_takes_as_long_beside_others_as_alone(mtp_num_layers: int) -> N
     experts = {"num_experts": 8, "moe_layer_freq": (1,) * 4, "moe_ffn_hidden_size": 128}
     moe = job(**experts, seq_length=512, mtp_num_layers=mtp_num_layers)
     layouts = [Layout(dp=4, ep=ep) for ep in (1, 2, 4)]
-    quick_host = replace(DEVICE, efficiency=replace(DEVICE.efficiency, launch_s=0.0))
+    quick_host = replace(GPU, efficiency=replace(GPU.efficiency, launch_s=0.0))
 
     def measured(*imagined_ones: Layout) -> Measurements:
         return imagined(moe, quick_host, num_hosts=2, devices_per_host=2, layouts=imagined_ones)
@@ -236,7 +354,7 @@ def test_a_layout_takes_as_long_beside_others_as_alone(mtp_num_layers: int) -> N
 
 def test_assumptions_are_stated() -> None:
     """Whoever reads the plan sees that nothing was measured, and every figure that was assumed instead."""
-    text = " ".join(imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)]).notes)
+    text = " ".join(imagined(job(), GPU, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)]).notes)
 
     for words in ("Nothing was measured", "Made up.", "100 TFLOP/s (bf16)", "10 us", "100 GB/s", "10 GB/s", "rings"):
         assert words in text
@@ -244,8 +362,8 @@ def test_assumptions_are_stated() -> None:
 
 def test_optimizer_moves_its_bytes() -> None:
     """34 bytes for each parameter of 16 bits, and each byte of all gradients four times, at half of 1 TB/s."""
-    assert optimizer_s_per_parameter(DEVICE, job()) == 34 / 0.5e12
-    assert gradient_s_per_byte(DEVICE) == 4 / 0.5e12
+    assert optimizer_s_per_parameter(GPU, job()) == 34 / 0.5e12
+    assert gradient_s_per_byte(GPU) == 4 / 0.5e12
 
 
 def test_what_is_done_once_a_step_is_in_the_price() -> None:
@@ -254,7 +372,7 @@ def test_what_is_done_once_a_step_is_in_the_price() -> None:
     gradients = step_traffic(job(), layout).gradient_bytes[0][0]
     step_s = []
     for host_s in (0.0, 0.25):
-        device = replace(DEVICE, efficiency=replace(DEVICE.efficiency, step_s=host_s))
+        device = replace(GPU, efficiency=replace(GPU.efficiency, step_s=host_s))
         found = imagined(job(), device, num_hosts=1, devices_per_host=2, layouts=[layout])
         free = replace(found, gradient_s_per_byte=0.0)
         step_s += [Predictor(job(), one).step_time(layout, range(2)).total_s for one in (found, free)]
@@ -280,7 +398,7 @@ def test_windows_take_scores_off_where_none_is_written(backend: str, share: floa
     whole = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", attention_backend=backend)
     model = replace(whole, attention_windows=(1, 0) * (whole.num_layers // 2))
     all_of_it, seen = (core_attention_loads(each, Layout()).forward for each in (whole, model))
-    said = " ".join(imagined(tiny_job(model=model), DEVICE, num_hosts=1, devices_per_host=1, layouts=[Layout()]).notes)
+    said = " ".join(imagined(tiny_job(model=model), GPU, num_hosts=1, devices_per_host=1, layouts=[Layout()]).notes)
 
     assert seen == all_of_it if share == 1 else seen.attention_flops / all_of_it.attention_flops == share
     assert ("layers attend to a window of 1 tokens" in said) == (backend == "flash")
@@ -289,12 +407,16 @@ def test_windows_take_scores_off_where_none_is_written(backend: str, share: floa
 def test_nothing_cannot_be_imagined() -> None:
     """Neither no hosts, nor no layouts, nor a type without a peak."""
     with pytest.raises(FactError, match="0 hosts"):
-        imagined(job(), DEVICE, num_hosts=0, devices_per_host=2, layouts=[Layout()])
+        imagined(job(), GPU, num_hosts=0, devices_per_host=2, layouts=[Layout()])
     with pytest.raises(FactError, match="0 layouts"):
-        imagined(job(), DEVICE, num_hosts=1, devices_per_host=1, layouts=[])
+        imagined(job(), GPU, num_hosts=1, devices_per_host=1, layouts=[])
     with pytest.raises(FactError, match="no known peak for fp16"):
         imagined(
-            tiny_job(model=tiny_model(params_dtype="fp16")), DEVICE, num_hosts=1, devices_per_host=1, layouts=[Layout()]
+            tiny_job(model=tiny_model(params_dtype="fp16")),
+            GPU,
+            num_hosts=1,
+            devices_per_host=1,
+            layouts=[Layout()],
         )
 
 
@@ -313,7 +435,7 @@ def test_a_fused_cross_entropy_passes_over_the_logits_less_often() -> None:
 
 def test_an_imagined_cluster_knows_its_device() -> None:
     """Its figures come along, also to the hosts that are left, so that no name is looked up; it can be a key."""
-    odd = replace(DEVICE, name="Voodoo", flops_per_s={"bf16": 1e12}, compute_capability=3)
+    odd = replace(GPU, name="Voodoo", flops_per_s={"bf16": 1e12}, compute_capability=3)
     whole = imagined(job(), odd, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)])
 
     for cluster in (whole.cluster, without_hosts(whole, ["host0"]).cluster):

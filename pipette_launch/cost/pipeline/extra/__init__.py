@@ -4,17 +4,29 @@ A new schedule is a function that makes its order, and an entry in `SCHEDULES`. 
 `facts.schedules` where a few counts decide the order, to `zero_bubble` or `v_schedules` where the stages' times do.
 """
 
+# A = actions of all ranks, S = stages.
+# A = passes of all ranks, S = stages, R = pipelines that are priced side by side. Rows are passes and starts of
+# messages, in an order in which every cause comes before its effect.
+
 from __future__ import annotations
 
 import difflib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-from pipette_launch.cost.pipeline.greedy import SchedulingProblem
-from pipette_launch.cost.pipeline.timeline import StageTimes
-from pipette_launch.cost.pipeline.v_schedules import one_forward_one_backward_v, v_schedule
-from pipette_launch.cost.pipeline.zero_bubble import refilled, zero_bubble
+import numpy as np
+
+from pipette_launch.cost.pipeline.engine import Engine, Floats, Ints, StageTimes
+from pipette_launch.cost.pipeline.extra.drafts import (
+    SchedulingProblem,
+    one_forward_one_backward_v,
+    refilled,
+    v_schedule,
+    zero_bubble,
+)
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts.known_schedules import (
     eager_one_forward_one_backward,
@@ -24,7 +36,21 @@ from pipette_launch.facts.known_schedules import (
     interleaved_zero_bubble,
     one_forward_one_backward,
 )
-from pipette_launch.facts.schedule import Placement, Schedule, rank_of
+from pipette_launch.facts.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    KINDS,
+    WEIGHT,
+    Action,
+    Message,
+    Placement,
+    Program,
+    Schedule,
+    message_to,
+    programs,
+    rank_of,
+)
 
 Chunks = Literal["one", "two", "several"]
 
@@ -258,3 +284,161 @@ def most_kept(name: str, counts: Counts, held_S: Sequence[float]) -> tuple[float
         held_P[rank_of(stage, pp=counts.pp, placement=known.placement)] += held
     most = min(known.peak(counts.pp, counts.vpp, counts.group_size), counts.num_microbatches)
     return tuple(most * held for held in held_P)
+
+
+def peak_live_bytes(
+    schedule: Schedule, chunk_bytes: Sequence[int], waiting_bytes: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Most bytes that each rank's stages hold for micro-batches whose backward is not done.
+
+    The order alone decides: F takes its stage's bytes, B gives them back; I leaves what W needs.
+    For the schedules of stock Megatron this equals `cost.memory.live_activations.peak_live_bytes` on every rank.
+
+    Args:
+        schedule: what runs.
+        chunk_bytes: what each stage keeps for one micro-batch, in model order.
+        waiting_bytes: what each stage's weights' gradients still need of one micro-batch once the input's is done: 32
+            of the 34 + 5as/h bytes of a layer in Korthikanti et al. 2022, equation 1, of which a fully recomputed
+            layer keeps 2; None = all of `chunk_bytes`.
+
+    Raises:
+        FactError: another number of stages, or a negative size.
+
+    """
+    waiting_bytes = chunk_bytes if waiting_bytes is None else waiting_bytes
+    for sizes in (chunk_bytes, waiting_bytes):
+        if len(sizes) != schedule.num_stages:
+            raise FactError(f"bytes of {len(sizes)} stages for a schedule of {schedule.num_stages}")
+        if min(sizes) < 0:
+            raise FactError(f"bytes must not be negative, got {min(sizes)}")
+    kept_S, for_weight_S = np.array(chunk_bytes, dtype=np.int64), np.array(waiting_bytes, dtype=np.int64)
+    change_KS = np.zeros((len(KINDS), schedule.num_stages), dtype=np.int64)
+    change_KS[FORWARD] = kept_S
+    change_KS[BACKWARD] = -kept_S
+    change_KS[INPUT] = for_weight_S - kept_S
+    change_KS[WEIGHT] = -for_weight_S
+    columns = schedule.columns
+    delta_A = change_KS[columns.kind_A, columns.stage_A]
+    first_P = np.cumsum([len(actions) for actions in schedule.ranks])[:-1]
+    return tuple(int(np.cumsum(delta).max()) for delta in np.split(delta_A, first_P))
+
+
+_NOTHING = -1
+"""In place of a row: it ends at 0."""
+_NO_TIME = 0
+"""Place of the duration 0, in front of the durations of passes."""
+
+
+class StreamEngine(Engine):
+    """An engine for schedules over NCCL: `facts.pipeline.lowering` puts the messages between the passes."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule)
+        self._schedule = schedule
+
+    @cached_property
+    def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """As `Engine.table_A`, with three rows for each message: one for each rank that is ready, and its start."""
+        order, place = self._rows_by_level, self._place_of_row
+        previous, cause, hop, duration = np.array(self._rows.table, dtype=np.int64).reshape(-1, 4)[order].T
+        no_hop = np.full(len(order), self._no_hop)
+        return place[previous], place[cause], np.ascontiguousarray(hop), no_hop, np.ascontiguousarray(duration)
+
+    @cached_property
+    def place_A(self) -> Ints:
+        """As `Engine.place_A`."""
+        row_A = [self._rows.row_of[action] for actions in self._schedule.ranks for action in actions]
+        return self._place_of_row[[*row_A, _NOTHING]]
+
+    def row_durations(self, durations_R: Floats) -> Floats:
+        """Put the duration 0, which starts of messages take, in front of the durations of passes."""
+        return np.concatenate([np.zeros((1, durations_R.shape[1])), durations_R])
+
+    def _run(self, durations: list[float], hops: list[float]) -> list[float]:
+        return super()._run([0.0, *durations], hops)
+
+    @property
+    def _no_hop(self) -> int:
+        return 2 * (self._schedule.num_stages - 1)
+
+    @cached_property
+    def _rows_by_level(self) -> Ints:
+        """Rows by their levels."""
+        return np.argsort(self._rows.level, kind="stable")
+
+    @cached_property
+    def _place_of_row(self) -> Ints:
+        """Place of each row in that order, and at the end the place of no row."""
+        place = np.empty(len(self._rows_by_level) + 1, dtype=np.int64)
+        place[self._rows_by_level] = np.arange(len(self._rows_by_level))
+        place[_NOTHING] = len(self._rows_by_level)
+        return place
+
+    @cached_property
+    def _level_A(self) -> Ints:
+        return np.sort(np.array(self._rows.level, dtype=np.int64))
+
+    @cached_property
+    def _rows(self) -> _Rows:
+        schedule = self._schedule
+        duration_A = iter((self._duration_A() + 1).tolist())
+        duration_of = {action: next(duration_A) for actions in schedule.ranks for action in actions}
+        found = programs(schedule.ranks, schedule.rank_S, schedule.times)
+        return _Rows(found, schedule.rank_S, duration_of, no_hop=self._no_hop)
+
+
+class _Rows:
+    """Passes and starts of messages, each with the two rows that it waits for.
+
+    Args:
+        programs: of all ranks.
+        rank_S: pipeline rank of each stage.
+        duration_of: where the time of each pass stands among the durations.
+        no_hop: where the hop of 0 stands among the hops.
+
+    """
+
+    def __init__(
+        self, programs: tuple[Program, ...], rank_S: tuple[int, ...], duration_of: dict[Action, int], *, no_hop: int
+    ) -> None:
+        self.table: list[tuple[int, int, int, int]] = []
+        """Row before, row that is waited for, the hop between, and the duration."""
+        self.level: list[int] = []
+        """Longest chain of rows in front of each one."""
+        self.row_of: dict[Action | Message, int] = {}
+        self._no_hop = no_hop
+        self._last = [_NOTHING] * len(programs)
+        """The last row of each rank: nothing starts before it ends."""
+        self._posted: dict[Message, int] = {}
+        """Start of the first of two ends of a message."""
+        self._before: dict[tuple[int, tuple[int, int]], Message] = {}
+        """By rank and way: the message that the rank has posted last."""
+        at = [0] * len(programs)
+        ready = deque(range(len(programs)))
+        while ready:
+            rank = ready.popleft()
+            for step in programs[rank][at[rank] :]:
+                needed = self._before.get((rank, step.way)) if isinstance(step, Message) else message_to(step, rank_S)
+                if needed is not None and needed not in self.row_of:
+                    break
+                arrived = (self.row_of[needed], self._hop(needed)) if needed else (_NOTHING, self._no_hop)
+                duration = _NO_TIME if isinstance(step, Message) else duration_of[step]
+                self._last[rank] = self._add(self._last[rank], *arrived, duration)
+                at[rank] += 1
+                if not isinstance(step, Message):
+                    self.row_of[step] = self._last[rank]
+                    continue
+                self._before[rank, step.way] = step
+                other = self._posted.setdefault(step, self._last[rank])
+                if other != self._last[rank]:
+                    self.row_of[step] = self._add(self._last[rank], other, self._no_hop, _NO_TIME)
+                    ready += step.way
+
+    def _add(self, previous: int, cause: int, hop: int, duration: int) -> int:
+        self.table.append((previous, cause, hop, duration))
+        self.level.append(1 + max(self.level[row] if row != _NOTHING else -1 for row in (previous, cause)))
+        return len(self.table) - 1
+
+    def _hop(self, message: Message) -> int:
+        """Return where the time of a message stands among the hops."""
+        return message.stage + self._no_hop // 2 - 1 if message.is_gradient else message.stage

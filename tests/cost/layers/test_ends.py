@@ -5,12 +5,7 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.layers.embedding_and_head import (
-    attention_mask_bytes,
-    embedding_bytes,
-    head_bytes,
-    loss_bytes_per_logit,
-)
+from pipette_launch.cost.layers.ends import attention_mask_bytes, embedding_bytes, head_bytes, loss_bytes_per_logit
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Batch, Job, Layout
 

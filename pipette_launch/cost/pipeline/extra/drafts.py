@@ -1,0 +1,674 @@
+"""Weight gradients put where ranks would wait: a given order run by real times, under a memory limit."""
+
+# S = stages, P = pipeline ranks, M = micro-batches. Kinds: F, and I (its W is owed from then on) or B (no W).
+# S = stages, P = pipeline ranks.
+# Slots are the times of one micro-batch's passes on one rank, in the order F of chunk 0, F of chunk 1, backward of
+# chunk 1, backward of chunk 0. A block is the slots of every rank; it repeats every six units (2405.15362).
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from pipette_launch.cost.pipeline.engine import StageTimes, simulate
+from pipette_launch.errors import FactError
+from pipette_launch.facts.schedule import Action, Kind, Placement, Schedule, rank_of
+
+PassOrder = tuple[tuple[Action, ...], ...]
+"""For each rank its forwards and backwards, without W; each stage's micro-batches ascend."""
+
+_NEVER = float("inf")
+_SLACK = 1e-9
+"""Sums of floats that should be equal differ by less, relative to a limit or to a second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulingProblem:
+    """What a generated schedule is for: a pipeline, its times and how much it may keep."""
+
+    pp: int
+    vpp: int
+    placement: Placement = "loop"
+    num_microbatches: int
+    times: StageTimes
+    held_S: tuple[float, ...]
+    """What each stage keeps for one micro-batch, in any unit."""
+    w_share: float = 1.0
+    """The share of it that the weight gradient still needs."""
+    limit_P: tuple[float, ...]
+    """Most that each rank may keep, in the same unit."""
+    objective: Literal["makespan", "span"] = "makespan"
+    """What to keep short: the whole, or the longest rank's own."""
+
+    def __post_init__(self) -> None:
+        stages = self.pp * self.vpp
+        if min(self.pp, self.vpp, self.num_microbatches) < 1:
+            raise FactError(f"pp={self.pp}, vpp={self.vpp} and {self.num_microbatches} micro-batches must be positive")
+        if {len(self.held_S), len(self.times.forward_s)} != {stages} or len(self.limit_P) != self.pp:
+            raise FactError(f"{stages} stages on {self.pp} ranks need as many times, sizes and limits")
+        if min(self.held_S) < 0 or not 0 <= self.w_share <= 1:
+            raise FactError(f"sizes must not be negative and w_share lies in 0..1, got {self.w_share}")
+        for rank, limit in enumerate(self.limit_P):
+            held = [size for size, owner in zip(self.held_S, self.rank_S, strict=True) if owner == rank]
+            if limit < sum(held) * (1 - _SLACK):
+                raise FactError(
+                    f"rank {rank} may keep {limit:g}, less than the {sum(held):g} of one micro-batch on its stages"
+                )
+
+    @property
+    def rank_S(self) -> tuple[int, ...]:
+        """Pipeline rank of each stage."""
+        return tuple(rank_of(stage, pp=self.pp, placement=self.placement) for stage in range(self.pp * self.vpp))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FillRules:
+    """What an idle rank does while the next action of its order is still to come."""
+
+    weight_gap: float
+    """A W is put into a gap of at least this many times its length."""
+    pull: Literal["none", "backward", "all"] = "none"
+    """Which later actions of the order may run first: none, backwards, or forwards too where memory allows."""
+    pull_gap: float = 0.0
+    """They are pulled into a gap of at least this many times their length."""
+    pull_first: bool = False
+    """Whether they come before a W that would fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftSchedule:
+    """What came out: for each rank its actions with start and end, and whether all of them ran within the limits."""
+
+    ranks: tuple[tuple[tuple[float, float, Action], ...], ...]
+    complete: bool
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last action."""
+        return max(rank[-1][1] for rank in self.ranks)
+
+    def score_s(self, problem: SchedulingProblem) -> float:
+        """What the problem wants short; infinite where some actions could not run."""
+        if not self.complete:
+            return _NEVER
+        if problem.objective == "makespan":
+            return self.makespan_s
+        return max(rank[-1][1] - rank[0][0] for rank in self.ranks)
+
+    def schedule(self, name: str, problem: SchedulingProblem) -> Schedule:
+        """Return the order that was found."""
+        return Schedule(
+            name=name,
+            pp=problem.pp,
+            vpp=problem.vpp,
+            num_microbatches=problem.num_microbatches,
+            placement=problem.placement,
+            ranks=tuple(tuple(action for _, _, action in rank) for rank in self.ranks),
+        )
+
+
+def fill(
+    problem: SchedulingProblem, order: PassOrder, rules: FillRules, patient: frozenset[Action] = frozenset()
+) -> DraftSchedule:
+    """Simulate an order: each rank runs its next action as soon as it can, and while it waits what the rules allow.
+
+    A forward that would pass the limit waits for a W that makes room; where none is owed the draft stays incomplete.
+
+    Args:
+        problem: times, sizes and limits.
+        order: forwards and backwards of each rank.
+        rules: what idle ranks do.
+        patient: actions for which a rank waits, and does nothing meanwhile.
+
+    """
+    return _Clock(problem, order, rules, patient).run()
+
+
+class _Clock:
+    """The state of one run. Events say that a rank may have something to do; a busy or idle rank just ignores them."""
+
+    def __init__(
+        self, problem: SchedulingProblem, order: PassOrder, rules: FillRules, patient: frozenset[Action]
+    ) -> None:
+        stages, microbatches = problem.pp * problem.vpp, problem.num_microbatches
+        seconds = problem.times.durations_s
+        self.problem, self.order, self.rules, self.patient = problem, order, rules, patient
+        self.rank_S = problem.rank_S
+        self.forward_s, self.backward_s = seconds[:stages], seconds[stages : 2 * stages]
+        self.first_s, self.input_s, self.weight_s = (seconds[i * stages : (i + 1) * stages] for i in (2, 3, 4))
+        self.arrival = {kind: [[_NEVER] * microbatches for _ in range(stages)] for kind in "FI"}
+        self.arrival["B"] = self.arrival["I"]
+        self.arrival["F"][0] = [0.0] * microbatches
+        self.done = {kind: [0] * stages for kind in "FI"}
+        self.done["B"] = self.done["I"]
+        self.owed: list[list[Action]] = [[] for _ in order]
+        self.paid = [0] * problem.pp
+        self.place = [0] * problem.pp
+        self.live = [0.0] * problem.pp
+        self.free_s = [0.0] * problem.pp
+        self.ran: list[list[tuple[float, float, Action]]] = [[] for _ in order]
+        self.events = [(0.0, rank) for rank in range(problem.pp)]
+        # For each rank, where the micro-batches of each stage and kind stand in its order.
+        self.chains: list[defaultdict[tuple[int, str], list[int]]] = []
+        for actions in order if rules.pull != "none" else ():
+            self.chains.append(defaultdict(list))
+            for place, action in enumerate(actions):
+                self.chains[-1][action.stage, action.kind].append(place)
+        self.ceiling_P = [limit * (1 + _SLACK) for limit in problem.limit_P]
+
+    def run(self) -> DraftSchedule:
+        while self.events:
+            now, rank = heapq.heappop(self.events)
+            if now >= self.free_s[rank]:
+                action = self.choose(rank, now)
+                if action is not None:
+                    self.start(rank, now, action)
+        complete = all(place == len(actions) for place, actions in zip(self.place, self.order, strict=True))
+        return DraftSchedule(ranks=tuple(tuple(ran) for ran in self.ran), complete=complete)
+
+    def choose(self, rank: int, now: float) -> Action | None:
+        """The action to start now, or None to wait for an event."""
+        weight = self.owed[rank][self.paid[rank]] if self.paid[rank] < len(self.owed[rank]) else None
+        action = self.next_of(rank)
+        if action is None:
+            return weight
+        stage, kind, microbatch = action
+        if kind == "F" and self.live[rank] + self.problem.held_S[stage] > self.ceiling_P[rank]:
+            return weight or self.meanwhile(rank, now, _NEVER, None)
+        arrival_s = self.arrival[kind][stage][microbatch]
+        if arrival_s <= now:
+            return action
+        gap_s = arrival_s - now
+        if action not in self.patient:
+            other = self.meanwhile(rank, now, gap_s, weight)
+            if other is not None:
+                return other
+        if arrival_s < _NEVER:
+            heapq.heappush(self.events, (arrival_s, rank))
+        return None
+
+    def next_of(self, rank: int) -> Action | None:
+        """The first action of the rank's order that has not run."""
+        actions, place = self.order[rank], self.place[rank]
+        while place < len(actions) and actions[place].microbatch < self.done[actions[place].kind][actions[place].stage]:
+            place += 1
+        self.place[rank] = place
+        return actions[place] if place < len(actions) else None
+
+    def meanwhile(self, rank: int, now: float, gap_s: float, weight: Action | None) -> Action | None:
+        """What fits into a gap by the rules."""
+        if weight is not None and gap_s < self.rules.weight_gap * self.weight_s[weight.stage]:
+            weight = None
+        if self.rules.pull == "none" or (weight is not None and not self.rules.pull_first):
+            return weight
+        return self.pulled(rank, now, gap_s) or weight
+
+    def pulled(self, rank: int, now: float, gap_s: float) -> Action | None:
+        """The first later action of the order that could run now and fits into the gap."""
+        best, best_place = None, len(self.order[rank])
+        for (stage, kind), places in self.chains[rank].items():
+            microbatch = self.done[kind][stage]
+            if microbatch == len(places) or places[microbatch] >= best_place:
+                continue
+            if self.arrival[kind][stage][microbatch] > now or (kind == "F" and self.rules.pull != "all"):
+                continue
+            action = self.order[rank][places[microbatch]]
+            if gap_s < self.rules.pull_gap * self.seconds_of(action):
+                continue
+            if kind == "F" and not self.leaves_room(rank, stage, places[microbatch]):
+                continue
+            best, best_place = action, places[microbatch]
+        return best
+
+    def leaves_room(self, rank: int, stage: int, place: int) -> bool:
+        """Whether all that the order has before a pulled forward still fits beside it, each W right after its I."""
+        held_S, ceiling = self.problem.held_S, self.ceiling_P[rank]
+        live = self.live[rank] + held_S[stage]
+        if live > ceiling:
+            return False
+        live -= sum(self.problem.w_share * held_S[weight.stage] for weight in self.owed[rank][self.paid[rank] :])
+        for action in self.order[rank][self.place[rank] : place]:
+            if action.microbatch < self.done[action.kind][action.stage]:
+                continue
+            live += held_S[action.stage] if action.kind == "F" else -held_S[action.stage]
+            if live > ceiling:
+                return False
+        return True
+
+    def seconds_of(self, action: Action) -> float:
+        """How long an action takes."""
+        stage, kind, microbatch = action
+        if kind == "F":
+            return self.forward_s[stage] if microbatch else self.first_s[stage]
+        return {"B": self.backward_s, "I": self.input_s, "W": self.weight_s}[kind][stage]
+
+    def start(self, rank: int, now: float, action: Action) -> None:
+        """Run an action, and tell the rank that waits for its result when it will be there."""
+        stage, kind, microbatch = action
+        end_s = now + self.seconds_of(action)
+        held = self.problem.held_S[stage]
+        self.free_s[rank] = end_s
+        self.ran[rank].append((now, end_s, action))
+        heapq.heappush(self.events, (end_s, rank))
+        if kind == "W":
+            self.paid[rank] += 1
+            self.live[rank] -= self.problem.w_share * held
+            return
+        self.done[kind][stage] += 1
+        if kind == "F":
+            self.live[rank] += held
+            if stage + 1 < len(self.rank_S):
+                self.send(now, end_s, action, stage + 1)
+            else:
+                self.arrival["I"][stage][microbatch] = end_s
+            return
+        self.live[rank] -= held if kind == "B" else (1 - self.problem.w_share) * held
+        if kind == "I":
+            self.owed[rank].append(Action(stage, "W", microbatch))
+        if stage:
+            self.send(now, end_s, action, stage - 1)
+
+    def send(self, now: float, end_s: float, action: Action, target: int) -> None:
+        """Take a result to a neighbouring stage: from now on its rank knows when it comes."""
+        stage, kind, microbatch = action
+        rank = self.rank_S[target]
+        hops = self.problem.times.forward_hop_s if kind == "F" else self.problem.times.backward_hop_s
+        arrival_s = end_s + (hops[min(stage, target)] if rank != self.rank_S[stage] else 0.0)
+        self.arrival[kind][target][microbatch] = arrival_s
+        # A busy rank looks for itself when it is free, but only for what its order has next.
+        if self.chains or self.free_s[rank] <= now:
+            heapq.heappush(self.events, (max(arrival_s, self.free_s[rank]), rank))
+
+
+def order_of(schedule: Schedule, num_microbatches: int) -> PassOrder:
+    """Forwards and backwards of a schedule's first micro-batches, without their W."""
+    return tuple(
+        tuple(action for action in actions if action.kind != "W" and action.microbatch < num_microbatches)
+        for actions in schedule.ranks
+    )
+
+
+_TRIES = 4
+"""Single waits that are tried in a round, besides all of them together."""
+_FINALISTS = 6
+_KEPT = 3
+"""Choices that are left of a long step once it was tried shortened, and drafts that are polished."""
+_ACTIONS = 1_000_000
+"""Actions that may be run to choose a draft, and a quarter of that to polish it: seconds for any pipeline."""
+_SAME = 1e-9
+
+Ran = tuple[float, float, Action]
+Choice = tuple[int, FillRules]
+"""The place of an order among all, and how W are put into it."""
+
+
+def best_draft(
+    problem: SchedulingProblem, orders: Callable[[SchedulingProblem], Iterable[PassOrder]], rules: Sequence[FillRules]
+) -> DraftSchedule:
+    """Try every order with all rules, and polish the shortest by the problem's objective.
+
+    A long step is tried with its first few micro-batches first, as all later ones repeat the same pattern.
+
+    Args:
+        problem: what the schedule is for.
+        orders: makes the orders that are possible, always in the same number.
+        rules: how W may be put into them.
+
+    Raises:
+        FactError: none of them can run to its end within the limits.
+
+    """
+    pairs = itertools.product(range(len(tuple(orders(problem)))), range(len(rules)))
+    # The first orders and rules come before the later ones, as not all of them may be tried.
+    choices = [(place, rules[number]) for place, number in sorted(pairs, key=lambda pair: (sum(pair), pair))]
+    if len(choices) > max(_fills(problem), _FINALISTS):
+        # Enough micro-batches to fill the pipeline, run a while and drain it.
+        few = min(problem.num_microbatches, 3 * problem.pp)
+        shorter = dataclasses.replace(problem, num_microbatches=few)
+        tried = choices[: max(_fills(shorter), _FINALISTS)]
+        choices = [choice for _, choice in _ranked(shorter, orders, tried)][:_FINALISTS]
+    ranked = _ranked(problem, orders, choices)
+    all_orders = tuple(orders(problem))
+    best_of: dict[int, tuple[DraftSchedule, FillRules]] = {}
+    for draft, (place, rule) in ranked:
+        best_of.setdefault(place, (draft, rule))
+    drafts = [
+        polish(problem, all_orders[place], rule, draft, _fills(problem) // (4 * _KEPT))
+        for place, (draft, rule) in list(best_of.items())[:_KEPT]
+    ]
+    best = min(drafts, key=lambda draft: draft.score_s(problem))
+    if not best.complete:
+        raise FactError("no order of this schedule runs to its end within the memory limit")
+    return best
+
+
+def polish(
+    problem: SchedulingProblem, order: PassOrder, rules: FillRules, draft: DraftSchedule, fills: int
+) -> DraftSchedule:
+    """Let ranks wait where something that was put into a gap delays the critical path, as long as that helps.
+
+    Runs the order at most `fills` times.
+    """
+    patient: frozenset[Action] = frozenset()
+    while draft.complete and fills > 0:
+        waits = [wait for wait in _waits(problem, draft) if not wait <= patient]
+        tries = [patient.union(*waits), *(patient | wait for wait in waits[:_TRIES])] if waits else []
+        for tried in tuple(dict.fromkeys(tries))[:fills]:
+            fills -= 1
+            other = fill(problem, order, rules, tried)
+            if other.score_s(problem) < draft.score_s(problem) - _SAME * draft.makespan_s:
+                draft, patient = other, tried
+                break
+        else:
+            return draft
+    return draft
+
+
+def _fills(problem: SchedulingProblem) -> int:
+    """How often the actions of a problem may be run."""
+    return max(_ACTIONS // (3 * problem.pp * problem.vpp * problem.num_microbatches), 1)
+
+
+def _ranked(
+    problem: SchedulingProblem,
+    orders: Callable[[SchedulingProblem], Iterable[PassOrder]],
+    choices: Sequence[Choice],
+) -> list[tuple[DraftSchedule, Choice]]:
+    """Drafts of the choices, the shortest first."""
+    made = tuple(orders(problem))
+    seen: dict[tuple[PassOrder, FillRules], tuple[DraftSchedule, Choice]] = {}
+    for place, rule in choices:
+        if (made[place], rule) not in seen:
+            seen[made[place], rule] = (fill(problem, made[place], rule), (place, rule))
+    return sorted(seen.values(), key=lambda found: found[0].score_s(problem))
+
+
+def _waits(problem: SchedulingProblem, draft: DraftSchedule) -> Iterator[frozenset[Action]]:
+    """For each link on the critical path, the actions before it that could have started but for a W before them."""
+    where = {action: (rank, place) for rank, ran in enumerate(draft.ranks) for place, (_, _, action) in enumerate(ran)}
+    lengths = [ran[-1][1] - (0.0 if problem.objective == "makespan" else ran[0][0]) for ran in draft.ranks]
+    rank = lengths.index(max(lengths))
+    place = len(draft.ranks[rank]) - 1
+    while True:
+        # To where the busy time of the rank begins that the action belongs to.
+        while _follows(draft.ranks[rank], place):
+            place -= 1
+        cause = _cause(problem, draft.ranks[rank][place][2])
+        if cause is None:
+            return
+        rank, place = where[cause]
+        ran = draft.ranks[rank]
+        after_weight = place
+        while _follows(ran, after_weight) and ran[after_weight - 1][2].kind != "W":
+            after_weight -= 1
+        if _follows(ran, after_weight):
+            yield frozenset(action for _, _, action in ran[after_weight : place + 1])
+
+
+def _follows(ran: tuple[Ran, ...], place: int) -> bool:
+    """Whether an action starts as the one before it ends."""
+    return place > 0 and ran[place - 1][1] >= ran[place][0] - _SAME
+
+
+def _cause(problem: SchedulingProblem, action: Action) -> Action | None:
+    """The action of another stage, or the forward of the last, whose result an action needs; none for a W."""
+    stage, kind, microbatch = action
+    if kind == "W" or (kind == "F" and stage == 0):
+        return None
+    if kind == "F":
+        return Action(stage - 1, "F", microbatch)
+    last = problem.pp * problem.vpp - 1
+    return Action(last, "F", microbatch) if stage == last else Action(stage + 1, kind, microbatch)
+
+
+_KINDS: tuple[Kind, Kind] = ("F", "I")
+WEIGHT_GAPS = tuple(FillRules(weight_gap=gap) for gap in (0.25, 0.9, 0.0, 0.5))
+"""A W is put into any gap, or into those that it nearly fits: which is best depends on the times (measured)."""
+
+
+def zero_bubble(name: str, problem: SchedulingProblem) -> Schedule:
+    """ZB-1P where a rank may keep what 1F1B's first rank keeps, ZB-2P where it may keep twice that (2401.10241).
+
+    Between F and I the order is 1F1B's; how many forwards run ahead depends on the limit and on when the first gradient
+    comes back, and several such counts are tried, each with W by all of `WEIGHT_GAPS`. With equal stages ZB-1P comes to
+    (p-1)(F+I-W+4c), the rates of 2401.10241, Table 5.
+
+    Raises:
+        FactError: a rank may keep less than one micro-batch.
+
+    """
+    return best_draft(problem, _orders, WEIGHT_GAPS).schedule(name, problem)
+
+
+def refilled(schedule: Schedule, problem: SchedulingProblem) -> Schedule:
+    """Put the W of a split schedule anew, by real times and within the limits; forwards and backwards keep their order.
+
+    Returns the schedule itself where that is no better.
+    """
+
+    def orders(asked: SchedulingProblem) -> tuple[PassOrder, ...]:
+        return (order_of(schedule, asked.num_microbatches),)
+
+    anew = best_draft(problem, orders, WEIGHT_GAPS).schedule(schedule.name, problem)
+    before, after = (simulate(one, problem.times) for one in (schedule, anew))
+    if problem.objective == "span":
+        return anew if max(after.span_s_P) < max(before.span_s_P) else schedule
+    return anew if after.makespan_s < before.makespan_s else schedule
+
+
+def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
+    """One order for each rule of the warm-up, some the same: forwards, then a backward and a forward in turn."""
+    for rule in _WARMUPS:
+        ranks = []
+        for rank in range(problem.pp):
+            ahead = _ahead(problem, rank, rule)
+            forward, backward = (
+                [Action(rank, kind, microbatch) for microbatch in range(problem.num_microbatches)] for kind in _KINDS
+            )
+            turns = itertools.zip_longest(backward, forward[ahead:])
+            ranks.append((*forward[:ahead], *(action for turn in turns for action in turn if action is not None)))
+        yield tuple(ranks)
+
+
+def _ahead(problem: SchedulingProblem, rank: int, count: Callable[[SchedulingProblem, int], int]) -> int:
+    """Forwards before a rank's first backward: at least what 1F1B needs, at most what memory allows."""
+    room = math.floor(problem.limit_P[rank] / problem.held_S[rank] * (1 + 1e-9)) if problem.held_S[rank] else math.inf
+    return int(max(1, min(max(count(problem, rank), problem.pp - rank), room, problem.num_microbatches)))
+
+
+def _until_return(problem: SchedulingProblem, rank: int) -> float:
+    """How many forwards fit before the first gradient comes back to a rank."""
+    times = problem.times
+    input_s = times.durations_s[3 * problem.pp :]
+    later_s = sum(times.forward_s[rank:]) + sum(input_s[rank + 1 : problem.pp])
+    hops_s = sum(times.forward_hop_s[rank:]) + sum(times.backward_hop_s[rank:])
+    return (later_s + hops_s) / times.forward_s[rank] if times.forward_s[rank] else math.inf
+
+
+def _covers_beside_first(problem: SchedulingProblem, rank: int) -> int:
+    """Where rank 0 has no room for all that would fit, the others run as many fewer ahead: all gradients come late."""
+    room = problem.limit_P[0] / problem.held_S[0] if problem.held_S[0] else math.inf
+    late = max(0.0, _until_return(problem, 0) - room)
+    return math.ceil(_capped(problem, _until_return(problem, rank) - late))
+
+
+def _capped(problem: SchedulingProblem, count: float) -> float:
+    return min(count, float(problem.num_microbatches))
+
+
+_WARMUPS: tuple[Callable[[SchedulingProblem, int], int], ...] = (
+    lambda problem, rank: problem.pp - rank,
+    lambda problem, rank: 2 * (problem.pp - rank) - 1,
+    lambda problem, rank: math.floor(_capped(problem, _until_return(problem, rank))),
+    lambda problem, rank: math.ceil(_capped(problem, _until_return(problem, rank))),
+    _covers_beside_first,
+)
+"""Forwards before a rank's first backward: as in 1F1B, in eager 1F1B, or as many as the wait for a gradient holds."""
+
+
+PERIOD = 6
+"""Units of work of one micro-batch on one rank: two chunks, each forward, input and weight gradient of one unit."""
+
+Slots = tuple[int, int, int, int]
+Block = tuple[Slots, ...]
+Slopes = tuple[int, int, int, int]
+"""Units from a rank to the next for each of the four passes."""
+
+SPLIT_RULES = (
+    FillRules(weight_gap=0.5),
+    FillRules(weight_gap=1.0),
+    FillRules(weight_gap=0.0, pull="all"),
+    FillRules(weight_gap=0.25, pull="all", pull_gap=0.5),
+    FillRules(weight_gap=0.75, pull="all", pull_gap=1.0),
+    FillRules(weight_gap=0.75, pull="all", pull_gap=0.5, pull_first=True),
+)
+WHOLE_RULES = (
+    FillRules(weight_gap=1.0),
+    FillRules(weight_gap=1.0, pull="all"),
+    FillRules(weight_gap=1.0, pull="all", pull_gap=0.5),
+    FillRules(weight_gap=1.0, pull="all", pull_gap=1.0),
+)
+
+_BLOCKS = 6
+"""Blocks of equal slopes that are tried."""
+
+
+def v_schedule(name: str, problem: SchedulingProblem, slopes: Sequence[Slopes]) -> Schedule:
+    """V-ZB, V-Half or V-Min: every possible block of its offsets, with W and squeezing by real times.
+
+    Peaks are kept under the problem's limits, which are p, floor((p+2)/2) and floor((p+4)/3) micro-batches where no
+    others are given (2405.15362).
+
+    Raises:
+        FactError: no block runs within the limits.
+
+    """
+
+    def orders(asked: SchedulingProblem) -> Iterator[PassOrder]:
+        every = (linear_blocks(asked.pp, each)[:_BLOCKS] for each in slopes)
+        for blocks in itertools.zip_longest(*every):
+            yield from (order_of_block(block, asked.num_microbatches, "I") for block in blocks if block is not None)
+
+    return best_draft(problem, orders, SPLIT_RULES).schedule(name, problem)
+
+
+def one_forward_one_backward_v(problem: SchedulingProblem) -> Schedule:
+    """1F1B-V: whole backwards on a V, with the blocks of shortest life: two thirds of 1F1B's memory.
+
+    Raises:
+        FactError: no block runs within the limits.
+
+    """
+
+    def orders(asked: SchedulingProblem) -> Iterable[PassOrder]:
+        return [order_of_block(block, asked.num_microbatches, "B") for block in short_lived_blocks(asked.pp)]
+
+    return best_draft(problem, orders, WHOLE_RULES).schedule("1f1b-v", problem)
+
+
+def order_of_block(block: Block, num_microbatches: int, backward: Kind) -> PassOrder:
+    """Repeat a block for every micro-batch and read each rank's passes in the order of their slots."""
+    pp = len(block)
+    ranks = []
+    for rank, slots in enumerate(block):
+        passes: tuple[tuple[int, int, Kind], ...] = (
+            (slots[0], rank, "F"),
+            (slots[1], 2 * pp - 1 - rank, "F"),
+            (slots[2], 2 * pp - 1 - rank, backward),
+            (slots[3], rank, backward),
+        )
+        timed = sorted(
+            (slot + PERIOD * microbatch, Action(stage, kind, microbatch))
+            for microbatch in range(num_microbatches)
+            for slot, stage, kind in passes
+        )
+        ranks.append(tuple(action for _, action in timed))
+    return tuple(ranks)
+
+
+@lru_cache(maxsize=256)
+def linear_blocks(pp: int, slopes: Slopes) -> tuple[Block, ...]:
+    """Blocks whose passes are `slopes` units apart from rank to rank, those of the shortest life first.
+
+    At its ends the V may wait a few units; of all such waits those remain in which no two passes of a rank ever meet.
+    """
+    down, up, back_down, back_up = slopes
+    last = pp - 1
+    blocks = []
+    for waits in itertools.product(range(PERIOD), repeat=3):
+        turn = down * last + 1 + waits[0]
+        back = turn + up * last + 1 + waits[1]
+        back_turn = back + back_down * last + 1 + waits[2]
+        block = tuple(
+            (down * rank, turn + up * (last - rank), back + back_down * rank, back_turn + back_up * (last - rank))
+            for rank in range(pp)
+        )
+        if all(len({slot % PERIOD for slot in slots}) == 4 for slots in block):
+            # Units that the passes of a rank are alive, on the worst rank.
+            life = max(slots[3] - slots[0] + slots[2] - slots[1] for slots in block)
+            blocks.append((life, block))
+    return tuple(block for _, block in sorted(blocks))
+
+
+Residues = tuple[int, int, int, int]
+"""Slots modulo the period."""
+
+
+@lru_cache(maxsize=64)
+def short_lived_blocks(pp: int) -> tuple[Block, ...]:
+    """Blocks of whole backwards, two units long, in which micro-batches live shortest; one for each pattern of rank 0.
+
+    On every rank the four passes fill the period, so a rank has one of 36 patterns, and the way from a rank to the next
+    is fixed by their patterns: a shortest path over the ranks.
+    """
+    patterns = []
+    for first, second, back, last in itertools.product(range(PERIOD), repeat=4):
+        used = {first, second, back, (back + 1) % PERIOD, last, (last + 1) % PERIOD}
+        if len(used) == PERIOD:
+            patterns.append((first, second, back, last))
+    best: dict[Residues, tuple[int, tuple[Residues, ...]]] = {
+        own: (_delay(own[0], own[1], 1) + _delay(own[2], own[3], 2), (own,)) for own in patterns
+    }
+    for _ in range(pp - 1):
+        best = {
+            own: min((seconds + _between(own, after[0]), (own, *after)) for seconds, after in best.values())
+            for own in patterns
+        }
+    found = sorted((life + _delay(own[1], own[2], 1), ranks) for own, (life, ranks) in best.items())
+    # Patterns that differ by a turn of the period are the same block.
+    shapes = {_block_of(ranks): None for _, ranks in found}
+    return tuple(shapes)
+
+
+def _delay(before: int, after: int, units: int) -> int:
+    """From the start of a pass of so many units to the next start of the pattern that needs its result."""
+    return (after - before - units) % PERIOD + units
+
+
+def _between(own: Residues, after: Residues) -> int:
+    """What a step down the V adds to the life of a micro-batch: twice down, twice up."""
+    forward = _delay(own[0], after[0], 1) + _delay(after[1], own[1], 1)
+    return forward + _delay(own[2], after[2], 2) + _delay(after[3], own[3], 2)
+
+
+def _block_of(ranks: tuple[Residues, ...]) -> Block:
+    """Slots of a chain of patterns, from 0 on."""
+
+    def slots(ways: tuple[Residues, ...], which: int, units: int, start: int) -> list[int]:
+        """The slots of one pass on each rank, in the order in which it comes to them."""
+        steps = (_delay(before[which], after[which], units) for before, after in itertools.pairwise(ways))
+        return list(itertools.accumulate(steps, initial=start))
+
+    back_up, first, last = ranks[::-1], ranks[0], ranks[-1]
+    down = slots(ranks, 0, 1, 0)
+    up = slots(back_up, 1, 1, down[-1] + _delay(last[0], last[1], 1))
+    back = slots(ranks, 2, 2, up[-1] + _delay(first[1], first[2], 1))
+    end = slots(back_up, 3, 2, back[-1] + _delay(last[2], last[3], 2))
+    return tuple(zip(down, up[::-1], back, end[::-1], strict=True))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipette_launch.launch.options import Options
-    from pipette_launch.launch.slurm.tasks import Siblings
+    from pipette_launch.launch.slurm import Siblings
 
 PREFIX = "--pipette-"
 INTERRUPTED = 130
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from torch.distributed.elastic.multiprocessing.errors import record
 
     from pipette_launch.agent.leaving import end_at_once
-    from pipette_launch.launch.slurm.tasks import Siblings
+    from pipette_launch.launch.slurm import Siblings
 
     logging.captureWarnings(capture=False)
     escape_log_lines()
@@ -184,24 +184,23 @@ def _quiet() -> Iterator[None]:
 
 def _launch(words: Sequence[str], siblings: Siblings) -> None:
     with _uncollected():
+        from pipette_launch.launch import slurm
         from pipette_launch.launch.node_controller import launch
-        from pipette_launch.launch.slurm import take, tasks
-        from pipette_launch.launch.slurm.step import several_launchers
 
         whole = parser()
     flags = _before_script(whole, words)
     check_own_flags(whole, flags)
     args = whole.parse_args(words)
-    step = take.take(args, take.given(whole, words, os.environ), os.environ)
+    step = slurm.take_flags(args, slurm.given_flags(whole, words, os.environ), os.environ)
     # The tasks of a step that we arrange ourselves share one launcher.
-    advice = "" if step is not None else several_launchers(os.environ)
+    advice = "" if step is not None else slurm.several_launchers(os.environ)
     options = options_from(args, advice=advice)
     _note_lone_tasks(args, advice, os.environ)
     if options.detail == "verbose":
         log_for_debugging("pipette_launch", "pipette-launch: ")
     if step is not None and step.num_tasks > 1:
         if step.local_id:
-            sys.exit(tasks.await_agent(f"{step.name}/{step.node}"))
+            sys.exit(slurm.await_agent(f"{step.name}/{step.node}"))
         siblings.open(f"{step.name}/{step.node}", step.num_tasks - 1)
     launch(args, options, advice=advice)
 
@@ -282,8 +281,7 @@ def _metrics_file(text: str | None) -> Path | None:
 
 
 def _cache(text: str | None) -> Path | None:
-    from pipette_launch.launch.cache.folder import distrust
-    from pipette_launch.launch.cache.plans import default_root
+    from pipette_launch.launch.cache import default_root, distrust
 
     if text == "off":
         return None

@@ -16,7 +16,7 @@ from benchmarks.lost_nodes.paces import MOST_HOSTS, MOST_STAGES
 from benchmarks.lost_nodes.ways import LOOK_S, LOOKS, Going
 from benchmarks.telling import processor
 from pipette_launch.defaults import WARMUP_BUDGET_S
-from pipette_launch.launch.plans.planning import SOLVE_S
+from pipette_launch.launch.planning import SOLVE_S
 
 SHARES = (0.0, 0.01, 0.05, 0.10, 0.20)
 WAYS = ("templates", "planned anew", "same shape", "unequal shares", "unequal depths", "Varuna", "Bamboo")

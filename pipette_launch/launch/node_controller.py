@@ -17,19 +17,14 @@ from pipette_launch.agent import start
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision, NodeRecord
 from pipette_launch.launch import commands
-from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, Cache
+from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
-from pipette_launch.launch.display.metrics import MetricsFile
-from pipette_launch.launch.display.progress import parts_words
-from pipette_launch.launch.display.spans import Spans, phase_attributes
-from pipette_launch.launch.display.terminal import Kept, Terminal
+from pipette_launch.launch.metrics import MetricsFile, Spans, phase_attributes
 from pipette_launch.launch.nodes import described
-from pipette_launch.launch.page import add_outcome, existing_page
-from pipette_launch.launch.training.outcome import OutcomeTracker, device_peaks
-from pipette_launch.launch.training.recovery import Recovery
-from pipette_launch.launch.training.slowdown import Slowdown
-from pipette_launch.launch.training.training_signs import has_trained
-from pipette_launch.launch.trials.watch import TrialWatch
+from pipette_launch.launch.plan_reports import add_outcome, existing_page
+from pipette_launch.launch.terminal import Kept, Terminal, parts_words
+from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
+from pipette_launch.launch.trials import TrialWatch
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.inventory import await_memory
 from pipette_launch.probe.messages import START_S, last_error, last_sign, wait_s
@@ -231,7 +226,7 @@ class NodeController:
         if decision.phase != "warmup":
             node = self._node
             return commands.training(decision, self._options, node.entrypoint, node.arguments, folder=self._folder)
-        from pipette_launch.launch.warmup_orders import read
+        from pipette_launch.launch.commands import read
 
         progress = self._folder / PROGRESS
         shutil.rmtree(progress, ignore_errors=True)

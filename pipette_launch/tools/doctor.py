@@ -60,7 +60,7 @@ def examine(args: Namespace) -> Checkup:
     from datetime import datetime, timezone
 
     from pipette_launch.facts.health import SEVERITIES, Checkup
-    from pipette_launch.launch.cache.plans import default_root
+    from pipette_launch.launch.cache import default_root
     from pipette_launch.tools.checks import software, surroundings
 
     found: list[Finding] = [*software.python(), *software.packages()]

@@ -38,7 +38,7 @@ def run(args: Namespace) -> int:
     """Print the plan and write its file; returns 0 for every plan, the user's own configuration included."""
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import files
-    from pipette_launch.launch.display.progress import ProgressLine, Ticker
+    from pipette_launch.launch.terminal import ProgressLine, Ticker
     from pipette_launch.report import chosen_line, plan_file_screen
 
     request = planning.PlanningRequest.of(args)
@@ -67,8 +67,7 @@ def _kept(out: Path, plan: Plan, problem: planning.PlanningProblem) -> Path | No
     """Write the plan's file, trace and report; returns where the report lies, if it could be made."""
     from pipette_launch.facts import files
     from pipette_launch.forecast.picture import picture_of
-    from pipette_launch.launch.page import page_path, write_page
-    from pipette_launch.launch.trace import trace_path, write_trace
+    from pipette_launch.launch.plan_reports import page_path, trace_path, write_page, write_trace
 
     with _naming(out):
         files.write(out, plan, shared=True)

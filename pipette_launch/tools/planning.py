@@ -137,7 +137,7 @@ def planned(problem: PlanningProblem, request: PlanningRequest) -> Plan:
 
     from pipette_launch.facts import Provenance
     from pipette_launch.facts.known_schedules import schedule_names
-    from pipette_launch.launch.cache.plans import key_of
+    from pipette_launch.launch.cache import key_of
     from pipette_launch.launch.setting import with_setting
     from pipette_launch.search.solve import SolveOptions, solve
 

@@ -38,8 +38,7 @@ def run(args: Namespace) -> int:
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import files
     from pipette_launch.forecast import predict_configuration
-    from pipette_launch.launch.cache.folder import distrust
-    from pipette_launch.launch.cache.plans import default_root
+    from pipette_launch.launch.cache import default_root, distrust
     from pipette_launch.report import prediction_screen
 
     prediction = predict_configuration(

@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the screen, or write the page; returns 0."""
     from pipette_launch.facts import Measurements, Plan, files
-    from pipette_launch.launch.page import existing_page
+    from pipette_launch.launch.plan_reports import existing_page
     from pipette_launch.report import chosen_line, measured_screen, plan_file_screen
 
     if args.profile is not None and args.trace is None:
@@ -63,8 +63,7 @@ def run(args: Namespace) -> int:
 def _write(args: Namespace) -> None:
     """Write the page, the trace, or both."""
     from pipette_launch.facts import files
-    from pipette_launch.launch.page import found_files, page_of
-    from pipette_launch.launch.trace import trace_of
+    from pipette_launch.launch.plan_reports import found_files, page_of, trace_of
     from pipette_launch.text import printable
 
     found = found_files(args.file, args.cluster)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +12,9 @@ from pipette_launch.tools.flags import Subcommand
 
 if TYPE_CHECKING:
     from pipette_launch.facts.outcome import LiveJob
-    from pipette_launch.launch.live.watched import Watched
+    from pipette_launch.launch.watch import Watched
 
 POLL_S = 1.0
-
-
-def port(text: str) -> int:
-    """Read a port for argparse; 0 for a free one."""
-    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
-        raise ArgumentTypeError(f"needs a port from 0 to 65535 (a folder or file stands before --serve), got {text!r}")
-    return int(text)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -35,27 +28,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="folder of a job in the cache, its plan.json, a cache, or a FILE.prom of --pipette-metrics-file; "
         "default: the newest job in the usual cache",
     )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print a document of kind `live-job` in a line at each change")
-    how.add_argument(
-        "--serve",
-        metavar="PORT",
-        nargs="?",
-        const=0,
-        type=port,
-        help="show the report and the figures to browsers of this machine (default: a free port)",
-    )
+    add("--json", action="store_true", help="print a document of kind `live-job` in a line at each change")
     add("--once", action="store_true", help="print what is known now, and exit")
 
 
 def run(args: Namespace) -> int:
     """Watch until the job ends; returns 0 if it succeeded or the user has seen enough, 1 if it failed."""
-    from pipette_launch.launch.live.watched import Watched
+    from pipette_launch.launch.watch import Watched
 
     watched = Watched(args.where)
     try:
-        if args.serve is not None:
-            return _serve(watched, args.serve)
         if args.once or args.json or not sys.stdout.isatty():
             return _lines(watched, is_once=args.once, as_json=args.json)
         return _screens(watched)
@@ -103,17 +85,6 @@ def _lines(watched: Watched, *, is_once: bool, as_json: bool) -> int:
         time.sleep(POLL_S)
 
 
-def _serve(watched: Watched, port: int) -> int:
-    """Serve the page until the user ends it: what a job came to is looked at after its end, too."""
-    from pipette_launch.launch.live.server import LiveServer
-
-    with LiveServer(watched, port) as server:
-        sys.stdout.write(f"{server.url}\nfor browsers of this machine; Ctrl-C ends it\n")
-        sys.stdout.flush()
-        server.serve_forever()
-    return 0
-
-
 def _code(job: LiveJob) -> int:
     return 1 if job.phase == "failed" else 0
 
@@ -122,7 +93,7 @@ COMMAND = Subcommand(
     summary="Show a job while it runs: phase, iteration, measured and predicted step.",
     add_arguments=add_arguments,
     run=run,
-    examples=("pipette watch --once", "pipette watch /scratch/me/cache --serve"),
+    examples=("pipette watch --once", "pipette watch /scratch/me/cache --json"),
     exit_codes="0 the job succeeded, or you have seen enough; 1 it failed; 2 what was typed makes no sense",
 )
 """For `main.COMMANDS`."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.netlab import system
-from pipette_launch.launch.slurm import step
+from pipette_launch.launch import slurm
 from tests.end_to_end.jobs import MODEL, ROOT, WITHOUT_WARMUP, environment
 from tests.labs import needs_slurm
 
@@ -53,7 +53,7 @@ class Job:
 
     def field(self, name: str) -> str:
         """One of SLURM's own figures of this job."""
-        found = re.search(rf"\b{name}=(\S+)", slurm(self.environ, "scontrol", "show", "job", self.number))
+        found = re.search(rf"\b{name}=(\S+)", slurm_words(self.environ, "scontrol", "show", "job", self.number))
         assert found
         return found[1]
 
@@ -74,7 +74,7 @@ class Job:
         return self.field("JobState"), self.field("ExitCode")
 
 
-def slurm(environ: Mapping[str, str], *words: str) -> str:
+def slurm_words(environ: Mapping[str, str], *words: str) -> str:
     """Run one of SLURM's programs."""
     return subprocess.run(words, env=environ, check=True, capture_output=True, text=True, timeout=30).stdout
 
@@ -112,7 +112,9 @@ def jobs(lab: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[
             folder,
             awaited,
         ]
-        number = slurm(environ, *command, *" ".join(words[:1]).split(), str(script), *map(str, launcher), *words[1:])
+        number = slurm_words(
+            environ, *command, *" ".join(words[:1]).split(), str(script), *map(str, launcher), *words[1:]
+        )
         return Job(number.strip(), folder, lab)
 
     patience = "last_call_timeout=4,keep_alive_interval=3"
@@ -131,7 +133,7 @@ def jobs(lab: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[
         made[name].await_files("up-0-*", 4)
     shorten(made["requeue"])
     shorten(made["time_limit"])
-    lost = step.parse(made["spare_node"].field("NodeList"))[-1]
+    lost = slurm.parse(made["spare_node"].field("NodeList"))[-1]
     system.kill_all([f"psl{lab['SLURM_LAB']}-{lost}"])
     (made["spare_node"].folder / "gone").touch()
     return made
@@ -140,7 +142,7 @@ def jobs(lab: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[
 def shorten(job: Job) -> None:
     """Set a time limit that is nearly reached: SLURM looks at limits twice a minute, and warns 30 s early."""
     minutes = int(job.field("RunTime").split(":")[1])
-    slurm(job.environ, "scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes + 2}")
+    slurm_words(job.environ, "scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes + 2}")
 
 
 def test_one_task_per_node(jobs: dict[str, Job]) -> None:
@@ -148,7 +150,7 @@ def test_one_task_per_node(jobs: dict[str, Job]) -> None:
     job = jobs["one_task_per_node"]
 
     assert ("COMPLETED", "0:0") == job.end(), job.output
-    nodes = step.parse(job.field("NodeList"))
+    nodes = slurm.parse(job.field("NodeList"))
     assert {("0", "6", node): 2 for node in nodes} == job.seen()
     assert (
         f"taken from SLURM step {job.number}.0: --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint={nodes[0]}:"
@@ -163,7 +165,7 @@ def test_one_task_per_gpu(jobs: dict[str, Job]) -> None:
     job = jobs["one_task_per_gpu"]
 
     assert ("COMPLETED", "0:0") == job.end(), job.output
-    assert {("0", "4", node): 2 for node in step.parse(job.field("NodeList"))} == job.seen()
+    assert {("0", "4", node): 2 for node in slurm.parse(job.field("NodeList"))} == job.seen()
     assert 1 == job.output.count("taken from SLURM")
 
 
@@ -180,7 +182,7 @@ def test_a_job_saves_and_is_queued_again(jobs: dict[str, Job]) -> None:
     job = jobs["requeue"]
     job.wait_for(lambda: job.field("Restarts") == "1" and job.field("JobState") == "PENDING")
     # SLURM would wait two minutes.
-    slurm(job.environ, "scontrol", "update", f"JobId={job.number}", "StartTime=now", "TimeLimit=60")
+    slurm_words(job.environ, "scontrol", "update", f"JobId={job.number}", "StartTime=now", "TimeLimit=60")
 
     assert ("COMPLETED", "0:0") == job.end(), job.output
     assert [("0", "")] * 4 + [("1", ", resumed")] * 4 == sorted(
@@ -194,7 +196,7 @@ def test_a_job_goes_on_without_a_lost_node(jobs: dict[str, Job]) -> None:
     job = jobs["spare_node"]
 
     assert ("COMPLETED", "0:0") == job.end(), job.output
-    left = step.parse(job.field("NodeList"))
+    left = slurm.parse(job.field("NodeList"))
     before = {node for _, size, node in job.seen() if size == "4"}
     assert (4, 3) == (len(before), len(before.intersection(left)))
     assert {("0", "4", node): 1 for node in before} | {("0", "3", node): 1 for node in left} == job.seen()
@@ -203,4 +205,4 @@ def test_a_job_goes_on_without_a_lost_node(jobs: dict[str, Job]) -> None:
 @pytest.mark.parametrize("words", ["n1", "a[1-3,07],b", "n[08-11],m1", "r[1-2]n[01-03],z[001]", "n[0-2,5,9-10]"])
 def test_lists_of_nodes_are_read_as_scontrol_reads_them(lab: dict[str, str], words: str) -> None:
     """Where there is no scontrol, as in many containers, our own reading gives the same names."""
-    assert tuple(slurm(lab, "scontrol", "show", "hostnames", words).split()) == step.parse(words)
+    assert tuple(slurm_words(lab, "scontrol", "show", "hostnames", words).split()) == slurm.parse(words)

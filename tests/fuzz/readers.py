@@ -48,9 +48,9 @@ from pipette_launch.facts.plan import Shortage
 from pipette_launch.facts.prediction import Comparison, Entry, Explained, Explanation
 from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.forecast.machines import machines_of
-from pipette_launch.launch.live.figures import samples_of
-from pipette_launch.launch.training.outcome import OutcomeTracker
-from pipette_launch.launch.training.profile import read_profile
+from pipette_launch.launch.plan_reports import read_profile
+from pipette_launch.launch.training import OutcomeTracker
+from pipette_launch.launch.watch import samples_of
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
 from pipette_launch.megatron.flags import Arguments

@@ -17,12 +17,11 @@ from pipette_launch import megatron
 from pipette_launch.cost.learned.residual import features_of
 from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.messages import Failure
-from pipette_launch.launch.cache.plans import CLUSTER, PLAN
+from pipette_launch.launch import planner
+from pipette_launch.launch.cache import CLUSTER, PLAN
 from pipette_launch.launch.coordinator import Coordinator
-from pipette_launch.launch.page import PAGE
-from pipette_launch.launch.plans import planner
-from pipette_launch.launch.trace import TRACE
-from pipette_launch.launch.training.outcome import OutcomeTracker
+from pipette_launch.launch.plan_reports import PAGE, TRACE
+from pipette_launch.launch.training import OutcomeTracker
 from pipette_launch.megatron import Iteration
 from pipette_launch.probe.messages import WarmupOrder
 

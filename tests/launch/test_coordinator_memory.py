@@ -15,8 +15,7 @@ from pipette_launch.facts import Choice, Layout, Plan, files
 from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.facts.messages import Decision, Failure
 from pipette_launch.facts.plan import Shortage
-from pipette_launch.launch.cache.plans import PLAN
-from pipette_launch.launch.cache.shortages import SHORTAGE
+from pipette_launch.launch.cache import PLAN, SHORTAGE
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.probe.messages import WarmupOrder
 

@@ -11,7 +11,7 @@ from launch.worlds import records
 
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import Host
-from pipette_launch.launch.cache.plans import machines_of
+from pipette_launch.launch.cache import machines_of
 from pipette_launch.launch.nodes import hosts_of, unique_names
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ import pytest
 from pages import drawn
 
 from pipette_launch.facts import files
-from pipette_launch.launch.trace import trace_path
+from pipette_launch.launch.plan_reports import trace_path
 from pipette_launch.report.trace import STEPS
 from pipette_launch.tools.main import main
 

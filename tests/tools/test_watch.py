@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from launch.display.test_metrics import printed
-from launch.live.test_figures import kept
+from launch.test_metrics import printed
+from launch.test_watch import kept
 
 from pipette_launch.tools import watch
 from pipette_launch.tools.main import main
@@ -83,4 +83,3 @@ def test_what_cannot_be_watched_is_one_sentence(tmp_path: Path, capsys: pytest.C
     """With exit code 2, as for all bad input."""
     code, _, err = watched(capsys, str(tmp_path))
     assert (2, True) == (code, err.startswith("pipette watch: error: "))
-    assert "a folder or file stands before --serve" in watched(capsys, "--serve", str(tmp_path))[2]

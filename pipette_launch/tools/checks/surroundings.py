@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from pipette_launch.facts.health import Finding, Severity
-from pipette_launch.launch.cache.folder import distrust
+from pipette_launch.launch.cache import distrust
 from pipette_launch.text import bytes_text
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own, not a temporary file of ours

@@ -1,1 +1,0 @@
-"""Plans and measurements kept from job to job."""

@@ -1,1 +1,0 @@
-"""What people and other programs see of a job while it runs."""

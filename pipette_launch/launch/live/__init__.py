@@ -1,1 +1,0 @@
-"""Watches a job from the files that its launcher writes; only reads."""

@@ -1,0 +1,351 @@
+"""The plan of a job for given hosts: read, searched for in what was measured, or fitted to the hosts that are left."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from pipette_launch import megatron
+from pipette_launch.errors import MegatronError, PipetteError, PlanError
+from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.measurements import without_hosts
+from pipette_launch.facts.plan import Shortage, in_order_of, lower
+from pipette_launch.launch.cache import (
+    PLAN,
+    Cache,
+    MachineMeasurements,
+    ShortageFile,
+    adopt,
+    kept_together,
+    key_of,
+    named_plan,
+    suited,
+)
+from pipette_launch.launch.plan_reports import page_path, trace_path, write_page, write_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from pipette_launch.facts import Host, Job, Measurements, Plan
+    from pipette_launch.facts.messages import Decision, NodeRecord
+    from pipette_launch.launch.options import Options, Script
+    from pipette_launch.replan import UseTemplate
+
+logger = logging.getLogger(__name__)
+
+CPU_PATCHES = ("cpu_backend",)
+"""What stock Megatron needs to train without a GPU."""
+
+
+class Planner:
+    """Knows the job and what was measured of its hosts; makes and keeps plans on the node that decides for all."""
+
+    def __init__(self, options: Options, script: Script, environ: Mapping[str, str], *, least_nodes: int) -> None:
+        """Begin.
+
+        Args:
+            options: what the user asked for.
+            script: as the user named it.
+            environ: the user's own variables.
+            least_nodes: how few may train, MIN of --nnodes.
+
+        """
+        self._options = options
+        self._script = script
+        self._environ = environ
+        self._least_nodes = least_nodes
+        self.versions: dict[str, str] = {}
+        self.job: Job | None = None
+        """The job as it was read last; None where nothing is known of it."""
+        self.patches: tuple[str, ...] = ()
+        self.device_kind = ""
+        self.cache = Cache(None, "")
+        """The folder of the plan in force."""
+        self.measurements: Measurements | None = None
+        """What the plan in force rests on, where it is known."""
+        self.surveyed: Measurements | None = None
+        """The same of all hosts that were measured with its own, spares among them."""
+        self.shortage: Shortage | None = None
+        """Which plan of this job ran out of memory, now or in an earlier job; None where none did."""
+        self._shortage_path: Path | None = None
+
+    # -- the job, for given hosts ---------------------------------------------------------------------------------
+
+    def read_job(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
+        """Read the job for so many ranks; raises what `megatron.read_job` does.
+
+        Args:
+            world_size: how many.
+            device_kind: `cuda` or `cpu`.
+            global_batch_size: that of the job so far; then its own configuration need not suit these ranks.
+
+        """
+        self.job = job = self._script.read(world_size, device_kind, global_batch_size=global_batch_size)
+        self.device_kind = device_kind
+        # Known to be Megatron's: without a GPU it needs the patches, whatever becomes of the plan.
+        self.patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
+        return job
+
+    def read_keyed(self, hosts: Sequence[Host], *, global_batch_size: int | None = None) -> Job:
+        """Read the job for these hosts, and turn to the folder of its plan."""
+        world_size, kind = len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind
+        job = self.read_job(world_size, kind, global_batch_size=global_batch_size)
+        settings = [*self._options.plan_settings]
+        num_templates = min(self._options.tolerate, len(hosts) - self._least_nodes)
+        if num_templates > 0:
+            settings += ["templates", num_templates]
+        self.cache = Cache(self._options.cache, key_of(hosts, job, self.versions, settings, environ=self._environ))
+        file = ShortageFile(self._options.cache, hosts[0], job, self.versions)
+        self._shortage_path, self.shortage = file.path, lower(self.shortage, file.load())
+        return job
+
+    def read_with_spares(self, hosts: Sequence[Host], num_spares: int, *, global_batch_size: int | None) -> Job:
+        """Read the job for all hosts, though some stand by: its own configuration need not suit all of them."""
+        num_spares = min(num_spares, len(hosts) - self._least_nodes)
+        try:
+            return self.read_keyed(hosts, global_batch_size=global_batch_size)
+        except MegatronError:
+            if num_spares < 1 or global_batch_size is not None:
+                raise
+        size, kind = len(hosts[0].devices), hosts[0].devices[0].kind
+        training = self.read_job((len(hosts) - num_spares) * size, kind)
+        return self.read_keyed(hosts, global_batch_size=training.batch.global_batch_size)
+
+    def why_not(self, hosts: Sequence[Host]) -> str:
+        """Say why the job cannot run on these hosts; empty where it can."""
+        try:
+            if self._options.plan is not None:
+                named_plan(self._options.plan, hosts)
+            self._script.read(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind)
+        except PipetteError as error:
+            return str(error)
+        return ""
+
+    # -- its plan -------------------------------------------------------------------------------------------------
+
+    def machine_measurements(self, hosts: Sequence[Host]) -> MachineMeasurements:
+        """What was measured of these hosts for whatever job."""
+        return MachineMeasurements(self._options.cache, hosts, self.versions, environ=self._environ)
+
+    def from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
+        """Return the plan that the user named, as a plan of this job; the screen shows its notes."""
+        adopted, note = adopt(named_plan(path, hosts), job, self.cache.key, str(path))
+        self.measurements = None if note else self.cache.measurements()
+        if self.shortage and self.shortage.rules_out(adopted.chosen):
+            note = f"This plan runs because you named it, though it needs as much memory: {self.shortage.sentence}."
+            adopted = replace(adopted, notes=(*adopted.notes, note))
+        return adopted
+
+    def from_cache(self, job: Job, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
+        """Return the plan of an earlier job without what is known to run out of memory, and what there is to say.
+
+        Args:
+            job: for these hosts.
+            hosts: those that run the plan.
+
+        Returns:
+            No plan where none was kept, it cannot be used, or all of its candidates need too much.
+
+        """
+        plan, trouble = self.cache.load(hosts)
+        if plan is None or self.shortage is None:
+            return plan, trouble
+        leaner = self.shortage.leaner(plan)
+        if leaner is None:
+            return None, f"{self.shortage.sentence}; the cached plan needs as much, so another one is looked for"
+        if leaner.chosen == plan.chosen:
+            return leaner, trouble
+        words = leaner.chosen.layout.words()
+        told = f"{self.shortage.sentence}; of the cached plans {words} needs less and runs in its place"
+        leaner = self.without_what_cannot_load(replace(leaner, reasons=(f"{told}.",)), job)
+        return leaner, f"{told} (to forget it, delete {self._shortage_path})"
+
+    @property
+    def options(self) -> Options:
+        """What the user asked for, with the memory that plans must leave free where one has run out of it."""
+        if self.shortage is None:
+            return self._options
+        return replace(self._options, memory_margin=self.shortage.margin(self._options.memory_margin))
+
+    def solve(self, job: Job, measurements: Measurements, *, surveyed: Measurements, spares: Sequence[str]) -> Plan:
+        """Search for a plan, and keep it; raises PlanError where there is none.
+
+        Args:
+            job: for the hosts that train.
+            measurements: of these hosts.
+            surveyed: of all hosts that were measured with them.
+            spares: hosts that were measured with them and stand by.
+
+        """
+        from pipette_launch.launch.planning import make_plan
+        from pipette_launch.launch.setting import with_setting
+        from pipette_launch.search.templates import TemplateNeeds
+
+        self.job = job
+        words, size = self._options.script_arguments, measurements.cluster.devices_per_host
+        needs = TemplateNeeds(
+            tolerate=self._options.tolerate,
+            least_hosts=self._least_nodes,
+            global_batch_size=job.batch.global_batch_size,
+            num_layers=job.model.num_layers,
+            job_of=lambda num_hosts: self._script.read(
+                num_hosts * size, measurements.cluster.device_kind, global_batch_size=job.batch.global_batch_size
+            ),
+            continuation_of=lambda layout: megatron.continuation(words, job, layout),
+        )
+        told = self._bound_words()
+        try:
+            plan = make_plan(
+                job,
+                measurements,
+                self.cache.outcomes(measurements.cluster.hosts[0]),
+                options=self.options,
+                key=self.cache.key,
+                needs=needs,
+            )
+        except PlanError as error:
+            raise PlanError("; ".join(filter(None, (str(error), told)))) from error
+        plan = with_setting(
+            plan,
+            job,
+            measurements,
+            script=self._options.script,
+            arguments=words,
+            machines=f"measured at {measurements.taken_at}",
+        )
+        notes = (*plan.notes, f"{told[0].upper()}{told[1:]}.") if told else plan.notes
+        plan = replace(plan, other_hosts=tuple(spares), notes=notes)
+        self.measurements, self.surveyed = measurements, surveyed
+        self.keep(plan, job)
+        return plan
+
+    def keep(self, plan: Plan, job: Job) -> None:
+        """Keep a plan of the measurements in force, with report and trace; where that fails, the log says why."""
+        self.cache.keep_plan(plan, self.measurements)
+        path = self.cache.plan_path
+        if path is None:
+            return
+        from pipette_launch.forecast.picture import picture_of
+
+        try:
+            picture = None if self.measurements is None else picture_of(plan, job, self.measurements)
+            write_trace(trace_path(path), plan, self.measurements, picture)
+            write_page(page_path(path), plan, self.measurements, picture)
+        except (OSError, PipetteError) as error:
+            logger.warning("report or trace is missing beside %s: %s", path, error)
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            # Not every exception: one is a signal to the launcher, which must get through.
+            logger.exception("report or trace is missing beside %s; the job goes on with its plan", path)
+
+    def _bound_words(self) -> str:
+        """Say what new plans must leave free because one ran out of memory, and how to forget it; empty for none."""
+        if self.shortage is None:
+            return ""
+        forget = ""
+        if self._shortage_path is not None:
+            forget = f" (to forget it, delete {self._shortage_path} and {self.cache.path(PLAN)})"
+        return (
+            f"{self.shortage.sentence}; so plans leave {self.options.memory_margin:.0%} of the memory free instead of "
+            f"{self._options.memory_margin:.0%}{forget}"
+        )
+
+    # -- after a failure or the loss of a host --------------------------------------------------------------------
+
+    def recall(self, held: Decision, records: Sequence[NodeRecord], *, global_batch_size: int | None) -> None:
+        """Look for what the plan in force rests on, if another node made it, and learn from it if memory ran out.
+
+        Args:
+            held: the decision under which the last attempt ran.
+            records: how it ended, one for each agent.
+            global_batch_size: that of the training so far.
+
+        """
+        if self.surveyed is None and held.plan is not None:
+            self.surveyed = Cache(self._options.cache, held.plan.provenance.key).measurements()
+        self.shortage = lower(self.shortage, held.shortage)
+        found = _shortage_of(held, records)
+        # What was predicted of a plan that the user named may be for other machines.
+        if found is None or held.plan is None or self._options.plan is not None:
+            return
+        self.shortage = lower(self.shortage, found)
+        host = next((record.host for record in records if record.host and record.token in held.tokens), None)
+        if host is None or self.shortage is not found:
+            return
+        try:
+            job = self.read_job(sum(held.num_slots), held.plan.device_kind, global_batch_size=global_batch_size)
+        except PipetteError as error:
+            logger.warning("that %s cannot be kept for later jobs: %s", found.sentence, error)
+            return
+        ShortageFile(self._options.cache, host, job, self.versions).keep(found)
+
+    def surveyed_of(self, hosts: Sequence[str]) -> Measurements | None:
+        """What was measured of these hosts; None where one of them was not."""
+        if self.surveyed is None:
+            return None
+        known = [host.name for host in self.surveyed.cluster.hosts]
+        return without_hosts(self.surveyed, set(known) - set(hosts)) if set(hosts) <= set(known) else None
+
+    def fitted(self, step: UseTemplate, hosts: Sequence[Host], *, global_batch_size: int | None) -> tuple[Job, Plan]:
+        """Make a template the plan of the hosts that are left, with its ranks placed for the links between them.
+
+        Args:
+            step: the template, with these hosts in it.
+            hosts: those that run its ranks, in torchrun's order.
+            global_batch_size: that of the training so far.
+
+        Raises:
+            PipetteError: the job cannot run so, or its checkpoint cannot be loaded so.
+
+        """
+        job = self.read_keyed(hosts, global_batch_size=global_batch_size)
+        plan = suited(step.plan, job, self.cache.key, "the plan that was made ahead")
+        if self.shortage is not None:
+            leaner = self.shortage.leaner(plan)
+            if leaner is None:
+                raise PlanError("it needs as much memory as a plan that ran out of it")
+            plan = leaner
+        self.measurements = measurements = self.surveyed_of(plan.hosts)
+        if measurements is None:
+            return job, plan
+        from pipette_launch.launch.planning import placed_for
+
+        try:
+            plan = placed_for(plan, job, measurements, self.cache.outcomes(hosts[0]), options=self.options)
+        except PipetteError as error:
+            logger.warning("ranks are not placed anew for the nodes that are left: %s", error)
+            plan = in_order_of(plan, [host.name for host in measurements.cluster.hosts])
+        return job, kept_together(plan, job, Rooms.of(measurements.cluster), "the plan that was made ahead")
+
+    def without_what_cannot_load(self, plan: Plan, job: Job) -> Plan:
+        """Leave out the templates that could not load what the plan saves; a note says how many they are.
+
+        Args:
+            plan: with another candidate chosen than the one that its templates were made for.
+            job: what it runs.
+
+        """
+        layout = plan.chosen.layout
+        saved = megatron.continuation(self._options.script_arguments, job, layout)
+        left = tuple(one for one in plan.templates if saved.can_load(layout, one.chosen.layout))
+        if left == plan.templates:
+            return plan
+        gone = len(plan.templates) - len(left)
+        note = f"{gone} of the plans for fewer hosts cannot load the checkpoints of {layout.words()} and are left out."
+        return replace(plan, templates=left, notes=(*plan.notes, note))
+
+
+def _shortage_of(held: Decision, records: Sequence[NodeRecord]) -> Shortage | None:
+    """Return what an attempt teaches that ran out of the memory that its plan was predicted to need."""
+    if held.phase != "train" or held.plan is None:
+        return None
+    # On GPUs a plan is judged by their memory, not by that of the hosts.
+    kinds = ("out-of-memory",) if held.plan.device_kind == "cuda" else ("out-of-memory", "out-of-host-memory")
+    ended = [record.failure for record in records if record.failure and record.attempt == held.attempt]
+    short = next((failure for failure in ended if failure.kind in kinds), None)
+    if short is None:
+        return None
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Shortage.of(held.choice or held.plan.own, cause=short.sentence, noticed_at=now)

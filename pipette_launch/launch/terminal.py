@@ -1,0 +1,251 @@
+"""How far a warm-up, a search or a trial is: a line that changes on a terminal, now and then a line in a log."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from threading import Event, Thread
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from pipette_launch import report
+from pipette_launch.launch.trials import trial_words
+from pipette_launch.text import printable
+
+if TYPE_CHECKING:
+    from pipette_launch.probe.messages import PhaseEnd, Sign
+
+HEAD = "pipette-launch: "
+REFRESH_S = 0.2
+LOG_S = 10.0
+"""A log gets at most a line in so many seconds."""
+CLEAR = "\r\x1b[K"
+"""Back to the first column, and nothing on the line."""
+
+
+class ProgressLine:
+    """Shows what goes on at present."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        head: str = HEAD,
+        is_terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._head = head
+        self._clock = clock
+        self._began_s = self._shown_s = clock()
+        self._is_terminal = _changes_lines(stream) if is_terminal is None else is_terminal
+        self._num_ended = 0
+        self._line = ""
+
+    def show(self, running: Callable[[float], str], ended: Sequence[str] = ()) -> None:
+        """Show it, now or soon; cheap to call often.
+
+        Args:
+            running: says what goes on, when it is told for how many seconds.
+            ended: what has ended so far, in order; a log gets these in place of what goes on.
+
+        """
+        now_s = self._clock()
+        if now_s - self._shown_s < (REFRESH_S if self._is_terminal else LOG_S):
+            return
+        self._shown_s = now_s
+        words = printable(f"{self._head}{running(now_s - self._began_s)}")
+        if not self._is_terminal:
+            if not self._log(ended):
+                self._stream.write(f"{words}\n")
+        else:
+            # A line that is too long would wrap, and then it could not be taken back.
+            line = words[: shutil.get_terminal_size().columns - 1]
+            if line != self._line:
+                self._stream.write(f"{CLEAR}{line}")
+                self._line = line
+        self._stream.flush()
+
+    def close(self, ended: Sequence[str] = ()) -> None:
+        """Take the line off the screen; a log gets what has ended and is not in it."""
+        if self._line:
+            self._stream.write(CLEAR)
+            self._line = ""
+        if not self._is_terminal:
+            self._log(ended)
+        self._stream.flush()
+
+    def _log(self, ended: Sequence[str]) -> bool:
+        """Write what has ended since the last line, on one; false where nothing has."""
+        news = ended[self._num_ended :]
+        self._num_ended = len(ended)
+        if news:
+            self._stream.write(printable(f"{self._head}{'; '.join(news)}") + "\n")
+        return bool(news)
+
+
+class Ticker:
+    """Shows a progress line again and again from a thread of its own, while the caller's works."""
+
+    def __init__(self, line: ProgressLine, running: Callable[[float], str]) -> None:
+        self._line = line
+        self._running = running
+        self._is_over = Event()
+        self._thread = Thread(target=self._run, name="progress", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take the line off the screen."""
+        self._is_over.set()
+        self._thread.join()
+        self._line.close()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(REFRESH_S):
+            self._line.show(self._running)
+
+
+def running_words(sign: Sign, elapsed_s: float, budget_s: float) -> str:
+    """What a terminal shows while the warm-up runs; the budget counts from when all workers have started."""
+    if not sign.ended:
+        return f"{sign.where()}, {elapsed_s:.0f} s"
+    of_budget = f"{max(elapsed_s - sign.ended[0].seconds, 0.0):.0f} of about {budget_s:.0f} s"
+    done = ", ".join(f"{ended.phase} {ended.seconds:.1f} s" for ended in sign.ended)
+    return f"{of_budget}; {sign.where()}; done: {done}"
+
+
+def ended_words(ended: PhaseEnd) -> str:
+    """What a log keeps of a phase of the warm-up."""
+    words = f": {ended.words}" if ended.words else ""
+    return f"{ended.phase} {ended.seconds:.1f} s{words}"
+
+
+def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) -> str:
+    """What the warm-up took, and its parts; what lies between them is what it took to start and end processes."""
+    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phase_s.items())
+    return f"the warm-up took {total_s:.1f} s: {parts}, plan {plan_s:.1f}"
+
+
+def _changes_lines(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pipette_launch.facts import Measurements, Plan
+    from pipette_launch.facts.messages import Decision
+    from pipette_launch.launch.options import Options
+    from pipette_launch.probe.messages import Sign
+
+SHOWN_HOSTS = 4
+
+
+class Kept(NamedTuple):
+    """Where a plan lies."""
+
+    plan: Path | None = None
+    """Its file, if there is one."""
+    page: Path | None = None
+    """Its report, an HTML file, if there is one."""
+    unsaved: str = ""
+    """Why there is no file, and what to do; empty where none was wanted."""
+
+
+class Terminal:
+    """Prints to stderr, as much as the user asked for; every line outside a screen begins alike."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._is_quiet = options.detail == "quiet"
+        self._shown: tuple[Plan, int] | None = None
+        self._warmup = ProgressLine(sys.stderr)
+        self._ticker: Ticker | None = None
+
+    def warn(self, words: str) -> None:
+        """Print what nobody should miss."""
+        sys.stderr.write(f"{HEAD}{printable(words)}\n")
+        sys.stderr.flush()
+
+    def say(self, words: str) -> None:
+        """Print what --pipette-quiet leaves out."""
+        if not self._is_quiet:
+            self.warn(words)
+
+    def tell(self, decision: Decision, measurements: Measurements | None, kept: Kept) -> None:
+        """Print what was decided; `measurements` are what the plan rests on, where that is known."""
+        # Without a plan torch's own words of a failure are all.
+        if decision.reason and not (decision.failed and self._shown is None):
+            is_trial = decision.phase == "trial" and not decision.checks_order
+            (self.say if is_trial else self.warn)(decision.reason)
+        options = self._options
+        if decision.phase == "warmup":
+            self._warmup = ProgressLine(sys.stderr)
+            self.say(
+                f"measuring {sum(decision.num_slots)} slots on {', '.join(decision.hosts[:SHOWN_HOSTS])}"
+                f"{' and others' if len(decision.hosts) > SHOWN_HOSTS else ''}, "
+                f"about {options.budget_s:.0f} s at most once their imports are done"
+            )
+        elif decision.phase == "trial" and decision.plan is not None:
+            self.say(trial_words(decision, asked=options.trials))
+        elif decision.plan is not None:
+            self._show_plan(decision, decision.plan, measurements, kept)
+        elif decision.phase == "stop" and options.probe_to is not None and measurements is not None:
+            sys.stdout.write(report.measured_screen(measurements, title="pipette probe", saved_to=options.probe_to))
+            sys.stdout.flush()
+
+    def _show_plan(self, decision: Decision, plan: Plan, measurements: Measurements | None, kept: Kept) -> None:
+        if self._shown == (plan, decision.attempt):
+            return
+        self._shown = (plan, decision.attempt)
+        if decision.is_refitted:
+            return  # The reason names it, and whoever waits for the job to go on needs no more.
+        if decision.attempt > 0:
+            choice = decision.choice
+            what = (
+                f"the next plan, {choice.layout.words()}" if choice else "your own configuration, in torchrun's order"
+            )
+            self.warn(f"that plan cannot {'go on' if decision.iteration else 'start'}; going on with {what}")
+        elif self._is_quiet:
+            self.warn(report.chosen_line(plan))
+        else:
+            sys.stderr.write(
+                report.plan_screen(
+                    plan,
+                    measurements,
+                    arguments=self._options.script_arguments,
+                    new_arguments=decision.script_arguments,
+                    saved_to=self._options.plan or kept.plan,
+                    drawn_to=kept.page,
+                    unsaved=kept.unsaved,
+                    is_whole=self._options.detail == "verbose",
+                )
+            )
+            sys.stderr.flush()
+
+    def warmup_goes_on(self, sign: Sign | None) -> None:
+        """Show how far a warm-up is, by what the worker of RANK 0 said last; cheap to call often."""
+        if sign is not None and not self._is_quiet:
+            told, budget_s = sign, self._options.budget_s
+            ended = [ended_words(one) for one in sign.ended]
+            self._warmup.show(lambda elapsed_s: running_words(told, elapsed_s, budget_s), ended)
+
+    def warmup_is_over(self, sign: Sign | None) -> None:
+        """Take its line off the screen."""
+        if not self._is_quiet:
+            self._warmup.close([ended_words(one) for one in sign.ended] if sign else ())
+
+    def begin(self, running: Callable[[float], str]) -> None:
+        """Show how far something else is until `end`; `running` says it, told for how many seconds it has gone on."""
+        self.end()
+        if not self._is_quiet:
+            self._ticker = Ticker(ProgressLine(sys.stderr), running)
+
+    def end(self) -> None:
+        """Take that line off the screen, if there is one."""
+        if self._ticker is not None:
+            self._ticker.stop()
+            self._ticker = None

@@ -1,1 +1,0 @@
-"""What a node reads from the output of a training."""

@@ -1,1 +1,0 @@
-"""Plans that run for a few iterations before the training begins, and which of them wins."""

@@ -1,0 +1,315 @@
+"""The metrics file is what Prometheus reads, and says what the node knows."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from launch.worlds import plan, records
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipette_launch.facts import Layout, Samples
+from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.outcome import Outcome, PeakReading
+from pipette_launch.facts.plan import Rate
+from pipette_launch.launch import metrics as module
+from pipette_launch.launch.cache import Cache
+from pipette_launch.launch.metrics import ALIVE_S, KEPT, JobMetrics, MetricsFile, Spans, metrics_text
+from pipette_launch.megatron.logs import Iteration
+from pipette_launch.probe.messages import PhaseEnd, Sign
+
+TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
+RATED = replace(TWO, chosen=replace(TWO.chosen, rate=Rate(tokens_per_s=1000.0, flops_per_s=1e9, mfu=None)), floor_s=0.1)
+TRAINING = Decision(
+    phase="train",
+    tokens=tuple(node.token for node in records()),
+    hosts=("node0", "node1"),
+    num_slots=(2, 2),
+    plan=RATED,
+    script_arguments=("--lr", "1"),
+)
+NOWHERE = Cache(None, "")
+
+
+def printed(iteration: int, step_s: float) -> Iteration:
+    """A line of the training."""
+    return Iteration(iteration=iteration, total=100, step_time_s=step_s, loss=None)
+
+
+def parsed(text: str) -> dict[str, float]:
+    """Values by name, as Prometheus' own parser reads them; info metrics by name and labels."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        assert family.type in {"gauge", "counter"}
+        for sample in family.samples:
+            name = sample.name + "".join(f" {key}={value}" for key, value in sorted(sample.labels.items()))
+            assert name not in found
+            found[name] = sample.value
+    return found
+
+
+def test_the_deciding_node_tells_all(tmp_path: Path) -> None:
+    """Phase, plan, what was predicted and measured, restarts, lost nodes, and what the start took."""
+    path = tmp_path / "pipette.prom"
+    metrics = MetricsFile(path, script="pretrain_gpt.py", now=itertools.count(1000.0).__next__)
+    metrics.planned(warmup_s=20.0, search_s=2.5)
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    metrics.lost(["node7", "node8"])
+    metrics.lost(["node7"])
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    metrics.iterated(printed(30, 2 * RATED.chosen.step_time_s))
+    metrics.measured(
+        Outcome(
+            key="k",
+            layout=RATED.chosen.layout,
+            placement=RATED.chosen.placement,
+            predicted_step_s=1.0,
+            measured_step=Samples(values_s=(1.0,)),
+            first_iteration=1,
+            last_iteration=20,
+            losses=(),
+            peaks=(PeakReading(rank=0, pp_rank=0, predicted_bytes=90, measured_bytes=100, source="allocator"),),
+        )
+    )
+    metrics.refresh()
+    found = parsed(path.read_text())
+    chosen = RATED.chosen
+
+    assert 1 == found["pipette_phase_info phase=training"]
+    assert 1 == found["pipette_job_info host=node0 script=pretrain_gpt.py"]
+    times = [found[f"pipette_{name}_timestamp_seconds"] for name in ("started", "phase_started", "iteration")]
+    assert 1000 == times[0] < times[1] < times[2]
+    assert 1 == found[next(name for name in found if name.startswith("pipette_plan_info "))]
+    for name, value in {
+        "nodes": 2,
+        "restarts_total": 1,
+        "lost_nodes_total": 2,
+        "warmup_seconds": 20.0,
+        "search_seconds": 2.5,
+        "predicted_step_seconds": chosen.step_time_s,
+        "own_predicted_step_seconds": RATED.own.step_time_s,
+        "measured_step_seconds": 2 * chosen.step_time_s,
+        "predicted_tokens_per_second": 1000.0,
+        "measured_tokens_per_second": 500.0,
+        "memory_need_bytes": max(chosen.memory_shown.need_bytes),
+        "memory_limit_bytes": chosen.memory_shown.limit_bytes,
+        "measured_memory_bytes": 100,
+        "gap_ratio": RATED.gap,
+        "iteration": 30,
+        "iterations": 100,
+    }.items():
+        assert value == pytest.approx(found[f"pipette_{name}"]), name
+    assert 0o044 == path.stat().st_mode & 0o044
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_the_end_stays_in_the_file(tmp_path: Path) -> None:
+    """So that an alert can tell a job that failed from one that is over."""
+    for failed in (False, True):
+        metrics = MetricsFile(tmp_path / "p.prom")
+        metrics.decided(TRAINING, NOWHERE, decides=True)
+        metrics.ended(failed=failed)
+
+        assert f'phase="{"failed" if failed else "succeeded"}"' in (tmp_path / "p.prom").read_text()
+
+
+def test_a_node_that_hears_and_does_not_decide_has_its_own_file(tmp_path: Path) -> None:
+    """No metric stands in both files, for on a shared file system one exporter reads both."""
+    names = []
+    for decides in (True, False):
+        metrics = MetricsFile(tmp_path / "p.prom")
+        metrics.decided(TRAINING, NOWHERE, decides=decides)
+        if not decides:
+            metrics.iterated(printed(7, 0.5))
+            metrics.ended(failed=False)
+        names.append(set(parsed((tmp_path / ("p.prom" if decides else "p.measured.prom")).read_text())))
+
+    assert set() == names[0] & names[1]
+    assert "pipette_measured_step_seconds" in names[1]
+
+
+def test_what_has_not_changed_is_written_again_now_and_then(tmp_path: Path) -> None:
+    """News at the next refresh; without any the file's time still says that the launcher is there."""
+    path, seconds = tmp_path / "p.prom", 1000.0
+    metrics = MetricsFile(path, now=lambda: seconds)
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    metrics.iterated(printed(1, 0.5))
+    metrics.refresh()
+    assert 1 == parsed(path.read_text())["pipette_iteration"]
+    path.unlink()
+    seconds += ALIVE_S - 1
+    metrics.refresh()
+    assert not path.exists()
+    seconds += 1
+    metrics.refresh()
+    assert 1 == parsed(path.read_text())["pipette_iteration"]
+
+
+def test_the_files_are_refreshed_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread of their own, which leaves the end as it is."""
+    monkeypatch.setattr(module, "REFRESH_S", 0.01)
+    path = tmp_path / "p.prom"
+    metrics = MetricsFile(path)
+    metrics.begin()
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    metrics.iterated(printed(7, 0.5))
+    deadline = time.monotonic() + 10
+    while "pipette_iteration " not in path.read_text():
+        assert time.monotonic() < deadline
+    metrics.ended(failed=False)
+    time.sleep(0.05)
+    assert 'phase="succeeded"' in path.read_text()
+
+
+def test_the_folder_of_the_plan_has_the_figures_too(tmp_path: Path) -> None:
+    """For its owner only; with another plan they move to its folder, and none stay behind."""
+    named, root = tmp_path / "p.prom", tmp_path / "cache"
+    metrics = MetricsFile(named)
+    metrics.decided(TRAINING, Cache(root, "a"), decides=True)
+    kept = root / "a" / KEPT
+    assert named.read_text() == kept.read_text()
+    assert 0 == kept.stat().st_mode & 0o077
+    metrics.decided(TRAINING, Cache(root, "b"), decides=True)
+    metrics.ended(failed=False)
+    assert [root / "b" / KEPT] == [*root.rglob("*.prom")]
+
+
+def test_a_job_that_trains_nothing_leaves_the_figures_of_one_that_did(tmp_path: Path) -> None:
+    """A file that the user names is written all the same; that of the job's folder stays as it was."""
+    kept = tmp_path / "a" / KEPT
+    kept.parent.mkdir()
+    kept.write_text("of a training")
+    metrics = MetricsFile(tmp_path / "p.prom", keeps=False)
+    metrics.decided(TRAINING, Cache(tmp_path, "a"), decides=True)
+    metrics.ended(failed=False)
+    assert "of a training" == kept.read_text()
+    assert "pipette_nodes" in (tmp_path / "p.prom").read_text()
+
+
+def test_a_warm_up_tells_how_far_it_is(tmp_path: Path) -> None:
+    """The steps of its phase, and what the phases took that have ended; gone once there is a plan."""
+    path = tmp_path / "p.prom"
+    metrics = MetricsFile(path)
+    metrics.decided(replace(TRAINING, phase="warmup", plan=None, probe_options="{}"), NOWHERE, decides=True)
+    ended = (PhaseEnd(phase="start", seconds=3.5, words=""), PhaseEnd(phase="layers", seconds=5.0, words="x"))
+    metrics.warming_up(Sign(phase="links", at_s=1.0, limit_s=9.0, done=3, total=7, ended=ended))
+    metrics.refresh()
+    found = parsed(path.read_text())
+    assert (3, 7) == (found["pipette_warmup_steps_done phase=links"], found["pipette_warmup_steps phase=links"])
+    assert 3.5 == found["pipette_warmup_phase_seconds phase=start"]
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    assert "warmup_steps" not in path.read_text()
+
+
+def test_names_of_others_do_not_break_the_format() -> None:
+    """Quotes, backslashes and line ends are escaped."""
+    odd = replace(RATED.chosen, schedule='a"b\\c\nd')
+    text = metrics_text(JobMetrics(phase="training", plan=RATED, choice=odd), decides=True)
+
+    assert any('a"b\\c\nd' in name for name in parsed(text))
+
+
+def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line in the log says so, once."""
+    (tmp_path / "taken").write_text("no folder")
+    metrics = MetricsFile(tmp_path / "taken" / "p.prom")
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    metrics.ended(failed=False)
+
+    assert 1 == sum("no metrics are written" in record.message for record in caplog.records)
+
+
+def test_without_the_flag_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor looked at."""
+    monkeypatch.chdir(tmp_path)
+    metrics = MetricsFile(None)
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    metrics.ended(failed=False)
+
+    assert [] == list(tmp_path.iterdir())
+
+
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}
+
+
+class Recorder:
+    """Stands in for a tracer provider, and notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def add_span_processor(self, _: object) -> None:
+        """Take it."""
+
+    def get_tracer(self, _: str) -> Recorder:
+        """One tracer is enough."""
+        return self
+
+    def start_span(self, name: str, attributes: dict[str, Any]) -> SimpleNamespace:
+        """Note the beginning, and at its call the end."""
+        self.seen.append(f"{name} {attributes}")
+        return SimpleNamespace(end=lambda: self.seen.append(f"end of {name}"))
+
+    def force_flush(self, _: int) -> None:
+        """Note it."""
+        self.seen.append("flush")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """OpenTelemetry as far as it is used, its provider a recorder."""
+    made = Recorder()
+    for name, content in {
+        "opentelemetry.exporter.otlp.proto.http.trace_exporter": {"OTLPSpanExporter": object},
+        "opentelemetry.sdk.trace": {"TracerProvider": lambda **_: made},
+        "opentelemetry.sdk.trace.export": {"BatchSpanProcessor": lambda _: None},
+        "opentelemetry.sdk.resources": {"Resource": SimpleNamespace(create=dict)},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return made
+
+
+def test_each_phase_has_a_span(recorder: Recorder) -> None:
+    """One ends where the next begins, and the last with the job, which then sends what is left."""
+    spans = Spans(ENDPOINT)
+    spans.begin("warmup", {"nodes": 2})
+    spans.begin("train", {"nodes": 2, "layout": "tp2"})
+    spans.end()
+
+    assert [
+        "warmup {'pipette.nodes': 2}",
+        "end of warmup",
+        "train {'pipette.nodes': 2, 'pipette.layout': 'tp2'}",
+        "end of train",
+        "flush",
+    ] == recorder.seen
+
+
+def test_without_an_endpoint_nothing_happens(recorder: Recorder) -> None:
+    """Whether or not it is installed."""
+    spans = Spans({})
+    spans.begin("train", {})
+    spans.end()
+
+    assert [] == recorder.seen
+
+
+def test_what_is_missing_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With what to install; the job goes on."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    spans = Spans(ENDPOINT)
+    spans.begin("warmup", {})
+    spans.begin("train", {})
+    spans.end()
+
+    assert 1 == len(caplog.records)
+    assert "install opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http" in caplog.records[0].message

@@ -1,0 +1,232 @@
+"""Passes are found in what torch's profiler leaves of a rank, and nothing else is taken for them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import AFTER, BEFORE, drawn
+
+from pipette_launch.errors import ClusterError, FileFormatError, MegatronError
+from pipette_launch.facts import files
+from pipette_launch.launch.plan_reports import (
+    add_outcome,
+    existing_page,
+    found_files,
+    page_of,
+    page_path,
+    profiled_rank,
+    read_profile,
+    write_page,
+)
+
+SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
+
+
+def call(
+    name: str, start_us: float, length_us: float, category: str = "python_function", **about: Any
+) -> dict[str, Any]:
+    """An event as the profiler writes it."""
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 7,
+        "tid": 7,
+        "ts": start_us,
+        "dur": length_us,
+        "args": about,
+    }
+
+
+def trace(*events: Any, rank: Any = 1, world_size: Any = 2) -> dict[str, Any]:
+    """A trace of one rank."""
+    return {"distributedInfo": {"rank": rank, "world_size": world_size}, "traceEvents": list(events)}
+
+
+STEP = (
+    call(f"{SCHEDULES}(311): forward_step", 1000.0, 500.0),
+    call("pretrain_gpt.py(166): forward_step", 1100.0, 300.0),
+    call(f"/opt/megatron-lm/{SCHEDULES}(446): backward_step", 2000.0, 700.0),
+    call(f"{SCHEDULES}(218): forward_step_calc_loss", 1400.0, 10.0),
+    {"ph": "M", "name": "process_name"},
+)
+
+
+def test_passes_are_calls_of_megatrons_schedules() -> None:
+    """Not those of the script, nor functions whose names begin alike; in the order of time."""
+    found = profiled_rank(trace(*reversed(STEP)))
+
+    assert (1, 2, ("F", "B")) == (found.rank, found.world_size, found.kind_A)
+    assert pytest.approx((1e-3, 2e-3)) == found.start_s_A
+    assert pytest.approx((1.5e-3, 2.7e-3)) == found.end_s_A
+
+
+def test_on_a_gpu_a_pass_lasts_as_long_as_its_kernels() -> None:
+    """From the first to the last one that was launched in it, and never into the next pass."""
+    launched = [
+        call("cudaLaunchKernel", start_us, 5.0, "cuda_runtime", correlation=number)
+        for number, start_us in enumerate((1010.0, 1490.0, 2010.0, 2690.0, 5000.0))
+    ]
+    kernels = [
+        call("gemm", start_us, length_us, "kernel", correlation=number)
+        for number, (start_us, length_us) in enumerate(
+            ((1600.0, 100.0), (2100.0, 900.0), (2900.0, 50.0), (3900.0, 100.0), (9000.0, 1.0))
+        )
+    ]
+    found = profiled_rank(trace(*STEP, *launched, *kernels))
+
+    assert pytest.approx((1.6e-3, 2.9e-3)) == found.start_s_A
+    assert pytest.approx((2.9e-3, 4.0e-3)) == found.end_s_A
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        [],
+        {},
+        trace(),
+        trace(STEP[1]),
+        trace(*STEP, rank=None),
+        trace(*STEP, rank=True),
+        {"distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": 3},
+        trace({**STEP[0], "dur": -1.0}),
+        trace({**STEP[0], "ts": float("nan")}),
+        trace({**STEP[0], "ts": "now"}),
+        trace({**STEP[0], "name": 3}),
+        trace(3, None, "x"),
+    ],
+)
+def test_what_is_no_trace_of_a_rank_is_refused(whole: Any, tmp_path: Path) -> None:
+    """One sentence names the file."""
+    (tmp_path / "a.pt.trace.json").write_text(json.dumps(whole))
+
+    with pytest.raises(FileFormatError, match=r"a\.pt\.trace\.json: cannot be read as a trace of torch's profiler"):
+        read_profile(tmp_path)
+
+
+def test_what_is_not_json_is_refused(tmp_path: Path) -> None:
+    """Cut off, or nested without end."""
+    for text in ('{"traceEvents": [', "[" * 100_000):
+        (tmp_path / "a.pt.trace.json").write_text(text)
+        with pytest.raises(FileFormatError):
+            read_profile(tmp_path)
+
+
+def test_a_folder_has_a_trace_for_each_rank(tmp_path: Path) -> None:
+    """In the order of ranks; without any, the sentence says how they are made."""
+    with pytest.raises(MegatronError, match="name the --tensorboard-dir of a job that ran with --profile"):
+        read_profile(tmp_path)
+    for name, rank in (("b", 0), ("a", 1)):
+        (tmp_path / f"{name}.pt.trace.json").write_text(json.dumps(trace(*STEP, rank=rank)))
+
+    assert [0, 1] == [one.rank for one in read_profile(tmp_path)]
+
+
+def test_a_report_lies_beside_its_plan() -> None:
+    """In a folder of one plan it has the name that everybody looks for; plans side by side have one each."""
+    assert Path("a/report.html") == page_path(Path("a/plan.json"))
+    assert Path("a/b.plan.html") == page_path(Path("a/b.plan.json"))
+
+
+def test_only_a_report_that_was_written_is_there(tmp_path: Path) -> None:
+    """As for a plan in a cache that an earlier release filled, or no plan at all."""
+    plan = tmp_path / "plan.json"
+    assert existing_page(None) is None
+    assert existing_page(plan) is None
+    write_page(page_path(plan), drawn().plan, drawn().measurements, drawn().picture)
+    assert existing_page(plan) == tmp_path / "report.html"
+
+
+def test_what_a_run_came_to_is_added(tmp_path: Path) -> None:
+    """To the report of its plan; nothing is said, and other plans' reports are left as they are."""
+    found, path = drawn(), tmp_path / "report.html"
+    write_page(path, found.plan, found.measurements, found.picture)
+    before = path.read_text()
+
+    assert "" == add_outcome(path, replace(found.outcome, key="other"))
+    assert path.read_text() == before
+    assert "" == add_outcome(path, found.outcome)
+    assert path.read_text() == found.html
+
+
+def test_a_report_that_cannot_be_changed_is_told(tmp_path: Path) -> None:
+    """The training goes on; without a report there is nothing to tell."""
+    path = tmp_path / "report.html"
+    assert "" == add_outcome(None, drawn().outcome)
+    assert f"{path} does not tell the outcome: " in add_outcome(path, drawn().outcome)
+    path.write_bytes(b"\xff\xfe")
+    assert f"{path} does not tell the outcome: " in add_outcome(path, drawn().outcome)
+
+
+def test_without_jinja2_the_outcome_is_told_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to install."""
+    path = tmp_path / "report.html"
+    write_page(path, drawn().plan, drawn().measurements, drawn().picture)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+
+    assert "pip install jinja2" in add_outcome(path, drawn().outcome)
+
+
+def kept(folder: Path) -> Path:
+    """Write a plan and what lies beside it in a cache, and return where the plan lies."""
+    found = drawn()
+    files.write(folder / "plan.json", found.plan)
+    files.write(folder / "cluster.json", found.measurements)
+    files.write(folder / "outcome.json", found.outcome)
+    return folder / "plan.json"
+
+
+JOB = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --global-batch-size 16 "
+    "--train-iters 10 --vocab-size 256 --make-vocab-size-divisible-by 32 --transformer-impl local"
+).split()
+
+
+def test_files_give_the_whole_report(tmp_path: Path) -> None:
+    """Links, passes and memory by kind from the plan, its flags and its measurements; the run from its outcome."""
+    path, found = kept(tmp_path), drawn()
+    assert found.plan.setting is not None
+    setting = replace(found.plan.setting, arguments=(*BEFORE, *JOB), new_arguments=(*AFTER, *JOB))
+    files.write(path, replace(found.plan, setting=setting))
+    made = found_files(path, None)
+
+    assert "" == made.missing
+    assert 'id="timeline-data"' in page_of(made)
+    assert 'id="links-data"' in page_of(made)
+    assert "It ran" in page_of(made)
+
+
+def test_what_files_lack_is_told(tmp_path: Path) -> None:
+    """Flags that Megatron refuses cost the timeline, no measurements the links too; another plan's run is no matter."""
+    path, found = kept(tmp_path), drawn()
+    refused = found_files(path, None)
+    assert refused.missing.startswith("the timeline is left out: ")
+    assert 'id="links-data"' in page_of(refused)
+
+    (tmp_path / "cluster.json").unlink()
+    files.write(tmp_path / "outcome.json", replace(found.outcome, key="other"))
+    bare = found_files(path, None)
+    assert "no cluster.json" in bare.missing
+    assert 'id="links-data"' not in page_of(bare)
+    assert "It ran" not in page_of(bare)
+
+
+def test_measurements_of_other_hosts_are_refused_where_they_are_named(tmp_path: Path) -> None:
+    """A file that happens to lie beside the plan is left out instead."""
+    path, found = kept(tmp_path), drawn()
+    files.write(path, replace(found.plan, hosts=("a", "b", "c", "d")))
+
+    with pytest.raises(ClusterError, match="not those of"):
+        found_files(path, tmp_path / "cluster.json")
+    assert "no cluster.json with its hosts" in found_files(path, None).missing
+
+
+def test_measurements_that_are_named_must_be_there(tmp_path: Path) -> None:
+    """The user may have mistyped."""
+    with pytest.raises(FileFormatError):
+        found_files(kept(tmp_path), tmp_path / "clutser.json")

@@ -1,0 +1,279 @@
+"""What a SLURM step's variables say, current_step from what SLURM 22.05 really sets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipette_launch import cli
+from pipette_launch.errors import ClusterError, UsageError
+from pipette_launch.launch import slurm
+from pipette_launch.launch.slurm import current_step, given_flags, parse, several_launchers, take_flags, tasks_on
+
+# Of the second task on the second node of `srun -N2 --ntasks-per-node=2 --gpus-per-node=2` in a job of four nodes.
+VARIABLES = {
+    "SLURM_JOB_ID": "10012",
+    "SLURM_JOB_NODELIST": "n[0-3]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_PROCID": "3",
+    "SLURMD_NODENAME": "n2",
+    "SLURM_GPUS_ON_NODE": "2",
+    "CUDA_VISIBLE_DEVICES": "0,1",
+}
+ONE_TASK = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+
+
+def test_the_nodes_of_the_step_meet_on_its_first() -> None:
+    """Number, endpoint and id are those of the step, not of the whole job; the port follows from job and step."""
+    step = current_step(VARIABLES | {"SLURM_RESTART_COUNT": "3"}, parse)
+    assert step is not None
+
+    assert {
+        "nnodes": "2",
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "address of n1:21021",
+        "rdzv_id": "10012.1.3",
+        "rdzv_conf": "is_host=false",
+    } == step.flags(lambda node: f"address of {node}")
+    assert ("n2", 1, 2) == (step.node, step.local_id, step.num_tasks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 2),
+        (ONE_TASK, 2),
+        (ONE_TASK | {"SLURM_GPUS_ON_NODE": "8"}, 8),
+        (ONE_TASK | {"SLURM_GPUS_ON_NODE": ""}, None),
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, 2),
+    ],
+)
+def test_processes(changes: dict[str, str], expected: int | None) -> None:
+    """One task starts a process for each GPU, several tasks one for each task; without GPUs as torchrun."""
+    step = current_step(VARIABLES | changes, parse)
+    assert step is not None
+
+    assert expected == step.processes()
+
+
+def test_tasks_that_see_one_gpu_each_are_refused() -> None:
+    """Where SLURM hides the other GPUs from each task, the error says how to start the job."""
+    step = current_step(VARIABLES | {"CUDA_VISIBLE_DEVICES": "1"}, parse)
+    assert step is not None
+
+    with pytest.raises(UsageError, match=r"sees only GPU 1; .*srun --gpus-per-node=2 without --gpus-per-task"):
+        step.processes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_STEP_ID": ""},
+        {"SLURM_STEP_ID": "4294967291"},
+        {"SLURM_STEP_NODELIST": ""},
+        {"SLURM_PTY_PORT": "45621"},
+        {"SLURM_HET_SIZE": "2"},
+    ],
+)
+def test_what_is_no_step(changes: dict[str, str]) -> None:
+    """A batch script, a shell on a terminal and a part of a heterogeneous job say nothing about the job's nodes."""
+    assert current_step(VARIABLES | changes, parse) is None
+
+
+def test_one_node_keeps_torchruns_own_rendezvous() -> None:
+    """A step on one node needs no endpoint."""
+    step = current_step(VARIABLES | {"SLURM_STEP_NODELIST": "n2", "SLURM_NODEID": "0"}, parse)
+    assert step is not None
+
+    assert {} == step.flags(str)
+
+
+@pytest.mark.parametrize(("index", "expected"), [*enumerate([2, 2, 1, 3, 3, 1])])
+def test_tasks_of_each_node(index: int, expected: int) -> None:
+    """Repeats are counted in SLURM's notation; a node beyond its end has one task."""
+    assert expected == tasks_on(index, "2(x2),1,3(x2)")
+
+
+@pytest.mark.parametrize("words", ["x[1-2]-ib[", "a[1-2", "a]b", "a[x]"])
+def test_what_is_no_list_of_nodes(words: str) -> None:
+    """A list that cannot be current_step is an error with the way around it."""
+    with pytest.raises(UsageError, match="give --nnodes and --rdzv-endpoint"):
+        parse(words)
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        (VARIABLES, 2),
+        (VARIABLES | {"SLURM_STEP_TASKS_PER_NODE": "1,8"}, 8),
+        (VARIABLES | ONE_TASK, 0),
+        (VARIABLES | {"SLURM_STEP_ID": "4294967291"}, 0),
+        ({"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "8", "SLURM_PROCID": "0"}, 0),
+        ({}, 0),
+    ],
+    ids=["two tasks", "eight on the second", "one task", "batch script", "no step", "no SLURM"],
+)
+def test_several_launchers_of_a_node_are_known(environ: dict[str, str], count: int) -> None:
+    """The tasks of a step count, not those that the job may start."""
+    expected = (
+        f"; SLURM starts {count} tasks on this node, each with a launcher: start one per node with "
+        "srun --ntasks-per-node=1, and give --node-rank=$SLURM_NODEID"
+    )
+
+    assert (expected if count else "") == several_launchers(environ)
+
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "localhost,node-without-address.invalid",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_NODEID": "0",
+    "SLURMD_NODENAME": "localhost",
+    "SLURM_GPUS_ON_NODE": "4",
+    "PATH": "",
+}
+TAKEN = ("2", "4", "c10d", "localhost:20007", "7.0.0")
+TORCHRUNS = ("1:1", "1", "static", "", "none")
+
+
+def filled(monkeypatch: pytest.MonkeyPatch, *flags: str, **variables: str) -> Namespace:
+    """The flags of a job whose first task runs here."""
+    for name, value in (STEP | variables).items():
+        monkeypatch.setenv(name, value)
+    words = [*flags, "train.py"]
+    args = cli.parser().parse_args(words)
+    environ = STEP | variables
+    take_flags(args, given_flags(cli.parser(), words, environ), environ)
+    return args
+
+
+def values(args: Namespace) -> tuple[str, ...]:
+    """What says who meets where."""
+    return args.nnodes, args.nproc_per_node, args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id
+
+
+def test_a_step_fills_in_what_is_not_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All five come from the step, and the first node says so in one line."""
+    assert TAKEN == values(filled(monkeypatch, "--max-restarts=2"))
+    assert (
+        "pipette-launch: taken from SLURM step 7.0: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:20007 "
+        "--rdzv-id=7.0.0 --rdzv-conf=is_host=true --nproc-per-node=4\n"
+    ) == capsys.readouterr().err
+
+
+def test_a_given_number_of_processes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--nproc-per-node and --local-addr go with what is taken."""
+    args = filled(monkeypatch, "--nproc-per-node=3", PET_LOCAL_ADDR="10.1.1.1")
+
+    assert ("2", "3", "10.1.1.1") == (args.nnodes, args.nproc_per_node, args.local_addr)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--nnodes", "1:1"),
+        ("--rdzv-backend", "static"),
+        ("--rdzv-endpoint", "a:1"),
+        ("--rdzv_id", "x"),
+        ("--rdzv-conf", "read_timeout=3"),
+        ("--node-rank", "0"),
+        ("--master-addr", "127.0.0.1"),
+        ("--master-port", "29500"),
+    ],
+)
+def test_nothing_is_taken_beside_a_flag_for_the_rendezvous(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    """Whoever gives one flag or PET_ variable, even with torchrun's default, gets what torchrun makes of it."""
+    expected = cli.parser().parse_args([flag, value, "train.py"])
+
+    assert vars(expected) == vars(filled(monkeypatch, flag, value))
+    name = f"PET_{flag[2:].replace('-', '_').upper()}"
+    assert vars(expected) == vars(filled(monkeypatch, **{name: value}))
+    assert "" == capsys.readouterr().err
+
+
+def test_standalone_and_no_step_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--standalone is a rendezvous of its own; a batch script is no step."""
+    assert TORCHRUNS == values(filled(monkeypatch, "--standalone"))
+    assert TORCHRUNS == values(filled(monkeypatch, SLURM_STEP_ID=""))
+
+
+def test_a_port_in_use_is_an_error_with_the_flags_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other nodes could not know of another port, so the first says how to name one."""
+    with (
+        socket.create_server(("", 20007)),
+        pytest.raises(ClusterError, match=r"port 20007 of localhost.* give another"),
+    ):
+        filled(monkeypatch)
+
+
+OTHER = """
+import os, sys
+from pipette_launch.launch.slurm import await_agent
+os.sched_setaffinity(0, {int(sys.argv[2])})
+sys.exit(await_agent(sys.argv[1]))
+"""
+AGENT = """
+import os, sys, time
+from pipette_launch.launch.slurm import Siblings
+cores = os.sched_getaffinity(0)
+os.sched_setaffinity(0, {min(cores)})
+siblings = Siblings()
+with siblings.told():
+    siblings.open(sys.argv[1], 1)
+    while os.sched_getaffinity(0) != cores:
+        time.sleep(0.02)
+    exec(sys.argv[2])
+"""
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("pass", 0),
+        ("sys.exit(2)", 2),
+        ("raise ValueError", 1),
+        # The code of a process that a signal has ended is no exit code.
+        ("os.kill(os.getpid(), 9)", 1),
+    ],
+)
+def test_the_others_exit_with_the_agents_code(end: str, expected: int) -> None:
+    """However the agent ends, its sibling ends too, and the agent had its sibling's cores."""
+    name, last_core = uuid.uuid4().hex, max(os.sched_getaffinity(0))
+    other = subprocess.Popen([sys.executable, "-c", OTHER, name, str(last_core)])
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, name, end], stderr=subprocess.DEVNULL)
+
+    assert expected == other.wait()
+    assert agent.wait() in (expected, -9)
+
+
+def test_a_task_without_an_agent_gives_up() -> None:
+    """When task 0 never comes, the others say so and how else to start."""
+    times_s = iter([0.0, 1.0, 301.0])
+    before = {number: signal.getsignal(number) for number in slurm.NOT_OUR_END}
+    try:
+        with pytest.raises(ClusterError, match="task 0 of this node did not start in 300 s"):
+            slurm.await_agent(uuid.uuid4().hex, clock=lambda: next(times_s))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

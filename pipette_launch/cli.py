@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import logging
 import os
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pipette_launch.cli_flags import parser
 from pipette_launch.errors import PipetteError, UsageError
 from pipette_launch.installed import check_installed
-from pipette_launch.text import escape_log_lines, log_for_debugging, printable
+from pipette_launch.text import escape_log_lines, log_for_debugging, nearest_word, printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -38,8 +37,8 @@ def check_own_flags(whole: ArgumentParser, argv: Sequence[str]) -> None:
         name = word.split("=")[0]
         if name.startswith(PREFIX) and not any(option.startswith(name) for option in known):
             # The common beginning would make everything look alike.
-            near = difflib.get_close_matches(name[len(PREFIX) :], [option[len(PREFIX) :] for option in known], n=1)
-            hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; there are {', '.join(sorted(known))}"
+            near = nearest_word(name[len(PREFIX) :], [option[len(PREFIX) :] for option in known])
+            hint = f"; did you mean {PREFIX}{near}?" if near else f"; there are {', '.join(sorted(known))}"
             raise UsageError(f"unknown flag {name}{hint}")
 
 

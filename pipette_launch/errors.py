@@ -1,41 +1,41 @@
-"""One base error, with a child for each reader."""
+"""The errors that a user sees, one class for each cause."""
 
 
 class PipetteError(Exception):
-    """Something a user can act on: the message says what, which value, and what to do."""
+    """An error that a user can act on. The message names the problem, the value and a remedy."""
 
     exit_code = 1
 
 
 class UsageError(PipetteError):
-    """A flag is unknown, malformed, contradicts another, or asks for what is not there."""
+    """A flag is unknown, malformed, contradicts another flag, or names a thing that does not exist."""
 
     exit_code = 2
 
 
 class FactError(PipetteError, ValueError):
-    """A fact contradicts itself: a negative size, a degree that divides nothing."""
+    """A fact is impossible or contradicts another, such as a negative size."""
 
 
 class LayoutError(FactError):
-    """No legal layout has these degrees."""
+    """The degrees do not form a legal layout."""
 
 
 class MegatronError(PipetteError):
-    """The script's Megatron flags are missing, contradictory or not understood."""
+    """The script's Megatron flags are missing, contradictory or unknown."""
 
 
 class ClusterError(PipetteError):
-    """The machines of the job cannot do what is asked of them."""
+    """The job's machines cannot run the job."""
 
 
 class ProbeError(PipetteError):
-    """A warm-up worker died, hung or measured nothing."""
+    """A warm-up worker died, hung or returned no measurement."""
 
 
 class PlanError(PipetteError):
-    """There is no plan, or the plan does not belong to this job."""
+    """No plan exists, or the plan belongs to another job."""
 
 
 class FileFormatError(PipetteError):
-    """A file of ours is damaged, of another version, or not a file of ours."""
+    """A file is damaged, has another version, or was not written by pipette-launch."""

@@ -1,4 +1,4 @@
-"""The packages that pipette-launch asks for, and what is said where some of them are not installed."""
+"""Required Python packages and optional compiled modules of this installation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ MODULES = {
     "rich": "rich",
     "torch": "torch",
 }
-"""Each package by its name in an index, and the module that is imported of it; megatron-core may be a checkout."""
+"""Imported module of each required package. megatron-core is not listed, as a source checkout may replace it."""
 
 
 def check_installed(*, but: frozenset[str] = frozenset()) -> None:
-    """Raise PipetteError that names every missing package and the command for it; those of `but` alone are no error."""
+    """Raise PipetteError that names the missing packages, unless all of them are in `but`."""
     missing = _missing()
     if set(missing) - but:
         raise _not_installed(missing)
 
 
-def told(error: ModuleNotFoundError) -> Exception:
-    """Return what to raise for a module that is missing; one of no missing package stays as it is.
+def explained_import_error(error: ModuleNotFoundError) -> Exception:
+    """Return a PipetteError that names the missing packages, or the error itself if its module is not a required one.
 
-    Torch is named only where it is the one that was asked for, as most commands of `pipette` do without.
+    Torch is named only if the import of torch failed, because most `pipette` commands work without it.
     """
     asked = (error.name or "").partition(".")[0]
     missing = [package for package in _missing() if package != "torch" or asked == "torch"]
@@ -50,12 +50,7 @@ def _not_installed(missing: list[str]) -> PipetteError:
 
 
 def compiled(name: str) -> ModuleType | None:
-    """Return a compiled module of this package, or None where there is none, so that numpy does its work.
-
-    Args:
-        name: below the package, such as `cost.pipeline._longest_path`.
-
-    """
+    """Import a compiled module, named below `pipette_launch`; None if it was not compiled, so that numpy must do."""
     try:
         return import_module(f"pipette_launch.{name}")
     except ImportError:

@@ -1,8 +1,13 @@
-"""How bytes, seconds and rates are printed; inside the product everything is SI."""
+"""Text for screens and logs: quantities, hints for mistyped words, and quoted text without control characters.
+
+All quantities inside the product are in SI units.
+"""
 
 from __future__ import annotations
 
+import difflib
 import logging
+from collections.abc import Iterable
 
 KIB = 1024
 MIB = 1024**2
@@ -37,7 +42,7 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def flops_text(flops_per_s: float) -> str:
-    """Print a rate of computing in decimal units: `451.2 TFLOP/s`."""
+    """Print a compute rate in decimal units: `451.2 TFLOP/s`."""
     for unit, size in (("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
         if flops_per_s >= size:
             return f"{flops_per_s / size:,.1f} {unit}"
@@ -58,7 +63,7 @@ def hertz_text(hertz: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Print how long something goes on: `42 s`, `7 min`, `3 h 5 min`, `2 d 4 h`."""
+    """Print a long duration: `42 s`, `7 min`, `3 h 5 min`, `2 d 4 h`."""
     whole = round(seconds)
     if whole < 120:
         return f"{whole} s"
@@ -71,37 +76,53 @@ def duration_text(seconds: float) -> str:
 
 
 def plural(noun: str, count: int) -> str:
-    """A noun that stands behind a number."""
+    """Add an `s` to the noun unless the count is 1."""
     return noun if count == 1 else f"{noun}s"
 
 
-def printable(text: str, *, keep: str = "") -> str:
-    r"""Write everything that is not printed as its escape, `\x1b`: C0, C1, DEL, line ends, bidi and other marks.
+def nearest_word(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return the known word that is spelt most like `word`, or an empty string.
 
-    `keep` are characters that stay, such as the line ends of a text of several lines.
+    Args:
+        word: probably mistyped.
+        known: the correct words.
+        cutoff: least similarity of a result, 0 to 1, as `difflib` measures it.
+
+    """
+    return "".join(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff))
+
+
+def did_you_mean(word: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """Return `did you mean X?` for the nearest known word; `otherwise` if no word is similar."""
+    near = nearest_word(word, known)
+    return f"did you mean {near}?" if near else otherwise
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Replace each unprintable character by an escape such as `\x1b`: foreign text cannot control the terminal.
+
+    Control characters, line ends and bidirectional marks are unprintable. Characters in `keep` stay.
     """
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text)
 
 
-class _Formatter(logging.Formatter):
-    """Messages alone, as Python prints them where nobody has configured logging."""
-
+class _EscapingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n\t")
 
 
 def escape_log_lines() -> None:
-    """Escape what log lines of this process quote."""
+    """Escape unprintable characters in the log lines of this process, which are messages without any prefix."""
     if logging.lastResort is not None:
-        logging.lastResort.setFormatter(_Formatter())
+        logging.lastResort.setFormatter(_EscapingFormatter())
 
 
 def log_for_debugging(package: str, head: str) -> None:
-    """Let the modules of a package write all lines of their logs to stderr, each behind the same head."""
+    """Write all log lines of a package to stderr, each with `head` at its beginning."""
     logger, handler = logging.getLogger(package), logging.StreamHandler()
-    handler.setFormatter(_Formatter(f"{head}%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_EscapingFormatter(f"{head}%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     logger.propagate = False

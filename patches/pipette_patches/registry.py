@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 from packaging.specifiers import SpecifierSet
 
+from pipette_launch.text import did_you_mean
 from pipette_patches.errors import PatchError
 
 
@@ -52,8 +52,7 @@ def applied() -> tuple[str, ...]:
 def find(name: str) -> Patch:
     """Find a patch by its name."""
     if name not in _MODULES:
-        near = difflib.get_close_matches(name, _MODULES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names())}"
+        hint = did_you_mean(name, _MODULES, otherwise=f"there are {', '.join(names())}")
         raise PatchError(f"unknown patch {name!r}; {hint}")
     patch: Patch = importlib.import_module(_MODULES[name]).PATCH
     return patch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from pipette_launch.facts.known_devices import (
     other_meanings,
 )
 from pipette_launch.facts.measurements import layers_digest
+from pipette_launch.text import did_you_mean
 
 DEVICES_PER_HOST = 8
 """Where the user does not say how many devices a host has."""
@@ -233,8 +233,7 @@ def _fabric(source: str | Path) -> FabricSpec:
     # Not Path.exists, which raises for a name that no file can have.
     if Path(source).suffix or os.path.lexists(source):
         return files.read(Path(source), FabricSpec)
-    near = difflib.get_close_matches(str(source), BUILT_IN, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILT_IN)}"
+    hint = did_you_mean(str(source), BUILT_IN, otherwise=f"built in are {', '.join(BUILT_IN)}")
     raise UsageError(f"--fabric {source}: neither a file nor a known name; {hint}")
 
 

@@ -7,7 +7,6 @@ command line can be written back unchanged but for what a plan changes.
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import json
 import re
@@ -17,6 +16,7 @@ from importlib import resources
 from typing import Any, NoReturn
 
 from pipette_launch.errors import MegatronError
+from pipette_launch.text import nearest_word
 
 OLDEST = (0, 14)
 CLOSE = 0.85
@@ -124,8 +124,7 @@ def likely_flag(option: str, version: str) -> str | None:
     if option in _data()["flags"]:
         return None
     begun = [flag for flag in flag_table(version) if flag.startswith(option)] if len(option) >= LEAST_BEGINNING else []
-    near = begun if len(begun) == 1 else difflib.get_close_matches(option, flag_table(version), 1, CLOSE)
-    return near[0] if near else None
+    return (begun[0] if len(begun) == 1 else nearest_word(option, flag_table(version), cutoff=CLOSE)) or None
 
 
 class _Record(argparse.Action):

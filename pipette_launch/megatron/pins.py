@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -10,6 +9,7 @@ from pipette_launch.errors import MegatronError, UsageError
 from pipette_launch.facts import Layout
 from pipette_launch.megatron.chunks import HYBRID_SPECS, hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of
+from pipette_launch.text import did_you_mean
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
 SHORT_NAMES = {
@@ -69,8 +69,7 @@ def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         plain = name.strip().replace("-", "_")
         if plain not in known:
-            near = difflib.get_close_matches(plain, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+            hint = did_you_mean(plain, known, otherwise=f"known are {', '.join(sorted(known))}")
             raise UsageError(f"--pipette-fix {name}: no such part of a layout; {hint}")
         found.update(known[plain])
     return tuple(sorted(found))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
-from pipette_launch.installed import told
+from pipette_launch.installed import explained_import_error
 from pipette_launch.text import escape_log_lines, printable
 from pipette_launch.tools import compare, completion, devices, doctor, explain, plan, predict, probe, report, watch
 from pipette_launch.tools.flags import EXAMPLE_ARGS, Subcommand
@@ -91,4 +91,4 @@ def _run(words: Sequence[str]) -> int:
     try:
         return COMMANDS[args.command].run(args)
     except ModuleNotFoundError as error:
-        raise told(error) from error
+        raise explained_import_error(error) from error

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from argparse import REMAINDER, ArgumentParser, _SubParsersAction
 from collections.abc import Collection, Sequence
 
 from pipette_launch.errors import UsageError
+from pipette_launch.text import did_you_mean
 
 
 def nearest(word: str, known: Collection[str], *, else_say: str = "") -> str:
     """Return `; did you mean X?` for the nearest of the known words; where none is near, what else to say."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else else_say
+    hint = did_you_mean(word, known)
+    return f"; {hint}" if hint else else_say
 
 
 def check_command(words: Sequence[str], commands: Collection[str]) -> None:

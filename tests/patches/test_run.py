@@ -92,7 +92,7 @@ def test_the_program_ends_as_under_python(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--patch", "cpu_backnd", "--", "here.py"], 1, "unknown patch 'cpu_backnd'; did you mean 'cpu_backend'?"),
+        (["--patch", "cpu_backnd", "--", "here.py"], 1, "unknown patch 'cpu_backnd'; did you mean cpu_backend?"),
         (["--", "nowhere.py"], 2, "cannot read the script 'nowhere.py': No such file or directory"),
         (["--", "-m", "no.where"], 2, "no module named 'no.where' that python could run"),
     ],

@@ -10,8 +10,6 @@ A new schedule is a function that makes its order, and an entry in `SCHEDULES`. 
 
 from __future__ import annotations
 
-import difflib
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,21 +34,8 @@ from pipette_launch.facts.known_schedules import (
     interleaved_zero_bubble,
     one_forward_one_backward,
 )
-from pipette_launch.facts.schedule import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    KINDS,
-    WEIGHT,
-    Action,
-    Message,
-    Placement,
-    Program,
-    Schedule,
-    message_to,
-    programs,
-    rank_of,
-)
+from pipette_launch.facts.schedule import Placement, Schedule, rank_of
+from pipette_launch.text import did_you_mean
 
 Chunks = Literal["one", "two", "several"]
 
@@ -248,9 +233,8 @@ def named_schedule(
 def _checked(name: str, counts: Counts, *, chooses_group: bool) -> NamedSchedule:
     """Look up a schedule; raise LayoutError where there is none of this name or the numbers are none of its own."""
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
-        guess = f"; did you mean {near[0]}?" if near else ""
-        raise LayoutError(f"no schedule is called {name!r}{guess} Known are {', '.join(SCHEDULES)}")
+        hint = did_you_mean(name.lower(), SCHEDULES, otherwise=f"there are {', '.join(SCHEDULES)}")
+        raise LayoutError(f"no schedule is called {name!r}; {hint}")
     known = SCHEDULES[name]
     pp, vpp = counts.pp, counts.vpp
     if min(pp, vpp, counts.num_microbatches) < 1:

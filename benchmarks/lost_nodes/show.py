@@ -15,8 +15,7 @@ from benchmarks.lost_nodes.jobs import DEVICE, Case
 from benchmarks.lost_nodes.paces import MOST_HOSTS, MOST_STAGES
 from benchmarks.lost_nodes.ways import LOOK_S, LOOKS, Going
 from benchmarks.telling import processor
-from pipette_launch.defaults import WARMUP_BUDGET_S
-from pipette_launch.launch.planning import SOLVE_S
+from pipette_launch.defaults import SEARCH_BUDGET_S, WARMUP_BUDGET_S
 
 SHARES = (0.0, 0.01, 0.05, 0.10, 0.20)
 WAYS = ("templates", "planned anew", "same shape", "unequal shares", "unequal depths", "Varuna", "Bamboo")
@@ -27,7 +26,7 @@ START_S = 60.0
 BETWEEN_S = (6 * 3600.0, 3600.0, 600.0)
 LOSSES: Mapping[str, Loss] = {
     "templates": Loss(stands_still_s=NOTICED_S + START_S, loads_checkpoint=True),
-    "planned anew": Loss(stands_still_s=NOTICED_S + START_S + WARMUP_BUDGET_S + SOLVE_S, loads_checkpoint=True),
+    "planned anew": Loss(stands_still_s=NOTICED_S + START_S + WARMUP_BUDGET_S + SEARCH_BUDGET_S, loads_checkpoint=True),
     "same shape": Loss(stands_still_s=NOTICED_S + START_S, loads_checkpoint=True),
     "unequal shares": Loss(stands_still_s=NOTICED_S + START_S, loads_checkpoint=True),
     "unequal depths": Loss(stands_still_s=30.0, loads_checkpoint=False),
@@ -65,8 +64,9 @@ DAY_WORDS = f"""\
 Until 20 % are lost or a day is over, with a loss each 6 h, 1 h and 10 min (Oobleck's frequencies, stated: its
 simulation's code). Each loss: templates {NOTICED_S:g} s until a silent host is noticed and a plan agreed on (measured)
 and {START_S:g} s of start (assumed; the laboratory's tiny job took 6); planned anew also the product's
-{WARMUP_BUDGET_S:g} s of warm-up and {SOLVE_S:g} s of search; Varuna 701 s (stated for 6.7B on 30 GPUs: Oobleck's
-simulation); Bamboo 20 s (stated: its simulator's local rendezvous; neighbours lost together, which restart it, are left
+{WARMUP_BUDGET_S:g} s of warm-up and {SEARCH_BUDGET_S:g} s of search; Varuna 701 s (stated for 6.7B on 30 GPUs:
+Oobleck's simulation); Bamboo 20 s (stated:
+its simulator's local rendezvous; neighbours lost together, which restart it, are left
 out); unequal depths 30 s (Oobleck's simulation prints 30 s of rebalancing in its example, for a smaller model:
 assumed). A checkpoint stops training for {SAVE_S:g} s (assumed), each
 {", ".join(f"{checkpoint_interval_s(one):.0f}" for one in BETWEEN_S)} s (Young's rule); half an interval is trained
@@ -111,7 +111,7 @@ def conditions(*, budget_s: float, seed: int) -> Iterator[str]:
     yield (
         f"`python -m benchmarks.bench_lost_nodes`, {time.strftime('%Y-%m-%d', time.gmtime())}; {processor()}, "
         f"{os.cpu_count()} cores of which one is used; Python {platform.python_version()}, numpy {version('numpy')}; "
-        f"seed {seed}; {budget_s:g} processor seconds for each whole search (the product: {SOLVE_S:g} s)."
+        f"seed {seed}; {budget_s:g} processor seconds for each whole search (the product: {SEARCH_BUDGET_S:g} s)."
     )
     yield ""
     yield from CONDITIONS.splitlines()

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.learned.corrected import corrections_from
+from pipette_launch.defaults import SEARCH_BUDGET_S
 from pipette_launch.facts import Choice, Job, Measurements, Plan, Provenance
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import in_order_of
@@ -18,8 +19,6 @@ from pipette_launch.search.choose import choice_of
 from pipette_launch.search.solve import SolveOptions, solve
 from pipette_launch.search.templates import TemplateNeeds, placed_anew, with_cases_of, with_templates
 
-SOLVE_S = 10.0
-"""The most that planning may take of the user's budget; the search is anytime."""
 PLACING_S = 0.5
 """The most that ranks are placed anew after the loss of a host: every GPU waits."""
 
@@ -48,7 +47,7 @@ def make_plan(
 
     """
     corrections = corrections_from(outcomes)
-    solve_options = _solve_options(options, min(options.budget_s, SOLVE_S))
+    solve_options = _solve_options(options, min(options.budget_s, SEARCH_BUDGET_S))
     plan = solve(
         job,
         with_extrapolated_times(job, measurements),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
+from pipette_launch.defaults import WARMUP_BUDGET_S
 from pipette_launch.errors import FactError, PipetteError
 from pipette_launch.facts import (
     ComputeCase,
@@ -85,7 +86,7 @@ class WarmupOrder(HostsOfJob):
     believed until those that plans use are measured again."""
     adviser: tuple[str, ...] = ()
     """The words of a command that reads what was measured so far and writes an Advice; empty = there is none."""
-    budget_s: float = 60.0
+    budget_s: float = WARMUP_BUDGET_S
     """Once so many seconds have passed since all workers were ready, no phase begins another case; the least is
     measured anyway."""
     timeout_s: float = LEAST_S

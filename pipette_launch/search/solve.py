@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, Corrections
-from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEED
+from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import explanations, no_plan
@@ -29,7 +29,7 @@ class SolveOptions:
     """Another plan than the user's own must be faster by this part of the step."""
     memory_margin: float = MEMORY_MARGIN
     """Part of the device's memory that stays free."""
-    budget_s: float = 5.0
+    budget_s: float = SEARCH_BUDGET_S
     seed: int = SEED
     num_alternatives: int = 3
     schedules: tuple[str, ...] = ()

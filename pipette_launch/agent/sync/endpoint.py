@@ -19,8 +19,9 @@ import psutil
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from pipette_launch.agent.sync.meeting_flags import ADDRESS, C10D_PORT
-from pipette_launch.agent.sync.peer_watch import SILENT_S, answers
+from pipette_launch.agent.sync.peer_watch import answers
 from pipette_launch.agent.sync.store import growing_pauses, within
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Member
 from pipette_launch.text import printable
@@ -135,7 +136,7 @@ def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
             # It listens on another address of this machine, and keeps a store from opening there.
             raise ClusterError(port_held(port, settings)) from error
         return str(getattr(error, "strerror", None) or error)
-    if answers(Member(token="rendezvous", address=host, port=port, node_rank=-1), within_s=SILENT_S):  # noqa: S106
+    if answers(Member(token="rendezvous", address=host, port=port, node_rank=-1), within_s=HOST_SILENCE_S):  # noqa: S106
         return ""
     if settings.may_host_store:
         raise ClusterError(port_held(port, settings))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.peer_watch import GONE, answers, why_unreachable
 from pipette_launch.agent.sync.store import growing_pauses
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Arrival
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from pipette_launch.agent.sync.store import AgentStore
     from pipette_launch.facts.messages import Member
 
-UNREACHABLE_S = 8.0
-"""For so long an agent must be out of reach before a meeting goes on without it, unless its kernel says it is gone."""
 PROBE_S = 0.5
 PROOF_S = 1.5
 
@@ -88,7 +87,7 @@ class Gathering:
                 self._missed_s.pop(member.token, None)
                 continue
             # One that others saw to be silent, too, has but a moment to prove that it is not.
-            if now_s - self._missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else UNREACHABLE_S):
+            if now_s - self._missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else HOST_SILENCE_S):
                 self.lost[member.token] = lost or why
 
     def _look_for(self, member: Member) -> tuple[str, str]:

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch.distributed import TCPStore
 
 from pipette_launch.agent.sync.agreement import PEER_WAIT_S
-from pipette_launch.agent.sync.gathering import PROBE_S, UNREACHABLE_S, Gathering
+from pipette_launch.agent.sync.gathering import PROBE_S, Gathering
 from pipette_launch.agent.sync.peer_watch import GONE, SILENT, PeerWatch, connected, why_unreachable
 from pipette_launch.agent.sync.reach import ReachSweep, cut_wires, out_of_reach
 from pipette_launch.agent.sync.store import (
-    ANSWER_S,
     BROKEN,
     AgentStore,
     RoundStore,
     StoreGone,
     growing_pauses,
 )
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Arrival, Decision, Member, Members
@@ -180,13 +180,13 @@ class Membership:
     def _store_of(self, leader: Member) -> Store:
         if leader == self._leader and self._leader_store is not None:
             return self._leader_store
-        why = why_unreachable(leader, timeout_s=UNREACHABLE_S)
+        why = why_unreachable(leader, timeout_s=HOST_SILENCE_S)
         if why == GONE:
             self._surely_gone.add(leader.token)
         if why:
             raise StoreGone(why)
         try:
-            return connected(leader, within_s=ANSWER_S)
+            return connected(leader, within_s=HOST_SILENCE_S)
         except (TimeoutError, RuntimeError) as error:
             raise StoreGone(f"its agent does not answer ({error})") from error
 

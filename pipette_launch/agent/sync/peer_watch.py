@@ -18,20 +18,19 @@ from torch.distributed import TCPStore
 
 from pipette_launch.agent.leaving import STORE_THREAD
 from pipette_launch.agent.sync.store import within
+from pipette_launch.defaults import HOST_SILENCE_S
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from pipette_launch.facts.messages import Member
 
-SILENT_S = 8.0
-"""After how long without an answer an agent counts as lost."""
 PAUSE_S = 1.0
 AGAIN_S = 0.05
 """Between two attempts to connect, where the way or this process has a trouble of its own."""
 NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 GONE = "its agent is gone"
-SILENT = f"silent for {SILENT_S:.0f} s"
+SILENT = f"silent for {HOST_SILENCE_S:.0f} s"
 
 
 class PeerWatch:
@@ -49,7 +48,7 @@ class PeerWatch:
     def stop(self) -> None:
         """Watch no longer, once the question that is under way was answered, or was not in time."""
         self._is_over.set()
-        self._has_answer.wait(SILENT_S)
+        self._has_answer.wait(HOST_SILENCE_S)
 
     def _watch(self) -> None:
         while not (self.lost or self._is_over.wait(AGAIN_S)):
@@ -60,8 +59,8 @@ class PeerWatch:
     def _why_it_ended(self) -> str:
         """Return when the connection does: why the agent is lost, or nothing where only the connection is."""
         try:
-            with socket.create_connection((self.peer.address, self.peer.port), timeout=SILENT_S) as connection:
-                store = connected(self.peer, within_s=SILENT_S)
+            with socket.create_connection((self.peer.address, self.peer.port), timeout=HOST_SILENCE_S) as connection:
+                store = connected(self.peer, within_s=HOST_SILENCE_S)
                 # Not select(): it takes no descriptor above 1023, and the first agent holds connections of all others.
                 ended = select.poll()
                 ended.register(connection, select.POLLIN)
@@ -69,13 +68,13 @@ class PeerWatch:
                 self._has_answer.set()
                 while not (self._is_over.is_set() or ended.poll(1000 * PAUSE_S)):
                     self._has_answer.clear()
-                    within(SILENT_S, lambda: store.check(["pipette"]))
+                    within(HOST_SILENCE_S, lambda: store.check(["pipette"]))
                     self._has_answer.set()
         except TimeoutError:
             return SILENT
         except (OSError, RuntimeError):
             # It may be a fault of this process, as too many open files or threads.
-            return why_unreachable(self.peer, timeout_s=SILENT_S)
+            return why_unreachable(self.peer, timeout_s=HOST_SILENCE_S)
         return ""
 
 

@@ -9,7 +9,8 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pipette_launch.agent.sync.peer_watch import SILENT_S, why_unreachable
+from pipette_launch.agent.sync.peer_watch import why_unreachable
+from pipette_launch.defaults import HOST_SILENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +41,7 @@ class ReachSweep:
     def stop(self) -> None:
         """Connect no more, once the attempt that is under way has come to an end."""
         self._is_over.set()
-        self._has_answer.wait(SILENT_S)
+        self._has_answer.wait(HOST_SILENCE_S)
 
     def _sweep(self) -> None:
         pause_s = min(LONGEST_PAUSE_S, SWEEP_S / len(self._peers))
@@ -50,7 +51,7 @@ class ReachSweep:
                     return
                 self._has_answer.clear()
                 # Whose process has ended is known to its neighbour at once, unless the wire between them is cut.
-                lost = why_unreachable(peer, timeout_s=SILENT_S)
+                lost = why_unreachable(peer, timeout_s=HOST_SILENCE_S)
                 if lost:
                     self.peer, self.lost = peer, lost
                 self._has_answer.set()

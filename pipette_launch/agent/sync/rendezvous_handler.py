@@ -16,9 +16,10 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from pipette_launch.agent.sync.peer_watch import SILENT_S, answers
+from pipette_launch.agent.sync.peer_watch import answers
 from pipette_launch.agent.sync.store import StoreGone, TorchCall, within
 from pipette_launch.agent.sync.waiting import Waiting
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class AgentStoreHandler(RendezvousHandler):
             if now_s - looked_s < LOOK_S:
                 continue
             looked_s = now_s
-            if self._host is None or answers(self._host, within_s=SILENT_S):
+            if self._host is None or answers(self._host, within_s=HOST_SILENCE_S):
                 answered_s = time.monotonic()
             elif time.monotonic() - answered_s > HOST_GONE_S:
                 raise RendezvousConnectionError(

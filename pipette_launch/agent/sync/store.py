@@ -10,6 +10,7 @@ import zlib
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pipette_launch.agent.leaving import STORE_THREAD
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 
@@ -23,8 +24,6 @@ LAST_POLL_S = 0.2
 """Waits grow, so that hundreds of nodes that wait for one do not keep the store busy."""
 MOST_BYTES = 4 << 20
 """Of one value that holds a part of a long text; TCPStore takes 8 MiB in one value."""
-ANSWER_S = 8.0
-"""After how long without an answer another agent's store counts as gone. A busy host answers within milliseconds."""
 BROKEN = "the connection to its store broke"
 
 Answer = TypeVar("Answer")
@@ -112,9 +111,9 @@ class AgentStore:
         # Each question would take as long again.
         self.check_is_there()
         try:
-            return within(ANSWER_S, do)
+            return within(HOST_SILENCE_S, do)
         except TimeoutError as error:
-            self.gone = f"silent for {ANSWER_S:.0f} s"
+            self.gone = f"silent for {HOST_SILENCE_S:.0f} s"
             raise StoreGone(self.gone) from error
         except RuntimeError as error:
             self.gone = BROKEN

@@ -67,7 +67,7 @@ def test_a_store_that_was_silent_is_not_asked_again(monkeypatch: pytest.MonkeyPa
             asked.append(words)
             time.sleep(0.3)
 
-    monkeypatch.setattr(agent_store, "ANSWER_S", 0.1)
+    monkeypatch.setattr(agent_store, "HOST_SILENCE_S", 0.1)
     silent = RoundStore(SilentStore(), 1, 2, is_coordinator=False)
     silent.say("left", "its agent was told to end")
     silent.say("alarm", "its agent was told to end")

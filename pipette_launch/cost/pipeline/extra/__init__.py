@@ -10,6 +10,7 @@ A new schedule is a function that makes its order, and an entry in `SCHEDULES`. 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +35,21 @@ from pipette_launch.facts.known_schedules import (
     interleaved_zero_bubble,
     one_forward_one_backward,
 )
-from pipette_launch.facts.schedule import Placement, Schedule, rank_of
+from pipette_launch.facts.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    KINDS,
+    WEIGHT,
+    Action,
+    Message,
+    Placement,
+    Program,
+    Schedule,
+    message_to,
+    programs,
+    rank_of,
+)
 from pipette_launch.text import did_you_mean
 
 Chunks = Literal["one", "two", "several"]

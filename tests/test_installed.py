@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_packages_are_those_of_the_requirements() -> None:
-    """setup.cfg asks for the same, and for megatron-core, which a checkout may stand in for."""
-    listed = (ROOT / "setup.cfg").read_text().split("install_requires =")[1].split("[")[0].split()
+    """setup.cfg lists them and megatron-core, which a checkout can replace."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    listed = f"{settings['options']['install_requires']}\n{settings['options.extras_require']['train']}".split()
 
     assert {*MODULES, "megatron-core"} == {one.partition(">")[0] for one in listed}
 

@@ -11,8 +11,8 @@ from benchmarks.validation.golden_rows import GoldenLayout, GoldenRow
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
 from pipette_launch.megatron import read_job
-from pipette_launch.megatron.allocator import VARIABLES
 from pipette_launch.megatron.flags import Flag, flag_table, known_release, release_of, releases
+from pipette_launch.megatron.performance import VARIABLES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from pipette_launch.facts.fabric import made_up_names
 from pipette_launch.facts.measurements import memory_digest
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import Shortage
-from pipette_launch.megatron.allocator import VARIABLES as ALLOCATOR_VARIABLES
+from pipette_launch.megatron.performance import VARIABLES as ALLOCATOR_VARIABLES
 from pipette_launch.megatron.performance import performance_options
 
 Kept = TypeVar("Kept", bound=files.Document)

@@ -1,21 +1,23 @@
 """Megatron's command line read into facts, and facts written back; the only room that knows a flag's name."""
 
-from pipette_launch.megatron.checkpoint import Continuation, continuation, record_path, saved_iteration
-from pipette_launch.megatron.environment import environment
-from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
+from pipette_launch.megatron.checkpoint import Continuation, continuation
+from pipette_launch.megatron.checkpoint_files import record_path, saved_iteration
 from pipette_launch.megatron.flags import newest_release
+from pipette_launch.megatron.layout import write_arguments
 from pipette_launch.megatron.logs import (
     RERUN_EXIT_CODES,
     Iteration,
     MemoryLine,
+    exception_in,
+    explain_failure,
+    failure_of,
     parse_iteration,
     parse_memory,
+    why_no_plan_helps,
 )
 from pipette_launch.megatron.pins import fixed_fields
 from pipette_launch.megatron.read import global_batch_size, read_job
-from pipette_launch.megatron.trial import TrialWords, trial_arguments
-from pipette_launch.megatron.version import script_version, version_or_newest
-from pipette_launch.megatron.write import write_arguments
+from pipette_launch.megatron.script import TrialWords, environment, script_version, trial_arguments, version_or_newest
 
 __all__ = [
     "RERUN_EXIT_CODES",

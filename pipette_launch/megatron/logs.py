@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
+from pipette_launch.facts.messages import Failure, FailureKind
 from pipette_launch.text import MIB
 
 _COUNT, _FIGURE = r"(\d{1,15})", r"(\d{1,15}(?:\.\d{0,15})?)"
@@ -82,3 +85,173 @@ def parse_memory(line: str) -> MemoryLine | None:
 
 RERUN_EXIT_CODES = (16, 17)
 """By these Megatron's rerun state machine asks to be started again as it was, and says that a result was wrong."""
+
+
+OUT_OF_MEMORY = "out of memory"
+RANK_MONITORS = "a rank monitor beside each rank, which ft_launcher starts, and pipette-launch and torchrun do not"
+KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
+    (
+        "out-of-memory",
+        r"torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|cudaErrorMemoryAllocation",
+        f"{OUT_OF_MEMORY}: torch's allocator could not get the GPU memory it asked for",
+    ),
+    (
+        "out-of-memory",
+        r"NCCL WARN Cuda failure.*out of memory|ncclUnhandledCudaError.*out of memory",
+        f"{OUT_OF_MEMORY}: NCCL's buffers",
+    ),
+    (
+        "out-of-memory",
+        r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
+        f"{OUT_OF_MEMORY}: a CUDA library's workspace",
+    ),
+    (
+        "out-of-host-memory",
+        r"DefaultCPUAllocator: can't allocate memory|\bMemoryError\b|Cannot allocate memory|std::bad_alloc",
+        f"{OUT_OF_MEMORY}: the host's memory is exhausted",
+    ),
+    # oneDNN names no cause: what it cannot get is the buffer of a kernel that it makes for a new shape.
+    (
+        "out-of-host-memory",
+        r"RuntimeError: could not create a primitive\s*$",
+        f"{OUT_OF_MEMORY}: a kernel of oneDNN got no buffer",
+    ),
+    (
+        "out-of-host-memory",
+        r"Memory cgroup out of memory|oom-kill|oom_kill|Out of memory: Killed process|OOM Killed",
+        f"{OUT_OF_MEMORY}: the kernel or the batch system killed a process",
+    ),
+    ("other", r"No space left on device", "no space is left on the disk that it writes to"),
+    # torch's writer of checkpoints does not say why.
+    (
+        "other",
+        r"inline_container\.cc[^\n]*(?:unexpected pos|write failed)",
+        "a checkpoint could not be written; its disk may be full",
+    ),
+    (
+        "other",
+        r"\(TP, PP\) mismatch after resume",
+        "the plan does not fit the checkpoint: its optimizer state cannot change TP or PP; fix tp and pp",
+    ),
+    (
+        "other",
+        r"Number of unpadded elements in each bucket need to be the same",
+        "the plan does not fit the checkpoint: its optimizer state was saved with other gradient buckets",
+    ),
+    (
+        "other",
+        r"CUDA_DEVICE_MAX_CONNECTIONS to 1|FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_DEVICE_MAX_CONNECTIONS does not suit this configuration",
+    ),
+    (
+        "other",
+        r"not divisible by micro batch|contiguous micro-batches in a|dependency bubbles|without also enabling sequence",
+        "Megatron refuses this configuration: the plan is illegal, which is a defect of the planner",
+    ),
+    (
+        "missing",
+        r"FT_RANK_MONITOR_IPC_SOCKET env var",
+        f"--enable-ft-package needs {RANK_MONITORS} (docs/reliability.md)",
+    ),
+    (
+        "missing",
+        r"checkpointing save dir must be set to enable fault tolerance",
+        "--enable-ft-package needs --save, where it keeps its time-outs",
+    ),
+    ("other", r"torch distributed is already initialized", "torch.distributed was initialised before Megatron"),
+    (
+        "unknown-flags",
+        r"error: unrecognized arguments: (?P<what>.+)",
+        "the script does not know the flags {what}",
+    ),
+    ("refused-flag", r"error: argument (?P<what>.+)", "the script refuses a flag: {what}"),
+    ("other", r"(?:NCCL|ncclSystemError|ncclRemoteError|ncclInternalError)[^\n]*(?:error|Error)", "NCCL failed"),
+    ("other", r"Watchdog caught collective operation timeout", "a collective operation timed out"),
+)
+"""What to look for, most telling first, and what it means; `{what}` is filled from the text."""
+EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
+"""The line of a traceback that names the exception; torch puts the rank before it."""
+MISSING = re.compile(
+    r"(?:FileNotFoundError|ModuleNotFoundError|ImportError): |No such file or directory|"
+    r"\.idx and \.bin files cannot be found"
+)
+OF_ONE_RANK = re.compile(r"mp_rank_|torchinductor|\.triton|/triton")
+"""Files that ranks write for themselves: which of them are there depends on the layout, or on chance."""
+MAY_BE_THE_LAYOUT = re.compile(
+    r"parallel|pipeline|micro.?batch|divisible|world.?size|rank|stage|shape|size mismatch|state_dict|checkpoint|"
+    r"connect|peer|broken pipe|time.?out|timed out|Dist\w*Error|CUDA|NCCL|gloo|memory",
+    re.IGNORECASE,
+)
+"""Exceptions that two layouts may share and a third may not, and those of ranks that miss another one."""
+
+
+OWN_WORDS = "the words that the script refuses are your own"
+
+
+def exception_in(text: str) -> str:
+    """Return the last exception that a worker printed, type and message in one line; empty where there is none."""
+    found = EXCEPTION.findall(text)
+    return str(found[-1]).strip() if found else ""
+
+
+def explain_failure(text: str) -> Failure | None:
+    """Say why a worker failed, from what it printed; None where nothing is recognised."""
+    for kind, pattern, meaning in KNOWN_FAILURES:
+        found = re.search(pattern, text, re.MULTILINE)
+        if found:
+            named = {name: value.strip() for name, value in found.groupdict().items()}
+            return Failure(cause=meaning.format(**named), kind=kind, flags=_flags(kind, named.get("what", "")))
+    return None
+
+
+def _flags(kind: FailureKind, what: str) -> tuple[str, ...]:
+    """Name the flags in argparse's own sentence: `--typo 3 --other`, or `--seed/-s: invalid int value`."""
+    if kind == "unknown-flags":
+        return tuple(word for word in what.split() if word.startswith("--"))
+    return tuple(what.partition(":")[0].split("/")) if kind == "refused-flag" else ()
+
+
+def failure_of(cause: str) -> Failure:
+    """Tell the kind of a cause that is one line of a worker's: its exception, or the last thing that it printed."""
+    kind: FailureKind = "other"
+    if not OF_ONE_RANK.search(cause):
+        if MISSING.search(cause):
+            kind = "missing"
+        elif EXCEPTION.fullmatch(cause) and ": " in cause and not MAY_BE_THE_LAYOUT.search(cause):
+            kind = "exception"
+    return Failure(cause=cause, kind=kind)
+
+
+def why_no_plan_helps(
+    failure: Failure, *, before: Iterable[Failure], written: Sequence[str], given: Sequence[str] | None
+) -> str:
+    """Say why a script that died before its first iteration would die under every plan; empty where one may help.
+
+    Args:
+        failure: why it died.
+        before: deaths under other layouts.
+        written: the user's own words for the script.
+        given: the words that it was given; None for the user's own.
+
+    """
+    if failure.kind == "unknown-flags" and any(flag in written for flag in failure.flags):
+        return OWN_WORDS
+    if failure.kind == "refused-flag" and any(
+        _values(written, flag) and _values(written, flag) == _values(written if given is None else given, flag)
+        for flag in failure.flags
+    ):
+        return OWN_WORDS
+    if failure.kind == "missing":
+        return "what is missing is missing under every plan"
+    if failure.kind == "exception" and any(failure.cause == other.cause for other in before):
+        return "it is the same under two layouts"
+    return ""
+
+
+def _values(words: Sequence[str], flag: str) -> list[tuple[str, ...]]:
+    """What stands behind each mention of a flag."""
+    return [
+        (joined,) if equals else tuple(takewhile(lambda word: not word.startswith("--"), words[index + 1 :]))
+        for index, (name, equals, joined) in enumerate(word.partition("=") for word in words)
+        if name == flag
+    ]

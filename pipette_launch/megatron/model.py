@@ -10,10 +10,9 @@ from typing import Any
 from pipette_launch.errors import FactError, MegatronError
 from pipette_launch.facts import HybridLayers, LatentAttention, ModelSpec
 from pipette_launch.megatron.chunks import hybrid_pattern
-from pipette_launch.megatron.flags import Arguments
+from pipette_launch.megatron.flags import Arguments, why_missing
 from pipette_launch.megatron.layout import MOST_LAYERS, known_dest, num_layers_of
 from pipette_launch.megatron.tokenizers import Vocabulary
-from pipette_launch.megatron.unknown_words import why_missing
 
 REQUIRED = (
     "num_layers",

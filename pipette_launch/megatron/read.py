@@ -10,17 +10,22 @@ from typing import Any
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.facts.accelerators import compute_capability
-from pipette_launch.megatron import checkpoint
-from pipette_launch.megatron.allocator import allocator_config
-from pipette_launch.megatron.flags import Arguments, known_release, newest_release, release_of
+from pipette_launch.megatron.checkpoint import demands, unseen_note
+from pipette_launch.megatron.checkpoint_files import checkpoint_folder, with_checkpoint_arguments
+from pipette_launch.megatron.flags import (
+    Arguments,
+    check_words,
+    known_release,
+    newest_release,
+    release_of,
+    unknown_note,
+)
 from pipette_launch.megatron.layout import read_layout, read_stand_in
 from pipette_launch.megatron.model import check_required, read_model
-from pipette_launch.megatron.performance import performance_flags
+from pipette_launch.megatron.performance import allocator_config, performance_flags
 from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
-from pipette_launch.megatron.rules.judge import check_flags, check_own
-from pipette_launch.megatron.rules.number_formats import check_formats
+from pipette_launch.megatron.rules.judge import check_flags, check_formats, check_own
 from pipette_launch.megatron.tokenizers import read_vocabulary
-from pipette_launch.megatron.unknown_words import check_words, unknown_note
 
 
 def read_job(
@@ -64,7 +69,7 @@ def read_job(
     """
     fixed = fixed_fields(fix)
     environment = environment or {}
-    given, from_checkpoint = checkpoint.with_checkpoint_arguments(Arguments.parse(arguments, megatron_version))
+    given, from_checkpoint = with_checkpoint_arguments(Arguments.parse(arguments, megatron_version))
     check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
     starts_nothing = (for_prediction or for_planning) and not is_launched
     if starts_nothing:
@@ -82,23 +87,23 @@ def read_job(
     if starts_nothing and device_kind == "cuda":
         check_formats(given, flags_layout, device_name=device_name, capability=capability)
     batch = _batch(given, flags_layout)
-    demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)
-    if demands.own and given.get("use_mp_args_from_checkpoint_args"):
+    asked = demands(given, flags_layout, num_layers=model.num_layers)
+    if asked.own and given.get("use_mp_args_from_checkpoint_args"):
         refusal = None
-    own = demands.applied(flags_layout)
-    if demands.doubt and for_planning and not is_launched:
-        raise MegatronError(demands.doubt)
+    own = asked.applied(flags_layout)
+    if asked.doubt and for_planning and not is_launched:
+        raise MegatronError(asked.doubt)
     # Megatron drops the flag at TP 1, and the checkpoint may have another TP than the flags.
     own = replace(own, sequence_parallel=bool(given.get("sequence_parallel")) and own.tp > 1)
-    held = (*pins(given, own, device_kind), *demands.pins)
+    held = (*pins(given, own, device_kind), *asked.pins)
     pinned = {*fixed, *(name for pin in held for name in pin.fields)}
     # On CPU cp stays 1, whatever the user's sizes are.
-    if refusal and (pinned & changed) - {*demands.own} - ({"cp"} if device_kind == "cpu" else set()):
+    if refusal and (pinned & changed) - {*asked.own} - ({"cp"} if device_kind == "cpu" else set()):
         raise refusal
-    assumed = (from_checkpoint, vocabulary.note, *demands.notes, demands.doubt)
+    assumed = (from_checkpoint, vocabulary.note, *asked.notes, asked.doubt)
     notes = [*assumed, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
     notes += [needless, *unknown_note(given)] if starts_nothing else []
-    notes += [checkpoint.unseen_note(given)] if starts_nothing and for_planning else []
+    notes += [unseen_note(given)] if starts_nothing and for_planning else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
     job = Job(
         model=model,
@@ -141,7 +146,7 @@ def _flags_layout(
     except MegatronError as error:
         names_stages = given.get("pipeline_model_parallel_layout") is not None
         # Megatron takes sizes of the checkpoint before it looks at any.
-        takes_sizes = given.get("use_mp_args_from_checkpoint_args") and checkpoint.checkpoint_folder(given)
+        takes_sizes = given.get("use_mp_args_from_checkpoint_args") and checkpoint_folder(given)
         if not takes_sizes and (for_prediction or (names_stages and not for_planning)):
             raise
         # Without a global batch size the degrees decide how many samples a step has.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipette_launch.megatron import script_version
-from pipette_launch.megatron.checkpoint.model_arguments import WHERE_MISSING, always_taken
+from pipette_launch.megatron.checkpoint_files import WHERE_MISSING, always_taken
 from pipette_launch.megatron.flags import flag_table, release_of
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipette_launch.megatron.checkpoint.kept_fields import EQUAL_BUCKETS_DP, REPLICA_ELEMENTS
+from pipette_launch.megatron.checkpoint import EQUAL_BUCKETS_DP, REPLICA_ELEMENTS
 
 SCALE = 1000
 """Weights and buckets are 1000 times smaller than in a job."""

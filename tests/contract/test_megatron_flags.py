@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipette_launch import megatron
-from pipette_launch.megatron.checkpoint.model_arguments import ALWAYS, ALWAYS_BEFORE, ALWAYS_SINCE, WHERE_MISSING
+from pipette_launch.megatron.checkpoint_files import ALWAYS, ALWAYS_BEFORE, ALWAYS_SINCE, WHERE_MISSING
 from pipette_launch.megatron.chunks import SPLIT_DESTS
 from pipette_launch.megatron.flags import flag_table, releases
 from pipette_launch.megatron.performance import DESTS
@@ -127,7 +127,7 @@ def test_tables_of_destinations_are_known() -> None:
 
 def test_arguments_read_in_checkpoints_are_known() -> None:
     """Megatron derives three that have no flag; they are in its namespace and so in its checkpoints."""
-    sources = [path.read_text() for path in (Path(megatron.__file__).parent / "checkpoint").glob("*.py")]
+    sources = [path.read_text() for path in Path(megatron.__file__).parent.glob("checkpoint*.py")]
     read = {dest for text in sources for dest in re.findall(r'saved(?:\.get\(|, )"(\w+)"', text)}
     somewhere = set.union(*(dests(release) for release in releases()))
 

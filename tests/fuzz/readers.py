@@ -52,9 +52,15 @@ from pipette_launch.launch.plan_reports import read_profile
 from pipette_launch.launch.training import OutcomeTracker
 from pipette_launch.launch.watch import samples_of
 from pipette_launch.megatron import read_job
-from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
 from pipette_launch.megatron.flags import Arguments
-from pipette_launch.megatron.logs import parse_iteration, parse_memory
+from pipette_launch.megatron.logs import (
+    exception_in,
+    explain_failure,
+    failure_of,
+    parse_iteration,
+    parse_memory,
+    why_no_plan_helps,
+)
 from pipette_launch.megatron.tokenizers import read_vocabulary
 from pipette_launch.probe.health.inventory import switches
 from pipette_launch.probe.messages import PhaseEnd, Sign, WarmupOrder, WorkerResult

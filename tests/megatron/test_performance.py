@@ -1,13 +1,19 @@
 """Performance flags, read as options."""
 
+from __future__ import annotations
+
 from dataclasses import fields
 
 import pytest
+import torch
 from facts_for_tests import tiny_job
+from megatron_lines import SMALL
 
+from pipette_launch.errors import MegatronError
 from pipette_launch.facts.job import PerformanceOptions, flag_of
+from pipette_launch.megatron import read_job
 from pipette_launch.megatron.flags import flag_table, releases
-from pipette_launch.megatron.performance import performance_options
+from pipette_launch.megatron.performance import allocator_config, allocator_options, performance_options
 
 NAMES = [option.name for option in fields(PerformanceOptions)]
 
@@ -61,3 +67,82 @@ def test_every_option_is_a_flag_of_some_release(name: str) -> None:
     tables = (flag_table(version) for version in releases())
 
     assert any(flag_of(name) in table and table[flag_of(name)].dest == name for table in tables)
+
+
+CUDA, ANY = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+EXPANDABLE = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ""),
+        ({CUDA: EXPANDABLE}, EXPANDABLE),
+        ({ANY: EXPANDABLE}, EXPANDABLE),
+        ({"PYTORCH_HIP_ALLOC_CONF": EXPANDABLE}, EXPANDABLE),
+        ({CUDA: "", ANY: EXPANDABLE}, ""),
+        ({CUDA: "expandable_segments:False", ANY: EXPANDABLE}, "expandable_segments:False"),
+        ({CUDA: " expandable_segments : True , max_split_size_mb:128"}, f"{EXPANDABLE},max_split_size_mb:128"),
+    ],
+)
+def test_the_variable_in_effect(environment: dict[str, str], expected: str) -> None:
+    """The older name counts first, and white space does not count."""
+    assert expected == allocator_config(environment)
+
+
+def test_options_and_their_values() -> None:
+    """Lists have commas of their own, and the last of several counts."""
+    config = f"roundup_power2_divisions:[256:1,>:2],expandable_segments:False,{EXPANDABLE},"
+
+    assert {"roundup_power2_divisions": "[256:1,>:2]", "expandable_segments": "True"} == allocator_options(config)
+
+
+REFUSED = ("expandable_segments:true", "expandable_segments:1", "expandable_segments:", "expandable_segments:yes")
+
+
+@pytest.mark.parametrize("config", REFUSED)
+def test_a_value_that_torch_refuses_is_refused_with_the_right_one(config: str) -> None:
+    """A job would end at its first import; on a CPU, which has no such allocator, nothing is read."""
+    words = {"world_size": 1, "megatron_version": "0.16.1", "environment": {CUDA: config}}
+    with pytest.raises(MegatronError, match=r"torch refuses expandable_segments:\w*; write expandable_segments:True"):
+        read_job(SMALL, device_kind="cuda", **words)  # type: ignore[arg-type]
+    job = read_job(SMALL, device_kind="cpu", **words)  # type: ignore[arg-type]
+
+    assert job.allocator_config == ""
+
+
+MISSPELT = (
+    "expandable_segments=True",
+    "max_split_size_mb:64,expandable_segments=False",
+    "max_split_size_mb=64",
+)
+
+
+@pytest.mark.parametrize("config", MISSPELT)
+def test_a_misspelt_option_is_refused_with_the_form_that_torch_takes(config: str) -> None:
+    """Such a job would end at its first import, too."""
+    wrong = config.rpartition(",")[2].partition(":")[0]
+    with pytest.raises(MegatronError, match=f"torch refuses {wrong}; write NAME:VALUE, as expandable_segments:True"):
+        allocator_config({CUDA: config})
+
+
+TAKEN = (EXPANDABLE, " expandable_segments : False ", f"max_split_size_mb:64,{EXPANDABLE}")
+
+
+@pytest.mark.parametrize("config", [*REFUSED, *MISSPELT, *TAKEN])
+def test_torch_refuses_the_same_values(config: str) -> None:
+    """A contract with the installed torch, whose parser runs without a GPU too."""
+    settings = torch._C._accelerator_setAllocatorSettings
+    try:
+        settings(config)
+        is_taken = True
+    except (ValueError, RuntimeError):
+        is_taken = False
+    finally:
+        settings("")
+
+    try:
+        allocator_config({CUDA: config})
+        assert is_taken
+    except MegatronError:
+        assert not is_taken

@@ -20,8 +20,7 @@ from pipette_launch.facts.job import RING, Job, flag_of
 from pipette_launch.facts.known_devices import capability_of_cluster
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import DeviceOverhead, Measurements, MemoryNeed, StageReading, memory_digest
-from pipette_launch.megatron.allocator import EXPANDABLE, VARIABLES, allocator_options
-from pipette_launch.megatron.performance import performance_options
+from pipette_launch.megatron.performance import EXPANDABLE, VARIABLES, allocator_options, performance_options
 from pipette_launch.text import MIB
 
 NUM_CUBLAS_THREADS = 2

@@ -27,7 +27,7 @@ from pipette_launch.facts import Job, ModelSpec, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
 from pipette_launch.megatron.chunks import Split
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.megatron.rules.rules import Rules
+from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.search.layouts.partition import SLACK, LayerSeconds, balanced_chunks, stage_seconds
 
 T = TypeVar("T")

@@ -13,9 +13,8 @@ import numpy as np
 
 from pipette_launch.facts import Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE, Ints, LayoutColumns, MemoryOptions, codes_of
-from pipette_launch.megatron.rules.broken import Broken
+from pipette_launch.megatron.rules.broken import Broken, Rules
 from pipette_launch.megatron.rules.memory_options import recompute_faults, state_faults
-from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.layouts import axes
 from pipette_launch.search.layouts.shared_lists import SharedLists
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from facts_for_tests import LATENT, tiny_job, tiny_model
+from megatron_lines import job
 
 from pipette_launch.facts import Batch, HybridLayers, Layout, Recompute
+from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.degrees import pipeline_faults, tensor_faults
 from pipette_launch.megatron.rules.judge import broken_rule
-from pipette_launch.megatron.rules.rules import Rules
 
 
 def test_transformer_engine_has_whole_projections_down_to_the_latents() -> None:
@@ -55,3 +56,22 @@ def test_hybrid_models_have_rules_of_their_own(version: str, layout: Layout, fau
     found = broken_rule(Rules.of(job, device_kind="cuda"), layout)
 
     assert found is None if fault is None else found is not None and fault in found.reason
+
+
+@pytest.mark.parametrize(
+    ("words", "faulty"),
+    [
+        ("--tensor-model-parallel-size 8", True),
+        ("--tensor-model-parallel-size 4", False),
+        ("--num-experts 8 --expert-model-parallel-size 8", True),
+        ("--num-experts 8 --expert-model-parallel-size 4", False),
+        ("--tensor-model-parallel-size 8 --data-parallel-sharding-strategy optim", False),
+    ],
+)
+def test_gradients_that_megatron_fsdp_would_add_twice(words: str, faulty: bool) -> None:
+    """Where one rank holds all weights or all experts alone, and gradients are sharded."""
+    fsdp = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
+    asked = job("--disable-bias-linear --use-distributed-optimizer", fsdp, words, for_planning=True)
+    broken = broken_rule(Rules.of(asked, device_kind="cuda"), asked.own)
+
+    assert faulty == (broken is not None and "adds gradients twice" in broken.reason)

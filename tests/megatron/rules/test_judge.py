@@ -6,8 +6,9 @@ import pytest
 from megatron_lines import job
 
 from pipette_launch.errors import MegatronError
+from pipette_launch.facts import Job
+from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.judge import broken_rule
-from pipette_launch.megatron.rules.rules import Rules
 
 TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"
 CP, ETP = "--context-parallel-size", "--expert-tensor-parallel-size"
@@ -155,3 +156,219 @@ def test_flags_that_no_layout_mends_are_refused_for_plans_too() -> None:
         "--overlap-moe-expert-parallel-comm and --mtp-num-layers 2: allows one depth of multi-token prediction; "
         "change one of them"
     ) == str(error.value)
+
+
+INSTANCES = "--num-distributed-optimizer-instances"
+GRAPHS = "--attention-dropout 0 --hidden-dropout 0 --cuda-graph-impl"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+RAMP = "--train-iters 0 --train-samples 1000 --rampup-batch-size"
+NO_CHECK = "--no-check-for-nan-in-loss-and-grad"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LOW = "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 3"
+ENGINE = "--cuda-graph-impl transformer_engine"
+EXPERTS = "--num-experts 8 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+WIDE = f"{EXPERTS} --moe-ffn-hidden-size 96 --ffn-hidden-size 250 {TP} 4 --sequence-parallel"
+OPTIMIZER = "--use-distributed-optimizer"
+OVERLAP = f"{EXPERTS} --bf16 --overlap-moe-expert-parallel-comm"
+CASES = {
+    "instances of the optimizer": [
+        ("0.16.1", f"{EXPERTS} {OPTIMIZER} {INSTANCES} 2 {EP} 8", f"{EXPERTS} {OPTIMIZER} {INSTANCES} 2 {EP} 4"),
+        ("0.20.0", f"{EXPERTS} {OPTIMIZER} {INSTANCES} 4 {EP} 4", f"{EXPERTS} {OPTIMIZER} {INSTANCES} 2 {EP} 4"),
+        ("0.16.1", f"{OPTIMIZER} {INSTANCES} 4 {TP} 4", f"{OPTIMIZER} {INSTANCES} 2 {TP} 4"),
+        ("0.16.1", f"{INSTANCES} 2", f"{OPTIMIZER} {INSTANCES} 2"),
+    ],
+    "sequence parallelism": [
+        ("0.16.1", f"--tp-comm-overlap {TP} 2", f"--tp-comm-overlap {TP} 2 --sequence-parallel"),
+        ("0.14.0", "--tp-comm-overlap", f"--tp-comm-overlap {TP} 2 --sequence-parallel"),
+        ("0.18.0", "--tp-comm-overlap --sequence-parallel", f"--tp-comm-overlap {TP} 4 --sequence-parallel"),
+    ],
+    "overlapped experts": [
+        ("0.16.1", f"{OVERLAP} {EP} 2 {PP} 4", f"{OVERLAP} {EP} 2 {PP} 4 {STAGES} 2"),
+        ("0.16.1", f"{OVERLAP} {EP} 2 {FULL}", f"{OVERLAP} {EP} 2"),
+        ("0.16.1", OVERLAP, f"{OVERLAP} {EP} 8"),
+        ("0.17.1", f"{OVERLAP} {EP} 2 {SELECTIVE} moe", f"{OVERLAP} {EP} 2 {SELECTIVE} core_attn"),
+    ],
+    "virtual stages": [
+        (
+            "0.16.1",
+            f"{PP} 4 --overlap-p2p-communication-warmup-flush",
+            f"{PP} 4 {STAGES} 2 --overlap-p2p-communication-warmup-flush",
+        ),
+        (
+            "0.20.0",
+            f"{PP} 4 {STAGES} 2 --overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication",
+            f"{PP} 4 {STAGES} 2 --no-overlap-p2p-communication",
+        ),
+        ("0.14.0", "--overlap-p2p-communication-warmup-flush", ""),
+        ("0.16.1", f"{RAMP} 4 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 8 8 100 {PP} 4 {STAGES} 2"),
+        ("0.17.1", f"{RAMP} 8 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 8 4 100 {PP} 4"),
+        ("0.14.0", f"{RAMP} 4 4 100 {PP} 4 {STAGES} 2", f"{RAMP} 4 4 100 {PP} 4"),
+    ],
+    "widths": [
+        ("0.16.1", f"{WIDE} --moe-layer-freq 2", WIDE),
+        ("0.20.0", f"{WIDE} --moe-layer-freq ([1]*7+[0]*1)", WIDE),
+        ("0.14.0", f"--ffn-hidden-size 250 {TP} 4", f"--ffn-hidden-size 252 {TP} 4"),
+        ("0.18.0", f"{WIDE} --moe-ffn-hidden-size 90", f"{WIDE} --moe-ffn-hidden-size 92"),
+    ],
+    "kinds of exchange": [
+        ("0.16.1", f"{CP} 2 --cp-comm-type p2p a2a", "--cp-comm-type p2p a2a"),
+        ("0.16.1", f"{CP} 2 --cp-comm-type allgather", f"{CP} 2 --cp-comm-type all_gather"),
+        ("0.20.0", f"{CP} 2 --cp-comm-type ring", "--cp-comm-type ring"),
+        ("0.18.0", f"{CP} 2 --cp-comm-type p2p p2p p2p", f"{CP} 2 --cp-comm-type {' '.join(['p2p'] * 8)}"),
+        (
+            "0.16.1",
+            (
+                f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --group-query-attention "
+                f"--num-query-groups 1"
+            ),
+            f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        ),
+        ("0.19.0", f"{CP} 2 --attention-backend flash --batch-invariant-mode", f"{CP} 2 --attention-backend flash"),
+    ],
+    "rank order": [
+        ("0.16.1", f"--use-tp-pp-dp-mapping {PP} 2 {CP} 2", f"--use-tp-pp-dp-mapping {PP} 2 {TP} 2"),
+        ("0.20.0", f"--use-tp-pp-dp-mapping {PP} 4 {CP} 2", f"--use-tp-pp-dp-mapping {CP} 4"),
+    ],
+    "checkpoints": [
+        (
+            "0.16.1",
+            (
+                f"--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dcp {TP} 2 "
+                f"--no-gradient-accumulation-fusion"
+            ),
+            (
+                "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dcp "
+                "--no-gradient-accumulation-fusion"
+            ),
+        ),
+        (
+            "0.16.1",
+            f"{OPTIMIZER} --ckpt-format torch --disable-gloo-process-groups",
+            "--ckpt-format torch --disable-gloo-process-groups",
+        ),
+        (
+            "0.18.0",
+            f"{OPTIMIZER} --ckpt-format torch --disable-gloo-process-groups",
+            f"{OPTIMIZER} --ckpt-format torch",
+        ),
+    ],
+    "FP8": [
+        (
+            "0.16.1",
+            f"{LOW} {PP} 4",
+            f"{LOW} {PP} 2",
+        ),
+    ],
+    "experts": [
+        ("0.15.0", f"{EXPERTS} {EP} 2 --fp16", f"{EXPERTS} {EP} 2 --bf16"),
+        ("0.15.0", f"{EXPERTS} {EP} 4 --fp16", f"{EXPERTS} --fp16"),
+        ("0.16.1", f"{EXPERTS} --moe-token-dispatcher-type flex", f"{EXPERTS} --moe-token-dispatcher-type flex {EP} 2"),
+        (
+            "0.18.0",
+            f"{EXPERTS} --moe-token-dispatcher-type flex",
+            f"{EXPERTS} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+        ),
+        (
+            "0.16.1",
+            f"{EXPERTS} {EP} 2 {GRAPHS} local",
+            f"{EXPERTS} {EP} 2 {GRAPHS} local --moe-pad-experts-for-cuda-graph-inference",
+        ),
+        ("0.17.1", f"{EXPERTS} {EP} 2 {GRAPHS} local", f"{EXPERTS} {GRAPHS} local"),
+    ],
+    "CUDA graphs": [
+        ("0.16.1", f"{GRAPHS} local {FULL}", f"{GRAPHS} local --cuda-graph-scope full_iteration {NO_CHECK} {FULL}"),
+        ("0.18.0", f"{GRAPHS} transformer_engine {FULL}", f"{GRAPHS} full_iteration {NO_CHECK} {FULL}"),
+        ("0.14.0", f"--enable-cuda-graph {SELECTIVE} layernorm", f"--external-cuda-graph {SELECTIVE} layernorm"),
+        ("0.14.0", f"--external-cuda-graph {FULL}", "--external-cuda-graph"),
+        (
+            "0.15.0",
+            f"{GRAPHS} transformer_engine {SELECTIVE} layernorm",
+            f"{GRAPHS} transformer_engine --cuda-graph-scope attn {SELECTIVE} layernorm",
+        ),
+        ("0.15.0", f"{GRAPHS} transformer_engine --cuda-graph-scope attn {SELECTIVE} core_attn", ""),
+        (
+            "0.16.1",
+            f"{ENGINE} {SELECTIVE} core_attn",
+            f"{GRAPHS} transformer_engine {SELECTIVE} core_attn",
+        ),
+        (
+            "0.18.0",
+            f"{EXPERTS} {EP} 2 {ENGINE} --cuda-graph-modules attn moe_router {SELECTIVE} moe",
+            f"{EXPERTS} {EP} 2 {ENGINE} --cuda-graph-modules attn {SELECTIVE} moe",
+        ),
+    ],
+    "other optimizers": [
+        ("0.16.1", "--optimizer sgd --use-distributed-optimizer", "--optimizer sgd"),
+        ("0.17.1", "--optimizer muon --overlap-grad-reduce", "--optimizer dist_muon --overlap-grad-reduce"),
+        ("0.16.1", "--optimizer dist_muon --overlap-grad-reduce", "--optimizer dist_muon"),
+        ("0.17.1", f"--optimizer muon {OPTIMIZER}", "--optimizer muon"),
+        ("0.18.0", f"--optimizer sgd {OPTIMIZER}", f"--optimizer muon {OPTIMIZER} --overlap-grad-reduce"),
+    ],
+}
+
+
+def read(words: str, version: str) -> Job:
+    """Read a job for a prediction; experts and graphs may have a shape of their own."""
+    return job(words, version=version, for_prediction=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "refused", "taken"), [case for cases in CASES.values() for case in cases], ids=lambda text: text[:60]
+)
+def test_refusals_are_megatrons(version: str, refused: str, taken: str) -> None:
+    """Each line is refused, and the line beside it, which differs in what the rule needs, is read."""
+    assert read(taken, version).own
+    with pytest.raises(MegatronError):
+        read(refused, version)
+
+
+NVFP4 = "--fp4-format e2m1"
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "capability", "message"),
+    [
+        (
+            "--fp8-format hybrid",
+            "A100-80GB",
+            8,
+            "--fp8-format hybrid: A100-80GB does not compute in FP8, which needs compute capability 8.9; remove",
+        ),
+        ("--fp8-format e4m3", "NVIDIA GeForce RTX 3090", None, "RTX 3090 does not compute in FP8, which"),
+        ("--fp8-format e4m3", "V100-SXM2-32GB", 7, "V100-SXM2-32GB does not compute in FP8"),
+        ("--fp8-format e4m3", "mine", 7, "mine does not compute in FP8"),
+        (
+            "--fp8-format e4m3 --fp8-recipe mxfp8",
+            "NVIDIA H100 80GB HBM3",
+            None,
+            "--fp8-format e4m3 and --fp8-recipe mxfp8: NVIDIA H100 80GB HBM3 does not compute in FP8 (mxfp8), which",
+        ),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", "L40S", 8, "FP8 (blockwise), which needs compute capability 9.0"),
+        (NVFP4, "H200-SXM", 9, "--fp4-format e2m1: H200-SXM does not compute in FP4, which needs"),
+    ],
+)
+def test_a_format_that_the_chip_lacks_is_refused(words: str, device: str, capability: int, message: str) -> None:
+    """With flags, device, the capability it needs and a remedy."""
+    with pytest.raises(MegatronError) as caught:
+        job(words, for_prediction=True, device_name=device, capability=capability)
+
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "capability"),
+    [
+        ("--fp8-format hybrid", "H100-SXM", 9),
+        ("--fp8-format hybrid", "L40S", 8),
+        ("--fp8-format hybrid", "NVIDIA GeForce RTX 4090", None),
+        ("--fp8-format hybrid", "unknown", None),
+        ("--fp8-format hybrid", "mine, like Ada", 8),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", "H20-SXM", 9),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "GB200-NVL72", 10),
+        (NVFP4, "B200", 10),
+        ("--fp8-recipe mxfp8", "A100-80GB", 8),
+    ],
+)
+def test_other_formats_are_read(words: str, device: str, capability: int) -> None:
+    """Those that the chip computes, and those of GPUs of which too little is known."""
+    assert job(words, for_prediction=True, device_name=device, capability=capability).model.num_layers

@@ -18,8 +18,8 @@ from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Layout, Samples
 from pipette_launch.facts.layout import NO_RECOMPUTE, LayoutColumns, MemoryOptions
 from pipette_launch.megatron import read_job, write_arguments
+from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.judge import broken_rule
-from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.layouts.axes import micro_batch_sizes
 from pipette_launch.search.layouts.enumerate import Cuts, compute_cases, cuts
 

@@ -12,8 +12,8 @@ from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Layout
 from pipette_launch.megatron import read_job, write_arguments
 from pipette_launch.megatron.flags import releases
+from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.judge import broken_rule
-from pipette_launch.megatron.rules.rules import Rules
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 
 BASE = (

@@ -19,7 +19,7 @@ from megatron_lines import SMALL, job
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.megatron import write_arguments
-from pipette_launch.megatron.checkpoint.written import read_saved
+from pipette_launch.megatron.checkpoint_files import read_saved
 
 RUN = "--micro-batch-size 1 --global-batch-size 32 --train-iters 10 --sequence-parallel --use-checkpoint-args".split()
 MIXTRAL: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a day of losses leaves of the throughput: the hosts that are gone, and the time that each loss takes."""
+"""Throughput left after a day of losses: fewer hosts, and the time that each loss takes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SAVE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """What one loss costs beside the hosts."""
+    """Seconds that one loss takes."""
 
     stands_still_s: float
     loads_checkpoint: bool
-    """Half of what was trained since the last checkpoint is lost on average; else only the step in progress."""
+    """True if training returns to the last checkpoint and loses half an interval on average. Else it loses one step."""
 
 
 def checkpoint_interval_s(between_s: float) -> float:
@@ -28,10 +28,10 @@ def checkpoint_interval_s(between_s: float) -> float:
 def kept(
     rate_after: Callable[[int], float], loss: Loss, *, between_s: float, most_lost: int, step_s: float
 ) -> tuple[float, float]:
-    """Average the throughput until so many hosts are lost, or a day is over.
+    """Average the throughput until the given number of hosts is lost or a day is over.
 
     Args:
-        rate_after: throughput with so many hosts lost, as a part of what all hosts do.
+        rate_after: throughput by number of lost hosts, divided by the throughput of all hosts.
         loss: what each costs.
         between_s: seconds from one loss to the next; the first comes after as many.
         most_lost: the loss after this one ends the count.

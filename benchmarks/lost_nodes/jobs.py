@@ -35,7 +35,7 @@ class Case:
         return f"{self.model}, {self.hosts:,} hosts, batch {self.batch:,}"
 
     def job(self, hosts: int) -> Job:
-        """The job as it is read for so many hosts; its own layout is TP in a host, replicas of hosts."""
+        """The job for N hosts. Its own layout is TP inside a host and data parallel over hosts."""
         own = Layout(
             tp=DEVICES_PER_HOST,
             dp=hosts,
@@ -82,7 +82,7 @@ def machines(case: Case) -> Measurements:
 
 
 def of_hosts(job: Job, measured: Measurements, hosts: int) -> Measurements:
-    """What was measured of the first so many hosts, with what else a job on them computes."""
+    """Measurements of the first N hosts, with the other shapes that a job on N hosts computes."""
     names = [host.name for host in measured.cluster.hosts]
     left = without_hosts(measured, names[hosts:])
     return with_extrapolated_times(job, with_cases_of(job, left))

@@ -1,4 +1,4 @@
-"""What one pipeline takes for a step, by its depth and by its number of micro-batches, from the cost model."""
+"""Seconds of one pipeline for a step, by depth and number of micro-batches, from the cost model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MOST_STAGES = 24
 LONG = (32, 48, 96)
 """Depths beyond, for pipelines without TP."""
 MOST_HOSTS = 128
-"""Pipelines are priced beside so many hosts' worth of replicas at most: more change a ring's time little."""
+"""Most hosts of replicas beside which a pipeline is priced: more change the time of a ring little."""
 _AFTER = ("data_parallel", "embedding_gradients", "optimizer", "parameter_gather")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Pipelines of one kind, whatever their depth."""
+    """Pipelines of one kind and any depth."""
 
     tp: int
     micro_batch_size: int
@@ -38,7 +38,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """What a pipeline of some depth takes."""
+    """Seconds of a pipeline of one depth."""
 
     fixed_s: float
     """Filling and draining, gradients, optimizer."""
@@ -50,7 +50,7 @@ class Pace:
     """The part of `fixed_s` after the pipeline."""
 
     def pipelines(self, count: int) -> Pipelines:
-        """So many of them."""
+        """Number of pipelines."""
         return Pipelines(count=count, fixed_s=self.fixed_s, each_s=self.each_s)
 
 
@@ -130,7 +130,7 @@ class Paces:
         return for_layouts(self._job, (layout,), hosts=layout.world_size // DEVICES_PER_HOST)
 
     def _fits(self, shape: Shape, depth: int, replicas: int, *, copies: int = 1) -> bool:
-        """Whether its memory suffices where each rank keeps the states of so many stages."""
+        """True if memory suffices when each rank keeps the states of the given number of stages."""
         layout = self.layout(shape, depth, replicas)
         each = replicas * shape.micro_batch_size
         group = depth if layout.vpp > 1 else 1

@@ -1,4 +1,4 @@
-"""How pipelines of unequal speed share the micro-batches of a step."""
+"""Division of a step's micro-batches among pipelines of unequal speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Pipelines:
     each_s: float
 
     def fit(self, step_s: float) -> int:
-        """How many micro-batches each of them can run in so many seconds."""
+        """Number of micro-batches that each pipeline runs in the given seconds."""
         return int((step_s - self.fixed_s) / self.each_s * (1 + 1e-12)) if step_s > self.fixed_s else 0
 
 
@@ -42,6 +42,6 @@ def shared_step_s(pipelines: Sequence[Pipelines], microbatches: int) -> float | 
 
 
 def depths(stages: int, pipelines: int) -> tuple[tuple[int, int], ...]:
-    """Depth and count of pipelines that together have so many stages and differ by one at most."""
+    """Depth and count of pipelines that together have the given number of stages and differ by one stage at most."""
     depth, deeper = divmod(stages, pipelines)
     return tuple((size, count) for size, count in ((depth, pipelines - deeper), (depth + 1, deeper)) if count and size)

@@ -76,7 +76,7 @@ is that of the next row; that of templates is counted for each loss."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What each way comes to with so many hosts lost."""
+    """Throughput of each way, by number of lost hosts."""
 
     lost: int
     ways: Mapping[str, Going | None]
@@ -100,14 +100,14 @@ class Outcome:
         return self.whole.step_s / found.step_s if found else 0.0
 
     def rate_after(self, way: str, lost: int) -> float:
-        """The same with any number of hosts lost: that of the next row, since a batch divides by few numbers."""
+        """Rows between take the layout of the next row, since a batch divides by few numbers."""
         if way == "templates":
             return self.whole.step_s / self.each[lost]
         return self.rate(way, min((row for row in self.rows if row.lost >= lost), key=lambda row: row.lost))
 
 
 def conditions(*, budget_s: float, seed: int) -> Iterator[str]:
-    """What everything below rests on."""
+    """Conditions of all figures below."""
     yield (
         f"`python -m benchmarks.bench_lost_nodes`, {time.strftime('%Y-%m-%d', time.gmtime())}; {processor()}, "
         f"{os.cpu_count()} cores of which one is used; Python {platform.python_version()}, numpy {version('numpy')}; "
@@ -142,7 +142,7 @@ def _runs(found: Going | None) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """What stock Megatron cannot express, and what that costs."""
+    """Layouts that stock Megatron cannot express, and the cost of doing without."""
     yield ""
     yield "## What stock Megatron cannot express"
     yield ""

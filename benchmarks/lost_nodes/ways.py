@@ -1,4 +1,4 @@
-"""Ways to go on after hosts are lost: each says how long a step takes with so many hosts left."""
+"""Ways to go on after hosts are lost: each predicts the step time for the hosts that are left."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ PROVENANCE = Provenance(key="", made_at="", versions={}, source="measured")
 SCRIPT = ("--save", "x", "--load", "x", "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable")
 """The checkpoints let all of a layout change."""
 LOOK_S, LOOKS = 1.0, 6
-"""Seconds of a search that only tells whether so many hosts are worth a whole one, and how many such looks."""
+"""Seconds of a short search, which decides if a number of hosts deserves a whole search; and their number."""
 TPS = {"6.7B": (1, 2, 4), "175B": (4, 8)}
 """Tensor-parallel sizes of the pipelines that differ in depth."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Going:
-    """How a job goes on."""
+    """One way for a job to go on."""
 
     step_s: float
     layout: str
     hosts: int
-    """That train."""
+    """Number of hosts that train."""
 
 
 class Searches:
@@ -52,7 +52,7 @@ class Searches:
         self.look = lru_cache(None)(lambda hosts: self._plan(hosts, replace(self.options, budget_s=LOOK_S)))
 
     def _plan(self, hosts: int, options: SolveOptions) -> Plan | str:
-        """The plan for so many hosts, or why there is none."""
+        """The plan for the given number of hosts, or the reason why it is missing."""
         job = self._case.job(hosts)
         try:
             measured = of_hosts(job, self._measured, hosts)
@@ -122,7 +122,7 @@ class Templates:
         self.took_s = clock() - began_s
 
     def going(self, lost: Sequence[str]) -> Going | None:
-        """What the product runs after these losses; None where it would have to measure again."""
+        """Layout that the product runs after these losses; None if it has to measure again."""
         there = [host for host in self.plan.hosts if host not in set(lost)]
         fitted = refit(self.plan, there)
         return fitted and going(fitted)
@@ -134,7 +134,7 @@ def going(plan: Plan) -> Going:
 
 
 class SameShape:
-    """What a user of torchrun has: the plan's own layout with fewer replicas, from a checkpoint."""
+    """A user of torchrun: the plan's own layout with fewer replicas, from a checkpoint."""
 
     def __init__(self, case: Case, measured: Measurements, layout: Layout) -> None:
         self._case = case
@@ -151,7 +151,7 @@ class SameShape:
         return None
 
     def _with_replicas(self, dp: int, hosts: int) -> Going | None:
-        """So many replicas, with the quickest micro-batch that is no larger; None where the batch does not divide."""
+        """The layout with N replicas and the quickest micro-batch up to the present one; None if the batch does not divide."""
         job, best = self._case.job(hosts), None
         for size in range(1, self._layout.micro_batch_size + 1):
             if self._case.batch % (dp * size):
@@ -201,7 +201,7 @@ class Pipelined:
             return None
         if replicas * shape.micro_batch_size > self._case.batch or self._case.batch % shape.micro_batch_size:
             return None
-        # What fits without recompute is quicker so.
+        # A layout that fits without recompute is quicker without it.
         plain = replace(shape, recompute=NO_RECOMPUTE)
         if shape != plain and all(self._paces.fits(plain, size, replicas) for size, _ in sizes):
             return None

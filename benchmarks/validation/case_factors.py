@@ -1,4 +1,4 @@
-"""How the kernels of one shape of computation differ from a device's smooth curve, as measured steps have told."""
+"""Factors between measured kernel times and a device's smooth curve, one for each shape of computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.validation` does, in one screen."""
+"""Command line of `python -m benchmarks.validation`."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def nvidia_section(options: Options) -> Section:
 
 
 def step_times(options: Options) -> dict[str, latency.StepTime]:
-    """Our latency model, and those of others."""
+    """Our latency model and the baselines."""
     return {"pipette": latency.OURS, **(latency.BASELINES if options.baselines else {})}
 
 

@@ -1,4 +1,4 @@
-"""A device model brought to a few measured steps: least squares on log time, held back by what was known before.
+"""A device model fitted to a few measured steps: least squares on log time, with a prior for each constant.
 
 First the few parameters of the device are fitted to all steps; then each shape of computation that was met (a model's
 widths with tp, cp and micro-batch) gets factors of its own on the time of its layers and of its ends (embedding and
@@ -44,7 +44,7 @@ _LEAST_GAIN = 1e-3
 _SHARES = ("matmul_share", "attention_share", "memory_share")
 _LINKS = ("within_latency", "within_bandwidth", "between_latency", "between_bandwidth")
 PARAMETERS = (*_SHARES, "half_size", "launch_s", *_LINKS)
-"""What is fitted of a device, in this order."""
+"""Fitted constants of a device, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class MeasuredStep:
 
     @property
     def shape(self) -> tuple[ModelSpec, ComputeCase]:
-        """What a slot computed: steps of equal shape share their factors."""
+        """Computation of a slot. Steps of equal shape share their factors."""
         return shape_of(self.job.model), case_of(self.layout)
 
 
@@ -128,7 +128,7 @@ def _told_by(steps: Sequence[MeasuredStep]) -> list[int]:
 
 
 def predicted_s(step: MeasuredStep, device: DeviceSpec, factors: Sequence[CaseFactor] = ()) -> float:
-    """Seconds of a step as the device model has it; what was measured is not looked at."""
+    """Seconds of a step by the device model, without the measured value."""
     measurements = imagined(
         step.job,
         device,
@@ -194,7 +194,7 @@ def _log_errors(steps: Sequence[MeasuredStep], device: DeviceSpec, factors: Sequ
 
 
 def _tempered(errors_N: Array) -> Array:
-    """Count what is beyond `OUTLIER` in proportion instead of in square (Huber 1964): a hung run is no property."""
+    """Weigh errors beyond `OUTLIER` linearly, not squared (Huber 1964): a hung run says nothing about a device."""
     size_N = np.abs(errors_N)
     tempered: Array = np.sign(errors_N) * np.where(
         size_N > OUTLIER, np.sqrt(np.maximum(2 * OUTLIER * size_N - OUTLIER**2, 0.0)), size_N

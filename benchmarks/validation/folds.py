@@ -1,4 +1,4 @@
-"""Which rows may inform the prediction of which: families of rows that are one test under several names."""
+"""Folds for cross-validation: rows of one test under several names stay together."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def closed_form(job: Job) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Golden:
-    """A golden file, read, and what a constant may be fitted on."""
+    """A golden file as read, and the rows that constants may be fitted to."""
 
     data: GoldenData
     given: tuple[tuple[ReadLayout, int], ...]
@@ -74,7 +74,7 @@ class Golden:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What reading assumed, each note once with its count."""
+        """Assumptions made while reading, each with its count."""
         return counted(note for read, _ in self.given for note in read.notes)
 
 
@@ -96,7 +96,7 @@ def read(files: Files, development: Files) -> Golden:
 
 
 def run(golden: Golden, method: str, estimator: Estimator, *, sample: int | None = None) -> Found:
-    """Score one of our methods: lines, what it could not take, and each prediction in words.
+    """Score one of our methods. Returns lines, jobs that it rejected, and each prediction in words.
 
     Args:
         golden: the data.
@@ -120,7 +120,7 @@ def run(golden: Golden, method: str, estimator: Estimator, *, sample: int | None
 
 
 def run_baseline(golden: Golden, method: str, estimator: Estimator) -> Found:
-    """Score a method that predicts the peak, as it is: lines, and what it could not take."""
+    """Score a method that predicts the peak. Returns lines and jobs that it rejected."""
 
     def of_transformers(job: Job) -> Estimate:
         """Baselines would count a hybrid model as a transformer."""
@@ -170,7 +170,7 @@ def _estimate(
 
 
 def _attempt(item: ReadLayout, estimator: Estimator) -> Estimate | str:
-    """Return the estimate, or why there is none; blank without a job, which is counted elsewhere."""
+    """Return the estimate or the reason why it is missing. The reason is blank if the row has no job."""
     if item.job is None:
         return ""
     try:

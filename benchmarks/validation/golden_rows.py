@@ -75,7 +75,7 @@ OTHER_MODELS = ("bert", "t5", "retro", "multimodal", "mimo", "vision", "ict")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Configuration:
-    """What is behind an `args_key`: the flags, the environment and the kind of test."""
+    """Flags, environment and kind of test of one `args_key`."""
 
     key: str
     args: Mapping[str, Any]
@@ -111,11 +111,11 @@ class GoldenRow:
     iteration_s: float | None
     configuration: Configuration
     is_copied: bool = False
-    """Whether an older test of another model has the very bytes and seconds: they cannot be this one's."""
+    """True if an older test of another model has exactly these bytes and seconds, so that this row is a copy."""
 
     @property
     def is_decoder_only(self) -> bool:
-        """Whether the script trains a GPT; tests of one GPT move between folders (gpt, moe, mixtral)."""
+        """True if the script trains a GPT. Tests of one GPT move between folders (gpt, moe, mixtral)."""
         return not self.model.lower().startswith(OTHER_MODELS)
 
 
@@ -183,7 +183,7 @@ def _with_copies_marked(rows: Sequence[GoldenRow]) -> tuple[GoldenRow, ...]:
         oldest.setdefault((row.static_bytes, row.peak_bytes, row.iteration_s), row)
 
     def is_copied(row: GoldenRow) -> bool:
-        """Whether the first test with these values is another one."""
+        """True if another test had these values first."""
         first = oldest[row.static_bytes, row.peak_bytes, row.iteration_s]
         if row.iteration_s is None:
             return False
@@ -193,7 +193,7 @@ def _with_copies_marked(rows: Sequence[GoldenRow]) -> tuple[GoldenRow, ...]:
 
 
 def gpu_class(text_of_gpu: str) -> str:
-    """`A100?` is an A100 by its times (the data's README); what is unknown stays so."""
+    """`A100?` is an A100 by its times (README of the data). Other unknown devices stay unknown."""
     return "unknown" if text_of_gpu.strip("? ") == "" else text_of_gpu.rstrip("? ")
 
 

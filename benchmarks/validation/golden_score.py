@@ -28,7 +28,7 @@ LARGE = 6.5e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Predicted bytes on the last pipeline rank; static is None for methods that predict the peak alone."""
+    """Predicted bytes on the last pipeline rank. Methods that predict only the peak leave `static` None."""
 
     static_bytes: float | None
     peak_bytes: float
@@ -44,7 +44,7 @@ class Scored:
 
     @property
     def job(self) -> Job:
-        """What the product read; layouts without a job are never scored."""
+        """Job as the product read it. Layouts without a job are never scored."""
         assert self.read.job is not None
         return self.read.job
 
@@ -97,12 +97,12 @@ def total_parameters(model: ModelSpec) -> float:
 
 
 def is_hybrid(job: Job) -> bool:
-    """Whether layers are of different kinds: a group of its own, so that the others stay comparable."""
+    """True if layers are of different kinds. These jobs form their own group, so that other groups stay comparable."""
     return job.model.hybrid is not None
 
 
 def is_fp8(job: Job) -> bool:
-    """Whether matrices are multiplied in FP8."""
+    """True if matrices are multiplied in FP8."""
     return any(flag.startswith("--fp8") for flag in job.performance_flags)
 
 
@@ -176,7 +176,7 @@ def score_peak_only(method: str, given: Sequence[Scored], skipped: Mapping[str, 
 
 
 def skipped_by_group(jobs: Iterable[Job]) -> dict[str, int]:
-    """How many of these jobs, which a method could not take, each group lacks."""
+    """Number of jobs that each group lacks because the method rejected them."""
     kept = list(jobs)
     return {group: sum(map(belongs, kept)) for group, belongs in GROUPS.items()}
 

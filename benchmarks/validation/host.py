@@ -1,4 +1,4 @@
-"""What the host costs once a step: fitted to the step times of Megatron-LM's functional tests of small dense models.
+"""Seconds of the host once a step, fitted to step times of Megatron-LM's functional tests of small dense models.
 
 A small model's device waits for its host, so a step takes kernels * launch_s + step_s. Both are fitted by relative
 errors over all tests of a GPU type, so no single row decides; tests that are far off count less, as some hold more than
@@ -70,7 +70,7 @@ def host_cost(gpu: str) -> HostCost:
 
 
 def _cases(gpu: str, device: DeviceSpec) -> Iterator[tuple[float, tuple[float, ...]]]:
-    """Measured seconds of each layout, and what is predicted with each of `_LAUNCHES_S` and no host once a step."""
+    """Measured seconds of each layout, and predicted seconds for each of `_LAUNCHES_S`, without the host's constant."""
     table = read_table(GOLDEN_ROWS, {"iter_time_s_median": optional(number)})
     seconds = {row.line: row["iter_time_s_median"] for row in table.rows}
     for layout in distinct_layouts(read_golden(GOLDEN_ROWS, GOLDEN_ARGS).rows):

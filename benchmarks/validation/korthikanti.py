@@ -34,7 +34,7 @@ COLUMNS = {
 }
 DEVICES_PER_HOST = 8
 VOCABULARY = 51200
-"""Of the paper's models."""
+"""Models of the paper."""
 FULL = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 SELECTIVE = {"recompute-granularity": "selective", "sequence-parallel": True}
 NOTES = (

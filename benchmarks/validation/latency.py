@@ -23,7 +23,7 @@ class Machines:
     num_hosts: int
     devices_per_host: int
     factors: tuple[CaseFactor, ...] = ()
-    """What measured steps have told of single shapes of computation."""
+    """Factors from measured steps, one for each shape of computation."""
 
 
 StepTime = Callable[[Job, Machines], float]
@@ -31,7 +31,7 @@ StepTime = Callable[[Job, Machines], float]
 
 
 def measurements(job: Job, machines: Machines) -> Measurements:
-    """What the device model says a warm-up would measure for the job's own layout."""
+    """Layer times that a warm-up of the job's own layout would measure, by the device model."""
     modelled = imagined(
         job,
         machines.device,

@@ -1,4 +1,4 @@
-"""What the validation found: lines of one table, and what was left out of it."""
+"""Results of the validation: lines of one table, and rows that it leaves out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def step_time_line(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """What one data set gave."""
+    """Result of one data set."""
 
     data: str
     source: str
@@ -62,7 +62,7 @@ class Section:
     skipped: tuple[tuple[str, str], ...] = ()
     """(reason, which row) of everything that was not scored."""
     notes: tuple[str, ...] = ()
-    """What has to be known to read the figures, one sentence each."""
+    """Remarks for readers of the figures, one sentence each."""
     details: tuple[str, ...] = ()
     """Predicted against measured, one row each; printed with --verbose."""
 
@@ -74,7 +74,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What one method gave on one data set."""
+    """Result of one method on one data set."""
 
     lines: tuple[Line, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()

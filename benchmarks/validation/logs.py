@@ -64,11 +64,11 @@ class Stage:
     row: Row
     job: Job
     device: DeviceSpec | None
-    """None where the hardware is none that we know."""
+    """None if the hardware is unknown."""
 
     @property
     def name(self) -> str:
-        """What the line is of."""
+        """Source of the line."""
         return f"line {self.row.line}: {self.row['model']} stage {self.row['stage']}"
 
 
@@ -237,7 +237,7 @@ def first_iteration_peak(parts: MemoryParts, job: Job) -> int:
     """Peak of the first iteration: its passes have no Adam moments yet, its optimizer step has."""
     master = 0 if job.model.params_dtype == "fp32" else MASTER_BYTES
     moments = 0 if job.optimizer == "sgd" else parts.optimizer * ADAM_BYTES // (ADAM_BYTES + master)
-    # What the passes add, whether or not they set the steady peak: the peak of a rank without an optimizer step.
+    # Bytes that the passes add, even if they do not set the steady peak: the peak of a rank without an optimizer step.
     passes = replace(parts, optimizer_step=0).total - parts.static
     return max(parts.static + passes - moments, parts.static + parts.optimizer_step)
 
@@ -282,7 +282,7 @@ def _memory_lines(method: str, answers: Sequence[tuple[Stage, float, float]], sk
 
 
 def _reserve_lines(stages: Sequence[Stage]) -> list[Line]:
-    """What the allocator reserved over what it allocated: measured, and predicted by nobody here."""
+    """Reserved bytes divided by allocated bytes: measured, and predicted by no method here."""
     ratios = [
         stage.row["max_reserved_MB"] / stage.row["max_allocated_MB"]
         for stage in stages

@@ -69,7 +69,7 @@ def section(
 
     Args:
         path: the sweep.
-        device: what the machines are made of.
+        device: device of the machines.
         step_times: latency models by name; the first is ours.
         memories: memory models by name; the first is ours, and decides what fits.
 
@@ -235,7 +235,7 @@ def _regret_against(
 def _scale(
     groups: Mapping[str, Sequence[Configuration]], times: Mapping[Configuration, float], *, without: str
 ) -> float:
-    """Median of measured / predicted over all other groups; 1 where there is none."""
+    """Median of measured / predicted over all other groups; 1 without another group."""
     ratios = [item.step_s / times[item] for name, members in groups.items() if name != without for item in members]
     return statistics.median(ratios) if ratios else 1.0
 

@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def is_tied(self) -> bool:
-        """Whether input and output embedding are one (the sweep's script: below 4B)."""
+        """True if input and output embedding share weights (script of the sweep: below 4B parameters)."""
         return self.ffn < 10_000
 
 
@@ -66,7 +66,7 @@ class Configuration:
     words: str
     job: Job
     tokens: int
-    """Of one step."""
+    """One step."""
     lines: tuple[int, ...]
     tok_s_gpu: tuple[float, ...]
     """Every measurement; empty without a result."""
@@ -74,17 +74,17 @@ class Configuration:
 
     @property
     def group(self) -> str:
-        """The model and the number of nodes: what is compared with each other."""
+        """Model and number of nodes: rows of one group are compared with each other."""
         return f"{self.model}, {self.nodes} node{'s' if self.nodes > 1 else ''}"
 
     @property
     def is_measured(self) -> bool:
-        """Whether any row has a result; a `no_result` beside it then says nothing."""
+        """True if any row has a result. A `no_result` beside it then says nothing."""
         return bool(self.tok_s_gpu)
 
     @property
     def has_plain_replicas(self) -> bool:
-        """Whether gradients of a pipeline's replicas are reduced without ZeRO."""
+        """True if replicas of a pipeline reduce gradients without ZeRO."""
         own = self.job.own
         return own.pp > 1 and own.dp > 1 and not own.use_distributed_optimizer
 
@@ -100,7 +100,7 @@ class Configuration:
 
 
 def read(path: Path) -> tuple[Table, tuple[Configuration, ...], tuple[tuple[str, str], ...]]:
-    """Read the sweep: the table, its distinct configurations, and (reason, row) of what is left out."""
+    """Read the sweep. Returns its distinct configurations, and (reason, row) of each row that is left out."""
     table = read_table(path, COLUMNS)
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in table.rows:

@@ -61,7 +61,7 @@ def refusal(row: Row, shapes: Mapping[str, Row], *, needs_time: bool = True) -> 
 
 
 def _mixes_layers(shape: Row | None) -> bool:
-    """Whether a pattern names layers that differ in other ways than a hybrid model's."""
+    """True if a pattern names layers that differ in other ways than layers of hybrid models."""
     return shape is not None and bool(shape["layer_pattern"]) and not is_hybrid(shape)
 
 

@@ -68,7 +68,7 @@ _BIASES = ("GPT3", "GPT-OSS")
 _NEMO = ("NeMo 24", "NeMo 25.02", "NeMo 25.04", "NeMo 25.07")
 """Releases before Megatron-Bridge, whose recipes fuse the cross-entropy by Transformer Engine."""
 _OTHER_VOCABULARY = {"GPT-OSS-20B": 32000}
-"""The card of that one row names it."""
+"""The card of this row names it."""
 
 
 def read_shapes(path: Path) -> dict[str, Row]:
@@ -190,12 +190,12 @@ def version_of(row: Row, shape: Row) -> str:
 
 
 def is_hybrid(shape: Row) -> bool:
-    """Whether layers are Mamba, attention, MLP or experts by themselves; other patterns are described in words."""
+    """True if each layer is only Mamba, attention, MLP or experts. Words describe other patterns."""
     return bool(shape["kind"].startswith("mamba"))
 
 
 def hybrid_pattern(shape: Row, depths: int) -> str:
-    """Name the layers of a hybrid model: those of each prediction depth stand first in the words of that column."""
+    """Name the layers of a hybrid model. The column lists the layers of each prediction depth first."""
     return "/".join((shape["layer_pattern"], *[shape["mtp_pattern"].split()[0] for _ in range(depths)]))
 
 

@@ -26,7 +26,7 @@ DEFAULT_FILES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What to score, and how."""
+    """Data sets to score, and methods."""
 
     files: dict[str, Path]
     """File of each data set that is scored."""

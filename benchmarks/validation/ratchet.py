@@ -1,4 +1,4 @@
-"""What CI holds later figures against: a part of the validation that runs in seconds, recorded in a file.
+"""A recorded part of the validation that runs in seconds. CI compares later figures with it.
 
 `python -m benchmarks.validation --record` records anew. A figure may get better in silence; where one has to get worse
 for a reason, record it together with the change that makes it so, and say why in the commit.
@@ -22,7 +22,7 @@ from pipette_launch.facts.known_devices import device_named
 RECORD = FOLDER / "results" / "validation.json"
 ABSTRACT_SAMPLE = 8
 VTRAIN_EVERY = 10
-"""Of vTrain's rows every so many are fitted to and scored: a fit to all of them takes a minute."""
+"""Every n-th row of vTrain is fitted and scored, as a fit to all rows takes a minute."""
 LOWER_IS_BETTER = ("mean", "median", "largest", "regret", "measured but", "no result but")
 HIGHER_IS_BETTER = ("scored", "spearman", "Spearman", "AUC", "R2")
 """Beginnings of names of figures; what begins with neither is not held."""
@@ -57,7 +57,7 @@ def abstract_lines(cache: Path | None) -> tuple[Line, ...]:
     files = golden.Files(rows=GOLDEN_ROWS, args=GOLDEN_ARGS)
     with Abstract(cache) as executed:
         found = golden.run(golden.read(files, files), "abstract execution", executed.last_stage, sample=ABSTRACT_SAMPLE)
-    # Groups of so few, and constants from them, say nothing.
+    # Smaller groups, and constants fitted to them, say nothing.
     kept = [line for line in found.lines if line.group == "all" and "fitted" not in line.method]
     return tuple(replace(line, data=f"{line.data}, sample of {ABSTRACT_SAMPLE}") for line in kept)
 
@@ -72,7 +72,7 @@ def figures_of(line: Line) -> dict[str, float]:
 
 
 def as_record(lines: Iterable[Line]) -> dict[str, dict[str, float]]:
-    """Figures by line, rounded to what the tolerance can tell apart."""
+    """Figures by line, rounded to the tolerance."""
     return {
         line.key: {name: round(value, 6) for name, value in figures_of(line).items()}
         for line in lines
@@ -90,7 +90,7 @@ def write(path: Path, lines: Iterable[Line], conditions: Mapping[str, str]) -> i
 
 
 def read(path: Path) -> dict[str, dict[str, float]]:
-    """Read recorded figures; raises DataError where the file is none of ours."""
+    """Read recorded figures. Raises DataError if another program wrote the file."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         return {key: dict(figures) for key, figures in content["lines"].items()}
@@ -103,7 +103,7 @@ def worse(recorded: Mapping[str, Mapping[str, float]], lines: Iterable[Line]) ->
 
     Args:
         recorded: figures by line.
-        lines: what was found now.
+        lines: figures of this run.
 
     """
     found = as_record(lines)

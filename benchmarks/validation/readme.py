@@ -30,7 +30,7 @@ VOCABULARY = 131072
 MICRO_BATCHES = (1, 2, 4)
 """More does not divide the samples of a replica, which are 4 for each pipeline rank."""
 MEMORY_SHARE = 0.92
-"""Of the device, as the product's own plans leave 8 % free."""
+"""Share of device memory. The product's own plans leave 8 % free."""
 NOTES = (
     (
         "Stated there: model shapes, tp, pp, dp, batch, H100, --overlap-grad-reduce, --overlap-param-gather and "
@@ -55,7 +55,7 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What the layouts that the table leaves open are taken to be."""
+    """Assumed values of layouts that the table leaves open."""
 
     group: str
     micro_batches: tuple[int, ...]
@@ -72,11 +72,11 @@ READINGS = (
 
 
 def section(path: Path, device: DeviceSpec, step_times: Mapping[str, StepTime]) -> Section:
-    """Score step times: our model under every reading, those of others with micro-batches of 1.
+    """Score step times: our model under every reading of the table, baselines with micro-batches of 1.
 
     Args:
         path: the table.
-        device: what the machines are made of.
+        device: device of the machines.
         step_times: latency models by name; the first is ours.
 
     """
@@ -150,7 +150,7 @@ def _line(group: str, method: str, answers: Sequence[tuple[Row, float]], *, skip
 
 
 def _times(row: Row, model: StepTime, device: DeviceSpec, reading: Reading) -> tuple[dict[int, float], str]:
-    """Seconds by micro-batch, of those that fit where there are several; and why the last one has none."""
+    """Seconds by micro-batch size (only sizes that fit, if any does), and why the last size has no time."""
     num_hosts, per_host = hosts_of(row["gpus"], DEVICES_PER_HOST)
     machines = Machines(device=device, num_hosts=num_hosts, devices_per_host=per_host)
     times: dict[int, float] = {}
@@ -170,7 +170,7 @@ def _times(row: Row, model: StepTime, device: DeviceSpec, reading: Reading) -> t
 
 
 def _jobs(row: Row, reading: Reading) -> Iterator[tuple[int, Job | str]]:
-    """The job for each micro-batch, or why there is none."""
+    """The job for each micro-batch size, or the reason why it is missing."""
     for micro_batch in reading.micro_batches:
         flags = {**job_flags(row, micro_batch), **reading.flags}
         kept = {name: value for name, value in flags.items() if value is not False}

@@ -1,4 +1,4 @@
-"""How predictions are scored: errors, rank correlation, regret of a choice, area under the curve."""
+"""Scores of predictions: errors, rank correlation, regret of a choice, area under the curve."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def area_under_curve(scores: Sequence[float], is_positive: Sequence[bool]) -> fl
 
 
 def regret(predicted_s: Sequence[float], measured_s: Sequence[float]) -> float:
-    """How much slower than the measured best the predicted best was: 0.05 = 5 % more time."""
+    """Extra time of the predicted best over the measured best: 0.05 = 5 % more."""
     chosen = min(range(len(predicted_s)), key=lambda place: predicted_s[place])
     return measured_s[chosen] / min(measured_s) - 1
 

@@ -15,7 +15,7 @@ SIGNED_NOTE = "signed = median of predicted / measured - 1; errors are relative 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Everything that one run found, and under which conditions."""
+    """All results of one run, and its conditions."""
 
     conditions: dict[str, str]
     sections: tuple[Section, ...]
@@ -81,7 +81,7 @@ def _after(section: Section, *, verbose: bool) -> Iterator[str]:
 
 
 def markdown(report: Report, *, title: str) -> str:
-    """Return the report as Markdown, with what was left out below each table."""
+    """Return the report as Markdown, with the left-out rows below each table."""
     parts = [f"# {title}", "", *(f"- {name}: {value}" for name, value in report.conditions.items()), f"- {SIGNED_NOTE}"]
     for section in report.sections:
         parts += ["", f"## {section.data}", "", f"Data: {section.source}", ""]

@@ -1,4 +1,4 @@
-"""Strict reading of data files: what is wrong is said with file, line and column."""
+"""Strict reader of data files: errors name file, line and column."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from pipette_launch.errors import PipetteError
 
 Converter = Callable[[str], Any]
-"""Turns the text of a cell into a value; raises ValueError with what was expected."""
+"""Turns the text of a cell into a value. Raises ValueError that names the expected form."""
 
 
 class DataError(PipetteError):
@@ -23,7 +23,7 @@ class DataError(PipetteError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of a table; only the columns that were asked for."""
+    """One line of a table, with the requested columns only."""
 
     line: int
     """From 1, as editors count."""
@@ -43,12 +43,12 @@ class Table:
 
 
 def text(cell: str) -> str:
-    """Return what is there, blank or not."""
+    """Return the text of a cell, which may be blank."""
     return cell
 
 
 def word(cell: str) -> str:
-    """Return what is there; a blank cell is an error."""
+    """Return the text of a cell; a blank cell is an error."""
     if not cell.strip():
         raise ValueError("a text that is not blank")
     return cell.strip()
@@ -82,7 +82,7 @@ def number(cell: str) -> float:
 
 
 def optional(converter: Converter) -> Converter:
-    """Return None for a blank cell, else what the converter makes of it."""
+    """Return None for a blank cell, else its converted value."""
     return lambda cell: converter(cell) if cell.strip() else None
 
 

@@ -91,7 +91,7 @@ class Sample:
 
 
 def read(path: Path, every: int = 1) -> tuple[str, tuple[Sample, ...], tuple[tuple[str, str], ...]]:
-    """Read every so many rows: digest, samples, and (reason, row) of those that cannot be priced."""
+    """Read every n-th row. Returns digest, samples, and (reason, row) of rows that cannot be priced."""
     table = read_table(path, COLUMNS)
     samples, skipped = [], []
     for row in table.rows[::every]:
@@ -122,7 +122,7 @@ def section(
         fraction: share of the rows that may be fitted to.
         seed: of the draw.
         development: other measurements; where given, a fit to a fraction of them alone is scored on all rows of `path`.
-        every: take only every so many rows.
+        every: distance between rows that are read.
 
     """
     digest, samples, skipped = read(path, every)
@@ -159,7 +159,7 @@ def section(
 
 
 def without_host_steps(device: DeviceSpec) -> DeviceSpec:
-    """Leave out what the host does once a step: no cell of these times has a part of the step that is constant.
+    """Set the host's time once a step to 0: these times have no constant part.
 
     At dp = 1 what neither layers nor micro-batches explain is 0.2 to 1.1 ms: no more than the optimizer of the ends.
     """

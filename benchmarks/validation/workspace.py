@@ -20,7 +20,7 @@ STATED: Correction = "workspaces stated"
 FITTED: Correction = "fitted on other tests"
 CORRECTIONS: tuple[Correction, ...] = ("uncorrected", STATED, FITTED)
 FEWEST_FAMILIES = 2
-"""With fewer families of tests than this a median says too little, and a wider group is asked."""
+"""Fewest families of tests for a median. With fewer, a wider group is used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,1 +1,1 @@
-"""Benchmarks: each prints its conditions and what it measured."""
+"""Benchmarks: each prints its conditions and its measurements."""

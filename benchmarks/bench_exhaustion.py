@@ -1,4 +1,4 @@
-"""Whether what a plan lacks to its floor is the plan's fault or the bound's: on a few slots, where all can be tried.
+"""Plans and bounds beside the best of all placements, on few slots, where every placement can be tried.
 
 `python -m benchmarks.bench_exhaustion [--record]` plans jobs on four imagined hosts of two devices, then prices every
 placement of every legal layout that fits and whose bound is below the plan's step.
@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
     "GPT of 2.7B": (GPT_MODELS["2.7B"], {}),
     "MoE, 8 experts": ((24, 1024, 16), {"num_experts": 8, "moe_layer_freq": (1,) * 24, "moe_ffn_hidden_size": 4096}),
 }
-"""Layers, hidden size, heads; and what is not as in a plain GPT."""
+"""Layers, hidden size, heads; and differences from a plain GPT."""
 BUDGET_S = 60.0
 MEMORY_MARGIN = 0.08
 RESULTS = Path(__file__).parent / "results"

@@ -1,7 +1,7 @@
-"""Whether the README's first run predicts its own step: `scripts/smoke` from an empty cache, several times.
+"""Predicted and measured step of the README's first run: `scripts/smoke` from an empty cache, several times.
 
 `python -m benchmarks.bench_first_run [--starts 5] [--train-iters 200]` starts the command of `scripts/smoke` with a
-fresh cache folder each time and prints what the launcher predicted beside what it measured (`outcome.json`).
+fresh cache folder each time and prints predicted and measured steps (`outcome.json`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 SMOKE = ROOT / "scripts" / "smoke"
 TIMEOUT_S = 180
 MEDIAN, WORST = 0.15, 0.25
-"""What is wanted of the error's size."""
+"""Targets of the error."""
 
 
 def words(text: str) -> list[str]:
@@ -41,7 +41,7 @@ def first_run(command: list[str], folder: Path) -> Outcome:
     """Start the command with an empty cache in a folder; returns what became of its plan.
 
     Raises:
-        CalledProcessError: the training failed; what it said is in the error.
+        CalledProcessError: the training failed; the error holds its output.
 
     """
     paths = (str(ROOT), str(ROOT / "patches"), os.environ.get("PYTHONPATH", ""))

@@ -1,4 +1,4 @@
-"""How long a training stands still when one of four hosts is lost: pipette-launch and torchrun, side by side.
+"""Seconds without training after one of four hosts is lost: pipette-launch and torchrun, side by side.
 
 `python -m benchmarks.bench_lost_host [--rounds 2] [--host n1] [--how killed silent] [--launchers pipette_launch
 torch.distributed.run]` trains the example's GPT on four laboratory hosts with `--nnodes 3:4 --max-restarts 3` and a
@@ -26,10 +26,10 @@ STEPS_BEFORE, STEPS_AFTER = 12, 40
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What one loss cost."""
+    """Cost of one loss."""
 
     stood_still_s: float | None
-    """From the loss to the first iteration afterwards; None where there was none in time."""
+    """From the loss to the first iteration afterwards; None if the time ran out."""
     last: int
     """The last iteration before the loss."""
     first: int
@@ -55,7 +55,7 @@ def lose(launcher: str, host: str, how: str, *, extra: list[str], keep: Path | N
         else:
             lab.end(host)
         lost_s = time.monotonic()
-        # What was on its way when the host was lost is no new iteration.
+        # Lines under way when the host was lost are not new iterations.
         settled_s = lost_s + 0.5
         await_so(lambda: len(job.iterations(settled_s)) > STEPS_AFTER, GIVES_UP_S)
         after = job.iterations(settled_s)

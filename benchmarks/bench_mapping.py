@@ -1,4 +1,4 @@
-"""How good placements of hosts are, and how soon: Pipette's links, synthetic fabrics, and 200 instances solved exactly.
+"""Quality of placements over time: Pipette's links, synthetic fabrics, and 200 instances with known optimum.
 
 `python -m benchmarks.bench_mapping [--record] [--quick]` prints three tables. Times are processor seconds, as other
 processes may share the cores.
@@ -102,7 +102,7 @@ def _seconds_to(flows: Flows, seed: int, target_ms: float) -> float:
     began_s = clock()
     for cost in _descents(flows, seed):
         passed_s = clock() - began_s
-        # The targets are told to so many digits.
+        # Digits of the published targets.
         if cost <= target_ms + 1e-4:
             return passed_s
         if passed_s > 10.0:

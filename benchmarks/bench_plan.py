@@ -1,4 +1,4 @@
-"""How long a whole plan takes, and how much memory, from 16 hosts of eight devices to 1,280.
+"""Time and memory of a whole plan, from 16 hosts of eight devices to 1,280.
 
 `python -m benchmarks.bench_plan [--hosts 16,64,...] [--repeat 3] [--record]` plans a GPT of 175B parameters on imagined
 A100s whose links and speeds are drawn, each size in a process of its own, and prints seconds by part of the search,
@@ -33,7 +33,7 @@ HOSTS = (16, 64, 128, 256, 512, 1024, 1280)
 TARGETS_S = {64: 1.0, 1280: 5.0}
 ANYTIME_HOSTS = (64, 256, 512, 1280)
 BUDGETS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""What the search gives when it is stopped after so long, up to the first budget that does not stop it."""
+"""Budgets that stop the search, up to the first that does not."""
 RESULTS = Path(__file__).parent / "results"
 
 PARTS = {
@@ -55,7 +55,7 @@ PARTS = {
     ),
     "certificate": ("search.search_loop:SearchLoop._sharpened",),
 }
-"""What belongs to which part, by where it is called from; a call inside another counts for its own part only."""
+"""Functions of each part, by the module that calls them. A nested call counts for its own part only."""
 
 
 REMARK = (
@@ -65,7 +65,7 @@ REMARK = (
 
 
 class Watch:
-    """Seconds spent in named functions, those of others that they call left out."""
+    """Seconds spent in the named functions, without nested calls of other named functions."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -104,7 +104,7 @@ class Row:
     parts_s: dict[str, float]
     imagine_s: float
     peak_bytes: int
-    """Of the whole process, what the imagining of the machines needed included."""
+    """Peak of the whole process, with the memory that describes the imagined machines."""
     num_layouts: int
     chosen: str
     step_s: float
@@ -198,7 +198,7 @@ def run_anytime(hosts: int, *, repeat: int) -> Iterator[tuple[float, Row]]:
 
 
 def anytime_table(found: dict[int, list[tuple[float, Row]]]) -> Iterator[str]:
-    """How the gap falls with the budget."""
+    """Gap to the bound by budget."""
     yield "The same search stopped at a budget, against what the largest budget finds and the best floor proven:"
     yield ""
     yield "| hosts | budget | took | chosen | step | above the last | above the floor | ended | peak RSS |"
@@ -241,7 +241,7 @@ def report(rows: Sequence[Row], anytime: dict[int, list[tuple[float, Row]]], *, 
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", default=",".join(map(str, HOSTS)), help="sizes, comma-separated")
     parser.add_argument("--repeat", type=int, default=3)

@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def names(*, every: bool) -> Iterator[str]:
-    """The cases, those of one model and size in a row."""
+    """The cases, ordered by model and size."""
     models = MODELS if every else FOR_EACH_WIDTH
     for machine, model, gpus, links in itertools.product(MACHINES, models, GPUS, NETWORKS):
         yield f"{machine}/{links}/{model}/{gpus}"

@@ -1,4 +1,4 @@
-"""Whether training survives the death of a worker: pipette-launch and torchrun, each with `--max-restarts 2`.
+"""Trainings that survive the death of a worker: pipette-launch and torchrun, each with `--max-restarts 2`.
 
 `python -m benchmarks.bench_restart [--tries 10] [--stock-tries 4]` kills one worker of a two-process gloo training with
 SIGKILL after its third iteration, in every try another one, and counts the trainings that end with exit code 0. Under

@@ -1,4 +1,4 @@
-"""Pipeline schedules: what papers say of them, what the simulator says, and what a training on CPUs holds and sends.
+"""Pipeline schedules: figures of papers, of the simulator, and of trainings on CPUs (memory and messages).
 
 `python -m benchmarks.bench_schedules [--out FILE.md]` trains a tiny GPT of 16 layers under each with 4 pipeline ranks,
 beside Megatron's own schedule, and counts the bytes of tensors that the step made and held at once, and those sent.
@@ -56,7 +56,7 @@ NCCL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "interleaved-zb", "gis
 
 
 def case(name: str, vpp: int, group: int | None) -> dict[str, Any]:
-    """What the worker of the tests is asked to train."""
+    """Training job of the tests' worker."""
     schedule = {"name": name} | ({"group_size": group} if group else {})
     return {
         "pp": PP,
@@ -167,7 +167,7 @@ def over_nccl(schedule: Schedule, times: StageTimes) -> list[float]:
 
 
 def nccl_report() -> Iterator[str]:
-    """What the order of messages costs over NCCL, a line at a time."""
+    """Cost of the order of messages over NCCL, one line at a time."""
     yield f"`python -m benchmarks.bench_schedules --nccl`, {', '.join(conditions(None).values())}"
     yield ""
     yield f"Steps of {NCCL_PP} pipeline ranks and {NCCL_MICROBATCHES} micro-batches beside 1F1B's with free messages."
@@ -192,7 +192,7 @@ def nccl_report() -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the table, and write it where that is asked for."""
+    """Print the table, and write it if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_schedules")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--nccl", action="store_true", help="what the order of messages costs over NCCL, by its rules")

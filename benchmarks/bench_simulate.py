@@ -1,4 +1,4 @@
-"""How fast schedules are made and priced, and how their bubbles compare with published and earlier ones.
+"""Speed of making and pricing schedules, and their bubbles beside published and earlier figures.
 
 `python -m benchmarks.bench_simulate [--out FILE.md]` prints three tables: processor seconds for 32 ranks and 256
 micro-batches, the zero-bubble rates of 2401.10241's Table 5, and makespan bubbles at peak memory of every family.
@@ -63,7 +63,7 @@ FAMILIES: tuple[tuple[str, int, float, bool, tuple[float | None, ...]], ...] = (
 
 
 def equal_stages(setting: tuple[float, ...], vpp: int) -> StageTimes:
-    """Equal stages of `vpp` chunks for each rank; the setting's seconds are those of a whole rank."""
+    """Equal stages of `vpp` chunks for each rank; the setting gives the seconds of a whole rank."""
     pp, _, forward_s, input_s, weight_s, hop_s = setting[:6]
     stages = int(pp) * vpp
     return StageTimes(

@@ -1,9 +1,9 @@
-"""What becomes of a training when one of four hosts slows down in the middle of it, under each --pipette-watch.
+"""Step times of a training in which one of four hosts slows down, under each --pipette-watch.
 
 `python -m benchmarks.bench_slow_host [--watch off warn restart] [--host n2] [--share 0.25]` trains the example's GPT on
-four laboratory hosts with `--nnodes 3:4 --pipette-on-sick exclude`. After so many steps one host gets a share of its
-processor time, for good. Printed are the median step before, while the host is slow, and at the end, and what the
-launcher says meanwhile.
+four laboratory hosts with `--nnodes 3:4 --pipette-on-sick exclude`. Later one host keeps only a share of
+its processor time. The benchmark prints the median step before, while the host is slow, and at the end, and the lines
+of the launcher.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much later a script starts under pipette-launch with a cached plan than under torchrun.
+"""Delay of a script's start under pipette-launch with a cached plan, against torchrun.
 
 `python -m benchmarks.bench_start [--pairs 10] [--nproc 2]` runs both alternately and prints both medians. Timed is what
 passes from the start of the launcher until the slowest worker has imported torch and reached its own first line.

@@ -24,7 +24,7 @@ def gpt_job(
         vocab_size: rows of the vocabulary before padding.
         params_dtype: element type of the weights.
         transformer_impl: as Megatron names it.
-        attention_backend: the one that runs.
+        attention_backend: backend that runs.
         global_batch_size: samples of a step.
         own: the user's own layout.
 

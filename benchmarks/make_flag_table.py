@@ -16,7 +16,7 @@ from typing import Any
 
 TARGET = Path(__file__).parent.parent / "pipette_launch" / "megatron" / "data" / "flags.json"
 VERSION_OF_MAIN = "0.20"
-"""What megatron/core/package_info.py says on the main branch that the definitions were taken from."""
+"""Version in megatron/core/package_info.py on the main branch from which the definitions come."""
 SOURCE = (
     "Option strings and defaults of NVIDIA/Megatron-LM's command line, tags core_v0.14.0 to core_v0.19.0 and main "
     "d98e8a64dd (0.20). Copyright NVIDIA CORPORATION & AFFILIATES; Megatron-LM is under a BSD-3-Clause style licence."

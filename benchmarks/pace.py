@@ -1,7 +1,7 @@
-"""How evenly this machine computes while nobody else on it does: what its neighbours take without being seen to.
+"""Evenness of this machine's speed while it is idle: processor time that neighbours take invisibly.
 
-A virtual processor that shares its core's caches and units with another machine's is slower for as long as that one is
-busy, and no counter tells.
+A virtual processor shares the caches and units of its core with processors of other machines. While these are busy it
+is slower, and no counter shows it.
 """
 
 from __future__ import annotations

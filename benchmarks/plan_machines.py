@@ -1,4 +1,4 @@
-"""What `bench_plan` plans for: a GPT of 175B parameters on imagined hosts whose links and speeds are drawn."""
+"""Job and machines of `bench_plan`: a GPT of 175B parameters on imagined hosts with random links and speeds."""
 
 # H = hosts, S = slots.
 
@@ -60,7 +60,7 @@ def job_of(hosts: int) -> Job:
 
 
 def measured(job: Job, hosts: int) -> Measurements:
-    """What a warm-up would have found, with drawn links and speeds."""
+    """Measurements that a warm-up would make, with random links and speeds."""
     found = cuts(job, world_size=hosts * DEVICES_PER_HOST, devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
     equal = imagined(
         job,

@@ -201,7 +201,7 @@ def _kept(value: Any) -> Any:
 
 
 def main() -> int:
-    """Write the documents, or compare them with those of an earlier run."""
+    """Write the documents, or compare them with documents of an earlier run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--against", type=Path)

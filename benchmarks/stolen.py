@@ -1,4 +1,4 @@
-"""How much processor time other virtual machines took from this one: what makes a quiet machine noisy."""
+"""Processor time that other virtual machines took from this machine."""
 
 from __future__ import annotations
 

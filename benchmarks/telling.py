@@ -1,4 +1,4 @@
-"""What reports of benchmarks share: the processor's name, and lines that are shown as they come and kept as a text."""
+"""Parts of every report: the processor's name, and lines that are printed at once and kept as a text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """Return what the processor calls itself."""
+    """Return the processor's name."""
     try:
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""The command line, read and made whole: what the flags leave open is worked out as Megatron-LM does it."""
+"""The command line: values that the flags leave open are derived as in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ArgumentsError(ValueError):
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
-    """Read the command line and work out what it leaves open; an unknown flag ends the process with 2.
+    """Read the command line and derive open values. An unknown flag ends the process with exit code 2.
 
     Raises:
         ArgumentsError: the flags contradict each other, or do not fit the number of processes.
@@ -74,7 +74,7 @@ def step_flops(args: argparse.Namespace) -> float:
 
 
 def num_stages(layout: str) -> int:
-    """How many stages `--pipeline-model-parallel-layout` has; `(tt|)*3` and `t*3` stand for three of theirs."""
+    """Number of stages in `--pipeline-model-parallel-layout`; `(tt|)*3` and `t*3` repeat three times."""
     text = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
@@ -135,7 +135,7 @@ def _derive_parallel(args: argparse.Namespace) -> None:
 
 
 def _num_virtual_stages(args: argparse.Namespace) -> int | None:
-    """How many model chunks each pipeline rank holds; None means one, as in Megatron."""
+    """Number of model chunks of each pipeline rank; None means one, as in Megatron."""
     ways = {
         "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
         "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,

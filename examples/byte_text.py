@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 MAX_OWN_BYTES = 4 << 20
-"""How much of the standard library is read: enough for a short training, little enough to read in a blink."""
+"""Bytes read from the standard library: enough for a short training, and read in an instant."""
 
 
 def read(data_path: str | None) -> Bytes:
@@ -29,7 +29,7 @@ def read(data_path: str | None) -> Bytes:
 
 
 def checksum(text: Bytes) -> int:
-    """32 bits by which ranks compare what they have read."""
+    """A checksum of 32 bits, by which ranks compare their texts."""
     return zlib.crc32(text.tobytes())
 
 

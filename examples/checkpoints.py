@@ -48,7 +48,7 @@ def save(args: Namespace, trainee: Trainee, iteration: int) -> None:
 
 
 def load(args: Namespace, trainee: Trainee) -> int:
-    """Read the latest checkpoint below `--load`, and say where it stands; 0 when there is none yet.
+    """Read the latest checkpoint below `--load` and return its iteration; 0 without a checkpoint.
 
     Raises:
         CheckpointError: the optimizer state was saved in a form that this layout cannot take.

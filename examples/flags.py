@@ -1,4 +1,4 @@
-"""The flags: those of Megatron-LM that this trainer understands, with their names, defaults and meaning."""
+"""Flags of Megatron-LM that this trainer understands, with names, defaults and meanings."""
 
 from __future__ import annotations
 

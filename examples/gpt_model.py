@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 @dataclass(kw_only=True)
 class Trainee:
-    """What is trained, and what trains it."""
+    """The model, its optimizer and its learning rate."""
 
     config: TransformerConfig
     chunks: list[Any]

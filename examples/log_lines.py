@@ -10,7 +10,7 @@ from datetime import datetime
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """What one line tells about the iterations since the line before."""
+    """Figures of one line, about the iterations since the line before."""
 
     iteration: int
     train_iters: int
@@ -68,7 +68,7 @@ def memory(rank: int, iteration: int, stats: Mapping[str, int]) -> str:
 
 
 class Tally:
-    """What has been trained since the last line."""
+    """Sums since the last line."""
 
     def __init__(self, now_s: float) -> None:
         self._started_s = now_s

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --tensor-model-parallel-size 2 ...
 
-Every flag is one of Megatron-LM's own; README.md shows complete commands and what they print.
+Every flag is a flag of Megatron-LM; README.md shows complete commands and their output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def choose_device(local_rank: int) -> torch.device:
     if "cpu_backend" not in registry.applied() and torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
-    # What megatron-core does without Transformer Engine and Apex, it would tell once for each module and process.
+    # megatron-core warns in each module and process that Transformer Engine and Apex are missing.
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     registry.apply("cpu_backend")
     return torch.device("cpu")

@@ -2,7 +2,7 @@
 
 Megatron-LM's `--enable-ft-package` looks for one beside each rank. ft_launcher starts them; pipette-launch and torchrun
 do not. Copy this file into a checkout of Megatron-LM and launch it in the place of `pretrain_gpt.py`. The monitor kills
-its rank when a section takes longer than is said here, and the launcher starts the ranks again (`--max-restarts`).
+its rank when a section takes longer than its limit below, and the launcher starts the ranks again (`--max-restarts`).
 """
 
 from __future__ import annotations

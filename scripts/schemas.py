@@ -93,7 +93,7 @@ def _value(kind: Any, parts: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _value(inner[1], parts)}
     if origin is typing.Literal:
         return {"enum": list(inner)}
-    # What is no scalar is NDArray[np.float64]: rows of a square matrix.
+    # The only other kind is NDArray[np.float64]: rows of a square matrix.
     return SCALARS.get(kind) or {"type": "array", "items": {"type": "array", "items": NUMBER}}
 
 

@@ -23,7 +23,7 @@ _WEIGHT_BYTES = 2
 _OPTIMIZER_BYTES = 12
 """fp32 copy and two Adam moments."""
 _GROUP_OVERHEAD_BYTES = 500_000_000
-"""What the script adds for NCCL, for each of TP, PP, DP, CP and EP above 1."""
+"""Bytes that the script adds for NCCL, for each of TP, PP, DP, CP and EP above 1."""
 _CONTEXT_BYTES = 500_000_000
 """CUDA context: 300 to 500 MB in the source."""
 
@@ -38,7 +38,7 @@ class FujiiBytes:
 
     @property
     def total(self) -> float:
-        """What the 80 % rule compares with the GPU's memory: overheads are what the other 20 % are for."""
+        """Bytes that the 80 % rule compares with the GPU's memory; the other 20 % are for overheads."""
         return self.model_states + self.activations
 
 
@@ -66,7 +66,7 @@ def estimate_bytes(job: Job, layout: Layout) -> int:
 
 
 def fits(job: Job, layout: Layout, capacity_bytes: float) -> bool:
-    """Whether the estimate is under 80 % of a GPU's memory.
+    """True if the estimate is under 80 % of a GPU's memory.
 
     Raises:
         FactError: the capacity is not positive.
@@ -78,7 +78,7 @@ def fits(job: Job, layout: Layout, capacity_bytes: float) -> bool:
 
 
 def overhead_bytes(layout: Layout) -> int:
-    """What the script states for NCCL and the CUDA context; not in `estimate_bytes`, as the 80 % rule leaves room."""
+    """Bytes of the script for NCCL and the CUDA context; not in `estimate_bytes`, as the 80 % rule has room."""
     groups = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
     return groups * _GROUP_OVERHEAD_BYTES + _CONTEXT_BYTES
 

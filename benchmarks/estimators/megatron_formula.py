@@ -1,13 +1,12 @@
 """Megatron-LM's own memory estimate, `theoretical_memory_usage`, as it prints it before training.
 
-Re-derived from megatron/training/theoretical_memory_usage.py of NVIDIA/Megatron-LM@d98e8a64, which table 2 of
-Korthikanti et al. 2022 (arXiv 2205.05198) underlies. Kept as it is, so that it can be compared with. What it leaves
-out:
+Re-derived from megatron/training/theoretical_memory_usage.py of NVIDIA/Megatron-LM@d98e8a64, based on table 2 of
+Korthikanti et al. 2022 (arXiv 2205.05198). Kept unchanged, for comparison. It leaves out:
 
 - Context parallelism divides nothing, and the optimizer shard is 1/dp, not 1/(dp*cp).
 - Unfused attention's scores (5as/h), grouped queries and SwiGLU are not in the activations.
 - Without sequence parallelism the MLP counts as 4h wide.
-- Full recompute is ignored: whatever is not selective counts as no recompute at all.
+- Full recompute is ignored: anything but selective recompute counts as no recompute.
 - First stage only: no logits where pp > 1; uneven stages count as even ones.
 - Experts' activations count as a dense MLP's.
 - Every precision counts as bf16 with fp32 gradients; biases, positions, padding and buffers are missing.
@@ -25,7 +24,7 @@ from pipette_launch.facts.model import ModelSpec
 _BYTES_PER_PARAMETER = 18
 """bf16 weight, fp32 gradient, fp32 copy and two Adam moments."""
 _OVERHEAD = 1.05
-"""What the branch without sequence parallelism adds for temporaries."""
+"""Bytes that the branch without sequence parallelism adds for temporaries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from pipette_launch.text import MIB
 
 Array = NDArray[np.float64]
 Single = NDArray[np.float32]
-"""What the network computes in, as the original does."""
+"""Number format of the network, as in the original."""
 
 FEATURES = (
     "world_size",

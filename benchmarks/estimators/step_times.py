@@ -1,7 +1,7 @@
 """Step times of one given layout by the latency models of AMP, Varuna and Pipette.
 
 The planners of the same names in `benchmarks.rivals` price what their own search visits. These functions price
-any layout and placement, and refuse what a model has no notion of, so that it counts as infeasible.
+any layout and placement, and refuse options that a model does not know, so that these count as infeasible.
 """
 
 # S = slots, W = ranks, G = groups, K = members of a group, P = stages, L = lanes of the pipeline (dp, tp), H = hosts.
@@ -38,7 +38,7 @@ def refuse(model_name: str, layout: Layout, *degrees: str) -> None:
 
     Args:
         model_name: for the message.
-        layout: what is to be priced.
+        layout: layout to price.
         degrees: names of `WORDS`.
 
     """
@@ -79,7 +79,7 @@ def varuna_s(
 
     Args:
         job: the model and batch.
-        layout: pp, dp and micro-batch; recompute is always on, whatever it says.
+        layout: pp, dp and micro-batch; recompute is always on.
         measurements: compute times and links.
         placement: RANK of each slot; None = Varuna's own: consecutive slots are consecutive stages.
         priority: Varuna's order, backward > recompute > forward, or Megatron's 1F1B with full recompute.
@@ -111,7 +111,7 @@ def pipette_s(job: Job, layout: Layout, measurements: Measurements, placement: S
     """
     slot_W = slot_of_rank(layout, measurements, placement)
     forward, backward, microbatches = _stages(job, layout, measurements, slot_W, "Pipette")
-    # Its timers see whatever the backward runs again.
+    # Its timers include the forward that the backward repeats.
     again = forward if layout.recompute.granularity == "full" else 0.0
     messages = Messages.of(job.model, layout)
     cluster = measurements.cluster

@@ -151,7 +151,7 @@ class SameShape:
         return None
 
     def _with_replicas(self, dp: int, hosts: int) -> Going | None:
-        """The layout with N replicas and the quickest micro-batch up to the present one; None if the batch does not divide."""
+        """The layout with `dp` replicas and its quickest micro-batch size; None if the batch does not divide."""
         job, best = self._case.job(hosts), None
         for size in range(1, self._layout.micro_batch_size + 1):
             if self._case.batch % (dp * size):

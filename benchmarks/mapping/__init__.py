@@ -1,1 +1,1 @@
-"""Problems of bench_mapping: Pipette's cost function, synthetic fabrics, and how they are told."""
+"""Problems of bench_mapping: Pipette's cost function, synthetic fabrics, and their descriptions."""

@@ -53,7 +53,7 @@ class Fabric:
 
     @property
     def links(self) -> Links:
-        """As measured: no latency, and the bandwidth of each pair for the message that tiers are told by."""
+        """As measured: no latency, and the bandwidth of each pair for the message size that separates tiers."""
         speed_HH = np.divide(1e10, self.seconds_HH, out=np.ones_like(self.seconds_HH), where=self.seconds_HH > 0)
         return Links(latency_s=np.zeros_like(speed_HH), bandwidth_bytes_per_s=speed_HH)
 

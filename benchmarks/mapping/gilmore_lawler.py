@@ -15,13 +15,13 @@ SOFTENINGS = np.geomspace(0.1, 1e-4, 13)
 ROUNDS = 12
 SWEEPS = 3
 SWEPT = 32
-"""Up to so many profiles prices are also improved one by one."""
+"""Most profiles for which prices are also improved one by one."""
 
 
 def gilmore_bound(flows: Flows) -> float:
     """Seconds that no bijection undercuts.
 
-    Whatever its place h, a seat pairs its flows with distinct links of h, so half of their seconds is at least half
+    At any place h, a seat pairs its flows with distinct links of h, so half of their seconds is at least half
     of the heaviest flow times the shortest link, plus the second of each, and so on: c[q, h]. Every bijection costs
     at least the least assignment of seats to places under c (Gilmore 1962, Lawler 1963), of which any dual value is
     a lower bound. A family of several groups is at least the mean of its groups.
@@ -41,7 +41,7 @@ def assignment_bound(cost_UH: Floats, count_U: Ints) -> float:
     """Dual value of assigning places to profiles, `count_U[u]` of them to profile u: at most the least total.
 
     For any prices p the total is at least the sum of count * p plus, over places, the least of cost - p. Prices come
-    from Sinkhorn's iteration at falling entropy; the exact dual is taken of them, so how far it got is no matter.
+    from Sinkhorn's iteration at falling entropy. Any number of iterations gives a valid bound, as the dual is exact.
     """
     spread = float(np.ptp(cost_UH))
     if len(count_U) == 1 or spread == 0.0:

@@ -10,17 +10,17 @@ from pipette_launch.search.assignment.problem import Arrangement, Flows, Ints
 from pipette_launch.search.assignment.swap_deltas import Position, SwapPrices
 
 NEAREST = 8
-"""How many near places an informed proposal chooses from."""
+"""Number of near places from which an informed proposal chooses."""
 PROPOSALS_PER_SEAT = 2
 INFORMED = 0.92
-"""Part of the proposals that bring a seat near to one that it talks to."""
+"""Share of proposals that bring a seat near to a seat with which it exchanges messages."""
 FIRST_ROUND_PER_SEAT = 64
 HOT, COLD = 0.05, 0.003
 """Temperatures of a round, in parts of the typical rise of an informed swap at the start."""
 
 
 def annealed(flows: Flows, start_Q: Ints, *, moves: int, rng: np.random.Generator) -> Arrangement:
-    """Anneal in rounds of doubling length, each from the best so far, until so many swaps were priced.
+    """Anneal in rounds of doubling length, each from the best so far, until the given number of swaps was priced.
 
     Args:
         flows: one family with one group.
@@ -58,7 +58,7 @@ def _nearest(flows: Flows) -> Ints:
 
 
 def _typical_rise(prices: SwapPrices, here: Position, near_HK: Ints, size: int, rng: np.random.Generator) -> float:
-    """Seconds that a swap for the worse costs; temperatures are parts of it, whatever the problem's scale."""
+    """Seconds that a swap for the worse costs; temperatures are fractions of it, so they fit problems of any scale."""
     rise_P = prices.rises(here, *_proposals(prices, here, near_HK, size, rng), np.ones(1), 1.0)
     worse_P = rise_P[rise_P > 0]
     return float(np.median(worse_P)) if len(worse_P) else max(here.cost_s, 1e-300)
@@ -82,7 +82,7 @@ def _stepped(
 def _proposals(
     prices: SwapPrices, here: Position, near_HK: Ints, size: int, rng: np.random.Generator
 ) -> tuple[Ints, Ints]:
-    """Pairs of seats: most bring a seat near to one that it talks to, the others are any two."""
+    """Pairs of seats: most bring a seat near to a seat with which it exchanges messages, the others are random."""
     seats = prices.flows.num_seats
     one_P, any_P = rng.integers(seats, size=(2, size))
     degree_P = prices.degree_Q[one_P]

@@ -20,7 +20,7 @@ MOST = 64
 def best_tiled(flows: Flows, tiers: Tiers, *, rows: int, columns: int) -> Ints:
     """The cheapest way to cut the grid into rectangles that fill the groups of the tiers: the place of each seat.
 
-    Ways are told apart by the mean links between the groups of the finest tier. On single links the way that happens
+    Ways are compared by the mean links between the groups of the finest tier. On single links the way that happens
     to run along good ones would win, and a search that begins there ends worse: finding good links is its business.
 
     Args:

@@ -18,7 +18,7 @@ from pipette_launch.search.solve import SolveOptions, solve
 
 MEMORY_MARGIN = 0.08
 OWN = "megatron-rules"
-"""Whose pick, in torchrun's order, is the user's own configuration."""
+"""Rival whose pick, in torchrun's order, is the user's own configuration."""
 RIVALS = (
     "amp",
     "amp-pipette",
@@ -42,7 +42,7 @@ PROVENANCE = Provenance(key="", made_at="", versions={}, source="measured")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What the comparison is run with."""
+    """Conditions of the comparison."""
 
     seed: int
     budget_s: float
@@ -53,11 +53,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of a rival's pick."""
+    """Outcome of a rival's pick."""
 
     layout: Layout
     step_s: float
-    """Of the first pick by our Predictor, whether it fits or not."""
+    """Seconds of the first pick by our Predictor, even if it does not fit."""
     claimed_s: float | None
     fits: bool
     device_share: float
@@ -66,7 +66,7 @@ class Outcome:
     """The first of its ranking that Megatron takes and that fits; the pick itself where it does."""
     fallback_s: float | None
     rank: int
-    """How many of its ranking stand before the fallback."""
+    """Number of picks ranked before the fallback."""
     search_s: float
 
 
@@ -79,7 +79,7 @@ class Duel:
     """None where nothing fits."""
     why_not: str
     outcomes: dict[str, Outcome]
-    """Of the rivals that find anything."""
+    """Among rivals that find a layout."""
     mapped_s: dict[str, float]
     """Our layout in the orders that look at no measurement."""
 
@@ -92,7 +92,7 @@ class Duel:
 
 
 def user_own(job: Job, measurements: Measurements, options: PlannerOptions) -> Layout | None:
-    """What the user would run: the pick of Megatron's rules, or None where nothing fits."""
+    """The user's configuration: the pick of Megatron's rules, or None if nothing fits."""
     try:
         return RANKINGS[OWN](job, measurements, options)[0].layout
     except PlanError:
@@ -142,7 +142,7 @@ class _Judge:
         return self._predictor.placement_cost(layout).cost(placement)
 
     def outcome(self, name: str) -> Outcome | None:
-        """Price what a rival picks and what it would fall back to; None where it finds nothing."""
+        """Price a rival's pick and its fallback; None if it finds nothing."""
         began = self._options.clock()
         try:
             ranking = RANKINGS[name](self._job_of(name), self._measurements, self._options)
@@ -166,7 +166,7 @@ class _Judge:
         )
 
     def _job_of(self, name: str) -> Job:
-        """Varuna always recomputes, whatever is pinned."""
+        """Varuna always recomputes, even if the job pins recompute."""
         pins = self._job.pinned
         if not name.startswith("varuna"):
             return self._job

@@ -35,7 +35,7 @@ class Machine:
 
     device: str
     nominal_bytes_per_s: float
-    """Of one device's own card, as the measured matrix has it: four flows of a host at 19 GB/s each."""
+    """Bandwidth of one device's own network card, from the measured matrix: four flows of a host at 19 GB/s each."""
     transformer_impl: str
     attention_backend: str
 

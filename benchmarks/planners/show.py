@@ -16,7 +16,7 @@ from benchmarks.telling import processor
 
 
 def conditions(setting: Setting, *, is_plain: bool) -> Iterator[str]:
-    """What everything below rests on."""
+    """Conditions of all figures below."""
     yield (
         f"{time.strftime('%Y-%m-%d', time.gmtime())}; {processor()}, {os.cpu_count()} cores of which one is used, "
         f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}; Python {platform.python_version()}, numpy "

@@ -50,7 +50,7 @@ def job_of(name: str, machine: Machine, world_size: int) -> Job:
 
 
 def job_of_shape(shape: tuple[int, int, int], machine: Machine, world_size: int, *, global_batch_size: int) -> Job:
-    """The same of a model of so many layers, hidden size and heads, in steps of so many sequences."""
+    """The same for a model with the given layers, hidden size and heads, and the given sequences per step."""
     return gpt_job(
         shape,
         seq_length=SEQ_LENGTH,

@@ -98,7 +98,7 @@ def partition(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     count = len(seconds)
     place = np.arange(count + 1)
-    # Of one part from entry `start` (row) to before entry `end` (column).
+    # Cost of one part from entry `start` (row) to before entry `end` (column).
     part_EE = np.where(place[:, None] < place, sums - sums[:, None], math.inf)
     least = np.where(place > 0, sums, math.inf)  # of the first i entries in one part
     starts = []

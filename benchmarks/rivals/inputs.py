@@ -1,4 +1,4 @@
-"""What all latency models of this room are priced on: the same measured compute times and links as our own.
+"""Inputs of all rival latency models: the same measured compute times and links as our own.
 
 Each of them takes the time of a layer with its tensor-parallel collectives as one measured number, so these are priced
 here once, by our own model of them, on the slots that the placement gives.
@@ -34,14 +34,14 @@ class Units:
     backward_s_U: Array
 
     def stages_s(self, layers: Sequence[int]) -> tuple[Array, Array]:
-        """Add up forward and backward of stages of so many layers; the ends also run embedding and head."""
+        """Add up forward and backward of stages with these numbers of layers; the ends add embedding and head."""
         starts = np.cumsum([0, *layers[:-1]])
         starts[1:] += 1  # the embedding is in front of the first layer
         return np.add.reduceat(self.forward_s_U, starts), np.add.reduceat(self.backward_s_U, starts)
 
 
 def slot_of_rank(layout: Layout, measurements: Measurements, placement: Sequence[int] | None) -> NDArray[np.int64]:
-    """Return the slot of each RANK; without a placement that of torchrun, the same number.
+    """Return the slot of each RANK; without a placement the slot with the rank's number, as torchrun does.
 
     Raises:
         PlanError: the layout does not fill the cluster, or the placement does not hold every RANK once.

@@ -44,7 +44,7 @@ FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 def ranking(job: Job, measurements: Measurements, options: PlannerOptions) -> tuple[Pick, ...]:
     """List what fits in the order of the rules, in torchrun's order of ranks.
 
-    Fit is what a trial run would show, so it is that of our own memory model and margin.
+    Our memory model and margin decide if a layout fits, in place of a trial run.
 
     Raises:
         PlanError: nothing fits, or nothing was measured.
@@ -82,7 +82,7 @@ def batch_time_s(job: Job, layout: Layout, prices: UnitPrices) -> float:
 
 
 def _recomputes(job: Job) -> Iterator[Recompute]:
-    """Nothing, then modules that are cheap for what they free, then all."""
+    """No recompute, then modules that free many bytes for little time, then all."""
     yield NO_RECOMPUTE
     if not is_flash(job.model):
         yield ATTENTION

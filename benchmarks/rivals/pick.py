@@ -1,7 +1,7 @@
-"""What a rival planner is: from the job and the same measurements as ours to a layout and a placement of its own.
+"""Base of rival planners: from the job and our measurements to a layout and a placement.
 
-A rival decides what it has a notion of (degrees, micro-batch, cut of the layers, order of hosts) and leaves everything
-else as the user has it: recompute, distributed optimizer, overlap. It never interleaves, and knows no CP and no EP.
+A rival decides only the options that its paper knows (degrees, micro-batch, layers per stage, order of hosts). Other
+options stay as the user has them: recompute, distributed optimizer, overlap. No rival interleaves, uses CP or uses EP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Placement = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannerOptions:
-    """What a rival may use beside the job and the measurements."""
+    """Options that a rival may use beside the job and the measurements."""
 
     capacity_bytes: int
     """Memory of a device, all of it: each rival keeps a margin of its own."""
@@ -52,17 +52,17 @@ class Pick:
     layout: Layout
     placement: Placement
     claimed_s: float | None
-    """Step time by its own model; None where it has none."""
+    """Step time by its own model; None without a model."""
     note: str
-    """What it looked at and left out, one sentence."""
+    """Layouts it priced and left out, in one sentence."""
 
 
 Ranking = Callable[[Job, Measurements, PlannerOptions], tuple[Pick, ...]]
-"""All that a rival considers, best first by its own model; raises PlanError where there is none."""
+"""All picks of a rival, best first by its own model. Raises PlanError if it finds no layout."""
 
 
 def ranked(name: str, picks: Iterator[Pick], *, nothing: str) -> tuple[Pick, ...]:
-    """Sort picks by the time that their own model claims, ties as they came; raises PlanError where there are none."""
+    """Sort picks by the time of their own model; equal times keep their order. Raises PlanError without picks."""
     found = tuple(sorted(picks, key=lambda pick: pick.claimed_s or 0.0))
     if not found:
         raise PlanError(f"{name} finds no layout: {nothing}")
@@ -110,7 +110,7 @@ def variant(
 
     Args:
         job: its own layout, pins and model.
-        measurements: GPUs and CPUs differ in what they allow.
+        measurements: GPUs and CPUs allow different options.
         tp: tensor-parallel ranks.
         pp: stages.
         dp: replicas.
@@ -146,6 +146,6 @@ def variant(
 
 
 def device_peak_bytes(job: Job, layout: Layout, measurements: Measurements) -> int:
-    """What the fullest device holds by our own closed form, overhead included, for rivals that ship no figures."""
+    """Bytes of the fullest device by our closed form, overhead included, for rivals without figures of their own."""
     overhead = measured_overhead(job, layout, measurements)
     return overhead.device_peak_bytes(max(parts.total for parts in peak_memory_bytes(job, layout)))

@@ -27,12 +27,12 @@ State = NDArray[np.int64]
 _START = 1.0
 _COOLING = 0.999
 _COLDEST = 1e-4
-"""Below it only what is no worse is accepted."""
+"""Below it a worse state is never accepted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AnnealedMapping:
-    """What an annealing came back with."""
+    """Result of an annealing."""
 
     state_PS: State
     """The best state met: the host of each stage of each pipeline."""
@@ -101,7 +101,7 @@ def neighbour(hosts: list[int], rng: random.Random) -> list[int]:
 
 
 def accepts(loss: float, temperature: float, rng: random.Random) -> bool:
-    """Whether a move is taken: always without a loss, else with probability exp(-s / temperature).
+    """True if a move is taken: always without a loss, else with probability exp(-s / temperature).
 
     s = loss / 10^(int(log10 loss) + 1), between 0.1 and 1 where the loss is at least 1.
     """

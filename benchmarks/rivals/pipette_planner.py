@@ -1,11 +1,11 @@
-"""Pipette's latency model and search (DATE 2024, arXiv 2405.18093), and those of the AMP in its code.
+"""Pipette's latency model and search (DATE 2024, arXiv 2405.18093), and the AMP model and search in its code.
 
 Re-derived from strategy/merge4/llm_train_strategy_assignment_total_v3.py of yimjinkyu1/date2024_pipette@a2b0683. f and
 b are one forward and backward of one micro-batch on one stage, with the tensor-parallel collectives inside; here those
 of the slowest stage, priced as ours are. Kept as they are: messages not divided by tp, 16 h^2 parameters a layer,
 leftover micro-batches that vanish, no latency, no overlap, no optimizer.
 
-The search is that of the loops which are commented out there. pp divides the hosts and the layers, tp is a power of two
+The search follows loops that are commented out there. pp divides the hosts and the layers, tp is a power of two
 within a host, the micro-batch is 1, 2, 4 or 8. Pipette drops what its memory estimate puts over 85 % of the device (61
 % on V100), anneals the order of the hosts for every candidate and takes the least of its latency model. Its network
 ships without weights, so the estimate is our own closed form; the AMP arm asks nothing of memory and maps nothing.
@@ -110,7 +110,7 @@ def amp_arm(*, stages: int, microbatches: int, forward_s: float, hop_s: float, d
 
 
 def nominal_seconds_per_byte(cluster: Cluster) -> tuple[float, float]:
-    """1 / bandwidth of the best link within a host and between hosts: what a data sheet would say; 0 for no link."""
+    """1 / bandwidth of the best link within a host and between hosts, as on a data sheet; 0 without a link."""
     within = max(float(links.bandwidth_bytes_per_s.max()) for links in cluster.within_host)
     between = float(cluster.between_hosts.bandwidth_bytes_per_s.max())
     return 1 / within if within else 0.0, 1 / between if between else 0.0
@@ -168,7 +168,7 @@ def amp_arm_of(job: Job, layout: Layout, cluster: Cluster, forward_s: float) -> 
     Args:
         job: the model and batch.
         layout: even stages.
-        cluster: the nominal bandwidths are those of its best link between hosts and of the best within one.
+        cluster: nominal bandwidths come from its best link between hosts and its best link within a host.
         forward_s: of one micro-batch on the slowest stage.
 
     """
@@ -228,7 +228,7 @@ class MeasuredRates:
     byte_s_NN: Array
     best: float
     within: float
-    """Of the slowest link within any host."""
+    """Seconds per byte of the slowest link within any host."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> MeasuredRates:
@@ -259,7 +259,7 @@ class _Model:
 
     @classmethod
     def of(cls, job: Job, layout: Layout, prices: UnitPrices, links: MeasuredRates) -> _Model:
-        """Price what the state does not change."""
+        """Price the parts that the state does not change."""
         forward, backward = prices.in_torchrun_order(layout).stages_s(layout.stage_layers(job.model.num_layers))
         again = forward if layout.recompute.granularity == "full" else 0.0
         messages = Messages.of(job.model, layout)
@@ -286,7 +286,7 @@ class _Model:
         return self._total_s(hops, float(byte_s_NN[first, np.roll(first, -1)].max()))
 
     def cost_ms(self) -> Callable[[State], float]:
-        """What it anneals: T_PP + T_out + T_in, without the rounds of the latency model."""
+        """Cost that it anneals: T_PP + T_out + T_in, without the rounds of the latency model."""
         byte_s_NN = self.links.byte_s_NN
         onward = np.roll(np.arange(len(byte_s_NN) // self.layout.pp), -1)
 

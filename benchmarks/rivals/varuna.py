@@ -57,7 +57,7 @@ class VarunaPrices:
         """Predict seconds per step as Varuna does.
 
         Args:
-            layout: pp, dp and micro-batch; recompute is always on, whatever it says.
+            layout: pp, dp and micro-batch; recompute is always on.
             placement: RANK of each slot; None = torchrun's own.
             priority: of passes: Varuna's own order, or Megatron's 1F1B with full recompute.
 

@@ -21,7 +21,7 @@ Task = tuple[str, int]
 """Forward, recompute or backward (F, R, B) of a micro-batch."""
 
 _MOST_SENDS = 4
-"""Sends that one stage has under way at once."""
+"""Number of sends that one stage has under way at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class PipelineTimes:
     """Seconds of one micro-batch on each stage, and on the way between neighbours, the same both ways."""
 
     forward_s: tuple[float, ...]
-    """Also what a recompute takes."""
+    """Also the seconds of a recompute."""
     backward_s: tuple[float, ...]
     hop_s: tuple[float, ...]
 
@@ -65,7 +65,7 @@ def task_lists(stages: int, microbatches: int) -> tuple[tuple[Task, ...], ...]:
 
 
 def _unlock(queues: list[dict[str, deque[int]]], stage: int, kind: str, microbatch: int) -> None:
-    """Queue what a task makes possible in the next unit of time."""
+    """Queue tasks that a finished task makes possible in the next unit of time."""
     if kind == "F" and stage < len(queues) - 1:
         queues[stage + 1]["F"].append(microbatch)
     elif kind in "FR":

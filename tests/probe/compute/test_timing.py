@@ -25,7 +25,6 @@ from pipette_launch.probe.compute.timing import (
     USUAL_CORE_S,
     CoreSpeed,
     CpuStopwatch,
-    CudaStopwatch,
     GptSamples,
     loads_as_megatron_lm,
     num_values,
@@ -34,6 +33,7 @@ from pipette_launch.probe.compute.timing import (
     time_part,
     time_wake,
 )
+from pipette_launch.probe.instruments import CudaStopwatch
 from pipette_patches.workload.layers import Part
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)

@@ -24,8 +24,8 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Layout
 from pipette_launch.probe.compute.timing import Habits, Stopwatch, time_calls, time_part
 from pipette_launch.text import seconds_text
-from pipette_patches.workload import layers
-from pipette_patches.workload.layers import Part
+from pipette_patches import workload
+from pipette_patches.workload import Part
 
 SQUARES: dict[DeviceKind, tuple[int, ...]] = {"cuda": (1024, 2048, 4096, 8192), "cpu": (64, 128, 256)}
 NARROW: dict[DeviceKind, tuple[int, ...]] = {"cuda": (128, 256, 512), "cpu": (16, 32)}
@@ -95,7 +95,7 @@ def host_bound(book: Notebook, watch: Stopwatch, habits: Habits, has_te: bool) -
     """A layer too small for the device: its time is the host's, and over its kernels `launch_s`. Then as a graph."""
     job = job_of(TINY, Layout(), has_te=has_te)
     loads = layer_loads(job, Layout(), moe=False)
-    with layers.workload(job, ComputeCase(tp=1, cp=1, micro_batch_size=1), device_kind=book.kind) as work:
+    with workload.workload(job, ComputeCase(tp=1, cp=1, micro_batch_size=1), device_kind=book.kind) as work:
         layer = layer_of(work)
         found = time_part(layer, ComputeCase(tp=1, cp=1, micro_batch_size=1), slot=0, stopwatch=watch, habits=habits)
         book.add(

@@ -32,7 +32,7 @@ from pipette_launch.probe.instruments import MemoryMeter, meter
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import WarmupOrder
 from pipette_launch.text import MIB
-from pipette_patches.workload import layers
+from pipette_patches import workload
 
 HALF = Recompute(granularity="full", method="block", num_layers=2)
 CORE = Recompute(granularity="selective", modules=("core_attn",))
@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
 def measure(book: Notebook) -> None:
     """Run every case that time allows, while processes of their own foretell."""
     reads = meter(book.kind, book.device.uuid)
-    layers.load(book.kind)
+    workload.load(book.kind)
     gc.freeze()
     has_te = has_transformer_engine(book.kind)
     todo = list(cases())[:: STRIDE[book.kind]]

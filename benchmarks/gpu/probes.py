@@ -23,8 +23,8 @@ from pipette_launch.probe.health import inventory, nvml
 from pipette_launch.probe.instruments import MemoryMeter, meter
 from pipette_launch.probe.run import BACKENDS
 from pipette_launch.text import MIB, seconds_text
-from pipette_patches.workload import layers
-from pipette_patches.workload.layers import Part
+from pipette_patches import workload
+from pipette_patches.workload import Part
 
 LAYER: dict[DeviceKind, Shape] = {
     "cuda": Shape(layers=1, hidden=4096, ffn=11008, heads=32, groups=32),
@@ -42,12 +42,12 @@ def measure(book: Notebook) -> None:
     # Before this process touches the device, as in a warm-up.
     reads = meter(book.kind, book.device.uuid)
     book.attempt("the driver's answers", partial(_conditions, book, "idle"))
-    layers.load(book.kind)
+    workload.load(book.kind)
     watch = stopwatch_for(book.kind)
     book.attempt("one rank of the backend", partial(_one_rank, book, reads, watch), needs_s=5.0)
     book.attempt("copies", partial(_copies, book, watch))
     job = job_of(LAYER[book.kind], Layout(), has_te=has_transformer_engine(book.kind))
-    with layers.workload(job, ComputeCase(tp=1, cp=1, micro_batch_size=1), device_kind=book.kind) as work:
+    with workload.workload(job, ComputeCase(tp=1, cp=1, micro_batch_size=1), device_kind=book.kind) as work:
         layer = layer_of(work)
         with layer.accumulating():
             for _ in range(HABITS[book.kind].warmups):

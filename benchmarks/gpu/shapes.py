@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from benchmarks.gpt import gpt_job
 from benchmarks.gpu.jobs import DeviceKind, kernel_flags
 from pipette_launch.facts import Job, Layout
-from pipette_patches.cpu.cpu_replacements import WITHOUT_ENGINE
-from pipette_patches.registry import megatron_core_version
-from pipette_patches.replacements import Replacements
-from pipette_patches.workload.layers import Part, Workload
+from pipette_patches.replacements import Replacements, megatron_core_version
+from pipette_patches.without_cuda import WITHOUT_ENGINE
+from pipette_patches.workload import Part, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,8 +26,8 @@ from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.known_devices import device_named, device_of_driver
 from pipette_launch.probe.compute.timing import HABITS, Habits, Stopwatch, stopwatch_for, time_calls, time_part
 from pipette_launch.text import seconds_text
-from pipette_patches.workload import layers
-from pipette_patches.workload.optimizer import optimizer_step
+from pipette_patches import workload
+from pipette_patches.workload import optimizer_step
 
 CASE_S = 6.0
 """Less time is not enough for one more shape."""
@@ -84,7 +84,7 @@ def cases(device_kind: DeviceKind) -> Iterator[Case]:
 
 def measure(book: Notebook) -> None:
     """Time the device's own figures first, then as many layers as time allows."""
-    layers.load(book.kind)
+    workload.load(book.kind)
     watch = stopwatch_for(book.kind)
     habits = HABITS[book.kind].hastier(HASTE if book.kind == "cuda" else 8 * HASTE)
     book.attempt("matrix products", partial(figures.products, book, watch, habits))
@@ -120,7 +120,7 @@ def _layer(book: Notebook, case: Case, spec: DeviceSpec, watch: Stopwatch, habit
     compute = ComputeCase(tp=case.tp, cp=1, micro_batch_size=case.micro_batch_size)
     name = "moe_layer" if case.shape.experts else "layer"
     before_s = time.perf_counter()
-    with layers.workload(job, compute, device_kind=book.kind) as work:
+    with workload.workload(job, compute, device_kind=book.kind) as work:
         layer = layer_of(work)
         with layer.accumulating():
             layer.backward(layer.forward(1))

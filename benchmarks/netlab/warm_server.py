@@ -80,8 +80,8 @@ def main(folder: str, *more: str) -> None:
     else:
         warm_fork.end_with(parent)
         sys.modules["pipette_patches.registry"].apply("cpu_backend")
-        load(["pipette_patches.workload.layers"])
-        sys.modules["pipette_patches.workload.layers"].load("cpu")
+        load(["pipette_patches.workload"])
+        sys.modules["pipette_patches.workload"].load("cpu")
         load([*MEGATRON, *more])
         request = serve(f"{folder}/patched", [*packages, "megatron.core"], None)
     warm_fork.become(request, base)

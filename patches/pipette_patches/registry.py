@@ -1,20 +1,16 @@
 """Find a patch by name, apply it once, take it back, carry it into spawned processes; refuse unknown megatron-core."""
 
-import ast
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import multiprocessing.spawn
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 from packaging.specifiers import SpecifierSet
 
 from pipette_launch.text import did_you_mean
-from pipette_patches.errors import PatchError
+from pipette_patches.replacements import PatchError, megatron_core_version
 
 
 class Patch(Protocol):
@@ -33,7 +29,7 @@ class Patch(Protocol):
 
 # A name's module holds the patch as PATCH; it is imported when asked for, since it may import torch.
 _MODULES = {
-    "cpu_backend": "pipette_patches.cpu.backend",
+    "cpu_backend": "pipette_patches.cpu_backend",
     "schedules": "pipette_patches.schedules.patch",
 }
 _applied: dict[str, Patch] = {}
@@ -93,39 +89,6 @@ def use(name: str) -> Iterator[None]:
     finally:
         if not before:
             revert(name)
-
-
-def megatron_core_version() -> str:
-    """The version that `import megatron.core` gives or would give here, found without importing it."""
-    loaded = sys.modules.get("megatron.core")
-    if loaded is not None and hasattr(loaded, "__version__"):
-        return str(loaded.__version__)
-    # A checkout beside the script comes before the installed package, so the path decides, not the metadata.
-    for folder in sys.path:
-        file = Path(folder or ".") / "megatron" / "core" / "package_info.py"
-        if file.is_file():
-            return _version_in(file)
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        raise PatchError(
-            "megatron-core is neither installed nor beside the script; install it (pip install megatron-core)"
-        ) from None
-
-
-def _version_in(file: Path) -> str:
-    """Read MAJOR, MINOR, PATCH and PRE_RELEASE of Megatron's package_info.py."""
-    values: dict[str, object] = {}
-    for node in ast.parse(file.read_text()).body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and isinstance(node.value, ast.Constant)
-        ):
-            values[node.targets[0].id] = node.value.value
-    if not {"MAJOR", "MINOR", "PATCH"} <= values.keys():
-        raise PatchError(f"{file} names no MAJOR, MINOR and PATCH; is this megatron-core?")
-    return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
 
 
 class _Patches:

@@ -1,17 +1,25 @@
 """Replace named attributes of modules, at once or as soon as those are imported, and put the originals back."""
 
+import ast
+import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from pipette_patches.errors import PatchError
+from pipette_launch.errors import PipetteError
+
+
+class PatchError(PipetteError):
+    """A patch is unknown, or does not fit the megatron-core that this process would import."""
+
 
 Action = Callable[[ModuleType], None]
 _INHERITED = object()
@@ -175,3 +183,36 @@ class Replacements:
         self._replaced.append((owner, name, raw))
         self._original_of[id(successor)] = (successor, raw)
         setattr(owner, name, successor)
+
+
+def megatron_core_version() -> str:
+    """The version that `import megatron.core` gives or would give here, found without importing it."""
+    loaded = sys.modules.get("megatron.core")
+    if loaded is not None and hasattr(loaded, "__version__"):
+        return str(loaded.__version__)
+    # A checkout beside the script comes before the installed package, so the path decides, not the metadata.
+    for folder in sys.path:
+        file = Path(folder or ".") / "megatron" / "core" / "package_info.py"
+        if file.is_file():
+            return _version_in(file)
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        raise PatchError(
+            "megatron-core is neither installed nor beside the script; install it (pip install megatron-core)"
+        ) from None
+
+
+def _version_in(file: Path) -> str:
+    """Read MAJOR, MINOR, PATCH and PRE_RELEASE of Megatron's package_info.py."""
+    values: dict[str, object] = {}
+    for node in ast.parse(file.read_text()).body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        ):
+            values[node.targets[0].id] = node.value.value
+    if not {"MAJOR", "MINOR", "PATCH"} <= values.keys():
+        raise PatchError(f"{file} names no MAJOR, MINOR and PATCH; is this megatron-core?")
+    return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"

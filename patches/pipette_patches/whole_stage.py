@@ -18,14 +18,12 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job, Layout
-from pipette_patches.abstract import megatron_config
-from pipette_patches.abstract.allocator import StorageMeter, metered, under
-from pipette_patches.abstract.gpu_replacements import no_coalescing, recounting
-from pipette_patches.abstract.scale_up import enough_microbatches, full_size
-from pipette_patches.abstract.trainer import Trainer, inner_optimizers
+from pipette_patches import megatron_config
+from pipette_patches.one_rank import Trainer, enough_microbatches, full_size, inner_optimizers, one_rank
 from pipette_patches.replacements import Replacement, Replacements, instead, nothing
-from pipette_patches.workload.layers import forget_dummy_gradients, refusals_named
-from pipette_patches.workload.process_groups import one_rank
+from pipette_patches.storage_meter import StorageMeter, metered, recounting, under
+from pipette_patches.without_cuda import no_coalescing
+from pipette_patches.workload import forget_dummy_gradients, refusals_named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

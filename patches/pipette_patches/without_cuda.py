@@ -4,7 +4,10 @@ The patch `cpu_backend` puts the CPU in CUDA's place, abstract execution the `me
 """
 
 import contextlib
+import copy
 import functools
+import importlib.util
+import inspect
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -164,3 +167,111 @@ def torch_without_cuda(
             },
         ),
     )
+
+
+class FinishedWork:
+    """A collective that is done as soon as it is issued."""
+
+    def wait(self, _timeout: object = None) -> bool:
+        """Return at once: nothing is under way."""
+        return True
+
+    is_completed = wait
+
+
+def no_coalescing(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextManager[FinishedWork]:
+    """Let each message go by itself."""
+    return contextlib.nullcontext(FinishedWork())
+
+
+def _norm_for_sequence_parallel(original: Callable[..., Any]) -> Any:
+    """Give torch's norms to sequence-parallel models: mark their weights, for Megatron to sum the gradients over TP."""
+
+    @functools.wraps(original)
+    def make(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return staticmethod(make)
+
+
+def without_fp8(original: Callable[..., None]) -> Callable[..., None]:
+    """Recompute without asking Transformer Engine for its fp8 state: the original asks whenever it is told `False`."""
+
+    @functools.wraps(original)
+    def make(checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        original(checkpoint, *args, **kwargs)
+        checkpoint.fp8 = False
+
+    return make
+
+
+def _of_latent_attention(original: Callable[..., None]) -> Callable[..., None]:
+    """Build the local attention core for heads whose values are not as wide as `kv_channels`, as latent attention asks.
+
+    The original takes no widths (core_v0.16.1). All that it works out from `kv_channels` are the scale of the scores,
+    which latent attention gives it, and the width of the context, which is set here.
+    """
+    if "v_channels" in inspect.signature(original).parameters:
+        return original
+
+    @functools.wraps(original)
+    def make(
+        core: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        if v_channels is not None and kwargs.get("softmax_scale") is None:
+            kwargs["softmax_scale"] = (k_channels or v_channels) ** -0.5
+        original(core, *args, **kwargs)
+        if v_channels is not None:
+            core.hidden_size_per_partition = v_channels * core.num_attention_heads_per_partition
+
+    return make
+
+
+def _a_class(original: Any) -> Any:
+    """Stand for a class of Transformer Engine where there is none: nothing is an instance of it."""
+    return original if isinstance(original, type) else type("Absent", (), {})
+
+
+def _has_engine(_original: bool) -> bool:
+    """Say whether Transformer Engine itself is there."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+WITHOUT_ENGINE = (
+    *in_module("megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": _norm_for_sequence_parallel}),
+    # Without Transformer Engine the name is used and not defined.
+    Replacement(
+        module="megatron.core.transformer.moe.moe_utils",
+        path="te_general_gemm",
+        make=instead(None),
+        may_be_absent=True,
+        versions="<0.17",
+    ),
+    *in_module(
+        "megatron.core.transformer.dot_product_attention", {"DotProductAttention.__init__": _of_latent_attention}
+    ),
+    # Megatron-FSDP asks under TP which modules are of this class, which is none without the engine.
+    Replacement(
+        module="megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+        path="TELinear",
+        make=_a_class,
+        versions=">=0.16,<0.18",
+    ),
+    # Prediction depths ask from 0.20 on whether a layer is of these classes.
+    *(
+        Replacement(
+            module="megatron.core.tensor_parallel.inference_layers", path=path, make=_a_class, versions=">=0.20"
+        )
+        for path in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear")
+    ),
+    # It is true wherever Megatron's own wrappers are, and their classes are then None.
+    Replacement(
+        module="megatron.core.transformer.multi_latent_attention", path="HAVE_TE", make=_has_engine, versions="<0.17"
+    ),
+)
+"""What local layers need where neither Transformer Engine nor Apex is, on a GPU too."""

@@ -62,7 +62,7 @@ from pipette_launch.probe.links.selection import (
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import LinkSamples, WarmupOrder, WorkerResult, joined
 from pipette_launch.text import hertz_text, plural, rate_text
-from pipette_patches import registry
+from pipette_patches.replacements import megatron_core_version
 
 START_S = 30.0
 """Seconds that the adviser may take beside its search: to start, to read and to write, on cores that may be busy."""
@@ -519,7 +519,7 @@ class Phases:
             dimensions=self._dimensions,
             earlier=self._earlier,
             # The megatron-core that was measured may lie beside the script instead of being installed.
-            versions={**inventory.versions(), "megatron-core": registry.megatron_core_version()},
+            versions={**inventory.versions(), "megatron-core": megatron_core_version()},
             taken_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         )
 

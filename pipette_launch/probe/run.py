@@ -69,7 +69,7 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     from pipette_launch.probe.compute.benches import LayerBench
     from pipette_launch.probe.instruments import meter as meter_of
     from pipette_launch.probe.phases import Phases
-    from pipette_patches.workload import layers
+    from pipette_patches import workload
 
     # Before anything touches the device: the meter subtracts what other processes hold there.
     meter = meter_of(options.device_kind, options.device(place.rank).uuid)
@@ -77,7 +77,7 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
         use_device(progress.local_rank, options.device(place.rank).uuid)
     # Imports, compilation and the first lap take as long for any case, so they come before the budget begins.
     progress.step(0, 0, "imports")
-    layers.load(options.device_kind)
+    workload.load(options.device_kind)
     progress.step(0, 0, "first lap")
     workspace_bytes = LayerBench(options=options, slot=place.rank, meter=meter).first_lap()
     lockstep = _met(options, place, progress, started_s)

@@ -107,11 +107,11 @@ def stages() -> dict[str, Any]:
     from pipette_launch.probe.instruments import CudaMeter
     from pipette_launch.probe.lockstep import Budget, Lockstep
     from pipette_launch.probe.messages import WarmupOrder
-    from pipette_patches.workload import layers
+    from pipette_patches import workload
 
     host = inventory.host(name="here", address="", num_devices=1, device="cuda")
     meter = CudaMeter(host.devices[0].uuid)
-    layers.load("cuda")
+    workload.load("cuda")
     layout = Layout(pp=4, dp=16, use_distributed_optimizer=True)
     changes = LLAMA | {"hidden_size": 1024, "ffn_hidden_size": 2816, "num_attention_heads": 8, "kv_channels": 128}
     job = replace(job_of(changes, layout), performance_flags=(*FLAGS, "--no-persist-layer-norm", "--no-rope-fusion"))

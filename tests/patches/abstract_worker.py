@@ -8,8 +8,8 @@ from typing import Any
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.facts import Batch, Layout, Recompute
-from pipette_patches.abstract import run, scale_up
-from pipette_patches.abstract.allocator import StorageMeter
+from pipette_patches.abstract import execution
+from pipette_patches.storage_meter import StorageMeter
 
 UNIFORM = Recompute(granularity="full", method="uniform", num_layers=2)
 BLOCK = Recompute(granularity="full", method="block", num_layers=2)
@@ -49,8 +49,8 @@ CASES: dict[str, tuple[dict[str, Any], Layout, int, int]] = {
 def main() -> None:
     """Count each case in both ways, and the operations that it took."""
     warnings.simplefilter("ignore")
-    run.load()
-    scale_up.FEW_PASSES = 0
+    execution.load()
+    execution.FEW_PASSES = 0
     operations = [0]
     original = StorageMeter.__torch_dispatch__
 
@@ -69,7 +69,7 @@ def main() -> None:
         found[name] = []
         for whole in (False, True):
             operations[0] = 0
-            counted = asdict(run.run_rank(job, layout, pp_rank, whole=whole))
+            counted = asdict(execution.run_rank(job, layout, pp_rank, whole=whole))
             found[name].append({**counted, "operations": operations[0]})
     print(json.dumps(found))
 

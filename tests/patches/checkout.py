@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipette_patches.registry import _version_in
-from pipette_patches.replacements import Replacement
+from pipette_patches.replacements import Replacement, _version_in
 
 
 def megatron_lm(replacement: Replacement) -> Path:

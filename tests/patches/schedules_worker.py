@@ -28,10 +28,9 @@ from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_launch.facts import files
 from pipette_launch.facts.schedule import PassTimes, ScheduleFile
 from pipette_patches import registry
-from pipette_patches.abstract.allocator import metered
-from pipette_patches.schedules import executor, messages, patch
-from pipette_patches.schedules.executor import PipelineStep
-from pipette_patches.schedules.messages import PendingMessages
+from pipette_patches.schedules import executor, patch
+from pipette_patches.schedules.executor import PendingMessages, PipelineStep
+from pipette_patches.storage_meter import metered
 
 STEPS = 3
 
@@ -162,7 +161,7 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     streams: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if options.get("in_streams"):
         # Gloo stands in for NCCL: the same programs, process groups and greetings.
-        streams = mock.patch.object(messages, "runs_in_streams", return_value=True)
+        streams = mock.patch.object(executor, "runs_in_streams", return_value=True)
     with registry.use("schedules"), counted, broken, streams, on_gpu(dist.get_rank()) as restored:
         ours, gradients, held_bytes = train(options)
     furthest = max(

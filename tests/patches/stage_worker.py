@@ -10,7 +10,7 @@ from patches.stage_cases import CASES, SHARDED, job_of
 
 from pipette_launch.facts import Layout
 from pipette_patches.whole_stage import run_stage
-from pipette_patches.workload.layers import WorkloadError, load
+from pipette_patches.workload import WorkloadError, load
 
 
 def refusal() -> str:

@@ -7,7 +7,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from pipette_patches import registry
-from pipette_patches.errors import PatchError
+from pipette_patches.replacements import PatchError, megatron_core_version
 
 
 class Counting:
@@ -109,7 +109,7 @@ def test_a_damaged_checkout_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch.delitem(sys.modules, name)
 
     with pytest.raises(PatchError, match=f"{tmp_path}/megatron/core/package_info.py names no MAJOR"):
-        registry.megatron_core_version()
+        megatron_core_version()
 
 
 def test_every_patch_says_its_name_and_versions() -> None:
@@ -118,4 +118,4 @@ def test_every_patch_says_its_name_and_versions() -> None:
         patch = registry.find(name)
 
         assert name == patch.name
-        assert patch.supports.contains(registry.megatron_core_version())
+        assert patch.supports.contains(megatron_core_version())

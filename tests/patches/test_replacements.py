@@ -9,8 +9,7 @@ from types import ModuleType
 import pytest
 
 from pipette_patches import replacements
-from pipette_patches.errors import PatchError
-from pipette_patches.replacements import Replacement, Replacements, forget, when_imported
+from pipette_patches.replacements import PatchError, Replacement, Replacements, forget, when_imported
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from facts_for_tests import fine_grained_model, tiny_job, tiny_model
 
 from pipette_launch.facts import ComputeCase
+from pipette_patches.megatron_config import layers_config
 from pipette_patches.whole_stage import as_run_here
-from pipette_patches.workload.config import transformer_config
-from pipette_patches.workload.layers import Part, Workload, WorkloadError, load, workload
-from pipette_patches.workload.optimizer import optimizer_step
+from pipette_patches.workload import Part, Workload, WorkloadError, load, optimizer_step, workload
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
 WATCHED: list[Any] = []
@@ -157,7 +156,7 @@ def without_its_engine() -> str:
 def splits_sequence() -> list[bool]:
     """Whether a GPU's tensor-parallel layer is timed with sequence parallelism: with and without an engine for it."""
     configs = [
-        transformer_config(JOB, replace(CASE, tp=2), ("layer",), device_kind="cuda", uses_te=uses_te)[0]
+        layers_config(JOB, replace(CASE, tp=2), ("layer",), device_kind="cuda", uses_te=uses_te)[0]
         for uses_te in (True, False)
     ]
     return [config.sequence_parallel for config in configs]
@@ -166,7 +165,7 @@ def splits_sequence() -> list[bool]:
 def attention_backends() -> list[str]:
     """What a GPU's layers and its whole stages are run with, where the user's flags name a backend."""
     job = replace(JOB, model=replace(JOB.model, transformer_impl="local", attention_backend="local"))
-    config, _ = transformer_config(job, CASE, ("layer",), device_kind="cuda", uses_te=False)
+    config, _ = layers_config(job, CASE, ("layer",), device_kind="cuda", uses_te=False)
     _, changes, _ = as_run_here(job, "cuda")
     return [config.attention_backend.name, changes["attention_backend"].name]
 
@@ -175,7 +174,7 @@ def exchange_notes() -> list[str]:
     """What is noted of context parallelism by another exchange than the ring that is timed."""
     job = replace(JOB, performance_flags=("--cp-comm-type a2a",))
     cases = (replace(CASE, cp=cp) for cp in (1, 2))
-    notes = (transformer_config(job, case, ("layer",), device_kind="cuda", uses_te=True)[1] for case in cases)
+    notes = (layers_config(job, case, ("layer",), device_kind="cuda", uses_te=True)[1] for case in cases)
     return [note for each in notes for note in each]
 
 

@@ -18,7 +18,7 @@ from probe.workers import environment
 from pipette_launch.facts import files
 from pipette_launch.probe import phases, run  # noqa: F401
 from pipette_launch.probe.messages import WarmupOrder
-from pipette_patches.workload import layers
+from pipette_patches import workload
 
 
 def _sleep(late_s: float, _: str) -> None:
@@ -29,12 +29,12 @@ def main(order: str, port: str, *ranks: str) -> None:
     """Start the workers, and wait for them; they end with this process."""
     options = files.read(Path(order), WarmupOrder)
     # Nothing is set up by it that a fork would break: no thread, no process group.
-    layers.load("cpu")
+    workload.load("cpu")
     pids = []
     for rank, _, late_s in (each.partition("+") for each in ranks):
         pid = os.fork()
         if pid == 0:
-            layers.load = functools.partial(_sleep, float(late_s or 0))
+            workload.load = functools.partial(_sleep, float(late_s or 0))
             os.environ.update(environment(int(rank), options, int(port)))
             os.dup2(os.open(Path(order).with_name(f"errors-{rank}"), os.O_WRONLY | os.O_CREAT), 2)
             os._exit(run.main([order]))

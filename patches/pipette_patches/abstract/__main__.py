@@ -40,10 +40,10 @@ def answer(line: str) -> ExecutionAnswer:
     """Execute what one line asks for; an error becomes the answer."""
     try:
         request: ExecutionRequest = from_plain(ExecutionRequest, json.loads(line), "request")
-        from pipette_patches.abstract import run
+        from pipette_patches.abstract import execution
 
-        run.load()
-        ranks = tuple(run.run_rank(request.job, request.layout, pp_rank) for pp_rank in request.pp_ranks)
+        execution.load()
+        ranks = tuple(execution.run_rank(request.job, request.layout, pp_rank) for pp_rank in request.pp_ranks)
         return ExecutionAnswer(ranks=ranks)
     except PipetteError as error:
         return ExecutionAnswer(error=str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,11 @@ import torch.distributed
 import torch.distributed.distributed_c10d
 import torch.nn.functional
 
-from pipette_patches.abstract.allocator import as_one_kernel, current, under
-from pipette_patches.abstract.transformer_engine.fused_kernels import kernel
-from pipette_patches.abstract.transformer_engine.linear import LayerNorm, RMSNorm
-from pipette_patches.cpu.cpu_replacements import without_fp8
+from pipette_patches.abstract.kernels import _routing, balanced, kernel
+from pipette_patches.abstract.transformer_engine import LayerNorm, RMSNorm
 from pipette_patches.replacements import Replacement, answer, in_module, instead, nothing
-from pipette_patches.without_cuda import torch_without_cuda
+from pipette_patches.storage_meter import as_one_kernel, current, recounting, under
+from pipette_patches.without_cuda import FinishedWork, no_coalescing, torch_without_cuda, without_fp8
 
 DEVICE = torch.device("meta")
 # fmt: off
@@ -28,16 +28,6 @@ _MESSAGES = (
     "reduce_scatter_tensor", "scatter", "send",
 )
 # fmt: on
-
-
-class FinishedWork:
-    """A collective that is done as soon as it is issued."""
-
-    def wait(self, _timeout: object = None) -> bool:
-        """Return at once: nothing is under way."""
-        return True
-
-    is_completed = wait
 
 
 def for_abstract(successor: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -86,30 +76,11 @@ def _gather_own(objects: list[Any], own: Any, **_kwargs: Any) -> None:
     objects[:] = [own] * len(objects)
 
 
-def no_coalescing(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextManager[FinishedWork]:
-    """Let each message go by itself."""
-    return contextlib.nullcontext(FinishedWork())
-
-
 def _dropout(given: Any, p: float = 0.5, training: bool = True, *_inplace: bool, **_options: bool) -> Any:
     """Drop out as the CUDA kernel does it: an output and a mask of one byte each element."""
     if not training or p == 0.0:
         return given
     return kernel(lambda given: (torch.empty_like(given), (torch.empty_like(given, dtype=torch.bool),)), given)
-
-
-def recounting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Resize a storage, and let the meter in force count it as it is then."""
-
-    @functools.wraps(original)
-    def resize(storage: Any, size: int) -> Any:
-        done = original(storage, size)
-        meter = current()
-        if meter is not None:
-            meter.recount(storage)
-        return done
-
-    return resize
 
 
 _PROPERTIES = SimpleNamespace(
@@ -238,3 +209,122 @@ CORE = (
     *in_module("megatron.core.utils", {"GlobalMemoryBuffer.get_tensor": functools.partial(under, "buffers")}),
 )
 """Replacements in megatron-core for abstract execution."""
+
+
+def _masked_select(given: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Select as many entries of each row of a mask as balanced routing sets; keeps what torch's own keeps.
+
+    Rows of the mask are experts, its columns tokens.
+    """
+    experts, tokens = mask.shape
+    return kernel(lambda given: (given.new_empty(_routing[0].rows(tokens, experts)), (given, mask)), given)
+
+
+def _with_balanced_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run experts with as many tokens for each as balanced routing gives."""
+
+    @functools.wraps(original)
+    def forward(experts: Any, rows: torch.Tensor, _counts: Any, probabilities: torch.Tensor) -> Any:
+        counts = torch.tensor(balanced(rows.shape[0], experts.num_local_experts))
+        return original(experts, rows, counts, probabilities)
+
+    return forward
+
+
+def _all_to_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Send as many rows as come back."""
+    return lambda group, rows, *_splits, **_more: original(group, rows)
+
+
+def _in_equal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather from, or scatter to, each rank as many rows: leave out the sizes of the parts."""
+
+    def exchange(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes = ("input_split_sizes", "output_split_sizes")
+        return original(rows, *args, **{name: value for name, value in kwargs.items() if name not in sizes})
+
+    return exchange
+
+
+def _sort_chunks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Sort equal chunks."""
+
+    def sort(rows: torch.Tensor, _sizes: Any, order: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(
+            rows, torch.tensor(balanced(rows.shape[0], len(order))), torch.arange(len(order)), *args, **kwargs
+        )
+
+    return sort
+
+
+def _rope_for_key_value(
+    both: Any, shared: Any, _cos: Any, _sin: Any, rope_width: int, width: int, value_width: int, *_: Any
+) -> Any:
+    """Make keys and values of latent attention in one kernel: two new tensors."""
+    shapes = [(*both.shape[:-1], channels) for channels in (width + rope_width, value_width)]
+    return kernel(lambda both, _: (tuple(both.new_empty(shape) for shape in shapes), ()), both, shared)
+
+
+EXPERTS = (
+    *in_module("torch", {"Tensor.masked_select": for_abstract(_masked_select)}),
+    *in_module(
+        "megatron.core.transformer.moe.experts",
+        {"SequentialMLP.forward": _with_balanced_counts, "TEGroupedMLP.forward": _with_balanced_counts},
+    ),
+    *in_module(
+        "megatron.core.transformer.moe.token_dispatcher",
+        {
+            "all_to_all": _all_to_all,
+            "gather_from_sequence_parallel_region": _in_equal_parts,
+            "reduce_scatter_to_sequence_parallel_region": _in_equal_parts,
+            "sort_chunks_by_idxs": _sort_chunks,
+            "pad_routing_map": instead(lambda mapped, _multiple: mapped),
+        },
+    ),
+    *in_module(
+        "megatron.core.transformer.multi_latent_attention",
+        {
+            # The kernel rotates queries in place.
+            "fused_apply_mla_rope_for_q": instead(lambda query, *_, **_options: query),
+            "fused_apply_mla_rope_for_kv": instead(_rope_for_key_value),
+        },
+    ),
+)
+"""Replacements in megatron-core, and one in torch, where the value of a tensor is asked for."""
+
+
+_MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+
+
+def forget() -> None:
+    """Drop what the last job has offloaded, as a new process would have nothing."""
+    module = sys.modules.get(_MODULE)
+    if module is not None:
+        module.PipelineOffloadManager.OFFLOAD_MGR = None
+
+
+def _to_host(_handler: Any, tensor: torch.Tensor, **_options: bool) -> tuple[Any, ...]:
+    """Say what lies in host memory; a tensor that is not contiguous is copied on the device first.
+
+    Megatron knows a tensor that has left by the tuple in its place.
+    """
+    tensor.contiguous()
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _from_host(_handler: Any, state: tuple[Any, ...], **_options: bool) -> torch.Tensor:
+    """Make a new tensor on the device for one that had left."""
+    shape, dtype, device = state
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+OFFLOADING = tuple(
+    # A release may lack one: then only jobs that offload cannot be executed.
+    Replacement(module=_MODULE, path=path, make=make, may_be_absent=True)
+    for path, make in {
+        "ChunkOffloadHandler.offload": instead(_to_host),
+        "ChunkOffloadHandler.reload": instead(_from_host),
+        "print_offload_summary_table": nothing,
+    }.items()
+)
+"""Replacements in megatron-core."""

@@ -8,17 +8,223 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pipette_launch.facts.schedule import Action, Message, Program, message_of
-from pipette_patches.schedules.messages import PendingMessages
-from pipette_patches.schedules.results import carry
-from pipette_patches.schedules.weight_gradients import Deferred, deferred
+from pipette_patches.replacements import PatchError, Replacement
+from pipette_patches.schedules.v_placement import carry
+
+
+def runs_in_streams(group: Any) -> bool:
+    """Return True if messages of a pipeline go over NCCL, each way in a stream; elsewhere they do not wait in streams.
+
+    PyTorch opens a communicator with a stream for each pair of ranks that exchange unbatched messages, in each process
+    group (ProcessGroupNCCL.cpp, pointToPoint). A group that was bound to a device at its start has one stream for all.
+
+    Raises:
+        PatchError: all messages would share a stream, in which a late one holds up the others.
+
+    """
+    if "nccl" not in dist.get_backend(group):
+        return False
+    if any(getattr(each, "bound_device_id", None) is not None for each in (group, dist.group.WORLD)):
+        raise PatchError(
+            "the script binds its process groups to devices (device_id of init_process_group), so all messages of a "
+            "rank would wait for each other; remove device_id, or keep Megatron's own schedules"
+        )
+    return True
+
+
+def open_ways(group: Any, ways: Collection[tuple[int, int]]) -> None:
+    """Open the communicator of each way of a pipeline that begins or ends on this rank.
+
+    The host waits for the other rank meanwhile. All ranks take their ways in the same order, so none wait in a circle;
+    pairs of neighbours that begin with an even rank come first, all at the same time.
+    """
+    rank = dist.get_rank(group)
+    messages = PendingMessages(group, lambda: torch.empty(1, device=torch.cuda.current_device()), in_streams=True)
+    for way in sorted(ways, key=lambda way: (min(way) % 2, *sorted(way), way)):
+        if rank in way:
+            greeting = Message(*way, is_gradient=False, stage=0, microbatch=0)
+            messages.give(greeting, torch.zeros(1, device=torch.cuda.current_device()), then=_nothing)
+            messages.post(greeting)
+            messages.wait(greeting)
+
+
+class PendingMessages:
+    """Posts messages with the other ranks of a pipeline, and keeps their tensors until they have arrived.
+
+    Args:
+        group: the ranks of the pipeline.
+        empty: makes the tensor that a message is received into.
+        in_streams: see `runs_in_streams`.
+
+    """
+
+    def __init__(self, group: Any, empty: Callable[[], torch.Tensor], *, in_streams: bool) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._peers = dist.get_process_group_ranks(group)
+        self._empty = empty
+        self._in_streams = in_streams
+        self._outgoing: dict[Message, tuple[torch.Tensor, Callable[[], None]]] = {}
+        self._under_way: dict[Message, tuple[Any, torch.Tensor, Callable[[], None]]] = {}
+
+    def give(self, message: Message, tensor: torch.Tensor, *, then: Callable[[], None]) -> None:
+        """Keep a tensor until its message is posted; `then` is called once it has been sent."""
+        self._outgoing[message] = tensor, then
+
+    def post(self, message: Message) -> None:
+        """Hand a message to the network; nothing waits here."""
+        # The two ways of a pair lie in two process groups, as in Megatron's own `_p2p_ops` with two ranks.
+        goes_up = self._in_streams and message.source > message.target
+        group = dist.group.WORLD if goes_up else self._group
+        if message.source == self._rank:
+            tensor, then = self._outgoing.pop(message)
+            work = dist.isend(tensor, self._peers[message.target], group)
+        else:
+            tensor, then = self._empty(), _nothing
+            work = dist.irecv(tensor, self._peers[message.source], group)
+        self._under_way[message] = work, tensor, then
+
+    def wait(self, message: Message) -> torch.Tensor:
+        """Wait for a message to arrive or to have left; returns its tensor."""
+        work, tensor, then = self._under_way.pop(message)
+        work.wait()
+        then()
+        return tensor
+
+    def wait_for_sent(self, message: Message) -> None:
+        """Wait until a message has left, unless that was seen already."""
+        if message in self._under_way:
+            self.wait(message)
+
+    def reap(self) -> None:
+        """Let go of what has been sent by now."""
+        for message in [one for one in self._under_way if one.source == self._rank]:
+            if self._under_way[message][0].is_completed():
+                self.wait(message)
+
+    def finish(self) -> None:
+        """Wait for all that is still under way."""
+        for message in list(self._under_way):
+            self.wait(message)
+
+
+def _nothing() -> None:
+    pass
+
+
+LAYERS = "megatron.core.tensor_parallel.layers"
+FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
+OF_BIAS = 2
+"""Place of the bias among the gradients: behind those of input and weight."""
+
+Deferred = list[Callable[[], None]]
+"""The products that a backward left out, in its order."""
+
+
+class _Open:
+    """Where the backward that now runs leaves its products; a backward of torch may run on a thread of its own."""
+
+    products: Deferred | None = None
+    weights: list[Any] | None = None
+
+
+_open = _Open()
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[Deferred]:
+    """Collect the weights' gradients of the backward that runs in this block instead of making them."""
+    products: Deferred = []
+    weights: list[Any] = []
+    _open.products, _open.weights = products, weights
+    try:
+        yield products
+    finally:
+        _open.products = _open.weights = None
+        for weight in weights:
+            # It kept the hooks of this backward from adding a gradient that is none; a whole backward may come next.
+            weight.grad_added_to_main_grad = False
+
+
+def _splitting(original: Any) -> Any:
+    """Make the successor of Megatron's function: the same forward, a backward that can leave out one product."""
+
+    class Splitting(original):  # type: ignore[misc]
+        @staticmethod
+        def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+            total_input, weight = ctx.saved_tensors
+            # Where Megatron itself defers, as for the vocabulary on request, it goes on doing so; from 0.19 on a weight
+            # may be in parts, which are put together for the backward alone.
+            defers = ctx.grad_output_buffer is not None or getattr(ctx, "gtp_remat_size", 1) > 1
+            # The head's product would keep the gradients of its logits, which are larger than all else of a layer.
+            is_head = getattr(weight, "is_embedding_or_output_parameter", False)
+            if _open.products is None or defers or is_head or not hasattr(weight, "main_grad"):
+                return original.backward(ctx, grad_output)
+            product = partial(_fused_product if ctx.gradient_accumulation_fusion else _product, weight)
+            gather = ctx.tp_group if ctx.sequence_parallel else None
+            _open.products.append(partial(_add, product, total_input, grad_output, gather))
+            _open.weights.append(weight)  # type: ignore[union-attr]
+            ctx.grad_output_buffer, ctx.wgrad_deferral_limit = [], 0
+            ctx.gradient_accumulation_fusion, ctx.main_grad = True, weight.main_grad
+            has_bias, ctx.use_bias = ctx.use_bias, False
+            gradients = list(original.backward(ctx, grad_output))
+            if has_bias:
+                # Left to itself it would add up the tokens in two steps, which BF16 rounds otherwise.
+                gradients[OF_BIAS] = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
+            return tuple(gradients)
+
+    return Splitting
+
+
+@torch.no_grad()
+def _add(
+    product: Callable[[torch.Tensor, torch.Tensor], None],
+    layer_input: torch.Tensor,
+    grad_output: torch.Tensor,
+    gather: Any,
+) -> None:
+    """Add the weights' gradient of one layer and micro-batch, as the original's backward would.
+
+    Args:
+        product: adds the product of an output's gradient and an input to a weight's gradient.
+        layer_input: what the layer took in, the part of this rank under sequence parallelism.
+        grad_output: the gradient of what it put out.
+        gather: the ranks that hold the other parts of the input; None without sequence parallelism.
+
+    """
+    from megatron.core.tensor_parallel.layers import dist_all_gather_func
+    from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+    if gather is not None:
+        shape = [layer_input.size(0) * gather.size(), *layer_input.shape[1:]]
+        whole = torch.empty(shape, dtype=layer_input.dtype, device=layer_input.device)
+        dist_all_gather_func(whole, layer_input, group=gather)
+        layer_input = whole
+    product(*prepare_input_tensors_for_wgrad_compute(grad_output, layer_input))
+
+
+def _product(weight: Any, grad_output: torch.Tensor, layer_input: torch.Tensor) -> None:
+    weight.main_grad.add_(grad_output.t().matmul(layer_input))
+
+
+def _fused_product(weight: Any, grad_output: torch.Tensor, layer_input: torch.Tensor) -> None:
+    from megatron.core.tensor_parallel.layers import fused_weight_gradient_mlp_cuda as kernels
+
+    is_wide = weight.main_grad.dtype == torch.float32
+    add = kernels.wgrad_gemm_accum_fp32 if is_wide else kernels.wgrad_gemm_accum_fp16
+    add(layer_input, grad_output, weight.main_grad)
+
+
+REPLACEMENTS = (Replacement(module=LAYERS, path=FUNCTION, make=_splitting),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -23,11 +28,156 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts import files
 from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES
 from pipette_launch.facts.schedule import VARIABLE, Message, Program, Schedule, ScheduleFile, forward_passes, programs
-from pipette_patches import registry
-from pipette_patches.errors import PatchError
-from pipette_patches.replacements import Replacement, Replacements
-from pipette_patches.schedules import executor, first_step, messages, v_placement, weight_gradients
-from pipette_patches.schedules.watchdog import Watchdog
+from pipette_patches.replacements import PatchError, Replacement, Replacements, megatron_core_version
+from pipette_patches.schedules import executor, v_placement
+
+PATIENCE_S = 120.0
+"""Longer than any pass and its messages should take, and shorter than the half hour of NCCL's and gloo's deadlines."""
+
+
+class Watchdog:
+    """Keeps what a rank does now, and since when."""
+
+    def __init__(
+        self, rank: int, *, patience_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rank = rank
+        self._patience_s = patience_s
+        self._clock = clock
+        self._doing = ""
+        self._since_s = 0.0
+
+    def begin(self, doing: str) -> None:
+        """Note what the rank begins; empty where it leaves the pipeline."""
+        self._doing, self._since_s = doing, self._clock()
+
+    def complaint(self) -> str:
+        """Say what takes so long, once for each time; empty while nothing does."""
+        taken_s = self._clock() - self._since_s
+        if not self._doing or taken_s < self._patience_s:
+            return ""
+        doing, self._doing = self._doing, ""
+        return f"pipeline rank {self._rank} has been at {doing} for {taken_s:.0f} s"
+
+    def start(self) -> None:
+        """Look now and then from a thread of its own, and complain on stderr."""
+        threading.Thread(target=self._watch, name="schedule-watchdog", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._patience_s / 4)
+            complaint = self.complaint()
+            if complaint:
+                sys.stderr.write(f"pipette_patches.schedules: {complaint}\n")
+                sys.stderr.flush()
+
+
+TOLERANCE = 1e-3
+"""Kernels that add up in any order change a norm by a tenth of this; one product that is missing changes it by more."""
+
+
+class Replay:
+    """A data iterator that can give the same items again."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._given: list[Any] = []
+        self._at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._at == len(self._given):
+            self._given.append(next(self._source))
+        self._at += 1
+        return self._given[self._at - 1]
+
+    def rewind(self) -> None:
+        """Begin again at the first item."""
+        self._at = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a step gave on one rank."""
+
+    losses: tuple[float, ...]
+    """Everything that the script's losses reported; on ranks of the last stage alone."""
+    norms: tuple[float, ...]
+    """Of each buffer of gradients."""
+
+    @classmethod
+    def of(cls, results: list[Any], chunks: list[Any]) -> Figures:
+        """Read the results of a step, and the gradients that it left."""
+        reports = [each for result in results if isinstance(result, dict) for each in result.values()]
+        buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return cls(
+            losses=tuple(float(torch.as_tensor(each).float().sum()) for each in reports),
+            norms=tuple(float(torch.linalg.vector_norm(each.grad_data, dtype=torch.float32)) for each in buffers),
+        )
+
+    def difference(self, expected: Figures) -> str:
+        """Say what differs from what was expected; empty where nothing does."""
+        for what in ("losses", "norms"):
+            ours, theirs = getattr(self, what), getattr(expected, what)
+            if len(ours) != len(theirs):
+                return f"{len(ours)} {what} for {len(theirs)}"
+            for one, other in zip(ours, theirs, strict=True):
+                is_same = math.isclose(one, other, rel_tol=TOLERANCE) or (math.isnan(one) and math.isnan(other))
+                if not is_same:
+                    return f"{'a loss' if what == 'losses' else 'a norm of gradients'} of {one:g} for {other:g}"
+        return ""
+
+
+def compared(
+    chunks: list[Any],
+    data: list[Any],
+    ours: Callable[[list[Any]], list[Any]],
+    megatrons: Callable[[list[Any]], list[Any]],
+) -> tuple[list[Any], str]:
+    """Run a step twice from the same state.
+
+    Args:
+        chunks: of the model, in Megatron's `DistributedDataParallel`.
+        data: an iterator for each chunk, or None on ranks that get their data from others.
+        ours: runs the step under our schedule, given the data.
+        megatrons: runs it under Megatron's own.
+
+    Returns:
+        Results of our schedule, whose gradients are left; where any rank has other figures, those of Megatron's own,
+        run once more, and what differs.
+
+    """
+    from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states
+
+    replays = [None if each is None else Replay(each) for each in data]
+    states = _get_all_rng_states()
+
+    def again(run: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        for each in replays:
+            if each is not None:
+                each.rewind()
+        _set_all_rng_states(*states)
+        return run(replays)
+
+    expected = Figures.of(megatrons(replays), chunks)
+    results = again(ours)
+    mine = Figures.of(results, chunks).difference(expected)
+    everyones: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    found = next((f"RANK {rank} has {fault}" for rank, fault in enumerate(everyones) if fault), "")
+    return (again(megatrons), found) if found else (results, "")
+
+
+def say(words: str) -> None:
+    """Print a line on RANK 0."""
+    if dist.get_rank() == 0:
+        sys.stderr.write(f"pipette_patches.schedules: {words}\n")
+        sys.stderr.flush()
+
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
@@ -72,7 +222,7 @@ def _open_ways(path: str, group: Any) -> None:
     ranks = programs(known.ranks, known.rank_S)
     ways = {step.way for steps in ranks for step in steps if isinstance(step, Message)}
     # Results leave the rank of the last stage for the last rank.
-    messages.open_ways(group, ways | ({(known.rank_S[-1], known.pp - 1)} if known.placement == "v" else set()))
+    executor.open_ways(group, ways | ({(known.rank_S[-1], known.pp - 1)} if known.placement == "v" else set()))
 
 
 @functools.lru_cache(maxsize=1)
@@ -121,9 +271,9 @@ def _following(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
         if call.forward_only or not document.checks_first_step or path in _follows:
             return ours(call.data_iterator)
-        results, fault = first_step.compared(call.model, call.data_iterator, ours, megatrons)
+        results, fault = compared(call.model, call.data_iterator, ours, megatrons)
         _follows[path] = not fault
-        first_step.say(
+        say(
             f"the first step under {known.name} has {fault} under Megatron's own schedule, which goes on training"
             if fault
             else f"the first step under {known.name} has the losses and gradients of Megatron's own schedule"
@@ -154,7 +304,7 @@ def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedul
         first_val_step=arguments.get("first_val_step"),
         groups=finalize_arguments[collection],
         finalize_arguments=finalize_arguments,
-        in_streams=messages.runs_in_streams(finalize_arguments[collection].pp),
+        in_streams=executor.runs_in_streams(finalize_arguments[collection].pp),
         config=megatron_schedules.get_model_config(chunks[0]),
     )
 
@@ -218,9 +368,9 @@ class Schedules:
         if VARIABLE not in os.environ:
             raise PatchError(f"the patch 'schedules' follows a file that {VARIABLE} names; it is not set")
         replacements = [Replacement(module=MODULE, path=path, make=_following) for path in PIPELINED]
-        replacements += weight_gradients.REPLACEMENTS
+        replacements += executor.REPLACEMENTS
         if files.read(Path(os.environ[VARIABLE]), ScheduleFile).placement == "v":
-            version = registry.megatron_core_version()
+            version = megatron_core_version()
             if Version(version).release < FOLDING_RELEASE:
                 raise PatchError(
                     "the patch 'schedules' folds pipelines from megatron-core {}.{} on".format(*FOLDING_RELEASE)

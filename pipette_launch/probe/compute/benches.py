@@ -40,10 +40,9 @@ from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import Pace, WarmupOrder
 from pipette_launch.text import MIB, bytes_text
 from pipette_patches import whole_stage
+from pipette_patches import workload as patches_workload
 from pipette_patches.whole_stage import StageRun, stage_words
-from pipette_patches.workload import layers as patches_workload
-from pipette_patches.workload.layers import Workload, WorkloadError, case_words, is_out_of_memory
-from pipette_patches.workload.optimizer import optimizer_step
+from pipette_patches.workload import Workload, WorkloadError, case_words, is_out_of_memory, optimizer_step
 
 OPTIMIZER_BYTES = {"adam": 8, "sgd": 4}
 FP32_BYTES = 4

@@ -23,7 +23,7 @@ from pipette_launch.facts import ComputeCase, ComputeTime, Job, LoadingTime, Sam
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.probe.instruments import CudaStopwatch
-from pipette_patches.workload.layers import Part, workload
+from pipette_patches.workload import Part, workload
 
 MAX_VALUES = 20
 USUAL_CORE_S = 1.5e-3

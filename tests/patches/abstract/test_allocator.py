@@ -5,8 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from pipette_patches.abstract.allocator import StorageMeter, allocated, as_one_kernel, current, metered, under
-from pipette_patches.abstract.shapes import QUICK
+from pipette_patches.storage_meter import QUICK, StorageMeter, allocated, as_one_kernel, current, metered, under
 
 KIB = 1 << 10
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipette_patches.abstract.gpu_replacements import CORE, TORCH
-from pipette_patches.abstract.offloading import OFFLOADING
-from pipette_patches.abstract.shapes import QUICK
-from pipette_patches.abstract.transformer_engine.stand_in import STAND_INS
+from pipette_patches.abstract.gpu_replacements import CORE, OFFLOADING, TORCH
+from pipette_patches.abstract.transformer_engine import STAND_INS
 from pipette_patches.replacements import Replacement, owner_of
+from pipette_patches.storage_meter import QUICK
 
 # Parameters by qualified name; None: a name that is only assigned.
 EXPECTED = {

@@ -15,7 +15,7 @@ from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Batch, Job, LatentAttention, Layout, ModelSpec, Recompute
-from pipette_patches.abstract.moe import Routing, balanced
+from pipette_patches.abstract.kernels import Routing, balanced
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 FLEX = "--moe-token-dispatcher-type flex"

@@ -11,7 +11,8 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.facts import Layout, Recompute
-from pipette_patches.abstract.scale_up import enough_microbatches, layer_period, smallest
+from pipette_patches.abstract.execution import layer_period, smallest
+from pipette_patches.one_rank import enough_microbatches
 
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).parents[1] / "abstract_worker.py"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipette_patches import registry
-from pipette_patches.cpu.cpu_replacements import TORCH
+from pipette_patches.cpu_backend import TORCH
 from pipette_patches.replacements import owner_of
 
 ROOT = Path(__file__).parents[3]

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from pipette_patches.cpu.collectives import _alone, _one_by_one
+from pipette_patches.cpu_backend import _alone, _one_by_one
 
 
 def test_nobody_waits_for_a_collective_of_one() -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from patches.checkout import megatron_lm
 
-from pipette_patches.cpu.backend import TRAINING
-from pipette_patches.cpu.cpu_replacements import CORE
-from pipette_patches.registry import megatron_core_version
-from pipette_patches.replacements import Replacement
+from pipette_patches.cpu_backend import CORE, TRAINING
+from pipette_patches.replacements import Replacement, megatron_core_version
 
 # First parameters by qualified name: later releases append more. None: a name that is only assigned, or used without
 # being defined.

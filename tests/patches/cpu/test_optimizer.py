@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pipette_patches.cpu.cpu_replacements import _keeping_steps, _with_first_state, _with_own_steps
+from pipette_patches.cpu_backend import _keeping_steps, _with_first_state, _with_own_steps
 
 
 def distributed_optimizer() -> Any:

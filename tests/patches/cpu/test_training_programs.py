@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from pipette_patches.cpu.backend import _allow_no_cuda, _compile_for_this_python, _for_cpu
-from pipette_patches.cpu.cpu_replacements import EMULATED_BF16, _without_kernels, has_bf16_instructions, say_once
+from pipette_patches.cpu_backend import (
+    EMULATED_BF16,
+    _allow_no_cuda,
+    _compile_for_this_python,
+    _for_cpu,
+    _without_kernels,
+    has_bf16_instructions,
+    say_once,
+)
 
 
 def test_a_gpu_machines_flags_become_a_cpus_before_megatron_checks_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -77,7 +84,7 @@ def test_a_bf16_job_on_a_cpu_that_emulates_bf16_is_warned(
 ) -> None:
     """The warning names the flag that makes such a job slow."""
     say_once.cache_clear()
-    monkeypatch.setattr("pipette_patches.cpu.cpu_replacements.has_bf16_instructions", lambda: has_instructions)
+    monkeypatch.setattr("pipette_patches.cpu_backend.has_bf16_instructions", lambda: has_instructions)
     with caplog.at_level(logging.WARNING):
         _without_kernels(lambda _config: None)(SimpleNamespace(params_dtype=dtype))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipette_patches.schedules.first_step import Figures, Replay
+from pipette_patches.schedules.patch import Figures, Replay
 
 STEP = Figures(losses=(2.5, 3.5), norms=(0.7,))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipette_launch.facts.schedule import Message
-from pipette_patches.errors import PatchError
-from pipette_patches.schedules import messages
+from pipette_patches.replacements import PatchError
+from pipette_patches.schedules import executor
 
 
 class FakeDistributed:
@@ -58,9 +58,9 @@ def opened(
 ) -> list[tuple[str, int, int]]:
     """What a rank posts to open its ways."""
     fake = FakeDistributed(rank, size)
-    monkeypatch.setattr(messages, "dist", fake)
+    monkeypatch.setattr(executor, "dist", fake)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    messages.open_ways(fake.pipeline, ways)
+    executor.open_ways(fake.pipeline, ways)
     return fake.posted
 
 
@@ -104,25 +104,25 @@ def test_no_ranks_wait_in_a_circle_for_their_communicators(monkeypatch: pytest.M
 def test_messages_over_nccl_run_in_streams(monkeypatch: pytest.MonkeyPatch, backend: str, found: bool) -> None:
     """Messages over gloo and UCC do not, and neither do those that the GPU check stages through gloo."""
     fake = FakeDistributed(0, 2, backend=backend)
-    monkeypatch.setattr(messages, "dist", fake)
+    monkeypatch.setattr(executor, "dist", fake)
 
-    assert messages.runs_in_streams(fake.pipeline) is found
+    assert executor.runs_in_streams(fake.pipeline) is found
 
 
 def test_one_stream_for_all_messages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A receive that is posted early would hold up all sends behind it."""
     fake = FakeDistributed(0, 2, bound=True)
-    monkeypatch.setattr(messages, "dist", fake)
+    monkeypatch.setattr(executor, "dist", fake)
 
     with pytest.raises(PatchError, match="device_id"):
-        messages.runs_in_streams(fake.pipeline)
+        executor.runs_in_streams(fake.pipeline)
 
 
 def test_over_gloo_both_ways_lie_in_the_pipelines_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its messages do not wait for each other."""
     fake = FakeDistributed(1, 2, backend="gloo")
-    monkeypatch.setattr(messages, "dist", fake)
-    pending = messages.PendingMessages(fake.pipeline, lambda: torch.empty(1), in_streams=False)
+    monkeypatch.setattr(executor, "dist", fake)
+    pending = executor.PendingMessages(fake.pipeline, lambda: torch.empty(1), in_streams=False)
     pending.give(Message(1, 0, True, 1, 0), torch.empty(1), then=lambda: None)
     pending.post(Message(1, 0, True, 1, 0))
     pending.post(Message(0, 1, False, 0, 0))

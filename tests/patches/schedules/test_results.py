@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.cost.pipeline.extra import named_schedule
-from pipette_patches.schedules import messages, patch, results
+from pipette_patches.schedules import patch, v_placement
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.bool, torch.complex128)
@@ -54,15 +54,15 @@ def same(one: Any, other: Any) -> bool:
 @given(stores)
 def test_results_of_any_kind_arrive_unchanged(store: list[Any]) -> None:
     """Losses in dicts, tuples of tensors, Python's numbers, other data, nothing at all."""
-    assert same(store, results.unpack(*results.pack(store, CPU)))
+    assert same(store, v_placement.unpack(*v_placement.pack(store, CPU)))
 
 
 def test_tensors_lie_on_the_receivers_device() -> None:
     """They are views of the bytes that were received there, and no storage is in the pickle."""
     store = [{"lm loss": torch.ones(2)}, (torch.zeros(3), 1)]
     with on_gpu(3) as restored:
-        content, num_pickled = results.pack(store, CPU)
-        arrived = results.unpack(content, num_pickled)
+        content, num_pickled = v_placement.pack(store, CPU)
+        arrived = v_placement.unpack(content, num_pickled)
 
     assert [] == restored
     assert same(store, arrived)
@@ -73,15 +73,15 @@ def test_tensors_lie_on_the_receivers_device() -> None:
 def test_the_source_does_not_wait_for_its_device() -> None:
     """Packing works on tensors without values: to read a value of a GPU is what waits for it."""
     store = [{"lm loss": torch.ones(2, device="meta")} for _ in range(3)]
-    content, num_pickled = results.pack(store, "meta")
+    content, num_pickled = v_placement.pack(store, "meta")
 
-    assert (3 * results.ALIGNMENT + num_pickled, "meta") == (content.numel(), content.device.type)
+    assert (3 * v_placement.ALIGNMENT + num_pickled, "meta") == (content.numel(), content.device.type)
 
 
 def carried(mail: Mail, rank: int, store: Any) -> Any:
     """What a rank of four gets."""
     mail.rank = rank
-    return results.carry(store, SimpleNamespace(rank=lambda: rank, size=lambda: 4), 0)
+    return v_placement.carry(store, SimpleNamespace(rank=lambda: rank, size=lambda: 4), 0)
 
 
 def test_only_the_last_rank_receives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_the_way_of_results_is_opened_before_the_first_step(
     known = named_schedule(name, pp=4, vpp=vpp, num_microbatches=4)
     monkeypatch.setattr(patch, "_document", lambda _path: None)
     monkeypatch.setattr(patch, "_schedule", lambda _document: known)
-    monkeypatch.setattr(messages, "open_ways", lambda _group, ways: opened.append(ways))
+    monkeypatch.setattr(patch.executor, "open_ways", lambda _group, ways: opened.append(ways))
     patch._open_ways.__wrapped__("path", None)
 
     neighbours = {way for rank in range(3) for way in ((rank, rank + 1), (rank + 1, rank))}

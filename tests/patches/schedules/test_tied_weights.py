@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from pipette_patches.abstract.allocator import metered
 from pipette_patches.schedules.executor import _add_up
+from pipette_patches.storage_meter import metered
 
 
 def test_tied_gradients_are_added_up_in_place() -> None:

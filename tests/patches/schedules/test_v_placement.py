@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from patches.checkout import megatron_lm
 
-from pipette_patches.registry import megatron_core_version
-from pipette_patches.replacements import Replacement, Replacements, owner_of
+from pipette_patches.replacements import Replacement, Replacements, megatron_core_version, owner_of
 from pipette_patches.schedules.v_placement import REPLACEMENTS, _whole_batch
 
 TRAINER = "megatron.training.training"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipette_patches.schedules.watchdog import Watchdog
+from pipette_patches.schedules.patch import Watchdog
 
 
 def test_what_takes_too_long_is_said_once() -> None:

@@ -39,10 +39,9 @@ from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.instruments import CpuMeter, CudaMeter, Peak
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import WarmupOrder
+from pipette_patches import workload
 from pipette_patches.whole_stage import StageRun
-from pipette_patches.workload import layers
-from pipette_patches.workload.layers import MOST_VARIANTS, Part, Workload, WorkloadError
-from pipette_patches.workload.optimizer import OptimizerStep
+from pipette_patches.workload import MOST_VARIANTS, OptimizerStep, Part, Workload, WorkloadError
 
 CASES = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size) for size in (1, 2, 3, 4))
 
@@ -465,10 +464,10 @@ def bench_after(allocator: Allocator, folder: Path, *, layer_leaves: bool) -> St
 def test_a_workload_leaves_no_empty_gradient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The layer's empty gradients go with the layer, so a stage is measured beside cuBLAS' workspace alone."""
     allocator = Allocator(monkeypatch)
-    monkeypatch.setattr(layers, "one_rank", lambda _: nullcontext())
-    monkeypatch.setattr(layers, "_build", lambda *_: None)
+    monkeypatch.setattr(workload, "one_rank", lambda _: nullcontext())
+    monkeypatch.setattr(workload, "_build", lambda *_: None)
     bench = bench_after(allocator, tmp_path, layer_leaves=False)
-    with layers.workload(bench.options.job, CASE, device_kind="cuda"):
+    with workload.workload(bench.options.job, CASE, device_kind="cuda"):
         allocator.train(MIB, MATRIX)
         assert CUBLAS_BYTES + 448 * MIB == allocator.memory_allocated()
 

@@ -34,7 +34,7 @@ from pipette_launch.probe.compute.timing import (
     time_wake,
 )
 from pipette_launch.probe.instruments import CudaStopwatch
-from pipette_patches.workload.layers import Part
+from pipette_patches.workload import Part
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 ENTRY_S, FORWARD_S, INPUT_S, WEIGHT_S, AGAIN_S = 0.5, 1.0, 1.25, 0.75, 1.5

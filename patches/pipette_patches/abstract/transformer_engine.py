@@ -8,13 +8,19 @@ gradient in its place, which is made once for each shape and kept (module/base.p
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from pipette_patches.abstract.allocator import under
-from pipette_patches.abstract.transformer_engine.fused_kernels import Gradients, kernel
+from pipette_patches.abstract import kernels
+from pipette_patches.abstract.kernels import Gradients, kernel
+from pipette_patches.megatron_config import NotModelledError
+from pipette_patches.storage_meter import under
 
 _dummy_gradients: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -245,3 +251,229 @@ def _mark(parameter: Any, *, split: bool, dimension: int) -> None:
     parameter.tensor_model_parallel = split
     parameter.partition_dim = dimension if split else -1
     parameter.partition_stride = 1
+
+
+SCORES = ("flash", "fused", "unfused")
+_backend = ["fused"]
+
+
+def choose(backend: str) -> None:
+    """Let the cores made from now on be of this kind."""
+    if backend not in SCORES:
+        raise NotModelledError(f"attention backend {backend!r} is not modelled; known are {', '.join(SCORES)}")
+    _backend[0] = backend
+
+
+def _output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, shaped as the query with the value's channels, and one fp32 number for each query and head."""
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _fused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+    """One fused kernel: keeps query, key, value, output and its statistics, and the state of the random numbers."""
+    out, statistics = _output(query, value)
+    return out, (query, key, value, out, statistics, query.new_empty(2, dtype=torch.int64))
+
+
+def _ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, sequence: int) -> Any:
+    """Pass keys and values around `ranks` of them; keeps query, the last pair received, output and statistics.
+
+    `sequence` is the dimension of the query that is cut.
+    """
+    key_shape, value_shape = key.shape, value.shape
+
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        """Make the output in steps, whose results all wait for their correction."""
+        pairs, outs = [key.new_empty(key.numel() + value.numel())], []
+        for step in range(ranks):
+            if step < ranks - 1:
+                pairs.append(torch.empty_like(pairs[0]))
+            part = query
+            if step:
+                # Later steps see half of the queries or of the keys (causal): this rank's queries here.
+                part = query.new_empty([size // 2 if at == sequence else size for at, size in enumerate(query.shape)])
+                outs.append(part)
+            outs += _output(part, value)
+        statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        states = [query.new_empty(2, dtype=torch.int64) for _ in range(ranks)]
+        return out, (query, pairs[-1], out, statistics, *states)
+
+    def backward(kept: Any, _gradient: torch.Tensor) -> Any:
+        """Make the gradients in steps; pairs of key-value and gradient travel in two buffers."""
+        query, pair, *_ = kept
+        query_gradient = query.new_empty(query.shape)
+        buffers = [pair.new_empty((2, *pair.shape)) for _ in range(2)]
+        for _ in range(ranks):
+            part = query.new_empty(query.shape)
+            keys, values, both = pair.new_empty(key_shape), pair.new_empty(value_shape), torch.empty_like(pair)
+            del part, keys, values, both
+        last = buffers[-1][1]
+        del buffers
+        split = key_shape.numel()
+        return query_gradient, last[:split].view(key_shape), last[split:].view(value_shape)
+
+    return kernel(forward, query, key, value, backward=backward)
+
+
+def _softmax(scores: torch.Tensor) -> Any:
+    """Make the probabilities, which are kept too."""
+    out = torch.empty_like(scores)
+    return out, (out,)
+
+
+class DotProductAttention(torch.nn.Module):
+    """Transformer Engine's `DotProductAttention` for causal self-attention on (s, b, heads, channels)."""
+
+    def __init__(
+        self,
+        *,
+        attention_dropout: float = 0.0,
+        cp_group: Any = None,
+        cp_comm_type: str = "p2p",
+        **_kernel_options: Any,
+    ) -> None:
+        super().__init__()
+        self.backend = _backend[0]
+        self.ring = cp_group.size() if cp_group is not None and not isinstance(cp_group, (list, tuple)) else 1
+        self.attention_dropout = attention_dropout
+        if cp_group is not None and cp_comm_type != "p2p":
+            raise NotModelledError(f"context parallelism by {cp_comm_type} is not modelled, only p2p")
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_mask: Any, **_options: Any
+    ) -> torch.Tensor:
+        """Attend; returns (s, b, heads * channels)."""
+        query, key, value = (one.contiguous() for one in (query, key, value))
+        if self.ring == 1 and self.backend == "unfused":
+            return unfused(query, key, value, self.attention_dropout)
+        # Without a ring there is no unfused core: Transformer Engine has context parallelism for its kernels only.
+        batch_first = self.backend == "flash"
+        if batch_first:
+            query, key, value = (one.transpose(0, 1).contiguous() for one in (query, key, value))
+        if self.ring > 1:
+            out = _ring_attention(query, key, value, self.ring, 1 if batch_first else 0)
+        else:
+            out = kernel(_fused_attention, query, key, value)
+        flat: torch.Tensor = out.flatten(2)
+        return flat.transpose(0, 1).contiguous() if batch_first else flat
+
+
+def unfused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+    """Transformer Engine's unfused core: scores, probabilities and their dropped copy are all written."""
+    (rows, batch, heads, _), columns = query.shape, key.shape[0]
+    if key.shape[2] != heads:
+        repeats = heads // key.shape[2]
+        key, value = (one.repeat_interleave(repeats, dim=2) for one in (key, value))
+    flat_query = query.reshape(rows, batch * heads, -1)
+    flat_key = key.reshape(columns, batch * heads, -1)
+    scores = query.new_empty(batch * heads, rows, columns)
+    scores = torch.baddbmm(scores, flat_query.transpose(0, 1), flat_key.permute(1, 2, 0), beta=0.0)
+    # The scaled, masked softmax keeps its result, and its backward overwrites the gradient given.
+    scores = kernel(_softmax, scores, backward=lambda _kept, gradient: (gradient,))
+    scores = torch.nn.functional.dropout(scores, dropout, training=True)
+    flat_value = value.reshape(columns, batch * heads, -1)
+    out = torch.bmm(scores, flat_value.transpose(0, 1)).view(batch, heads, rows, -1)
+    return out.permute(2, 0, 1, 3).contiguous().flatten(2)
+
+
+VERSION = "2.8.0"
+"""The Transformer Engine whose code was read."""
+
+
+def not_modelled(name: str) -> type:
+    """Make a class that cannot be built, only named and subclassed."""
+
+    def refuse(_self: Any, *_args: Any, **_kwargs: Any) -> None:
+        raise NotModelledError(f"{name} of Transformer Engine is not modelled")
+
+    return type(name, (torch.nn.Module,), {"__init__": refuse})
+
+
+def _named(*objects: Any) -> dict[str, Any]:
+    return {one.__name__: one for one in objects}
+
+
+def _empty_classes(names: str) -> dict[str, type]:
+    return {name: type(name, (SimpleNamespace,), {}) for name in names.split()}
+
+
+def _no_quantization(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    """Leave everything in its own type."""
+    return contextlib.nullcontext()
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Do nothing: the kernel writes into tensors that it was given."""
+
+
+_SOFTMAX = {
+    "forward": lambda scores, *_options: torch.empty_like(scores),
+    # It overwrites the gradient.
+    "backward": lambda gradient, *_options: gradient,
+}
+STAND_INS: dict[str, dict[str, Any]] = {
+    "transformer_engine": {"__version__": VERSION},
+    "transformer_engine.common": {},
+    "transformer_engine.common.recipe": _empty_classes(
+        "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling Format"
+    ),
+    "transformer_engine.pytorch": {
+        **_named(Linear, LayerNormLinear, LayerNorm, RMSNorm, GroupedLinear),
+        "DotProductAttention": DotProductAttention,
+        **{name: not_modelled(name) for name in ("Fp8Padding", "Fp8Unpadding")},
+        "ops": SimpleNamespace(**{name: not_modelled(f"ops.{name}") for name in ("Sequential", "FusibleOperation")}),
+    },
+    "transformer_engine.pytorch.attention": {"_SplitAlongDim": SimpleNamespace(apply=kernels.split_along_dim)},
+    "transformer_engine.pytorch.attention.rope": _named(
+        kernels.apply_rotary_pos_emb, kernels.apply_fused_qkv_rotary_pos_emb
+    ),
+    "transformer_engine.pytorch.cpu_offload": {"CPUOffloadEnabled": False},
+    "transformer_engine.pytorch.cross_entropy": _named(kernels.parallel_cross_entropy),
+    "transformer_engine.pytorch.distributed": {
+        "activation_recompute_forward": _no_quantization,
+        "checkpoint": kernels.checkpoint,
+        **_empty_classes("CudaRNGStatesTracker"),
+    },
+    "transformer_engine.pytorch.fp8": {
+        # FP8 is off.
+        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False, reset=_nothing),
+        "fp8_autocast": _no_quantization,
+    },
+    "transformer_engine.pytorch.module": {},
+    "transformer_engine.pytorch.module.base": _named(get_dummy_wgrad),
+    "transformer_engine.pytorch.optimizers": {
+        **_named(kernels.FusedAdam, kernels.FusedSGD, kernels.multi_tensor_applier, kernels.multi_tensor_l2norm),
+        "multi_tensor_scale": _nothing,
+    },
+    "transformer_engine.pytorch.permutation": _named(
+        kernels.moe_permute,
+        kernels.moe_permute_with_probs,
+        kernels.moe_sort_chunks_by_index,
+        kernels.moe_sort_chunks_by_index_with_probs,
+        kernels.moe_unpermute,
+    ),
+    "transformer_engine.pytorch.router": dict.fromkeys(
+        ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
+    ),
+    "transformer_engine.pytorch.tensor": _empty_classes("QuantizedTensor"),
+    "transformer_engine.pytorch.float8_tensor": _empty_classes("Float8Tensor"),
+    "fused_weight_gradient_mlp_cuda": dict.fromkeys(("wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"), _nothing),
+    "scaled_masked_softmax_cuda": {**_named(kernels.get_batch_per_block), **_SOFTMAX},
+    "scaled_upper_triang_masked_softmax_cuda": _SOFTMAX,
+}
+"""Modules that exist on a GPU machine, and what of them is imitated."""
+
+
+def install() -> None:
+    """Put the stand-ins where imports find them; megatron-core must not be imported yet."""
+    for name, contents in STAND_INS.items():
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
+        module.__path__ = []
+        vars(module).update(contents)
+        sys.modules[name] = module
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], leaf, module)

@@ -1,16 +1,15 @@
-"""torch and megatron-core without CUDA: what names a CUDA device means the CPU, `nccl` means gloo, kernels are off.
+"""Collectives over gloo where what Megatron expects of NCCL's would be slow or go wrong."""
 
-torch's Adam stands where a fused Adam stands on a GPU; the distributed optimizer saves and loads its state otherwise.
-"""
-
-import copy
+import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import inspect
 import logging
 import os
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +17,58 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.utils.data
+from packaging.specifiers import SpecifierSet
 
-from pipette_patches.cpu.collectives import COLLECTIVES
-from pipette_patches.replacements import Replacement, in_module, instead
-from pipette_patches.without_cuda import torch_without_cuda
+from pipette_patches.replacements import Replacement, Replacements, in_module, instead, megatron_core_version, nothing
+from pipette_patches.without_cuda import WITHOUT_ENGINE, torch_without_cuda, without_fp8
+
+
+def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Do nothing where one rank all-reduces or broadcasts.
+
+    Without TP Megatron's loss all-reduces three times, and its trainer broadcasts up to seven tensors of each batch.
+    gloo would hand each to another thread and wait for that: up to 3 ms where a process has 0.4 of a core.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if not given.get("async_op") and torch.distributed.get_world_size(given.get("group")) == 1:
+            return None
+        return original(*args, **kwargs)
+
+    return collective
+
+
+def _one_by_one(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Start gathers one by one that nobody waits for at once.
+
+    Two coalesced gathers under way in one group of gloo's write over freed memory (torch 2.13), and Megatron-FSDP
+    gathers the next layers' weights while it waits for a layer's own.
+    """
+
+    @contextlib.contextmanager
+    def coalesce(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        gathers = []
+        with original(group, device, async_ops) as manager:
+            yield manager
+            group = group or torch.distributed.group.WORLD
+            recorded = torch.distributed.distributed_c10d._world.pg_coalesce_state[group]
+            # Of the recorded calls, all of one kind, those of gathers alone reduce nothing.
+            if async_ops and recorded and recorded[0].redop is None:
+                gathers, recorded[:] = recorded[:], []
+        for gather in gathers:
+            manager.append(gather.op(gather.dst_tensor, gather.tensor, group=group, async_op=True))
+
+    return coalesce
+
+
+COLLECTIVES = in_module(
+    "torch.distributed", {"all_reduce": _alone, "broadcast": _alone, "_coalescing_manager": _one_by_one}
+)
+"""Replacements in torch."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -150,35 +197,9 @@ def _without_kernels(original: Callable[..., None]) -> Callable[..., None]:
     return check
 
 
-def _norm_for_sequence_parallel(original: Callable[..., Any]) -> Any:
-    """Give torch's norms to sequence-parallel models: mark their weights, for Megatron to sum the gradients over TP."""
-
-    @functools.wraps(original)
-    def make(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = original(cls, plain, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    return staticmethod(make)
-
-
 def _uncompiled(_original: object) -> Callable[[Any], Any]:
     """Run fused functions as they are written: compiling them takes longer than a smoke run, and a C++ compiler."""
     return lambda function=None, **_options: function if function is not None else _uncompiled(None)
-
-
-def without_fp8(original: Callable[..., None]) -> Callable[..., None]:
-    """Recompute without asking Transformer Engine for its fp8 state: the original asks whenever it is told `False`."""
-
-    @functools.wraps(original)
-    def make(checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        original(checkpoint, *args, **kwargs)
-        checkpoint.fp8 = False
-
-    return make
 
 
 def _split_sizes_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,28 +255,6 @@ def _keeping_steps(original: Callable[..., None]) -> Callable[..., None]:
     return set_states
 
 
-def _of_latent_attention(original: Callable[..., None]) -> Callable[..., None]:
-    """Build the local attention core for heads whose values are not as wide as `kv_channels`, as latent attention asks.
-
-    The original takes no widths (core_v0.16.1). All that it works out from `kv_channels` are the scale of the scores,
-    which latent attention gives it, and the width of the context, which is set here.
-    """
-    if "v_channels" in inspect.signature(original).parameters:
-        return original
-
-    @functools.wraps(original)
-    def make(
-        core: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
-    ) -> None:
-        if v_channels is not None and kwargs.get("softmax_scale") is None:
-            kwargs["softmax_scale"] = (k_channels or v_channels) ** -0.5
-        original(core, *args, **kwargs)
-        if v_channels is not None:
-            core.hidden_size_per_partition = v_channels * core.num_attention_heads_per_partition
-
-    return make
-
-
 def _made_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     """Make a table of angles on the CPU: the original makes CUDA the default device meanwhile."""
 
@@ -266,16 +265,6 @@ def _made_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     return make
 
 
-def _a_class(original: Any) -> Any:
-    """Stand for a class of Transformer Engine where there is none: nothing is an instance of it."""
-    return original if isinstance(original, type) else type("Absent", (), {})
-
-
-def _has_engine(_original: bool) -> bool:
-    """Say whether Transformer Engine itself is there."""
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
 def hide_rng_warning(record: logging.LogRecord) -> bool:
     """Keep every log record but one warning: CPU and CUDA share a generator here, so the CPU's state does change."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
@@ -284,39 +273,6 @@ def hide_rng_warning(record: logging.LogRecord) -> bool:
 _RANDOM = "megatron.core.tensor_parallel.random"
 RANDOM_LOGGER = logging.getLogger(_RANDOM)
 
-WITHOUT_ENGINE = (
-    *in_module("megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": _norm_for_sequence_parallel}),
-    # Without Transformer Engine the name is used and not defined.
-    Replacement(
-        module="megatron.core.transformer.moe.moe_utils",
-        path="te_general_gemm",
-        make=instead(None),
-        may_be_absent=True,
-        versions="<0.17",
-    ),
-    *in_module(
-        "megatron.core.transformer.dot_product_attention", {"DotProductAttention.__init__": _of_latent_attention}
-    ),
-    # Megatron-FSDP asks under TP which modules are of this class, which is none without the engine.
-    Replacement(
-        module="megatron.core.distributed.fsdp.mcore_fsdp_adapter",
-        path="TELinear",
-        make=_a_class,
-        versions=">=0.16,<0.18",
-    ),
-    # Prediction depths ask from 0.20 on whether a layer is of these classes.
-    *(
-        Replacement(
-            module="megatron.core.tensor_parallel.inference_layers", path=path, make=_a_class, versions=">=0.20"
-        )
-        for path in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear")
-    ),
-    # It is true wherever Megatron's own wrappers are, and their classes are then None.
-    Replacement(
-        module="megatron.core.transformer.multi_latent_attention", path="HAVE_TE", make=_has_engine, versions="<0.17"
-    ),
-)
-"""What local layers need where neither Transformer Engine nor Apex is, on a GPU too."""
 CORE = (
     *WITHOUT_ENGINE,
     *in_module("megatron.core.model_parallel_config", {"ModelParallelConfig.__post_init__": _without_kernels}),
@@ -348,3 +304,112 @@ CORE = (
         },
     ),
 )
+
+
+# dest of a flag -> the value with which it runs on a CPU. Other kernels compute the same, except where fp8, fp4 or a
+# reduced optimizer precision was asked for.
+_ON_CPU = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "no_persist_layer_norm": True,
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "tp_comm_overlap": False,
+    "fp8": None,
+    "fp4": None,
+    "fp8_param_gather": False,
+    "use_precision_aware_optimizer": False,
+    "optimizer_cpu_offload": False,
+    "te_rng_tracker": False,
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "nccl_ub": False,
+    "use_sharp": False,
+}
+
+
+def _for_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Change the flags that need CUDA, one line of warning for each, before Megatron checks them."""
+
+    @functools.wraps(original)
+    def validate(args: Any, *more: Any, **kwargs: Any) -> Any:
+        for name, value in _ON_CPU.items():
+            asked = getattr(args, name, value)
+            if asked != value:
+                say_once(f"{name} {asked} -> {value}")
+                setattr(args, name, value)
+        return original(args, *more, **kwargs)
+
+    return validate
+
+
+def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Start without CUDA, by Megatron's own switch."""
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **(kwargs | {"allow_no_cuda": True}))
+
+    return initialize
+
+
+def _compile_for_this_python(original: Callable[[], None]) -> Callable[[], None]:
+    """Compile the dataset helpers once, for the running Python; Megatron's makefile asks whichever is first on PATH."""
+
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+            return
+        include = importlib.import_module("pybind11").get_include()
+        before = os.environ.get("MAKEFLAGS")
+        flags = f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')} "
+        flags += f"CPPFLAGS=-I{include}\\ -I{sysconfig.get_path('include')}"
+        os.environ["MAKEFLAGS"] = f"{before or ''} -- {flags}"
+        try:
+            original()
+        finally:
+            os.environ.pop("MAKEFLAGS")
+            if before is not None:
+                os.environ["MAKEFLAGS"] = before
+        importlib.invalidate_caches()
+
+    return compile_helpers
+
+
+TRAINING = (
+    Replacement(module="megatron.training.arguments", path="validate_args", make=_for_cpu),
+    Replacement(module="megatron.training.initialize", path="validate_args", make=_for_cpu, versions="<0.18"),
+    Replacement(module="megatron.training.initialize", path="initialize_megatron", make=_allow_no_cuda),
+    Replacement(module="megatron.training.training", path="initialize_megatron", make=_allow_no_cuda),
+    Replacement(module="megatron.core.datasets.utils", path="compile_helpers", make=_compile_for_this_python),
+    Replacement(module="megatron.legacy.fused_kernels", path="load", make=nothing, versions="<0.17"),
+)
+
+
+class CpuBackend:
+    """What names a CUDA device means the CPU, and what needs a CUDA kernel is off."""
+
+    name = "cpu_backend"
+    supports = SpecifierSet(">=0.14,<0.21")
+
+    def __init__(self) -> None:
+        self._replacements = Replacements(())
+
+    def apply(self) -> None:
+        """Replace torch's CUDA calls now, and Megatron's own as its modules are imported."""
+        version = megatron_core_version()
+        self._replacements = Replacements([r for r in (*TORCH, *CORE, *TRAINING) if r.fits(version)])
+        self._replacements.apply()
+        RANDOM_LOGGER.addFilter(hide_rng_warning)
+
+    def revert(self) -> None:
+        """Put every original object back."""
+        self._replacements.revert()
+        RANDOM_LOGGER.removeFilter(hide_rng_warning)
+
+
+PATCH = CpuBackend()

@@ -1,12 +1,12 @@
-"""One rank of a training job: its model, buffers, optimizer, and the steps that it takes.
+"""One rank of a job of any size, alone: Megatron's process groups without processes.
 
-With abstract tensors in abstract execution, with real ones in `whole_stage`.
-
-Read in Megatron-LM core_v0.16.1: training/training.py (get_model, train_step, train), gpt_builders.py, pretrain_gpt.py.
+A fake process group lets megatron-core cut weights and activations as in the real job, while every collective returns
+at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,12 +14,59 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.known_schedules import schedule_table
-from pipette_patches.abstract import megatron_config
-from pipette_patches.abstract.allocator import StorageMeter, Stretch, current, local, under
-from pipette_patches.workload.config import flags
+from pipette_launch.facts import Cell, Job, Layout
+from pipette_launch.facts.known_schedules import num_warmup, schedule_table
+from pipette_patches import megatron_config
+from pipette_patches.megatron_config import flags
+from pipette_patches.replacements import Replacements, in_module
+from pipette_patches.storage_meter import StorageMeter, Stretch, current, local, under
+
+
+@contextlib.contextmanager
+def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int = 1) -> Iterator[None]:
+    """Be the first rank of a pipeline stage until the block ends; no process group may exist before."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.tensor_parallel import random
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # With the distributed optimizer the shard of a stage's first rank holds no padding.
+    rank = layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        with Replacements(in_module("torch.distributed", {"new_group": functools.partial(_only_own, rank=rank)})):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
+                num_distributed_optimizer_instances=num_optimizer_instances,
+                order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+                create_gloo_process_groups=False,
+            )
+        random.initialize_rng_tracker(force_reset=True)
+        # Any seed does.
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_global_memory_buffer()
+        dist.destroy_process_group()
+
+
+def _only_own(original: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    """Make only the groups that the rank belongs to: a job has thousands of others, which no code here uses."""
+
+    @functools.wraps(original)
+    def make(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return original(ranks, *args, **kwargs)
+
+    return make
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +108,7 @@ class Trainer:
 
         self.job, self.layout, self.pp_rank, self.meter = job, layout, pp_rank, meter
         self.num_microbatches, self.report_bytes = size.num_microbatches, 0
-        self.config = megatron_config.transformer_config(job, layout, chunks=size.chunks, changes=changes)
+        self.config = megatron_config.rank_config(job, layout, chunks=size.chunks, changes=changes)
         if layout.chunks_after_mtp:
             self._exchange_shapes()
         with meter.labelled("weights"):
@@ -299,3 +346,26 @@ def _marked_backward(function: Callable[..., Any]) -> Callable[..., Any]:
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Megatron's optimizer for dense and that for expert parameters, or the one for all."""
     return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
+
+
+def full_size(job: Job, layout: Layout) -> Size:
+    """The job as it is."""
+    return Size(
+        chunks=layout.chunk_layers(job.model.num_layers),
+        num_microbatches=layout.num_microbatches(job.batch.global_batch_size),
+    )
+
+
+def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> int:
+    """Micro-batches after which nothing new happens on a rank.
+
+    1F1B: its warm-up, and one forward and backward in turn, twice. Interleaved: the warm-up and two rounds of a group
+    through all chunks, in whole groups.
+    """
+    if layout.vpp == 1:
+        return min(num_microbatches, layout.pp - pp_rank - 1 + 2)
+    group = layout.microbatch_group_size or layout.pp
+    ahead = num_warmup(layout.pp, layout.vpp, group, pp_rank)
+    groups = -(-ahead // (group * layout.vpp)) + 2
+    # A last group that is not full changes the order of its passes: then all are run.
+    return min(num_microbatches, groups * group) if num_microbatches % group == 0 else num_microbatches

@@ -10,28 +10,27 @@ losses add up.
 
 from __future__ import annotations
 
+import functools
+import gc
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.known_schedules import num_warmup
-from pipette_patches.abstract.allocator import Stretch
-from pipette_patches.abstract.trainer import Size, Trace
-from pipette_patches.workload.config import flags
+from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
+from pipette_patches import megatron_config
+from pipette_patches.abstract import gpu_replacements, kernels, transformer_engine
+from pipette_patches.abstract.gpu_replacements import CORE, TORCH
+from pipette_patches.megatron_config import flags
+from pipette_patches.one_rank import Size, Trace, Trainer, enough_microbatches, full_size, one_rank
+from pipette_patches.replacements import Replacements
+from pipette_patches.storage_meter import Stretch, metered
 
 Run = Callable[[Size, bool], Trace]
 """Runs a size, with or without forward and backward."""
 STATIC = ("weights", "gradients", "optimizer")
 FEW_PASSES = 48
 """A rank with at most so many layers times micro-batches is run as it is."""
-
-
-def full_size(job: Job, layout: Layout) -> Size:
-    """The job as it is."""
-    return Size(
-        chunks=layout.chunk_layers(job.model.num_layers),
-        num_microbatches=layout.num_microbatches(job.batch.global_batch_size),
-    )
 
 
 def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
@@ -52,21 +51,6 @@ def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
     )
     carried = _carried_on(first, second, (wanted - small) // period, bare=run(size, False))
     return _with_reports(carried, full.num_microbatches - size.num_microbatches)
-
-
-def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> int:
-    """Micro-batches after which nothing new happens on a rank.
-
-    1F1B: its warm-up, and one forward and backward in turn, twice. Interleaved: the warm-up and two rounds of a group
-    through all chunks, in whole groups.
-    """
-    if layout.vpp == 1:
-        return min(num_microbatches, layout.pp - pp_rank - 1 + 2)
-    group = layout.microbatch_group_size or layout.pp
-    ahead = num_warmup(layout.pp, layout.vpp, group, pp_rank)
-    groups = -(-ahead // (group * layout.vpp)) + 2
-    # A last group that is not full changes the order of its passes: then all are run.
-    return min(num_microbatches, groups * group) if num_microbatches % group == 0 else num_microbatches
 
 
 def layer_period(job: Job, layout: Layout) -> int:
@@ -125,4 +109,67 @@ def _with_reports(trace: Trace, missing: int) -> Trace:
             else one
             for one in trace.stretches
         ),
+    )
+
+
+_PART_OF = {"backward": "working", "head": "logits"}
+"""Labels of the meter that ExecutedParts names otherwise."""
+
+
+@functools.cache
+def load() -> None:
+    """Make this process one that executes abstractly, and import megatron-core; there is no way back."""
+    transformer_engine.install()
+    Replacements((*TORCH, *CORE, *gpu_replacements.EXPERTS, *gpu_replacements.OFFLOADING)).apply()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.distributed
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.models.gpt.gpt_model
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    # What is loaded stays: looking for cycles in it after each rank takes longer than the rank.
+    gc.freeze()
+
+
+def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> ExecutedMemory:
+    """Train one rank for two steps.
+
+    Args:
+        job: the job.
+        layout: how it is cut.
+        pp_rank: the pipeline rank; the first of its ranks is executed.
+        whole: run every layer and micro-batch, even where fewer tell the same.
+
+    """
+
+    def run(size: Size, forward_and_backward: bool) -> Trace:
+        transformer_engine.forget_gradients()
+        backend = job.model.attention_backend
+        transformer_engine.choose("fused" if backend in ("auto", "local") else backend)
+        # A job with Megatron's own layers is taken to have no Transformer Engine, and so no fused optimizer.
+        kernels.choose_optimizers(fused=job.model.transformer_impl == "transformer_engine")
+        kernels.choose(job)
+        gpu_replacements.forget()
+        with metered() as meter:
+            trainer = Trainer(job, layout, pp_rank, meter=meter, size=size)
+            trace = trainer.train(forward_and_backward=forward_and_backward)
+            del trainer
+        return trace
+
+    with one_rank(layout, pp_rank, num_optimizer_instances=megatron_config.optimizer_instances(job)):
+        trace = run(full_size(job, layout), True) if whole else scaled(job, layout, pp_rank, run)
+    gc.collect()
+    first_iteration = ("setup", "first", "first step")
+    peak = max(trace.stretches, key=lambda stretch: stretch.total)
+    return ExecutedMemory(
+        pp_rank=pp_rank,
+        weights=trace.left.get("weights", 0),
+        gradients=trace.left.get("gradients", 0),
+        optimizer=trace.left.get("optimizer", 0),
+        allocated_after_step=sum(trace.left.values()),
+        first_peak=max(stretch.total for stretch in trace.stretches if stretch.phase in first_iteration),
+        peak=peak.total,
+        parts=ExecutedParts(**{_PART_OF.get(label, label): size for label, size in peak.at_peak.items()}),
+        notes=megatron_config.notes(job),
     )

@@ -7,13 +7,15 @@ remainders of the weights in place of fp32 master weights are read and written a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from pipette_patches.errors import NotModelledError
+from pipette_launch.facts import Job
+from pipette_patches.megatron_config import NotModelledError, flags
 
 Gradients = tuple[Any, ...]
 
@@ -187,3 +189,94 @@ class FusedSGD(torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, foreach=True)
+
+
+_FP8_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Routing:
+    """How many rows of so many tokens go to so many experts, when every expert gets as many."""
+
+    num_experts: int = 1
+    topk: int = 1
+    capacity_factor: float | None = None
+    pads_for_fp8: bool = False
+
+    def rows(self, tokens: int, experts: int) -> int:
+        """Rows that `experts` of the model's experts get of `tokens` tokens."""
+        each = tokens * self.topk / self.num_experts
+        if self.capacity_factor is not None:
+            each = min(each, math.ceil(each * self.capacity_factor))
+        if self.pads_for_fp8:
+            each = math.ceil(each / _FP8_ROWS) * _FP8_ROWS
+        return round(each * experts)
+
+
+_routing = [Routing()]
+
+
+def choose(job: Job) -> None:
+    """Route as this job does from now on, and drop the losses that Megatron keeps of an earlier job."""
+    from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    multi_token_prediction.MTPLossLoggingHelper.tracker = {}
+    words = flags(job)
+    factor = words.get("--moe-expert-capacity-factor")
+    _routing[0] = Routing(
+        num_experts=job.model.num_experts or 1,
+        topk=job.model.moe_router_topk,
+        capacity_factor=float(factor) if factor and float(factor) >= 0 else None,
+        pads_for_fp8=bool({"--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"} & set(words)),
+    )
+
+
+def balanced(rows: int, parts: int) -> list[int]:
+    """Cut a number of rows into parts that differ by one at most."""
+    each, more = divmod(rows, parts)
+    return [each + (part < more) for part in range(parts)]
+
+
+def moe_permute_with_probs(
+    tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, **_options: Any
+) -> Any:
+    """Put rows of tokens, and their probabilities, into the order of experts.
+
+    Keeps and returns a map of 2 * experts + 1 entries for each token.
+    """
+
+    def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> Any:
+        num_tokens, experts = routing_map.shape
+        rows = _routing[0].rows(num_tokens, experts)
+        row_map = routing_map.new_empty((num_tokens, 2 * experts + 1), dtype=torch.int32)
+        permuted = None if probs is None else probs.new_empty(rows)
+        return (tokens.new_empty((rows, tokens.shape[1])), permuted, row_map), (row_map,)
+
+    return kernel(run, tokens, probs)
+
+
+def moe_permute(tokens: torch.Tensor, routing_map: torch.Tensor, **_options: Any) -> Any:
+    """Permute tokens: returns them and the map for the way back."""
+    permuted, _, row_map = moe_permute_with_probs(tokens, None, routing_map)
+    return permuted, row_map
+
+
+def moe_unpermute(
+    permuted: torch.Tensor, row_map: torch.Tensor, *_probs: Any, restore_shape: Any, **_options: Any
+) -> Any:
+    """Add each token's rows up; keeps the map."""
+    return kernel(lambda given: (given.new_empty(tuple(restore_shape)), (row_map,)), permuted)
+
+
+def moe_sort_chunks_by_index_with_probs(rows: torch.Tensor, probs: Any, _sizes: Any, _order: Any) -> Any:
+    """Sort chunks of rows and of their probabilities; keeps a map."""
+    row_map = rows.new_empty(rows.shape[0], dtype=torch.int32)
+    return tuple(kernel(lambda given: (given.new_empty(given.shape), (row_map,)), given) for given in (rows, probs))
+
+
+def moe_sort_chunks_by_index(rows: torch.Tensor, _sizes: Any, _order: Any) -> Any:
+    """Sort chunks of rows; keeps a map."""
+    row_map = rows.new_empty(rows.shape[0], dtype=torch.int32)
+    return kernel(lambda given: (given.new_empty(given.shape), (row_map,)), rows)

@@ -1,1 +1,0 @@
-"""The patch `cpu_backend`: stock megatron-core on CPUs over gloo."""

@@ -1,1 +1,0 @@
-"""The user's own layers on one device, with no peer."""

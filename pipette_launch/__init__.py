@@ -13,7 +13,7 @@ __all__ = ["__version__", "compare", "load_measurements", "load_plan", "measure"
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Import the Python API where it is used, so that the commands start without it."""
+    """Import the Python API on first use, so that the commands start without it."""
     if name in __all__:
         from pipette_launch import api
 
@@ -22,5 +22,5 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    """Name also what is imported only where it is used, for help(), and nothing that is no part of the API."""
+    """List the API, which is not imported yet, and hide names that are only imported here."""
     return sorted({name for name in globals() if name.startswith("__")} | {*__all__})

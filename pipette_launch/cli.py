@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipette_launch.cli_flags import parser
-from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.errors import OptionError, PipetteError, UsageError
 from pipette_launch.installed import check_installed
 from pipette_launch.text import escape_log_lines, log_for_debugging, nearest_word, printable
 
@@ -147,6 +147,8 @@ def _end_as_torchrun(job: Callable[[], None]) -> None:
 
 
 def _exit_with(error: PipetteError) -> NoReturn:
+    if isinstance(error, OptionError):
+        error = error.renamed(lambda option: f"{PREFIX}{option.replace('_', '-')}")
     sys.stderr.write(f"pipette-launch: error: {printable(str(error))}\n")
     sys.exit(error.exit_code)
 

@@ -1,5 +1,12 @@
 """The errors that a user sees, one class for each cause."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 
 class PipetteError(Exception):
     """An error that a user can act on. The message names the problem, the value and a remedy."""
@@ -11,6 +18,22 @@ class UsageError(PipetteError):
     """A flag is unknown, malformed, contradicts another flag, or names a thing that does not exist."""
 
     exit_code = 2
+
+
+class OptionError(UsageError):
+    """An option has a wrong value; the message names options as Python does, and each command prints its own flags."""
+
+    def __init__(self, options: str | Sequence[str], problem: str) -> None:
+        super().__init__(options, problem)
+        self.options = (options,) if isinstance(options, str) else tuple(options)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{' and '.join(self.options)} {self.problem}"
+
+    def renamed(self, name_of: Callable[[str], str]) -> OptionError:
+        """Return the error with each option named by `name_of`."""
+        return OptionError([name_of(option) for option in self.options], self.problem)
 
 
 class FactError(PipetteError, ValueError):

@@ -13,7 +13,7 @@ from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.job import Batch
 from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.facts.plan import Setting, Trial, Trials
-from pipette_launch.forecast.picture import Picture, picture_of
+from pipette_launch.planning.picture import Picture, picture_of
 from pipette_launch.report.page import plan_page
 
 BEFORE = ("--num-layers", "4", "--micro-batch-size", "1")
@@ -97,7 +97,7 @@ def many_hosts(count: int) -> Drawn:
     import numpy as np
 
     from pipette_launch.facts import Links
-    from pipette_launch.forecast.machines import machines_of
+    from pipette_launch.planning.machines import machines_of
 
     machines = machines_of(world_size=None, num_hosts=count, gpu="H100")
     layout = Layout(tp=8, pp=16, dp=count // 16, use_distributed_optimizer=True)

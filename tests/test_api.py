@@ -20,16 +20,17 @@ from pipette_launch import api
 from pipette_launch.errors import FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.known_devices import DeviceFile
+from pipette_launch.planning import plan as planning_plan
 
 ONE = plan(tiny_cluster(2, 2), choice(Layout(dp=4), 1.0), choice(Layout(pp=4), 2.0), floor_s=0.8)
 
 
 def test_the_examples_are_true() -> None:
     """Each example of a docstring gives what stands below it, and there are some."""
-    found = doctest.testmod(api)
+    found = [doctest.testmod(module) for module in (api, planning_plan)]
 
-    assert 0 == found.failed
-    assert found.attempted >= 6
+    assert 0 == sum(one.failed for one in found)
+    assert sum(one.attempted for one in found) >= 6
 
 
 def test_the_examples_of_the_page_are_true(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +86,7 @@ def test_plans_are_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("paths", [[], ["a.plan.json"], "a.plan.json"])
 def test_one_plan_is_no_comparison(paths: str | list[str]) -> None:
     """One name is not taken for a list of letters, and the complaint names the argument."""
-    with pytest.raises(UsageError, match="paths must be two plan files or more, got "):
+    with pytest.raises(UsageError, match="nothing to compare: name two plan files or more, got "):
         pipette_launch.compare(paths)
 
 
@@ -105,13 +106,13 @@ def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({}, "on which machines? Name a device type with gpu, or a measured cluster with cluster"),
-        ({"gpu": "h100"}, "on how many ranks does it run? Say world_size N, or nodes N and gpus_per_node N"),
+        ({}, "gpu and cluster are missing: name a device type or a measured cluster"),
+        ({"gpu": "h100"}, "world_size is missing: give it, or the number of hosts and of devices on each host"),
         ({"gpu": "h100", "nodes": 0}, "nodes must be at least 1"),
         ({"gpu": "h100", "gpus_per_node": 2.5}, "gpus_per_node must be a whole number"),
         (
             {"gpu": "h21", "nodes": 1},
-            "gpu: unknown device 'h21'; did you mean H20, H20-3e or H200? pipette devices lists",
+            "unknown device 'h21'; did you mean H20, H20-3e or H200? pipette devices lists",
         ),
         ({"gpu": ["h100"], "nodes": 1}, "gpu must be a name, a path or a DeviceFile, got ['h100']"),
         ({"gpu": "h100", "nodes": 1, "fix": ["tq"]}, "fix tq: no such part of a layout"),

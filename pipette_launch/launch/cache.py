@@ -16,8 +16,8 @@ from pipette_launch.facts.fabric import made_up_names
 from pipette_launch.facts.measurements import memory_digest
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import Shortage
-from pipette_launch.megatron.performance import VARIABLES as ALLOCATOR_VARIABLES
 from pipette_launch.megatron.performance import performance_options
+from pipette_launch.planning.plan_key import lasting, steering
 
 Kept = TypeVar("Kept", bound=files.Document)
 logger = logging.getLogger(__name__)
@@ -235,63 +235,6 @@ MOST_OUTCOMES = 200
 """So many of the newest are read."""
 
 
-STEERING = (
-    # torch and its compiler; the allocator decides how much memory is lost to fragments.
-    *(*ALLOCATOR_VARIABLES, "PYTORCH_NO_CUDA_MEMORY_CACHING"),
-    *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32_", "TORCH_BLAS_PREFER_", "TORCH_COMPILE_", "TORCH_NCCL_"),
-    # CUDA and its libraries.
-    *("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER"),
-    *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_MPS_", "NVIDIA_TF32_OVERRIDE", "NVTE_"),
-    # Networks: libfabric and its plugin for NCCL (EFA), SHARP, UCX, NVSHMEM (DeepEP).
-    *("FI_", "GLOO_", "NCCL_", "NVSHMEM_", "OFI_NCCL_", "SHARP_", "UCX_"),
-    # CPUs.
-    *("ATEN_CPU_CAPABILITY", "KMP_", "MKL_", "OMP_", "ONEDNN_"),
-)
-"""Beginnings of the variables that change speed or memory. CUDA_VISIBLE_DEVICES is not among them: UUIDs are."""
-TELLING = ("DEBUG", "FILE", "LOG", "DUMP", "TRACE", "VERBOSE")
-"""Words in the names of variables of logs, whose values may differ from job to job."""
-FOLDERS = ("_DIR", "_DIRECTORY", "_PATH")
-"""Ends of the names of variables of folders, whose values may differ from job to job. `_DIRECT_` is no such end."""
-
-
-def key_of(
-    hosts: Sequence[Host],
-    job: Job,
-    versions: dict[str, str],
-    settings: Sequence[float | str],
-    environ: Mapping[str, str],
-) -> str:
-    """Digest everything that a plan depends on.
-
-    What changes from minute to minute (free memory) is left out. So are the budget, for the plan of a short warm-up is
-    a plan, and the order of the hosts, for a plan names them.
-    """
-    # Notes are prose, and the number of iterations changes no step.
-    work = replace(job, notes=(), train_iters=None, log_interval=1)
-    return files.digest(steady(hosts), work, versions, list(settings), steering(environ))
-
-
-def steady(hosts: Sequence[Host]) -> list[object]:
-    """What tells one set of hosts from another, and does not change from minute to minute as free memory does."""
-    return [
-        (
-            host.name,
-            host.cores,
-            [(device.kind, device.uuid, device.name, device.memory_total_bytes) for device in host.devices],
-        )
-        for host in sorted(hosts, key=lambda host: host.name)
-    ]
-
-
-def steering(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change how fast something is."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(STEERING) and not name.endswith(FOLDERS) and not any(word in name for word in TELLING)
-    }
-
-
 def default_root() -> Path | None:
     """Where plans and answers are kept unless the user says otherwise; None where there is no home folder."""
     try:
@@ -424,7 +367,7 @@ class MachineMeasurements:
     def __init__(
         self, root: Path | None, hosts: Sequence[Host], versions: Mapping[str, str], *, environ: Mapping[str, str]
     ) -> None:
-        key = files.digest(steady(hosts), dict(versions), steering(environ))
+        key = files.digest(lasting(hosts), dict(versions), steering(environ))
         self._root, self._names = root, (CLUSTERS, key, CLUSTER)
         self.path = root.joinpath(*self._names) if root else None
         """None when nothing is kept."""

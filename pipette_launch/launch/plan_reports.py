@@ -120,7 +120,7 @@ def _correlation(event: Mapping[str, Any]) -> Any:
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipette_launch.forecast.picture import Picture
+    from pipette_launch.planning.picture import Picture
 
 PAGE = "report.html"
 
@@ -224,7 +224,7 @@ def page_of(found: FoundFiles) -> str:
 
 def _picture(plan: Plan, measured: Measurements) -> Picture:
     """Read the job anew from what the plan's file says of it."""
-    from pipette_launch.forecast.picture import picture_of
+    from pipette_launch.planning.picture import picture_of
 
     setting = plan.setting
     if setting is None:
@@ -247,8 +247,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipette_launch.facts import Measurements, Plan
-    from pipette_launch.forecast.picture import Picture
     from pipette_launch.launch.plan_reports import FoundFiles
+    from pipette_launch.planning.picture import Picture
 
 TRACE = "trace.json"
 

@@ -19,11 +19,11 @@ from pipette_launch.launch.cache import (
     ShortageFile,
     adopt,
     kept_together,
-    key_of,
     named_plan,
     suited,
 )
 from pipette_launch.launch.plan_reports import page_path, trace_path, write_page, write_trace
+from pipette_launch.planning.plan_key import plan_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -97,7 +97,7 @@ class Planner:
         num_templates = min(self._options.tolerate, len(hosts) - self._least_nodes)
         if num_templates > 0:
             settings += ["templates", num_templates]
-        self.cache = Cache(self._options.cache, key_of(hosts, job, self.versions, settings, environ=self._environ))
+        self.cache = Cache(self._options.cache, plan_key(hosts, job, self.versions, settings, environ=self._environ))
         file = ShortageFile(self._options.cache, hosts[0], job, self.versions)
         self._shortage_path, self.shortage = file.path, lower(self.shortage, file.load())
         return job
@@ -181,7 +181,7 @@ class Planner:
 
         """
         from pipette_launch.launch.planning import make_plan
-        from pipette_launch.launch.setting import with_setting
+        from pipette_launch.planning.plan import with_setting
         from pipette_launch.search.templates import TemplateNeeds
 
         self.job = job
@@ -228,7 +228,7 @@ class Planner:
         path = self.cache.plan_path
         if path is None:
             return
-        from pipette_launch.forecast.picture import picture_of
+        from pipette_launch.planning.picture import picture_of
 
         try:
             picture = None if self.measurements is None else picture_of(plan, job, self.measurements)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from pipette_launch.errors import MegatronError, UsageError
+from pipette_launch.errors import MegatronError, OptionError
 from pipette_launch.facts import Layout
 from pipette_launch.megatron.chunks import HYBRID_SPECS, hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of
@@ -70,7 +70,7 @@ def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
         plain = name.strip().replace("-", "_")
         if plain not in known:
             hint = did_you_mean(plain, known, otherwise=f"known are {', '.join(sorted(known))}")
-            raise UsageError(f"--pipette-fix {name}: no such part of a layout; {hint}")
+            raise OptionError("fix", f"{name}: no such part of a layout; {hint}")
         found.update(known[plain])
     return tuple(sorted(found))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipette_launch.facts import Choice, ComputeTime, Links, Measurements, Plan
 from pipette_launch.facts.outcome import Outcome, ProfiledRank
-from pipette_launch.forecast.picture import DrawnStep, Picture
+from pipette_launch.planning.picture import DrawnStep, Picture
 from pipette_launch.report.trace_events import PASSES, Event, in_line, named, span
 from pipette_launch.report.trace_profile import profile_events
 from pipette_launch.text import rate_text, seconds_text

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Plan
 from pipette_launch.facts.outcome import ProfiledRank
-from pipette_launch.forecast.picture import DrawnStep
+from pipette_launch.planning.picture import DrawnStep
 from pipette_launch.report.trace_events import PASSES, Event, named, span
 
 MOST_PASSES = 10_000

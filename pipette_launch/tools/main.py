@@ -8,12 +8,20 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
-from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
+from pipette_launch.errors import (
+    ClusterError,
+    FactError,
+    FileFormatError,
+    MegatronError,
+    OptionError,
+    PipetteError,
+    UsageError,
+)
 from pipette_launch.installed import explained_import_error
 from pipette_launch.text import escape_log_lines, printable
 from pipette_launch.tools import compare, completion, devices, doctor, explain, plan, predict, probe, report, watch
 from pipette_launch.tools.flags import EXAMPLE_ARGS, Subcommand
-from pipette_launch.tools.misspelt import check_command, check_flags
+from pipette_launch.tools.misspelt import check_command, check_flags, flag_of
 
 COMMANDS: Mapping[str, Subcommand] = {
     "predict": predict.COMMAND,
@@ -71,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = _run(words)
     except PipetteError as error:
+        if isinstance(error, OptionError):
+            error = error.renamed(flag_of)
         sys.stderr.write(f"pipette {name}: error: {printable(str(error))}\n")
         code = 2 if isinstance(error, BAD_INPUT) else error.exit_code
     sys.exit(code)

@@ -8,6 +8,19 @@ from collections.abc import Collection, Sequence
 from pipette_launch.errors import UsageError
 from pipette_launch.text import did_you_mean
 
+OTHER_NAMES = {
+    "num_hosts": "nodes",
+    "devices_per_host": "gpus-per-node",
+    "device_kind": "device",
+    "budget_s": "budget",
+}
+"""Flags whose name is not that of the option in Python."""
+
+
+def flag_of(option: str) -> str:
+    """Return the flag of `pipette` for an option of the Python functions."""
+    return f"--{OTHER_NAMES.get(option, option.replace('_', '-'))}"
+
 
 def nearest(word: str, known: Collection[str], *, else_say: str = "") -> str:
     """Return `; did you mean X?` for the nearest of the known words; where none is near, what else to say."""

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.errors import PipetteError, UsageError
 from pipette_launch.text import printable
-from pipette_launch.tools import flags, planning
+from pipette_launch.tools import flags
 from pipette_launch.tools.flags import Subcommand
 
 if TYPE_CHECKING:
     from pipette_launch.facts import Plan
+    from pipette_launch.planning.plan import PlanProblem, PlanRequest
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -39,17 +40,17 @@ def run(args: Namespace) -> int:
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import files
     from pipette_launch.launch.terminal import ProgressLine, Ticker
+    from pipette_launch.planning.plan import read_problem, search_plan
     from pipette_launch.report import chosen_line, plan_file_screen
 
-    request = planning.PlanningRequest.of(args)
-    problem = planning.problem_of(request)
+    problem = read_problem(request_of(args))
     if args.out is not None:
         # Before the search, whose plan would be lost.
         with _naming(args.out):
             files.check_writable(args.out)
     ticker = Ticker(ProgressLine(sys.stderr, head="pipette plan: "), "searching, {:.0f} s".format)
     try:
-        plan = planning.planned(problem, request)
+        plan = search_plan(problem)
     finally:
         ticker.stop()
     page = None if args.out is None else _kept(args.out, plan, problem)
@@ -63,11 +64,34 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _kept(out: Path, plan: Plan, problem: planning.PlanningProblem) -> Path | None:
+def request_of(args: Namespace) -> PlanRequest:
+    """Return the request that the flags describe."""
+    from pipette_launch.planning.plan import PlanRequest
+
+    return PlanRequest(
+        arguments=tuple(args.arguments),
+        script=args.script,
+        gpu=args.gpu,
+        cluster=args.cluster,
+        fabric=args.fabric,
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        world_size=args.world_size,
+        megatron_version=args.megatron_version,
+        fix=tuple(name for name in args.fix.split(",") if name.strip()),
+        schedules=args.schedules,
+        margin=args.margin,
+        memory_margin=args.memory_margin,
+        budget_s=args.budget,
+        seed=args.seed,
+    )
+
+
+def _kept(out: Path, plan: Plan, problem: PlanProblem) -> Path | None:
     """Write the plan's file, trace and report; returns where the report lies, if it could be made."""
     from pipette_launch.facts import files
-    from pipette_launch.forecast.picture import picture_of
     from pipette_launch.launch.plan_reports import page_path, trace_path, write_page, write_trace
+    from pipette_launch.planning.picture import picture_of
 
     with _naming(out):
         files.write(out, plan, shared=True)

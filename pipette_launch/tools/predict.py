@@ -37,11 +37,11 @@ def run(args: Namespace) -> int:
     """Print the prediction; returns 0 whether it fits or not, for `fits` in the document says that."""
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import files
-    from pipette_launch.forecast import predict_configuration
     from pipette_launch.launch.cache import default_root, distrust
+    from pipette_launch.planning.predict import predict
     from pipette_launch.report import prediction_screen
 
-    prediction = predict_configuration(
+    prediction = predict(
         args.arguments,
         world_size=args.world_size,
         num_hosts=args.nodes,

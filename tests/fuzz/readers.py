@@ -47,7 +47,6 @@ from pipette_launch.facts.outcome import LiveJob, Outcome, PeakReading
 from pipette_launch.facts.plan import Shortage
 from pipette_launch.facts.prediction import Comparison, Entry, Explained, Explanation
 from pipette_launch.facts.schedule import ScheduleFile
-from pipette_launch.forecast.machines import machines_of
 from pipette_launch.launch.plan_reports import read_profile
 from pipette_launch.launch.training import OutcomeTracker
 from pipette_launch.launch.watch import samples_of
@@ -62,6 +61,7 @@ from pipette_launch.megatron.logs import (
     why_no_plan_helps,
 )
 from pipette_launch.megatron.tokenizers import read_vocabulary
+from pipette_launch.planning.machines import machines_of
 from pipette_launch.probe.health.inventory import switches
 from pipette_launch.probe.messages import PhaseEnd, Sign, WarmupOrder, WorkerResult
 from pipette_launch.report import measured_screen, plan_file_screen
@@ -266,7 +266,7 @@ def _machines(data: bytes) -> None:
     hosts, devices, ranks = sizes
     gpu, fabric = (None if "/" in word else word or None for word in words[3:5])
     # Matrices of as many hosts as are allowed take gigabytes.
-    with mock.patch("pipette_launch.forecast.machines.MOST_HOSTS", 128):
+    with mock.patch("pipette_launch.planning.machines.MOST_HOSTS", 128):
         machines_of(num_hosts=hosts, devices_per_host=devices, world_size=ranks, gpu=gpu, fabric=fabric)
 
 

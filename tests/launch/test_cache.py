@@ -39,9 +39,9 @@ from pipette_launch.launch.cache import (
     distrust,
     inside,
     kept_together,
-    key_of,
     machines_of,
 )
+from pipette_launch.planning.plan_key import plan_key
 
 HOSTS = tiny_cluster().hosts
 MADE = plan(Layout(pp=2, dp=2))
@@ -391,7 +391,7 @@ def with_device(**changes: Any) -> tuple[Host, ...]:
 )
 def test_whatever_a_plan_depends_on_is_in_the_key(changes: dict[str, Any]) -> None:
     """Another machine, model, batch, pin, version, margin or steering variable makes another key."""
-    assert key_of(**GIVEN) != key_of(**{**GIVEN, **changes})
+    assert plan_key(**GIVEN) != plan_key(**{**GIVEN, **changes})
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_whatever_a_plan_depends_on_is_in_the_key(changes: dict[str, Any]) -> No
 )
 def test_what_changes_from_job_to_job_is_not(changes: dict[str, Any]) -> None:
     """The order of the hosts, free memory, the number of iterations and log files change no plan."""
-    assert key_of(**GIVEN) == key_of(**{**GIVEN, **changes})
+    assert plan_key(**GIVEN) == plan_key(**{**GIVEN, **changes})
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_variables_that_change_speed_or_memory_are_in_the_key(name: str, counts:
     """Libraries' settings count; folders and logs, which batch systems name after the job, do not."""
     changed = {**GIVEN, "environ": {**GIVEN["environ"], name: "1"}}
 
-    assert counts == (key_of(**GIVEN) != key_of(**changed))
+    assert counts == (plan_key(**GIVEN) != plan_key(**changed))
 
 
 def test_keeps_a_plan(tmp_path: Path) -> None:

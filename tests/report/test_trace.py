@@ -16,7 +16,7 @@ from pages import Drawn, drawn, many_hosts
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Samples
 from pipette_launch.facts.outcome import ProfiledRank
-from pipette_launch.forecast.picture import DrawnStep, Picture
+from pipette_launch.planning.picture import DrawnStep, Picture
 from pipette_launch.report.trace import CHOSEN, LAYERS, LINKS, OWN, PROFILED, STEPS, trace_text
 
 MOST_BYTES = 5_000_000

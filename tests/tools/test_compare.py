@@ -10,7 +10,7 @@ from facts_for_tests import tiny_cluster
 from screens import choice, plan
 
 from pipette_launch.facts import Layout, files
-from pipette_launch.tools.compare import num_moved
+from pipette_launch.planning.compare import num_moved
 from pipette_launch.tools.main import main
 
 CLUSTER = tiny_cluster(2, 2)
@@ -61,7 +61,7 @@ def test_hosts_may_stand_in_another_order() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("a.plan.json", "nothing to compare with a.plan.json; name two plan files or more"),
+        ("a.plan.json", "nothing to compare: name two plan files or more"),
         ("--planners ours a.plan.json", "unknown flag --planners"),
         ("nowhere.json nowhere2.json", "nowhere.json: cannot be read"),
     ],

@@ -24,7 +24,6 @@ from pipette_launch.report.flag_changes import paste_words
 from pipette_launch.report.page import choices
 from pipette_launch.report.plan import plan_file_screen
 from pipette_launch.text import seconds_text
-from pipette_launch.tools import planning
 from pipette_launch.tools.main import main, parser
 
 EXAMPLES = os.path.relpath(Path(__file__).parents[2] / "examples")
@@ -267,7 +266,7 @@ def test_no_search_for_a_plan_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The complaint about --out comes before the search."""
-    monkeypatch.setattr(planning, "planned", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("pipette_launch.planning.plan.search_plan", lambda *_: pytest.fail("searched"))
     code, out, err = answer(f"plan --gpu h100 --nodes 1 --out /dev/null/x {FEW} {JOB}", capsys)
 
     assert (2, "") == (code, out)
@@ -407,7 +406,7 @@ def test_a_measured_cluster_is_planned_for(tmp_path: Path, capsys: pytest.Captur
     assert "(did you mean --tensor-model-parallel-size?)" in " ".join(out.split())
     assert 2 == refused[0]
     assert (0, "") == latent[::2]
-    assert "has 2 hosts x 2 devices = 4 ranks, but --nodes says 8; leave the sizes out, or name" in refused[2]
+    assert "has 2 hosts x 2 devices = 4 ranks, but the job has 8 hosts; leave the sizes out, or name" in refused[2]
 
 
 @pytest.mark.parametrize("machines", ["--gpu h100 --nodes 1", "--gpu v100-sxm2-16gb --nodes 1", "--cluster FILE"])
@@ -493,9 +492,9 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "code", "complaint"),
     [
-        (f"plan --gpu h100 {JOB}", 2, "on how many ranks does it run?"),
-        (f"plan --world-size 8 {JOB}", 2, "on which machines? Name a device type with --gpu"),
-        (f"plan --gpu hh200 --nodes 2 {JOB}", 2, "--gpu: unknown device 'hh200'; did you mean H200, H200-NVL or H20?"),
+        (f"plan --gpu h100 {JOB}", 2, "--world-size is missing: give it, or the number of hosts"),
+        (f"plan --world-size 8 {JOB}", 2, "--gpu and --cluster are missing: name a device type or a measured cluster"),
+        (f"plan --gpu hh200 --nodes 2 {JOB}", 2, "unknown device 'hh200'; did you mean H200, H200-NVL or H20?"),
         (
             f"plan --gpu a100 --nodes 2 {JOB}",
             2,
@@ -520,7 +519,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         (f"plan --gpu h100 --nodes 1 --memory-margin nan {JOB}", 2, "argument --memory-margin: must be at least 0"),
         (f"plan --gpu h100 --nodes 1 --budget inf {JOB}", 2, "needs seconds, at least 0 and finite, got inf"),
         (f"plan --gpu h100 --nodes 1 --budget abc {JOB}", 2, "argument --budget: needs a number, got 'abc'"),
-        (f"plan --cluster nowhere.json {JOB}", 2, "--cluster nowhere.json: cannot be read (No such file or directory)"),
+        (f"plan --cluster nowhere.json {JOB}", 2, "nowhere.json: cannot be read (No such file or directory)"),
         (f"plan --gpu v100-sxm2-16gb --nodes 1 {JOB} --bf16", 2, "V100-SXM2-16GB has no known peak for bf16"),
         (f"plan --gpu h100 --nodes 1 --out /dev/null/x {FEW},tp,pp {JOB}", 2, "--out /dev/null/x: cannot be written"),
         (

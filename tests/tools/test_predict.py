@@ -52,7 +52,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (JOB, "on how many ranks does it run?"),
+        (JOB, "--world-size is missing: give it, or the number of hosts"),
         (f"--world-size 0 {JOB}", "--world-size must be at least 1, got 0"),
         (f"--world-size many {JOB}", "argument --world-size: invalid int value: 'many'"),
         (f"--world-size 6 {JOB}", "--pipeline-model-parallel-size 4 needs a multiple of 4 ranks, but the job has 6"),
@@ -92,7 +92,7 @@ def test_a_cluster_of_another_size_is_refused(tmp_path: Path, capsys: pytest.Cap
     code, _, err = answer(f"--cluster {path} --world-size 8 {JOB}", capsys)
 
     assert 2 == code
-    assert f"{path} has 1 hosts x 4 devices = 4 ranks, but --world-size says 8" in err
+    assert f"{path} has 1 hosts x 4 devices = 4 ranks, but the job has 8 ranks" in err
 
 
 def test_json_is_a_document(capsys: pytest.CaptureFixture[str]) -> None:

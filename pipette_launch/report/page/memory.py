@@ -6,7 +6,7 @@ from typing import Any
 
 from pipette_launch.facts import Plan
 from pipette_launch.facts.prediction import PARTS
-from pipette_launch.forecast.picture import Picture
+from pipette_launch.planning.picture import Picture
 from pipette_launch.report.figures import limit_words
 from pipette_launch.report.page.pieces import Segment, Table, bar, legend
 from pipette_launch.text import bytes_text

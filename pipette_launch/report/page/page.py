@@ -9,7 +9,7 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.outcome import Outcome
-from pipette_launch.forecast.picture import Picture
+from pipette_launch.planning.picture import Picture
 from pipette_launch.report.figures import NOT_MODELLED
 from pipette_launch.report.flag_changes import arguments_diff, paste_text
 from pipette_launch.report.page import choices, machines

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from pipette_launch.facts import Plan
-from pipette_launch.forecast.picture import DrawnStep, Picture
+from pipette_launch.planning.picture import DrawnStep, Picture
 from pipette_launch.report.page.pieces import Table
 from pipette_launch.text import seconds_text
 

@@ -1,4 +1,4 @@
-"""What a report draws of a plan and its file does not hold: every pass of a step, and each stage's memory by kind."""
+"""Facts that a report draws and a plan's file does not hold: every pass of a step, and memory of each stage by kind."""
 
 # A = actions of all pipeline ranks, rank after rank, each in its own order; S = stages (model chunks).
 
@@ -15,15 +15,15 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts import Choice, Job, Measurements, Plan
 from pipette_launch.facts.schedule import KINDS
-from pipette_launch.forecast.stages import closed_form, scaled
+from pipette_launch.planning.predict import count_by_formula, scaled
 
 AFTER = ("embedding_gradients", "optimizer", "parameter_gather")
-"""Parts of a step's breakdown that follow its gradients, in their order."""
+"""Parts of a step that follow its gradients, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnStep:
-    """One step of the pipeline whose passes take longest, action by action; times are those of the plan."""
+    """Passes of the slowest pipeline in one step; their times sum to the plan's step time."""
 
     pp: int
     num_microbatches: int
@@ -35,39 +35,39 @@ class DrawnStep:
     start_s_A: tuple[float, ...]
     end_s_A: tuple[float, ...]
     exposed_s_S: tuple[tuple[float, float], ...]
-    """Of one forward and of one backward: what its collectives take beyond the compute that hides them."""
+    """Time of collectives that compute does not hide, in one forward and in one backward."""
     after_s: tuple[tuple[str, float], ...]
-    """What follows the last backward, part by part."""
+    """Parts of the step after the last backward."""
 
     @property
     def makespan_s(self) -> float:
-        """When the last backward ends."""
+        """End of the last backward."""
         return max(self.end_s_A)
 
     @property
     def total_s(self) -> float:
-        """The step."""
+        """Length of the step."""
         return self.makespan_s + sum(seconds for _, seconds in self.after_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """All of it, for the chosen configuration and the user's own."""
+    """Drawn steps of the chosen configuration and the user's own, and memory of the chosen one."""
 
     chosen: DrawnStep
     own: DrawnStep | None
-    """None where the own configuration is the chosen one, or cannot run."""
+    """None if the own configuration is the chosen one, or cannot run."""
     memory_bytes: tuple[dict[str, int], ...]
-    """Of the chosen one, for each pipeline rank: bytes by kind; they sum to what the plan says that the rank needs."""
+    """Bytes by kind for each pipeline rank; they sum to the plan's need of that rank."""
 
 
 def picture_of(plan: Plan, job: Job, measurements: Measurements) -> Picture:
-    """Work out what a report draws.
+    """Compute what a report draws.
 
     Args:
         plan: made for this job from these measurements.
         job: as the arguments of the plan were read.
-        measurements: what the plan was priced by, its hosts in the order of the plan's.
+        measurements: that priced the plan, hosts in the plan's order.
 
     Raises:
         PlanError: the plan is for other machines.
@@ -89,7 +89,7 @@ def _drawn(predictor: Predictor, choice: Choice) -> DrawnStep:
     work, prices = cost.work, cost.prices(choice.placement)
     times = stage_times(work, prices)
     timeline = work.engine.timeline(times)
-    # What earlier outcomes taught is in the plan's step, and in no part of the model's.
+    # Corrections from earlier jobs change the plan's step, and no single part of the model's.
     factor = choice.step_time_s / step.total_s
     columns = work.engine.columns
     starts, ends = (
@@ -112,7 +112,7 @@ def _drawn(predictor: Predictor, choice: Choice) -> DrawnStep:
 
 
 def _exposed_s_S2(work: LayoutWork, prices: Prices) -> NDArray[np.float64]:
-    """What the exchanges of one forward and of one backward add to them, on the pipeline of `stage_times`."""
+    """Return the time that exchanges add to one forward and one backward of each stage of the slowest pipeline."""
     stages = len(work.rank_S)
     with_D, _ = pipelines(work, prices)
     without_D, _ = pipelines(work, replace(prices, exchange_s_PD=tuple(map(np.zeros_like, prices.exchange_s_PD))))
@@ -122,9 +122,9 @@ def _exposed_s_S2(work: LayoutWork, prices: Prices) -> NDArray[np.float64]:
 
 
 def _memory(job: Job, choice: Choice, measured: Measurements) -> tuple[dict[str, int], ...]:
-    """Split what the plan says that each rank needs as the formulas split it."""
+    """Split the plan's need of each rank in the same proportions as the formula's need."""
     chosen = replace(job, own=choice.layout)
     overhead = measured_overhead(chosen, choice.layout, measured)
-    stages = closed_form(chosen, range(choice.layout.pp), overhead, measured=measured).stages
+    stages = count_by_formula(chosen, range(choice.layout.pp), overhead, measured=measured).stages
     needs = choice.memory_shown.need_bytes
     return tuple(scaled(stage.parts_bytes, need) for stage, need in zip(stages, needs, strict=True))

@@ -13,8 +13,8 @@ from pipette_launch.errors import ClusterError, FactError, FileFormatError, Pipe
 from pipette_launch.facts import files
 from pipette_launch.facts.co_location import Rooms
 from pipette_launch.facts.known_devices import device_named, file_of
-from pipette_launch.forecast import predict
-from pipette_launch.forecast.machines import machines_of
+from pipette_launch.planning.machines import machines_of
+from pipette_launch.planning.predict import predict
 from pipette_launch.text import GIB
 
 EXAMPLES = ROOT / "examples"
@@ -42,7 +42,7 @@ def test_sizes_are_completed(sizes: dict[str, int], hosts: int, devices: int) ->
 
 def test_an_assumed_host_is_said() -> None:
     """Where links between hosts matter, the guess is a note; on a single host there is none."""
-    note = "Hosts of 8 devices each are assumed; --gpus-per-node says it otherwise."
+    note = "8 devices per host are assumed."
 
     assert (note,) == machines_of(world_size=16, gpu="H200").notes
     assert () == machines_of(world_size=8, gpu="H200").notes == machines_of(world_size=16).notes
@@ -94,30 +94,30 @@ def test_of_unknown_machines_nothing_is_known() -> None:
 @pytest.mark.parametrize(
     ("said", "error", "message"),
     [
-        ({}, UsageError, "on how many ranks does it run"),
-        ({"num_hosts": 2}, UsageError, "Say --world-size N, or --nodes N and --gpus-per-node N"),
-        ({"world_size": 0}, UsageError, "--world-size must be at least 1, got 0"),
-        ({"world_size": -8}, UsageError, "--world-size must be at least 1, got -8"),
-        ({"world_size": 8, "num_hosts": -1}, UsageError, "--nodes must be at least 1, got -1"),
-        ({"world_size": 8, "num_hosts": 3}, UsageError, "--world-size 8 is not a multiple of --nodes 3"),
-        ({"world_size": 4, "devices_per_host": 8}, UsageError, "--world-size 4 is not a multiple of --gpus-per-node 8"),
+        ({}, UsageError, "world_size is missing: give it, or the number of hosts and of devices"),
+        ({"num_hosts": 2}, UsageError, "world_size is missing"),
+        ({"world_size": 0}, UsageError, "world_size must be at least 1, got 0"),
+        ({"world_size": -8}, UsageError, "world_size must be at least 1, got -8"),
+        ({"world_size": 8, "num_hosts": -1}, UsageError, "num_hosts must be at least 1, got -1"),
+        ({"world_size": 8, "num_hosts": 3}, UsageError, "world_size 8 does not agree with 3 hosts; correct"),
+        ({"world_size": 4, "devices_per_host": 8}, UsageError, "world_size 4 does not agree with 8 devices per host"),
         (
             {"world_size": 8, "num_hosts": 2, "devices_per_host": 2},
             UsageError,
-            "--world-size 8 is not --nodes 2 times --gpus-per-node 2",
+            "world_size 8 does not agree with 2 hosts and 2 devices per host",
         ),
-        ({"world_size": 8, "gpu": "Voodoo 2"}, FactError, "--gpu: unknown device 'Voodoo 2'; pipette devices lists"),
+        ({"world_size": 8, "gpu": "Voodoo 2"}, FactError, "unknown device 'Voodoo 2'; pipette devices lists"),
         ({"world_size": 8, "gpu": "H2O"}, FactError, "did you mean H20, H20-3e or H200? pipette devices lists"),
-        ({"world_size": 8, "gpu": "A100"}, FactError, "--gpu: 'A100' may be A100-40GB, A100-80GB, A100-40GB-PCIe or"),
+        ({"world_size": 8, "gpu": "A100"}, FactError, "'A100' may be A100-40GB, A100-80GB, A100-40GB-PCIe or"),
         ({"world_size": 8, "gpu": "H200", "device_kind": "cpu"}, UsageError, "exclude each other"),
         ({"world_size": 8, "gpu": "H200", "cluster": MEASURED}, UsageError, "either imagined or measured"),
         (
             {"world_size": 16, "cluster": MEASURED},
             ClusterError,
-            "the measured cluster has 2 hosts x 4 devices = 8 ranks, but --world-size says 16",
+            "the measured cluster has 2 hosts x 4 devices = 8 ranks, but the job has 16 ranks",
         ),
-        ({"num_hosts": 1, "cluster": MEASURED}, ClusterError, "but --nodes says 1"),
-        ({"devices_per_host": 8, "cluster": MEASURED}, ClusterError, "but --gpus-per-node says 8"),
+        ({"num_hosts": 1, "cluster": MEASURED}, ClusterError, "but the job has 1 hosts"),
+        ({"devices_per_host": 8, "cluster": MEASURED}, ClusterError, "but the job has 8 devices per host"),
         ({"cluster": Path("/nowhere/cluster.json")}, FileFormatError, "/nowhere/cluster.json: cannot be read"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_name_of_several_builds_has_a_note() -> None:
     """The build that was taken, and what else the name might mean; no note where the name says it."""
     (note,) = machines_of(world_size=8, gpu="h100").notes
 
-    assert "--gpu h100 is taken as H100-SXM, and not as H100-PCIe or H100-NVL." == note
+    assert "h100 is taken as H100-SXM, and not as H100-PCIe or H100-NVL." == note
     assert () == machines_of(world_size=8, gpu="h100-sxm").notes
 
 
@@ -164,7 +164,7 @@ def test_a_known_name_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", ["x" * 5000, "H\0", "\ud800"])
 def test_a_name_that_no_file_can_have_is_an_unknown_device(name: str) -> None:
     """Too long, or with a letter that no file's name has."""
-    with pytest.raises(FactError, match="--gpu: unknown device"):
+    with pytest.raises(FactError, match="unknown device"):
         machines_of(world_size=8, gpu=name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_lines import TEXT
 
-from pipette_launch.tools.planning import PlanningRequest, problem_of
+from pipette_launch.planning.plan import PlanRequest, read_problem
 
 
 def test_notes_on_the_job_come_before_those_on_assumed_machines() -> None:
@@ -18,7 +18,7 @@ def test_notes_on_the_job_come_before_those_on_assumed_machines() -> None:
         "-tp",
         "4",
     )
-    request = PlanningRequest(arguments=words, gpu="H100", nodes=2, megatron_version="0.16.1")
+    request = PlanRequest(arguments=words, gpu="H100", nodes=2, megatron_version="0.16.1")
 
-    begins = [note.split()[0] for note in problem_of(request).job.notes]
-    assert [*range(4)] == [begins.index(word) for word in ("assumed", "not", "--gpu", "Hosts")]
+    begins = [note.split()[0] for note in read_problem(request).job.notes]
+    assert [*range(4)] == [begins.index(word) for word in ("assumed", "not", "H100", "8")]

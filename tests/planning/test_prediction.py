@@ -21,9 +21,9 @@ from pipette_launch.errors import ClusterError, MegatronError, PipetteError, Usa
 from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.measurements import layers_digest
 from pipette_launch.facts.prediction import PARTS, Prediction
-from pipette_launch.forecast import predict
-from pipette_launch.forecast.machines import ITS_OWN_MODEL
 from pipette_launch.megatron import read_job
+from pipette_launch.planning.machines import ITS_OWN_MODEL
+from pipette_launch.planning.predict import predict
 from pipette_launch.report.prediction import prediction_screen
 from pipette_launch.search.candidates import memory_limit_bytes
 
@@ -107,7 +107,7 @@ def test_of_unknown_machines_only_memory_is_told() -> None:
     found = predict(PIPELINE, world_size=8, megatron_version="0.16.1")
 
     assert ("unknown", None, None, None) == (found.verdict, found.fits, found.step_time_s, found.capacity_bytes)
-    assert any(note.startswith("No step time: nothing is known of the machines") for note in found.notes)
+    assert any(note.startswith("No step time: the machines are unknown") for note in found.notes)
 
 
 def test_the_gpu_and_the_environment_decide_the_attention() -> None:
@@ -139,7 +139,7 @@ def test_what_was_not_measured_has_no_time() -> None:
     found = predict(PIPELINE, cluster=nothing, megatron_version="0.16.1")
 
     assert (None, "fits") == (found.step_time_s, found.verdict)
-    assert any(note.startswith("No step time: none was measured for tp1 pp4 dp2 mbs1") for note in found.notes)
+    assert any(note.startswith("No step time: tp1 pp4 dp2 mbs1 was not measured") for note in found.notes)
 
 
 def test_a_device_without_a_peak_has_no_time() -> None:

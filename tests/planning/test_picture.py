@@ -9,7 +9,7 @@ from facts_for_tests import tiny_job, tiny_measurements
 from pages import drawn
 from search.worlds import pipeline_job, planned, two_racks
 
-from pipette_launch.forecast.picture import DrawnStep, picture_of
+from pipette_launch.planning.picture import DrawnStep, picture_of
 
 
 def test_the_drawn_step_is_as_long_as_the_plans() -> None:

@@ -10,7 +10,7 @@ from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
-from pipette_launch.forecast.stages import closed_form, executed, executed_kinds
+from pipette_launch.planning.predict import count_by_execution, count_by_formula, executed_kinds
 
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
@@ -34,7 +34,7 @@ JOBS = [
 def test_overhead_is_what_is_added_to_the_model(one: Job, kind: str) -> None:
     """Each stage's device holds the model's peak and the overhead; on CPU there is none."""
     overhead = overhead_of(one, one.own, device_kind=kind)
-    stages = closed_form(one, range(one.own.pp), overhead).stages
+    stages = count_by_formula(one, range(one.own.pp), overhead).stages
 
     assert tuple(range(one.own.pp)) == tuple(stage.pp_rank for stage in stages)
     assert one.own.stage_layers(4) == tuple(stage.num_layers for stage in stages)
@@ -46,7 +46,7 @@ def test_overhead_is_what_is_added_to_the_model(one: Job, kind: str) -> None:
 def test_only_the_stages_that_were_asked_for_are_told() -> None:
     """In the order of the question."""
     one = job(Layout(pp=4))
-    stages = closed_form(one, (2,), overhead_of(one, one.own, device_kind="cpu")).stages
+    stages = count_by_formula(one, (2,), overhead_of(one, one.own, device_kind="cpu")).stages
 
     assert [2] == [stage.pp_rank for stage in stages]
 
@@ -83,7 +83,7 @@ def test_stages_that_peak_in_the_optimizer_are_named() -> None:
     one = job(Layout(pp=4), seq_length=1, vocab_size=1, make_vocab_size_divisible_by=1)
     overhead = overhead_of(one, one.own, device_kind="cpu")
 
-    assert (0, 1, 2, 3) == closed_form(one, range(4), overhead).stepping
+    assert (0, 1, 2, 3) == count_by_formula(one, range(4), overhead).stepping
 
 
 def test_executed_ranks_carry_their_notes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_executed_ranks_carry_their_notes(monkeypatch: pytest.MonkeyPatch) -> No
         )
 
     monkeypatch.setattr("pipette_launch.cost.memory.abstract_execution.execute", answer)
-    counted = executed(one, (0, 1), overhead_of(one, one.own, device_kind="cpu"), cache=None)
+    counted = count_by_execution(one, (0, 1), overhead_of(one, one.own, device_kind="cpu"), cache=None)
 
     assert ([100, 120], (1,), ("Something differs.",)) == (
         [stage.peak_bytes for stage in counted.stages],
@@ -120,7 +120,7 @@ def test_executed_ranks_carry_their_notes(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_megatron_abstract_execution_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what to do instead."""
     one = job(Layout(pp=2))
-    monkeypatch.setattr("pipette_launch.forecast.stages.find_spec", lambda name: None)
+    monkeypatch.setattr("pipette_launch.planning.predict.find_spec", lambda name: None)
 
-    with pytest.raises(PlanError, match=r"torch and megatron-core cannot be imported here; .* --method closed"):
-        executed(one, (0,), overhead_of(one, one.own, device_kind="cpu"), cache=None)
+    with pytest.raises(PlanError, match=r"torch and megatron-core cannot be imported here; .*method closed"):
+        count_by_execution(one, (0,), overhead_of(one, one.own, device_kind="cpu"), cache=None)

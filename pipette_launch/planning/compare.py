@@ -1,0 +1,89 @@
+"""Plan files side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipette_launch.errors import UsageError
+from pipette_launch.facts import Choice, Plan, files
+from pipette_launch.facts.prediction import Comparison, Entry
+from pipette_launch.text import bytes_text
+
+
+def compare(paths: Sequence[str | Path]) -> Comparison:
+    """Compare plan files, as `pipette compare` does.
+
+    Args:
+        paths: two plan files or more; moved ranks are counted against the first.
+
+    Returns:
+        One entry for each file, in their order; `notes` names the plans that are for another job or other machines.
+
+    Raises:
+        UsageError: fewer than two files.
+        FileFormatError: a file is missing, damaged or not a plan.
+
+    """
+    if isinstance(paths, str | Path) or len(paths) < 2:
+        raise UsageError(f"nothing to compare: name two plan files or more, got {paths!r}")
+    places = [Path(path) for path in paths]
+    plans = [files.read(path, Plan) for path in places]
+    names = [path.name.removesuffix(".json").removesuffix(".plan") for path in places]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in places]
+    entries = [
+        Entry(
+            name=name,
+            choice=plan.chosen,
+            gap=plan.gap,
+            num_moved=num_moved(plans[0], plan),
+            faults=tuple(_memory_fault(plan.chosen)),
+            remarks=("This is your own configuration.",) if plan.keeps_own else (),
+        )
+        for name, plan in zip(names, plans, strict=True)
+    ]
+    return Comparison(entries=tuple(entries), notes=tuple(_differences(plans)))
+
+
+def num_moved(one: Plan, other: Plan) -> int | None:
+    """Count the ranks that are on another device in the second plan; None if hosts or devices per host differ."""
+    if sorted(one.hosts) != sorted(other.hosts) or one.devices_per_host != other.devices_per_host:
+        return None
+    size = one.devices_per_host
+    moved = 0
+    for index, name in enumerate(one.hosts):
+        there = other.hosts.index(name)
+        mine = one.chosen.placement[index * size : (index + 1) * size]
+        others = other.chosen.placement[there * size : (there + 1) * size]
+        moved += sum(a != b for a, b in zip(mine, others, strict=True))
+    return moved
+
+
+def _memory_fault(choice: Choice) -> Iterator[str]:
+    if not choice.fits:
+        shown = choice.memory_shown
+        peak = max(shown.need_bytes)
+        stage = shown.need_bytes.index(peak)
+        yield f"Does not fit: stage {stage} needs {bytes_text(peak)}, and the limit is {bytes_text(shown.limit_bytes)}."
+
+
+def _differences(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a note for each difference in job or machines, because such steps are not comparable."""
+    first = plans[0]
+    for number, plan in enumerate(plans[1:], 2):
+        if first.setting is None or plan.setting is None:
+            yield f"{number}: may be for another job than plan 1; one of the files does not name its job."
+            continue
+        for what, name in (
+            ("parameters", "num_parameters"),
+            ("sequences per step", "global_batch_size"),
+            ("tokens per sequence", "seq_length"),
+            ("devices", "device_name"),
+            ("network", "network"),
+        ):
+            mine, others = getattr(plan.setting, name), getattr(first.setting, name)
+            if mine != others:
+                yield f"{number}: other {what} than plan 1: {mine or 'measured'} instead of {others or 'measured'}."
+        if len(plan.hosts) != len(first.hosts):
+            yield f"{number}: {len(plan.hosts)} hosts instead of {len(first.hosts)}."

@@ -1,0 +1,256 @@
+"""The plan of a job on machines that were measured before or are imagined."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+
+from pipette_launch import megatron
+from pipette_launch.cost.layers.parameters import stage_parameters
+from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
+from pipette_launch.errors import OptionError
+from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance, Setting
+from pipette_launch.facts.fabric import FabricSpec
+from pipette_launch.facts.known_devices import DeviceFile
+from pipette_launch.facts.known_schedules import schedule_names
+from pipette_launch.planning.machines import TargetMachines, checked_words, machines_of
+from pipette_launch.planning.plan_key import plan_key
+from pipette_launch.search.layouts.enumerate import Cuts, cuts
+from pipette_launch.search.solve import SolveOptions, solve
+
+ONE_EXPERT_SIZE = "Layers with experts are timed at one ep for each tp, cp and micro-batch: the nearest to your own."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """A job, its machines, and options of the search."""
+
+    arguments: tuple[str, ...]
+    """The words after the script's name."""
+    script: str = "pretrain_gpt.py"
+    gpu: str | Path | DeviceFile | None = None
+    cluster: str | Path | Measurements | None = None
+    fabric: str | Path | FabricSpec | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    world_size: int | None = None
+    megatron_version: str | None = None
+    fix: tuple[str, ...] = ()
+    """Parts of the layout that the plan keeps."""
+    schedules: str = "stock"
+    margin: float = MARGIN
+    memory_margin: float = MEMORY_MARGIN
+    budget_s: float = SEARCH_BUDGET_S
+    """Processor time of the search."""
+    seed: int = SEED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanProblem:
+    """A request with its files and flags read, and the measurements that price it."""
+
+    request: PlanRequest
+    machines: TargetMachines
+    job: Job
+    measurements: Measurements
+
+
+def plan(
+    arguments: Sequence[str],
+    *,
+    gpu: str | Path | DeviceFile | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    world_size: int | None = None,
+    cluster: str | Path | Measurements | None = None,
+    fabric: str | Path | FabricSpec | None = None,
+    fix: Sequence[str] = (),
+    budget_s: float = SEARCH_BUDGET_S,
+    seed: int = SEED,
+    megatron_version: str | None = None,
+) -> Plan:
+    """Choose layout, schedule and placement for a Megatron command line, as `pipette plan` does; write nothing.
+
+    >>> import pipette_launch
+    >>> words = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    >>> words += " --vocab-size 1000 --tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 8"
+    >>> words += " --train-iters 10"
+    >>> plan = pipette_launch.plan(words.split(), gpu="h100-sxm", nodes=1, fix=["tp", "pp"], megatron_version="0.16.1")
+    >>> plan.chosen.layout.tp, plan.chosen.layout.pp, len(plan.chosen.placement)
+    (1, 1, 8)
+
+    Args:
+        arguments: the words after the script's name, as in the job's own command.
+        gpu: device of imagined hosts: a name such as `h100-sxm`, or a file of kind `device`. Give this or `cluster`.
+        nodes: hosts of the job.
+        gpus_per_node: devices and ranks of each host; None for the usual number for `gpu`.
+        world_size: ranks of the job; can replace `nodes` or `gpus_per_node`.
+        cluster: a cluster.json of `pipette probe`, or its contents.
+        fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
+        fix: parts of the layout that the plan must keep: `tp`, `pp`, `mbs`, `recompute` and others.
+        budget_s: most seconds of processor time for the search.
+        seed: of random numbers. Equal arguments give equal plans unless the budget ends the search.
+        megatron_version: such as `0.16.1`; None for the version that a script here would import, else the newest known.
+
+    Returns:
+        The plan, times in seconds and sizes in bytes; `chosen.placement` has the slot of each rank.
+
+    Raises:
+        UsageError: neither or both of `gpu` and `cluster`, or a wrong size, name or budget.
+        PlanError: no layout is legal and fits; the error names the limit and what would help.
+        PipetteError: wrong flags, a damaged file, or an unknown name.
+
+    """
+    request = PlanRequest(
+        arguments=tuple(checked_words(arguments)),
+        gpu=gpu,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        world_size=world_size,
+        cluster=cluster,
+        fabric=fabric,
+        fix=tuple(fix.split(",") if isinstance(fix, str) else fix),
+        budget_s=budget_s,
+        seed=seed,
+        megatron_version=megatron_version,
+    )
+    return search_plan(read_problem(request))
+
+
+def read_problem(request: PlanRequest) -> PlanProblem:
+    """Find the machines and read the job's flags, in the environment of this process."""
+    if request.gpu is None and request.cluster is None:
+        raise OptionError(("gpu", "cluster"), "are missing: name a device type or a measured cluster")
+    try:
+        machines = machines_of(
+            world_size=request.world_size,
+            num_hosts=request.nodes,
+            devices_per_host=request.gpus_per_node,
+            gpu=request.gpu,
+            cluster=request.cluster,
+            fabric=request.fabric,
+        )
+    except OptionError as error:
+        names = {"num_hosts": "nodes", "devices_per_host": "gpus_per_node"}
+        raise error.renamed(lambda name: names.get(name, name)) from error
+    version, guess = megatron.version_or_newest(request.megatron_version, request.script, os.environ)
+    megatron.fixed_fields(request.fix)
+    job = megatron.read_job(
+        request.arguments,
+        world_size=machines.world_size,
+        megatron_version=version,
+        device_kind=machines.kind,
+        fix=request.fix,
+        without_probes=machines.spec is not None,
+        for_planning=True,
+        environment=os.environ,
+        device_name=machines.device_name,
+        capability=machines.capability,
+    )
+    moe = (ONE_EXPERT_SIZE,) if machines.spec is not None and job.model.num_experts else ()
+    job = replace(job, notes=(*guess, *job.notes, *machines.notes, *moe))
+    return PlanProblem(request=request, machines=machines, job=job, measurements=_measurements(machines, job))
+
+
+def search_plan(problem: PlanProblem) -> Plan:
+    """Search for the best plan; raises PlanError with the limit and what would help if there is no plan."""
+    request, measured, machines = problem.request, problem.measurements, problem.machines
+    schedules = schedule_names(request.schedules)
+    settings: tuple[float | str, ...] = (request.margin, request.memory_margin, *schedules)
+    found = solve(
+        problem.job,
+        measured,
+        options=SolveOptions(
+            margin=request.margin,
+            memory_margin=request.memory_margin,
+            budget_s=request.budget_s,
+            seed=request.seed,
+            schedules=schedules,
+        ),
+        # Other work on this machine makes the search slower, and must not end it sooner.
+        clock=time.process_time,
+        provenance=Provenance(
+            key=plan_key(measured.cluster.hosts, problem.job, measured.versions, settings, environ=os.environ),
+            made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            versions=measured.versions,
+            source="imagined" if machines.measured is None else "file",
+        ),
+    )
+    return with_setting(
+        found,
+        problem.job,
+        measured,
+        script=request.script,
+        arguments=request.arguments,
+        machines=machines.origin,
+        network=machines.network,
+    )
+
+
+def with_setting(
+    plan: Plan,
+    job: Job,
+    measurements: Measurements,
+    *,
+    script: str,
+    arguments: Sequence[str],
+    machines: str,
+    network: str = "",
+) -> Plan:
+    """Store in a plan which job and machines it is for, so that its file can be shown and compared alone.
+
+    Args:
+        plan: for this job on these machines.
+        job: as the arguments were read.
+        measurements: that priced the plan.
+        script: as the user named it.
+        arguments: the words after its name.
+        machines: source of the machines' figures, in a few words.
+        network: between imagined hosts.
+
+    """
+    cluster = measurements.cluster
+    setting = Setting(
+        script=script,
+        arguments=tuple(arguments),
+        new_arguments=megatron.write_arguments(arguments, job=job, layout=plan.chosen.layout),
+        num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
+        global_batch_size=job.batch.global_batch_size,
+        seq_length=job.model.seq_length,
+        device_name=cluster.hosts[0].devices[0].name,
+        device_memory_bytes=cluster.memory_bytes,
+        machines=machines,
+        network=network,
+    )
+    return replace(plan, setting=setting)
+
+
+def _measurements(machines: TargetMachines, job: Job) -> Measurements:
+    """Return what was measured, or imagined times of every computation shape and group that a layout may have."""
+    if machines.measured is not None:
+        return machines.measured
+    found = cuts(
+        job, world_size=machines.world_size, devices_per_host=machines.devices_per_host, device_kind=machines.kind
+    )
+    own = () if found.own_fault else (job.own,)
+    imagined = machines.measurements(job, (*own, *_shapes(found, job.own)))
+    assert imagined is not None, "machines of a known type are always imagined"
+    return imagined
+
+
+def _shapes(found: Cuts, own: Layout) -> list[Layout]:
+    """Return one layout for each computation shape and one for each set of degrees; other fields change no time."""
+    columns = found.columns
+    # Layers of a shape are timed with its first layout. With experts, the first is the one nearest to the user's own.
+    apart_N = abs(np.log2(columns.ep / own.ep)) + abs(np.log2(columns.etp / own.etp))
+    near = np.argsort(apart_N, kind="stable")
+    nearest = columns.take(near).groups("tp", "cp", "micro_batch_size").first_U
+    cases = near[nearest].tolist()
+    degrees = columns.groups("tp", "pp", "dp", "cp", "ep", "etp").first_U.tolist()
+    return [found.columns.layout(row) for row in dict.fromkeys((*cases, *degrees))]

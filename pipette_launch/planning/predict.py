@@ -1,0 +1,332 @@
+"""The prediction for one configuration: memory of each pipeline rank, and time of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, get_args
+
+from pipette_launch import megatron
+from pipette_launch.cost.layers.parameters import stage_parameters
+from pipette_launch.cost.memory.overhead import (
+    MeasuredStages,
+    Overhead,
+    allowed_bytes,
+    measured_overhead,
+    overhead_of,
+    uncounted,
+)
+from pipette_launch.cost.memory.peak import NO_MASK, MemoryParts, mask_notes, peak_memory_bytes, without_mask
+from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
+from pipette_launch.defaults import MEMORY_MARGIN
+from pipette_launch.errors import FactError, OptionError, PlanError
+from pipette_launch.facts import Job, Layout, Measurements
+from pipette_launch.facts.fabric import FabricSpec
+from pipette_launch.facts.known_devices import DeviceFile
+from pipette_launch.facts.messages import ExecutedParts
+from pipette_launch.facts.plan import Rate
+from pipette_launch.facts.prediction import MemoryFit, Prediction, StageMemory
+from pipette_launch.planning.machines import Kind, TargetMachines, checked_words, machines_of
+
+Method = Literal["closed", "abstract"]
+NEEDED = {"torch": "torch", "megatron-core": "megatron"}
+
+
+def predict(
+    arguments: Sequence[str],
+    *,
+    world_size: int | None = None,
+    num_hosts: int | None = None,
+    devices_per_host: int | None = None,
+    gpu: str | Path | DeviceFile | None = None,
+    cluster: str | Path | Measurements | None = None,
+    fabric: str | Path | FabricSpec | None = None,
+    rank: int | None = None,
+    stage: int | None = None,
+    method: Method = "closed",
+    memory_margin: float = MEMORY_MARGIN,
+    megatron_version: str | None = None,
+    device_kind: Kind = "cuda",
+    script: str = "pretrain_gpt.py",
+    environment: Mapping[str, str] | None = None,
+    cache: Path | None = None,
+) -> Prediction:
+    """Predict memory and step time of exactly the configuration that a Megatron command line describes; start nothing.
+
+    Args:
+        arguments: the words after the script's name, as in the job's own command.
+        world_size: ranks of the job; `num_hosts` and `devices_per_host`, or `cluster`, give it as well.
+        num_hosts: nodes of the job.
+        devices_per_host: ranks of each node; None for 8 if that divides the number of ranks.
+        gpu: a device type: a name such as `H100-SXM` (`pipette devices` lists them), or a file of kind `device`.
+        cluster: cluster.json of a warm-up, or its contents. Without `gpu` and `cluster` only memory is predicted.
+        fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
+        rank: show only the pipeline rank of this RANK.
+        stage: show only this pipeline rank.
+        method: `closed` counts by formula; `abstract` runs megatron-core's own code without data.
+        memory_margin: fraction of the device memory that must stay free.
+        megatron_version: such as `0.16.1`; None for the version that `script` would import, else the newest known.
+        device_kind: `cuda` or `cpu`; used if neither `gpu` nor `cluster` is given.
+        script: need not exist; only the Megatron beside it is looked at.
+        environment: of the job's workers.
+        cache: a folder that keeps the answers of `abstract`; None keeps none.
+
+    Raises:
+        PipetteError: wrong flags or sizes, an unknown name, or a package that `abstract` needs is missing.
+
+    """
+    machines = machines_of(
+        world_size=world_size,
+        num_hosts=num_hosts,
+        devices_per_host=devices_per_host,
+        gpu=gpu,
+        cluster=cluster,
+        fabric=fabric,
+        device_kind=device_kind,
+    )
+    if method not in get_args(Method):
+        raise OptionError("method", f"must be one of {', '.join(get_args(Method))}, got {method!r}")
+    if not 0 <= memory_margin < 1:
+        raise OptionError("memory_margin", f"must be at least 0 and below 1 (0.08 is 8 %), got {memory_margin:g}")
+    variables = environment or {}
+    version, version_note = megatron.version_or_newest(megatron_version, script, variables)
+    job = megatron.read_job(
+        checked_words(arguments),
+        world_size=machines.world_size,
+        megatron_version=version,
+        device_kind=machines.kind,
+        for_prediction=True,
+        environment=variables,
+        device_name=machines.device_name,
+        capability=machines.capability,
+    )
+    pp_ranks, overhead = _pp_ranks(job.own, rank=rank, stage=stage), _overhead(job, machines)
+    if method == "closed":
+        counted = count_by_formula(job, pp_ranks, overhead, measured=machines.measured)
+    else:
+        counted = count_by_execution(job, pp_ranks, overhead, cache=cache)
+    memory = _Memory(method, counted.stages, memory_margin, _remedies(job, machines, pp_ranks, overhead, memory_margin))
+    notes = (
+        *version_note,
+        *_rank_note(job.own, rank),
+        *machines.notes,
+        *job.notes,
+        *mask_notes(job, job.own),
+        *overhead.notes(),
+        *_memory_notes(job, counted),
+    )
+    return _prediction(job, machines, memory, script, notes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedStages:
+    """Memory of pipeline ranks, with notes."""
+
+    stages: tuple[StageMemory, ...]
+    stepping: tuple[int, ...]
+    """Pipeline ranks whose peak is in the optimizer's step, when no activation is kept."""
+    notes: tuple[str, ...] = ()
+
+
+def count_by_formula(
+    job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, measured: Measurements | None = None
+) -> CountedStages:
+    """Count the tensors of these pipeline ranks of the job's own layout; use the measured peak of a measured stage.
+
+    The planner uses the same peaks. The split by kind is the formula's, scaled to the measured peak.
+    """
+    parts = peak_memory_bytes(job, job.own)
+    predicted = [one.total for one in parts]
+    ran = MeasuredStages(job, measured) if measured else None
+    peaks = ran.peaks(job.own, predicted) if ran else predicted
+    return CountedStages(
+        stages=tuple(_stage(job, rank, scaled(parts[rank].by_kind(), peaks[rank]), overhead) for rank in pp_ranks),
+        stepping=tuple(rank for rank in pp_ranks if _peaks_in_optimizer(parts[rank])),
+        notes=ran.notes(job.own) if ran else (),
+    )
+
+
+def count_by_execution(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Path | None) -> CountedStages:
+    """Run megatron-core's own code for these pipeline ranks with fake tensors, in a process of its own.
+
+    Raises:
+        PlanError: megatron-core or torch is missing, refuses the layout, or uses something that is not modelled.
+
+    """
+    from pipette_launch.cost.memory.abstract_execution import execute
+
+    missing = [name for name, module in NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise PlanError(
+            f"abstract execution runs megatron-core's own code, and {' and '.join(missing)} cannot be imported here; "
+            f"install what is missing, or count by formula (method closed)"
+        )
+    found = execute(job, job.own, pp_ranks, cache=cache)
+    return CountedStages(
+        stages=tuple(_stage(job, memory.pp_rank, executed_kinds(memory.parts), overhead) for memory in found),
+        stepping=tuple(memory.pp_rank for memory in found if memory.parts.optimizer_step),
+        notes=tuple(dict.fromkeys(note for memory in found for note in memory.notes)),
+    )
+
+
+def scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
+    """Scale a split by kind so that it sums to a peak; rounding goes to the largest kind."""
+    counted = sum(kinds.values())
+    scaled = {name: size * peak_bytes // counted for name, size in kinds.items()}
+    scaled[max(scaled, key=lambda name: scaled[name])] += peak_bytes - sum(scaled.values())
+    return scaled
+
+
+def executed_kinds(parts: ExecutedParts) -> dict[str, int]:
+    """Split an executed peak like `MemoryParts.by_kind` splits a counted one; the values sum to the peak."""
+    return {
+        "weights": parts.weights,
+        "gradients": parts.gradients,
+        "optimizer": parts.optimizer,
+        "activations": parts.activations + parts.working + parts.embedding,
+        "logits": parts.logits,
+        "buffers": parts.buffers + parts.optimizer_step,
+    }
+
+
+def _peaks_in_optimizer(parts: MemoryParts) -> bool:
+    return parts.optimizer_step > 0 and parts.total == parts.static + parts.optimizer_step
+
+
+def _stage(job: Job, pp_rank: int, kinds: Mapping[str, int], overhead: Overhead) -> StageMemory:
+    allocated = sum(kinds.values())
+    peak = overhead.device_peak_bytes(allocated)
+    return StageMemory(
+        pp_rank=pp_rank,
+        num_layers=job.own.stage_layers(job.model.num_layers)[pp_rank],
+        parts_bytes={**kinds, "overhead": peak - allocated},
+        model_peak_bytes=allocated,
+        peak_bytes=peak,
+    )
+
+
+def _overhead(job: Job, machines: TargetMachines) -> Overhead:
+    if machines.measured is not None:
+        return measured_overhead(job, job.own, machines.measured)
+    return overhead_of(
+        job,
+        job.own,
+        device_kind=machines.kind,
+        device_name=machines.device_name,
+        capability=machines.capability,
+    )
+
+
+def _remedies(
+    job: Job, machines: TargetMachines, pp_ranks: Sequence[int], overhead: Overhead, memory_margin: float
+) -> tuple[str, ...]:
+    """Return the flag that drops the data loader's mask, if the job fits only without the mask (by formula)."""
+    bare = without_mask(job)
+    if bare is None:
+        return ()
+    peaks = [[one.peak_bytes for one in count_by_formula(each, pp_ranks, overhead).stages] for each in (job, bare)]
+    verdicts = [_verdict(each, machines.capacity_bytes, memory_margin) for each in peaks]
+    return (NO_MASK,) if verdicts[0] in {"tight", "too large"} and verdicts[1] == "fits" else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    method: Method
+    stages: tuple[StageMemory, ...]
+    margin: float
+    remedies: tuple[str, ...]
+
+
+def _prediction(job: Job, machines: TargetMachines, memory: _Memory, script: str, notes: tuple[str, ...]) -> Prediction:
+    layout = job.own
+    capacity = machines.capacity_bytes
+    verdict = _verdict([one.peak_bytes for one in memory.stages], capacity, memory.margin)
+    step, rate, step_notes = _step(job, machines)
+    return Prediction(
+        script=script,
+        layout=layout,
+        schedule=layout.schedule_name,
+        world_size=machines.world_size,
+        num_hosts=machines.num_hosts,
+        devices_per_host=machines.devices_per_host,
+        device_kind=machines.kind,
+        device_name=machines.device_name,
+        machines=machines.origin,
+        global_batch_size=job.batch.global_batch_size,
+        num_microbatches=layout.num_microbatches(job.batch.global_batch_size),
+        num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
+        tokens_per_step=job.batch.global_batch_size * job.model.seq_length,
+        method=memory.method,
+        stages=memory.stages,
+        capacity_bytes=capacity,
+        memory_margin=memory.margin,
+        fits=None if verdict == "unknown" else verdict == "fits",
+        verdict=verdict,
+        step_time_s=step.total_s if step else None,
+        breakdown_s=dict(step.breakdown_s) if step else {},
+        notes=tuple(dict.fromkeys((*notes, *step_notes))),
+        megatron_version=job.megatron_version,
+        rate=rate,
+        limit_bytes=None if capacity is None else allowed_bytes(capacity, memory_margin=memory.margin),
+        remedies=memory.remedies,
+    )
+
+
+def _verdict(peaks_bytes: Sequence[int], capacity_bytes: int | None, memory_margin: float) -> MemoryFit:
+    if capacity_bytes is None:
+        return "unknown"
+    if max(peaks_bytes) <= allowed_bytes(capacity_bytes, memory_margin=memory_margin):
+        return "fits"
+    return "tight" if max(peaks_bytes) <= capacity_bytes else "too large"
+
+
+def _pp_ranks(layout: Layout, *, rank: int | None, stage: int | None) -> tuple[int, ...]:
+    """Return the pipeline ranks that the prediction shows."""
+    if rank is not None and stage is not None:
+        raise OptionError(("rank", "stage"), "exclude each other: a rank has one stage")
+    if rank is not None:
+        if not 0 <= rank < layout.world_size:
+            raise OptionError("rank", f"must be between 0 and {layout.world_size - 1}, got {rank}")
+        return (layout.cell_of(rank).pp,)
+    if stage is not None:
+        if not 0 <= stage < layout.pp:
+            raise OptionError("stage", f"must be between 0 and {layout.pp - 1} for pp {layout.pp}, got {stage}")
+        return (stage,)
+    return tuple(range(layout.pp))
+
+
+def _rank_note(layout: Layout, rank: int | None) -> tuple[str, ...]:
+    if rank is None:
+        return ()
+    cell = layout.cell_of(rank)
+    return (f"Rank {rank} is pp {cell.pp}, dp {cell.dp}, cp {cell.cp}, tp {cell.tp}.",)
+
+
+def _memory_notes(job: Job, counted: CountedStages) -> tuple[str, ...]:
+    found = [*counted.notes, *uncounted(job)]
+    if counted.stepping:
+        every = len(counted.stepping) == len(counted.stages)
+        which = "Every stage shown has its" if every else f"Stages {', '.join(map(str, counted.stepping))} have their"
+        found.append(f"{which} memory peak in the optimizer's step; its temporary tensors count as buffers.")
+    if job.model.num_experts:
+        found.append("Tokens are assumed to be routed evenly: an expert with more tokens needs more memory and time.")
+    return tuple(found)
+
+
+def _step(job: Job, machines: TargetMachines) -> tuple[StepTime | None, Rate | None, tuple[str, ...]]:
+    """Price the step in torchrun's rank order; without a price, the note has the reason."""
+    try:
+        measurements = machines.measurements(job)
+        if measurements is None:
+            return None, None, ("No step time: the machines are unknown; name a device type or a measured cluster.",)
+        predictor = Predictor(job, measurements)
+        if not predictor.can_price(job.own):
+            return None, None, (f"No step time: {job.own.words()} was not measured; measure with this configuration.",)
+        step = predictor.step_time(job.own, range(machines.world_size))
+    except (FactError, PlanError) as error:
+        return None, None, (f"No step time: {error}.",)
+    left_out = (f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED)
+    rate = Rate.of(job, job.own, step.total_s, measurements.cluster)
+    return step, rate, (*measurements.notes, *predictor.notes(job.own), *left_out)

@@ -22,7 +22,8 @@ from benchmarks.gpu.shapes import Shape, job_of, layer_of
 from pipette_launch.cost.compute.device_work import layer_loads
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Layout
-from pipette_launch.probe.compute.timing import Habits, Stopwatch, time_calls, time_part
+from pipette_launch.probe.compute.timing import Habits, time_calls, time_part
+from pipette_launch.probe.instruments import Stopwatch
 from pipette_launch.text import seconds_text
 from pipette_patches import workload
 from pipette_patches.workload import Part

@@ -18,9 +18,9 @@ from benchmarks.gpu.jobs import DeviceKind
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import Shape, has_transformer_engine, job_of, layer_of
 from pipette_launch.facts import ComputeCase, Host, Layout
-from pipette_launch.probe.compute.timing import HABITS, Stopwatch, run_part, stopwatch_for, time_calls
+from pipette_launch.probe.compute.timing import HABITS, run_part, time_calls
 from pipette_launch.probe.health import inventory, nvml
-from pipette_launch.probe.instruments import MemoryMeter, meter
+from pipette_launch.probe.instruments import MemoryMeter, Stopwatch, meter, stopwatch_for
 from pipette_launch.probe.run import BACKENDS
 from pipette_launch.text import MIB, seconds_text
 from pipette_patches import workload

@@ -24,7 +24,8 @@ from pipette_launch.cost.compute.device_model import modelled_compute, optimizer
 from pipette_launch.facts import ComputeCase, ComputeTime, Job, Layout
 from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.known_devices import device_named, device_of_driver
-from pipette_launch.probe.compute.timing import HABITS, Habits, Stopwatch, stopwatch_for, time_calls, time_part
+from pipette_launch.probe.compute.timing import HABITS, Habits, time_calls, time_part
+from pipette_launch.probe.instruments import Stopwatch, stopwatch_for
 from pipette_launch.text import seconds_text
 from pipette_patches import workload
 from pipette_patches.workload import optimizer_step

@@ -1,9 +1,11 @@
-"""Time on a GPU, by events that the device stamps in the order of its stream."""
+"""Clocks and memory meters of a CPU and of a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -15,22 +17,132 @@ from pipette_launch.errors import ProbeError
 from pipette_launch.probe.health.inventory import device_used_bytes
 
 BUSY_BYTES = 64 << 20
-"""Tensor that is written to keep the device busy: one pass takes about 25 us on an H100 and 80 us on a V100."""
+"""Tensor that is written to keep a GPU busy: one pass takes about 25 us on an H100 and 80 us on a V100."""
 FIRST_PASSES, MOST_PASSES = 64, 256
-"""CUDA queues about 1,000 launches; beyond that the host waits."""
+"""CUDA queues about 1,000 launches; then the host waits."""
+USUAL_CORE_S = 1.5e-3
+"""Time of the fixed computation of `CoreSpeed` on a usual core; times of all slots are converted to this core."""
+CHECK_EVERY_S = 0.1
+"""A check of the core's speed is valid for this wall time."""
+CHECK_REPEATS = 3
+"""A check is the median of this number: the first repeat follows a layer, with cold caches."""
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+
+
+class CoreSpeed:
+    """Current speed of a core, from the processor time of a fixed computation that is repeated.
+
+    A virtual core shares a real core with others, and no counter shows that: one layer took 37 ms of processor time,
+    and 58 ms some seconds later. Layers of three models on four hosts scattered by 4 to 17 % between 0.4 s windows, and
+    by 3 to 8 % after division by the time of the fixed computation (correlation 0.6 to 0.96).
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], object] | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        computed: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._work = work or _fixed_work()
+        self._clock = clock
+        self._computed = computed
+        self._checked_s = -CHECK_EVERY_S
+        self._checks_s: list[float] = []
+
+    def check(self) -> None:
+        """Time the fixed computation, unless the last check is recent."""
+        now_s = self._clock()
+        if now_s - self._checked_s >= CHECK_EVERY_S:
+            self._checked_s = now_s
+            times_s = []
+            for _ in range(CHECK_REPEATS):
+                before_s = self._computed()
+                self._work()
+                times_s.append(self._computed() - before_s)
+            self._checks_s.append(statistics.median(times_s))
+
+    @property
+    def now(self) -> float:
+        """Time of the last check divided by the time on a usual core; 1 before the first check."""
+        return self._checks_s[-1] / USUAL_CORE_S if self._checks_s else 1.0
+
+    @property
+    def usual(self) -> float:
+        """As `now`, for the median check."""
+        return statistics.median(self._checks_s) / USUAL_CORE_S if self._checks_s else 1.0
+
+
+def _fixed_work() -> Callable[[], object]:
+    left, right, span = torch.ones(192, 192), torch.ones(192, 192), torch.ones(1 << 19)
+
+    def work() -> None:
+        # Matrix products, and passes over memory.
+        for _ in range(4):
+            torch.mm(left, right)
+        for _ in range(2):
+            span.mul_(0.5).add_(0.5)
+
+    return work
+
+
+class CpuStopwatch:
+    """Counts the processor time of this thread, and separately how much longer that took on the wall.
+
+    A layer of a few milliseconds is preempted or not, so wall times of single runs scatter by a time slice. Over many
+    runs, other processes take a steady share. After `check_speed`, times are those of a usual core, and the speed of
+    this core is part of the stretch.
+    """
+
+    def __init__(self, core_speed: CoreSpeed | None = None) -> None:
+        self._core_speed = core_speed or CoreSpeed()
+        self._wall_s = 0.0
+        self._computed_s = 0.0
+        self._kept: float | None = None
+
+    def mark(self) -> tuple[float, float]:
+        """Read both clocks."""
+        return time.perf_counter(), time.thread_time()
+
+    def seconds(self, before: tuple[float, float], after: tuple[float, float]) -> float:
+        """Return the processor time between two marks."""
+        computed_s = after[1] - before[1]
+        self._wall_s += after[0] - before[0]
+        self._computed_s += computed_s
+        return computed_s / self._core_speed.now
+
+    def check_speed(self) -> None:
+        """Check the speed of the core; later times are converted by it."""
+        self._core_speed.check()
+
+    def settle(self) -> None:
+        """Do nothing: a CPU has no queued work."""
+
+    def keep_share(self) -> None:
+        """Fix the share of the core now, because later some slots may be done before others."""
+        self._kept = self._share()
+
+    def stretch(self) -> float:
+        """Return wall time, while all slots work, divided by the times that `seconds` returns."""
+        return self._core_speed.usual * (self._kept or self._share())
+
+    def _share(self) -> float:
+        return max(1.0, self._wall_s / self._computed_s) if self._computed_s else 1.0
 
 
 class CudaStopwatch:
     """Records events in the stream, so that time in which the host only launches kernels does not count."""
 
     def mark(self) -> Any:
-        """Record an event behind all work launched so far."""
+        """Record an event after all work launched so far."""
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def seconds(self, before: Any, after: Any) -> float:
-        """Wait for the later event, then compare."""
+        """Wait for the later event, and return the time between both."""
         after.synchronize()
         return float(before.elapsed_time(after)) / 1e3
 
@@ -49,36 +161,44 @@ class CudaStopwatch:
         return 1.0
 
 
-def await_event(event: Any, timeout_s: float, clock: Callable[[], float]) -> None:
-    """Wait for an event; raises TimeoutError at the deadline, where `synchronize` would wait for ever."""
-    deadline_s = clock() + timeout_s
-    while not event.query():
-        if clock() > deadline_s:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for the device")
+Stopwatch: TypeAlias = CpuStopwatch | CudaStopwatch
+
+
+def stopwatch_for(device_kind: str) -> Stopwatch:
+    """Return a stopwatch for a device kind."""
+    return CudaStopwatch() if device_kind == "cuda" else CpuStopwatch()
 
 
 def await_device(timeout_s: float, clock: Callable[[], float]) -> None:
     """Wait for all work launched so far; raises TimeoutError at the deadline."""
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
-    await_event(done, timeout_s, clock)
+    _await_event(done, timeout_s, clock)
+
+
+def _await_event(event: Any, timeout_s: float, clock: Callable[[], float]) -> None:
+    """Wait with a deadline, which `synchronize` does not have."""
+    deadline_s = clock() + timeout_s
+    while not event.query():
+        if clock() > deadline_s:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for the device")
 
 
 class QueuedCalls:
     """Times calls that the host queues while the device is busy with earlier work, as in training.
 
-    A single call on an idle device, with a wait for its end, takes 25 to 40 us longer: the launch and the wake-up of
-    the host. The device first writes a tensor several times, and the host queues all calls meanwhile.
+    A single call on an idle device takes 25 to 40 us longer, for the launch and the wake-up of the host. So the device
+    first writes a tensor several times, and meanwhile the host queues all calls.
     """
 
     def __init__(self, clock: Callable[[], float], keep_busy: Callable[[], object] | None = None) -> None:
         self._clock = clock
         self._keep_busy = keep_busy or torch.zeros(BUSY_BYTES // 4, device="cuda").zero_
         self.passes = FIRST_PASSES
-        """Before each measurement. All ranks must have the same number, or transfers that share a wire would begin at
-        different times."""
+        """Passes before each measurement. All ranks need the same number, so that transfers over a shared wire begin at
+        the same time."""
         self.wanted = FIRST_PASSES
-        """Passes that this rank needs by its last measurement: more if the device was idle before the host was done."""
+        """Passes that this rank needs: more if the device was idle before the host had queued the last calls."""
         self._watch = CudaStopwatch()
 
     def seconds(
@@ -86,11 +206,9 @@ class QueuedCalls:
     ) -> float:
         """Return the device's seconds for one of `number` calls in a row.
 
-        All ranks that take part must give the same number.
-
         Args:
             call: queues one collective or exchange on the device.
-            number: of timed calls.
+            number: of timed calls, equal on all ranks that take part.
             timeout_s: raises TimeoutError if the device is not done by then.
             first: an untimed call before, in which the ranks wait for each other; None = `call`.
 
@@ -104,30 +222,25 @@ class QueuedCalls:
         after = self._watch.mark()
         # If the event is complete, the device was faster than the host.
         self.wanted = min(2 * self.passes, MOST_PASSES) if before.query() else self.passes
-        await_event(after, timeout_s, self._clock)
+        _await_event(after, timeout_s, self._clock)
         return self._watch.seconds(before, after) / number
 
 
-STATUS = Path("/proc/self/status")
-CLEAR_REFS = Path("/proc/self/clear_refs")
-RESET_PEAK = "5"
-
-
 class Peak(NamedTuple):
-    """The largest memory of one run of a piece of work, in bytes."""
+    """The most memory during one run of a piece of work, in bytes."""
 
     allocator_bytes: int
-    """Growth of torch's allocations on CUDA, of the resident set on CPU."""
+    """Growth of torch's allocations on CUDA, of the resident set on a CPU."""
     device_bytes: int
-    """NVML's used bytes on CUDA, less those of other processes; the resident set on CPU."""
+    """NVML's used bytes on CUDA, without other processes; the resident set on a CPU."""
     idle_bytes: int = 0
     """On CUDA, torch's allocations before the run: workspaces that libraries keep."""
     reserved_bytes: int = 0
-    """On CUDA, the largest memory that torch's allocator took from the device."""
+    """On CUDA, the most memory that torch's allocator took from the device."""
 
 
 class CpuMeter:
-    """Reads the resident set."""
+    """Reads the resident set of this process; Linux keeps its peak (VmHWM), which a process can reset."""
 
     def peak(self, work: Callable[[], None]) -> Peak:
         """Run the work and return its peak."""
@@ -140,22 +253,25 @@ class CpuMeter:
             raise ProbeError(f"{CLEAR_REFS} refuses to reset the peak resident set: {error.strerror}") from error
         before = psutil.Process().memory_info().rss
         work()
-        peak = peak_resident_bytes(STATUS.read_text(encoding="ascii"))
-        return Peak(max(peak - before, 0), peak)
+        for line in STATUS.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                peak = int(line.split()[1]) * 1024
+                return Peak(max(peak - before, 0), peak)
+        raise ProbeError(f"{STATUS} has no VmHWM line; this kernel does not report the peak resident set")
 
     def overhead_bytes(self) -> int:
-        """Return 0: a host has no context and no communicators on a device."""
+        """Return 0: a CPU has no context and no communicators in device memory."""
         return 0
 
     def workspace_bytes(self) -> int:
-        """Return 0: a host's libraries keep their workspaces on the heap."""
+        """Return 0: libraries keep their workspaces on the heap."""
         return 0
 
 
 class CudaMeter:
     """Reads torch's allocator and NVML.
 
-    Made before this process uses CUDA, so that the memory of other processes on the device is known.
+    Create it before this process uses CUDA, so that it knows the memory of other processes on the device.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -163,7 +279,7 @@ class CudaMeter:
         self._others_bytes = device_used_bytes(uuid)
 
     def peak(self, work: Callable[[], None]) -> Peak:
-        """Run the work and return its peak; the allocator keeps what it reserved, so NVML's count afterwards is it."""
+        """Run the work and return its peak; NVML is read afterwards, as the allocator keeps what it reserved."""
         before = self.workspace_bytes()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -177,11 +293,11 @@ class CudaMeter:
         )
 
     def overhead_bytes(self) -> int:
-        """Device memory of this process outside the allocator, now: context, communicators, libraries' code."""
+        """Return this process's device memory outside the allocator: context, communicators, code of libraries."""
         return max(self._used_bytes() - torch.cuda.memory_reserved(), 0)
 
     def workspace_bytes(self) -> int:
-        """Bytes inside the allocator, now; while nothing of the model is there, those are workspaces."""
+        """Return the bytes inside the allocator; these are workspaces if nothing of the model is there."""
         gc.collect()
         return int(torch.cuda.memory_allocated())
 
@@ -189,17 +305,9 @@ class CudaMeter:
         return max(device_used_bytes(self._uuid) - self._others_bytes, 0)
 
 
-def peak_resident_bytes(status: str) -> int:
-    """Read VmHWM from the text of /proc/self/status."""
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise ProbeError(f"{STATUS} has no VmHWM line; this kernel does not tell the peak resident set")
-
-
 MemoryMeter: TypeAlias = CpuMeter | CudaMeter
 
 
 def meter(device_kind: str, uuid: str) -> MemoryMeter:
-    """The meter for a device kind."""
+    """Return a memory meter for a device kind."""
     return CudaMeter(uuid) if device_kind == "cuda" else CpuMeter()

@@ -1,4 +1,4 @@
-"""What all phases share: the budget, the straight line through timings, and how the workers stay in step.
+"""How warm-up workers keep in step: rank 0 decides, every wait has a deadline, and nobody starts after the budget.
 
 Imports no torch.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Clock = Callable[[], float]
 LATER_S = 5.0
-"""The other ranks wait so much longer than rank 0: it gives up first, and tells them who is missing."""
+"""Extra wait of all ranks except rank 0, which gives up first and tells the others who is missing."""
 KEYS_PER_READ = 64
-"""Rank 0 reads the gathered results in portions: one answer of the store must not hold those of ten thousand ranks."""
+"""Rank 0 reads results in portions, so that one answer of the store never holds the results of all ranks."""
 MOST_NAMED = 4
 ARRIVAL = "all workers to arrive"
 PR_SET_PDEATHSIG = 1
@@ -40,43 +40,41 @@ class MissingError(ProbeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """When the phases stop to begin new cases."""
+    """Time within which phases may begin new cases."""
 
     started_s: float
     budget_s: float
     clock: Clock
 
     def left_s(self, share: float = 1.0) -> float:
-        """Seconds until this share of the budget is spent; negative afterwards."""
+        """Return the seconds until this share of the budget is spent; negative afterwards."""
         return self.started_s + share * self.budget_s - self.clock()
 
     def with_room(self, share: float, least: float) -> Budget:
-        """Return a budget that begins later, so that at least the part `least` is left until this share is spent."""
+        """Return a budget that begins later if needed, so that the part `least` is left until this share is spent."""
         return replace(self, started_s=self.started_s + max(least * self.budget_s - self.left_s(share), 0.0))
 
     def allows(self, share: float, needs_s: float = 0.0) -> bool:
-        """Whether something that takes `needs_s` would still end within this share."""
+        """Return whether work of `needs_s` seconds would end within this share."""
         return self.left_s(share) > needs_s
 
 
 @dataclass(kw_only=True)
 class Lockstep:
-    """Keeps all workers in step through the store: rank 0 decides, the others follow; every wait has a deadline.
+    """Keeps all workers in step through the store; all ranks must make the same calls in the same order.
 
-    A step costs every rank a fixed number of store operations, so the traffic grows linearly with the ranks. Only after
-    a deadline rank 0 asks the store for each rank, to name the missing ones, and tells the others. All ranks must make
-    the same calls in the same order.
+    A step costs each rank a fixed number of store operations. Only after a deadline does rank 0 ask the store about
+    each rank, to name the missing ones.
     """
 
     store: Store
     rank: int
     world_size: int
     timeout_s: float
-    """Deadline of a wait in a small job; `wait_s` adds what many ranks and a phase take."""
+    """Deadline of a wait in a small job; `wait_s` adds time for many ranks and for the phase."""
     progress: Progress = field(default_factory=Progress)
-    """Where this worker reports what it does, and what it waits for."""
     name_of: Callable[[int], str] = "rank {}".format
-    """The name of a rank in messages, for example `node17:3`."""
+    """Returns the name of a rank for messages, such as `node17:3`."""
     _step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +84,7 @@ class Lockstep:
         return wait_s(self.world_size, left_s, least_s=self.timeout_s)
 
     def agree(self, decide: Callable[[], bool]) -> bool:
-        """Let rank 0 decide for all ranks."""
+        """Return the decision of rank 0 on every rank."""
         return self.broadcast(str(decide()) if self.rank == 0 else "") == str(True)
 
     def broadcast(self, text: str, left_s: float = 0.0) -> str:
@@ -103,7 +101,7 @@ class Lockstep:
         """Return once every rank has called this; the phase of a rank may still take `left_s` seconds."""
         self._step += 1
         timeout_s, go = self._deadline_s(left_s), f"go/{self._step}"
-        # One key for each rank however many steps there are, and a counter for each step.
+        # One key for each rank, whatever the number of steps, and a counter for each step.
         self.store.set(f"at/{self.rank}", str(self._step))
         if self.store.add(f"here/{self._step}", 1) == self.world_size:
             self.store.set(go, "")
@@ -140,7 +138,7 @@ class Lockstep:
         return [value.decode() for portion in portions for value in self.store.multi_get(portion)]
 
     def _absent(self) -> list[int]:
-        """Name the ranks that have not come to this step, after the deadline."""
+        """Return the ranks that have not come to this step."""
         return [
             rank
             for rank in range(self.world_size)
@@ -148,11 +146,7 @@ class Lockstep:
         ]
 
     def _wait(self, keys: list[str], what: str, timeout_s: float, *, missing: Callable[[], list[int]]) -> None:
-        """Wait until the store has all these keys, which stand for `what`.
-
-        After the deadline `missing` names the ranks whose keys are not there, for a MissingError. A ProbeError says
-        that the store is gone.
-        """
+        """Wait until the store has all keys; raises MissingError at the deadline, ProbeError if the store is gone."""
         self.progress.waits(what, limit_s=timeout_s + 2 * LATER_S)
         try:
             self.store.wait(keys, timedelta(seconds=timeout_s))
@@ -163,13 +157,13 @@ class Lockstep:
                     f"lost the store beside {self.name_of(0)} while waiting for {what}: {first_line}"
                 ) from error
             ranks = missing()
-            # None is missing where the last of them came just now.
+            # No rank is missing if the last one came just now.
             if ranks:
                 self._raise_missing(ranks, len(ranks), what, timeout_s)
         self.progress.goes_on()
 
     def _raise_missing(self, ranks: Sequence[int], count: int, what: str, timeout_s: float) -> NoReturn:
-        """Raise the error that names the missing ranks: `count` ranks, of which the first few are in `ranks`."""
+        """Raise the error that names missing ranks: `ranks` are the first of `count`."""
         self.progress.waits(what, limit_s=timeout_s, peers=ranks[:MOST_NAMED])
         names = ", ".join(self.name_of(rank) for rank in ranks[:MOST_NAMED])
         more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
@@ -178,7 +172,7 @@ class Lockstep:
 
 
 class WorkerPlace(NamedTuple):
-    """Where this worker runs, by torchrun's environment; its RANK is its slot, as the warm-up runs in host order."""
+    """Place of this worker in torchrun's environment; its RANK is its slot, as the warm-up runs in host order."""
 
     rank: int
     world_size: int
@@ -188,14 +182,14 @@ class WorkerPlace(NamedTuple):
 
 
 def worker_place(environ: Mapping[str, str]) -> WorkerPlace:
-    """Read torchrun's environment; raises ProbeError naming the variable that is missing or bad."""
+    """Read torchrun's environment; raises ProbeError with the variable that is missing or bad."""
 
     def number(name: str) -> int:
         try:
             return int(environ[name])
         except (KeyError, ValueError) as error:
             raise ProbeError(
-                f"{name}={environ.get(name)!r} in the environment is no number; start warm-up workers "
+                f"{name}={environ.get(name)!r} in the environment is not a number; start warm-up workers "
                 f"through pipette-launch, which sets it"
             ) from error
 
@@ -209,9 +203,9 @@ def worker_place(environ: Mapping[str, str]) -> WorkerPlace:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when its parent dies; does nothing where the system is not Linux.
+    """Let the kernel end this process when its parent dies; does nothing if the system is not Linux.
 
-    A launcher that is killed by SIGKILL cannot end its workers, and they would keep devices, ports and memory.
+    A launcher that was killed by SIGKILL cannot end its workers, and they would keep devices, ports and memory.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,7 @@
-"""Waits of warm-up workers for each other: one formula of ranks and remaining time."""
+"""What an agent and its warm-up workers exchange: the order, progress messages, results, and how long each may wait.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,17 @@ from pipette_launch.probe.health.nvml import LoadReading
 
 LEAST_S = 60.0
 RANKS_PER_S = 20.0
-"""Number of ranks that lengthen every wait by one second: a cold file system serves them one after the other."""
+"""Each wait grows by one second for this number of ranks: a cold file system serves them one after the other."""
 START_S = 120.0
-"""Time for imports, compilation and the first lap of a worker, which the budget does not cover."""
+"""Time for imports, compilation and the first lap of a worker; not part of the budget."""
+FULL_HOSTS = 64
+"""Up to this number of hosts, every pair is measured, in one round less than there are hosts."""
+BLIND_ROUNDS = 8
+"""With more hosts, rounds of a random sample before the adviser plans for the first time."""
+TINY_BYTES = 8
+"""Message that shows the latency; as large as an acknowledgement."""
+MIN_SIZES = 3
+"""Least number of message sizes for a line."""
 
 
 def wait_s(num_ranks: int, left_s: float = 0.0, *, least_s: float = LEAST_S) -> float:
@@ -42,72 +53,62 @@ def wait_s(num_ranks: int, left_s: float = 0.0, *, least_s: float = LEAST_S) -> 
 
     Args:
         num_ranks: number of workers.
-        left_s: time that the phase of the other worker may still take; below 0 counts as 0.
-        least_s: wait for a worker of a small job whose phase is over.
+        left_s: time that the other worker's phase may still take; below 0 counts as 0.
+        least_s: wait in a small job after the end of the phase.
 
     """
     return least_s + num_ranks / RANKS_PER_S + max(left_s, 0.0)
 
 
-FULL_HOSTS = 64
-"""Up to so many hosts every pair is measured, in one round less than there are hosts."""
-BLIND_ROUNDS = 8
-"""Where hosts are more, a sample is measured in so many rounds before the first plans."""
-TINY_BYTES = 8
-"""A message that tells the latency; as large as an acknowledgement."""
-MIN_SIZES = 3
-"""A line needs so many message sizes at least."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupOrder(HostsOfJob):
-    """The order that the agent writes for its warm-up workers; ranks are slots, host by host."""
+    """The agent's order for its warm-up workers; ranks are slots, host by host."""
 
     KIND: ClassVar[str] = "probe-options"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     job: Job
     hosts: tuple[Host, ...]
-    """In the order of torchrun's ranks, with equally many devices each."""
+    """In the order of torchrun's ranks, with the same number of devices each."""
     cases: tuple[ComputeCase, ...]
-    """Most promising first; the first is the reference that every slot measures."""
+    """Most promising first; the first is the reference case, which every slot measures."""
     output: str
-    """Where rank 0 writes its Measurements."""
+    """File in which rank 0 writes the Measurements."""
     progress_dir: str
     """Each worker keeps its progress message in the file `<progress_dir>/<local rank>.sign`."""
     message_sizes_bytes: tuple[int, ...]
-    """Sizes of the messages and collectives that are timed; at least three, ascending."""
+    """Sizes of timed messages and collectives; at least three, ascending."""
     full_hosts: int = FULL_HOSTS
-    """Up to so many hosts the links of all pairs are measured; of more hosts those links that plans would use."""
+    """Up to this number of hosts, all pairs are measured; with more hosts, the links that plans use."""
     blind_rounds: int = BLIND_ROUNDS
-    """In so many rounds a sample of links is measured before the first plans."""
     known: str = ""
-    """The file of an earlier warm-up of these hosts, where rank 0 can read it; empty = there is none. Its links are
-    believed until those that plans use are measured again."""
+    """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. Its links are used without a new
+    measurement, except the links that plans use."""
     adviser: tuple[str, ...] = ()
-    """The words of a command that reads what was measured so far and writes an Advice; empty = there is none."""
+    """Command that reads a MeasuringQuestion and writes an Advice, without the two file names; empty = no adviser. The
+    caller names it, because this package imports no planner."""
     budget_s: float = WARMUP_BUDGET_S
-    """Once so many seconds have passed since all workers were ready, no phase begins another case; the least is
-    measured anyway."""
+    """No phase begins another case after this time, counted from when all workers are ready. The minimum of each phase
+    is measured anyway."""
     timeout_s: float = LEAST_S
-    """Longest wait for another worker in a small job, in seconds, once its phase is over."""
+    """Longest wait for another worker of a small job after the end of its phase, in seconds."""
     start_s: float = START_S
-    """Time that a worker may take to start, in seconds: imports, compilation and the first lap."""
+    """Time that a worker may take to start, in seconds."""
     repeats: int = 5
     """Number of timed messages or collectives of each size."""
     warmups: int = 1
-    """Number of messages or collectives of each size before those that are timed."""
+    """Number of untimed messages or collectives of each size, sent first."""
     conditions: tuple[DeviceCondition, ...] = ()
-    """What the driver reports of each slot's device, in slot order; empty = not known."""
+    """The driver's report on each device, in slot order; empty = unknown."""
     python_path: tuple[str, ...] = ()
-    """Folders that the script's own interpreter would search first: a megatron checkout beside the script counts."""
+    """Folders that the script's interpreter searches first, such as one with a megatron checkout."""
 
     def __post_init__(self) -> None:
         if not self.hosts or len({len(host.devices) for host in self.hosts}) != 1:
             counts = ", ".join(f"{host.name}: {len(host.devices)}" for host in self.hosts)
             raise FactError(f"the warm-up needs hosts with equally many devices, got {counts or 'no hosts'}")
         if self.conditions and len(self.conditions) != self.num_slots:
-            raise FactError(f"{len(self.conditions)} conditions of {self.num_slots} slots")
+            raise FactError(f"{len(self.conditions)} conditions for {self.num_slots} slots")
         if not self.cases:
             raise FactError("the warm-up needs at least one compute case, its reference")
         sizes = self.message_sizes_bytes
@@ -116,14 +117,14 @@ class WarmupOrder(HostsOfJob):
         if not (self.budget_s > 0 and self.timeout_s > 0 and self.repeats > 0 and self.warmups >= 0):
             raise FactError(
                 f"budget_s={self.budget_s}, timeout_s={self.timeout_s}, repeats={self.repeats} must be above 0 "
-                f"and warmups={self.warmups} not below"
+                f"and warmups={self.warmups} at least 0"
             )
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """Groups of slots whose collectives are timed where no adviser names others.
+        """Return the groups of slots whose collectives are timed without an adviser.
 
-        Neighbours within a host, one device of each of several hosts, and all slots; groups of one dimension are
-        equally large and cover all slots.
+        Neighbours within a host, one device of each of several hosts, and all slots. The groups of one dimension have
+        the same size and cover all slots.
         """
         num_hosts, devices = len(self.hosts), self.devices_per_host
         within = {(size, 1) for size in range(2, devices + 1) if devices % size == 0}
@@ -149,12 +150,12 @@ class WarmupOrder(HostsOfJob):
         return wait_s(self.num_slots, left_s, least_s=self.timeout_s)
 
     def slot_name(self, slot: int) -> str:
-        """A slot as people write it: `node17:3`."""
+        """Return host and device of a slot: `node17:3`."""
         host, local = divmod(slot, self.devices_per_host)
         return f"{self.hosts[host].name}:{local}"
 
     def device(self, slot: int) -> Device:
-        """The device of a slot."""
+        """Return the device of a slot."""
         host, local = divmod(slot, self.devices_per_host)
         return self.hosts[host].devices[local]
 
@@ -168,51 +169,50 @@ class LinkSamples:
     sizes_bytes: tuple[int, ...]
     samples: tuple[Samples, ...]
     together: tuple[Samples, ...] = ()
-    """Between hosts of several devices, which all send at once: times until the last of them had finished."""
+    """Times until the last device of the host had finished; empty if only one device sends at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSamples:
-    """Times of one collective as one member of a group saw them, one entry of `samples` for each size."""
+    """Times of one collective on one member of a group, one entry of `samples` for each size."""
 
     kind: CollectiveKind
     dimension: int
-    """Index of the dimension whose group this worker is in."""
+    """Index of the dimension with this worker's group."""
     sizes_bytes: tuple[int, ...]
     samples: tuple[Samples, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """How long one slot took for a chain of layers while others worked beside it."""
+    """Time of a chain of layers on one slot while other slots worked too."""
 
     turn: int
-    """0 = while all other slots worked, later turns = while a few others did."""
+    """0 = all other slots worked; later turns = a few others worked."""
     seconds: float
-    """Wall time of forward and backward; the mean over a window."""
+    """Wall time of forward and backward, as the mean over a window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerResult:
-    """What one worker measured: everything, or what is new since it last sent its results."""
+    """Measurements of one worker: all, or those since it last sent its results."""
 
     KIND: ClassVar[str] = "probe-result"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     slot: int
     links: tuple[LinkSamples, ...] = ()
-    """Links from this slot; first measurements before second ones."""
+    """Links from this slot; first measurements before repeated ones."""
     link_rounds: tuple[int, ...] = ()
-    """Number of rounds between hosts, an entry for each time that links were measured."""
+    """Number of rounds between hosts, one entry each time that links were measured."""
     link_rounds_again: tuple[int, ...] = ()
-    """Number of rounds in which suspects were measured a second time, likewise."""
+    """As `link_rounds`, for links that looked slow and were measured again."""
     collectives: tuple[GroupSamples, ...] = ()
     compute: tuple[ComputeTime, ...] = ()
-    """On CPU without the time that other processes took from this worker; `stretch` says how much that was."""
+    """On a CPU, processor time: without the time that other processes took (see `stretch`)."""
     stretch: float = 1.0
-    """Wall time over computing time while all slots worked; 1 on CUDA."""
+    """Wall time divided by processor time while all slots worked; 1 on CUDA."""
     paces: tuple[Pace, ...] = ()
-    """One for each turn in which this slot took part."""
     refused: tuple[ComputeCase, ...] = ()
     """Cases that megatron-core refused here, or that ran out of memory."""
     under_load: LoadReading | None = None
@@ -228,7 +228,7 @@ class WorkerResult:
 
 
 def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
-    """Put two parts of a worker's result together: lists are joined, and the later of single figures counts."""
+    """Join two parts of a worker's result: tuples and dicts are joined, and the later of other values counts."""
 
     def both(name: str, unmeasured: object) -> object:
         first, second = getattr(before, name), getattr(after, name)
@@ -244,7 +244,7 @@ def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
 START = "start"
 """The phase before and between the others: imports, rendezvous, gathering."""
 SIGN_S = 60.0
-"""A worker writes a message at least so often while no phase has set another limit."""
+"""Longest time between two progress messages, while no phase has set another limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,12 +254,16 @@ class PhaseEnd:
     phase: str
     seconds: float
     words: str
-    """Its summary, for example `8 hosts in 7 rounds`."""
+    """Summary, such as `8 hosts in 7 rounds`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sign:
-    """The last progress message of a worker."""
+    """The last progress message of a worker; the agent of its node reads it.
+
+    The age of the message shows a hung worker long before the warm-up is overdue. The names of peers show which worker
+    only waits for another.
+    """
 
     KIND: ClassVar[str] = "sign"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -268,27 +272,26 @@ class Sign:
     at_s: float
     """By this machine's monotonic clock, which its processes share."""
     limit_s: float
-    """The next message is due after so many seconds."""
+    """The next message is due within this time, in seconds."""
     done: int = 0
     total: int = 0
-    """Number of steps of the phase; 0 where they are not counted."""
+    """Number of steps of the phase; 0 = not counted."""
     words: str = ""
     waits_for: str = ""
-    """What the worker waits for, in words; empty while it works."""
+    """What the worker waits for; empty while it works."""
     peers: tuple[int, ...] = ()
     """Slots that it waits for, or exchanges messages with."""
     ended: tuple[PhaseEnd, ...] = ()
-    """The phases that have ended, in order."""
 
     def where(self) -> str:
-        """Phase and position: `links, 3 of 7`."""
+        """Return phase and position: `links, 3 of 7`."""
         counted = f", {self.done} of {self.total}" if self.total else ""
         return f"{self.phase}{counted}" + (f", {self.words}" if self.words else "")
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """Writes for the agent which phase this worker is in and how far, and measures how long each phase takes."""
+    """Writes progress messages of this worker, and measures how long each phase takes."""
 
     folder: Path | None = None
     """None = nothing is written."""
@@ -302,7 +305,7 @@ class Progress:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Announce a phase and add its duration to `phase_s`; an inner phase does not count in the outer."""
+        """Announce a phase and add its duration to `phase_s`; an inner phase does not count in the outer phase."""
         outer = self.phase
         self.announce(phase)
         before = self.clock()
@@ -320,41 +323,23 @@ class Progress:
         self.announce(outer)
 
     def announce(self, phase: str) -> None:
-        """Write which phase begins, or continues."""
+        """Write that a phase begins, or continues."""
         self.phase = phase
-        # A phase within a phase keeps the count of the outer one.
+        # An inner phase keeps the count of the outer phase.
         kept = self._sign if phase != START else Sign(phase=phase, at_s=0.0, limit_s=0.0, ended=self._sign.ended)
         self._show(replace(kept, phase=phase, limit_s=self.limit_s, waits_for="", peers=()))
 
-    def step(self, done: int, total: int, words: str = "", *, peers: Iterable[int] = (), limit_s: float = 0.0) -> None:
-        """Write a progress message.
-
-        Args:
-            done: number of steps of the phase that have ended.
-            total: number of all its steps.
-            words: what is being done.
-            peers: slots without which this step cannot end.
-            limit_s: longest time of this step, in seconds, if it is more than the usual limit.
-
-        """
-        self._show(
-            replace(
-                self._sign,
-                done=done,
-                total=total,
-                words=words,
-                waits_for="",
-                peers=tuple(peers),
-                limit_s=max(limit_s, self.limit_s),
-            )
-        )
+    def step(self, done: int, total: int, words: str = "", *, peers: Iterable[int] = ()) -> None:
+        """Write that `done` of `total` steps of the phase have ended, and which slots the next step needs."""
+        now = replace(self._sign, done=done, total=total, words=words, waits_for="", limit_s=self.limit_s)
+        self._show(replace(now, peers=tuple(peers)))
 
     def sum_up(self, words: str) -> None:
         """Set the summary of the phase, for the log."""
         self._summary = words
 
     def waits(self, what: str, *, limit_s: float, peers: Iterable[int] = ()) -> None:
-        """Write that the worker waits: for what, at most how many seconds, and for which slots."""
+        """Write that the worker waits for something at most `limit_s` seconds, and for which slots."""
         self._show(replace(self._sign, waits_for=what, peers=tuple(peers), limit_s=limit_s))
 
     def goes_on(self) -> None:
@@ -379,7 +364,7 @@ class Progress:
 
 
 def last_sign(folder: Path, local_rank: int) -> Sign | None:
-    """Read the last progress message of a worker of this node; None while there is none."""
+    """Read the last progress message of a worker of this node; None if there is none yet."""
     try:
         return files.read(folder / f"{local_rank}.sign", Sign)
     except PipetteError:
@@ -387,7 +372,7 @@ def last_sign(folder: Path, local_rank: int) -> Sign | None:
 
 
 def last_error(folder: Path, local_rank: int) -> str:
-    """Read the reason that a failed worker wrote; empty where it wrote none."""
+    """Read the reason that a failed worker wrote; empty if it wrote none."""
     try:
         return (folder / f"{local_rank}.error").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from pipette_launch.probe.instruments import (
     Peak,
     QueuedCalls,
     await_device,
-    peak_resident_bytes,
 )
 
 LAUNCH_S, WAKE_S = 20e-6, 10e-6
@@ -136,11 +136,15 @@ def test_a_host_has_no_overhead() -> None:
     assert 0 == CpuMeter().overhead_bytes() == CpuMeter().workspace_bytes()
 
 
-def test_the_kernels_own_peak_is_read() -> None:
+def test_the_kernels_own_peak_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """VmHWM is in kB; without it there is no measurement."""
-    assert 2048 == peak_resident_bytes("Name:\tx\nVmHWM:\t       2 kB\nVmRSS:\t1 kB\n")
+    status = tmp_path / "status"
+    monkeypatch.setattr(instruments, "STATUS", status)
+    status.write_text("Name:\tx\nVmHWM:\t       2 kB\nVmRSS:\t1 kB\n")
+    assert 2048 == CpuMeter().peak(lambda: None).device_bytes
+    status.write_text("Name:\tx\n")
     with pytest.raises(ProbeError, match="no VmHWM"):
-        peak_resident_bytes("Name:\tx\n")
+        CpuMeter().peak(lambda: None)
 
 
 class FakeCuda:

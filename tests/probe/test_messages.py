@@ -147,15 +147,15 @@ def test_a_sign_says_what_how_far_and_on_whom_it_waits(tmp_path: Path) -> None:
     seen = []
     with progress.during("links"):
         for act in (
-            lambda: progress.step(2, 7, "98 Mbit/s", peers=[4], limit_s=1.0),
+            lambda: progress.step(2, 7, "98 Mbit/s", peers=[4]),
             lambda: progress.waits("the others", limit_s=30.0),
             progress.goes_on,
-            lambda: progress.step(3, 7, limit_s=60.0),
+            lambda: progress.step(3, 7),
         ):
             act()
             seen.append(last_sign(tmp_path, 0))
 
-    assert [(2, "98 Mbit/s", (4,), 5.0), (2, "98 Mbit/s", (), 30.0), (2, "98 Mbit/s", (), 5.0), (3, "", (), 60.0)] == [
+    assert [(2, "98 Mbit/s", (4,), 5.0), (2, "98 Mbit/s", (), 30.0), (2, "98 Mbit/s", (), 5.0), (3, "", (), 5.0)] == [
         (sign.done, sign.words, sign.peers, sign.limit_s) for sign in seen if sign
     ]
     assert "links, 3 of 7" == seen[3].where() if seen[3] else None

@@ -363,11 +363,11 @@ def test_earlier_links_are_stale_if_many_have_changed(
 
 def test_what_the_passes_did_is_said() -> None:
     """How much was measured in how many rounds, what had changed, and whether the plans wanted more."""
-    whole = "links: 8 pairs of hosts that plans would use, measured in 2 rounds"
+    whole = "links: 8 pairs of hosts that plans use, measured in 2 rounds"
 
     assert whole == adapted(8, []).words()
     assert (
-        f"{whole}, 1 of them changed since; the rounds were spent before the plans stopped asking for more"
+        f"{whole}; 1 changed since the last warm-up; the last plans also use links that were not measured"
     ) == adapted(8, [(0, 1)], is_settled=False).words()
 
 

@@ -29,13 +29,12 @@ from pipette_launch.probe.compute.timing import (
     loading_time,
     loads_as_megatron_lm,
     short_layer,
-    stopwatch_for,
     time_calls,
     time_part,
     time_wake,
 )
 from pipette_launch.probe.health.nvml import LoadReading, read_under_load
-from pipette_launch.probe.instruments import MemoryMeter
+from pipette_launch.probe.instruments import MemoryMeter, stopwatch_for
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import Pace, WarmupOrder
 from pipette_launch.text import MIB, bytes_text

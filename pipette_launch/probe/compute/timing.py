@@ -1,9 +1,15 @@
-"""How long one part of a model takes: forward, backward to the input, and what the weight gradients and recompute add.
+"""Times of one part of a model: forward, gradients of input and weights, recompute; and the overheads of a CPU stage.
 
-A layer's times are slopes: a short and a long chain of layers run in turns, and the difference of their times is
-divided by the difference of their lengths. So the costs of entering and leaving a chain (the first launch on an idle
-device, making the incoming gradient) do not count. The weight gradients and recompute are differences of chains of
-equal length.
+The time of a layer is a slope: a short and a long chain of layers run in turns, and the difference of their times is
+divided by the difference of their lengths. So the cost of entering and leaving a chain does not count, such as the
+first launch on an idle device. Weight gradients and recompute are differences of chains of equal length.
+
+On a CPU a stage also takes time that layers in a row do not show:
+
+- Waking: after a wait, as in a pipeline, a layer finds cold caches. On four hosts of 0.4 cores, forward and backward
+  took 1.2 to 1.7 ms of processor time more after waits of 20 ms, whatever the layer's size: 3 to 4 ms of each pass.
+- Loading: the data loader's processes compute on the slot's cores. On the same hosts that took 12 ms of the first and
+  the last stage for each micro-batch, whatever its size. Beside GPUs the loader has its own cores.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -22,141 +28,40 @@ from torch.utils.data import DataLoader, Dataset
 from pipette_launch.facts import ComputeCase, ComputeTime, Job, LoadingTime, Samples
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.probe.instruments import CudaStopwatch
+from pipette_launch.probe.instruments import Stopwatch
 from pipette_patches.workload import Part, workload
 
 MAX_VALUES = 20
-USUAL_CORE_S = 1.5e-3
-"""Time of `CoreSpeed`'s fixed computation on a core of usual speed, to which all slots' times are converted."""
-CHECK_EVERY_S = 0.1
-"""Wall time for which a check of the core's speed holds."""
-CHECK_REPEATS = 3
-"""A check is the median of so many: the first comes behind a layer and finds cold caches."""
-
-
-class CoreSpeed:
-    """How fast a core computes at the moment, by the processor time of a fixed computation that is repeated.
-
-    A virtual core shares a real one with others, which no counter shows: a layer took 37 ms of processor time, and 58
-    some seconds later. The layers of three models on four hosts scattered by 4 to 17 % from one 0.4 s to the next, and
-    by 3 to 8 % once divided by the time of the fixed computation (correlation 0.6 to 0.96).
-    """
-
-    def __init__(
-        self,
-        work: Callable[[], object] | None = None,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        computed: Callable[[], float] = time.thread_time,
-    ) -> None:
-        self._work = work or _fixed_work()
-        self._clock = clock
-        self._computed = computed
-        self._checked_s = -CHECK_EVERY_S
-        self._checks_s: list[float] = []
-
-    def check(self) -> None:
-        """Time the fixed computation, unless the last check is recent."""
-        now_s = self._clock()
-        if now_s - self._checked_s >= CHECK_EVERY_S:
-            self._checked_s = now_s
-            times_s = []
-            for _ in range(CHECK_REPEATS):
-                before_s = self._computed()
-                self._work()
-                times_s.append(self._computed() - before_s)
-            self._checks_s.append(statistics.median(times_s))
-
-    @property
-    def now(self) -> float:
-        """Seconds of the last check over those of a usual core; 1 before the first check."""
-        return self._checks_s[-1] / USUAL_CORE_S if self._checks_s else 1.0
-
-    @property
-    def usual(self) -> float:
-        """The same of the median check."""
-        return statistics.median(self._checks_s) / USUAL_CORE_S if self._checks_s else 1.0
-
-
-def _fixed_work() -> Callable[[], object]:
-    """Some matrix products, and some passes over memory."""
-    left, right, span = torch.ones(192, 192), torch.ones(192, 192), torch.ones(1 << 19)
-
-    def work() -> None:
-        for _ in range(4):
-            torch.mm(left, right)
-        for _ in range(2):
-            span.mul_(0.5).add_(0.5)
-
-    return work
-
-
-class CpuStopwatch:
-    """Counts the time that this thread computed, and apart from it how much longer that took on the wall.
-
-    A layer of a few milliseconds is either preempted or not, so wall times of single runs scatter by the length of a
-    time slice. What other processes take away is a steady factor over many runs. Once `check_speed` was called, times
-    are those of a core of usual speed, and the speed of this core is a part of the stretch.
-    """
-
-    def __init__(self, core_speed: CoreSpeed | None = None) -> None:
-        self._core_speed = core_speed or CoreSpeed()
-        self._wall_s = 0.0
-        self._computed_s = 0.0
-        self._kept: float | None = None
-
-    def mark(self) -> tuple[float, float]:
-        """Read both clocks."""
-        return time.perf_counter(), time.thread_time()
-
-    def seconds(self, before: tuple[float, float], after: tuple[float, float]) -> float:
-        """The time computed between two marks."""
-        computed_s = after[1] - before[1]
-        self._wall_s += after[0] - before[0]
-        self._computed_s += computed_s
-        return computed_s / self._core_speed.now
-
-    def check_speed(self) -> None:
-        """Check how fast the core is; what is timed from now on is converted by that."""
-        self._core_speed.check()
-
-    def settle(self) -> None:
-        """Return once the device has done all its work: on a CPU that is now."""
-
-    def keep_share(self) -> None:
-        """Fix the share of the core: all slots worked until now, and later some may be done before others."""
-        self._kept = self._share()
-
-    def stretch(self) -> float:
-        """The factor that turns times into wall times while all slots work, on a core of its usual speed."""
-        return self._core_speed.usual * (self._kept or self._share())
-
-    def _share(self) -> float:
-        """Wall time over computing time of all that was timed so far."""
-        return max(1.0, self._wall_s / self._computed_s) if self._computed_s else 1.0
-
-
-Stopwatch: TypeAlias = CpuStopwatch | CudaStopwatch
+TOKENS = 32
+"""Tokens of the short layer on each rank: the overheads do not grow with them, and are small beside a long layer."""
+WAIT_S = 0.02
+"""Wait before each timed pass; other processes compute meanwhile."""
+WARMUPS, VALUES = 1, 7
+QUEUED = 2
+"""Batches that each process of a loader prepares ahead (torch's `prefetch_factor`)."""
+TURNS, BATCHES = 3, 8
+REST_S = 0.05
+"""Time in which the loader's processes fill their queues, so that they do not compute during the next timing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Habits:
-    """How a device kind is measured."""
+    """How parts are timed on a device kind."""
 
     warmups: int
     """Number of untimed turns after the first lap, in which autotuners and allocators adapt."""
     chains: tuple[int, int]
-    """Lengths of the short and the long chain. A GPU needs two layers even in the short one: behind the first layers
-    the host has launched ahead, or has not, as in a real stage."""
+    """Lengths of the short and the long chain. On a GPU even the short one has two layers: as in a real stage, the host
+    has launched the second ahead."""
     value_s: float
-    """Seconds to spend on the timed turns of one part, if they are short."""
+    """Seconds for the timed turns of one part, if they are short."""
     min_values: int
     """Least number of timed turns of a part, however long they take."""
     long_layer_s: float
-    """A layer that takes longer, forward and backward, is timed in short chains only: entering is under 1 % of it."""
+    """A layer whose forward and backward take longer runs in short chains only: entering is under 1 % of it."""
 
     def hastier(self, factor: float) -> Habits:
-        """Spend so many times less time on the timed turns, with three of them at least."""
+        """Return habits that spend `factor` times less time, with at least three timed turns."""
         return replace(self, value_s=self.value_s / factor, min_values=min(self.min_values, 3))
 
 
@@ -174,7 +79,7 @@ class Run(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Seconds of one layer, or of another part, from one run of each of its chains."""
+    """Seconds of one layer, or of another part, from one run of each chain."""
 
     forward_s: float
     backward_s: float
@@ -183,31 +88,16 @@ class Turn(NamedTuple):
 
 
 def num_values(seconds: float, habits: Habits) -> int:
-    """How many timed runs: as many as fit into `value_s`, within limits."""
+    """Return the number of timed turns that fit into `value_s`, within limits, if a turn takes `seconds`."""
     if seconds * MAX_VALUES <= habits.value_s:
         return MAX_VALUES
     return max(habits.min_values, int(habits.value_s / seconds))
 
 
-def stopwatch_for(device_kind: str) -> Stopwatch:
-    """The stopwatch of a device kind."""
-    return CudaStopwatch() if device_kind == "cuda" else CpuStopwatch()
-
-
 def time_part(
     part: Part, case: ComputeCase, *, slot: int, stopwatch: Stopwatch, habits: Habits, again: bool = True
 ) -> ComputeTime:
-    """Time one part of a case on this slot.
-
-    Args:
-        part: a layer, or what comes before or after the layers.
-        case: the tensor and context parallel sizes and the micro-batch.
-        slot: the slot of this worker.
-        stopwatch: that of the slot's device.
-        habits: how often, and in which chains.
-        again: time recompute too, where Megatron recomputes the part.
-
-    """
+    """Time one part of a case on this slot; with `again`, recompute too, if Megatron recomputes the part."""
     timed_again = again and part.recomputed is not None
     with part.accumulating():
 
@@ -233,7 +123,7 @@ def time_part(
         part=part.name,
         slot=slot,
         forward=samples(lambda turn: turn.forward_s),
-        # Less the usual weight gradient, not that of the turn: so the two medians add up to the whole backward's.
+        # Without the median weight gradient, not that of the turn: so both medians add up to the whole backward.
         input_grad=samples(lambda turn: max(turn.backward_s - usual_s, 0.0) if part.source is not None else 0.0),
         weight_grad=weight,
         recompute=samples(lambda turn: turn.again_s) if timed_again else None,
@@ -243,7 +133,7 @@ def time_part(
 def time_calls(
     action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habits, wait: Callable[[], None] | None = None
 ) -> Samples:
-    """Time something that has no backward; `wait` comes before each call."""
+    """Time an action without a backward; `wait` comes before each call."""
 
     def once() -> float:
         stopwatch.check_speed()
@@ -259,11 +149,10 @@ def time_calls(
 
 
 def slope(lengths: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds of one layer more, from chains of one or two lengths; noise does not make it negative.
+    """Return the seconds of one more layer, from chains of one or two lengths; never negative.
 
-    With two lengths the slope of every turn is taken, and the median later: of this and the slope of medians it is the
-    one that a drift between turns or single disturbed runs pull away less (simulated:
-    tests/probe/compute/test_timing.py).
+    The caller takes the median of the slopes of all turns. A drift between turns, or single disturbed runs, move it
+    less than the slope of medians (simulated in tests/probe/compute/test_timing.py).
     """
     if len(lengths) == 1:
         return seconds[0] / lengths[0]
@@ -271,7 +160,7 @@ def slope(lengths: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bool) -> Turn:
-    """Run all that is timed one after the other, so that a disturbance of the machine affects all of it alike."""
+    """Run all timed chains one after the other, so that a disturbance of the machine affects all of them."""
     part.freeze(False)
     stopwatch.check_speed()
     runs = [run_part(part, part.forward, length, stopwatch) for length in lengths]
@@ -284,7 +173,7 @@ def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bo
         again_s = max(sum(twice) - sum(whole), 0.0) / few
     backward_s = slope(lengths, [run.backward_s for run in runs])
     weight_s = backward_s
-    # Token ids take no gradient: all of the embedding's backward is for its weights.
+    # Token ids take no gradient: the embedding's whole backward is for its weights.
     if part.source is not None:
         part.freeze(True)
         frozen = run_part(part, part.forward, few, stopwatch)
@@ -293,15 +182,7 @@ def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bo
 
 
 def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, stopwatch: Stopwatch) -> Run:
-    """Time a chain of a part, forward and backward.
-
-    Args:
-        part: runs the backward.
-        forward: runs the part as often in a row as it is told.
-        length: number of times.
-        stopwatch: that of the part's device.
-
-    """
+    """Time a chain of `length` parts: `forward(length)`, then the part's backward."""
     start = stopwatch.mark()
     output = forward(length)
     middle = stopwatch.mark()
@@ -310,24 +191,9 @@ def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, st
     return Run(stopwatch.seconds(start, middle), stopwatch.seconds(middle, end))
 
 
-TOKENS = 32
-"""Number of tokens of the timed layer on each rank: the overheads do not grow with them, and would be small beside the
-scatter of a long layer."""
-WAIT_S = 0.02
-"""Wait before each timed pass; other processes compute meanwhile."""
-WARMUPS, VALUES = 1, 7
-QUEUED = 2
-"""Batches that each process of a loader prepares ahead (torch's `prefetch_factor`)."""
-TURNS, BATCHES = 3, 8
-REST_S = 0.05
-"""Time for the loader's processes to fill their queues, so that they do not compute during what is timed next."""
-
-
 @contextmanager
 def short_layer(job: Job, case: ComputeCase) -> Iterator[Part]:
-    """Build a layer that is cut as in this case, for one sample of few tokens, on a CPU.
-
-    No process group may exist in this process.
+    """Build a layer of this case, for one sample of few tokens, on a CPU; no process group may exist.
 
     Raises:
         WorkloadError: megatron-core refuses the case.
@@ -340,10 +206,7 @@ def short_layer(job: Job, case: ComputeCase) -> Iterator[Part]:
 
 
 def time_wake(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None] = time.sleep) -> float:
-    """Return how many seconds longer forward and backward of a layer take together where each comes after a wait.
-
-    They are compared with a layer that runs directly after another. Noise does not make the result negative.
-    """
+    """Return the extra seconds of forward plus backward if each follows a wait; never negative."""
 
     def turn() -> float:
         stopwatch.check_speed()
@@ -355,6 +218,7 @@ def time_wake(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None] 
         sleep(WAIT_S)
         begun = stopwatch.mark()
         layer.backward(output)
+        # Less a layer that runs directly after another.
         return forward_s + stopwatch.seconds(begun, stopwatch.mark()) - (two - one)
 
     with layer.accumulating():
@@ -364,7 +228,7 @@ def time_wake(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None] 
 
 @dataclass(frozen=True, kw_only=True)
 class GptSamples(Dataset[dict[str, torch.Tensor]]):
-    """The tensors that Megatron's GPT dataset returns for each sample, made by the same operations."""
+    """The tensors of a sample of Megatron's GPT dataset, made by the same operations."""
 
     num_samples: int
     seq_length: int
@@ -389,13 +253,13 @@ class GptSamples(Dataset[dict[str, torch.Tensor]]):
 
 
 def loads_as_megatron_lm(job: Job) -> bool:
-    """Whether Megatron-LM's own trainer is installed or lies beside the script, and makes its data loader itself."""
+    """Return whether Megatron-LM's own trainer is installed or beside the script, and makes its own data loader."""
     is_there = importlib.util.find_spec("megatron.training") is not None
     return is_there and performance_options(job).dataloader_type != "external"
 
 
 def loading_time(job: Job, layer: Part, micro_batch_size: int) -> LoadingTime:
-    """Time the loading of micro-batches of one sample and of so many, at least two, beside a layer on a CPU."""
+    """Time the loading of micro-batches of two sizes beside a layer on a CPU: 1, and `micro_batch_size` or 2."""
     num_workers = performance_options(job).num_workers
     has_mask = performance_options(job).create_attention_mask_in_dataloader
     num_batches = TURNS * (2 * BATCHES + QUEUED * num_workers + 1)
@@ -423,19 +287,19 @@ def time_loading(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> float:
-    """Return the seconds that loading costs a stage for each batch.
+    """Return the seconds that loading a batch costs a stage.
 
-    That is the wait for a batch, or how much longer load and layer take than the layer, whichever is more. On cores of
-    their own the loader's processes cost nothing. On the slot's cores they make the call wait where few batches are
-    ready, or the layer slower. Where a slot has a part of a core it saves up computing time while the call waits, so
-    the difference alone would be too little (7 to 10 ms, where stages took 14).
+    The larger of two times: the wait for a batch, and the time of loading and layer less the time of the layer. On the
+    slot's cores the loader's processes either make the call wait, or slow the layer down. The difference alone would be
+    too small: with part of a core, a slot saves up computing time while the call waits (7 to 10 ms, but stages took
+    14).
 
     Args:
         layer: runs forward and backward.
         load: returns the next batch.
         ahead: number of batches that are ready after a pause; they are used up before time counts.
         clock: returns wall time in seconds.
-        sleep: waits so many seconds.
+        sleep: waits for a number of seconds.
 
     """
 

@@ -18,13 +18,8 @@ from hypothesis import strategies as st
 from pipette_launch.facts import ComputeCase, ComputeTime
 from pipette_launch.probe.compute import timing
 from pipette_launch.probe.compute.timing import (
-    CHECK_EVERY_S,
-    CHECK_REPEATS,
     HABITS,
     MAX_VALUES,
-    USUAL_CORE_S,
-    CoreSpeed,
-    CpuStopwatch,
     GptSamples,
     loads_as_megatron_lm,
     num_values,
@@ -33,7 +28,14 @@ from pipette_launch.probe.compute.timing import (
     time_part,
     time_wake,
 )
-from pipette_launch.probe.instruments import CudaStopwatch
+from pipette_launch.probe.instruments import (
+    CHECK_EVERY_S,
+    CHECK_REPEATS,
+    USUAL_CORE_S,
+    CoreSpeed,
+    CpuStopwatch,
+    CudaStopwatch,
+)
 from pipette_patches.workload import Part
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)

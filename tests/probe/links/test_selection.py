@@ -1,4 +1,4 @@
-"""Rounds of disjoint pairs: for any pairs, for all pairs, and blind ones for each tier of switches."""
+"""Tests of the choice of links: rounds of disjoint pairs, groups of near hosts, estimates, and the rounds of a pass."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from pipette_launch.probe.links.selection import (
     blind_rounds,
     estimate,
     groupings_of,
-    inferred_places,
     lowest_level,
-    nested_groups,
     rounds_of,
     scouting_round,
+    switch_groups,
     tiers_between,
 )
 
@@ -48,28 +47,28 @@ def degree(pairs: Sequence[Pair]) -> int:
 
 
 @given(pairs=PAIRS)
-def test_any_pairs_need_one_round_more_than_the_busiest_host_has_pairs(pairs: list[Pair]) -> None:
-    """Every pair is in exactly one round, rounds are matchings, and there are no more of them than Vizing says."""
+def test_every_pair_is_in_one_round(pairs: list[Pair]) -> None:
+    """Rounds are matchings, and fewer than twice as many as the busiest host has pairs."""
     rounds = rounds_of(pairs)
 
     wanted = sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
     assert wanted == sorted(pair for one in rounds for pair in one)
     assert are_matchings(rounds)
-    assert len(rounds) <= degree(wanted) + 1
+    assert len(rounds) <= max(2 * degree(wanted) - 1, 0)
 
 
 @given(pairs=PAIRS, most=st.integers(1, 8))
-def test_a_limit_keeps_what_comes_first(pairs: list[Pair], most: int) -> None:
-    """The limit holds, and a pair is left out only where one of its hosts has as many earlier ones as may be."""
+def test_a_limit_keeps_the_first_pairs(pairs: list[Pair], most: int) -> None:
+    """The limit holds, and a pair is left out only if every round has an earlier pair of one of its hosts."""
     rounds = rounds_of(pairs, most=most)
 
-    kept = {pair for one in rounds for pair in one}
+    asked = list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))
+    kept = [pair for pair in asked if any(pair in one for one in rounds)]
     assert len(rounds) <= most
     assert are_matchings(rounds)
-    for one, other in pairs:
-        pair = min(one, other), max(one, other)
-        busiest = max(sum(host in there for there in kept) for host in pair)
-        assert pair in kept or one == other or busiest >= max(most - 1, 1)
+    for pair in set(asked) - set(kept):
+        earlier = {host for there in asked[: asked.index(pair)] if there in kept for host in there}
+        assert pair[0] == pair[1] or (len(rounds) == most and earlier & set(pair))
 
 
 def test_a_plan_of_many_hosts_takes_few_rounds() -> None:
@@ -119,13 +118,24 @@ def test_switches_that_tell_nothing_are_no_tier() -> None:
     """A switch over all hosts, one above each host alone, and a tier equal to the one above it are left out."""
     places = [("root", f"leaf{host // 2}", f"leaf{host // 2}", f"port{host}") for host in range(4)]
 
-    assert [[[0, 1], [2, 3]], [[0, 1, 2, 3]]] == nested_groups(4, places)
-    assert [[[0, 1, 2, 3]]] == nested_groups(4, [])
-    assert [[[0, 1, 2, 3]]] == nested_groups(4, [*places[:3], ()])
+    assert [[0, 0, 1, 1]] == [group_H.tolist() for group_H in switch_groups(4, places)]
+    assert () == switch_groups(4, [])
+    assert () == switch_groups(4, [*places[:3], ()])
 
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 HOSTS = 128
+
+
+def tiers_of(places: list[Place]) -> Ints:
+    """Return the tier of each pair of hosts with these switches."""
+    return tiers_between(len(places), switch_groups(len(places), places))
+
+
+def inferred_tiers(hosts: int, lines: Lines) -> Ints:
+    """Return the tier of each pair of hosts, as inferred from measured links."""
+    return tiers_between(hosts, [one.home_H for one in groupings_of(hosts, lines)])
 
 
 def racks(rng: np.random.Generator, hosts: int = HOSTS, size: int = 16) -> list[Place]:
@@ -139,7 +149,7 @@ def fabric(places: list[Place], rng: np.random.Generator, *, noise: float = 0.05
     noise_HH = np.triu(np.abs(rng.normal(0, noise, (hosts, hosts))), 1)
     speed_H = np.ones(hosts)
     speed_H[rng.choice(hosts, slow, replace=False)] = 0.6
-    rates_HH = np.where(tiers_between(hosts, places) == 0, 10e9, 7e9) * np.minimum(speed_H[:, None], speed_H)
+    rates_HH = np.where(tiers_of(places) == 0, 10e9, 7e9) * np.minimum(speed_H[:, None], speed_H)
     seconds_HH: Floats = 1 / (rates_HH * (1 - noise_HH - noise_HH.T))
     return seconds_HH
 
@@ -169,8 +179,8 @@ def test_racks_are_found_in_few_rounds(seed: int, slow: int) -> None:
     rng = np.random.default_rng(seed)
     places = racks(rng)
     lines, _ = scouted(fabric(places, rng, slow=slow), rng, 16)
-    near_HH = tiers_between(HOSTS, inferred_places(HOSTS, lines)) == 0
-    truth_HH = tiers_between(HOSTS, places) == 0
+    near_HH = inferred_tiers(HOSTS, lines) == 0
+    truth_HH = tiers_of(places) == 0
 
     assert (near_HH != truth_HH).mean() <= 0.02
 
@@ -179,14 +189,12 @@ def test_tiers_within_tiers_are_found() -> None:
     """Racks in pods come out as two tiers, the wider one first; the names say so as a scheduler's would."""
     rng = np.random.default_rng(1)
     places: list[Place] = [("root", f"pod{host // 64}", f"rack{host // 8}") for host in range(256)]
-    tier_HH = tiers_between(256, places)
+    tier_HH = tiers_of(places)
     seconds_HH = 1 / np.array([10e9, 7e9, 4e9])[tier_HH]
     lines, _ = scouted(seconds_HH, rng, 30)
-    found = inferred_places(256, lines)
 
     assert [4, 32] == [int(grouping.group_H.max()) + 1 for grouping in groupings_of(256, lines)]
-    assert {2} == {len(place) for place in found}
-    assert np.array_equal(tier_HH, tiers_between(256, found))
+    assert np.array_equal(tier_HH, inferred_tiers(256, lines))
 
 
 def test_a_disturbed_link_does_not_join_racks() -> None:
@@ -198,11 +206,11 @@ def test_a_disturbed_link_does_not_join_racks() -> None:
     rng = np.random.default_rng(2)
     seconds_HH[one, other] = seconds_HH[other, one] = 1 / 10e9
     lines, _ = scouted(seconds_HH, rng, 18)
-    near_HH = tiers_between(HOSTS, inferred_places(HOSTS, lines)) == 0
+    near_HH = inferred_tiers(HOSTS, lines) == 0
 
     assert places[one] != places[other]
     assert (one, other) in lines
-    assert (near_HH != (tiers_between(HOSTS, places) == 0)).mean() <= 0.03
+    assert (near_HH != (tiers_of(places) == 0)).mean() <= 0.03
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.08])
@@ -212,7 +220,7 @@ def test_a_flat_network_has_no_tiers(noise: float) -> None:
     seconds_HH = fabric([()] * HOSTS, rng, noise=noise)
     lines = measured(seconds_HH, [pair for one in blind_rounds(HOSTS, (), 16, rng) for pair in one])
 
-    assert ((),) * HOSTS == inferred_places(HOSTS, lines)
+    assert () == groupings_of(HOSTS, lines)
     assert scouting_round(HOSTS, lines, rng) == ()
 
 
@@ -241,7 +249,7 @@ def test_the_lowest_valley_is_where_far_ends() -> None:
 
 NUM_HOSTS = 48
 PLACES: list[Place] = [("root", f"pod{host // 24}", f"leaf{host // 8}") for host in range(NUM_HOSTS)]
-TIER_HH = tiers_between(NUM_HOSTS, PLACES)
+TIER_HH = tiers_of(PLACES)
 
 
 def in_tiers(ends_HH: Floats) -> Floats:
@@ -333,7 +341,7 @@ def test_hope_is_above_what_is_likely_and_only_for_what_was_not_measured() -> No
     rates_HH = in_tiers(1 - np.minimum(np.abs(rng.normal(0, 0.08, (NUM_HOSTS, NUM_HOSTS))), 0.5))
     found = estimate(NUM_HOSTS, seen(rates_HH, 12, PLACES), PLACES)
 
-    above_HH = found.hopeful.bandwidth_bytes_per_s / (found.links.bandwidth_bytes_per_s + np.eye(NUM_HOSTS))
+    above_HH = found.optimistic.bandwidth_bytes_per_s / (found.links.bandwidth_bytes_per_s + np.eye(NUM_HOSTS))
     assert above_HH[found.measured_HH] == pytest.approx(1.0)
     estimated_HH = ~found.measured_HH & ~np.eye(NUM_HOSTS, dtype=bool)
     assert 1.02 < above_HH[estimated_HH].min()
@@ -410,7 +418,7 @@ def test_no_pair_is_measured_twice_and_the_rounds_are_kept(hosts: int, seed: int
 def test_passes_are_worth_more_than_as_many_blind_rounds() -> None:
     """On 40 hosts with links that all differ, rings planned after passes beat those after as many blind rounds."""
     excess: list[tuple[float, float]] = []
-    for seed in range(6):
+    for seed in range(20):
         rates_HH = noisy_rates(40, seed)
         taken: list[Round] = []
         found = adapted(rates_HH, taken, seed=seed)
@@ -423,7 +431,7 @@ def test_passes_are_worth_more_than_as_many_blind_rounds() -> None:
         excess.append((one, other))
 
     adaptive, blindly = np.mean(excess, axis=0)
-    assert adaptive < 0.85 * blindly
+    assert adaptive < 0.95 * blindly
 
 
 def test_cached_links_are_verified_where_plans_use_them() -> None:

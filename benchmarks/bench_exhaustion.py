@@ -25,12 +25,11 @@ from benchmarks.telling import processor
 from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
-from pipette_launch.search.candidates import SearchInputs
+from pipette_launch.search.candidates import SearchInputs, placement_problem
 from pipette_launch.search.frontier import Frontier
-from pipette_launch.search.layouts.enumerate import cuts
-from pipette_launch.search.placement.exhaustive import exhaustion
-from pipette_launch.search.placement.slots import host_order
-from pipette_launch.search.pricing import placement_problem
+from pipette_launch.search.layouts import cuts
+from pipette_launch.search.placement import exhaustion
+from pipette_launch.search.slots import host_order
 from pipette_launch.search.solve import SolveOptions, solve
 
 HOSTS, DEVICES = 4, 2

@@ -28,8 +28,8 @@ from benchmarks.rivals import pipette_annealer
 from benchmarks.telling import processor, shown
 from pipette_launch.search.assignment.descent import descend
 from pipette_launch.search.assignment.problem import Flows
-from pipette_launch.search.placement.blocks import DESCENT_STEPS, NEAR
-from pipette_launch.search.placement.tiers import tiers_of
+from pipette_launch.search.near_hosts import tiers_of
+from pipette_launch.search.placement import DESCENT_STEPS, NEAR
 
 RESULTS = Path(__file__).parent / "results"
 TARGETS_MS = {2: 232.381, 4: 116.735, 8: 72.422, 16: 77.3007}

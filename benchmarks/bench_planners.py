@@ -23,7 +23,7 @@ from benchmarks.rivals.pick import PlannerOptions
 from benchmarks.telling import shown
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Measurements
-from pipette_launch.search.layouts.enumerate import cuts
+from pipette_launch.search.layouts import cuts
 
 GPUS = (64, 128, 512)
 QUICK = ("A100/tiered/8.1B/64", "V100/measured/2.5B/64")

@@ -30,7 +30,7 @@ from pipette_launch.facts import Links
 from pipette_launch.probe.links.selection import MOST_ROUNDS, Line, Pair, Place, Round, adapt, blind_rounds, estimate
 from pipette_launch.probe.messages import BLIND_ROUNDS
 from pipette_launch.search.assignment.problem import Flows
-from pipette_launch.search.placement.tiers import tiers_of
+from pipette_launch.search.near_hosts import tiers_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -30,7 +30,7 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.measurements import Measurements
-from pipette_launch.search.layouts.enumerate import cuts
+from pipette_launch.search.layouts import cuts
 
 RIVALS = ("megatron-rules", "amp", "amp-pipette", "varuna-any-size", "pipette")
 FILES = (DEFAULT_FILES["nvidia"], DATA / "nvidia_recipes.csv")

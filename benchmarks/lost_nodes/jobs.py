@@ -11,8 +11,8 @@ from pipette_launch.facts import Job, Layout, Measurements
 from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.known_devices import device_named
 from pipette_launch.facts.measurements import without_hosts
-from pipette_launch.search.layouts.enumerate import cuts
-from pipette_launch.search.templates import with_cases_of
+from pipette_launch.search.fallback_plans import with_cases_of
+from pipette_launch.search.layouts import cuts
 
 DEVICES_PER_HOST = 8
 DEVICE = "A100-80GB"

@@ -15,7 +15,7 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.facts import Layout, Measurements
 from pipette_launch.facts.layout import Recompute
-from pipette_launch.search.layouts.partition import balanced_chunks, by_flops
+from pipette_launch.search.layout_axes import balanced_chunks, by_flops
 
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 MOST_STAGES = 24

@@ -16,9 +16,8 @@ from pipette_launch.facts import Layout, Measurements, Plan, Provenance
 from pipette_launch.facts.layout import NO_RECOMPUTE, Recompute
 from pipette_launch.facts.plan import refit
 from pipette_launch.megatron import continuation
-from pipette_launch.search.fewer_hosts import rough_step
+from pipette_launch.search.fallback_plans import TemplateNeeds, rough_step, with_templates
 from pipette_launch.search.solve import SolveOptions, solve
-from pipette_launch.search.templates import TemplateNeeds, with_templates
 
 Clock = Callable[[], float]
 PROVENANCE = Provenance(key="", made_at="", versions={}, source="measured")

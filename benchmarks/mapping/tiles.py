@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipette_launch.search.assignment.problem import Floats, Flows, Ints
-from pipette_launch.search.placement.tiers import Tiers
+from pipette_launch.search.near_hosts import Tiers
 
 MOST = 64
 """Starts that are priced at most."""

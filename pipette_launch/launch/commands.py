@@ -65,7 +65,7 @@ def probe_options(
         except OSError as error:
             raise UsageError(f"--pipette-probe {options.probe_to}: cannot be written ({error.strerror})") from error
     # The search is imported where it is used: a start from the cache does without it.
-    from pipette_launch.search.layouts.enumerate import compute_cases, cuts
+    from pipette_launch.search.layouts import compute_cases, cuts
 
     devices = len(hosts[0].devices)
     kind = hosts[0].devices[0].kind

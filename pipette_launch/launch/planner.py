@@ -182,7 +182,7 @@ class Planner:
         """
         from pipette_launch.launch.planning import make_plan
         from pipette_launch.planning.plan import with_setting
-        from pipette_launch.search.templates import TemplateNeeds
+        from pipette_launch.search.fallback_plans import TemplateNeeds
 
         self.job = job
         words, size = self._options.script_arguments, measurements.cluster.devices_per_host

@@ -16,8 +16,8 @@ from pipette_launch.facts.plan import in_order_of
 from pipette_launch.launch.options import Options
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
+from pipette_launch.search.fallback_plans import TemplateNeeds, placed_anew, with_cases_of, with_templates
 from pipette_launch.search.solve import SolveOptions, solve
-from pipette_launch.search.templates import TemplateNeeds, placed_anew, with_cases_of, with_templates
 
 PLACING_S = 0.5
 """The most that ranks are placed anew after the loss of a host: every GPU waits."""

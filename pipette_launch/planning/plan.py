@@ -21,7 +21,7 @@ from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.known_schedules import schedule_names
 from pipette_launch.planning.machines import TargetMachines, checked_words, machines_of
 from pipette_launch.planning.plan_key import plan_key
-from pipette_launch.search.layouts.enumerate import Cuts, cuts
+from pipette_launch.search.layouts import Cuts, cuts
 from pipette_launch.search.solve import SolveOptions, solve
 
 ONE_EXPERT_SIZE = "Layers with experts are timed at one ep for each tp, cp and micro-batch: the nearest to your own."

@@ -15,7 +15,7 @@ from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.plan import Rate
 from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.search.candidates import Candidate, SearchInputs, doublings_apart
-from pipette_launch.search.placement.slots import Placed, Placement, Slots, host_order
+from pipette_launch.search.slots import Placed, Placement, Slots, host_order
 
 EQUAL = 0.005
 """Steps that differ by less than this part count as equally fast: predictions are off by several times as much."""

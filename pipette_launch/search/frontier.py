@@ -9,7 +9,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.memory.overhead import num_communicators, num_group_kinds
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE, LayoutColumns, codes_of
-from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, limits_N
-from pipette_launch.search.layouts.enumerate import Cuts
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Promising, SearchInputs, limits_N
+from pipette_launch.search.layouts import Cuts
 
 BEATEN = "its bound shows that no placement of it can win"
 UNPROMISING = "layouts of the same degrees with lower bounds look slower than the best"
@@ -39,18 +39,6 @@ _STATE_FIELDS = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Promising:
-    """A layout that fits, with what it needs and how fast it could be at best."""
-
-    least_s: float
-    """No placement is faster, by the bounds of columns; infinite where these were not asked."""
-    number: int
-    """The order in which layouts were met: it settles ties."""
-    layout: Layout
-    peak_bytes: tuple[int, ...]
 
 
 class _Ready(NamedTuple):

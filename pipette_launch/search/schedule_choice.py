@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators
 from pipette_launch.cost.memory.peak import MemoryParts, folded_peaks, kept_by_chunk
 from pipette_launch.cost.pipeline.extra import SCHEDULES, Counts, most_kept, named_schedule, peak_live_bytes
-from pipette_launch.cost.step.placed import Floats, Ints, PlacementCost
+from pipette_launch.cost.step.predictor import Floats, Ints, PlacementCost
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.job import flag_of
@@ -25,12 +25,10 @@ from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES, sche
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedule import PassTimes, Placement, Schedule, ScheduleFile
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.search.candidates import Candidate, SearchInputs
+from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, price
 from pipette_launch.search.choose import choice_of
-from pipette_launch.search.frontier import Promising
-from pipette_launch.search.placement.search import begin, exchange_devices, improve
-from pipette_launch.search.placement.slots import IsLate, PlacementProblem, faster
-from pipette_launch.search.pricing import price
+from pipette_launch.search.placement import begin, exchange_devices, improve
+from pipette_launch.search.slots import IsLate, PlacementProblem, faster
 
 LEANEST = 2 / 9
 """No schedule keeps a smaller part of the activations that a layout of several chunks keeps under Megatron's own: V-Min

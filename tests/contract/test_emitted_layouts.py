@@ -21,7 +21,7 @@ from pipette_launch.megatron import read_job, script_version, write_arguments
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.judge import broken_rule
-from pipette_launch.search.layouts.enumerate import cuts
+from pipette_launch.search.layouts import cuts
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 WORLD_SIZE = 16

@@ -15,7 +15,7 @@ from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.megatron import read_job, write_arguments
 from pipette_launch.megatron.flags import releases
-from pipette_launch.search.layouts.enumerate import cuts
+from pipette_launch.search.layouts import cuts
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 EP = "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipette_launch.search.layouts.enumerate import Cuts, cuts
+from pipette_launch.search.layouts import Cuts, cuts
 
 if TYPE_CHECKING:
     from pipette_launch.facts import Job, Layout

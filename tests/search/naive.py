@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipette_launch.facts import Batch, Job, Layout, ModelSpec, Recompute
 from pipette_launch.facts.layout import MemoryOptions
 from pipette_launch.facts.model import LatentAttention
-from pipette_launch.search.layouts.partition import balanced_chunks, by_flops, stage_seconds
+from pipette_launch.search.layout_axes import balanced_chunks, by_flops, stage_seconds
 
 POWERS = (1, 2, 4, 8)
 Case = tuple[Job, int, str]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model, with_one_full
-from search.worlds import on_gpus, pipeline_job, planned, two_racks
+from search.worlds import ALL_FIELDS, on_gpus, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.step.predictor import NOT_MODELLED
-from pipette_launch.facts import Layout
+from pipette_launch.errors import PlanError
+from pipette_launch.facts import Batch, ComputeCase, Layout
 from pipette_launch.report.figures import NOT_MODELLED as PREFIX
 
 
@@ -79,3 +82,98 @@ def test_a_large_mask_of_the_data_loader_is_named() -> None:
     ]
 
     assert [1, 0] == count
+
+
+LONG: dict[str, Any] = {
+    "transformer_impl": "transformer_engine",
+    "attention_backend": "flash",
+    "seq_length": 4096,
+    "max_position_embeddings": 4096,
+}
+
+
+def message(job: object, measurements: object, **options: float) -> str:
+    """What the planner says when it gives up."""
+    with pytest.raises(PlanError) as caught:
+        planned(job, measurements, **options)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_pin_that_forbids_everything_is_named() -> None:
+    """A pipeline of 4 cannot hold 3 layers; another depth could."""
+    job = tiny_job(4, model=tiny_model(num_layers=3), own=Layout(pp=4), pinned=("pp",))
+    text = message(job, tiny_measurements(tiny_cluster()))
+
+    assert "no layout is legal for 4 ranks with pp fixed" in text
+    assert "pp*vpp does not divide num_layers=3" in text
+    assert "let pp change (" in text
+
+
+def test_a_world_that_no_layout_fits_proposes_a_smaller_one() -> None:
+    """Five ranks cannot share a batch of 2, four heads and four layers; four can."""
+    job = tiny_job(5, own=Layout(dp=5), batch=Batch(global_batch_size=2), model=tiny_model(ffn_hidden_size=256))
+    text = message(job, tiny_measurements(tiny_cluster(5, 1)))
+
+    assert "no layout is legal for 5 ranks; the user's own tp1 pp1 dp5 mbs1 breaks: micro_batch_size*dp does" in text
+    assert "What would help: use 4 hosts (4 ranks)" in text
+
+
+def test_too_little_memory_names_the_leanest_layout() -> None:
+    """How much it needs, how much there is, and by how much that falls short."""
+    job = tiny_job(4, pinned=ALL_FIELDS)
+    text = message(job, tiny_measurements(tiny_cluster(memory_bytes=1 << 20)))
+
+    assert "no layout fits in memory: the leanest of 1, tp1 pp1 dp4 mbs1, is predicted to need" in text
+    assert "but only 942.08 KiB is available (free on the fullest device 1.00 MiB, margin 8%)" in text
+    assert "more memory each" in text
+
+
+def test_a_pin_that_costs_memory_is_named() -> None:
+    """Without the pinned micro-batch a leaner layout would fit."""
+    job = tiny_job(4, own=Layout(dp=4, micro_batch_size=16), batch=Batch(global_batch_size=64), pinned=ALL_FIELDS)
+    small = replace(job, own=replace(job.own, micro_batch_size=1))
+    limit = max(planned(small).own.peak_memory_bytes)
+    text = message(job, tiny_measurements(tiny_cluster(memory_bytes=limit)), memory_margin=0.0)
+
+    assert "let micro_batch_size change (" in text
+
+
+def test_more_hosts_are_proposed_where_they_help() -> None:
+    """A pinned pipeline of one stage shards its optimizer over more hosts."""
+    job = tiny_job(2, own=Layout(dp=2, use_distributed_optimizer=True), batch=Batch(global_batch_size=64))
+    pins = ("tp", "pp", "use_distributed_optimizer", "recompute", "micro_batch_size")
+    job = tiny_job(2, own=job.own, batch=job.batch, pinned=pins)
+    need = max(planned(job, tiny_measurements(tiny_cluster(2, 1))).own.peak_memory_bytes)
+    text = message(job, tiny_measurements(tiny_cluster(2, 1, memory_bytes=need - 1)), memory_margin=0.0)
+
+    assert "use 4 hosts (4 ranks)" in text
+    assert "The budget ended" not in text
+
+
+def test_the_data_loaders_mask_is_proposed_to_be_left_out_where_that_helps() -> None:
+    """16 MiB of a mask of 4096 x 4096 do not fit; a job without one fits, and so does one that is told to make none."""
+    job = tiny_job(4, model=tiny_model(**LONG), pinned=ALL_FIELDS)
+    bare = replace(job, performance_flags=("--no-create-attention-mask-in-dataloader",))
+    limit = max(planned(bare).own.peak_memory_bytes)
+    text = message(job, tiny_measurements(tiny_cluster(memory_bytes=limit)), memory_margin=0.0)
+
+    assert "pass --no-create-attention-mask-in-dataloader (1 layout)" in text
+    assert planned(bare, tiny_measurements(tiny_cluster(memory_bytes=limit)), memory_margin=0.0).own.fits
+
+
+def test_what_would_help_is_looked_for_until_the_budget_ends() -> None:
+    """Without time neither pins nor hosts are tried, and the error says so."""
+    job = tiny_job(4, pinned=ALL_FIELDS)
+    text = message(job, tiny_measurements(tiny_cluster(memory_bytes=1 << 20)), budget_s=0.0)
+
+    assert "What would help: use devices with" in text
+    assert text.endswith("The budget ended before all ways to help were tried")
+
+
+def test_nothing_measured_is_said() -> None:
+    """Compute times of another tensor-parallel size do not help a job that is pinned to one."""
+    job = tiny_job(4, pinned=("tp",))
+    cases = (ComputeCase(tp=4, cp=1, micro_batch_size=1),)
+    text = message(job, tiny_measurements(tiny_cluster(), cases))
+
+    assert "no layout can be priced: compute was measured for tp4 cp1 mbs1" in text

@@ -18,8 +18,8 @@ from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search import frontier as frontier_module
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs
 from pipette_launch.search.frontier import Frontier
-from pipette_launch.search.layouts.enumerate import Cuts, cuts
-from pipette_launch.search.placement.slots import host_order
+from pipette_launch.search.layouts import Cuts, cuts
+from pipette_launch.search.slots import host_order
 
 MANY = 10_000
 

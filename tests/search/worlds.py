@@ -13,9 +13,8 @@ from search.toys import never
 from pipette_launch.facts import Batch, Choice, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
 from pipette_launch.facts.co_location import RankBlock, Rooms, blocks_of
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.search.placement.exhaustive import are_few
-from pipette_launch.search.placement.search import ROUNDS, begin, improve
-from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem
+from pipette_launch.search.placement import ROUNDS, are_few, begin, improve
+from pipette_launch.search.slots import IsLate, Placed, PlacementProblem
 from pipette_launch.search.solve import SolveOptions, solve
 
 PROVENANCE = Provenance(key="0123456789abcdef", made_at="2026-11-21T00:00:00Z", versions={}, source="measured")

@@ -22,7 +22,7 @@ from benchmarks.netlab.topology import Topology
 from benchmarks.rivals.pick import Placement, torchrun_order
 from benchmarks.stolen import processor_time
 from pipette_launch.facts import Choice, Layout
-from pipette_launch.search.layouts.enumerate import cuts
+from pipette_launch.search.layouts import cuts
 
 MODEL = "communication-heavy"
 ITERATIONS = 8

@@ -1,5 +1,7 @@
 """One step out of its parts: the pipelines side by side, then what each rank reduces, gathers and updates."""
 
+# K = placements, D = replicas of each, R = replicas, T = times of a replica's pipeline.
+# S = stages (model chunks), P = pipeline ranks, V = chunks of each, R = pipelines that are priced side by side.
 # S = stages (model chunks), P = pipeline ranks, V = chunks of each, D = data-parallel replicas, K = placements side by
 # side, R = the replicas of all of them, those of one placement together.
 
@@ -11,9 +13,151 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.pipeline.engine import StageTimes
-from pipette_launch.cost.step.dominance import deciding_replicas
-from pipette_launch.cost.step.first_gathers import Forwards, waits_aligned_s, waits_one_by_one_s
 from pipette_launch.cost.step.work import Array, LayoutWork, Prices
+from pipette_launch.facts.layout import Layout
+
+Ints = NDArray[np.int64]
+
+_FEW_REPLICAS = 16
+"""Up to this many, comparing every pair of replicas costs less than simulating them all."""
+
+
+def deciding_replicas(times_R: Array, placements: int) -> tuple[Ints, Ints, Ints]:
+    """Find the replicas that can set the step time of their placement, and which of them are alike.
+
+    Returns:
+        Columns of `times_R` that differ; for each replica in question its place among these; and its placement, rising.
+
+    """
+    replicas = times_R.shape[1] // placements
+    # Times that all replicas of all placements have in common do not distinguish them.
+    times_KDT = times_R[(times_R != times_R[:, :1]).any(axis=1)].T.reshape(placements, replicas, -1)
+    slowest_KD = (times_KDT == times_KDT.max(axis=1, keepdims=True)).all(axis=2)
+    stays_KD = np.zeros_like(slowest_KD)
+    stays_KD[np.arange(placements), slowest_KD.argmax(axis=1)] = True
+    stays_KD[~slowest_KD.any(axis=1)] = True
+    if placements == 1:
+        chosen = undominated(times_KDT[0].T) if stays_KD.sum() > 1 else np.flatnonzero(stays_KD)
+        return chosen, np.arange(len(chosen)), np.zeros_like(chosen)
+    placement_R, replica_R = np.nonzero(stays_KD)
+    # The first of all that are equal, and for each which of these it is like.
+    times_RT = times_KDT[stays_KD]
+    weights_T = np.random.default_rng(0).random(times_RT.shape[1])
+    _, first, alike_R = np.unique(times_RT @ weights_T, return_index=True, return_inverse=True)
+    if not (times_RT[first][alike_R] == times_RT).all():
+        first = alike_R = np.arange(len(times_RT))
+    return (placement_R * replicas + replica_R)[first], alike_R, placement_R
+
+
+def undominated(times_D: Array) -> NDArray[np.int64]:
+    """Return the replicas that are not faster than another in everything: only these can set the step time."""
+    replicas = times_D.shape[1]
+    if replicas > _FEW_REPLICAS:
+        return np.arange(replicas)
+    below_DD = (times_D[:, :, None] <= times_D[:, None, :]).all(axis=0)
+    # Of equal ones the first stays.
+    strictly_DD = below_DD & ~(below_DD.T & (np.arange(replicas)[:, None] <= np.arange(replicas)[None, :]))
+    return np.flatnonzero(~strictly_DD.any(axis=1))
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forwards:
+    """Forward and hop times of some pipelines, waits not included."""
+
+    forward_s_SR: Floats
+    hop_s_SR: Floats
+    """From each stage to the next: S - 1 rows."""
+    rendezvous: bool = False
+    """As `Order.rendezvous`, in the warm-up."""
+
+    def arrival_s(self, stage: int, sent_s_R: Floats, free_s_R: Floats) -> Floats:
+        """Return when a stage can start: the stage before sent at `sent_s_R`, its own rank is free at `free_s_R`."""
+        hop_s_R = self.hop_s_SR[stage - 1]
+        if self.rendezvous:
+            return np.asarray(np.maximum(sent_s_R, free_s_R) + hop_s_R)
+        return np.asarray(np.maximum(sent_s_R + hop_s_R, free_s_R))
+
+    def take(self, some_R: NDArray[np.int64]) -> Forwards:
+        """Return those of some pipelines."""
+        return Forwards(
+            forward_s_SR=self.forward_s_SR[:, some_R], hop_s_SR=self.hop_s_SR[:, some_R], rendezvous=self.rendezvous
+        )
+
+
+def waits_one_by_one_s(gather_s: Floats, forward_s: Floats, num_buckets: Ints) -> Floats:
+    """Return the wait of each first forward that dispatches its own gather (module docstring); shapes broadcast."""
+    more_s = (num_buckets - 1) * np.maximum(gather_s - forward_s, 0.0)
+    return np.asarray(gather_s / num_buckets + more_s / num_buckets)
+
+
+def waits_aligned_s(layout: Layout, gather_s_SR: Floats, forwards: Forwards) -> Floats:
+    """Return the wait of each first forward under aligned gathers (module docstring).
+
+    A rank gathers chunk c during its N forwards of chunk c - 1, or earlier. If no gather takes longer than these
+    forwards, only first chunks wait. Only pipelines with a longer gather need the whole warm-up simulated.
+    """
+    pp = layout.pp
+    group = layout.microbatch_group_size or pp
+    waits_SR = np.zeros_like(gather_s_SR)
+    behind_SR = group * forwards.forward_s_SR[:-pp]
+    is_long_R = (gather_s_SR[pp:] > behind_SR).any(axis=0)
+    short, long = np.flatnonzero(~is_long_R), np.flatnonzero(is_long_R)
+    if len(short):
+        waits_SR[:pp, short] = _first_chunk_s(gather_s_SR[:pp, short], forwards.take(short))
+    if len(long):
+        waits_SR[:, long] = _all_chunks_s(gather_s_SR[:, long], forwards.take(long), pp=pp, group=group)
+    return waits_SR
+
+
+def _first_chunk_s(gather_s_PR: Floats, forwards: Forwards) -> Floats:
+    """Return the waits of first chunks only: micro-batch 0 reaches the ranks one after the other."""
+    waits_PR = np.empty_like(gather_s_PR)
+    nothing_R = np.zeros(gather_s_PR.shape[1])
+    end_R = nothing_R
+    for rank, gather_s_R in enumerate(gather_s_PR):
+        start_R = forwards.arrival_s(rank, end_R, nothing_R) if rank else nothing_R
+        waits_PR[rank] = np.maximum(gather_s_R - start_R, 0.0)
+        end_R = start_R + waits_PR[rank] + forwards.forward_s_SR[rank]
+    return waits_PR
+
+
+def _all_chunks_s(gather_s_SR: Floats, forwards: Forwards, *, pp: int, group: int) -> Floats:
+    """Simulate each rank's forwards up to the first of its last chunk; no backward comes before these.
+
+    In turn t rank r runs its forward number t - r. Its input was computed in turn t - 1, or earlier by the last rank.
+    """
+    stages, pipelines = gather_s_SR.shape
+    chunks = stages // pp
+    last = (chunks - 1) * group
+    waits_SR = np.zeros_like(gather_s_SR)
+    gather_VPR = gather_s_SR.reshape(chunks, pp, pipelines)
+    gathered_VPR = np.zeros_like(gather_VPR)
+    gathered_VPR[:2] = gather_VPR[:2].cumsum(axis=0)
+    nothing_R = np.zeros(pipelines)
+    end_PR = np.zeros((pp, pipelines))
+    last_rank_ends: list[Floats] = []
+    for turn in range(last + pp):
+        dispatched = turn // group + 1 if turn % group == 0 else 0
+        before_PR = end_PR.copy()
+        for rank in range(max(0, turn - last), min(pp, turn + 1)):
+            forward = turn - rank
+            chunk, place = divmod(forward, group)
+            stage = chunk * pp + rank
+            sent_R = before_PR[rank - 1] if rank else last_rank_ends[forward - group] if chunk else nothing_R
+            start_R = forwards.arrival_s(stage, sent_R, before_PR[rank]) if stage else before_PR[rank]
+            if 1 < dispatched < chunks:
+                begun_R = np.maximum(start_R, gathered_VPR[dispatched - 1, rank])
+                gathered_VPR[dispatched, rank] = begun_R + gather_VPR[dispatched, rank]
+            if place == 0:
+                waits_SR[stage] = np.maximum(gathered_VPR[chunk, rank] - start_R, 0.0)
+                start_R = start_R + waits_SR[stage]
+            end_PR[rank] = start_R + forwards.forward_s_SR[stage]
+        if turn >= pp - 1:
+            last_rank_ends.append(end_PR[-1].copy())
+    return waits_SR
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

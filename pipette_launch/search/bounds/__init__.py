@@ -1,1 +1,0 @@
-"""Lower bounds of the step time over all placements of a layout."""

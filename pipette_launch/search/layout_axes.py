@@ -1,0 +1,379 @@
+"""How many layers each chunk gets, so that no pipeline stage is slower than it must be.
+
+The embedding and the head are not free: a stage that has one of them gets fewer layers. Chunk c, in model order, lies
+on pipeline rank c % pp.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import TypeVar
+
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts import Job, ModelSpec, Recompute
+from pipette_launch.facts.layout import NO_RECOMPUTE, MemoryOptions
+from pipette_launch.megatron.chunks import Split
+from pipette_launch.megatron.performance import performance_options
+from pipette_launch.megatron.rules.broken import Rules
+
+SLACK = 1e-9
+"""Times that differ by less than this part count as equal."""
+_HALVINGS = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSeconds:
+    """What the parts of a model take for one micro-batch, forward and backward; only their ratios matter here."""
+
+    layers_s: tuple[float, ...]
+    """Each layer, in model order."""
+    first_s: float
+    """The embedding, on the first stage."""
+    last_s: float
+    """Head and loss, and the depths of multi-token prediction, on the last stage."""
+
+    def __post_init__(self) -> None:
+        if not self.layers_s or min(*self.layers_s, self.first_s, self.last_s) < 0 or max(self.layers_s) <= 0:
+            raise LayoutError("layers need times, none of them negative")
+
+
+def by_parts(model: ModelSpec, parts_s: Mapping[str, float]) -> LayerSeconds:
+    """Put a model together from the measured seconds of its parts: layers by kind, embedding, head, prediction.
+
+    Where a depth of multi-token prediction was not timed, it is its layers and a head more.
+    """
+    plain_s = sum(parts_s.get(kind, 0.0) for kind in model.prediction_kinds) + parts_s["head"]
+    depth_s = parts_s.get("prediction", plain_s)
+    return LayerSeconds(
+        layers_s=tuple(parts_s.get(kind, 0.0) for kind in model.layer_kinds),
+        first_s=parts_s["embedding"],
+        last_s=parts_s["head"] + model.mtp_num_layers * depth_s,
+    )
+
+
+def by_flops(model: ModelSpec) -> LayerSeconds:
+    """Stand in for times that were not measured: each part's FLOPs (2 for each weight; an embedding has none)."""
+    kinds = {*model.layer_kinds, *model.prediction_kinds}
+    parts: dict[str, float] = {kind: model.kind_flops_per_token(kind) for kind in kinds}
+    return by_parts(model, parts | {"embedding": 0.0, "head": 2.0 * model.hidden_size * model.vocab_size})
+
+
+def stage_seconds(seconds: LayerSeconds, chunks: Sequence[int], pp: int) -> tuple[float, ...]:
+    """Seconds of each pipeline rank for one micro-batch, all its chunks together, with embedding and head."""
+    stages_s = [0.0] * pp
+    first = 0
+    for chunk, size in enumerate(chunks):
+        stages_s[chunk % pp] += sum(seconds.layers_s[first : first + size])
+        first += size
+    stages_s[0] += seconds.first_s
+    stages_s[-1] += seconds.last_s
+    return tuple(stages_s)
+
+
+def live_weights(pp: int, vpp: int) -> tuple[int, ...]:
+    """Micro-batches that each stage holds at once when there are plenty; chunks of micro-batches with interleaving.
+
+    1F1B's warm-up and one (schedules.py:2093), and the interleaved schedule's (schedules.py:762-786).
+    """
+    if vpp == 1:
+        return tuple(pp - rank for rank in range(pp))
+    return tuple(2 * (pp - rank - 1) + (vpp - 1) * pp + 1 for rank in range(pp))
+
+
+def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, ...]:
+    """Cut the layers so that the slowest stage is as quick as can be; of such cuts, one with the fewest live layers.
+
+    Live layers are those of a stage times the micro-batches that it holds at once, of the stage where that is most; so
+    the later stages, which hold fewer, take more layers where that costs no time. This is exact without interleaving,
+    and the time is so with it where all layers take the same. Mixed layers in interleaved chunks are cut into chunks of
+    nearly equal time, which are then improved layer by layer.
+
+    Args:
+        seconds: of each layer and of both ends.
+        pp: pipeline ranks.
+        vpp: chunks of each.
+
+    Returns:
+        Layers of each of the `pp * vpp` chunks in model order; some may have none.
+
+    """
+    if vpp == 1:
+        return _contiguous(seconds, live_weights(pp, vpp))
+    if len(set(seconds.layers_s)) == 1:
+        return _interleaved(seconds, pp, vpp)
+    return _improved(seconds, [*_contiguous(seconds, (1,) * (pp * vpp))], pp)
+
+
+@lru_cache(maxsize=1 << 12)
+def _contiguous(seconds: LayerSeconds, weights: tuple[int, ...]) -> tuple[int, ...]:
+    """Cut into runs of layers: the least bound on time, then on weighted layers, for which filling succeeds."""
+    layers = len(seconds.layers_s)
+    sums_s = (0.0, *accumulate(seconds.layers_s))
+    limit_s = _least_limit_s(seconds, len(weights)) * (1 + SLACK)
+    few, many = 0, max(weights) * layers
+    while many - few > 1:
+        middle = (few + many) // 2
+        if _filled(sums_s, seconds, [middle // weight for weight in weights], limit_s):
+            many = middle
+        else:
+            few = middle
+    return _filled(sums_s, seconds, [many // weight for weight in weights], limit_s)
+
+
+@lru_cache(maxsize=1 << 12)
+def _least_limit_s(seconds: LayerSeconds, num_runs: int) -> float:
+    """Seconds of the slowest of so many runs, where that is as quick as can be."""
+    sums_s = (0.0, *accumulate(seconds.layers_s))
+    low_s = (sums_s[-1] + seconds.first_s + seconds.last_s) / num_runs
+    # Filled up to the mean, or to an end's own time, with one layer more, the runs hold all layers.
+    high_s = max(low_s, seconds.first_s, seconds.last_s) + max(seconds.layers_s) + seconds.first_s + seconds.last_s
+    most = [len(seconds.layers_s)] * num_runs
+    for _ in range(_HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        if _filled(sums_s, seconds, most, middle_s):
+            high_s = middle_s
+        else:
+            low_s = middle_s
+    return high_s
+
+
+def _filled(sums_s: Sequence[float], seconds: LayerSeconds, most: Sequence[int], limit_s: float) -> tuple[int, ...]:
+    """Give each run, from the last, as many layers as the limits allow; () where the first cannot take the rest."""
+    end = len(sums_s) - 1
+    sizes = []
+    for stage in range(len(most) - 1, 0, -1):
+        room_s = limit_s - (seconds.last_s if stage == len(most) - 1 else 0.0)
+        if room_s < 0:
+            return ()
+        start = min(end, max(end - most[stage], bisect_left(sums_s, sums_s[end] - room_s)))
+        sizes.append(end - start)
+        end = start
+    ends_s = seconds.first_s + (seconds.last_s if len(most) == 1 else 0.0)
+    if end > most[0] or sums_s[end] + ends_s > limit_s:
+        return ()
+    return (end, *reversed(sizes))
+
+
+def _interleaved(seconds: LayerSeconds, pp: int, vpp: int) -> tuple[int, ...]:
+    """Cut equal layers: as many for each rank as without interleaving, spread evenly over its chunks."""
+    chunks = [0] * (pp * vpp)
+    for rank, layers in enumerate(_contiguous(seconds, live_weights(pp, vpp))):
+        for turn in range(vpp):
+            # The larger chunks come first, except on the first rank, whose first chunk has the embedding.
+            place = vpp - 1 - turn if rank == 0 else turn
+            chunks[place * pp + rank] = (layers + vpp - 1 - turn) // vpp
+    return tuple(chunks)
+
+
+def _improved(seconds: LayerSeconds, chunks: list[int], pp: int) -> tuple[int, ...]:
+    """Move single layers between neighbouring chunks while that makes the slower of the two stages quicker."""
+    stages_s = [*stage_seconds(seconds, chunks, pp)]
+    # The first layer of each chunk.
+    starts = [0, *accumulate(chunks)][:-1]
+    moved = True
+    while moved:
+        moved = False
+        for right in range(1, len(chunks)):
+            for step in (-1, 1):
+                sender, receiver = (right - 1, right) if step < 0 else (right, right - 1)
+                if not chunks[sender]:
+                    continue
+                layer_s = seconds.layers_s[starts[right] - (step < 0)]
+                behind_s, ahead_s = stages_s[sender % pp], stages_s[receiver % pp]
+                if ahead_s + layer_s >= behind_s * (1 - SLACK):
+                    continue
+                stages_s[sender % pp], stages_s[receiver % pp] = behind_s - layer_s, ahead_s + layer_s
+                chunks[sender] -= 1
+                chunks[receiver] += 1
+                starts[right] += step
+                moved = True
+    return tuple(chunks)
+
+
+T = TypeVar("T")
+
+BLOCK_STEPS = 8
+"""Recompute of a chunk's first layers grows in so many steps."""
+
+
+def values(job: Job, field: str, options: tuple[T, ...]) -> tuple[T, ...]:
+    """What a field may be: the options, or the user's own value where it is pinned."""
+    return (getattr(job.own, field),) if field in job.pinned else options
+
+
+@lru_cache(maxsize=1 << 12)
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, rising."""
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
+
+
+def expert_sizes(job: Job) -> tuple[int, ...]:
+    """EP: every divisor of the experts."""
+    return values(job, "ep", divisors(job.model.num_experts) if job.model.num_experts else (1,))
+
+
+def expert_tensor_sizes(job: Job, tp: int) -> tuple[int, ...]:
+    """ETP: every divisor of an expert's width; without experts nothing reads it, and it is Megatron's default, TP."""
+    if job.model.num_experts:
+        return values(job, "etp", divisors(job.model.moe_ffn_hidden_size))
+    return values(job, "etp", (tp,) if tp != job.own.tp else (job.own.etp,))
+
+
+def rank_orders(job: Job) -> tuple[bool, ...]:
+    """`use_tp_pp_dp_mapping`, the first that is legal to be taken."""
+    return values(job, "use_tp_pp_dp_mapping", (True, False) if job.own.use_tp_pp_dp_mapping else (False,))
+
+
+def micro_batch_sizes(samples: int, *, own: int) -> tuple[int, ...]:
+    """Sizes worth trying for so many samples on a replica: powers of two, quotients by them, and the user's own.
+
+    Every number of micro-batches that is a power of two is reached, and so is every size that is one.
+    """
+    powers = [1 << exponent for exponent in range(samples.bit_length())]
+    sizes = {power for power in powers if samples % power == 0}
+    sizes |= {samples // power for power in sizes} | ({own} if samples % own == 0 else set())
+    return tuple(sorted(sizes))
+
+
+def group_sizes(job: Job, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    """Micro-batches that interleaving runs through a chunk at a time; 0 is Megatron's default, one for each stage.
+
+    Larger groups than needed hide the transfer from the last stage back to the first, and hold more activations. A last
+    group of fewer micro-batches than stages is not legal; where the default has one, the next larger group without
+    takes its place.
+
+    Args:
+        job: with the user's own group size, and whether it is pinned.
+        pp: pipeline ranks.
+        vpp: chunks of each.
+        num_microbatches: of one step.
+
+    """
+    if vpp == 1:
+        return values(job, "microbatch_group_size", (0,))
+    legal = (group for group in range(pp, num_microbatches + 1) if not 0 < num_microbatches % group < pp)
+    smallest = next(legal, pp)
+    own = (job.own.microbatch_group_size,) if job.own.pp == pp else ()
+    options = dict.fromkeys((0 if smallest == pp else smallest, *(() if smallest > 2 * pp else (2 * pp,)), *own))
+    return values(job, "microbatch_group_size", tuple(options))
+
+
+def virtual_stages(job: Job, pp: int) -> tuple[int, ...]:
+    """VPP: what divides a stage's layers, and powers of two up to them."""
+    per_stage, rest = divmod(job.model.num_layers, pp)
+    if pp == 1:
+        return values(job, "vpp", (1,))
+    powers = {1 << exponent for exponent in range(per_stage.bit_length())}
+    return values(job, "vpp", tuple(sorted(powers if rest else powers | {*divisors(per_stage)})))
+
+
+def splits(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[Split]:
+    """Virtual stages, layers of each chunk (() for even ones), and chunks behind multi-token prediction.
+
+    Only the user's own split has that apart from the head.
+    """
+    own, layers = job.own, job.model.num_layers
+    own_split = Split(own.vpp, own.layers_per_chunk, own.chunks_after_mtp)
+    has_own = pp == own.pp and own.layers_per_chunk
+    if "layers_per_chunk" in job.pinned:
+        if has_own:
+            yield own_split
+        elif not own.layers_per_chunk:
+            yield from map(Split, virtual_stages(job, pp))
+        return
+    if has_own:
+        yield own_split
+    for vpp in virtual_stages(job, pp) if pp <= layers else ():
+        even_s = float("inf")
+        if layers % (pp * vpp) == 0:
+            yield Split(vpp)
+            even_s = max(stage_seconds(seconds, (layers // (pp * vpp),) * (pp * vpp), pp))
+        balanced = balanced_chunks(seconds, pp=pp, vpp=vpp) if pp > 1 else ()
+        is_quicker = bool(balanced) and max(stage_seconds(seconds, balanced, pp)) < even_s * (1 - SLACK)
+        if is_quicker and not (has_own and own_split == Split(vpp, balanced)):
+            yield Split(vpp, balanced)
+
+
+def states(rules: Rules, tp: int, *, has_replicas: bool) -> Iterator[MemoryOptions]:
+    """Sequence parallelism, distributed optimizer and overlap, the quickest first; without recompute."""
+    job = rules.job
+    shardings = (True, False) if has_replicas else (job.own.use_distributed_optimizer,)
+    for sequence_parallel in values(job, "sequence_parallel", (True, False)) if tp > 1 else (False,):
+        for sharded in values(job, "use_distributed_optimizer", shardings):
+            for overlap in _overlaps(rules, sharded=sharded, has_replicas=has_replicas):
+                yield MemoryOptions(sequence_parallel, sharded, *overlap, NO_RECOMPUTE)
+
+
+def _overlaps(rules: Rules, *, sharded: bool, has_replicas: bool) -> Iterator[tuple[bool, bool]]:
+    """Overlap of the gradients' reduction and of the parameters' gathering.
+
+    Where nothing is reduced, or no stream of its own hides it, as on CPU, only what the user has.
+    """
+    job, own = rules.job, rules.job.own
+    hides = has_replicas and rules.device_kind == "cuda"
+    for reduce in values(job, "overlap_grad_reduce", (True, False) if hides else (own.overlap_grad_reduce,)):
+        may_gather = (sharded and reduce) or "overlap_param_gather" in job.pinned
+        gathers = (True, False) if hides else (own.overlap_param_gather,)
+        for gather in values(job, "overlap_param_gather", gathers if may_gather else (False,)):
+            yield reduce, gather
+
+
+def recomputes(job: Job, layers: frozenset[int]) -> tuple[Recompute, ...]:
+    """What may be recomputed in chunks with so many layers, the cheapest first."""
+    deepest = max(layers)
+    step = -(-deepest // BLOCK_STEPS)
+    blocks = [Recompute(granularity="full", method="block", num_layers=size) for size in range(step, deepest, step)]
+    units = [1 << exponent for exponent in range(deepest.bit_length())]
+    uniform = [
+        Recompute(granularity="full", method="uniform", num_layers=size)
+        for size in units
+        if not any(chunk % size for chunk in layers)
+    ]
+    options = (NO_RECOMPUTE, *module_sets(job), *blocks, *uniform, job.own.recompute)
+    return values(job, "recompute", tuple(dict.fromkeys(options)))
+
+
+def module_sets(job: Job) -> Iterator[Recompute]:
+    """Selective recompute in growing sets: what costs next to nothing first, whole blocks of matrices last.
+
+    Only modules whose bytes and seconds are predicted, and whose recompute frees anything. Recompute of the experts'
+    layer contains that of its activation and of the shared experts.
+    """
+    model, chosen = job.model, list[str]()
+    for module in (*cheap_modules(job), *(("shared_experts",) if model.moe_shared_expert_intermediate_size else ())):
+        chosen.append(module)
+        yield Recompute(granularity="selective", modules=tuple(chosen))
+    light = [module for module in chosen if module in ("layernorm", "core_attn", "mla_up_proj")]
+    if {"layer", "mlp_layer"} & {*model.layer_kinds} and not model.add_bias_linear:
+        light.append("mlp")
+        yield Recompute(granularity="selective", modules=tuple(light))
+    if model.num_experts:
+        yield Recompute(granularity="selective", modules=(*light, "moe"))
+
+
+def cheap_modules(job: Job) -> Iterator[str]:
+    """Modules that are recomputed in little time, and free something."""
+    model = job.model
+    if model.transformer_impl == "transformer_engine" and (model.num_experts or model.latent_attention):
+        # Elsewhere Transformer Engine has the norms inside the matrices.
+        yield "layernorm"
+    if selective_recompute_matters(model):
+        yield "core_attn"
+    if (
+        model.transformer_impl == "transformer_engine"
+        and model.num_experts
+        and performance_options(job).moe_grouped_gemm
+    ):
+        yield "moe_act"
+    if model.transformer_impl == "transformer_engine" and model.latent_attention:
+        yield "mla_up_proj"
+
+
+def selective_recompute_matters(model: ModelSpec) -> bool:
+    """Whether attention keeps its score matrices, so that recomputing them saves memory (not with flash or cuDNN)."""
+    return model.transformer_impl == "local" or model.attention_backend in ("unfused", "local")

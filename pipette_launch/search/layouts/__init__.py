@@ -1,1 +1,0 @@
-"""Every layout that Megatron allows for a job."""

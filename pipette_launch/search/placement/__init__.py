@@ -1,1 +1,0 @@
-"""Which rank sits on which slot."""

@@ -1,0 +1,498 @@
+"""Prices of trial steps: the best of all links, some of them raised by the argument of a bound."""
+
+# K = trials side by side, P = pipeline ranks, S = stages (model chunks).
+# H = places (hosts, or the devices of a single one), K = trials, P = pipeline ranks, S = stages (model chunks).
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipette_launch.cost.step.assemble import totals_s_K
+from pipette_launch.cost.step.predictor import PlacementCost, best_prices
+from pipette_launch.cost.step.work import LayoutWork, Prices
+from pipette_launch.facts.layout import Layout
+from pipette_launch.search.ring_bounds import (
+    Floats,
+    Ints,
+    Places,
+    Ring,
+    Tour,
+    best_ways,
+    cheapest_between,
+    cuts,
+    exchange_tours,
+    group_shapes,
+    partitions,
+    returning_cuts,
+    rings_of,
+)
+from pipette_launch.text import rate_text
+
+_ACTIONS_AT_ONCE = 1 << 22
+"""RaisedPrices are simulated in blocks of about so many actions, some tens of MB."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RaisedPrices:
+    """Prices of one pipeline in K trials; the arguments raise entries of the arrays in place."""
+
+    slowness_PK: Floats
+    exchange_s_IPK: Floats
+    forward_s_PK: Floats
+    """Hops, as in `Prices`."""
+    backward_s_PK: Floats
+    reduce_s_SK: Floats
+    gather_s_SK: Floats
+    embedding_s_K: Floats
+
+    @classmethod
+    def best(cls, model: PlacementCost) -> RaisedPrices:
+        """Return one trial with the best of all links everywhere, and the fastest slot."""
+        shape = (model.work.layout.pp, 1)
+        prices = best_prices(model.work, model.fabric, np.full(shape, model.slowness_W.min()))
+        return cls(
+            slowness_PK=prices.slowness_PD,
+            exchange_s_IPK=np.array(prices.exchange_s_PD).reshape(-1, *shape),
+            forward_s_PK=prices.forward_hop_s_PD,
+            backward_s_PK=prices.backward_hop_s_PD.copy(),
+            reduce_s_SK=prices.reduce_s_S,
+            gather_s_SK=prices.gather_s_S,
+            embedding_s_K=np.array([prices.embedding_s]),
+        )
+
+    def times(self, count: int) -> RaisedPrices:
+        """Return so many copies of one trial."""
+        return RaisedPrices(
+            **{name: np.repeat(getattr(self, name), count, axis=-1) for name in self.__dataclass_fields__}
+        )
+
+    def steps_s_K(self, work: LayoutWork) -> Floats:
+        """Seconds of each step."""
+        count = len(self.embedding_s_K)
+        at_once = max(1, _ACTIONS_AT_ONCE // (2 * len(work.rank_S) * work.num_microbatches))
+        blocks = [slice(first, first + at_once) for first in range(0, count, at_once)]
+        return np.concatenate([totals_s_K(work, self._prices(block)) for block in blocks])
+
+    def _prices(self, block: slice) -> Prices:
+        return Prices(
+            slowness_PD=self.slowness_PK[:, block],
+            exchange_s_PD=tuple(seconds_PK[:, block] for seconds_PK in self.exchange_s_IPK),
+            forward_hop_s_PD=self.forward_s_PK[:, block],
+            backward_hop_s_PD=self.backward_s_PK[:, block],
+            reduce_s_S=self.reduce_s_SK[:, block],
+            gather_s_S=self.gather_s_SK[:, block],
+            embedding_s=self.embedding_s_K[block],
+        )
+
+
+def side_by_side(trials: Sequence[RaisedPrices]) -> RaisedPrices:
+    """Join trials into one record."""
+    names = RaisedPrices.__dataclass_fields__
+    return RaisedPrices(**{name: np.concatenate([getattr(one, name) for one in trials], axis=-1) for name in names})
+
+
+_WORST = 2
+"""For each kind of exchange, so many of the places with the slowest links are tried."""
+_PARTITIONS = 4
+_CUTS = 40
+
+GROUP_NAMES = {
+    "tp": "tensor-parallel",
+    "cp": "context-parallel",
+    "ep": "expert-parallel",
+    "etp": "expert-tensor-parallel",
+    "ep_etp": "expert-parallel",
+    "shard": "sharding",
+    "expert_shard": "expert-sharding",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BoundArgument:
+    """The step is at least as long as the shortest of some trial steps."""
+
+    words: str
+    trials: RaisedPrices
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BoundArguments:
+    """The arguments that hold where each aligned block of `unit` ranks, all of one stage, lies on one place."""
+
+    places: Places
+    best: RaisedPrices
+    unit: int
+
+    def all(self) -> Iterator[BoundArgument]:
+        """Yield the arguments; where several give the same bound, the first is the easiest to understand."""
+        yield BoundArgument(words="it takes so long over the best links that there are", trials=self.best)
+        if len(self.places) > 1:
+            yield from self._of_places()
+            yield from self._of_rings()
+            yield from self._of_exchanges()
+            yield from self._of_parts()
+            yield from self._of_pipelines()
+        yield from self._of_slots()
+
+    def crossing(self, names: tuple[str, ...]) -> BoundArgument:
+        """Argue that some group of one of these names lies on several places."""
+        found = []
+        used = [name for name in names if any(item.group == name for item in self._model.work.exchanges)]
+        shapes = group_shapes(self._model.work)
+        for name in used:
+            trials = self._one.times(self._pp)
+            for index, item in enumerate(self._model.work.exchanges):
+                if item.group == name:
+                    link_s = float(self.places.link_s_HH(item.kind, shapes[name][0], item.size_bytes).min())
+                    _at_own_rank(trials.exchange_s_IPK[index], link_s)
+            found.append(trials)
+        kinds = " or ".join(dict.fromkeys(GROUP_NAMES[name] for name in used or names))
+        # Groups that exchange nothing lie where they like.
+        trials = side_by_side(found) if found else self._one
+        return BoundArgument(words=f"that holds even if some {kinds} group lay on several hosts", trials=trials)
+
+    @property
+    def _model(self) -> PlacementCost:
+        return self.places.model
+
+    @property
+    def _per_place(self) -> int:
+        return self.places.devices // self.unit
+
+    @property
+    def _pp(self) -> int:
+        return self._model.work.layout.pp
+
+    @cached_property
+    def _all_rings(self) -> list[Ring]:
+        return rings_of(self.places, self.unit)
+
+    @property
+    def _rings(self) -> list[Ring]:
+        return [ring for ring in self._all_rings if ring.tour.leaves_places]
+
+    @cached_property
+    def _tours(self) -> dict[str, Tour]:
+        return exchange_tours(self.places, self.unit)
+
+    @cached_property
+    def _hops(self) -> tuple[Floats, Floats, Floats]:
+        """What a hop between any two places takes, and the best from each place and to it."""
+        send_s_HH = self.places.link_s_HH("send", 2, self._model.work.hop_bytes)
+        return (send_s_HH, *best_ways(send_s_HH))
+
+    @property
+    def _all_hops_cross(self) -> bool:
+        return self._per_place == 1 and self._pp > 1 and len(self.places) > 1
+
+    @cached_property
+    def _one(self) -> RaisedPrices:
+        """A trial of any one replica, with the prices that each of its ranks pays at least."""
+        trial = self.best.times(1)
+        if self._all_hops_cross:
+            _raise(trial, hops=range(self._pp), seconds=float(self._hops[0].min()))
+        for name, tour in self._tours.items():
+            self._exchange(trial, name, tour, tour.thresholds_s[0], own_rank=False)
+        for ring in self._rings:
+            reduce_S, gather_S = ring.more_s_S(ring.tour.thresholds_s[0])
+            trial.reduce_s_SK[:] += reduce_S[:, None]
+            trial.gather_s_SK[:] += gather_S[:, None]
+        return trial
+
+    @cached_property
+    def _mean(self) -> RaisedPrices:
+        """A trial of the mean replica, which is no slower than the slowest, as the step time is convex in its hops.
+
+        Where each place is one block, every hop has senders and receivers of its own, at best those of the best links.
+        """
+        trial = self._one.times(1)
+        if self._all_hops_cross:
+            each = len(self.places) // self._pp
+            _, out_H, in_H = self._hops
+            means = [float(np.sort(way_H)[:each].mean()) for way_H in (out_H, in_H)]
+            _raise(trial, hops=range(self._pp), seconds=max(means))
+        if self._is_tied:
+            # Each place of both stages takes part, at best with its best partner.
+            best_H = np.sort(self._ties_s_HH.min(axis=1))
+            trial.embedding_s_K[:] = np.maximum(trial.embedding_s_K, best_H[2 * len(self.places) // self._pp - 1])
+        return trial
+
+    @cached_property
+    def _ties_s_HH(self) -> Floats:
+        """Summing the tied embedding's gradient over the first and the last stage, over a pair of places."""
+        pair_HH = self.places.link_s_HH("all_reduce", 2, self._model.work.traffic.embedding_bytes)
+        both_HH: Floats = np.maximum(pair_HH, pair_HH.T)
+        return both_HH
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether each place of the first stage sums embeddings with one of the last, which is another."""
+        return self._all_hops_cross and self._model.work.traffic.embedding_bytes > 0
+
+    def _of_slots(self) -> Iterator[BoundArgument]:
+        """Argue that some stage has the slowest slot."""
+        slowness_W = self._model.slowness_W
+        slot = int(slowness_W.argmax())
+        if slowness_W[slot] > slowness_W.min():
+            trials = self._one.times(self._pp)
+            _at_own_rank(trials.slowness_PK, float(slowness_W[slot]))
+            name = self._model.fabric.cluster.slot_name(slot)
+            words = f"some stage has {name}, whose speed is {1 / float(slowness_W[slot]):.2f} of the median's"
+            yield BoundArgument(words=words, trials=trials)
+
+    def _of_places(self) -> Iterator[BoundArgument]:
+        """Argue that some stage has a place with slow links, which its groups must use, and for one block its hops."""
+        worth = [("gradient ring", ring.tour.through_s_H, ring.tour.cost_s_HH) for ring in self._rings]
+        worth += [
+            (f"{GROUP_NAMES[name]} group", tour.through_s_H, tour.cost_s_HH) for name, tour in self._tours.items()
+        ]
+        if self._all_hops_cross:
+            send_s_HH, out_H, in_H = self._hops
+            worth.append(("pipeline", np.maximum(out_H, in_H), send_s_HH))
+        done: set[int] = set()
+        for what, seconds_H, cost_s_HH in worth:
+            for place in np.argsort(-seconds_H, kind="stable")[:_WORST].tolist():
+                if place not in done and seconds_H[place] > cost_s_HH.min():
+                    done.add(place)
+                    words = f"some {what} must use a link of {self._place_words(place)}"
+                    yield BoundArgument(words=words, trials=self._with_place(place))
+
+    def _with_place(self, place: int) -> RaisedPrices:
+        """Try the place on each stage."""
+        pp, devices = self._pp, self.places.devices
+        trials = self._one.times(pp)
+        _at_own_rank(trials.slowness_PK, float(self._model.slowness_W[place * devices : (place + 1) * devices].max()))
+        for ring in self._rings:
+            self._add_ring(trials, ring, float(ring.tour.through_s_H[place]), has_best=True)
+        for name, tour in self._tours.items():
+            self._exchange(trials, name, tour, float(tour.through_s_H[place]), own_rank=True)
+        if self._is_tied:
+            for stage in (0, pp - 1):
+                trials.embedding_s_K[stage] = max(trials.embedding_s_K[stage], self._ties_s_HH[place].min())
+        if self._all_hops_cross:
+            out_s, in_s = (float(way_H[place]) for way_H in self._hops[1:])
+            for stage in range(pp):
+                for hop, forward_s, backward_s in ((stage, out_s, in_s), ((stage - 1) % pp, in_s, out_s)):
+                    trials.forward_s_PK[hop, stage] = max(trials.forward_s_PK[hop, stage], forward_s)
+                    trials.backward_s_PK[hop, stage] = max(trials.backward_s_PK[hop, stage], backward_s)
+        return trials
+
+    def _of_rings(self) -> Iterator[BoundArgument]:
+        """Argue that the slowest of all rings belongs to some stage."""
+        for ring in self._rings:
+            trials = self._mean.times(self._pp)
+            last_s = ring.tour.thresholds_s[-1]
+            self._add_ring(trials, ring, last_s, has_best=True)
+            words = f"some gradient ring needs a link no better than {self._link_words(ring.tour.cost_s_HH, last_s)}"
+            yield BoundArgument(words=words, trials=trials)
+
+    def _of_exchanges(self) -> Iterator[BoundArgument]:
+        """Argue that the slowest of all groups of a kind belongs to some stage."""
+        for name, tour in self._tours.items():
+            trials = self._one.times(self._pp)
+            last_s = tour.thresholds_s[-1]
+            self._exchange(trials, name, tour, last_s, own_rank=True)
+            link = self._link_words(tour.cost_s_HH, last_s)
+            words = f"some {GROUP_NAMES[name]} group needs a link no better than {link}"
+            yield BoundArgument(words=words, trials=trials)
+
+    def _of_parts(self) -> Iterator[BoundArgument]:
+        """Argue that some ring crosses between parts of the places, or all pipelines do, after the same stages."""
+        layout = self._model.work.layout
+        if layout.pp == 1 or self.unit % layout.tp:
+            return
+        dense = next((ring for ring in self._all_rings if ring.column == 0), None)
+        if dense is None and layout.dp * layout.cp * layout.tp > self.unit:
+            return
+        units = dense.tour.units if dense else 1
+        cost_s_HH = dense.tour.cost_s_HH if dense else self._hops[0]
+        for part_H, cross_s in partitions(cost_s_HH, most=_PARTITIONS):
+            fits = np.bincount(part_H) * self._per_place // units
+            longest = int(fits.max())
+            trials = []
+            if dense:
+                trials.append(self._mean.times(self._pp))
+                self._add_ring(trials[0], dense, cross_s, has_best=dense.tour.leaves_places)
+            if longest and fits.sum() >= self._pp:
+                trials += self._with_parts(part_H, longest)
+            what = "rings or pipelines" if dense else "pipelines"
+            words = f"{what} cross between parts of the cluster, where no link is better than "
+            words += self._link_words(cost_s_HH, cross_s)
+            yield BoundArgument(words=words, trials=side_by_side(trials))
+
+    def _with_parts(self, part_H: Ints, longest: int) -> Iterator[RaisedPrices]:
+        """Cut all pipelines between parts after the same stages, so that whole stages lie in each part.
+
+        The tied embedding is summed from part to part, or the pipelines come back to the part that they began in.
+        """
+        hop_s = cheapest_between(self._hops[0], part_H)
+        back = returning_cuts(self._pp, longest, most=_CUTS)
+        trials = self._with_hops(self._mean, cuts(self._pp, longest, most=_CUTS), hop_s)
+        if self._model.work.traffic.embedding_bytes and back is not None:
+            trials.embedding_s_K[:] = np.maximum(trials.embedding_s_K, cheapest_between(self._ties_s_HH, part_H))
+            if back:
+                yield self._with_hops(self._mean, back, hop_s)
+        yield trials
+
+    def _of_pipelines(self) -> Iterator[BoundArgument]:
+        """Argue that a pipeline that does not fit on one place must use links between places."""
+        if self._all_hops_cross:
+            yield BoundArgument(
+                words="each hop of a pipeline has other links, and not all are the best", trials=self._mean
+            )
+        if 1 < self._per_place < self._pp:
+            hop_s = float(self._hops[0].min())
+            trials = self._with_hops(self._one, cuts(self._pp, self._per_place, most=_CUTS), hop_s)
+            yield BoundArgument(words=f"pipelines of {self._pp} stages leave their hosts", trials=trials)
+
+    def _add_ring(self, trials: RaisedPrices, ring: Ring, slowest_s: float, *, has_best: bool) -> None:
+        """In trial k, price the rings of rank k with so slow a link.
+
+        Args:
+            trials: one for each pipeline rank; changed in place.
+            ring: which one.
+            slowest_s: seconds of the ring's collective over the slow link.
+            has_best: whether the trials contain the ring at its best link already.
+
+        """
+        more = ring.more_s_S(slowest_s)
+        done = ring.more_s_S(ring.tour.thresholds_s[0]) if has_best else tuple(np.zeros_like(each) for each in more)
+        stages = np.arange(len(more[0]))
+        for target_SK, more_S, done_S in zip((trials.reduce_s_SK, trials.gather_s_SK), more, done, strict=True):
+            target_SK[stages, stages % self._pp] += np.maximum(more_S - done_S, 0.0)
+
+    def _exchange(self, trials: RaisedPrices, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:
+        """Price the groups of a name with so slow a link.
+
+        Args:
+            trials: changed in place.
+            name: of the kind of group.
+            tour: of its largest collective.
+            slowest_s: seconds of that collective over the slow link.
+            own_rank: in trial k only those of pipeline rank k; else those of all ranks.
+
+        """
+        for index, item in enumerate(self._model.work.exchanges):
+            if item.group == name:
+                seconds = tour.seconds(item.kind, item.size_bytes, slowest_s)
+                target_PK = trials.exchange_s_IPK[index]
+                if own_rank:
+                    _at_own_rank(target_PK, seconds)
+                else:
+                    np.maximum(target_PK, seconds, out=target_PK)
+
+    def _with_hops(self, trial: RaisedPrices, hops: Sequence[tuple[int, ...]], seconds: float) -> RaisedPrices:
+        """Make trials in which some hops take at least so many seconds: one set of hops in each."""
+        trials = [trial.times(1) for _ in hops]
+        for one, chosen in zip(trials, hops, strict=True):
+            _raise(one, hops=chosen, seconds=seconds)
+        return side_by_side(trials)
+
+    def _place_words(self, place: int) -> str:
+        rates = self.places.links.bandwidth_bytes_per_s
+        best = min(float(np.delete(way, place).max()) for way in (rates[place], rates[:, place]))
+        return f"{self.places.names[place]}, whose best is {rate_text(best)}"
+
+    def _link_words(self, cost_HH: Floats, seconds: float) -> str:
+        sender, receiver = divmod(int(np.abs(cost_HH - seconds).argmin()), len(self.places))
+        rate = float(self.places.links.bandwidth_bytes_per_s[sender, receiver])
+        return f"{self.places.names[sender]} to {self.places.names[receiver]}, {rate_text(rate)}"
+
+
+def _at_own_rank(target_PK: Floats, seconds: float) -> None:
+    """In trial k, make rank k take at least so long."""
+    diagonal = np.einsum("kk->k", target_PK)
+    np.maximum(diagonal, seconds, out=diagonal)
+
+
+def _raise(trials: RaisedPrices, *, hops: range | tuple[int, ...], seconds: float) -> None:
+    """Make some hops take at least so long, both ways."""
+    for hop in hops:
+        for target_PK in (trials.forward_s_PK, trials.backward_s_PK):
+            np.maximum(target_PK[hop], seconds, out=target_PK[hop])
+
+
+_ROUNDING = 1e-12
+"""Of sums that run in another order than those of a placement."""
+_EQUAL = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """No placement of a layout is faster."""
+
+    seconds: float
+    words: str
+    """Why, as a sentence without its end."""
+
+
+def placement_bound_s(model: PlacementCost) -> Bound:
+    """Bound the step time of a layout over all its placements.
+
+    Args:
+        model: the layout's step time as a function of the placement (`Predictor.placement_cost`).
+
+    """
+    best, places = RaisedPrices.best(model), Places.of(model)
+    cases: list[list[BoundArgument]] = []
+    for block in blocks(model.work.layout, places.devices):
+        arguments = BoundArguments(places=places, best=best, unit=block.unit)
+        cases.append(list(arguments.all()))
+        if len(places) > 1:
+            cases[-1] += [arguments.crossing(names) for names in block.breaks]
+    every = [argument for case in cases for argument in case]
+    seconds_K = side_by_side([argument.trials for argument in every]).steps_s_K(model.work)
+    ends = np.cumsum([len(argument.trials.embedding_s_K) for argument in every])
+    least = iter([float(seconds_K[start:end].min()) for start, end in zip([0, *ends[:-1]], ends, strict=True)])
+    least_s, words = min(
+        (_largest([(next(least), one.words) for one in case]) for case in cases), key=lambda pair: pair[0]
+    )
+    return Bound(seconds=least_s * (1 - _ROUNDING) * model.factor, words=words)
+
+
+def _largest(bounds: list[tuple[float, str]]) -> tuple[float, str]:
+    """Return the largest bound, with the sentence of the first argument that gives it."""
+    most_s = max(seconds for seconds, _ in bounds)
+    return most_s, next(words for seconds, words in bounds if seconds >= most_s * (1 - _EQUAL))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A case: each block of so many ranks lies on one place, and some groups do not."""
+
+    unit: int
+    breaks: tuple[tuple[str, ...], ...]
+    """Names of kinds of groups; of each tuple some group of one of these kinds. Empty = no group lies on several."""
+
+
+def blocks(layout: Layout, devices: int) -> list[Block]:
+    """Return cases of which one holds for every placement.
+
+    Groups are taken from the innermost outwards: tensor-parallel, context-parallel, then experts', as long as blocks
+    of them fill places of so many devices. Where they cannot be filled, some group does not lie on one place.
+    """
+    kinds: list[tuple[int, tuple[str, ...]]] = []
+    cell = layout.tp * layout.cp
+    if layout.tp > 1:
+        kinds.append((layout.tp, ("tp",)))
+    if layout.cp > 1:
+        kinds.append((cell, ("cp",)))
+    experts, shared = layout.ep * layout.etp, ("ep", "etp", "ep_etp")
+    nested = not layout.use_tp_pp_dp_mapping and (experts % cell == 0 or cell % experts == 0)
+    if experts > 1 and nested and layout.ep > 1:
+        kinds.append((max(experts, cell), shared))
+    found = []
+    unit = 1
+    for size, names in kinds:
+        # Ranks that share experts are whole groups of the others, so where one of these breaks they break too.
+        breaks = (names, shared) if names != shared and kinds[-1][1] == shared and experts % size == 0 else (names,)
+        found.append(Block(unit=unit, breaks=breaks))
+        if devices % math.lcm(unit, size):
+            return found
+        unit = math.lcm(unit, size)
+    return [*found, Block(unit=unit, breaks=())]

@@ -1,0 +1,432 @@
+"""What no placement can avoid of the links between hosts, from what each link costs.
+
+A ring is a closed tour over units (blocks of ranks that lie on one host each); every host holds equally many units, all
+of them are in use, and every unit lies on one ring. The functions check only a part of these conditions, so the figures
+are lower bounds and not optima.
+"""
+
+# H = hosts, J = rings.
+# H = places: the hosts, or the devices of a single host. S = stages (model chunks).
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.collectives import Kind, Scale, chunk_share, num_steps, spanning_tree
+from pipette_launch.cost.communication.groups import group_sizes
+from pipette_launch.cost.layers.parameters import experts_lie_in_stages
+from pipette_launch.cost.step.predictor import PlacementCost
+from pipette_launch.cost.step.work import LayoutWork
+from pipette_launch.facts.cluster import Links
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def best_ways(cost_HH: Floats) -> tuple[Floats, Floats]:
+    """Return what the best link out of each host costs, and the best one into it; rows send."""
+    cost = _without_own(cost_HH)
+    out_H: Floats = cost.min(axis=1)
+    in_H: Floats = cost.min(axis=0)
+    return out_H, in_H
+
+
+def through(cost_HH: Floats, *, visits_once: bool) -> Floats:
+    """Return what the slowest link of a ring through each host, and through others, costs at least.
+
+    It leaves the host and comes back. Where it visits each host once, and three or more, it does not come back from
+    where it went.
+    """
+    cost = _without_own(cost_HH)
+    out_H, in_H = best_ways(cost_HH)
+    best_H: Floats = np.maximum(out_H, in_H)
+    if not visits_once or len(cost) < 3:
+        return best_H
+    second_out_H = np.partition(cost, 1, axis=1)[:, 1]
+    second_in_H = np.partition(cost, 1, axis=0)[1]
+    apart_H = np.minimum(np.maximum(second_out_H, in_H), np.maximum(out_H, second_in_H))
+    return np.where(cost.argmin(axis=1) == cost.argmin(axis=0), apart_H, best_H)
+
+
+def ring_thresholds(
+    cost_HH: Floats, *, units_per_host: int, ring_units: int, fewest: int, through_H: Floats
+) -> list[float]:
+    """Return, for each ring in turn, what its slowest link costs at least: J entries, cheapest ring first.
+
+    Rings that use only links up to some cost lie inside the parts that these links join, on hosts that such a ring can
+    pass through: a part of m such hosts holds no more than floor(m * units_per_host / ring_units) rings, and none if m
+    is below `fewest`. Rings that fit on one host cost 0.
+
+    Args:
+        cost_HH: seconds of a ring whose slowest link is the one from host to host; rows send.
+        units_per_host: units on each host.
+        ring_units: units of a ring.
+        fewest: hosts that a ring lies on at least.
+        through_H: least seconds of a ring that passes through each host.
+
+    """
+    hosts = len(cost_HH)
+    rings = hosts * units_per_host // ring_units
+    if fewest < 2 or hosts < 2:
+        return [0.0] * rings
+
+    def num_held(hosts: int) -> int:
+        return hosts * units_per_host // ring_units if hosts >= fewest else 0
+
+    part_of = list(range(hosts))
+    members = [[host] for host in range(hosts)]
+    usable = [0] * hosts
+    events = [(cost, 1, one, other) for cost, one, other in spanning_tree(cost_HH)]
+    events += [(float(cost), 0, host, host) for host, cost in enumerate(through_H)]
+    found: list[float] = []
+    held = 0
+    for cost, is_join, one, other in sorted(events):
+        keep, drop = part_of[one], part_of[other]
+        if is_join and len(members[keep]) < len(members[drop]):
+            keep, drop = drop, keep
+        held -= num_held(usable[keep])
+        if is_join:
+            held -= num_held(usable[drop])
+            usable[keep] += usable[drop]
+            for host in members[drop]:
+                part_of[host] = keep
+            members[keep] += members[drop]
+        else:
+            usable[keep] += 1
+        held += num_held(usable[keep])
+        found += [cost] * (held - len(found))
+    return found[:rings]
+
+
+def partitions(cost_HH: Floats, *, most: int) -> list[tuple[Ints, float]]:
+    """Return some ways to part the hosts: the part of each host, and what the cheapest link between parts costs.
+
+    Hosts are parted where the joining links grow the most from one to the next; the first way is every host for itself.
+    """
+    tree = spanning_tree(cost_HH)
+    costs = [cost for cost, _, _ in tree]
+    steps = sorted(range(1, len(costs)), key=lambda at: costs[at - 1] / costs[at] if costs[at] else 1.0)
+    found = []
+    for at in [0, *(at for at in steps[: most - 1] if costs[at - 1] < costs[at])] if costs else []:
+        part_H = np.arange(len(cost_HH))
+        for _, one, other in tree[:at]:
+            part_H[part_H == part_H[other]] = part_H[one]
+        found.append((np.unique(part_H, return_inverse=True)[1].reshape(-1), costs[at]))
+    return found
+
+
+def cheapest_between(cost_HH: Floats, part_H: Ints) -> float:
+    """Return what the cheapest link costs that leads from one part to another."""
+    return float(cost_HH[part_H[:, None] != part_H[None, :]].min())
+
+
+def cuts(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
+    """Return sets of hops such that any cut of the stages into runs of at most `longest` cuts all hops of one of them.
+
+    Hop h leads from stage h to h + 1. Where there are more than `most` smallest sets, their smaller subsets stand in.
+    """
+    smallest = list(itertools.islice(_smallest_cuts(stages, longest), most + 1))
+    if len(smallest) <= most:
+        return smallest
+    needed = -(-stages // longest) - 1
+    fewer = max(size for size in range(needed + 1) if math.comb(stages - 1, size) <= most)
+    return list(itertools.combinations(range(stages - 1), fewer))
+
+
+def returning_cuts(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]] | None:
+    """Return the same where first and last run lie together, and are at most `longest` in all; None = too many.
+
+    There are two cuts or more then; an empty list says that first and last stage cannot lie together.
+    """
+    found = []
+    for first, last in itertools.combinations(range(stages - 1), 2):
+        if first + stages - last <= longest:
+            for inner in _smallest_cuts(last - first, longest):
+                found.append((first, *(first + 1 + hop for hop in inner), last))
+                if len(found) > most:
+                    return None
+    return found
+
+
+def _smallest_cuts(stages: int, longest: int, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts of which every hop is needed: any two runs side by side are longer than `longest`."""
+    first = done[-1] + 1 if done else 0
+    if stages - first <= longest:
+        if _needs_all(done, stages, longest):
+            yield done
+        return
+    before = done[-2] if len(done) > 1 else -1
+    for hop in range(first, first + longest):
+        if not done or hop - before > longest:
+            yield from _smallest_cuts(stages, longest, (*done, hop))
+
+
+def _needs_all(hops: Sequence[int], stages: int, longest: int) -> bool:
+    bounds = [-1, *hops, stages - 1]
+    return all(after - before > longest for before, after in zip(bounds, bounds[2:], strict=False))
+
+
+def _without_own(cost_HH: Floats) -> Floats:
+    cost: Floats = cost_HH.copy()
+    np.fill_diagonal(cost, np.inf)
+    return cost
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Places:
+    """The places of blocks of ranks, and the links between: the hosts, or the devices of a single host."""
+
+    model: PlacementCost
+    links: Links
+    devices: int
+    """Of each place."""
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: PlacementCost) -> Places:
+        """Look at the hosts, or at the devices of the only one."""
+        cluster = model.fabric.cluster
+        if len(cluster.hosts) > 1:
+            names = tuple(host.name for host in cluster.hosts)
+            return cls(model=model, links=cluster.between_hosts, devices=cluster.devices_per_host, names=names)
+        names = tuple(cluster.slot_name(slot) for slot in range(cluster.num_slots))
+        return cls(model=model, links=cluster.within_host[0], devices=1, names=names)
+
+    def __len__(self) -> int:
+        """H."""
+        return len(self.names)
+
+    @cached_property
+    def latencies_s(self) -> tuple[float, float]:
+        """The least latency of a link, and the largest."""
+        chosen = self.links.latency_s[~np.eye(len(self), dtype=bool)]
+        return float(chosen.min()), float(chosen.max())
+
+    def factors(self, kind: Kind, size: int, fewest: int) -> tuple[float, float, float]:
+        """Least latency factor, extra latency and byte factor of a group on `fewest` places or more."""
+        scale: Scale = self.model.fabric.scale(kind, size)
+        is_within = len(self.model.fabric.cluster.hosts) == 1
+        counts = slice(1, 2) if is_within else slice(max(fewest, 2), max(min(size, len(self)), 2) + 1)
+        return (
+            float(scale.latency_factor[counts].min()),
+            float(scale.extra_latency_s[counts].min()),
+            float(scale.least_bytes_factor[counts].min()),
+        )
+
+    def link_s_HH(self, kind: Kind, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
+        """Least seconds of a collective if a link is its slowest; infinite from a place to itself; rows send.
+
+        Args:
+            kind: of the collective.
+            size: members of its group.
+            size_bytes: of the message.
+            fewest: places that the group lies on, at least.
+
+        """
+        latency_factor, extra_s, bytes_factor = self.factors(kind, size, fewest)
+        steps = num_steps(kind, size)
+        seconds_HH: Floats = (steps * latency_factor) * self.links.latency_s
+        seconds_HH += (steps * chunk_share(kind, size) * bytes_factor * size_bytes) * self.links.seconds_per_byte()
+        seconds_HH += steps * extra_s
+        np.fill_diagonal(seconds_HH, np.inf)
+        return seconds_HH
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tour:
+    """Groups of one kind that pass through several places; every block of ranks lies on one place and in one group."""
+
+    places: Places
+    kind: Kind
+    members: int
+    size_bytes: float
+    """Of one collective; others over the same links are priced by `seconds`."""
+    units: int
+    """Blocks of a group."""
+    per_place: int
+    """Blocks of a place."""
+    together: int
+    """Blocks of a group that a place holds at most."""
+
+    @property
+    def leaves_places(self) -> bool:
+        """Whether no place holds a whole group."""
+        return self.units > self.together
+
+    @property
+    def fewest(self) -> int:
+        """The least number of places that it lies on."""
+        return -(-self.units // self.together)
+
+    @cached_property
+    def cost_s_HH(self) -> Floats:
+        """Seconds of the collective if a link is its slowest."""
+        cost_HH = self.places.link_s_HH(self.kind, self.members, self.size_bytes, fewest=self.fewest)
+        # A ring over two goes back where it came from.
+        return np.maximum(cost_HH, cost_HH.T) if self.units == 2 and self.together == 1 else cost_HH
+
+    @cached_property
+    def through_s_H(self) -> Floats:
+        """Least seconds of the collective for a group that has a block on a place."""
+        others = self.fewest - 1
+        if self.kind == "all_to_all" and others > 1:
+            # Every member sends to every other: to so many other places at least, and from as many.
+            out_H = np.partition(self.cost_s_HH, others - 1, axis=1)[:, others - 1]
+            in_H = np.partition(self.cost_s_HH, others - 1, axis=0)[others - 1]
+            return np.asarray(np.maximum(out_H, in_H))
+        return through(self.cost_s_HH, visits_once=self.together == 1 and self.units > 2)
+
+    @cached_property
+    def thresholds_s(self) -> list[float]:
+        """Least seconds of the collective for each group, the fastest group first."""
+        return ring_thresholds(
+            self.cost_s_HH,
+            units_per_host=self.per_place,
+            ring_units=self.units,
+            fewest=self.fewest,
+            through_H=self.through_s_H,
+        )
+
+    def seconds(self, kind: Kind, size_bytes: float, slowest_s: float) -> float:
+        """Least seconds of another collective over a link over which this one takes `slowest_s`.
+
+        The link's time per byte is least where its latency is largest. A collective in the other direction uses other
+        links, so that only the best of all links bounds it.
+
+        Args:
+            kind: of the other collective.
+            size_bytes: likewise.
+            slowest_s: seconds of this tour's collective over the link.
+
+        """
+        fabric = self.places.model.fabric
+        if fabric.ring_shift(kind) != fabric.ring_shift(self.kind):
+            return fabric.bound_s(kind, self.members, size_bytes)
+        least_s, most_s = self.places.latencies_s
+        factor, extra_s, bytes_factor = self.places.factors(self.kind, self.members, self.fewest)
+        known = num_steps(self.kind, self.members) * self.size_bytes * bytes_factor
+        fixed_s = num_steps(self.kind, self.members) * (most_s * factor + extra_s)
+        per_byte = max(slowest_s - fixed_s, 0.0) / known if known else 0.0
+        factor, extra_s, bytes_factor = self.places.factors(kind, self.members, self.fewest)
+        found = num_steps(kind, self.members) * (least_s * factor + extra_s + per_byte * size_bytes * bytes_factor)
+        return max(found, slowest_s) if kind == self.kind and size_bytes >= self.size_bytes else found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ring:
+    """Data-parallel groups: of the dense parameters, or of the experts'."""
+
+    tour: Tour
+    """Reduces the least gradients of a stage."""
+    column: int
+    """0 = dense, 1 = experts; as in `LayoutWork.gradient_bytes_S2`."""
+
+    def more_s_S(self, slowest_s: float) -> tuple[Floats, Floats]:
+        """Seconds of reducing and of gathering beyond the best, for each stage, on a ring with so slow a link."""
+        work = self.tour.places.model.work
+        return (
+            self._beyond(work.reduce_kind, work.gradient_bytes_S2[:, self.column], slowest_s),
+            self._beyond(work.gather_kind, work.parameter_bytes_S2[:, self.column], slowest_s),
+        )
+
+    def _beyond(self, kind: Kind, bytes_S: Floats, slowest_s: float) -> Floats:
+        tour, fabric = self.tour, self.tour.places.model.fabric
+        more = {
+            size: max(tour.seconds(kind, size, slowest_s) - fabric.bound_s(kind, tour.members, size), 0.0)
+            for size in set(bytes_S.tolist())
+            if size
+        }
+        return np.array([more.get(size, 0.0) for size in bytes_S.tolist()])
+
+
+def rings_of(places: Places, unit: int) -> list[Ring]:
+    """Return the rings of more than one block of `unit` ranks, each block on one place, of which there are several."""
+    work = places.model.work
+    layout = work.layout
+    found = []
+    # Ranks from one member to the next.
+    strides = (layout.tp, layout.ep * layout.etp)
+    for column, members in enumerate((layout.dp * layout.cp, work.expert_dp)):
+        if column and not experts_lie_in_stages(layout):
+            continue
+        bytes_S = work.gradient_bytes_S2[:, column]
+        units = num_units(members, strides[column], unit)
+        if units > 1 and len(places) > 1 and bytes_S.any():
+            tour = Tour(
+                places=places,
+                kind=work.reduce_kind,
+                members=members,
+                size_bytes=float(bytes_S[bytes_S > 0].min()),
+                units=units,
+                per_place=places.devices // unit,
+                together=num_together(places, strides[column], unit),
+            )
+            found.append(Ring(tour=tour, column=column))
+    return found
+
+
+def group_shapes(work: LayoutWork) -> dict[str, tuple[int, int]]:
+    """Members of each kind of group inside the layers, and how many ranks lie from one member to the next."""
+    layout, sizes = work.layout, group_sizes(work.layout, instances=work.shard_copies)
+    return {
+        "tp": (layout.tp, 1),
+        "cp": (layout.cp, layout.tp),
+        "ep": (layout.ep, layout.etp),
+        "etp": (layout.etp, 1),
+        "ep_etp": (layout.ep * layout.etp, 1),
+        "shard": (sizes["shard"], layout.tp),
+        "expert_shard": (sizes["expert_shard"], layout.ep * layout.etp),
+    }
+
+
+def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
+    """Return the groups inside the layers that no place holds, by name: each with its largest collective."""
+    layout = places.model.work.layout
+    shapes = group_shapes(places.model.work)
+    found: dict[str, Tour] = {}
+    for item in places.model.work.exchanges:
+        if item.part == "expert_parallel" and not experts_lie_in_stages(layout):
+            continue
+        members, stride = shapes[item.group]
+        units = num_units(members, stride, unit)
+        is_larger = item.group not in found or item.size_bytes > found[item.group].size_bytes
+        together = num_together(places, stride, unit)
+        if units > together and len(places) > 1 and is_larger:
+            found[item.group] = Tour(
+                places=places,
+                kind=item.kind,
+                members=members,
+                size_bytes=item.size_bytes,
+                units=units,
+                per_place=places.devices // unit,
+                together=together,
+            )
+    return found
+
+
+def num_units(members: int, stride: int, unit: int) -> int:
+    """Count the blocks of a group whose members are so many ranks apart; 0 where these cut through each other."""
+    if unit % stride and stride % unit:
+        return 0
+    each = max(1, unit // stride)
+    return members // each if members % each == 0 else int(members > each)
+
+
+def num_together(places: Places, stride: int, unit: int) -> int:
+    """Count the blocks of one group that a place holds at most, whose members are so many ranks apart.
+
+    Where the ranks of a host differ modulo its slots, those of one group that are alike lie on different hosts.
+    """
+    most = places.devices // unit
+    cluster = places.model.fabric.cluster
+    if not cluster.keeps_residues or len(cluster.hosts) == 1:
+        return most
+    remainders = places.devices // math.gcd(stride, places.devices)
+    return min(most, max(remainders // max(unit // stride, 1), 1))

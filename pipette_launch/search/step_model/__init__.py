@@ -1,1 +1,0 @@
-"""The step time of one layout as an assignment problem of hosts."""

@@ -47,7 +47,7 @@ def options_from(args: Namespace, *, advice: str = "") -> Options:
 
     `advice` ends a sentence about launchers that do not fit the number of nodes.
     """
-    from pipette_launch.agent.sync.meeting_flags import check_meeting
+    from pipette_launch.agent.rendezvous import check_meeting
     from pipette_launch.facts.known_schedules import schedule_names
     from pipette_launch.launch.options import Options
     from pipette_launch.megatron import fixed_fields
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with _uncollected(), _quiet():
         from torch.distributed.elastic.multiprocessing.errors import record
 
-    from pipette_launch.agent.leaving import end_at_once
+    from pipette_launch.agent.signals import end_at_once
     from pipette_launch.launch.slurm import Siblings
 
     logging.captureWarnings(capture=False)
@@ -208,7 +208,7 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
 
 def _note_lone_tasks(args: Namespace, advice: str, environ: Mapping[str, str]) -> None:
     """Print, in the first of several tasks, that each of them starts a job of its own, as under torchrun."""
-    from pipette_launch.agent.sync.meeting_flags import becomes_standalone
+    from pipette_launch.agent.rendezvous import becomes_standalone
 
     if advice and becomes_standalone(args) and environ.get("SLURM_LOCALID", "0") == "0":
         sys.stderr.write(f"pipette-launch: each task of this step trains a job of its own{advice}\n")

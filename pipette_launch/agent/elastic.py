@@ -1,7 +1,7 @@
-"""A LocalElasticAgent that measures before it trains, and takes ranks and arguments from the current plan.
+"""torchrun with our agent in it: a LocalElasticAgent that measures before it trains, and takes ranks from the plan.
 
-It wraps the hooks of torch's agent and never copies them: each calls the original. Warm-up and training are two phases
-of ONE rendezvous round, because a second rendezvous would let spare nodes take the place of healthy ones.
+The agent overrides hooks of torch's agent and never copies them: each override calls the original. Warm-up and training
+are two phases of ONE rendezvous round, because a second rendezvous would let spare nodes replace measured ones.
 """
 
 from __future__ import annotations
@@ -10,53 +10,63 @@ import logging
 import os
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from torch.distributed import TCPStore
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.rendezvous import registry
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher import api as launcher
 
-from pipette_launch.agent import failures, worker_health
-from pipette_launch.agent.controller import Node
-from pipette_launch.agent.device_binding import DeviceBinding, bindings, visible_devices
-from pipette_launch.agent.logs import WatchedLogs
-from pipette_launch.agent.phases import standby
-from pipette_launch.agent.phases.attempt import NEWS_S, Attempt, FirstIteration
-from pipette_launch.agent.phases.before_training import PhasesBeforeTraining
-from pipette_launch.agent.streams import Streams
-from pipette_launch.agent.sudden_deaths import StoppedWorkers, as_oom_kill, oom_kills
-from pipette_launch.agent.sync.agreement import PEER_WAIT_S
-from pipette_launch.agent.sync.exit_barrier import await_all, say_goodbye
-from pipette_launch.agent.sync.membership import LEFT_OUT, Membership, Rejoin
-from pipette_launch.agent.sync.rendezvous import RendezvousSettings
-from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler, first_meeting
-from pipette_launch.agent.sync.store import RoundOver, RoundStore
+from pipette_launch.agent import rendezvous, rendezvous_handler, signals, workers
+from pipette_launch.agent.controller import Controller, Node
+from pipette_launch.agent.membership import LEFT_OUT, Membership, Rejoin
+from pipette_launch.agent.phases import NEWS_S, Attempt, FirstIteration, PhasesBeforeTraining, run_nothing
+from pipette_launch.agent.rendezvous import (
+    RendezvousSettings,
+    becomes_standalone,
+    connect_seconds,
+    endpoint_of,
+    is_file,
+)
+from pipette_launch.agent.rendezvous_handler import AgentStoreHandler, first_meeting
+from pipette_launch.agent.store import PEER_WAIT_S, RoundOver, RoundStore, await_all, say_goodbye
+from pipette_launch.agent.streams import Streams, WatchedLogs
+from pipette_launch.agent.workers import DeviceBinding, StoppedWorkers, bindings, oom_kills, visible_devices
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.messages import Decision
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Iterator, MutableMapping
+
     from torch.distributed import Store
     from torch.distributed.elastic.agent.server.api import WorkerGroup
 
-    from pipette_launch.agent.controller import Controller
     from pipette_launch.facts.messages import Failure
 
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.3
-"""After another agent's call: a worker that broke a connection as it died may not have ended yet."""
+"""Pause after another agent's call: a worker that broke a connection as it died may not have ended yet."""
 SIGNALLED_S = 5.0
-"""How long an agent that a signal ends waits for a console that takes nothing."""
+"""Longest wait for a console that accepts no output, in an agent that a signal ends."""
+MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"
+"""Socket of the process by which NVIDIA's ft_launcher watches one worker."""
 
 
 class _NothingToRun(Exception):  # noqa: N818
-    """The decision is to stop: unwinds torch's own loop, which knows no such end."""
+    """The decision is to stop. Leaves torch's loop, which has no such end."""
 
 
 class PipetteAgent(LocalElasticAgent):
-    """The agent of one node. Everything that is a judgement is the controller's."""
+    """The agent of one node. Its controller makes all decisions."""
 
     def __init__(
         self,
@@ -67,7 +77,7 @@ class PipetteAgent(LocalElasticAgent):
         rendezvous_settings: RendezvousSettings,
         **kwargs: Any,
     ) -> None:
-        # The fast path of rank assignment takes all nodes to be equal without asking them.
+        # With this variable torch assumes equal nodes, and assigns ranks without asking them.
         os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
         self._handler = AgentStoreHandler(spec.rdzv_handler, rendezvous_settings, is_round_over=self._is_round_over)
         spec.rdzv_handler = self._handler
@@ -83,7 +93,7 @@ class PipetteAgent(LocalElasticAgent):
         self._store_of_phase: TCPStore | None = None
         self._streams: Streams | None = None
         self._is_same_round = False
-        """Whether the nodes are the same as in the phase before, and know what comes next."""
+        """Whether the nodes of the last phase go on together, and know the next decision."""
         self._failed: RunResult | None = None
         """How the workers of this node failed in the last attempt."""
         self._is_called = False
@@ -104,6 +114,13 @@ class PipetteAgent(LocalElasticAgent):
         )
         self._membership = Membership(self._token, self._address, rendezvous_settings.node_rank)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether the present or last workers are those of the training."""
+        return self._decision is not None and self._decision.phase == "train"
+
+    # -- the round ------------------------------------------------------------------------------------------------
+
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
@@ -122,12 +139,12 @@ class PipetteAgent(LocalElasticAgent):
                 self._decision, self._round_store = self._meet()
                 has_met = True
             except Rejoin as rejoin:
-                if str(rejoin) == LEFT_OUT:  # The others know better by now, should it decide for them.
+                if str(rejoin) == LEFT_OUT:  # The others went on: what this agent knows is outdated.
                     self._decision, self._attempt = None, Attempt()
         self._apply(worker_group)
 
     def _meet(self) -> tuple[Decision, RoundStore]:
-        """Introduce this node, and hear what is decided for all."""
+        """Describe this node to the others, and receive the decision for all."""
         last, ended = self._attempt, self._attempt.ended
         if ended == "none" and self._first_iteration.has_trained():
             ended = "after-first-iteration"
@@ -142,18 +159,18 @@ class PipetteAgent(LocalElasticAgent):
         return met
 
     def _apply(self, worker_group: Any) -> None:
-        """Give each worker the RANK of its slot, and the job a store of its own at the node of RANK 0."""
+        """Give each worker the RANK of its slot, and open the job's own store on the node of RANK 0."""
         decision, round_store = self._current()
         ranks = decision.ranks_of(self._token)
-        # torch binds a worker to the cores near device LOCAL_RANK: no other device may then hide behind that number.
+        # With NUMA options torch binds a worker to the cores near device LOCAL_RANK, so devices must keep their order.
         self._bindings = bindings(ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None)
         size = sum(decision.num_slots)
-        # None on standby.
         worker_group.workers = [
             Worker(local, global_rank=one.rank, role_rank=one.rank, world_size=size, role_world_size=size)
             for local, one in enumerate(self._bindings)
         ]
-        # Static rendezvous promises GROUP_RANK == --node-rank, the order of the decision's agents.
+        # The decision orders its agents by --node-rank under static rendezvous, which promises GROUP_RANK ==
+        # --node-rank.
         worker_group.group_rank = decision.place_of(self._token)
         worker_group.group_world_size = len(decision.tokens)
         key, self._store_of_phase = f"store/{decision.key}", None
@@ -165,6 +182,8 @@ class PipetteAgent(LocalElasticAgent):
         worker_group.master_addr, port = place.split()
         worker_group.master_port = int(port)
 
+    # -- the workers ----------------------------------------------------------------------------------------------
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         decision, round_store = self._current()
         if decision.phase == "stop":
@@ -175,35 +194,33 @@ class PipetteAgent(LocalElasticAgent):
             self._set_up(worker_group.spec, decision)
         else:
             self._drop_logs()
-            self._logs_specs = standby.run_nothing(worker_group.spec)
+            self._logs_specs = run_nothing(worker_group.spec)
         self._attempt = Attempt(index=decision.attempt if decision.phase == "train" else -1, began_s=time.monotonic())
         self._failed, self._is_called, self._oom_kills = None, False, oom_kills()
-        # torch counts for each node by itself; the decision counts for the job.
+        # torch counts the restarts of each node; the decision counts those of the job.
         self._remaining_restarts = decision.restarts_left
         self._controller.show(decision, speaks=round_store.is_coordinator)
         return dict(super()._start_workers(worker_group))
 
     def _set_up(self, spec: WorkerSpec, decision: Decision) -> None:
-        """Put in what the workers run, their variables, and where they write."""
+        """Set command, output and variables of the workers."""
         command = self._controller.command(decision)
         spec.entrypoint, spec.args = command.entrypoint, command.arguments
-        self._open_logs(decision, is_function=callable(command.entrypoint))
-        order = visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), self._bindings)
-        os.environ.clear()
-        os.environ.update(self._base_environment | command.environment | order)
-        os.environ.update(self._before_training.variables(decision))
-
-    def _open_logs(self, decision: Decision, *, is_function: bool) -> None:
         self._drop_logs()
         if decision.phase == "train":
-            # torch opens the streams of a function (--run-path) as files that it can seek in: no pipe will do.
-            self._streams = None if is_function else Streams(self._on_line)
+            # torch opens the streams of a function (--run-path) as files and seeks in them, so no pipe can replace
+            # them.
+            self._streams = None if callable(command.entrypoint) else Streams(self._on_line)
             self._logs_specs = WatchedLogs(self._user_logs, self._streams, self._starts)
             self._starts += 1
         else:
             self._streams, self._logs_specs = self._before_training.open_logs(decision)
         if self._streams is not None:
             self._streams.start()
+        order = visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), self._bindings)
+        os.environ.clear()
+        os.environ.update(self._base_environment | command.environment | order)
+        os.environ.update(self._before_training.variables(decision))
 
     def _drop_logs(self, *, patience_s: float | None = None) -> None:
         self._close_streams(patience_s=patience_s)
@@ -214,12 +231,12 @@ class PipetteAgent(LocalElasticAgent):
             self._streams.close(patience_s=patience_s)
 
     def _on_line(self, line: str) -> None:
-        if self._controller.saw_line(line):
+        if self._controller.saw_line(line) is not None:
             self._first_iteration.see()
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(*args, **kwargs)
-        worker_health.end_children(self._pcontext)
+        workers.end_children(self._pcontext)
         self._close_streams()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -230,7 +247,7 @@ class PipetteAgent(LocalElasticAgent):
             is_over = round_store.has(f"over/{decision.phase}")
             return self._succeeded(worker_group) if is_over else RunResult(state=WorkerState.HEALTHY)
         if not callable(worker_group.spec.entrypoint):
-            self._stopped_workers.end(worker_health.processes(self._pcontext))
+            self._stopped_workers.end(workers.processes(self._pcontext))
         result: RunResult = super()._monitor_workers(worker_group)
         self._first_iteration.share()
         if result.state is WorkerState.HEALTHY and round_store.is_over():
@@ -241,9 +258,9 @@ class PipetteAgent(LocalElasticAgent):
         return result
 
     def _monitor_before_training(self, worker_group: WorkerGroup) -> RunResult:
-        """What fails or hangs before the training ends its phase on every node, and training goes on without it."""
+        """End the phase on every node when its workers are done, fail or hang; the training goes on without it."""
         decision, round_store = self._current()
-        processes = worker_health.processes(self._pcontext)
+        processes = workers.processes(self._pcontext)
         if not self._before_training.is_over(
             round_store, decision, self._token, processes=processes, bindings=self._bindings
         ):
@@ -256,11 +273,11 @@ class PipetteAgent(LocalElasticAgent):
         return self._succeeded(worker_group)
 
     def _note_failure(self, result: RunResult, round_store: RoundStore) -> None:
-        """Settle with all nodes whether the job died before its first iteration, keep the reason, and call them."""
+        """Agree with all nodes whether the job died before its first iteration, keep the reason, and call them."""
         self._failed = result
-        # What becomes of the job is decided for all nodes: torch's own count must not end it here.
+        # The next decision is for all nodes: torch's own count must not end the job here.
         self._remaining_restarts += 1
-        # An iteration may be among the last words.
+        # The last lines may report an iteration.
         self._close_streams()
         trained = self._first_iteration.has_trained(wait_s=NEWS_S) or self._controller.trained(
             lived_s=time.monotonic() - self._attempt.began_s,
@@ -273,11 +290,13 @@ class PipetteAgent(LocalElasticAgent):
 
     def _describe(self, result: RunResult) -> Failure | None:
         ranks = [binding.rank for binding in self._bindings]
-        found = failures.failure(result, ranks, self._streams.tail if self._streams else lambda _local: ())
-        return as_oom_kill(found, kills=oom_kills() - self._oom_kills)
+        found = workers.first_failure(result, ranks, self._streams.tail if self._streams else lambda _local: ())
+        return workers.as_oom_kill(found, kills=oom_kills() - self._oom_kills)
+
+    # -- the end --------------------------------------------------------------------------------------------------
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
-        """Run the job; what comes after torch's own end must not come between a signal and the workers."""
+        """Run the job. Work after torch's own end must not stand between a signal and the workers."""
         signalled = False
         try:
             result: RunResult = super().run(*args, **kwargs)
@@ -285,7 +304,7 @@ class PipetteAgent(LocalElasticAgent):
             signalled = True
             raise
         finally:
-            # Workers that were told to end had things to say: a checkpoint that they saved, for one.
+            # Workers that were told to end may have printed more, for example that they saved a checkpoint.
             self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
             if self._round_store is not None and not signalled:
                 holds_store = self._round_store.is_coordinator or self._rendezvous_settings.may_host_store
@@ -314,15 +333,15 @@ class PipetteAgent(LocalElasticAgent):
                 raise
 
     def _end(self, decision: Decision, round_store: RoundStore) -> RunResult:
-        """End the job without training: a dry run, or an error that the user wants to stop at."""
+        """End the job without training: a dry run, or an error that ends it."""
         if decision.failed and self._failed is None:
             raise (UsageError if decision.is_misuse else PipetteError)(decision.reason)
         self._controller.show(decision, speaks=round_store.is_coordinator)
-        # As under torchrun: torch tells what failed here, with its error file.
+        # As under torchrun: torch prints the failure of this node, with its error file.
         return self._failed or self._succeeded(self._worker_group)
 
     def _exit_barrier(self) -> None:
-        """Wait for all nodes to finish the phase; a node that failed and calls a meeting ends the wait."""
+        """Wait for all nodes to finish the phase; a failed node that calls a meeting ends the wait."""
         decision, round_store = self._current()
         if not self._bindings or decision.phase == "trial":
             return
@@ -349,3 +368,98 @@ class PipetteAgent(LocalElasticAgent):
         if self._decision is None or self._round_store is None:
             raise ClusterError("no rendezvous has taken place yet")
         return self._decision, self._round_store
+
+
+# -- torchrun's own run, with our agent ---------------------------------------------------------------------------
+
+
+def run(args: Namespace, make_controller: Callable[[RendezvousSettings], Controller], *, advice: str = "") -> None:
+    """Run a job as torchrun would, with our agent in place of torch's.
+
+    Everything that torchrun does between its parser and its agent, and after the agent (error files, the end of the
+    rendezvous, exit codes), is the installed torch's own code. `advice` ends error messages about launchers that do not
+    meet as their flags describe.
+    """
+    drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
+    if args.rdzv_backend in ("static", "c10d") and not becomes_standalone(args) and not is_file(args):
+        rendezvous_handler.await_name(endpoint_of(args), patience_s=connect_seconds(args))
+    rendezvous_handler.note_unknown_address(args.local_addr)
+    conf = str(args.rdzv_conf or "")
+    place = rendezvous.settle(args, advice=advice)
+    rendezvous_handler.await_store(place)
+    controller = make_controller(place)
+    agents: list[PipetteAgent] = []
+
+    def make_agent(*words: Any, **settings: Any) -> PipetteAgent:
+        agents.append(PipetteAgent(*words, **settings, controller=controller, rendezvous_settings=place))
+        return agents[-1]
+
+    with (
+        signals.ended(lambda: _running(agents[0]) if agents else set()),
+        signals.passed_on(
+            lambda: bool(agents) and agents[0].is_training, lambda: _workers(agents[0]) if agents else None
+        ),
+        _in_place_of(launcher, "LocalElasticAgent", make_agent),
+        _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, place, conf)),
+    ):
+        torchrun.run(args)  # type: ignore[no-untyped-call]
+
+
+def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) -> None:
+    """Remove ft_launcher's rank monitor from the environment of several workers.
+
+    The monitor serves one worker at a time. The others would wait three minutes for it and fail; without the variable
+    they fail at once with a clear message.
+    """
+    if num_workers > 1 and environ.pop(MONITOR, None) is not None:
+        sys.stderr.write(
+            f"pipette-launch: {MONITOR} is not passed on: it names the rank monitor that ft_launcher gave this "
+            f"launcher, and cannot watch {num_workers} workers\n"
+        )
+
+
+def _running(agent: PipetteAgent) -> set[int]:
+    """Return the process ids of the workers that have not ended; empty if they run a function."""
+    context = agent._pcontext  # noqa: SLF001
+    if not isinstance(context, SubprocessContext):
+        return set()
+    return {one.pid for one in workers.processes(context).values() if one.returncode is None}
+
+
+def _workers(agent: PipetteAgent) -> set[int] | None:
+    """Return the process ids of the workers that run; None before the agent has started any."""
+    context = agent._pcontext  # noqa: SLF001
+    if context is None:
+        return None
+    # The id of an ended worker may belong to another process by now.
+    return set(context.pids().values()) & {child.pid for child in psutil.Process().children()}
+
+
+def _explaining(make: Callable[[Any], Any], settings: RendezvousSettings, conf: str) -> Callable[[Any], Any]:
+    """Wrap torch's function that opens a rendezvous, so that its errors become sentences."""
+
+    def made(parameters: Any) -> Any:
+        try:
+            return make(parameters)
+        except RendezvousError as error:
+            raise ClusterError(rendezvous_handler.explained(error, settings)) from error
+        except (ValueError, ImportError) as error:
+            words = f"--rdzv-backend {parameters.backend}"
+            if "not registered" in str(error):
+                words = f"{words}: torch has no such rendezvous; give c10d (the script itself chooses nccl or gloo)"
+            else:
+                words = f"{words} --rdzv-conf {conf}: {error}" if conf else f"{words}: {error}"
+            raise UsageError(words) from error
+
+    return made
+
+
+@contextmanager
+def _in_place_of(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Replace a name of a torch module, which torch looks up there and nowhere else."""
+    stock = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)

@@ -6,6 +6,8 @@ proctrack/cgroup or pgid, and the workers, too, under proctrack/linuxproc.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -16,7 +18,103 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from pipette_launch.agent.scontrol import scontrol
+STORE_THREAD = "pipette-store"
+"""Threads whose names begin so call torch's stores, and may wait there for a host that never answers."""
+
+
+def end_at_once() -> None:
+    """End the process with the exit code that is on its way, where threads call torch's stores.
+
+    Python lets no thread return to it once it ends by itself: whoever comes back from C++ then is unwound by force,
+    and the process aborts, with SIGABRT for an exit code.
+    """
+    if not any(thread.name.startswith(STORE_THREAD) for thread in threading.enumerate()):
+        return
+    kind, error, trace = sys.exc_info()
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+    elif kind is not None and error is not None:
+        sys.excepthook(kind, error, trace)
+        code = 1
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+LIMIT_S = 5.0
+"""Without its configuration, as in a container, scontrol tries again for a minute."""
+
+
+def scontrol(*words: str) -> str:
+    """Return what `scontrol` prints.
+
+    Raises:
+        OSError: there is none here.
+        subprocess.SubprocessError: it failed, or took too long.
+
+    """
+    done = subprocess.run(
+        ["scontrol", *words],  # noqa: S607 - SLURM's own, wherever the cluster has put it
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    return done.stdout
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+LOOK_S = 1.0
+# It reads which workers there are, the last line counts, until the launcher's end of the pipe is closed.
+PROGRAM = 'pids=; while read -r line; do pids=$line; done; for pid in $pids; do kill -9 "-$pid"; done'
+
+
+@contextmanager
+def ended(workers: Callable[[], Collection[int]]) -> Iterator[None]:
+    """While the block runs, keep a shell that ends the workers as soon as this process is gone.
+
+    Args:
+        workers: process ids of those that run now; each leads a session of its own.
+
+    """
+    shell = subprocess.Popen(
+        ["/bin/sh", "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # What ends the launcher's whole session must not end it first.
+        start_new_session=True,
+    )
+    assert shell.stdin is not None
+    is_over = threading.Event()
+
+    def tell() -> None:
+        known: Collection[int] = ()
+        while not is_over.wait(LOOK_S):
+            now = workers()
+            if now != known:
+                known = now
+                with suppress(OSError):
+                    print(*now, file=shell.stdin, flush=True)
+
+    teller = threading.Thread(target=tell, name="pipette-orphans", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
+        with suppress(OSError):
+            shell.communicate("\n")
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

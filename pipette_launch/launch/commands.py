@@ -28,7 +28,7 @@ LEAST_REACH = 32
 """The largest message is at least so many times the least: a line needs points that lie apart."""
 
 
-def read(decision: Decision) -> WarmupOrder:
+def warmup_order(decision: Decision) -> WarmupOrder:
     """Return the orders of the warm-up that a decision asks for."""
     return files.loads(WarmupOrder, decision.probe_options, "the warm-up's orders")
 

@@ -410,10 +410,10 @@ class Coordinator:
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
         """Turn what the warm-up measured into a plan."""
-        from pipette_launch.launch.commands import read
+        from pipette_launch.launch.commands import warmup_order
 
         bare = replace(decision, phase="train", probe_options="", reason="")
-        return self._writer.guarded(bare, lambda: self._weigh(bare, read(decision), failure))
+        return self._writer.guarded(bare, lambda: self._weigh(bare, warmup_order(decision), failure))
 
     def _weigh(self, bare: Decision, orders: WarmupOrder, failure: str) -> Decision:
         """Take what the warm-up measured, or raise why there is nothing."""

@@ -1,4 +1,4 @@
-"""What each node does for a job: it introduces itself, runs what was decided, and shows what came of it."""
+"""The controller of one node: it describes the node, runs what the coordinator decided, and shows the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipette_launch import megatron, report
-from pipette_launch.agent import start
+from pipette_launch.agent import elastic
+from pipette_launch.agent.controller import Controller
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision, NodeRecord
 from pipette_launch.launch import commands
@@ -24,38 +25,35 @@ from pipette_launch.launch.nodes import described
 from pipette_launch.launch.plan_reports import add_outcome, existing_page
 from pipette_launch.launch.terminal import Kept, Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
-from pipette_launch.launch.trials import TrialWatch
+from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.inventory import await_memory
-from pipette_launch.probe.messages import START_S, last_error, last_sign, wait_s
+from pipette_launch.probe.messages import START_S, wait_s
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Collection, Mapping, Sequence
 
     from pipette_launch.agent.controller import Node, WorkerCommand
-    from pipette_launch.agent.sync.rendezvous import RendezvousSettings
+    from pipette_launch.agent.rendezvous import RendezvousSettings
     from pipette_launch.facts import Choice
     from pipette_launch.facts.messages import AttemptEnd, Failure, TrialReport
     from pipette_launch.facts.outcome import Outcome, PeakReading
     from pipette_launch.launch.options import Options
-    from pipette_launch.probe.messages import Sign
-
-PROGRESS = "progress"
 
 logger = logging.getLogger(__name__)
 
 
 def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
-    """Run a job; returns when it has succeeded, raises as torchrun does when it has not (`advice`: see `start.run`)."""
-    # Made when it is needed: nothing is left of a launcher that a signal ends while it waits for the other nodes.
+    """Run a job; return if it succeeded, else raise as torchrun does. For `advice` see `elastic.run`."""
+    # Only named here and made when needed, so that a launcher that a signal ends while it waits leaves no folder.
     folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
     metrics = MetricsFile(options.metrics_file, script=options.script, keeps=not options.only_looks)
     spans = Spans(os.environ)
     has_failed = True
     metrics.begin()
     try:
-        start.run(
+        elastic.run(
             args,
             lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans),
             advice=advice,
@@ -67,8 +65,8 @@ def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class NodeController:
-    """The controller of one agent (see `agent.controller`): its coordinator decides, and it carries out."""
+class NodeController(Controller):
+    """The launcher's controller of one agent."""
 
     def __init__(
         self,
@@ -83,21 +81,21 @@ class NodeController:
         self._metrics, self._spans = metrics, spans
         self._rendezvous_settings = rendezvous_settings
         self._folder = folder
+        self.progress_folder, self.measured_path = folder / "progress", folder / CLUSTER
         self._token = uuid.uuid4().hex
         self._cache = Cache(None, "")
-        """Where the plan in force and its outcome lie."""
+        """Folder of the plan in force and its outcome."""
         self._tracker: OutcomeTracker | None = None
         self._running: tuple[Choice, tuple[int, ...]] | None = None
         self._step_time_s = 0.0
         self._saved_before = ""
-        self._trial, self._recovery = TrialWatch(), Recovery()
+        self._recovery = Recovery()
         self._slowdown: Slowdown | None = None
         self._terminal = Terminal(options)
-        self._leads, self._measured_from_s, self._num_ranks = False, 0.0, 0
-        self.is_training = False
+        self._leads, self._measured_from_s, self._num_iterations = False, 0.0, 0
 
     def begin(self, node: Node) -> str:
-        """Take what torchrun knows of this node; return the token that names the agent."""
+        """Take the description of this node; return the token that names the agent."""
         self._node = node
         self._coordinator = Coordinator(
             self._options,
@@ -111,7 +109,7 @@ class NodeController:
         return self._token
 
     def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None) -> NodeRecord:
-        """Introduce this node to the others."""
+        """Describe this node and its last attempt for the other nodes."""
         self._recovery.ended()
         return NodeRecord(
             token=self._token,
@@ -132,20 +130,17 @@ class NodeController:
             max_restarts=self._options.max_restarts,
         )
 
-    @property
-    def slowed(self) -> str:
-        """How the steps have slowed down, where all machines are to be measured again for it; else empty."""
-        return self._slowdown.wants_restart if self._slowdown else ""
+    # -- decisions for all nodes, on the first node ---------------------------------------------------------------
 
     def decide(
         self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str] | None = None
     ) -> Decision:
-        """Decide for all nodes what a new round does; `lost` says of hosts that are gone why they are believed lost."""
+        """Decide what a new round does on all nodes; `lost` maps hosts of the last round to why they are gone."""
         self._metrics.lost(lost or ())
         return self._coordinator.decide(records, held, lost)
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
-        """Turn what the warm-up measured into a plan."""
+        """Make a plan from the measurements, and print how long measuring and planning took."""
         began_s = time.monotonic()
         self._terminal.begin("choosing a plan, {:.0f} s".format)
         try:
@@ -160,20 +155,13 @@ class NodeController:
         return following
 
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
-        """Turn what came of a trial into the next one, or into the training."""
+        """Return the next trial, or the training."""
         return self._coordinator.after_trial(decision, report)
 
-    def measured(self) -> str:
-        """Return what the warm-up left on this node; empty where it left nothing."""
-        path = self._folder / CLUSTER
-        return path.read_text() if path.exists() else ""
-
-    def receive(self, measured: str) -> None:
-        """Take what the warm-up left on another node."""
-        files.write_text(self._folder / CLUSTER, measured)
+    # -- the phase on this node -----------------------------------------------------------------------------------
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
-        """Take note of what was decided; the coordinator tells the user."""
+        """Take note of a decision; the deciding node prints it."""
         self._terminal.end()
         self._begin_attempt(decision)
         self._metrics.decided(decision, self._coordinator.cache if speaks else self._cache, decides=speaks)
@@ -181,24 +169,33 @@ class NodeController:
             return
         self._spans.begin(decision.key, phase_attributes(decision))
         try:
-            self._tell(decision)
+            path = self._cache.plan_path
+            page = None if self._options.plan else existing_page(path)
+            kept = Kept(plan=path, page=page, unsaved=self._cache.trouble)
+            self._terminal.tell(decision, self._coordinator.measurements, kept)
+            if decision.phase == "trial":
+                asked = self._options.trials
+                self._terminal.begin(
+                    lambda elapsed_s: trial_progress(decision, self._num_iterations, elapsed_s, asked=asked)
+                )
         except self._node.interruption:
             raise
         except Exception:
             logger.exception("the plan could not be shown; the job goes on")
 
     def _begin_attempt(self, decision: Decision) -> None:
-        """Start to count: no outcome may mix two attempts."""
+        """Reset all counts, so that no outcome mixes two attempts."""
         self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
-        self._trial.begin(decision)
+        self._num_iterations = 0
         self._recovery.decided(decision)
-        self._slowdown = None
+        self._slowdown, self.slowed = None, ""
         if decision.phase == "train" and self._options.watch != "off":
             restarts = self._options.watch == "restart" and self._options.plan is None
             self._slowdown = Slowdown(self._options.watch_limit, restarts=restarts)
-        self.is_training = decision.phase == "train"
         if decision.phase == "warmup":
-            self._measured_from_s, self._num_ranks = time.monotonic(), sum(decision.num_slots)
+            self._measured_from_s, num_ranks = time.monotonic(), sum(decision.num_slots)
+            # Workers may start late, and a phase may end after the budget.
+            self.warmup_deadline_s = wait_s(num_ranks, START_S) + wait_s(num_ranks, self._options.budget_s)
         plan = decision.plan
         if plan is None or decision.phase != "train":
             return
@@ -210,49 +207,44 @@ class NodeController:
         decided_here = self._coordinator.cache.key == plan.provenance.key
         self._cache = self._coordinator.cache if decided_here else Cache(self._options.cache, plan.provenance.key)
 
-    def _tell(self, decision: Decision) -> None:
-        path = self._cache.plan_path
-        page = None if self._options.plan else existing_page(path)
-        kept = Kept(plan=path, page=page, unsaved=self._cache.trouble)
-        self._terminal.tell(decision, self._coordinator.measurements, kept)
-        if decision.phase == "trial":
-            self._terminal.begin(lambda elapsed_s: self._trial.words(decision, elapsed_s, asked=self._options.trials))
-
     def command(self, decision: Decision) -> WorkerCommand:
-        """Return what this node's workers run under a decision."""
+        """Return the command that this node's workers run under a decision."""
         plan, choice = decision.plan, decision.choice
         if decision.checks_order and plan is not None and choice is not None:
             return commands.order_check(plan.device_kind, choice.layout.tp, decision.ranks_of(self._token))
         if decision.phase != "warmup":
             node = self._node
             return commands.training(decision, self._options, node.entrypoint, node.arguments, folder=self._folder)
-        from pipette_launch.launch.commands import read
-
-        progress = self._folder / PROGRESS
-        shutil.rmtree(progress, ignore_errors=True)
+        shutil.rmtree(self.progress_folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        progress.mkdir()
+        self.progress_folder.mkdir()
         path = self._folder / "probe-options.json"
-        files.write(path, replace(read(decision), progress_dir=str(progress), output=str(self._folder / CLUSTER)))
+        order = commands.warmup_order(decision)
+        files.write(path, replace(order, progress_dir=str(self.progress_folder), output=str(self.measured_path)))
         return commands.warmup(path)
 
-    def saw_line(self, line: str) -> bool:
-        """Read one line of the last rank's stdout; true when it is an iteration."""
+    # -- what the workers print -----------------------------------------------------------------------------------
+
+    def saw_line(self, line: str) -> float | None:
+        """Read a line of the last rank's stdout; return its step time (s) if it reports an iteration, else None."""
         iteration = megatron.parse_iteration(line)
         if iteration is None:
             memory = megatron.parse_memory(line)
             if memory is not None and self._tracker is not None:
                 self._tracker.add_memory(memory)
-            return False
-        self._trial.add(iteration.step_time_s)
-        slower = self._slowdown.add(iteration.step_time_s, iteration.iteration) if self._slowdown else ""
+            return None
+        self._num_iterations += 1
+        slower = ""
+        if self._slowdown:
+            slower = self._slowdown.add(iteration.step_time_s, iteration.iteration)
+            self.slowed = self._slowdown.wants_restart
         for words in filter(None, (self._recovery.sees(iteration.iteration), slower)):
             self._terminal.warn(words)
         self._metrics.iterated(iteration)
         outcome = self._tracker.add(iteration) if self._tracker else None
         if outcome is not None:
             self._keep_outcome(replace(outcome, peaks=(*outcome.peaks, *self._device_peaks())))
-        return True
+        return iteration.step_time_s
 
     def _keep_outcome(self, outcome: Outcome) -> None:
         self._metrics.measured(outcome)
@@ -263,7 +255,7 @@ class NodeController:
             self._terminal.warn(trouble)
 
     def _device_peaks(self) -> tuple[PeakReading, ...]:
-        """What this node's GPUs hold for the job."""
+        """Read the memory that this node's GPUs hold for the job."""
         if self._running is None or self._host is None or self._host.devices[0].kind != "cuda":
             return ()
         choice, ranks = self._running
@@ -273,13 +265,13 @@ class NodeController:
                 for rank, device in zip(ranks, self._host.devices, strict=True)
             }
         except Exception:
-            # What a driver says of a running job is worth no job.
+            # A driver error must not end a running job.
             logger.exception("the memory in use cannot be read")
             return ()
         return device_peaks(choice, used)
 
     def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:
-        """Whether workers that showed no iteration had trained all the same."""
+        """Return whether workers that printed no iteration trained nevertheless."""
         return has_trained(
             lived_s=lived_s,
             step_time_s=self._step_time_s,
@@ -288,42 +280,22 @@ class NodeController:
             saved_now=megatron.saved_iteration(self._options.script_arguments),
         )
 
-    @property
-    def warmup_deadline_s(self) -> float:
-        """After how long a warm-up counts as hung: a late start is waited for, and phases may end after the budget."""
-        return wait_s(self._num_ranks, START_S) + wait_s(self._num_ranks, self._options.budget_s)
-
-    def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
-        """Return what a local warm-up worker last said of itself, and why it failed if it said so."""
-        folder = self._folder / PROGRESS
-        return last_sign(folder, local_rank), last_error(folder, local_rank)
+    # -- warm-up and trials ---------------------------------------------------------------------------------------
 
     def warmup_goes_on(self, *, leads: bool) -> None:
-        """Show how far the warm-up is."""
+        """Show the progress of the warm-up, on the node of RANK 0."""
         self._leads = leads
         if leads:
-            # RANK 0 is the first of this node.
+            # RANK 0 is the first worker of this node.
             sign = self.warmup_sign(0)[0]
             self._terminal.warmup_goes_on(sign)
             self._metrics.warming_up(sign)
 
-    def warmup_is_over(self) -> None:
-        """Wait until the devices are free again: training needs every byte."""
-        self._terminal.warmup_is_over(self.warmup_sign(0)[0] if self._leads else None)
-        self._await_devices()
-
-    def trial_is_over(self) -> tuple[float, ...]:
-        """Wait until the devices are free again; returns the step times that a trial printed here."""
+    def workers_are_gone(self) -> None:
+        """Take the progress line off the screen, and wait until the devices are free: training needs every byte."""
         self._terminal.end()
-        self._await_devices()
-        return self._trial.steps_s
-
-    @property
-    def trial_patience_s(self) -> tuple[float, float]:
-        """After how long without the first iteration, and without each later one, a trial counts as hung."""
-        return self._trial.patience_s
-
-    def _await_devices(self) -> None:
+        self._terminal.warmup_is_over(self.warmup_sign(0)[0] if self._leads else None)
+        self._leads = False
         if self._host is None:
             return
         try:
@@ -332,4 +304,4 @@ class NodeController:
         except self._node.interruption:
             raise
         except Exception:
-            logger.exception("whether the workers' memory is free again cannot be told; the job goes on")
+            logger.exception("the free memory of the devices cannot be read; the job goes on")

@@ -16,9 +16,9 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipette_launch.agent.scontrol import scontrol
-from pipette_launch.agent.sync.endpoint import holder
-from pipette_launch.agent.sync.rendezvous import RendezvousSettings
+from pipette_launch.agent.rendezvous import RendezvousSettings
+from pipette_launch.agent.rendezvous_handler import holder
+from pipette_launch.agent.signals import scontrol
 from pipette_launch.errors import ClusterError, UsageError
 
 if TYPE_CHECKING:

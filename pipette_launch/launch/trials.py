@@ -12,7 +12,6 @@ from pipette_launch.facts import Samples
 from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
 from pipette_launch.facts.plan import Trial, Trials
 from pipette_launch.launch.nodes import joined
-from pipette_launch.probe.messages import START_S, wait_s
 from pipette_launch.replan import why_to_give_up
 from pipette_launch.text import seconds_text
 
@@ -30,11 +29,6 @@ def needs_check(training: Decision) -> bool:
     if plan is None or choice is None or plan.device_kind != "cuda" or choice.is_order_checked:
         return False
     return not is_in_device_order(choice.placement, plan.devices_per_host)
-
-
-def patience_s(decision: Decision) -> float:
-    """Return the time after which a check counts as hung: imports, a communicator for each host, then milliseconds."""
-    return wait_s(sum(decision.num_slots), START_S)
 
 
 def check_before(training: Decision) -> Decision:
@@ -93,56 +87,13 @@ def _back_in_order(plan: Plan) -> Plan:
 if TYPE_CHECKING:
     from pipette_launch.facts.messages import Decision
 
-FIRST_ITERATION_S = 600.0
-"""Imports, data, a checkpoint, compilation, the first step."""
-HUNG_S = 120.0
-"""Between two iterations; a validation may lie between them."""
-HUNG_STEPS = 20
-"""And so many predicted steps, where those take longer."""
 
-
-class TrialWatch:
-    """Collects the step times of the trial in progress, if there is one."""
-
-    def __init__(self) -> None:
-        self._is_trial = False
-        self._steps_s: list[float] = []
-        self._predicted_s = 0.0
-        self._check_patience_s = 0.0
-        """Above 0 in a check of a device order."""
-
-    def begin(self, decision: Decision) -> None:
-        """Forget an earlier trial."""
-        self._steps_s = []
-        self._is_trial = decision.phase == "trial"
-        self._check_patience_s = patience_s(decision) if decision.checks_order else 0.0
-        if self._is_trial and decision.plan is not None:
-            self._predicted_s = (decision.choice or decision.plan.own).step_time_s
-
-    def add(self, step_time_s: float) -> None:
-        """Take one logged line; those of the training are not kept, which may last for months."""
-        if self._is_trial:
-            self._steps_s.append(step_time_s)
-
-    @property
-    def steps_s(self) -> tuple[float, ...]:
-        """The step times so far."""
-        return tuple(self._steps_s)
-
-    def words(self, decision: Decision, elapsed_s: float, *, asked: int) -> str:
-        """Say how far the trial is; only the node of the last rank hears its iterations."""
-        if decision.checks_order:
-            return f"{check_words(decision)}, {elapsed_s:.0f} s"
-        heard = f"iteration {len(self._steps_s)} of {decision.iterations}, " if self._steps_s else ""
-        return f"trial {_number(decision, asked=asked)}: {_what(decision)}, {heard}{elapsed_s:.0f} s"
-
-    @property
-    def patience_s(self) -> tuple[float, float]:
-        """After how long without the first iteration, and without each later one, a trial counts as hung."""
-        if self._check_patience_s:
-            return self._check_patience_s, 0.0
-        steps_s = HUNG_STEPS * self._predicted_s
-        return FIRST_ITERATION_S + steps_s, max(HUNG_S, steps_s)
+def trial_progress(decision: Decision, num_iterations: int, elapsed_s: float, *, asked: int) -> str:
+    """Return the progress line of a trial; only the node of the last rank sees iterations."""
+    if decision.checks_order:
+        return f"{check_words(decision)}, {elapsed_s:.0f} s"
+    seen = f"iteration {num_iterations} of {decision.iterations}, " if num_iterations else ""
+    return f"trial {_number(decision, asked=asked)}: {_what(decision)}, {seen}{elapsed_s:.0f} s"
 
 
 def trial_words(decision: Decision, *, asked: int) -> str:

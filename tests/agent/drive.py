@@ -16,17 +16,16 @@ from typing import Any
 from torch.distributed.run import get_args_parser
 
 from pipette_launch import replan
-from pipette_launch.agent import start
-from pipette_launch.agent.controller import Node, WorkerCommand
-from pipette_launch.agent.leaving import end_at_once
-from pipette_launch.agent.sync.rendezvous import RendezvousSettings
+from pipette_launch.agent import elastic, trial
+from pipette_launch.agent.controller import Controller, Node, WorkerCommand
+from pipette_launch.agent.rendezvous import RendezvousSettings
+from pipette_launch.agent.signals import end_at_once
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
 from pipette_launch.launch.nodes import unique_names
-from pipette_launch.probe.messages import Sign, last_error, last_sign
 
 
-class ScriptedConductor:
+class ScriptedController(Controller):
     """Decides by a small table: warm-up command, placements to try, what counts as an iteration."""
 
     def __init__(self, table: dict[str, Any], settings: RendezvousSettings, max_restarts: int) -> None:
@@ -37,10 +36,10 @@ class ScriptedConductor:
         self.folder, self.host = Path(os.environ["OUT"]), os.environ["NODE"]
         self.warmup_deadline_s = table.get("deadline_s", 60.0)
         self.names: dict[str, str] = {}
-        self.trial_patience_s = tuple(table.get("patience_s", (60.0, 60.0)))
-        self.received = ""
-        self.steps_s: list[float] = []
-        self.slowed = ""
+        trial.patience_s = lambda _decision: tuple(table.get("patience_s", (60.0, 60.0)))
+        self.progress_folder = self.folder / self.host
+        self.measured_path = self.folder / f"measured-{self.host}"
+        self.measured_path.write_text(f"measured by {self.host}")
 
     def begin(self, node: Node) -> str:
         self.entrypoint, self.arguments, self.num_slots = node.entrypoint, node.arguments, node.num_slots
@@ -126,7 +125,7 @@ class ScriptedConductor:
         phase = "stop" if self.table.get("dry_run") else "train"
         smaller = self.without(decision, "standby_later")
         plan = None if failure else self.plan(smaller.hosts)
-        made = replace(smaller, phase=phase, reason=failure or self.received, plan=plan)
+        made = replace(smaller, phase=phase, reason=failure or self.received(), plan=plan)
         return replace(made, phase="trial", iterations=3) if plan and "trials" in self.table else made
 
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
@@ -136,15 +135,10 @@ class ScriptedConductor:
         reason = f"{decision.reason}trial {decision.trial}: {num_steps} steps, {end}; "
         return replace(decision, phase=phase, trial=decision.trial + 1, reason=reason)
 
-    def trial_is_over(self) -> tuple[float, ...]:
-        steps_s, self.steps_s = tuple(self.steps_s), []
-        return steps_s
-
-    def measured(self) -> str:
-        return f"measured by {os.environ.get('NODE', '')}"
-
-    def receive(self, measured: str) -> None:
-        self.received = measured
+    def received(self) -> str:
+        """Return the measurements of another node."""
+        text = self.measured_path.read_text()
+        return "" if text == f"measured by {self.host}" else text
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         if speaks:
@@ -152,12 +146,7 @@ class ScriptedConductor:
             attempt = decision.attempt if decision.plan else "own"
             sys.stderr.write(f"SHOW {decision.phase} attempt={attempt} reason={decision.reason}\n")
 
-    @property
-    def is_training(self) -> bool:
-        return self.phase == "train"
-
     def command(self, decision: Decision) -> WorkerCommand:
-        self.phase = decision.phase
         if decision.phase == "warmup":
             return WorkerCommand(
                 entrypoint=sys.executable, arguments=("-u", "-c", self.table["warmup"]), environment={"PHASE": "warmup"}
@@ -168,23 +157,11 @@ class ScriptedConductor:
             environment={"PHASE": decision.key, "ATTEMPT": str(decision.attempt)},
         )
 
-    def saw_line(self, line: str) -> bool:
-        is_iteration = line.startswith("iteration")
-        self.steps_s += [0.1] * is_iteration
-        return is_iteration
+    def saw_line(self, line: str) -> float | None:
+        return 0.1 if line.startswith("iteration") else None
 
     def trained(self, *, lived_s: float, exit_codes: Any) -> bool:
         return lived_s > self.table.get("trained_after_s", 60.0) or 16 in exit_codes
-
-    def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
-        folder = self.folder / self.host
-        return last_sign(folder, local_rank), last_error(folder, local_rank)
-
-    def warmup_goes_on(self, *, leads: bool) -> None:
-        pass
-
-    def warmup_is_over(self) -> None:
-        pass
 
 
 def main() -> None:
@@ -192,7 +169,7 @@ def main() -> None:
     table = json.loads(Path(sys.argv[1]).read_text())
     args = get_args_parser().parse_args(sys.argv[2:])
     try:
-        start.run(args, lambda settings: ScriptedConductor(table, settings, args.max_restarts))
+        elastic.run(args, lambda settings: ScriptedController(table, settings, args.max_restarts))
     finally:
         end_at_once()
 

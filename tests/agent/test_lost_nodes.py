@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
-from agent.phases.test_standby import await_files, await_store, ends
-from agent.test_elastic import free_port, start
+from agent.test_elastic import ALONE, finish, free_port, start, two_nodes
+from agent.test_phases import await_files, await_store, ends
+from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from pipette_launch.agent import phases
+from pipette_launch.agent.elastic import PipetteAgent
+from pipette_launch.agent.membership import LEFT_OUT, REJOIN, Rejoin
+from pipette_launch.agent.phases import Attempt
+from pipette_launch.agent.store import RoundOver, RoundStore
+from pipette_launch.facts.messages import Decision
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 SCRIPT = (
@@ -111,3 +123,183 @@ def test_too_few_nodes_end_the_job(tmp_path: Path) -> None:
 
     assert 1 == codes["a"]
     assert "--nnodes wants 2" in texts["a"], texts
+
+
+@pytest.mark.parametrize(("why", "keeps"), [(LEFT_OUT, False), (REJOIN, True)])
+def test_what_an_agent_brings_along(monkeypatch: pytest.MonkeyPatch, why: str, keeps: bool) -> None:
+    """Should it decide for all, an old decision would take the place of theirs, and an old failure cost a restart."""
+    old = Decision(phase="train", tokens=("a",), hosts=("a",), num_slots=(1,))
+    failed = Attempt(index=0, ended="before-first-iteration")
+    brought: list[tuple[Decision | None, Attempt]] = []
+
+    def meet() -> Any:
+        brought.append((agent._decision, agent._attempt))
+        if len(brought) == 1:
+            raise Rejoin(why)
+        return old, None
+
+    agent = PipetteAgent.__new__(PipetteAgent)
+    agent.__dict__.update(
+        _decision=old, _attempt=failed, _is_same_round=False, _membership=SimpleNamespace(has_joined=False), _meet=meet
+    )
+    monkeypatch.setattr(PipetteAgent, "_apply", lambda *_: None)
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", lambda *_: None)
+    agent._rendezvous(SimpleNamespace())  # type: ignore[arg-type]
+
+    assert [(old, failed), (old, failed) if keeps else (None, Attempt())] == brought
+
+
+pytestmark_of_test_vanished = [pytest.mark.processes, pytest.mark.timeout(200)]
+WARMUP = (
+    "import os, time\n"
+    "from pipette_launch.probe.lockstep import end_with_parent\n"
+    "end_with_parent()\n"
+    "open(f\"{os.environ['OUT']}/up-{os.environ['RANK']}-{os.getpid()}\", 'w').close()\n"
+    "while not os.path.exists(os.environ['OUT'] + '/go'):\n"
+    "    time.sleep(0.05)\n"
+    "raise SystemExit(1)\n"
+)
+
+
+def workers(folder: Path) -> dict[int, int]:
+    """Pids of warm-up workers by RANK, once all four are up."""
+    ends_s = time.monotonic() + 100
+    while time.monotonic() < ends_s:
+        found = [path.name.split("-")[1:] for path in folder.glob("up-*")]
+        if len(found) == 4:
+            return {int(rank): int(pid) for rank, pid in found}
+        time.sleep(0.05)
+    raise AssertionError("the warm-up did not begin")
+
+
+def store_host(port: int) -> int:
+    """The process that hosts the rendezvous store."""
+    (pid,) = {
+        one.pid for one in psutil.net_connections() if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+    }
+    assert pid is not None
+    return pid
+
+
+def test_an_agent_that_vanishes_is_named(tmp_path: Path) -> None:
+    """A worker fails, and the other agent is stopped: the job ends where both are needed, and nobody waits for it."""
+    port = free_port()
+    table = {"warmup": WARMUP, "placements": [[3, 2, 1, 0]], "deadline_s": 150.0}
+    agents = [start(tmp_path, table, ALONE, *two_nodes(port), node=node) for node in "ab"]
+    pids = workers(tmp_path)
+    host = store_host(port)
+    gone, left = sorted(agents, key=lambda agent: agent.pid == host)
+
+    gone.send_signal(signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    codes, text = finish(left)
+    gone.kill()
+    finish(gone)
+
+    assert [1] == codes, text
+    assert re.search(
+        r"is lost \(its agent does not answer\).*--nnodes wants 2|reaches 1 of 2 nodes that may still run", text
+    ), text
+    ends_s = time.monotonic() + 10
+    while any(map(psutil.pid_exists, pids.values())) and time.monotonic() < ends_s:
+        time.sleep(0.05)
+    assert [] == [pid for pid in pids.values() if psutil.pid_exists(pid)]
+
+
+DECISION = Decision(phase="warmup", tokens=("t1", "t2"), hosts=("b", "c"), num_slots=(1, 1))
+WITHOUT_FIRST = Decision(
+    phase="warmup",
+    tokens=("t1", "t2"),
+    hosts=("b", "c"),
+    num_slots=(1, 1),
+    standby=("t0",),
+    standby_hosts=("a",),
+)
+
+
+class FakeController:
+    """The controller of a node that has measurements, or receives those of another node."""
+
+    def __init__(self, path: Path, text: str = "") -> None:
+        self.measured_path = path
+        path.write_text(text)
+        self.failure = "?"
+
+    @property
+    def text(self) -> str:
+        return self.measured_path.read_text()
+
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+        self.failure = failure
+        return decision
+
+
+def relays(folder: Path, measured: str, decision: Decision = WITHOUT_FIRST) -> tuple[list[Any], list[FakeController]]:
+    """Three agents: the first one decides, the second one runs RANK 0."""
+    store = HashStore()
+    texts = ("", measured, "nobody asks")
+    controllers = [FakeController(folder / str(rank), text) for rank, text in enumerate(texts)]
+    return [
+        phases.Relay(
+            RoundStore(store, rank, 3, is_coordinator=rank == 0),
+            decision,
+            f"t{rank}",
+            controller,  # type: ignore[arg-type]
+        )
+        for rank, controller in enumerate(controllers)
+    ], controllers
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 22, 7])
+def test_whoever_decides_learns_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    """In pieces that the store takes."""
+    monkeypatch.setattr(phases, "MOST_BYTES", piece_bytes)
+    agents, controllers = relays(tmp_path, "gigabytes a second: äöü" * 50)
+
+    for agent in agents:
+        agent.hand_over()
+    agents[0].plan("")
+
+    assert ("gigabytes a second: äöü" * 50, "") == (controllers[0].text, controllers[0].failure)
+
+
+def test_a_failed_warmup_is_known_on_standby(tmp_path: Path) -> None:
+    """From the store, for this node watched no workers; nothing is waited for then."""
+    agents, controllers = relays(tmp_path, "half of it")
+    agents[1]._round_store.put("warmup-failed", "rank 1 hangs")
+
+    agents[0].plan("")
+
+    assert ("rank 1 hangs", "") == (controllers[0].failure, controllers[0].text)
+
+
+def test_what_never_comes_is_no_plan(tmp_path: Path) -> None:
+    """Nothing was measured: that is the reason, and the job trains without a plan."""
+    agents, controllers = relays(tmp_path, "")
+    agents[1].hand_over()
+    agents[0].plan("")
+
+    assert "left no measurements" in controllers[0].failure
+
+
+def test_a_lost_node_ends_the_wait(tmp_path: Path) -> None:
+    """Whoever waits for measurements that will never come goes to the meeting instead."""
+    agents, _ = relays(tmp_path, "x")
+    agents[1]._round_store.call_all("a node is lost")
+
+    with pytest.raises(RoundOver):
+        agents[0].plan("")
+
+
+def test_a_node_that_measured_keeps_what_it_has(tmp_path: Path) -> None:
+    """Where the one who decides took part itself, nothing goes through the store."""
+    agents, controllers = relays(tmp_path, "x", DECISION.leaving_out(["c"]))
+    coordinator = phases.Relay(agents[0]._round_store, DECISION.leaving_out(["c"]), "t1", controllers[0])
+
+    coordinator.hand_over()
+    coordinator.plan("it hangs")
+
+    assert ("", "it hangs") == (controllers[0].text, controllers[0].failure)
+    assert not agents[0]._round_store.has("measured")

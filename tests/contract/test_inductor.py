@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
-from pipette_launch.agent.phases.trial import COMPILED, TrialRun
+from pipette_launch.agent.trial import COMPILED, TrialRun
 
 TRITON = "TRITON_CACHE_DIR"
 

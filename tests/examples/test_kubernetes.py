@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipette_launch import cli
-from pipette_launch.agent.sync.rendezvous import settle
+from pipette_launch.agent.rendezvous import settle
 
 if TYPE_CHECKING:
     from argparse import Namespace

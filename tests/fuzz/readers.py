@@ -21,10 +21,9 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from launch.worlds import choice, plan, records
 from megatron_lines import SMALL
 
-from pipette_launch.agent.failure_attribution import NodeReport, WarmupFailure, WorkerState
-from pipette_launch.agent.sync.meeting_flags import check_meeting
-from pipette_launch.agent.sync.rendezvous import settle
-from pipette_launch.agent.sync.store import pack, unpack
+from pipette_launch.agent.rendezvous import check_meeting, settle
+from pipette_launch.agent.store import pack, unpack
+from pipette_launch.agent.warmup import NodeReport, WarmupFailure, WorkerState
 from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Layout, Samples, files
 from pipette_launch.facts.fabric import FabricSpec, Tier

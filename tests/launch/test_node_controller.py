@@ -12,7 +12,7 @@ from launch.worlds import options, plan, records
 
 from pipette_launch import report
 from pipette_launch.agent.controller import Node
-from pipette_launch.agent.sync.rendezvous import RendezvousSettings
+from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages import Decision
 from pipette_launch.facts.outcome import Outcome
@@ -280,16 +280,16 @@ def test_training_waits_for_the_memory_of_the_warmup(
     troubles: list[Exception] = [OSError("driver/library version mismatch"), KeyError("signal 15")]
 
     monkeypatch.setattr(module, "await_memory", lambda host: (f"{host.name}: GPU 0 still holds 1 GiB",))
-    told.warmup_is_over()
+    told.workers_are_gone()
     assert "GPU 0 still holds 1 GiB\n" in capsys.readouterr().err
 
     def fail(host: object) -> None:
         raise troubles.pop(0)
 
     monkeypatch.setattr(module, "await_memory", fail)
-    told.warmup_is_over()
+    told.workers_are_gone()
     with pytest.raises(KeyError):
-        told.warmup_is_over()
+        told.workers_are_gone()
 
 
 def test_a_plan_that_was_made_before_has_no_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from launch.worlds import choice, coordinator, options, plan, records, value
 from search.worlds import on_gpus
 
+from pipette_launch.agent.trial import patience_s
 from pipette_launch.facts import Cluster, Layout, Links, Plan, Samples, files
 from pipette_launch.facts.cluster import is_in_device_order, shared_order
 from pipette_launch.facts.messages import Decision, Failure, NodeRecord, TrialReport
@@ -22,7 +23,6 @@ from pipette_launch.facts.plan import Trial, Trials, refit
 from pipette_launch.launch import commands
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.trials import (
-    TrialWatch,
     check_words,
     failed,
     needs_check,
@@ -188,12 +188,9 @@ def test_templates_go_back_too() -> None:
 def test_a_check_waits_as_long_as_a_start_and_runs_no_script() -> None:
     """Its workers know the ranks of their host; thousands of ranks import from cold storage for longer."""
     check = replace(training_of(gpu_plan((0, 2, 1, 3, 4, 6, 5, 7))), phase="trial", checks_order=True, trial=1)
-    watch = TrialWatch()
-    watch.begin(check)
 
-    assert (180.4, 0.0) == watch.patience_s
-    watch.begin(replace(check, num_slots=(2048, 2048)))
-    assert (384.8, 0.0) == watch.patience_s
+    assert (180.4, 0.0) == patience_s(check)
+    assert (384.8, 0.0) == patience_s(replace(check, num_slots=(2048, 2048)))
     assert ("-m", "pipette_launch.probe.order_check", "cuda", "2", "4", "6", "5", "7") == commands.order_check(
         "cuda", 2, (4, 6, 5, 7)
     ).arguments[1:]

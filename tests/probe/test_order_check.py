@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probe.workers import LIMIT_S
 
-from pipette_launch.agent.device_binding import bindings, visible_devices
+from pipette_launch.agent.workers import bindings, visible_devices
 from pipette_launch.probe import order_check
 from pipette_launch.probe.order_check import Mismatch, check_order
 

@@ -1,0 +1,424 @@
+"""How the first agent waits for the others at a meeting, and finds out who will never come."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch.distributed import TCPStore
+
+from pipette_launch.agent.peers import (
+    GONE,
+    SILENT,
+    PeerWatch,
+    ReachSweep,
+    answers,
+    connected,
+    cut_wires,
+    out_of_reach,
+    why_unreachable,
+)
+from pipette_launch.agent.store import ANSWER_S, BROKEN, PEER_WAIT_S, AgentStore, RoundStore, StoreGone, growing_pauses
+from pipette_launch.errors import ClusterError
+from pipette_launch.facts import files
+from pipette_launch.facts.messages import Arrival, Decision, Member, Members
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipette_launch.agent.store import AgentStore
+    from pipette_launch.facts.messages import Member
+
+UNREACHABLE_S = 8.0
+"""For so long an agent must be out of reach before a meeting goes on without it, unless its kernel says it is gone."""
+PROBE_S = 0.5
+PROOF_S = 1.5
+
+
+class Gathering:
+    """The agents that have come to a meeting, and those that are lost."""
+
+    def __init__(
+        self, others: Sequence[Member], desk: AgentStore, lost: dict[str, str], told_of: Callable[[Member, str], str]
+    ) -> None:
+        """Begin.
+
+        Args:
+            others: who is to come.
+            desk: where they leave word.
+            lost: why some are believed lost already, by token; whoever comes is taken off it.
+            told_of: what was said of an agent in the round before: that it `left`, or is `lost`; empty for nothing.
+
+        """
+        self.arrivals: dict[str, Arrival] = {}
+        self.lost = lost
+        self.surely_gone: set[str] = set()
+        """Those of the lost that cannot train on somewhere else: their kernels say so, or they did."""
+        self._others = others
+        self._desk = desk
+        self._told_of = told_of
+        self._missed_s: dict[str, float] = {}
+
+    def wait(self) -> None:
+        """Wait until all have come, or are known to be lost."""
+        began_s = probed_s = time.monotonic()
+        for pause_s in growing_pauses():
+            self._receive()
+            missing = [one for one in self._others if one.token not in self.arrivals and one.token not in self.lost]
+            if not missing:
+                return
+            now_s = time.monotonic()
+            if now_s - began_s > PEER_WAIT_S:
+                self.lost.update({member.token: "its agent does not answer" for member in missing})
+            elif now_s - probed_s > PROBE_S:
+                probed_s = now_s
+                self._find_lost(missing)
+            time.sleep(pause_s)
+
+    def _receive(self) -> None:
+        for member in self._others:
+            text = None if member.token in self.arrivals else self._desk.peek(f"arrival/{member.token}")
+            if text is not None:
+                self._desk.drop(f"arrival/{member.token}")
+                self.arrivals[member.token] = files.loads(Arrival, text, f"record of {member.address}")
+                # Whoever comes is there, whatever others believed.
+                self.lost.pop(member.token, None)
+
+    def _find_lost(self, missing: Sequence[Member]) -> None:
+        """Find out who of those that have not come will never come."""
+        with ThreadPoolExecutor(min(len(missing), 32)) as pool:
+            found = list(pool.map(self._look_for, missing))
+        now_s = time.monotonic()
+        for member, (why, lost) in zip(missing, found, strict=True):
+            left = self._told_of(member, "left")
+            if why == GONE or left:
+                self.surely_gone.add(member.token)
+                self.lost[member.token] = left or why
+                continue
+            if not (why or lost):
+                self._missed_s.pop(member.token, None)
+                continue
+            # One that others saw to be silent, too, has but a moment to prove that it is not.
+            if now_s - self._missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else UNREACHABLE_S):
+                self.lost[member.token] = lost or why
+
+    def _look_for(self, member: Member) -> tuple[str, str]:
+        """Say why an agent cannot be reached, and why others believe it lost; both empty where it answers."""
+        why, lost = why_unreachable(member, timeout_s=PROBE_S), self._told_of(member, "lost")
+        # The kernel of a stopped process takes connections, too. A store answers while its agent waits for its workers.
+        return why, lost if lost and (why or not answers(member, within_s=PROBE_S)) else ""
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed import Store
+
+    from pipette_launch.facts.messages import NodeRecord
+
+logger = logging.getLogger(__name__)
+
+REJOIN = "rejoin"
+"""The answer by which all agents go through torch's rendezvous again: another node waits there."""
+LEFT_OUT = "left out"
+"""The answer to an agent that the others went on without."""
+
+
+Decide: TypeAlias = "Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision]"
+
+
+class Rejoin(Exception):  # noqa: N818
+    """The agent is to go through torch's rendezvous again."""
+
+
+class Membership:
+    """The agents of a job as one of them knows them."""
+
+    def __init__(self, token: str, address: str, node_rank: int) -> None:
+        self._server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._own = Member(token=token, address=address, port=self._server.port, node_rank=node_rank)
+        self._desk = AgentStore(self._server, "pipette", is_own=True)
+        """Where other agents leave word for this one while it decides for all."""
+        self._members: tuple[Member, ...] = ()
+        self._lost: dict[str, str] = {}
+        """Why members are believed lost, by token; of those that the next meeting will go on without."""
+        self._surely_gone: set[str] = set()
+        """Those of them that cannot train on somewhere else: their kernels say that they ended, or they said so."""
+        self._leader: Member | None = None
+        """Whoever decided last, and its store where it is another's."""
+        self._leader_store: Store | None = None
+        self._round_store: RoundStore | None = None
+        self._watch: PeerWatch | None = None
+        self._sweep: ReachSweep | None = None
+        self._out_of_reach: set[str] = set()
+        """Agents that this one could not connect to."""
+        self._num_meetings = 0
+
+    def join(self, store: Store, group_rank: int, group_size: int) -> None:
+        """Learn whom torch's rendezvous has brought together, through its own store."""
+        # Before the others hear of this agent: an old list would tell them that they are left out.
+        self._desk.drop("round")
+        met = AgentStore(store, "pipette", is_own=True)
+        met.put(f"member/{group_rank}", files.dumps(self._own))
+        if group_rank == 0:
+            texts = [
+                met.take(f"member/{rank}", what=f"the address of node {rank}", deadline_s=PEER_WAIT_S)
+                for rank in range(group_size)
+            ]
+            found = [files.loads(Member, text, f"address of node {rank}") for rank, text in enumerate(texts)]
+            if min(member.node_rank for member in found) >= 0:
+                # Static rendezvous promises the order of --node-rank; group ranks follow the addresses.
+                found.sort(key=lambda member: member.node_rank)
+            met.put("members", files.dumps(Members(generation="", members=tuple(found))))
+        text = met.take("members", what="the list of nodes", deadline_s=PEER_WAIT_S)
+        self._members = files.loads(Members, text, "list of nodes").members
+        self._lost, self._surely_gone = {}, set()
+        self._leader, self._leader_store = None, None
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the agents meet without torch's rendezvous."""
+        return bool(self._members)
+
+    def leave_behind(self, tokens: Sequence[str], why: str) -> None:
+        """Take these agents for lost, without waiting for them at the next meeting."""
+        self._lost.update(dict.fromkeys(tokens, why))
+
+    def say_leaving(self, why: str) -> None:
+        """Let the others go on without this agent, whose workers may take long to end."""
+        if self._round_store is not None:
+            self._round_store.say(f"left/{self._own.token}", why)
+            self._round_store.say("alarm", why)
+
+    def meet(
+        self,
+        record: NodeRecord,
+        held: Decision | None,
+        *,
+        decide: Decide,
+        is_awaited: Callable[[], bool],
+    ) -> tuple[Decision, RoundStore]:
+        """Introduce this node to the others, and return what is decided for all, and the store of the new round.
+
+        Args:
+            record: this node's introduction.
+            held: what this node went by before.
+            decide: called on the first agent alone, with the records of all, and why others are believed lost.
+            is_awaited: whether another node waits in torch's rendezvous; asked of the first agent alone.
+
+        Raises:
+            Rejoin: all go through torch's rendezvous again, or the others went on without this agent.
+            ClusterError: too few can be reached.
+
+        """
+        self._stop_watching()
+        self._forget_reached()
+        self._num_meetings += 1
+        while True:
+            leader = next(member for member in self._members if member.token not in self._lost)
+            if leader == self._own:
+                return self._lead(record, held, decide, is_awaited)
+            try:
+                if leader == self._leader and self._leader_store is not None and self._round_store is not None:
+                    # Nobody waits once more for one that was silent in the round.
+                    self._round_store.check_is_there()
+                return self._follow(leader, record, held)
+            except StoreGone as error:
+                known, self._leader_store = self._leader_store, None
+                if known is not None and str(error) == BROKEN:
+                    # It may only be the connection; a new one will tell.
+                    continue
+                logger.warning("the agent at %s decides no more: %s", leader.address, error)
+                self._lost[leader.token] = str(error)
+
+    # -- where another agent decides ------------------------------------------------------------------------------
+
+    def _follow(self, leader: Member, record: NodeRecord, held: Decision | None) -> tuple[Decision, RoundStore]:
+        store = self._store_of(leader)
+        desk = AgentStore(store, "pipette", is_own=False)
+        self._call(leader, desk)
+        knows = held is None or leader.token in (*held.tokens, *held.standby)
+        arrival = Arrival(
+            meeting=self._num_meetings,
+            record=record,
+            held=None if knows else held,
+            out_of_reach=tuple(sorted(self._out_of_reach)),
+        )
+        desk.put(f"arrival/{self._own.token}", files.dumps(arrival))
+        generation = self._answer(leader, desk)
+        if generation in (REJOIN, LEFT_OUT):
+            # Or it would be taken for that of a later meeting, to which this agent may come late.
+            desk.drop(f"arrival/{self._own.token}")
+            self._members = ()
+            raise Rejoin(generation)
+        decision = files.loads(Decision, desk.peek(f"{generation}/decision") or "", "decision of the first node")
+        self._desk.drop("round")
+        known = self._list(desk, generation)
+        self._leader, self._leader_store = leader, store
+        return decision, self._begin(known, store, leads=False)
+
+    def _store_of(self, leader: Member) -> Store:
+        if leader == self._leader and self._leader_store is not None:
+            return self._leader_store
+        why = why_unreachable(leader, timeout_s=HOST_SILENCE_S)
+        if why == GONE:
+            self._surely_gone.add(leader.token)
+        if why:
+            raise StoreGone(why)
+        try:
+            return connected(leader, within_s=HOST_SILENCE_S)
+        except (TimeoutError, RuntimeError) as error:
+            raise StoreGone(f"its agent does not answer ({error})") from error
+
+    def _call(self, leader: Member, desk: AgentStore) -> None:
+        """Call the first agent to the meeting: it may know of no reason."""
+        if self._round_store is not None and leader == self._leader:
+            desk.put(f"{self._round_store.generation}/alarm", "a meeting")
+
+    def _answer(self, leader: Member, desk: AgentStore) -> str:
+        """Wait for the name of the new round."""
+        # The first agent itself waits so long for others, and may then plan.
+        ends_s = time.monotonic() + 2 * PEER_WAIT_S
+        pauses_s = growing_pauses()
+        key = f"answer/{self._own.token}/{self._num_meetings}"
+        last = self._round_store and self._round_store.generation
+        while (answer := desk.peek(key)) is None:
+            left = self._round_store and desk.peek(f"{self._round_store.generation}/left/{leader.token}")
+            if left:
+                self._surely_gone.add(leader.token)
+                raise StoreGone(left)
+            # The list of a thousand nodes is long, and all of them wait: it is read where it is another.
+            now = desk.peek("round")
+            if now not in (None, last):
+                # The answer may be on its way, or be that to an older arrival.
+                return now if self._own in self._list(desk, now).members else LEFT_OUT
+            if time.monotonic() > ends_s:
+                raise ClusterError(
+                    f"waited {2 * PEER_WAIT_S:.0f} s in vain for the decision of the first node, {leader.address}; "
+                    f"look at the log of that node"
+                )
+            time.sleep(next(pauses_s))
+        return answer
+
+    @staticmethod
+    def _list(desk: AgentStore, generation: str) -> Members:
+        return files.loads(Members, desk.peek(f"{generation}/members") or "", "list of nodes")
+
+    # -- where this agent decides ---------------------------------------------------------------------------------
+
+    def _lead(
+        self,
+        record: NodeRecord,
+        held: Decision | None,
+        decide: Decide,
+        is_awaited: Callable[[], bool],
+    ) -> tuple[Decision, RoundStore]:
+        if self._round_store is not None and self._leader == self._own:
+            self._round_store.call_all("a meeting")
+        gathering = Gathering(
+            [member for member in self._members if member != self._own], self._desk, self._lost, self._told_of
+        )
+        gathering.wait()
+        self._surely_gone |= gathering.surely_gone
+        arrivals = gathering.arrivals
+        self._check_quorum(arrivals)
+        here = [member for member in self._members if member == self._own or member.token in arrivals]
+        generation = f"{self._own.token[:8]}-{self._num_meetings}"
+        if self._leader is not None and is_awaited():
+            self._answer_all(arrivals, REJOIN)
+            self._members = ()
+            raise Rejoin(REJOIN)
+        records = [record if member == self._own else arrivals[member.token].record for member in here]
+        held = held or next((arrival.held for arrival in arrivals.values() if arrival.held), None)
+        missed = {token: arrival.out_of_reach for token, arrival in arrivals.items()}
+        cut = cut_wires({**missed, self._own.token: tuple(self._out_of_reach)})
+        lost = held.by_host(self._lost | out_of_reach(here, cut, standby=held.standby)) if held else {}
+        decision = decide(records, held, lost)
+        self._desk.put(f"{generation}/decision", files.dumps(decision))
+        known = Members(generation=generation, members=tuple(here), cut=cut)
+        self._desk.put(f"{generation}/members", files.dumps(known))
+        self._desk.put("round", generation)
+        self._answer_all(arrivals, generation)
+        self._leader, self._leader_store = self._own, None
+        return decision, self._begin(known, self._server, leads=True)
+
+    def _told_of(self, member: Member, what: str) -> str:
+        """What was said of one while this agent decided for all: that it `left`, or is `lost`; empty where nothing."""
+        if self._round_store is None or self._leader != self._own:
+            return ""
+        return self._round_store.peek(f"{what}/{member.token}") or ""
+
+    def _check_quorum(self, arrivals: Mapping[str, Arrival]) -> None:
+        """Let only one part of a job go on where its nodes cannot reach each other.
+
+        Raises:
+            ClusterError: the other part may be the greater one.
+
+        """
+        came = 1 + len(arrivals)
+        possible = len(self._members) - len(self._surely_gone)
+        # Before the first meeting there is none: then the half of the first agent goes on.
+        keeps_store = self._own == (self._leader or self._members[0])
+        if 2 * came > possible or (2 * came == possible and keeps_store):
+            return
+        raise ClusterError(
+            f"this node reaches {came} of {possible} nodes that may still run ({', '.join(set(self._lost.values()))}); "
+            f"it ends here, so that two parts of the job do not train at once"
+        )
+
+    def _answer_all(self, arrivals: Mapping[str, Arrival], answer: str) -> None:
+        for token, arrival in arrivals.items():
+            self._desk.put(f"answer/{token}/{arrival.meeting}", answer)
+
+    # -- the round ------------------------------------------------------------------------------------------------
+
+    def _begin(self, known: Members, store: Store, *, leads: bool) -> RoundStore:
+        self._members, self._lost, self._surely_gone = known.members, {}, set()
+        self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
+        self._out_of_reach.discard(self._own.token)
+        place = self._members.index(self._own)
+        # Those that follow, the next one first. Whoever is out of reach is known to be.
+        turned = (*self._members[place + 1 :], *self._members[:place])
+        others = [member for member in turned if member.token not in self._out_of_reach]
+        self._watch = PeerWatch(others[0]) if others else None
+        self._sweep = ReachSweep(others[1:])
+        self._round_store = RoundStore(
+            store,
+            place,
+            len(self._members),
+            is_coordinator=leads,
+            generation=known.generation,
+            find_lost=self._find_lost,
+        )
+        return self._round_store
+
+    def _find_lost(self) -> str:
+        """Say which agent is gone or out of reach, and why; empty while none is."""
+        for one in (self._watch, self._sweep):
+            if one is not None and one.lost and one.peer is not None:
+                return self._say_lost(one.peer, one.lost)
+        return ""
+
+    def _say_lost(self, peer: Member, why: str) -> str:
+        if why == SILENT and peer.token not in self._out_of_reach:
+            logger.warning("the agent at %s: %s; all agents meet", peer.address, why)
+            self._out_of_reach.add(peer.token)
+        if self._round_store is not None:
+            self._round_store.put(f"lost/{peer.token}", why)
+        return f"the agent at {peer.address}: {why}"
+
+    def _forget_reached(self) -> None:
+        """Keep as out of reach only whoever still is."""
+        apart = [one for one in self._members if one.token in self._out_of_reach and one != self._own]
+        self._out_of_reach = {one.token for one in apart if why_unreachable(one, timeout_s=PROBE_S)}
+
+    def _stop_watching(self) -> None:
+        """Stop, and heed what is found out meanwhile: workers that fail at once leave a round too short for it."""
+        for one in (self._watch, self._sweep):
+            if one is not None:
+                one.stop()
+                if one.lost == SILENT and one.peer is not None:
+                    self._out_of_reach.add(one.peer.token)
+        self._watch = self._sweep = None

@@ -1,1 +1,0 @@
-"""What a node does in each phase of a round: warm-up, trial, standby, first iteration."""

@@ -1,0 +1,307 @@
+"""torchrun's flags for the meeting of the nodes; values on which torch would wait or fail later are refused here."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    _parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+)
+from torch.distributed.run import parse_min_max_nnodes
+
+from pipette_launch.errors import UsageError
+from pipette_launch.facts.messages import Member
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+TRUE_WORDS = ("1", "true", "t", "yes", "y")
+FALSE_WORDS = ("0", "false", "f", "no", "n")
+"""torch's spellings in --rdzv-conf."""
+STATIC_PORT = 29500
+C10D_PORT = 29400
+"""torch's own, where the endpoint has no port."""
+STATIC_JOIN_S = 900
+"""Seconds for which torchrun's static rendezvous waits for the nodes and for its store."""
+C10D_JOIN_S, C10D_READ_S = 600, 60
+"""Seconds for which torch's c10d rendezvous waits for the nodes, and for its store."""
+ADDRESS, ENDPOINT = "--master-addr", "--rdzv-endpoint"
+
+
+class Endpoint(NamedTuple):
+    """Host and port where the nodes meet, and the flag that gives them."""
+
+    host: str
+    port: int
+    flag: str
+
+
+def becomes_standalone(args: Namespace) -> bool:
+    """True if torchrun meets on a free port of this machine: --standalone, or one static node without a port."""
+    nodes = str(args.nnodes).split(":")[-1]
+    is_static = args.rdzv_backend == "static"
+    return bool(args.standalone) or (is_static and not args.rdzv_endpoint and args.master_port is None and nodes == "1")
+
+
+def is_file(args: Namespace) -> bool:
+    """True if the endpoint is the path of a file, which c10d takes for its store on request."""
+    return bool(args.rdzv_backend == "c10d" and conf_of(args).get("store_type", "").lower() == "file")
+
+
+def conf_of(args: Namespace) -> dict[str, str]:
+    """Return --rdzv-conf as torchrun reads it."""
+    pairs = [pair.partition("=") for pair in (args.rdzv_conf or "").split(",") if pair]
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def endpoint_of(args: Namespace) -> Endpoint:
+    """Return where the nodes meet.
+
+    Raises:
+        UsageError: torch would refuse the host or the port.
+
+    """
+    if becomes_standalone(args) or is_file(args):
+        return Endpoint("localhost", 0, ENDPOINT)
+    flag, text = ENDPOINT, str(args.rdzv_endpoint or "")
+    if args.rdzv_backend == "static" and not text:
+        port = STATIC_PORT if args.master_port is None else args.master_port
+        flag, text = ADDRESS, f"{args.master_addr}:{port}"
+    try:
+        host, port = parse_rendezvous_endpoint(text, default_port=C10D_PORT)
+    except ValueError as error:
+        raise UsageError(_refused(args, flag, text, str(error))) from error
+    return Endpoint(host, port, flag)
+
+
+def connect_seconds(args: Namespace) -> int:
+    """Return how long torchrun tries to reach the store of the rendezvous."""
+    is_static = args.rdzv_backend == "static"
+    return whole_seconds(args, *(("timeout", STATIC_JOIN_S) if is_static else ("read_timeout", C10D_READ_S)))
+
+
+def whole_seconds(args: Namespace, name: str, default: int) -> int:
+    """Return a time-out of --rdzv-conf."""
+    text = conf_of(args).get(name, str(default))
+    if not text.isdigit() or not int(text):
+        raise UsageError(f"--rdzv-conf {name}={text}: a whole number of seconds above 0 is needed")
+    return int(text)
+
+
+def _refused(args: Namespace, flag: str, text: str, error: str) -> str:
+    """Return a sentence for an endpoint that torch refuses."""
+    if flag == ADDRESS:
+        if "port number" in error:
+            return f"--master-port {args.master_port}: a port is a number from 1 to 65535"
+        text = str(args.master_addr)
+    if not (text.rpartition(":")[0] if flag == ENDPOINT else text):
+        return f"{flag} {text or repr(text)}: the host is missing; an unset variable of the shell leaves it empty"
+    if "[" in text:
+        return (
+            f"{flag} {text}: one host is needed, not a list of nodes; take the first that "
+            "scontrol show hostnames $SLURM_JOB_NODELIST prints"
+        )
+    if "://" in text:
+        return f"{flag} {text}: leave out {text.partition('://')[0]}://, the host alone is needed"
+    return f"{flag} {text}: {error}"
+
+
+def check_meeting(args: Namespace, *, advice: str = "") -> None:
+    """Raise UsageError where the flags cannot bring the nodes of a job together, however long torch waits.
+
+    Args:
+        args: torchrun's flags.
+        advice: how the surroundings, as SLURM, may have led to such flags.
+
+    """
+    try:
+        _parse_rendezvous_config(args.rdzv_conf or "")
+    except ValueError as error:
+        raise UsageError(f"--rdzv-conf {args.rdzv_conf}: {error}") from error
+    at = endpoint_of(args)
+    connect_seconds(args)
+    host = conf_of(args).get("is_host", "true")
+    if host.lower() not in (*TRUE_WORDS, *FALSE_WORDS):
+        raise UsageError(f"--rdzv-conf is_host={host}: true or false is needed")
+    least, most = parse_min_max_nnodes(args.nnodes)
+    meets_here_only = becomes_standalone(args)
+    if args.rdzv_backend == "static" and not meets_here_only:
+        _check_rank(args, most, advice)
+        least = most
+    if args.standalone and least > 1:
+        raise UsageError(
+            f"--standalone is a job of one node, and --nnodes {args.nnodes} needs {least}; give one of them"
+        )
+    if at.port == 0 and least > 1 and not is_file(args):
+        raise UsageError(
+            f"{at.flag} with port 0 takes any free port, which the other nodes of --nnodes {args.nnodes} cannot know; "
+            f"give a port"
+        )
+
+
+def _check_rank(args: Namespace, most: int, advice: str) -> None:
+    rank = int(args.node_rank)
+    if 0 <= rank < most:
+        return
+    ranks = "its only node has rank 0" if most == 1 else f"node ranks go from 0 to {most - 1}"
+    raise UsageError(
+        f"--node-rank {rank} in a job of --nnodes {args.nnodes}: {ranks}; give --nnodes the number of launchers, or "
+        f"start fewer{advice}"
+    )
+
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+STATIC_READ_S = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RendezvousSettings:
+    """The rendezvous as this node sees it."""
+
+    endpoint: str
+    node_rank: int
+    """Under static rendezvous; -1 elsewhere."""
+    may_host_store: bool
+    """Whether the rendezvous store may live in this agent."""
+    least_nodes: int = 1
+    """How few nodes may train: MIN of --nnodes; static rendezvous always waits for all."""
+    most_nodes: int = 1
+    run_id: str = "none"
+    """--rdzv-id, which all launchers of a job share."""
+    flag: str = ENDPOINT
+    """The flag that gives the endpoint."""
+    is_here: bool = True
+    """True if the endpoint's host is this machine."""
+    is_client: bool = False
+    """True if another process holds torch's store, and torch connects to it."""
+    connect_s: float = C10D_READ_S
+    """Seconds for which torch tries to connect."""
+    join_s: float = C10D_JOIN_S
+    """Seconds for which torch waits for the nodes."""
+    advice: str = ""
+    """End of a sentence about too many launchers, where SLURM may have started them; else empty."""
+
+    def store_elsewhere(self) -> Member | None:
+        """Return where torch's store under c10d is, unless it may live in this agent."""
+        host, port = parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
+        if self.may_host_store or not port:
+            return None
+        return Member(token="rendezvous", address=host, port=port, node_rank=-1)  # noqa: S106  a name, no secret
+
+    def own_address(self) -> str:
+        """Return the address at which the other nodes reach this one: that of the interface towards the endpoint."""
+        host, port = parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
+        if _is_loopback(host):
+            return "127.0.0.1"
+        try:
+            family, _, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                # Nothing is sent: connecting a datagram socket only asks the kernel for the route.
+                probe.connect(target)
+                address = str(probe.getsockname()[0])
+        except (OSError, UnicodeError):
+            return socket.getfqdn()
+        # The endpoint's own host may resolve its name to 127.0.1.1, which no other node can use.
+        return socket.getfqdn() if _is_loopback(address) else address
+
+
+def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
+    """Say outright what torch would guess, in `args`, and return what this node needs to know.
+
+    Static rendezvous cannot form a second round and reuses its keys at every restart, so it is run as c10d with the
+    store on node 0; the agents are then ordered by --node-rank, as static promises.
+    """
+    at = endpoint_of(args)
+    node_rank = -1
+    connect_s = connect_seconds(args)
+    if args.rdzv_backend == "static" and not becomes_standalone(args):
+        node_rank = int(args.node_rank)
+        args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{at.port}"
+        args.rdzv_backend = "c10d"
+        # Static waits for all nodes, whatever the least number; and torch warns of a node rank under c10d.
+        args.nnodes, args.node_rank = args.nnodes.split(":")[-1], 0
+        _set(args, is_host=str(node_rank == 0).lower(), join_timeout=connect_s, read_timeout=STATIC_READ_S)
+    torchs = _torch_guess(at.host)
+    here = torchs or _is_here(at.host)
+    is_tcp = args.rdzv_backend == "c10d" and not args.standalone and not is_file(args)
+    if is_tcp and torchs != here:
+        # torch would take no node for the host; with its own guess it would try again as a client, so ours is
+        # only said where its guess is wrong, and where no other agent of this machine was faster.
+        _set(args, is_host=str(here and _can_bind(at.port)).lower())
+    given = conf_of(args).get("is_host")
+    is_host = here and _can_bind(at.port) if given is None else given.lower() in TRUE_WORDS
+    least, most = (int(word) for word in (args.nnodes.split(":")[0], args.nnodes.split(":")[-1]))
+    return RendezvousSettings(
+        endpoint=_endpoint(args, at),
+        node_rank=node_rank,
+        may_host_store=node_rank == 0 or (node_rank < 0 and here),
+        least_nodes=least,
+        most_nodes=most,
+        run_id=str(args.rdzv_id),
+        flag=at.flag,
+        is_here=here,
+        is_client=is_tcp and not is_host,
+        connect_s=connect_s,
+        join_s=whole_seconds(args, "join_timeout", C10D_JOIN_S),
+        advice=advice,
+    )
+
+
+def _endpoint(args: Namespace, at: Endpoint) -> str:
+    """Return the endpoint in torch's notation; a store in a file belongs to no host, so it counts as this one's."""
+    if is_file(args):
+        return f"{socket.gethostname()}:0"
+    return f"{at.host}:{at.port}" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
+
+
+def _set(args: Namespace, **settings: object) -> None:
+    """Add settings to --rdzv-conf; what the user set there stays."""
+    given = conf_of(args)
+    args.rdzv_conf = ",".join(f"{name}={value}" for name, value in {**given, **settings, **given}.items())
+
+
+def _can_bind(port: int) -> bool:
+    """True if torch can open its store, which listens on all addresses of this machine."""
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    try:
+        with socket.create_server(("", port), family=family, dualstack_ipv6=is_dual):
+            return True
+    except OSError:
+        return False
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _torch_guess(host: str) -> bool | None:
+    """Return whether torch takes this machine for the host; None where this machine's name has no address."""
+    try:
+        return _matches_machine_hostname(host)
+    except (OSError, UnicodeError):
+        return None
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host name or address is this machine's; torch's own guess only looks at the host name."""
+    if _is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
+        return True
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    try:
+        return any(info[4][0] in own for info in socket.getaddrinfo(host, None))
+    except (OSError, UnicodeError):
+        return False

@@ -1,0 +1,490 @@
+"""The endpoint of the rendezvous before torch connects to it: its name, its port, and the store behind it.
+
+torch's own client waits in C++ without a line on the screen, and for ever where something else holds the port.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import re
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from pipette_launch.agent.peers import SILENT_S, answers
+from pipette_launch.agent.rendezvous import ADDRESS, C10D_PORT
+from pipette_launch.agent.store import StoreGone, TorchCall, growing_pauses, within
+from pipette_launch.errors import ClusterError
+from pipette_launch.facts.messages import Member
+from pipette_launch.text import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipette_launch.agent.rendezvous import Endpoint, RendezvousSettings
+
+NAME_S = 5.0
+"""Seconds for a name service to answer; the user reads that a later answer is slow."""
+CONNECT_S = 3.0
+SAY_AFTER_S = 10.0
+"""Seconds until a node prints that it waits for the host of the rendezvous."""
+FOREIGN_S = 30.0
+"""Seconds between two attempts where a foreign program listens: each attempt leaves a thread of torch's."""
+PAUSE_S = 1.0
+NO_STORE = "what listens there does not answer as a rendezvous of torch"
+LISTENS = "0A"
+"""State of a listening socket in /proc/net/tcp."""
+LAUNCHERS = ("pipette-launch", "pipette_launch", "torchrun", "torch.distributed")
+MOST_LETTERS = 120
+
+
+def say(words: str) -> None:
+    """Print one line; what waits for other nodes has no terminal yet."""
+    sys.stderr.write(f"pipette-launch: {printable(words)}\n")
+    sys.stderr.flush()
+
+
+def await_name(at: Endpoint, *, patience_s: float) -> None:
+    """Wait until the endpoint's host name has an address, as torch does, but print at once if it has no address.
+
+    Raises:
+        ClusterError: it had none for `patience_s`.
+
+    """
+    began_s = time.monotonic()
+    why = _unresolved(at.host)
+    if not why:
+        return
+    say(f"{at.flag} {at.host}: this node finds no address for that name ({why}); waiting up to {patience_s:.0f} s")
+    while why:
+        if time.monotonic() - began_s > patience_s:
+            raise ClusterError(
+                f"the nodes cannot meet: {at.flag} {at.host} has had no address on this node for {patience_s:.0f} s "
+                f"({why}); correct the name, or give the first node's IP address"
+            )
+        time.sleep(PAUSE_S)
+        why = _unresolved(at.host)
+    say(f"{at.host} has an address now")
+
+
+def note_unknown_address(local_addr: str | None) -> None:
+    """Print that --local-addr has no address; only some nodes need one, so torch decides what comes of it."""
+    why = _unresolved(local_addr) if local_addr else ""
+    if why:
+        say(f"--local-addr {local_addr}: this node finds no address for that name ({why}), by which others reach it")
+
+
+def _unresolved(host: str) -> str:
+    """Return why a host name has no address; empty where it has one."""
+    try:
+        within(NAME_S, lambda: socket.getaddrinfo(host, None))
+    except TimeoutError:
+        return f"no answer of the name service in {NAME_S:.0f} s"
+    except (OSError, UnicodeError) as error:
+        return str(getattr(error, "strerror", None) or error)
+    return ""
+
+
+def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.environ) -> None:
+    """Wait until the store of the rendezvous answers, where another process holds it; print whom this node waits for.
+
+    Raises:
+        ClusterError: it does not answer as long as torch would wait, or another program of this machine has the port.
+
+    """
+    host, port = parse_rendezvous_endpoint(settings.endpoint, default_port=C10D_PORT)
+    if not settings.is_client:
+        if settings.node_rank == 0 and not settings.is_here:
+            say(
+                f"{settings.flag} {host} is no address of this machine, where --node-rank 0 opens the rendezvous; give "
+                f"all nodes this machine's name, unless {host} leads here by a way that it does not know"
+            )
+        return
+    began_s, said, pauses_s = time.monotonic(), False, growing_pauses()
+    while why := _unready(host, port, settings):
+        waited_s = time.monotonic() - began_s
+        words = f"{f'[{host}]' if ':' in host else host}:{port}, where the nodes meet: {why}"
+        if waited_s > settings.connect_s:
+            raise ClusterError(
+                f"the nodes cannot meet: waited {waited_s:.0f} s for {words}; start the launcher of that node, or "
+                f"correct {settings.flag}{advice(settings, environ)}"
+            )
+        is_foreign = why.startswith(NO_STORE)
+        if (is_foreign or waited_s > SAY_AFTER_S) and not said:
+            said = True
+            say(f"waiting up to {settings.connect_s:.0f} s for {words}{advice(settings, environ)}")
+        time.sleep(FOREIGN_S if is_foreign else next(pauses_s))
+
+
+def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
+    """Return why no store answers; empty where one does."""
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except TimeoutError:
+        return "no answer"
+    except (OSError, UnicodeError) as error:
+        if settings.may_host_store and _owners(port) and not holder(port)[1]:
+            # It listens on another address of this machine, and keeps a store from opening there.
+            raise ClusterError(port_held(port, settings)) from error
+        return str(getattr(error, "strerror", None) or error)
+    if answers(Member(token="rendezvous", address=host, port=port, node_rank=-1), within_s=SILENT_S):  # noqa: S106
+        return ""
+    if settings.may_host_store:
+        raise ClusterError(port_held(port, settings))
+    return f"{NO_STORE} ({holder(port)[0]})" if settings.is_here else NO_STORE
+
+
+def advice(settings: RendezvousSettings, environ: Mapping[str, str]) -> str:
+    """Return further reasons that may keep the nodes apart, as ends of a sentence."""
+    host = parse_rendezvous_endpoint(settings.endpoint, default_port=C10D_PORT)[0]
+    found = []
+    if host in ("localhost", "127.0.0.1", "::1") and settings.most_nodes > 1:
+        found.append(
+            f"; {host} is this machine itself, so other machines need {settings.flag} with the first node's name"
+        )
+    if host in ("0.0.0.0", "::"):  # noqa: S104  it is compared, not bound
+        found.append(f"; {host} is the address of no machine, so give {settings.flag} the first node's name")
+    named = environ.get("MASTER_ADDR", "")
+    if settings.flag == ADDRESS and named not in ("", host):
+        found.append(
+            f"; MASTER_ADDR={named} is set, but torchrun's flags do not read it: add --master-addr=$MASTER_ADDR"
+        )
+    return "".join(found) + settings.advice
+
+
+def explained(error: Exception, settings: RendezvousSettings) -> str:
+    """Return a sentence for a store that could not be opened or reached."""
+    why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
+    port = int(found[1]) if (found := re.search(r"port: (\d+)", why)) else 0
+    if "EADDRINUSE" in why:
+        return port_held(port, settings)
+    if "EACCES" in why:
+        return f"port {port} of this machine may be opened by root only; give a port above 1023"
+    return f"the nodes cannot meet: {why}; correct {settings.flag}{advice(settings, os.environ)}"
+
+
+def port_held(port: int, settings: RendezvousSettings) -> str:
+    """Return a sentence about a port that another process holds."""
+    who, is_launcher = holder(port)
+    flag = "--master-port" if settings.flag == ADDRESS else settings.flag
+    cure = f"end it, or give another port with {flag}, the same on every node"
+    if is_launcher and settings.most_nodes == 1:
+        cure = f"a job of --nnodes 1 has one launcher, so if that one is of another job, {cure}"
+    elif is_launcher and settings.node_rank >= 0:
+        cure = f"if it is this job's first node, give this launcher another --node-rank; if not, {cure}"
+    return f"port {port} of this machine is held by {who}; {cure}{settings.advice}"
+
+
+def holder(port: int) -> tuple[str, bool]:
+    """Return who holds a TCP port of this machine as far as /proc shows it, and whether it is a launcher."""
+    with suppress(OSError, psutil.Error):
+        for one in sorted(psutil.net_connections("tcp"), key=lambda one: one.status != psutil.CONN_LISTEN):
+            if one.pid and one.laddr and one.laddr.port == port:
+                return _described(one.pid)
+    users = _owners(port)
+    return (f"a process of user {', '.join(sorted(users))}" if users else "another process"), False
+
+
+def _described(pid: int) -> tuple[str, bool]:
+    process = psutil.Process(pid)
+    command = " ".join(process.cmdline()) or process.name()
+    is_launcher = any(name in command for name in LAUNCHERS)
+    shown = command if len(command) <= MOST_LETTERS else f"{command[:MOST_LETTERS]}..."
+    return f"process {pid} of user {process.username()} ({shown})", is_launcher
+
+
+def _owners(port: int) -> set[str]:
+    """Return the owners of sockets that listen on a port, which the kernel shows to everybody."""
+    found: set[str] = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == LISTENS:
+                    found.add(_user(int(fields[7])))
+    return found
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from pipette_launch.agent.rendezvous import RendezvousSettings
+
+FIRST_LINE_S = 15.0
+LINE_GROWTH = 4
+"""Each line comes after 4 times as long a wait as the line before."""
+MOST_SPEAKERS = 8
+"""In a job of more nodes only the host of the rendezvous prints whom it waits for."""
+MOST_NAMES = 8
+STORE_ANSWER_S = 2.0
+
+
+class Waiting:
+    """Looks at torch's rendezvous while this node waits in it."""
+
+    def __init__(self, inner: RendezvousHandler, settings: RendezvousSettings) -> None:
+        self._inner: Any = inner
+        self._settings = settings
+        self._next_line_s = FIRST_LINE_S
+        self.is_spare = False
+        """True if the job had all its nodes when this node came: it trains only after another node is lost."""
+        self._names: list[str] = []
+        """Nodes that had come at the last look; torch forgets them when its time is over."""
+
+    def announce(self) -> None:
+        """Leave this node's rank in the store, where --node-rank gives one."""
+        store = getattr(self._inner, "_store", None)
+        if store is not None and self._settings.node_rank >= 0:
+            with suppress(RuntimeError):
+                store.set(self._key(self._settings.node_rank), "here")
+
+    def look(self, waited_s: float) -> None:
+        """Print whom this node waits for, when it is time for it.
+
+        Raises:
+            ClusterError: a second launcher of a job of one node: it would wait in vain.
+
+        """
+        state = self._state()
+        if state is None:
+            return
+        settings, node = self._settings, getattr(self._inner, "_this_node", None)
+        # A list of its own, in one step: torch's thread adds participants at the same time.
+        self._names = sorted(one.addr for one in list(state.participants))
+        if node in state.redundancy_list and not self.is_spare:
+            self.is_spare = True
+            words = spare_words(self._names, settings)
+            if settings.most_nodes == 1:
+                raise ClusterError(f"{words}{settings.advice}")
+            say(f"{words}; waiting to take the place of a lost one{settings.advice}")
+        speaks = settings.may_host_store or settings.most_nodes <= MOST_SPEAKERS
+        if speaks and len(self._names) < settings.least_nodes and waited_s >= self._next_line_s:
+            self._next_line_s *= LINE_GROWTH
+            say(f"{self.missing(waited_s)}; waiting up to {settings.join_s:.0f} s{advice(settings, os.environ)}")
+
+    def missing(self, waited_s: float) -> str:
+        """Return which nodes have not come."""
+        return missing_words(self._names, self._missing_ranks(), self._settings, waited_s)
+
+    def _missing_ranks(self) -> list[int]:
+        store = getattr(self._inner, "_store", None)
+        if store is None or self._settings.node_rank < 0:
+            return []
+        ranks = range(self._settings.most_nodes)
+        try:
+            return within(STORE_ANSWER_S, lambda: [rank for rank in ranks if not store.check([self._key(rank)])])
+        except (TimeoutError, RuntimeError):
+            return []
+
+    def _key(self, node_rank: int) -> str:
+        return f"pipette/{self._settings.run_id}/node-rank/{node_rank}"
+
+    def _state(self) -> Any:
+        """Return torch's own state of the c10d rendezvous; None under another backend."""
+        return getattr(getattr(self._inner, "_state_holder", None), "state", None)
+
+
+def missing_words(names: Sequence[str], ranks: Collection[int], settings: RendezvousSettings, waited_s: float) -> str:
+    """Return which nodes have not come: by rank where ranks are given, else by their number."""
+    least, most = settings.least_nodes, settings.most_nodes
+    nodes = f"{least} nodes" if least == most else f"{least} to {most} nodes"
+    there = f" ({_listed(names)})" if names else ""
+    where = f"{len(names)} of {nodes} have come to {settings.endpoint} in {waited_s:.0f} s{there}"
+    if ranks:
+        return f"{where}; missing: --node-rank {_listed([str(rank) for rank in sorted(ranks)])}"
+    return f"{where}; each needs the same --rdzv-endpoint and --rdzv-id ({settings.run_id})"
+
+
+def spare_words(names: Sequence[str], settings: RendezvousSettings) -> str:
+    """Return that the job has all its nodes without this launcher, and the ways it may be meant otherwise."""
+    nodes = "its one node" if settings.most_nodes == 1 else f"all its {settings.most_nodes} nodes"
+    return (
+        f"the job at {settings.endpoint} with --rdzv-id {settings.run_id} already has {nodes} "
+        f"({_listed(names)}), so this launcher is one too many; raise --nnodes if it belongs to that job, or "
+        "give another --rdzv-endpoint if it is another job"
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    rest = len(words) - MOST_NAMES
+    return ", ".join(words[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+    from pipette_launch.agent.rendezvous import RendezvousSettings
+
+ANSWER_S = 1.0
+"""How long torch's rendezvous is asked: where its host is silent, torch's own call never returns."""
+PLACES_S = 90.0
+"""How long the nodes may take to get their places; torch's own limit is a minute, and holds where the store answers."""
+HOST_GONE_S = 60.0
+"""After how long in vain the host of the rendezvous counts as gone: as long as torch itself tries to connect to it."""
+LOOK_S = 10.0
+GLANCE_S = 1.0
+"""Seconds between two looks at the state of torch's rendezvous, which is in this process."""
+Answer = TypeVar("Answer")
+
+logger = logging.getLogger(__name__)
+
+
+class AgentStoreHandler(RendezvousHandler):
+    """Passes on what torch's loop asks, but for what the agents find out among themselves."""
+
+    def __init__(
+        self, inner: RendezvousHandler, settings: RendezvousSettings, *, is_round_over: Callable[[], bool]
+    ) -> None:
+        """Begin.
+
+        Args:
+            inner: torch's.
+            settings: where its store is.
+            is_round_over: whether the agents are to meet again, whoever waits in torch's rendezvous.
+
+        """
+        self._inner = inner
+        self._is_round_over = is_round_over
+        self._host = settings.store_elsewhere() if inner.get_backend() == "c10d" else None
+        self._waiting = Waiting(inner, settings)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True whatever the environment says: RANK 0's agent hosts a store in every phase."""
+        return True
+
+    def get_backend(self) -> str:
+        """See torch."""
+        return self._inner.get_backend()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See torch, whose call never returns where a wire is cut while it waits for the store's answer.
+
+        Raises:
+            RendezvousConnectionError: the store was asked in vain for `HOST_GONE_S`.
+            ClusterError: too few nodes came in time, or the job ended without this one.
+
+        """
+        began_s = time.monotonic()
+        try:
+            return self._met(began_s)
+        except RendezvousTimeoutError as error:
+            missing = self._waiting.missing(time.monotonic() - began_s)
+            raise ClusterError(f"the nodes cannot meet: {missing}") from error
+        except (RendezvousGracefulExitError, RendezvousClosedError, RendezvousConnectionError) as error:
+            if self._waiting.is_spare:
+                raise ClusterError(
+                    "the job has ended with its own nodes, and this launcher took no part in it"
+                ) from error
+            if isinstance(error, RendezvousConnectionError):
+                raise
+            raise ClusterError(
+                f"the job with --rdzv-id {self._inner.get_run_id()} has ended before this launcher joined it, and its "
+                "id cannot be used again; start all launchers of a job together, and give each job an id of its own"
+            ) from error
+
+    def _met(self, began_s: float) -> RendezvousInfo:
+        call = TorchCall(self._join)
+        answered_s = looked_s = began_s
+        while not call.returns_within(min(GLANCE_S, LOOK_S)):
+            now_s = time.monotonic()
+            self._waiting.look(now_s - began_s)
+            if now_s - looked_s < LOOK_S:
+                continue
+            looked_s = now_s
+            if self._host is None or answers(self._host, within_s=SILENT_S):
+                answered_s = time.monotonic()
+            elif time.monotonic() - answered_s > HOST_GONE_S:
+                raise RendezvousConnectionError(
+                    f"{self._host.address}:{self._host.port} was there, and has not answered for {HOST_GONE_S:.0f} s"
+                )
+        met = call.answer()
+        self._waiting.is_spare = False
+        return met
+
+    def _join(self) -> RendezvousInfo:
+        self._waiting.announce()
+        return self._inner.next_rendezvous()
+
+    def is_closed(self) -> bool:
+        """See torch."""
+        return self._asked(self._inner.is_closed, otherwise=False)
+
+    def set_closed(self) -> None:
+        """See torch."""
+        self._asked(self._inner.set_closed, otherwise=None)
+
+    def num_nodes_waiting(self) -> int:
+        """Tell torch's loop to restart the workers: a node that waits to join is taken in at the next restart only."""
+        return int(self._is_round_over())
+
+    def num_nodes_joining(self) -> int:
+        """How many nodes wait in torch's rendezvous, as far as it can be reached."""
+        return self._asked(self._inner.num_nodes_waiting, otherwise=0)
+
+    def get_run_id(self) -> str:
+        """See torch."""
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        """See torch; a launcher that took no part does not close the job of others."""
+        return not self._waiting.is_spare and self._asked(self._inner.shutdown, otherwise=False)
+
+    def _asked(self, do: Callable[[], Answer], *, otherwise: Answer) -> Answer:
+        """Ask torch's rendezvous; the job goes on where its host is gone."""
+        try:
+            return within(ANSWER_S, do)
+        except (TimeoutError, RuntimeError, RendezvousError) as error:
+            logger.info("torch's rendezvous cannot be reached: %s", error)
+            return otherwise
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a backend offers."""
+        return getattr(self._inner, name)
+
+
+def first_meeting(assign: Callable[[], Answer], join: Callable[[], None]) -> Answer:
+    """Let torch give the nodes their places, and then the agents learn of each other.
+
+    Raises:
+        ClusterError: the store of torch's rendezvous is lost on the way; torch waits for ever on a dead connection.
+
+    """
+    try:
+        places = within(PLACES_S, assign)
+        join()
+    except (TimeoutError, DistError, StoreGone) as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise ClusterError(
+            f"the nodes have met, and then lost each other: {why}; look at the host of the rendezvous, its agent and "
+            f"the network between it and the other nodes"
+        ) from error
+    return places

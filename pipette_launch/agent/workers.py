@@ -1,0 +1,254 @@
+"""The worker processes of one node: their devices, how they die, and how they are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
+
+from pipette_launch import megatron
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from subprocess import Popen
+
+    from torch.distributed.elastic.agent.server.api import RunResult
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from pipette_launch.facts.messages import Failure
+
+END_S = 10.0
+"""Seconds that the kernel gets to end processes after SIGKILL."""
+OUTPUT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""torch sets this variable in every worker; its value lies in the folder of the worker's output."""
+UNINTERRUPTIBLE = "disk-sleep"
+"""psutil's name for a process that waits inside the kernel and takes no signal."""
+STOPPED_S = 30.0
+"""A worker that stays stopped (SIGSTOP, SIGTSTP) for this long is killed: the others wait for it in a collective."""
+LOOK_S = 1.0
+OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+ROOT = Path("/")
+MOST_CHARACTERS = 300
+
+
+# -- devices ------------------------------------------------------------------------------------------------------
+
+
+class DeviceBinding(NamedTuple):
+    """RANK and device of one worker. The i-th binding of a node belongs to the worker with LOCAL_RANK i."""
+
+    rank: int
+    device: int
+
+
+def bindings(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[DeviceBinding, ...]:
+    """Bind the ranks of a node's devices (in device order) to its workers.
+
+    Parts of Megatron, Transformer Engine and DeepEP use `RANK % devices` as the device. If the node's ranks are
+    distinct modulo the number of devices, LOCAL_RANK becomes that remainder and the devices are reordered below it.
+    Otherwise, and with `keep_devices`, the worker with LOCAL_RANK i keeps device i.
+    """
+    size = len(ranks)
+    if keep_devices or len({rank % size for rank in ranks}) < size:
+        return tuple(DeviceBinding(rank=rank, device=device) for device, rank in enumerate(ranks))
+    by_remainder = {rank % size: DeviceBinding(rank=rank, device=device) for device, rank in enumerate(ranks)}
+    return tuple(by_remainder[remainder] for remainder in range(size))
+
+
+def visible_devices(inherited: str | None, bound: Sequence[DeviceBinding]) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES such that LOCAL_RANK i finds its device at index i; empty if nothing changes.
+
+    The inherited list names the devices. A list that is too short stays as it is: on CPU the slots are not devices.
+    """
+    order = [one.device for one in bound]
+    if order == list(range(len(order))):
+        return {}
+    names = [str(index) for index in range(max(order) + 1)] if inherited is None else inherited.split(",")
+    if len(names) <= max(order):
+        return {}
+    others = [name for index, name in enumerate(names) if index not in order]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(name.strip() for name in [*(names[index] for index in order), *others])}
+
+
+# -- the end of processes -----------------------------------------------------------------------------------------
+
+
+def processes(context: PContext | None) -> dict[int, Popen[bytes]]:
+    """Return the worker processes that torch has started, by local rank."""
+    # torch starts programs this way. Functions (--run-path) run in another kind of context, and never in a warm-up.
+    assert isinstance(context, SubprocessContext)
+    return {local: handler.proc for local, handler in context.subprocess_handlers.items()}
+
+
+def end_children(context: PContext | None) -> None:
+    """Kill the processes that ended workers left in their sessions, for example one that saves checkpoints."""
+    if not isinstance(context, SubprocessContext):
+        return
+    for process in processes(context).values():
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def end(
+    processes: Mapping[int, Popen[bytes]], *, began_s: float, mark: str, within_s: float = END_S
+) -> tuple[int, ...]:
+    """Kill the workers of a warm-up or trial, and every process that they started.
+
+    SIGKILL, because a stopped process takes no other signal and a warm-up has nothing to save. SIGTERM would not
+    protect other clients of CUDA's MPS: NVIDIA's manual asks for synchronised GPU work before any signal, and after a
+    failure that work may never end. Each worker leads its own session, so its children are found after its death. A
+    child that left the session is found by its environment, which names the output folder.
+
+    Args:
+        processes: the workers, by local rank.
+        began_s: start of the workers, by `time.time`.
+        mark: output folder of these workers; no other process has it in its environment.
+        within_s: how long to wait for the kernel.
+
+    Returns:
+        Process ids that the kernel could not end.
+
+    """
+    leaders = {process.pid for process in processes.values()}
+    ends_s = time.monotonic() + within_s
+    while True:
+        # A process whose first thread has ended looks like a zombie while its other threads still hold memory.
+        unreaped = {process.pid for process in processes.values() if process.poll() is None}
+        left = tuple(unreaped | {pid for pid in psutil.pids() if _belongs(pid, leaders, began_s, mark)})
+        if not left or time.monotonic() > ends_s:
+            return left
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _belongs(pid: int, leaders: Collection[int], began_s: float, mark: str) -> bool:
+    """Return whether a process is alive and was started by these workers."""
+    try:
+        is_alive = status_of(pid) not in ("gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        if not is_alive or (pid != os.getpid() and os.getsid(pid) in leaders):
+            return is_alive
+        process = psutil.Process(pid)
+        # Reading the environment of a process that waits inside the kernel could block this one too.
+        if process.create_time() < began_s - 1 or process.status() == UNINTERRUPTIBLE:
+            return False
+        return process.uids().real == os.getuid() and mark in process.environ().get(OUTPUT_VARIABLE, "")
+    except (psutil.Error, OSError):
+        return False
+
+
+def status_of(pid: int) -> str:
+    """Return the state of a process in psutil's words, or `gone`."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"
+
+
+class StoppedWorkers:
+    """Kills workers that stay stopped for `STOPPED_S`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looked_s = 0.0
+        self._since_s: dict[int, float] = {}
+
+    def end(self, processes: Mapping[int, Popen[bytes]]) -> list[int]:
+        """Look at the workers once a second; return the ids of those that were killed."""
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_S:
+            return []
+        self._looked_s = now_s
+        # A debugger holds a process in another state.
+        stopped = {one.pid for one in processes.values() if status_of(one.pid) == psutil.STATUS_STOPPED}
+        self._since_s = {pid: self._since_s.get(pid, now_s) for pid in stopped}
+        ended = [pid for pid, since_s in self._since_s.items() if now_s - since_s > STOPPED_S]
+        for pid in ended:
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(pid).kill()
+        return ended
+
+
+# -- why a worker died --------------------------------------------------------------------------------------------
+
+
+def oom_kills(root: Path = ROOT) -> int:
+    """Count the processes that the kernel has killed for lack of memory, in this cgroup or else on this machine."""
+    groups = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds in ("", "memory"):
+                name = "memory.events" if kinds == "" else "memory.oom_control"
+                # Inside a container the cgroup of the container is mounted as the root.
+                for folder in (groups / kinds / path.lstrip("/"), groups / kinds):
+                    if (found := _count(folder / name)) is not None:
+                        return found
+    return _count(root / "proc/vmstat") or 0
+
+
+def _count(file: Path) -> int | None:
+    try:
+        match = OOM_KILLS.search(file.read_text())
+    except OSError:
+        return None
+    return int(match.group(1)) if match else None
+
+
+def as_oom_kill(failure: Failure | None, *, kills: int) -> Failure | None:
+    """Blame memory for a SIGKILL without another cause, if the kernel killed `kills` > 0 processes since the start."""
+    if failure is None or failure.exit_code != -signal.SIGKILL or failure.kind != "other" or kills == 0:
+        return failure
+    cause = "out of memory: the kernel killed a process, because the memory of the host or of its cgroup was full"
+    return replace(failure, kind="out-of-host-memory", cause=cause)
+
+
+def first_failure(result: RunResult, ranks: Sequence[int], tail: Callable[[int], Sequence[str]]) -> Failure | None:
+    """Return why the first worker of a node died; None if no worker died.
+
+    Args:
+        result: what torch reports about the workers that ended.
+        ranks: RANK of each worker, by LOCAL_RANK.
+        tail: last lines of stderr of the worker with a given LOCAL_RANK.
+
+    """
+    if not result.failures:
+        return None
+    first = root_cause(result)
+    lines = tail(first.local_rank)
+    # A killed worker cannot say why: its last line is not the cause.
+    said = "" if first.exitcode == -signal.SIGKILL else first_line(first) or last_words(lines)
+    why = megatron.explain_failure("\n".join(lines)) or megatron.failure_of(said)
+    return replace(why, rank=ranks[first.local_rank], exit_code=first.exitcode)
+
+
+def root_cause(result: RunResult) -> ProcessFailure:
+    """Return the earliest failure. torch ends the other workers by SIGTERM, so these come last."""
+    return min(result.failures.values(), key=lambda one: (one.exitcode == -signal.SIGTERM, one.timestamp))
+
+
+def first_line(failure: ProcessFailure) -> str:
+    """Return the first line of a worker's error file; empty if the worker left no error file."""
+    message: object = failure.message
+    if isinstance(message, dict):
+        # A worker under torch's @record leaves a dictionary.
+        message = message.get("message", "")
+    lines = [line.strip() for line in str(message).splitlines() if line.strip()]
+    # Without an error file torch puts "Signal 9 (SIGKILL) received by PID 1" here.
+    return lines[0] if lines and not lines[0].startswith(("Signal", "To enable")) else ""
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """Return the exception that ended a worker, or else its last line, cut at `MOST_CHARACTERS`."""
+    said = [line.strip() for line in lines if line.strip()]
+    # The last line may be a warning that a library printed while it was unloaded, after the exception.
+    return (megatron.exception_in("\n".join(said)) or said[-1])[:MOST_CHARACTERS] if said else ""

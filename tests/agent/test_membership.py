@@ -1,0 +1,235 @@
+"""Whoever has not come to a meeting is waited for as long as it lives."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+from launch.worlds import records
+from torch.distributed import HashStore, TCPStore
+
+from pipette_launch.agent import membership
+from pipette_launch.agent.membership import LEFT_OUT, PROBE_S, PROOF_S, Gathering, Membership, Rejoin
+from pipette_launch.agent.peers import GONE, SILENT, why_unreachable
+from pipette_launch.agent.store import AgentStore, RoundStore
+from pipette_launch.errors import ClusterError
+from pipette_launch.facts.messages import Decision, Member, NodeRecord
+
+
+@contextmanager
+def answering() -> Iterator[int]:
+    """The store of an agent that is well, and whose workers take long to end."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+
+
+@contextmanager
+def stopped() -> Iterator[int]:
+    """A kernel that takes connections for a process that never answers."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield server.getsockname()[1]
+
+
+@contextmanager
+def ended() -> Iterator[int]:
+    """A port that nobody holds any more."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+    yield port
+
+
+@pytest.mark.parametrize(("agent", "expected"), [(answering, ""), (stopped, SILENT), (ended, GONE)])
+def test_who_is_said_to_be_silent_is_asked(agent: type, expected: str) -> None:
+    """Its neighbour may not reach it for a cut wire; until its workers have ended it does not come itself."""
+    with agent() as port:
+        member = Member(token="t", address="127.0.0.1", port=port, node_rank=-1)  # noqa: S106, it is a name
+        lost: dict[str, str] = {}
+        gathering = Gathering(
+            [member],
+            AgentStore(HashStore(), "pipette", is_own=True),
+            lost,
+            lambda _, what: SILENT if what == "lost" else "",
+        )
+        ends_s = time.monotonic() + 2 * PROOF_S + 2 * PROBE_S
+        while not lost and time.monotonic() < ends_s:
+            gathering._find_lost([member])
+            time.sleep(PROBE_S)
+
+        assert ({"t": expected} if expected else {}) == lost
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+
+
+class Agents:
+    """Some agents of one process, each with its own store."""
+
+    def __init__(self, count: int) -> None:
+        self.records = records(count)
+        self.all = [Membership(record.token, "127.0.0.1", -1) for record in self.records]
+        self.held: list[Decision | None] = [None] * count
+        self.lost: Mapping[str, str] = {}
+        self.join()
+
+    def join(self) -> None:
+        """Let torch's rendezvous bring them all together."""
+        store, count = HashStore(), len(self.all)
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda number: self.all[number].join(store, number, count), range(count)))
+
+    def meet(self, *numbers: int) -> list[tuple[Decision, RoundStore]]:
+        """Let these agents meet; returns what each goes by afterwards."""
+        with ThreadPoolExecutor(len(numbers)) as pool:
+            return list(pool.map(self.come, numbers))
+
+    def come(self, number: int) -> tuple[Decision, RoundStore]:
+        """Let one agent come to a meeting."""
+        found = self.all[number].meet(
+            self.records[number], self.held[number], decide=self.decide, is_awaited=lambda: False
+        )
+        self.held[number] = found[0]
+        return found
+
+    def decide(self, some: Sequence[NodeRecord], _held: Decision | None, lost: Mapping[str, str]) -> Decision:
+        """Let all that came train, and remember who is lost."""
+        self.lost = lost
+        return Decision(
+            phase="train",
+            tokens=tuple(record.token for record in some),
+            hosts=tuple(record.token.removeprefix("token-") for record in some),
+            num_slots=tuple(record.num_slots for record in some),
+        )
+
+
+@pytest.fixture
+def cut_wires(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes ports unreachable, for all agents of this process."""
+
+    def cut(*ports: int) -> None:
+        def why(peer: Member, *, timeout_s: float) -> str:
+            return SILENT if peer.port in ports else why_unreachable(peer, timeout_s=timeout_s)
+
+        monkeypatch.setattr(membership, "why_unreachable", why)
+
+    return cut
+
+
+def test_all_go_by_the_decision_of_the_first() -> None:
+    """Each of them knows it, and nobody is lost."""
+    agents = Agents(3)
+    decisions = [decision for decision, _ in agents.meet(0, 1, 2)]
+
+    assert [decisions[0]] * 3 == decisions
+    assert 3 == len(decisions[0].tokens)
+
+
+def test_when_the_first_is_gone_the_next_one_decides() -> None:
+    """The others still know what they went by."""
+    agents = Agents(3)
+    agents.meet(0, 1, 2)
+    agents.all[1].leave_behind(["token-node0"], SILENT)
+    agents.all[2].leave_behind(["token-node0"], SILENT)
+    after = agents.meet(1, 2)
+
+    assert ("token-node1", "token-node2") == after[0][0].tokens == after[1][0].tokens
+    assert {"node0": SILENT} == agents.lost
+
+
+def test_of_two_that_do_not_reach_each_other_one_is_left_out(cut_wires: Any) -> None:
+    """Both reach the first, to which one says so; when the wire is mended nobody is."""
+    agents = Agents(3)
+    agents.meet(0, 1, 2)
+    peer = agents.all[2]._own
+    cut_wires(peer.port)
+    agents.all[1]._say_lost(peer, SILENT)
+    agents.meet(0, 1, 2)
+    told = agents.lost
+    cut_wires()
+    agents.meet(0, 1, 2)
+
+    assert {"node2": "out of reach from 127.0.0.1"} == told
+    assert {} == agents.lost
+
+
+def test_whoever_finds_another_silent_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The workers start again even if all come to the meeting: without this nobody would know why."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    for _ in range(2):
+        agents.all[1]._say_lost(agents.all[0]._own, SILENT)
+
+    assert ["the agent at 127.0.0.1: silent for 8 s; all agents meet"] == caplog.messages
+
+
+def test_an_arrival_that_nobody_received_is_taken_back() -> None:
+    """The others went on without a late agent, and it came back: what it had said before is no arrival any more.
+
+    Its answer would bear the number of a meeting that is long over, and it would wait for another in vain.
+    """
+    agents = Agents(3)
+    agents.meet(0, 1, 2)
+    agents.all[0].leave_behind(["token-node2"], SILENT)
+    with ThreadPoolExecutor(3) as pool:
+        on_time = [pool.submit(agents.come, number) for number in (0, 1)]
+        list(map(Future.result, on_time))
+        with pytest.raises(Rejoin, match=LEFT_OUT):
+            agents.come(2)
+        agents.join()
+        coming = [pool.submit(agents.come, number) for number in (0, 1)]
+        # The first has time to read whatever lies there.
+        time.sleep(0.5)
+        late = pool.submit(agents.come, 2)
+
+        assert 3 == len(late.result(10.0)[0].tokens)
+        list(map(Future.result, coming))
+
+
+def test_who_is_in_a_round_needs_no_answer() -> None:
+    """The first may have taken an old arrival for this one, and answered that."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    late = agents.all[1]._own.token
+    desk = agents.all[0]._desk
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(agents.come, 1)
+        while (text := desk.peek(f"arrival/{late}")) is None:
+            time.sleep(0.01)
+        desk.put(f"arrival/{late}", text.replace('"meeting": 2', '"meeting": 1'))
+        pool.submit(agents.come, 0).result(10.0)
+
+        assert 2 == len(early.result(10.0)[0].tokens)
+
+
+def test_at_the_first_meeting_too_only_one_half_goes_on(cut_wires: Any) -> None:
+    """The one with the first agent in it: the other one may be well."""
+    agents = Agents(2)
+    cut_wires(agents.all[0]._own.port)
+
+    with pytest.raises(ClusterError, match="1 of 2 nodes that may still run"):
+        agents.meet(1)
+
+
+def test_who_waits_for_an_answer_does_not_read_the_list_of_all_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 1,000 nodes it is 150 KB long, and each of them looks five times a second."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    read: list[str] = []
+    get = AgentStore._get
+
+    def noted(store: AgentStore, key: str) -> str:
+        read.append(key)
+        return get(store, key)
+
+    monkeypatch.setattr(AgentStore, "_get", noted)
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(agents.come, 1)
+        time.sleep(1.0)
+        pool.submit(agents.come, 0).result(10.0)
+        early.result(10.0)
+
+    assert 1 == sum("members" in key for key in read), read

@@ -1,0 +1,273 @@
+"""Another agent that ends, is stopped or never answers is found; one that is well is not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import Store
+
+from pipette_launch.agent import peers
+from pipette_launch.agent.peers import GONE, SILENT, PeerWatch, ReachSweep, best_left_out, out_of_reach, why_unreachable
+from pipette_launch.facts.messages import Member
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+STORE = (
+    "import time\n"
+    "from torch.distributed import TCPStore\n"
+    "store = TCPStore('localhost', 0, is_master=True, wait_for_workers=False)\n"
+    "print(store.port, flush=True)\n"
+    "{does}\n"
+)
+
+
+@contextmanager
+def agent(does: str = "time.sleep(600)") -> Iterator[tuple[subprocess.Popen[str], Member]]:
+    """Another process that holds a store."""
+    process = subprocess.Popen([sys.executable, "-c", STORE.format(does=does)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        port = int(process.stdout.readline())
+        yield process, Member(token="t", address="127.0.0.1", port=port, node_rank=-1)  # noqa: S106, it is a name
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def lost(watch: PeerWatch, within_s: float) -> str:
+    """Why the watched agent is believed lost, as soon as it is."""
+    ends_s = time.monotonic() + within_s
+    while not watch.lost and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    return watch.lost
+
+
+def test_an_agent_that_ends_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its kernel, before it is asked again."""
+    monkeypatch.setattr(peers, "PAUSE_S", 30.0)
+    with agent() as (process, member):
+        watch = PeerWatch(member)
+        assert "" == lost(watch, 0.5)
+        process.kill()
+
+        assert GONE == lost(watch, 5.0)
+        process.wait()
+        assert GONE == why_unreachable(member, timeout_s=1.0)
+
+
+def test_an_agent_that_is_stopped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel still answers, it does not."""
+    monkeypatch.setattr(peers, "SILENT_S", 1.0)
+    with agent() as (process, member):
+        watch = PeerWatch(member)
+        assert "" == lost(watch, 2.5)
+        process.send_signal(signal.SIGSTOP)
+
+        assert peers.SILENT == lost(watch, 10.0)
+        assert "" == why_unreachable(member, timeout_s=1.0)
+
+
+def test_a_busy_agent_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose Python computes without a pause answers from another thread."""
+    monkeypatch.setattr(peers, "PAUSE_S", 0.05)
+    with agent("sum(range(10 ** 12))") as (_, member):
+        watch = PeerWatch(member)
+
+        assert "" == lost(watch, 3.0)
+        watch.stop()
+
+
+def test_a_watch_that_is_over_says_nothing() -> None:
+    """The end of the job is no loss."""
+    with agent() as (process, member):
+        watch = PeerWatch(member)
+        assert "" == lost(watch, 0.3)
+        watch.stop()
+        process.kill()
+
+        assert "" == lost(watch, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConnectionRefusedError(), GONE),
+        (TimeoutError(), SILENT),
+        (OSError(errno.EHOSTUNREACH, "no route"), SILENT),
+        (OSError(errno.EMFILE, "too many open files"), ""),
+    ],
+)
+def test_a_fault_of_this_process_is_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, expected: str
+) -> None:
+    """Only what the way or the other kernel says counts."""
+
+    def fail(*_args: object, **_more: object) -> socket.socket:
+        raise error
+
+    monkeypatch.setattr(peers.socket, "create_connection", fail)
+    peer = Member(token="t", address="127.0.0.1", port=1, node_rank=-1)  # noqa: S106, it is a name
+
+    assert expected == why_unreachable(peer, timeout_s=0.3)
+
+
+def test_a_watch_works_where_very_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of 512 agents holds a connection of each in its own store and in torch's: select() takes no more."""
+    monkeypatch.setattr(peers, "SILENT_S", 3.0)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with agent() as (process, member), contextlib.ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, most), most))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(1100):
+            opened.callback(os.close, os.dup(0))
+        watch = PeerWatch(member)
+        assert "" == lost(watch, 1.0)
+        process.kill()
+
+        assert GONE == lost(watch, 5.0)
+
+
+def test_a_watch_goes_on_after_a_fault_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files, or no more threads, for a while: the other agent is well."""
+    connect, faults = socket.create_connection, [OSError(errno.EMFILE, "too many open files")] * 2
+
+    def fail_at_first(*words: Any, **more: Any) -> socket.socket:
+        if faults:
+            raise faults.pop()
+        return connect(*words, **more)
+
+    with agent() as (process, member):
+        monkeypatch.setattr(peers.socket, "create_connection", fail_at_first)
+        monkeypatch.setattr(peers, "connected", failing_once(RuntimeError("can't start new thread")))
+        watch = PeerWatch(member)
+        assert "" == lost(watch, 2.0)
+        process.kill()
+
+        assert GONE == lost(watch, 5.0)
+
+
+def failing_once(error: Exception) -> Callable[..., Store]:
+    """`connected`, which raises this at first."""
+    connect, faults = peers.connected, [error]
+
+    def connected(peer: Member, *, within_s: float) -> Store:
+        if faults:
+            raise faults.pop()
+        return connect(peer, within_s=within_s)
+
+    return connected
+
+
+def test_a_route_that_is_missing_for_a_moment_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says so at once, long before the time is up."""
+    connect, faults = socket.create_connection, [OSError(errno.ENETUNREACH, "no network")] * 2
+
+    def fail_at_first(*words: Any, **more: Any) -> socket.socket:
+        if faults:
+            raise faults.pop()
+        return connect(*words, **more)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(peers.socket, "create_connection", fail_at_first)
+        peer = Member(token="t", address="127.0.0.1", port=server.getsockname()[1], node_rank=-1)  # noqa: S106, a name
+
+        assert "" == why_unreachable(peer, timeout_s=2.0)
+
+
+def member(name: str) -> Member:
+    """An agent that nobody has started."""
+    return Member(token=name, address=name, port=1, node_rank=-1)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([], {}),
+        ([("b", "d")], {"d": "b"}),
+        ([("d", "b"), ("b", "d")], {"d": "b"}),
+        ([("b", "c"), ("b", "d")], {"b": "c"}),
+        ([("b", "c"), ("a", "d")], {"d": "a", "c": "b"}),
+        ([("b", "x"), ("b", "b")], {}),
+    ],
+    ids=["none", "later", "both say so", "most", "two wires", "absent"],
+)
+def test_whoever_misses_most_others_is_left_out(pairs: list[tuple[str, str]], expected: dict[str, str]) -> None:
+    """Of two ends of one wire the later one; an agent that did not come counts for nothing."""
+    assert expected == best_left_out(pairs, "abcd")
+
+
+@given(st.sets(st.tuples(st.sampled_from("abcdef"), st.sampled_from("abcdef"))))
+def test_those_that_stay_all_reach_each_other(pairs: set[tuple[str, str]]) -> None:
+    """Whatever wires are cut, no pair of those that stay is among them."""
+    left_out = best_left_out(pairs, "abcdef")
+
+    stay = set("abcdef") - set(left_out)
+    assert not {pair for pair in itertools.permutations(stay, 2) if pair in pairs}
+
+
+@pytest.mark.parametrize("why", [GONE, SILENT])
+def test_a_sweep_stops_at_the_first_that_is_lost(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """An agent whose process has ended, too: where a wire is cut the neighbour watches another."""
+    answers = {"a": "", "b": why, "c": SILENT}
+    monkeypatch.setattr(peers, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(peers, "why_unreachable", lambda peer, timeout_s: answers[peer.token])
+    sweep = ReachSweep([member(name) for name in "abc"])
+
+    ends_s = time.monotonic() + 10.0
+    while not sweep.lost and time.monotonic() < ends_s:
+        time.sleep(0.01)
+
+    assert (member("b"), why) == (sweep.peer, sweep.lost)
+
+
+def test_a_sweep_that_is_stopped_hears_the_attempt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that fail at once end a round before any silence has lasted long enough."""
+
+    def silent_for_a_while(_peer: Member, timeout_s: float) -> str:
+        time.sleep(0.5)
+        return SILENT
+
+    monkeypatch.setattr(peers, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(peers, "why_unreachable", silent_for_a_while)
+    sweep = ReachSweep([member("a"), member("b")])
+    time.sleep(0.2)
+    assert not sweep.lost
+
+    sweep.stop()
+
+    assert (member("a"), SILENT) == (sweep.peer, sweep.lost)
+
+
+def test_a_sweep_between_two_attempts_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what was not asked."""
+    monkeypatch.setattr(peers, "why_unreachable", lambda _peer, timeout_s: SILENT)
+    sweep = ReachSweep([member("a")])
+    began_s = time.monotonic()
+
+    sweep.stop()
+
+    assert time.monotonic() - began_s < 0.5
+    assert not sweep.lost
+
+
+def test_who_stands_by_is_left_out_first() -> None:
+    """It costs the training nothing; else it is the later one."""
+    agents = [member(name) for name in "abc"]
+
+    assert {"b": "out of reach from c"} == out_of_reach(agents, [("b", "c")], standby=["b"])
+    assert {"c": "out of reach from b"} == out_of_reach(agents, [("b", "c")], standby=[])

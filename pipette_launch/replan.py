@@ -124,7 +124,7 @@ def decide(
     gone = tuple((host, (lost or {}).get(host, "")) for host in before if host not in hosts)
     if len(hosts) < least_nodes:
         left = f"{len(hosts)} {'node is' if len(hosts) == 1 else 'nodes are'} left"
-        return GiveUp(reason="; ".join(filter(None, [lost_words(gone), f"{left}, and --nnodes wants {least_nodes}"])))
+        return GiveUp(reason="; ".join(filter(None, [lost_words(gone), f"{left}, and --nnodes needs {least_nodes}"])))
     if held is None:
         return Measure(reason="")
     slowed = next((record.slowed for record in records if record.slowed), "")

@@ -341,7 +341,7 @@ def test_too_few_nodes_are_left_at_the_first_meeting() -> None:
     """One was lost between torch's rendezvous and the first decision."""
     step = decide([record("a"), record("b")], ["a", "b"], None, least_nodes=3)
 
-    assert GiveUp(reason="2 nodes are left, and --nnodes wants 3") == step
+    assert GiveUp(reason="2 nodes are left, and --nnodes needs 3") == step
 
 
 def happened(state: str, event: str) -> Step:
@@ -428,7 +428,7 @@ def test_too_few_hosts_end_the_job_with_who_is_lost() -> None:
     step = happened("proven", "too few")
 
     assert isinstance(step, GiveUp)
-    assert "b is lost (its agent is gone), c is lost, s is lost; 1 node is left, and --nnodes wants 2" == step.reason
+    assert "b is lost (its agent is gone), c is lost, s is lost; 1 node is left, and --nnodes needs 2" == step.reason
 
 
 def test_a_slowdown_measures_all_machines_again() -> None:

@@ -1,4 +1,4 @@
-"""What the nodes of a round say of themselves, as the job's hosts."""
+"""The nodes of a round: each describes its machine, and the deciding node turns the descriptions into hosts."""
 
 from __future__ import annotations
 
@@ -20,33 +20,26 @@ if TYPE_CHECKING:
     from pipette_launch.facts.health import DeviceCondition
     from pipette_launch.facts.messages import NodeRecord
 
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What this machine says of itself."""
+    """Description of this machine."""
 
     versions: dict[str, str]
     host: Host | None = None
-    """None where it could not be described; `trouble` then says why."""
+    """None if the machine could not be described; `trouble` has the reason."""
     conditions: tuple[DeviceCondition, ...] = ()
     notes: tuple[str, ...] = ()
-    """Troubles that stop no plan, such as GPUs that are lost."""
+    """Troubles that do not prevent a plan, such as lost GPUs."""
     trouble: str = ""
     is_misuse: bool = False
-    """Whether the trouble is that a flag asks for what this machine does not have."""
+    """Whether the trouble is a flag that asks for something this machine does not have."""
 
 
 def described(node: Node, device: Literal["auto", "cuda", "cpu"]) -> Machine:
-    """Describe this machine.
-
-    Args:
-        node: what torchrun knows of it.
-        device: `auto`, `cuda` or `cpu`.
-
-    """
+    """Describe this machine, with devices of the given kind."""
     machine = Machine(versions={})
     try:
         machine = Machine(versions=inventory.versions())
@@ -61,57 +54,51 @@ def described(node: Node, device: Literal["auto", "cuda", "cpu"]) -> Machine:
     except PipetteError as error:
         return replace(machine, trouble=str(error), is_misuse=isinstance(error, UsageError))
     except Exception as error:
-        # A driver in disorder, for one: torchrun would not have asked it.
+        # For example a broken driver. torchrun does not read it, so the job can still train.
         logger.exception("this machine cannot be described")
         return replace(machine, trouble=f"the machine cannot be described: {type(error).__name__}: {error}")
 
 
 def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
-    """Put nodes in torchrun's own order: by --node-rank where it counts, else as they met."""
+    """Return the nodes in torchrun's order: by --node-rank if all nodes have one, else as they met."""
     by_rank = min(record.node_rank for record in records) >= 0
     return sorted(records, key=lambda record: record.node_rank) if by_rank else records
 
 
 def unique_names(records: Sequence[NodeRecord], held: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Name the hosts of a round: by name, with the address or a number where names are equal.
+    """Return a unique name for each host; equal names get the address or a number.
 
     Args:
         records: one for each host.
-        held: names from the round before, by token; they stay, or the loss of one host would rename others.
+        held: names of the last round, by token. They stay, so that the loss of one host does not rename others.
 
     """
     here = {record.token for record in records}
     names = {token: name for token, name in (held or {}).items() if token in here}
-    for record, name in zip(records, _unique(records), strict=True):
-        unique, number = name, 1
-        while record.token not in names and unique in names.values():
-            number += 1
-            unique = f"{name}#{number}"
-        names.setdefault(record.token, unique)
-    return tuple(names[record.token] for record in records)
-
-
-def _unique(records: Sequence[NodeRecord]) -> list[str]:
     plain = [record.host.name if record.host else record.token for record in records]
     shared = {name for name, count in Counter(plain).items() if count > 1}
-    named = [
+    addressed = [
         f"{name}@{record.host.address}" if name in shared and record.host else name
         for name, record in zip(plain, records, strict=True)
     ]
     seen: Counter[str] = Counter()
-    unique = []
-    for name in named:
+    for record, name in zip(records, addressed, strict=True):
         seen[name] += 1
-        unique.append(f"{name}#{seen[name]}" if named.count(name) > 1 else name)
-    return unique
+        first = unique = f"{name}#{seen[name]}" if addressed.count(name) > 1 else name
+        number = 1
+        while record.token not in names and unique in names.values():
+            number += 1
+            unique = f"{first}#{number}"
+        names.setdefault(record.token, unique)
+    return tuple(names[record.token] for record in records)
 
 
 def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host, ...]:
     """Return the job's hosts under unique names.
 
     Raises:
-        ClusterError: no plan can use this set of nodes.
-        UsageError: a flag asks for what one of them does not have.
+        ClusterError: no plan can use these nodes together.
+        UsageError: a flag asks for something that a node does not have.
 
     """
     for record, name in zip(records, names, strict=True):
@@ -121,7 +108,7 @@ def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host,
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise ClusterError(
-            f"the nodes lend unequal numbers of slots ({listed}); give every node the same --nproc-per-node, "
+            f"the nodes have different numbers of slots ({listed}); give every node the same --nproc-per-node, "
             f"at most {min(counts.values())}"
         )
     for what, values in (
@@ -139,12 +126,12 @@ def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host,
     hosts = [record.host for record in records if record.host]
     _check_shared_gpus(hosts)
     agents = Counter((host.name, host.address) for host in hosts)
-    parts = [_part(host, agents[host.name, host.address]) for host in hosts]
-    return tuple(replace(part, name=name) for part, name in zip(parts, names, strict=True))
+    shares = [_share(host, agents[host.name, host.address]) for host in hosts]
+    return tuple(replace(share, name=name) for share, name in zip(shares, names, strict=True))
 
 
 def _check_shared_gpus(hosts: Sequence[Host]) -> None:
-    """Raise ClusterError where two launchers of one machine use the same GPU: NCCL refuses that in the training."""
+    """Raise ClusterError if two launchers on one machine use the same GPU, which NCCL refuses in the training."""
     users = Counter(
         (host.name, host.address, device.uuid) for host in hosts for device in host.devices if device.kind == "cuda"
     )
@@ -156,24 +143,8 @@ def _check_shared_gpus(hosts: Sequence[Host]) -> None:
             )
 
 
-def notes_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[str, ...]:
-    """Return notes about the nodes that stop no plan.
-
-    Drivers may differ: an upgrade rolls through a cluster for days, and the training runs on both.
-    """
-    drivers: dict[str, list[str]] = {}
-    for record, name in zip(records, names, strict=True):
-        drivers.setdefault(record.versions.get("driver", "none"), []).append(name)
-    listed = ", ".join(
-        f"{version} on {on[0] if len(on) == 1 else f'{len(on)} nodes'}" for version, on in sorted(drivers.items())
-    )
-    differ = (f"the NVIDIA drivers differ ({listed})",) if len(drivers) > 1 else ()
-    own = (f"{name}: {note}" for record, name in zip(records, names, strict=True) for note in record.notes)
-    return (*differ, *own)
-
-
-def _part(host: Host, num_agents: int) -> Host:
-    """What an agent may use of a machine that it shares: each has told of all its memory. GPUs are nobody else's."""
+def _share(host: Host, num_agents: int) -> Host:
+    """Divide the memory of a machine among its agents. Each agent reported all of it; GPUs are never shared."""
     return replace(
         host,
         devices=tuple(
@@ -189,6 +160,22 @@ def _part(host: Host, num_agents: int) -> Host:
     )
 
 
+def notes_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[str, ...]:
+    """Return notes about the nodes that do not prevent a plan.
+
+    Drivers may differ: upgrading a cluster takes days, and the training runs on both versions.
+    """
+    drivers: dict[str, list[str]] = {}
+    for record, name in zip(records, names, strict=True):
+        drivers.setdefault(record.versions.get("driver", "none"), []).append(name)
+    listed = ", ".join(
+        f"{version} on {on[0] if len(on) == 1 else f'{len(on)} nodes'}" for version, on in sorted(drivers.items())
+    )
+    differ = (f"the NVIDIA drivers differ ({listed})",) if len(drivers) > 1 else ()
+    own = (f"{name}: {note}" for record, name in zip(records, names, strict=True) for note in record.notes)
+    return (*differ, *own)
+
+
 def joined(*sentences: str) -> str:
-    """Join what there is to say; some of it may be empty."""
-    return "; ".join(sentence for sentence in sentences if sentence)
+    """Join the sentences that are not empty."""
+    return "; ".join(filter(None, sentences))

@@ -1,4 +1,4 @@
-"""Counts the iterations of a training run and sets its measured step time beside the predicted one."""
+"""Evidence in the output of a training: its outcome, the cost of a restart, a slowdown, and whether it trained."""
 
 from __future__ import annotations
 
@@ -13,23 +13,32 @@ from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.text import plural, seconds_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from pipette_launch.facts import Choice
+    from pipette_launch.facts.messages import Decision
     from pipette_launch.megatron import Iteration, MemoryLine
 
 ITERATIONS = 20
-"""An outcome rests on at least so many iterations; one logged line may stand for several."""
+"""Least number of iterations of an outcome. One logged line may stand for several."""
 STEADY_S = 10.0
-"""Steady iterations of an outcome take at least so long: machines change their pace from one second to the next."""
+"""Least duration of an outcome's steady iterations: machines change their pace from one second to the next."""
 COMPLETE = 2
-"""In its second iteration a rank holds activations beside optimizer states, which the first one makes at its end."""
+"""Iteration in which a rank first holds activations and optimizer states together: states are made after the first."""
 WARM_UPS = 5
-"""The first ones, which carry compilation, lazy communicators and cold caches."""
+"""First iterations, which include compilation, lazy communicators and cold caches."""
+IGNORED_STEPS = 10
+"""First step times of an attempt, which a slowdown does not count."""
+WINDOW = 30
+"""Step times in the first and in the last pace. Evaluations and checkpoints are rarer than this."""
+SETTLED_S = 600.0
+"""A plan that cannot start usually fails within this time: imports, data, a checkpoint, the first step."""
+SETTLED_STEPS = 20
+"""Or within this number of steps, if they are long."""
 
 
 class OutcomeTracker:
-    """Collects the iteration lines of one attempt."""
+    """Collects the iteration lines of one attempt, and compares the measured step with the predicted one."""
 
     def __init__(self, key: str, choice: Choice) -> None:
         self._key = key
@@ -41,13 +50,13 @@ class OutcomeTracker:
         self._is_done = False
 
     def add_memory(self, line: MemoryLine) -> None:
-        """Take one memory line; the last of each rank counts, if its peak has seen a whole steady iteration."""
+        """Add a memory line. The last line of each rank counts, if its peak covers a whole steady iteration."""
         self._memory.append(line)
 
     def add(self, line: Iteration) -> Outcome | None:
-        """Take one logged line; returns the outcome with the line that completes it, and never again.
+        """Add a logged line; return the outcome once, with the line that completes it.
 
-        A line that takes no time, or is no further than the one before it, is not counted.
+        Lines that take no time, or that do not advance the iteration, are ignored.
         """
         is_further = not self._lines or line.iteration > self._lines[-1].iteration
         if self._is_done or not is_further or line.step_time_s <= 0:
@@ -67,10 +76,10 @@ class OutcomeTracker:
         return self._outcome()
 
     def _before_first(self) -> int:
-        """Return the last iteration before those that were logged.
+        """Return the iteration before the first logged one.
 
-        The first line stands for as many iterations as later ones where Megatron logs every so many iterations, and for
-        one where a trainer logs its first iteration by itself.
+        If Megatron logs every N iterations, the first line stands for N iterations as the later ones do. Some trainers
+        log their first iteration alone; then it stands for one.
         """
         first, second = self._lines[0].iteration, self._lines[1].iteration
         return first - (second - first if first % (second - first) == 0 else 1)
@@ -98,14 +107,13 @@ class OutcomeTracker:
         )
 
     def _allocator_peaks(self) -> tuple[PeakReading, ...]:
-        """What Megatron printed, of ranks whose peak has seen a whole steady iteration."""
         choice = self._choice
         before = self._before_first()
         last = {line.rank: line for line in self._memory if line.iteration - before >= COMPLETE}
         readings = []
         for rank, line in sorted(last.items()):
+            # The CPU backend's replacement of the allocator reports 0.
             if line.max_allocated_bytes == 0 or rank >= choice.layout.world_size:
-                # The CPU backend's stand-in for the allocator holds nothing.
                 continue
             stage = choice.layout.cell_of(rank).pp
             readings.append(
@@ -121,11 +129,11 @@ class OutcomeTracker:
 
 
 def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakReading, ...]:
-    """Set what devices hold beside what they should; the allocator keeps what it had reserved, so that is the peak.
+    """Compare used device memory with the prediction. torch's allocator keeps what it reserved, so this is the peak.
 
     Args:
-        choice: what runs.
-        used_bytes: bytes that each RANK's device holds for this job.
+        choice: configuration that runs.
+        used_bytes: memory that each RANK's device holds for this job.
 
     """
     if not choice.device_peak_bytes:
@@ -144,75 +152,62 @@ def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakRea
     )
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pipette_launch.facts.messages import Decision
-
-
 class Recovery:
-    """Follows one node from the end of its workers to the first iteration that it sees afterwards."""
+    """Measures the cost of a restart on one node, from the end of its workers to the next iteration it sees."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.iteration = 0
-        """The last iteration that this node has seen in this attempt at training."""
+        """Last iteration that this node saw in this attempt."""
         self._reached = 0
         self._ended_s = self._decided_s = 0.0
 
     def ended(self) -> None:
-        """Take note that the workers have ended and the agents meet."""
+        """Note that the workers have ended and the agents meet."""
         self._ended_s = self._clock()
 
     def decided(self, decision: Decision) -> None:
-        """Take note of what the agents have agreed on."""
+        """Note that the agents have agreed on a decision."""
         if decision.phase == "train":
             self._reached, self.iteration = decision.iteration, 0
         self._decided_s = self._clock()
 
     def sees(self, iteration: int) -> str:
-        """Take note of an iteration; returns what the user reads at the first one after a restart, else nothing."""
+        """Note an iteration; return a sentence for the user at the first one after a restart, else an empty text."""
         reached, self._reached, self.iteration = self._reached, 0, iteration
         if not reached:
             return ""
         lost = max(reached - iteration + 1, 0)
         since = "the first step; no checkpoint was loaded" if iteration == 1 else f"iteration {iteration}"
-        steps = f"{lost} {plural('step', lost)} of {reached} lost"
-        met = seconds_text(self._decided_s - self._ended_s)
+        agreed, first = self._decided_s - self._ended_s, self._clock() - self._decided_s
         return (
-            f"training goes on with {since}: {steps}; {met} until the nodes had agreed, "
-            f"{seconds_text(self._clock() - self._decided_s)} more until the first step was done"
+            f"training goes on with {since}: {lost} {plural('step', lost)} of {reached} lost; {seconds_text(agreed)} "
+            f"until the nodes agreed, then {seconds_text(first)} until the first step was done"
         )
 
 
-IGNORED_STEPS = 10
-"""The first step times of an attempt, which count for nothing."""
-WINDOW = 30
-"""So many step times make the pace at the start, and so many the pace now: evaluations and checkpoints are fewer."""
-
-
 class Slowdown:
-    """Compares the pace of an attempt's last steps with that of its first."""
+    """Compares the last steps of an attempt with its first ones."""
 
     def __init__(self, limit: float, *, restarts: bool) -> None:
         """Begin.
 
         Args:
-            limit: by which fraction the steps may become longer.
-            restarts: whether the machines are to be measured again when they do.
+            limit: fraction by which steps may become longer.
+            restarts: whether to measure the machines again when they do.
 
         """
         self._limit = limit
         self._restarts = restarts
         self.wants_restart = ""
-        """Why the machines are to be measured again; empty while they are not."""
+        """Sentence for the user if the machines are to be measured again; else empty."""
         self._num_seen = 0
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=WINDOW)
         self._is_told = False
 
     def add(self, step_time_s: float, iteration: int) -> str:
-        """Add a step time; returns what the user reads when the limit is passed, once in an attempt, else nothing."""
+        """Add a step time; return a sentence for the user when the limit is passed, once, else an empty text."""
         self._num_seen += 1
         if self._num_seen <= IGNORED_STEPS:
             return ""
@@ -234,29 +229,20 @@ class Slowdown:
         if self._restarts:
             self.wants_restart = words
             return f"{words}; all machines are measured again"
-        return f"{words}; --pipette-watch restart would measure all machines again and name the slow one"
-
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-SETTLED_S = 600.0
-"""A plan that cannot start mostly shows it within this time: imports, data, a checkpoint, the first step."""
-SETTLED_STEPS = 20
-"""And within this many steps, where steps are long."""
+        return f"{words}; with --pipette-watch restart all machines would be measured again, to find the slow one"
 
 
 def has_trained(
     *, lived_s: float, step_time_s: float, exit_codes: Collection[int], saved_before: str, saved_now: str
 ) -> bool:
-    """Whether a job that died without showing an iteration is taken to have trained, so that its plan is kept.
+    """Return whether a job that died without printing an iteration counts as trained, so that its plan is kept.
 
     Args:
-        lived_s: from the workers' start to the first death.
-        step_time_s: as predicted for the plan.
+        lived_s: time from the workers' start to the first death.
+        step_time_s: predicted step time of the plan.
         exit_codes: of the workers that died.
-        saved_before: the newest checkpoint when the workers started.
-        saved_now: the newest checkpoint after their death.
+        saved_before: newest checkpoint at the workers' start.
+        saved_now: newest checkpoint after their death.
 
     """
     return (

@@ -1,4 +1,4 @@
-"""The check of a device order before training: NCCL may return wrong slices on permuted devices, without an error."""
+"""Before the training: the check of a device order, and trials of plans and of the user's own configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipette_launch.cost.learned.uncertainty import ERRORS_APART
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
 from pipette_launch.facts import Samples
 from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
@@ -16,11 +15,17 @@ from pipette_launch.replan import why_to_give_up
 from pipette_launch.text import seconds_text
 
 if TYPE_CHECKING:
-    from pipette_launch.facts import Choice, Plan
-    from pipette_launch.facts.messages import Decision, Failure
+    from collections.abc import Sequence
+
+    from pipette_launch.facts import Choice, Job, Layout, Plan
+    from pipette_launch.facts.messages import Decision, Failure, TrialReport
+    from pipette_launch.launch.options import Options, Script
 
 CHECKED = "all-gather and reduce-scatter of 1 to 64 MB returned every value in its place"
 SEE = "see NVIDIA/nccl#1906"
+
+
+# -- the check of a device order: with permuted devices NCCL may return wrong slices without an error ------------------
 
 
 def needs_check(training: Decision) -> bool:
@@ -32,7 +37,7 @@ def needs_check(training: Decision) -> bool:
 
 
 def check_before(training: Decision) -> Decision:
-    """Order the check of a candidate, for the nodes and devices that will train it."""
+    """Return the check of a candidate, on the nodes and devices that will train it."""
     assert training.plan is not None
     assert training.choice is not None
     place = training.plan.contenders().index(training.choice)
@@ -40,7 +45,7 @@ def check_before(training: Decision) -> Decision:
 
 
 def order_words(decision: Decision) -> str:
-    """Name the order of devices that a decision gives to ranks."""
+    """Name the order in which ranks take the devices of a host."""
     plan, choice = decision.plan, decision.choice
     assert plan is not None
     assert choice is not None
@@ -49,12 +54,12 @@ def order_words(decision: Decision) -> str:
 
 
 def check_words(decision: Decision) -> str:
-    """Name the check on one line."""
+    """Describe the check on one line."""
     return f"checking NCCL with {order_words(decision)}: rank-coded all-gather and reduce-scatter"
 
 
 def passed(ended: Decision) -> Plan:
-    """Mark the candidate that was checked; the plan's first reason says that it was, as screens cut the later ones."""
+    """Mark the checked candidate in its plan. The first reason says so, because screens cut the later reasons."""
     plan, choice = ended.plan, ended.choice
     assert plan is not None
     assert choice is not None
@@ -68,13 +73,13 @@ def passed(ended: Decision) -> Plan:
 
 
 def failed(ended: Decision, failure: Failure) -> tuple[Plan, str]:
-    """Put all candidates of a plan and of its templates back into device order."""
+    """Put all candidates of a plan and its fallback plans back into device order; return the plan and the reason."""
     plan = ended.plan
     assert plan is not None
     told = f"devices stay in order inside hosts: with {order_words(ended)} {failure.cause} ({SEE})"
-    back = _back_in_order(plan)
-    templates = tuple(map(_back_in_order, plan.templates))
-    return replace(back, templates=templates, reasons=(f"{told[0].upper()}{told[1:]}.", *plan.reasons)), told
+    fallbacks = tuple(map(_back_in_order, plan.templates))
+    reasons = (f"{told[0].upper()}{told[1:]}.", *plan.reasons)
+    return replace(_back_in_order(plan), templates=fallbacks, reasons=reasons), told
 
 
 def _back_in_order(plan: Plan) -> Plan:
@@ -84,50 +89,53 @@ def _back_in_order(plan: Plan) -> Plan:
     return replace(plan, chosen=back(plan.chosen), alternatives=tuple(map(back, plan.alternatives)))
 
 
-if TYPE_CHECKING:
-    from pipette_launch.facts.messages import Decision
+# -- what the user reads ------------------------------------------------------------------------------------------
 
 
 def trial_progress(decision: Decision, num_iterations: int, elapsed_s: float, *, asked: int) -> str:
-    """Return the progress line of a trial; only the node of the last rank sees iterations."""
+    """Return the progress line of a trial. Only the node of the last rank sees iterations."""
     if decision.checks_order:
         return f"{check_words(decision)}, {elapsed_s:.0f} s"
     seen = f"iteration {num_iterations} of {decision.iterations}, " if num_iterations else ""
-    return f"trial {_number(decision, asked=asked)}: {_what(decision)}, {seen}{elapsed_s:.0f} s"
+    return f"{_trial_name(decision, asked)}, {seen}{elapsed_s:.0f} s"
 
 
 def trial_words(decision: Decision, *, asked: int) -> str:
-    """Say which trial begins, of how many."""
+    """Announce a trial, with its number and the number of all trials."""
     if decision.checks_order:
         return check_words(decision)
-    return f"trial {_number(decision, asked=asked)}: {_what(decision)}, {decision.iterations} iterations"
+    return f"{_trial_name(decision, asked)}, {decision.iterations} iterations"
 
 
-def _number(decision: Decision, *, asked: int) -> str:
+def _trial_name(decision: Decision, asked: int) -> str:
     assert decision.plan is not None
-    return f"{decision.trial + 1} of {min(asked, len(decision.plan.contenders())) + 1}"
+    what = decision.choice.layout.words() if decision.choice else "your own configuration"
+    return f"trial {decision.trial + 1} of {min(asked, len(decision.plan.contenders())) + 1}: {what}"
 
 
-def _what(decision: Decision) -> str:
-    return decision.choice.layout.words() if decision.choice else "your own configuration"
+def trial_line(run: Trial) -> str:
+    """Return the result of a trial on one line."""
+    who = "your own configuration" if run.is_own else run.layout.words()
+    if run.step is None:
+        return f"{who}: {run.failure}"
+    return (
+        f"{who}: measured {seconds_text(run.median_s)} a step, spread {run.step.spread:.0%}, "
+        f"predicted {seconds_text(run.predicted_step_s)}"
+    )
 
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pipette_launch.facts import Choice, Plan
-    from pipette_launch.facts.messages import TrialReport
+# -- who wins -----------------------------------------------------------------------------------------------------
 
 
 def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, iterations: int) -> Trial:
-    """Put together what came of one trial.
+    """Return the result of one trial.
 
     Args:
-        choice: what ran.
-        report: what the agents saw.
+        choice: configuration that ran.
+        report: from the agents.
         is_own: whether it is the user's own configuration.
-        warm_ups: iterations at the start that do not count.
-        iterations: how many behind them do.
+        warm_ups: number of first iterations that do not count.
+        iterations: number of iterations that count.
 
     """
     steps_s = report.step_s[: warm_ups + iterations]
@@ -145,21 +153,24 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
 
 
 def noise_s(one: Samples, other: Samples) -> float:
-    """By how much two medians may differ by chance."""
+    """Return the largest difference of two medians that chance explains."""
+    # Imported after a trial only: a start from the cache does not need the code that prices plans.
+    from pipette_launch.cost.learned.uncertainty import ERRORS_APART
+
     return ERRORS_APART * math.hypot(one.median_error_s, other.median_error_s)
 
 
 def outruns(plan: Trial, own: Trial, *, margin: float) -> bool:
-    """Whether a plan was measured faster than the user's own configuration, beyond noise and by the margin."""
+    """Return whether a plan was measured faster than the user's own configuration by the margin and beyond noise."""
     if plan.step is None or own.step is None:
         return plan.step is not None
     return own.median_s - plan.median_s > max(margin * own.median_s, noise_s(plan.step, own.step))
 
 
 def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
-    """Return the index of the best trial; None where none came to an end.
+    """Return the index of the best trial; None if no trial finished.
 
-    A plan takes the place of the user's own configuration only if it outruns it; of those that do, the fastest wins.
+    A plan replaces the user's own configuration only if it outruns it. Of the plans that do, the fastest wins.
     """
     own = next(run for run in runs if run.is_own)
     better = [index for index, run in enumerate(runs) if not run.is_own and outruns(run, own, margin=margin)]
@@ -169,10 +180,10 @@ def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
 
 
 def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
-    """Let the measured best be the plan; without any, the plan stays as it was predicted.
+    """Make the measured best the plan; if no trial finished, the plan stays as predicted.
 
-    Alternatives that outran the user's own configuration come first, the fastest in front, and no other is tried
-    before it, unless it did not run itself.
+    Alternatives that outran the user's own configuration come first, fastest first. No other alternative is tried
+    before the own configuration, unless the own configuration did not run.
     """
     best = winner(trials.runs, margin=margin)
     if best is None:
@@ -190,27 +201,19 @@ def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
     others = [one for one in plan.contenders() if (one.layout, one.placement) != (won.layout, won.placement)]
     chosen = next((one for one in plan.contenders() if one not in others), plan.own)
     others.sort(key=rank)
-    # What was not tried is only predicted: the user's own configuration, which ran, is the safer one.
+    # Untried plans are only predicted; the own configuration ran, so it is safer.
     in_line = [one for one in others if rank(one)[0] <= (0 if own.step else 2)]
+    reasons = plan.reasons
+    if (won.layout, won.placement) != (plan.chosen.layout, plan.chosen.placement):
+        reasons = (f"Predicted best, by the model alone, was {plan.chosen.layout.words()}.",)
     return replace(
         plan,
         chosen=plan.own if won.is_own else chosen,
         keeps_own=won.is_own,
         alternatives=tuple(others),
         num_in_line=len(in_line),
-        reasons=(_why(trials, won, own, margin=margin), *_predicted(plan, won)),
+        reasons=(_why(trials, won, own, margin=margin), *reasons),
         trials=trials,
-    )
-
-
-def trial_line(run: Trial) -> str:
-    """Say in one line what came of a trial."""
-    who = "your own configuration" if run.is_own else run.layout.words()
-    if run.step is None:
-        return f"{who}: {run.failure}"
-    return (
-        f"{who}: measured {seconds_text(run.median_s)} a step, spread {run.step.spread:.0%}, "
-        f"predicted {seconds_text(run.predicted_step_s)}"
     )
 
 
@@ -226,21 +229,12 @@ def _why(trials: Trials, won: Trial, own: Trial, *, margin: float) -> str:
     return f"{head}{took}, {gain:.1%} less than your own configuration with {seconds_text(own.median_s)}."
 
 
-def _predicted(plan: Plan, won: Trial) -> tuple[str, ...]:
-    if (won.layout, won.placement) == (plan.chosen.layout, plan.chosen.placement):
-        return plan.reasons
-    return (f"Predicted best, by the model alone, was {plan.chosen.layout.words()}.",)
-
-
-if TYPE_CHECKING:
-    from pipette_launch.facts import Job, Layout, Plan
-    from pipette_launch.facts.messages import Decision, Failure, TrialReport
-    from pipette_launch.launch.options import Options, Script
+# -- the sequence of trials ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TrialsInProgress:
-    """What is tried, and what has come of it so far."""
+    """The trials of one plan, and their results so far."""
 
     job: Job
     plan: Plan
@@ -248,21 +242,21 @@ class _TrialsInProgress:
     warm_ups: int
     runs: tuple[Trial, ...] = ()
     deaths: tuple[tuple[Layout, Failure], ...] = ()
-    """Layouts that ended early, and why."""
+    """Layouts that died early, and why."""
 
 
 class TrialsResult(NamedTuple):
-    """How trials ended."""
+    """The end of all trials."""
 
     job: Job
     plan: Plan
     reason: str
     is_worth_keeping: bool
-    """Whether the next start should believe it."""
+    """Whether the next start should use this result."""
 
 
 class TrialCoordinator:
-    """Orders the trials one by one, the user's own configuration first, and names the winner."""
+    """Orders the trials one by one on the deciding node, the user's own configuration first, and names the winner."""
 
     def __init__(self, options: Options, script: Script) -> None:
         self._options = options
@@ -270,10 +264,10 @@ class TrialCoordinator:
         self._in_progress: _TrialsInProgress | None = None
 
     def open(self, training: Decision, job: Job) -> Decision:
-        """Return the first trial, or the training itself where the user wants no trials or none can be run.
+        """Return the first trial, or the training itself if the user wants no trials or none can run.
 
         Raises:
-            PlanError: none can be run, and the user wants to stop at errors.
+            PlanError: no trial can run, and errors end the job.
 
         """
         plan = training.plan
@@ -291,100 +285,90 @@ class TrialCoordinator:
         return self._next(training, self._in_progress)
 
     def judge(self, ended: Decision, report: TrialReport) -> Decision | TrialsResult:
-        """Take what came of a trial; return the next one, in the end what was settled, or the end of the job.
+        """Take the result of a trial; return the next trial, the final result, or the end of the job.
 
-        The job ends where the script died of what no plan can avoid, as it does in the training.
+        The job ends if the script died of a cause that no plan can avoid, as it does in the training.
         """
-        # What prices plans is imported when one was tried: a start from the cache does without it.
-        from pipette_launch.launch.trials import settle, trial_line, tried
-
-        in_progress = self._in_progress
-        assert in_progress is not None
+        progress, options = self._in_progress, self._options
+        assert progress is not None
         run = tried(
-            ended.choice or in_progress.plan.own,
+            ended.choice or progress.plan.own,
             report,
             is_own=ended.choice is None,
-            warm_ups=in_progress.warm_ups,
-            iterations=self._options.trial_iters,
+            warm_ups=progress.warm_ups,
+            iterations=options.trial_iters,
         )
-        deaths = in_progress.deaths
+        deaths = progress.deaths
         if report.failure and run.step is None:
-            # Other layouts' deaths alone tell that it is not the layout's doing.
-            before = [failure for layout, failure in deaths if layout != run.layout]
-            hopeless = (
-                ""
-                if report.step_s
-                else why_to_give_up(
-                    [report.failure],
-                    before=before,
-                    written=self._options.script_arguments,
-                    given=ended.script_arguments,
-                )
-            )
+            hopeless = "" if report.step_s else self._why_hopeless(ended, report.failure, run.layout, deaths)
             if hopeless:
                 self._in_progress = None
                 return replace(ended, phase="stop", plan=None, failed=True, reason=hopeless)
             deaths = (*deaths, (run.layout, report.failure))
-        self._in_progress = in_progress = replace(in_progress, runs=(*in_progress.runs, run), deaths=deaths)
-        if len(in_progress.runs) <= in_progress.num_plans:
-            return self._next(replace(ended, reason=trial_line(run)), in_progress)
-        trials = Trials(asked=self._options.trials, iterations=self._options.trial_iters, runs=in_progress.runs)
-        settled = settle(in_progress.plan, trials, margin=self._options.margin)
+        self._in_progress = progress = replace(progress, runs=(*progress.runs, run), deaths=deaths)
+        if len(progress.runs) <= progress.num_plans:
+            return self._next(replace(ended, reason=trial_line(run)), progress)
+        trials = Trials(asked=options.trials, iterations=options.trial_iters, runs=progress.runs)
+        settled = settle(progress.plan, trials, margin=options.margin)
+        if settled.setting is not None:
+            words = self._script.words(progress.job, settled.chosen.layout)
+            settled = replace(settled, setting=replace(settled.setting, new_arguments=words))
         self._in_progress = None
-        any_ran = any(one.step for one in in_progress.runs)
+        any_ran = any(one.step for one in progress.runs)
         return TrialsResult(
-            job=in_progress.job,
-            plan=self._with_words(settled, in_progress.job),
-            reason=joined(trial_line(run), "" if any_ran else "no trial came to its end, so the prediction stands"),
-            # A file that the user named is the user's.
-            is_worth_keeping=any_ran and in_progress.plan.provenance.source != "file",
+            job=progress.job,
+            plan=settled,
+            reason=joined(trial_line(run), "" if any_ran else "no trial finished, so the predicted plan stays"),
+            # A plan file that the user named belongs to the user.
+            is_worth_keeping=any_ran and progress.plan.provenance.source != "file",
         )
 
+    def _why_hopeless(
+        self, ended: Decision, failure: Failure, layout: Layout, deaths: Sequence[tuple[Layout, Failure]]
+    ) -> str:
+        # Only deaths under other layouts show that the layout is not the cause.
+        before = [earlier for other, earlier in deaths if other != layout]
+        written, given = self._options.script_arguments, ended.script_arguments
+        return why_to_give_up([failure], before=before, written=written, given=given)
+
     def _wants(self, plan: Plan) -> bool:
-        """Whether there is something to try that was not tried before."""
+        """Return whether the user wants trials that have not run yet."""
         if not self._options.trials or self._options.only_looks:
             return False
         done = plan.trials
         return done is None or done.asked < self._options.trials or done.iterations < self._options.trial_iters
 
     def _check(self, training: Decision, job: Job) -> int:
-        """Return how many iterations of a trial are warm-ups; raises MegatronError where no trial can be run."""
+        """Return the number of warm-up iterations of a trial; raise MegatronError if no trial can run."""
         assert training.plan is not None
         if self._options.is_function:
             raise MegatronError("--run-path: the script runs as a function, whose iterations the launcher cannot see")
         if not training.plan.contenders():
-            raise MegatronError("there is no plan but your own configuration")
+            raise MegatronError("there is no plan except your own configuration")
         _, warm_ups = self._script.trial_words(training.script_arguments or (), job)
         needed = warm_ups + self._options.trial_iters
         if job.train_iters is not None and job.train_iters <= needed:
             raise MegatronError(
-                f"the job has {job.train_iters} iterations and a trial {needed}; leave --pipette-trials away, or lower "
+                f"the job has {job.train_iters} iterations and a trial {needed}; omit --pipette-trials, or lower "
                 f"--pipette-trial-iters"
             )
         return warm_ups
 
-    def _next(self, like: Decision, in_progress: _TrialsInProgress) -> Decision:
-        """Order the next trial, for the nodes of an earlier decision."""
+    def _next(self, like: Decision, progress: _TrialsInProgress) -> Decision:
+        """Return the next trial, for the nodes of an earlier decision."""
         following = replace(
             like,
             phase="trial",
-            plan=in_progress.plan,
+            plan=progress.plan,
             attempt=0,
-            trial=len(in_progress.runs),
-            iterations=in_progress.warm_ups + self._options.trial_iters,
+            trial=len(progress.runs),
+            iterations=progress.warm_ups + self._options.trial_iters,
         )
         choice = following.choice
-        layout = choice.layout if choice else in_progress.job.own
-        words, _ = self._script.trial_words(self._script.words(in_progress.job, layout), in_progress.job)
+        layout = choice.layout if choice else progress.job.own
+        words, _ = self._script.trial_words(self._script.words(progress.job, layout), progress.job)
         return replace(
             following,
             script_arguments=words,
-            environment=self._script.environment(layout, in_progress.plan.device_kind, is_own=choice is None),
+            environment=self._script.environment(layout, progress.plan.device_kind, is_own=choice is None),
         )
-
-    def _with_words(self, plan: Plan, job: Job) -> Plan:
-        """Let the plan's own record of the script's arguments follow its choice."""
-        if plan.setting is None:
-            return plan
-        words = self._script.words(job, plan.chosen.layout)
-        return replace(plan, setting=replace(plan.setting, new_arguments=words))

@@ -122,7 +122,7 @@ def test_too_few_nodes_end_the_job(tmp_path: Path) -> None:
     codes, texts = ends(agents)
 
     assert 1 == codes["a"]
-    assert "--nnodes wants 2" in texts["a"], texts
+    assert "--nnodes needs 2" in texts["a"], texts
 
 
 @pytest.mark.parametrize(("why", "keeps"), [(LEFT_OUT, False), (REJOIN, True)])
@@ -198,7 +198,7 @@ def test_an_agent_that_vanishes_is_named(tmp_path: Path) -> None:
 
     assert [1] == codes, text
     assert re.search(
-        r"is lost \(its agent does not answer\).*--nnodes wants 2|reaches 1 of 2 nodes that may still run", text
+        r"is lost \(its agent does not answer\).*--nnodes needs 2|reaches 1 of 2 nodes that may still run", text
     ), text
     ends_s = time.monotonic() + 10
     while any(map(psutil.pid_exists, pids.values())) and time.monotonic() < ends_s:

@@ -47,7 +47,7 @@ def test_a_sick_node_stands_by(tmp_path: Path) -> None:
     assert [] == ranks.pop("a")
     assert ["0 of 2", "1 of 2"] == sorted(rank for each in ranks.values() for rank in each)
     assert f"a {HELD}" in told(done)
-    assert "a runs no workers and waits on standby, as --pipette-on-sick=exclude asks" in told(done)
+    assert "a runs no workers and waits on standby, because of --pipette-on-sick=exclude" in told(done)
     assert "measuring 2 slots on b, c" in told(done)
     (kept,) = (tmp_path / "cache").glob("pipette-launch/*/plan.json")
     assert {"b", "c"} == {*files.read(kept, Plan).hosts}
@@ -71,7 +71,7 @@ def test_a_slow_node_is_planned_without(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "code", "words"),
     [
-        ("fail", 1, "the job stops, as --pipette-on-sick=fail asks"),
+        ("fail", 1, "the job stops, because of --pipette-on-sick=fail"),
         ("exclude", 0, "a cannot be excluded: no healthy node would be left; add a spare node"),
     ],
 )

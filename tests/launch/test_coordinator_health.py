@@ -123,7 +123,7 @@ def test_by_default_a_sick_node_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("batch", "least", "why"),
     [
-        ("24", 3, "2 of 3 nodes would be left, and --nnodes wants at least 3; start with --nnodes 2:3"),
+        ("24", 3, "2 of 3 nodes would be left, and --nnodes needs at least 3; start with --nnodes 2:3"),
         ("6", 2, "global_batch_size=6; on 4 data-parallel ranks it must be a multiple of 4"),
     ],
 )
@@ -183,4 +183,4 @@ def test_a_lost_node_brings_the_sick_one_back(tmp_path: Path) -> None:
     decision = one.decide([records(3)[0], records(3)[2]], held)
 
     assert ("warmup", ("node0", "node2"), ()) == (decision.phase, decision.hosts, decision.standby)
-    assert "node2 cannot be excluded: 1 of 2 nodes would be left, and --nnodes wants at least 2" in decision.reason
+    assert "node2 cannot be excluded: 1 of 2 nodes would be left, and --nnodes needs at least 2" in decision.reason

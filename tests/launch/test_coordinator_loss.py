@@ -44,7 +44,7 @@ def test_too_few_nodes_for_the_first_decision(tmp_path: Path) -> None:
     decision = beginning(tmp_path, least_nodes=3).decide(records(2), None)
 
     assert ("stop", True) == (decision.phase, decision.failed)
-    assert "2 nodes are left, and --nnodes wants 3" == decision.reason
+    assert "2 nodes are left, and --nnodes needs 3" == decision.reason
 
 
 def test_a_lost_node_costs_no_warmup(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_spare_is_measured_and_waits(tmp_path: Path) -> None:
     again = beginning(tmp_path, spares=1).decide(records(3), None)
 
     assert (("node0", "node1"), ("node2",)) == (held.hosts, held.standby_hosts)
-    assert "node2 stands by as a spare, as --pipette-spares asks" in held.reason
+    assert "node2 stands by as a spare, because of --pipette-spares" in held.reason
     assert held.plan is not None
     assert ("node2",) == held.plan.other_hosts
     assert one.cache.path("x") is not None
@@ -223,8 +223,8 @@ def test_a_sick_node_is_the_first_to_stand_by(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spares", "least", "standby", "told"),
     [
-        (2, 2, ("node2",), "--pipette-spares 2: --nnodes wants 2 of 3 nodes, so 1 stand by"),
-        (1, 3, (), "--pipette-spares 1: --nnodes wants 3 of 3 nodes, so 0 stand by"),
+        (2, 2, ("node2",), "--pipette-spares 2: --nnodes needs 2 of 3 nodes, so the job has 1 spare"),
+        (1, 3, (), "--pipette-spares 1: --nnodes needs 3 of 3 nodes, so the job has 0 spares"),
     ],
 )
 def test_min_of_nnodes_bounds_the_spares(

@@ -54,7 +54,7 @@ def test_exclude_leaves_the_sick_out() -> None:
     ruling = ruled(verdict("node1"))
 
     assert (("node1",), False) == (ruling.leave_out, ruling.stops)
-    assert "node1 runs no workers and waits on standby, as --pipette-on-sick=exclude asks" == ruling.reasons[-1]
+    assert "node1 runs no workers and waits on standby, because of --pipette-on-sick=exclude" == ruling.reasons[-1]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_exclude_leaves_the_sick_out() -> None:
             [verdict("node1")],
             {"least": 3},
             (
-                "node1 cannot be excluded: 2 of 3 nodes would be left, and --nnodes wants at least 3; "
+                "node1 cannot be excluded: 2 of 3 nodes would be left, and --nnodes needs at least 3; "
                 "start with --nnodes 2:3, or keep it out of the job with sbatch --exclude=node1; "
                 "the job goes on with it"
             ),
@@ -78,7 +78,7 @@ def test_exclude_leaves_the_sick_out() -> None:
             [verdict("node1"), verdict("node2")],
             {},
             (
-                "node1, node2 cannot be excluded: 1 of 3 nodes would be left, and --nnodes wants at least 2; "
+                "node1, node2 cannot be excluded: 1 of 3 nodes would be left, and --nnodes needs at least 2; "
                 "start with --nnodes 1:3, or keep them out of the job with sbatch --exclude=node1,node2"
             ),
         ),

@@ -205,7 +205,7 @@ def test_lost_steps_are_counted_from_the_last_that_any_node_saw() -> None:
     words = made.sees(11)
 
     assert words.startswith("training goes on with iteration 11: 3 steps of 13 lost; 1.50 s until")
-    assert "6.00 s more until the first step was done" in words
+    assert "then 6.00 s until the first step was done" in words
     assert "" == made.sees(12)
 
 
@@ -225,7 +225,7 @@ def test_a_warmup_is_no_training() -> None:
     made.decided(Decision(phase="warmup", tokens=("a",), hosts=("n0",), num_slots=(1,), iteration=7))
     made.decided(train(iteration=7))
 
-    assert "30.00 s until the nodes had agreed" in made.sees(6)
+    assert "30.00 s until the nodes agreed" in made.sees(6)
 
 
 def words(*step_s: float, limit: float = 0.25) -> list[str]:

@@ -432,7 +432,7 @@ def test_when_nothing_runs_the_prediction_stands_and_is_not_believed_later(tmp_p
     last = play(judge, judge.decide(records(), None), {})[-1]
 
     assert ("train", TWO.chosen) == (last.phase, last.choice)
-    assert "it died; no trial came to its end, so the prediction stands" in last.reason
+    assert "it died; no trial finished, so the predicted plan stays" in last.reason
 
 
 def test_a_script_that_cannot_run_is_tried_once(tmp_path: Path) -> None:
@@ -483,10 +483,10 @@ def test_a_trial_that_has_trained_ends_no_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "changes", "expected"),
     [
-        (("--train-iters", "7"), {}, "the job has 7 iterations and a trial 7; leave --pipette-trials away"),
+        (("--train-iters", "7"), {}, "the job has 7 iterations and a trial 7; omit --pipette-trials"),
         (("--my-folder", "x"), {}, "--my-folder: no flag of Megatron"),
         ((), {"is_function": True}, "--run-path: the script runs as a function"),
-        ((), {"made": replace(TWO, chosen=TWO.own, alternatives=(), keeps_own=True)}, "there is no plan but"),
+        ((), {"made": replace(TWO, chosen=TWO.own, alternatives=(), keeps_own=True)}, "there is no plan except"),
     ],
 )
 def test_what_cannot_be_tried_is_said(

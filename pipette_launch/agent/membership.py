@@ -20,7 +20,8 @@ from pipette_launch.agent.peers import (
     out_of_reach,
     why_unreachable,
 )
-from pipette_launch.agent.store import ANSWER_S, BROKEN, PEER_WAIT_S, AgentStore, RoundStore, StoreGone, growing_pauses
+from pipette_launch.agent.store import BROKEN, PEER_WAIT_S, AgentStore, RoundStore, StoreGone, growing_pauses
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Arrival, Decision, Member, Members
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from pipette_launch.agent.store import AgentStore
     from pipette_launch.facts.messages import Member
 
-UNREACHABLE_S = 8.0
-"""For so long an agent must be out of reach before a meeting goes on without it, unless its kernel says it is gone."""
 PROBE_S = 0.5
 PROOF_S = 1.5
 
@@ -101,7 +100,7 @@ class Gathering:
                 self._missed_s.pop(member.token, None)
                 continue
             # One that others saw to be silent, too, has but a moment to prove that it is not.
-            if now_s - self._missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else UNREACHABLE_S):
+            if now_s - self._missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else HOST_SILENCE_S):
                 self.lost[member.token] = lost or why
 
     def _look_for(self, member: Member) -> tuple[str, str]:

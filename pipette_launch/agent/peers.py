@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 
 from pipette_launch.agent.signals import STORE_THREAD
 from pipette_launch.agent.store import within
+from pipette_launch.defaults import HOST_SILENCE_S
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -151,7 +152,7 @@ class ReachSweep:
     def stop(self) -> None:
         """Connect no more, once the attempt that is under way has come to an end."""
         self._is_over.set()
-        self._has_answer.wait(SILENT_S)
+        self._has_answer.wait(HOST_SILENCE_S)
 
     def _sweep(self) -> None:
         pause_s = min(LONGEST_PAUSE_S, SWEEP_S / len(self._peers))
@@ -161,7 +162,7 @@ class ReachSweep:
                     return
                 self._has_answer.clear()
                 # Whose process has ended is known to its neighbour at once, unless the wire between them is cut.
-                lost = why_unreachable(peer, timeout_s=SILENT_S)
+                lost = why_unreachable(peer, timeout_s=HOST_SILENCE_S)
                 if lost:
                     self.peer, self.lost = peer, lost
                 self._has_answer.set()

@@ -28,9 +28,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from pipette_launch.agent.peers import SILENT_S, answers
+from pipette_launch.agent.peers import answers
 from pipette_launch.agent.rendezvous import ADDRESS, C10D_PORT
 from pipette_launch.agent.store import StoreGone, TorchCall, growing_pauses, within
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Member
 from pipette_launch.text import printable
@@ -144,7 +145,7 @@ def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
             # It listens on another address of this machine, and keeps a store from opening there.
             raise ClusterError(port_held(port, settings)) from error
         return str(getattr(error, "strerror", None) or error)
-    if answers(Member(token="rendezvous", address=host, port=port, node_rank=-1), within_s=SILENT_S):  # noqa: S106
+    if answers(Member(token="rendezvous", address=host, port=port, node_rank=-1), within_s=HOST_SILENCE_S):  # noqa: S106
         return ""
     if settings.may_host_store:
         raise ClusterError(port_held(port, settings))
@@ -420,7 +421,7 @@ class AgentStoreHandler(RendezvousHandler):
             if now_s - looked_s < LOOK_S:
                 continue
             looked_s = now_s
-            if self._host is None or answers(self._host, within_s=SILENT_S):
+            if self._host is None or answers(self._host, within_s=HOST_SILENCE_S):
                 answered_s = time.monotonic()
             elif time.monotonic() - answered_s > HOST_GONE_S:
                 raise RendezvousConnectionError(

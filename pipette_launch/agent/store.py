@@ -11,6 +11,7 @@ import zlib
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pipette_launch.agent.signals import STORE_THREAD
+from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision

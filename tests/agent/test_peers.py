@@ -71,7 +71,7 @@ def test_an_agent_that_ends_is_found_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_agent_that_is_stopped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel still answers, it does not."""
-    monkeypatch.setattr(peers, "SILENT_S", 1.0)
+    monkeypatch.setattr(peers, "HOST_SILENCE_S", 1.0)
     with agent() as (process, member):
         watch = PeerWatch(member)
         assert "" == lost(watch, 2.5)
@@ -127,7 +127,7 @@ def test_a_fault_of_this_process_is_nobody_elses(
 
 def test_a_watch_works_where_very_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of 512 agents holds a connection of each in its own store and in torch's: select() takes no more."""
-    monkeypatch.setattr(peers, "SILENT_S", 3.0)
+    monkeypatch.setattr(peers, "HOST_SILENCE_S", 3.0)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with agent() as (process, member), contextlib.ExitStack() as opened:

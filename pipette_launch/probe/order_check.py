@@ -1,7 +1,11 @@
-"""One worker of the check of a device order: `python -m pipette_launch.probe.order_check KIND TP RANK...`.
+"""Checks that collectives return shares in the order of ranks, on one host, before training.
 
-It runs in torchrun's environment, on the devices in the order that training gets them. All workers of a host open one
-communicator, and each tensor-parallel group opens another one.
+`python -m pipette_launch.probe.order_check KIND TP RANK...` is one worker. It runs in torchrun's environment, with the
+devices in the order that training gives them. All workers of a host open one communicator, and each tensor-parallel
+group opens another one.
+
+NCCL may return shares in the order of the devices instead, without an error (NVIDIA/nccl#1906: NVLS on one host with a
+permuted CUDA_VISIBLE_DEVICES). Training would continue with wrong numbers.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ from pipette_launch.probe.run import BACKENDS, connect_store
 from pipette_launch.text import printable
 
 SIZES_BYTES = tuple(1 << power for power in range(20, 27))
-"""1 to 64 MB. NCCL chooses its algorithm by size, and NVLS wins only between two sizes."""
+"""1 to 64 MiB. NCCL chooses its algorithm by size, and uses NVLS only between two sizes."""
 ELEMENT_BYTES = 4
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,59 +56,42 @@ class Mismatch:
 def check_order(
     device: str, *, sizes_bytes: Sequence[int] = SIZES_BYTES, group: dist.ProcessGroup | None = None
 ) -> Mismatch | None:
-    """Run both collectives once at each size and compare every value; all members of the group call this.
+    """Run both collectives once at each size and compare every value, which encodes rank and position.
 
-    Every rank runs all sizes, also after a mismatch, so that no member waits for another. A rank reports its own
-    results only: a caller combines the answers of all ranks.
+    All members of the group call this, and run all sizes even after a mismatch, so that no member waits for another.
 
     Args:
         device: torch device of the tensors, such as `cuda` or `cpu`.
-        sizes_bytes: size of the full tensor; rounded down to a whole number of elements for each rank.
+        sizes_bytes: sizes of the full tensor, rounded down to a whole number of elements for each rank.
         group: None = the default group.
 
     Returns:
-        First mismatch on this rank, or None if all values were exact.
+        First mismatch in this rank's results; None if all values were exact.
 
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    found: list[Mismatch] = []
+    mismatches: list[Mismatch] = []
     for size_bytes in sizes_bytes:
         share = size_bytes // ELEMENT_BYTES // num_ranks
-        # int32 is a type that NVLS reduces (`ncclNvlsSupported` in NCCL), and sums are exact up to 128 ranks of 64 MB.
+        # int32 is a type that NVLS reduces (`ncclNvlsSupported` in NCCL), and sums are exact up to 128 ranks of 64 MiB.
         full = torch.arange(share * num_ranks, dtype=torch.int32, device=device)
         mine = full[rank * share : (rank + 1) * share]
         gathered = torch.full_like(full, -1)
         dist.all_gather_into_tensor(gathered, mine.clone(), group=group)
-        found += _compared("all_gather", full.nbytes, full, gathered)
         reduced = torch.full_like(mine, -1)
         dist.reduce_scatter_tensor(reduced, full + rank, group=group)
         summed = mine * num_ranks + sum(range(num_ranks))
-        found += _compared("reduce_scatter", full.nbytes, summed, reduced)
-    return found[0] if found else None
-
-
-def _compared(collective: str, size_bytes: int, expected: torch.Tensor, found: torch.Tensor) -> list[Mismatch]:
-    """Return the first wrong value as a list, or nothing."""
-    wrong = (expected != found).nonzero()
-    if not len(wrong):
-        return []
-    position = int(wrong[0])
-    return [
-        Mismatch(
-            collective=collective,
-            size_bytes=size_bytes,
-            position=position,
-            expected=int(expected[position]),
-            found=int(found[position]),
-        )
-    ]
-
-
-logger = logging.getLogger(__name__)
+        for name, expected, found in (("all_gather", full, gathered), ("reduce_scatter", summed, reduced)):
+            wrong = (expected != found).nonzero()
+            if len(wrong):
+                at = int(wrong[0])
+                values = {"expected": int(expected[at]), "found": int(found[at])}
+                mismatches.append(Mismatch(collective=name, size_bytes=full.nbytes, position=at, **values))
+    return mismatches[0] if mismatches else None
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check this host; returns the exit code, and writes one line to stderr where a collective is wrong or fails.
+    """Check this host; returns the exit code, and prints one line on stderr if a collective is wrong or fails.
 
     Args:
         arguments: `cuda` or `cpu`, the size of tensor-parallel groups, and the RANKs of this host.
@@ -123,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _found(kind: str, tp: int, ranks: list[int]) -> str:
-    """Return the first wrong value in words; empty where all are right."""
+    """Describe the first wrong value; empty if all are right."""
     place = worker_place(os.environ)
     if kind == "cuda":
         # Not by RANK: with --numa-binding the worker with LOCAL_RANK i keeps device i under any RANK. A worker under
@@ -131,28 +119,23 @@ def _found(kind: str, tp: int, ranks: list[int]) -> str:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
     timeout = timedelta(seconds=wait_s(place.world_size))
     store = dist.PrefixStore(f"pipette/order/{ranks[0]}", connect_store(place, timeout))
-    # Groups of training hold their ranks in rising order, and so does this one.
+    # Like the groups of training, this group holds its ranks in rising order.
     dist.init_process_group(
         BACKENDS[kind], store=store, rank=ranks.index(place.rank), world_size=len(ranks), timeout=timeout
     )
-    # gloo has no sizes of its own, and takes seconds for the large ones.
+    # gloo has one algorithm for all sizes, and takes seconds for the large ones.
     sizes_bytes = SIZES_BYTES if kind == "cuda" else SIZES_BYTES[:1]
     mismatch = check_order(kind, sizes_bytes=sizes_bytes)
     if 1 < tp < len(ranks):
-        # NCCL chooses algorithms by the number of ranks. Every rank runs both checks, also after a mismatch.
-        inner = check_order(kind, sizes_bytes=sizes_bytes, group=_tensor_group(tp, len(ranks)))
+        # NCCL chooses algorithms by the number of ranks. Every rank runs both checks, even after a mismatch.
+        groups = [dist.new_group(list(range(first, min(first + tp, len(ranks))))) for first in range(0, len(ranks), tp)]
+        group = groups[dist.get_rank() // tp]
+        assert isinstance(group, dist.ProcessGroup)
+        inner = check_order(kind, sizes_bytes=sizes_bytes, group=group)
         mismatch = mismatch or inner
     # Peers may still read from this process.
     dist.barrier()
     return f"{mismatch.words()} on rank {place.rank}" if mismatch else ""
-
-
-def _tensor_group(tp: int, size: int) -> dist.ProcessGroup:
-    """Open all tensor-parallel groups of this host, each of `tp` ranks in a row, and return the group of this rank."""
-    groups = [dist.new_group(list(range(first, min(first + tp, size)))) for first in range(0, size, tp)]
-    group = groups[dist.get_rank() // tp]
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 if __name__ == "__main__":

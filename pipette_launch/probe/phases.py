@@ -1,11 +1,13 @@
-"""The phases of a warm-up as one worker goes through them: alone, then together, then alone again, then the report.
+"""The phases of a warm-up, as one worker goes through them.
 
-1. Each worker times layers and their memory, without peers.
-2. All workers time links over one communicator. By what is known then, the adviser names the groups that the plans that
-   may win would form, and their collectives are timed. This is done twice, as other plans may win after the first time.
-3. The communicator is closed, and whole stages of those plans run on single devices.
-4. Rank 0 joins all results.
+1. Alone: each worker times layers and their memory, without peers.
+2. Together: all workers time links over one communicator. The adviser names the groups of slots that good plans would
+   form, and their collectives are timed. This is done twice, as other plans may be best after the first time.
+3. Alone again: the communicator is closed, and whole stages of those plans run on single devices.
+4. Report: rank 0 joins the results of all workers.
 """
+
+# H = hosts, S = slots.
 
 from __future__ import annotations
 
@@ -47,7 +49,6 @@ from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, 
 from pipette_launch.probe.instruments import MemoryMeter
 from pipette_launch.probe.links import collectives, pairs
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, LinkBook, found_links, group_times, host_fits
-from pipette_launch.probe.links.pairs import LinkMeter
 from pipette_launch.probe.links.selection import (
     MOST_ROUNDS,
     Adapted,
@@ -64,19 +65,350 @@ from pipette_launch.probe.messages import LinkSamples, WarmupOrder, WorkerResult
 from pipette_launch.text import hertz_text, plural, rate_text
 from pipette_patches.replacements import megatron_core_version
 
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 START_S = 30.0
-"""Seconds that the adviser may take beside its search: to start, to read and to write, on cores that may be busy."""
+"""Time of the adviser beside its search: to start, read and write, on cores that may be busy."""
 QUESTION, ANSWER = "question.json", "advice.json"
+LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
+"""Least shares of the budget for links and collectives, even after a long compute phase."""
+ADVICE_SHARE = 0.8
+"""The adviser may search until this share of the budget is spent."""
+ADVICE_S = (1.0, 5.0)
+"""Shortest and longest time of its search, in seconds."""
+ADVICE_PATIENCE_S = ADVICE_S[1] + START_S
+PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
+MAX_NAMED = 5
+"""A note names this number of slots and counts the others."""
+
+
+@dataclass(kw_only=True)
+class Phases:
+    """One worker: its measurements, and on rank 0 the results that all workers have sent."""
+
+    options: WarmupOrder
+    lockstep: Lockstep
+    budget: Budget
+    meter: MemoryMeter
+    workspace_bytes: int
+    """Bytes of libraries' workspaces in the allocator after the first lap."""
+    _mine: WorkerResult = field(init=False)
+    """Measurements since this worker last sent its results; single values stay."""
+    _gathered: list[WorkerResult] = field(default_factory=list, init=False)
+    """On rank 0, the results of all workers."""
+    _dimensions: tuple[Dimension, ...] = field(default=(), init=False)
+    _stages: tuple[StageCase, ...] = field(default=(), init=False)
+    _earlier: EarlierLinks | None = field(default=None, init=False)
+    """On rank 0, links of an earlier warm-up that are still used."""
+
+    def __post_init__(self) -> None:
+        self.rank, self.progress = self.lockstep.rank, self.lockstep.progress
+        self._mine = WorkerResult(slot=self.rank)
+
+    def alone(self) -> None:
+        """Measure layers and their memory, without peers, under a fake communicator."""
+        with self.progress.during("compute"):
+            bench = benches.LayerBench(options=self.options, slot=self.rank, meter=self.meter)
+            bench.measure(self.lockstep, self.budget)
+            self._count(bench)
+        # Before any communicator exists.
+        alone_bytes = self.meter.overhead_bytes()
+        self._add(
+            compute=tuple(bench.times),
+            refused=tuple(bench.refused),
+            stretch=bench.stretch,
+            paces=tuple(bench.paces),
+            under_load=bench.under_load,
+            memory=tuple(bench.memory),
+            overhead=DeviceOverhead(
+                alone_bytes=alone_bytes,
+                together_bytes=alone_bytes,
+                num_communicators=0,
+                workspace_bytes=self.workspace_bytes or self.meter.workspace_bytes(),
+            ),
+            optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
+            gradient_s_per_byte=bench.gradient_s_per_byte,
+            wake_s=bench.wake_s,
+            loading=bench.loading,
+            notes=tuple(bench.notes),
+        )
+
+    def _count(self, bench: benches.LayerBench) -> None:
+        """Report how many of the wanted cases all slots together have timed."""
+        cases = self.options.cases
+        mine = (cases.index(one.case) for one in bench.times), map(cases.index, bench.refused)
+        texts = self.lockstep.gather("/".join(" ".join(map(str, numbers)) for numbers in mine), self.budget.left_s())
+        if texts is not None:
+            columns = zip(*(text.split("/") for text in texts), strict=True)
+            timed, refused = ({int(number) for numbers in column for number in numbers.split()} for column in columns)
+            self.progress.sum_up(Coverage(len(timed), len(cases) - len(refused - timed)).words())
+
+    def together(self) -> None:
+        """Measure links and collectives, while the communicator of all ranks is open."""
+        advice = self._links_and_advice()
+        self._stages = advice.stages
+        num_groups = self._collectives(advice.dimensions or self.options.dimensions())
+        # With these measurements, other plans may be best, and their groups have not been timed yet.
+        if self._has_adviser and self.lockstep.agree(lambda: self.budget.allows(collectives.COLLECTIVES_SHARE)):
+            with self.progress.during("search"):
+                advice = self._advice()
+            self._stages = advice.stages or self._stages
+            more = not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
+            num_groups += self._collectives(more) if more else 0
+        # While the communicators are open: they take most of the device memory outside the allocator.
+        assert self._mine.overhead is not None
+        self._add(
+            overhead=replace(
+                self._mine.overhead,
+                together_bytes=self.meter.overhead_bytes(),
+                # One of all ranks, and one of each group.
+                num_communicators=1 + num_groups if self.options.num_slots > 1 else 0,
+            )
+        )
+
+    def _collectives(self, dimensions: tuple[Dimension, ...]) -> int:
+        """Time the collectives of more dimensions; returns the number of groups that this slot opened."""
+        before, self._dimensions = len(self._dimensions), (*self._dimensions, *dimensions)
+        with self.progress.during("collectives"):
+            found, num_groups = collectives.measure(
+                self.options,
+                dimensions,
+                first=before,
+                lockstep=self.lockstep,
+                budget=self.budget.with_room(collectives.COLLECTIVES_SHARE, COLLECTIVES_LEAST),
+            )
+            self.progress.sum_up(_groups_words(len(found.collectives), len(dimensions)))
+        self._mine = joined(self._mine, found)
+        return num_groups
+
+    def alone_again(self) -> None:
+        """Run whole stages under a fake communicator, after the communicator of all ranks was closed."""
+        assert self._mine.overhead is not None
+        kept_bytes = self._mine.overhead.workspace_bytes
+        with self.progress.during("stages"):
+            bench = benches.StageBench(
+                options=self.options, slot=self.rank, meter=self.meter, workspace_bytes=kept_bytes
+            )
+            bench.measure(self._stages, self.lockstep, self.budget)
+        self._add(stages=tuple(bench.readings), notes=tuple(bench.notes))
+
+    def report(self) -> Measurements | None:
+        """Send all results to rank 0, which joins and returns them; the others return None and may exit."""
+        self._add(phase_s=self.progress.phase_s)
+        self._send()
+        return self._measurements() if self.rank == 0 else None
+
+    def _links_and_advice(self) -> Advice:
+        """Measure all links of few hosts; of many hosts a sample, and then the links that plans use."""
+        hosts = self.options.hosts
+        earlier = _earlier(self.options) if self.rank == 0 and self._has_adviser else None
+        if self._has_adviser and self.lockstep.agree(lambda: earlier is not None and bool(earlier.between)):
+            self._earlier = earlier
+            with self.progress.during("search"):
+                advice, adapted = self._pass(is_cached=True)
+            are_few = len(hosts) <= self.options.full_hosts
+            if not self.lockstep.agree(lambda: adapted is not None and adapted.is_stale(are_few=are_few)):
+                return self._shared(advice)
+            self._earlier = None
+        sample = None
+        if self._has_adviser and len(hosts) > self.options.full_hosts:
+            places = [host.place for host in hosts]
+            sample = blind_rounds(len(hosts), places, self.options.blind_rounds, np.random.default_rng(0))
+        with self.progress.during("links"):
+            linked = pairs.measure(self.options, lockstep=self.lockstep, budget=self._for_links(), between=sample)
+            self.progress.sum_up(_links_words(linked, len(hosts)))
+        self._mine = joined(self._mine, linked)
+        if not self._has_adviser:
+            return Advice()
+        with self.progress.during("search"):
+            if sample is not None:
+                return self._shared(self._pass(is_cached=False)[0])
+            return self._advice()
+
+    @property
+    def _has_adviser(self) -> bool:
+        return bool(self.options.adviser) and self.options.num_slots > 1
+
+    def _advice(self) -> Advice:
+        """Ask the adviser with all measurements so far, and bring its answer to all ranks."""
+        self._send()
+        return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
+
+    def _pass(self, *, is_cached: bool) -> tuple[Advice | None, Adapted | None]:
+        """Measure the links that plans use; returns the last advice and all links on rank 0, None on the others."""
+        self._send()
+        options, budget = self.options, self._for_links()
+        bound_s = pairs.direction_s(budget.left_s(pairs.LINKS_SHARE), MOST_ROUNDS, options.device_kind)
+        meter = pairs.LinkMeter(options=options, lockstep=self.lockstep, bound_s=bound_s)
+        answers: list[Advice] = []
+
+        def decide(measure: Measure) -> Adapted:
+            base = self._measurements()
+            links = [link for result in self._gathered for link in result.links]
+
+            def advise(between: Links) -> Sequence[Pair]:
+                answers.append(self._ask(replace(base, cluster=replace(base.cluster, between_hosts=between))))
+                return [(one, other) for one, other in answers[-1].host_pairs]
+
+            return adapt(
+                len(options.hosts),
+                self._earlier.between if is_cached and self._earlier else lines_of(links, options),
+                measure=measure,
+                advise=advise,
+                most_rounds=MOST_ROUNDS,
+                places=[host.place for host in options.hosts],
+                is_cached=is_cached,
+                # Cached links are checked once, however little time is left.
+                allows=lambda: not answers or budget.allows(pairs.LINKS_SHARE),
+            )
+
+        sent, adapted = in_step(
+            self.lockstep,
+            meter.measure,
+            lambda links: lines_of(links, options),
+            decide,
+            patience_s=ADVICE_PATIENCE_S,
+        )
+        self._add(links=sent)
+        if adapted is not None and adapted.passes:
+            self._add(link_rounds=(adapted.rounds,), notes=(adapted.words(),))
+        return answers[-1] if answers else None, adapted
+
+    def _for_links(self) -> Budget:
+        """Return a budget with time for links, even if compute took longer than its share."""
+        return self.budget.with_room(pairs.LINKS_SHARE, LINKS_LEAST)
+
+    def _ask(self, measurements: Measurements) -> Advice:
+        least_s, most_s = ADVICE_S
+        return ask(
+            self.options.adviser,
+            self.options.job,
+            measurements,
+            folder=Path(self.options.output).parent,
+            budget_s=min(max(self.budget.left_s(ADVICE_SHARE), least_s), most_s),
+        )
+
+    def _shared(self, advice: Advice | None) -> Advice:
+        """Bring rank 0's advice to all ranks."""
+        if advice is not None and advice.words:
+            self._add(notes=(f"search: {advice.words}",))
+        # A collective has a short deadline, and rank 0 may have waited for the adviser.
+        self.lockstep.barrier(ADVICE_PATIENCE_S)
+        # Not through the store: thousands of ranks would each read groups of thousands of ranks.
+        texts = [files.dumps(advice or Advice()) if self.rank == 0 else None]
+        dist.broadcast_object_list(texts, src=0, device=torch.device(self.options.device_kind))
+        return files.loads(Advice, str(texts[0]), "rank 0's advice")
+
+    def _add(self, **found: object) -> None:
+        self._mine = joined(self._mine, WorkerResult(slot=self.rank, **found))  # type: ignore[arg-type]
+
+    def _send(self) -> None:
+        """Send to rank 0 the measurements since the last time."""
+        texts = self.lockstep.gather(files.dumps(self._mine), left_s=self.budget.left_s())
+        lists = [each.name for each in fields(WorkerResult) if isinstance(getattr(self._mine, each.name), tuple)]
+        self._mine = replace(self._mine, **dict.fromkeys(lists, ()))  # type: ignore[arg-type]
+        if texts is not None:
+            new = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
+            self._gathered = list(map(joined, self._gathered, new)) if self._gathered else new
+
+    def _measurements(self) -> Measurements:
+        return assemble(
+            self.options,
+            self._gathered,
+            dimensions=self._dimensions,
+            earlier=self._earlier,
+            # The measured megatron-core may be a folder beside the script, not an installed package.
+            versions={**inventory.versions(), "megatron-core": megatron_core_version()},
+            taken_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        )
+
+
+def _earlier(options: WarmupOrder) -> EarlierLinks | None:
+    """Read the links of an earlier warm-up of these hosts; None if there is no readable file."""
+    if not options.known:
+        return None
+    try:
+        return EarlierLinks.of(files.read(Path(options.known), Measurements), options)
+    except FileFormatError as error:
+        logger.warning("%s; all links are measured again", error)
+        return None
+
+
+def _links_words(linked: WorkerResult, num_hosts: int) -> str:
+    """Return a summary such as `8 hosts in 7 rounds, 98.1 to 118 MB/s from the first slot`."""
+    rates = sorted(one.sizes_bytes[-1] / one.samples[-1].median_s for one in linked.links)
+    spread = f", {rate_text(rates[0])} to {rate_text(rates[-1])} from the first slot" if rates else ""
+    if num_hosts == 1:
+        return f"between the devices of one host{spread}"
+    rounds, rounds_again = sum(linked.link_rounds), sum(linked.link_rounds_again)
+    again = f" and {rounds_again} again for suspects" if rounds_again else ""
+    return f"{num_hosts} hosts in {rounds} {plural('round', rounds)}{again}{spread}"
+
+
+def _groups_words(num_collectives: int, num_sets: int) -> str:
+    timed = f"{num_collectives} {plural('collective', num_collectives)} timed"
+    return f"{timed} in {num_sets} {plural('set', num_sets)} of groups"
+
+
+def in_step(
+    lockstep: Lockstep,
+    meter: Callable[[Sequence[Round]], Sequence[LinkSamples]],
+    merge: Callable[[Sequence[LinkSamples]], Lines],
+    decide: Callable[[Measure], T],
+    *,
+    patience_s: float,
+) -> tuple[tuple[LinkSamples, ...], T | None]:
+    """Let rank 0 choose rounds that all ranks measure; every rank calls this.
+
+    Args:
+        lockstep: keeps the ranks in step.
+        meter: measures rounds of host pairs on this rank, at the same time as on the others.
+        merge: turns the samples of all slots into links between hosts.
+        decide: runs on rank 0 only, and may call its `Measure` any number of times.
+        patience_s: longest time of rank 0 between two of these calls.
+
+    Returns:
+        Samples that this rank sent, and on rank 0 the result of `decide`.
+
+    """
+    mine: list[LinkSamples] = []
+
+    def take(rounds: Sequence[Round]) -> list[str]:
+        taken = meter(rounds)
+        mine.extend(taken)
+        return lockstep.gather(json.dumps([files.to_plain(link) for link in taken]), left_s=patience_s) or []
+
+    def measure(rounds: Sequence[Round]) -> Lines:
+        lockstep.broadcast(json.dumps(rounds))
+        links: list[LinkSamples] = []
+        for rank, text in enumerate(take(rounds)):
+            source = f"links of rank {rank}"
+            links += files.from_plain(tuple[LinkSamples, ...], files.parse(text, source), source)
+        return merge(links)
+
+    if lockstep.rank == 0:
+        found = decide(measure)
+        lockstep.broadcast("[]")
+        return tuple(mine), found
+    while rounds := json.loads(lockstep.broadcast("", left_s=patience_s)):
+        take([tuple((one, other) for one, other in pairs) for pairs in rounds])
+    return tuple(mine), None
+
+
+def lines_of(links: Sequence[LinkSamples], options: WarmupOrder) -> dict[Pair, Line]:
+    """Return the line of each measured pair of hosts."""
+    fits = host_fits(LinkBook.of(links).best(), options.devices_per_host)
+    return {pair: fit.line for pair, fit in fits.items()}
 
 
 def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder: Path, budget_s: float) -> Advice:
     """Start the adviser and wait for its answer; if it fails, the Advice is empty and has the reason.
 
     Args:
-        command: the words of the command, without the two files.
-        job: the job that is to be planned.
-        measurements: what is known so far.
-        folder: where both files are written.
+        command: from the order, without the two files.
+        job: to plan for.
+        measurements: all so far.
+        folder: for both files.
         budget_s: seconds that the adviser may search.
 
     """
@@ -93,21 +425,21 @@ def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder:
             check=False,
         )
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            return Advice(words=f"the first search ended with exit code {done.returncode}: {last}")
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            return Advice(words=f"the adviser ended with exit code {done.returncode}: {last}")
         return files.read(answer, Advice)
     except subprocess.TimeoutExpired:
-        return Advice(words=f"the first search gave no answer within {budget_s + START_S:.0f} s")
+        return Advice(words=f"the adviser did not answer within {budget_s + START_S:.0f} s")
     except (OSError, PipetteError) as error:
-        return Advice(words=f"no first search was made: {error}")
+        return Advice(words=f"the adviser could not be asked: {error}")
 
 
 def not_measured(
     advised: Sequence[Dimension], measured: Sequence[Dimension], devices_per_host: int
 ) -> tuple[Dimension, ...]:
-    """Return the advised dimensions, with those kinds of collectives that were not measured yet.
+    """Return the advised dimensions, with the kinds of collectives that were not measured yet.
 
-    A measured group of a kind stands for all groups with as many slots on as many hosts.
+    A measured group of a kind stands for all groups with the same number of slots on the same number of hosts.
     """
     covered = {shape for dimension in measured for shape in _shapes(dimension, devices_per_host)}
     found: list[Dimension] = []
@@ -121,17 +453,12 @@ def not_measured(
 
 
 def _shapes(dimension: Dimension, devices_per_host: int) -> set[tuple[CollectiveKind, int, int]]:
-    """Each kind, with the size of each group and the number of its hosts."""
+    """Return (kind, number of slots, number of hosts) of each group."""
     return {
         (kind, len(group), len({slot // devices_per_host for slot in group}))
         for kind in dimension.kinds
         for group in dimension.groups
     }
-
-
-PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
-MAX_NAMED = 5
-"""A note names so many slots and counts the others."""
 
 
 def assemble(
@@ -148,8 +475,8 @@ def assemble(
     Args:
         options: the order of the warm-up.
         results: one for each slot, in slot order.
-        dimensions: the groups of slots whose collectives they timed.
-        earlier: links of an earlier warm-up, used where a link was not measured now.
+        dimensions: groups of slots whose collectives were timed.
+        earlier: links of an earlier warm-up, for links that were not measured now.
         versions: from `inventory.versions`.
         taken_at: UTC, ISO 8601.
 
@@ -195,11 +522,11 @@ def assemble(
 
 
 def _verdicts(options: WarmupOrder, links: FoundLinks, found: Speeds) -> tuple[Verdict, ...]:
-    """Compare devices by what their drivers report and by their speeds, and links by two measurements."""
+    """Compare devices by driver reports and speeds, and links by two measurements."""
     first_HH, size = links.first_HH, options.devices_per_host
     conditions = [options.conditions[first : first + size] for first in range(0, options.num_slots, size)]
     if links.survey is not None:
-        # A link that scatters is not reported.
+        # An unstable link gets no verdict.
         first_HH = np.where(links.survey.spread_HH > UNSTABLE_SPREAD, np.nan, first_HH)
     return faults_first(
         [
@@ -211,13 +538,13 @@ def _verdicts(options: WarmupOrder, links: FoundLinks, found: Speeds) -> tuple[V
 
 
 def _median(seconds_S: Sequence[float | None], factor: float) -> float | None:
-    """The median slot's time, times a factor; None where no slot measured it."""
+    """Return the median slot's time, times a factor; None if no slot measured it."""
     known = [seconds for seconds in seconds_S if seconds is not None]
     return statistics.median(known) * factor if known else None
 
 
 def _median_loading(times: Sequence[LoadingTime]) -> LoadingTime | None:
-    """The median slot's times, which are wall times already; None where no slot measured them."""
+    """Return the median slot's times, which are wall times already."""
     if not times:
         return None
     return LoadingTime(
@@ -227,7 +554,7 @@ def _median_loading(times: Sequence[LoadingTime]) -> LoadingTime | None:
 
 
 def _load_notes(results: Sequence[WorkerResult]) -> Iterator[str]:
-    """Report the clocks and the power of GPUs under load, and what holds the clocks down."""
+    """Report clocks and power of GPUs under load, and the reasons that hold clocks down."""
     readings = [result.under_load for result in results if result.under_load]
     clocks_hz = [reading.sm_clock_hz for reading in readings if reading.sm_clock_hz]
     if not clocks_hz:
@@ -246,10 +573,10 @@ def _load_notes(results: Sequence[WorkerResult]) -> Iterator[str]:
 def _compute_notes(
     options: WarmupOrder, compute: Sequence[ComputeTime], missing: Sequence[ComputeCase]
 ) -> Iterator[str]:
-    """Which compute times are missing, and which scatter."""
+    """Report which compute times are missing, and which scatter."""
     if missing:
         first = f"tp{missing[0].tp} cp{missing[0].cp} mbs{missing[0].micro_batch_size}"
-        yield f"compute: {len(missing)} of {len(options.cases)} cases were not measured, first of them {first}"
+        yield f"compute: {len(missing)} of {len(options.cases)} cases were not measured, such as {first}"
     unstable = [
         time
         for time in compute
@@ -262,342 +589,3 @@ def _compute_notes(
             f"compute: layer times scatter by more than {UNSTABLE_SPREAD:.0%} on {', '.join(names[:MAX_NAMED])}{more}; "
             f"something else may be running there"
         )
-
-
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
-LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
-"""Parts of the budget that links and collectives get in any case: without measured links a plan is a guess."""
-ADVICE_SHARE = 0.8
-"""The adviser may search until this part of the budget is spent."""
-ADVICE_S = (1.0, 5.0)
-"""The least and the longest time of its search, in seconds."""
-ADVICE_PATIENCE_S = ADVICE_S[1] + START_S
-"""The longest time that an answer of the adviser takes."""
-
-
-@dataclass(kw_only=True)
-class Phases:
-    """One worker: what it has measured, and on rank 0 what all workers have sent so far."""
-
-    options: WarmupOrder
-    lockstep: Lockstep
-    budget: Budget
-    meter: MemoryMeter
-    workspace_bytes: int
-    """Bytes of libraries' workspaces in the allocator after the first lap."""
-    _mine: WorkerResult = field(init=False)
-    """What is new since this worker last sent its results, and all single figures."""
-    _gathered: list[WorkerResult] = field(default_factory=list, init=False)
-    """The results of all workers, on rank 0."""
-    _dimensions: tuple[Dimension, ...] = field(default=(), init=False)
-    _stages: tuple[StageCase, ...] = field(default=(), init=False)
-    _earlier: EarlierLinks | None = field(default=None, init=False)
-    """Links of an earlier warm-up that are still believed, on rank 0."""
-
-    def __post_init__(self) -> None:
-        self.rank, self.progress = self.lockstep.rank, self.lockstep.progress
-        self._mine = WorkerResult(slot=self.rank)
-
-    def alone(self) -> None:
-        """Measure what needs no peer, under a fake communicator."""
-        with self.progress.during("compute"):
-            bench = benches.LayerBench(options=self.options, slot=self.rank, meter=self.meter)
-            bench.measure(self.lockstep, self.budget)
-            self._count(bench)
-        # Before any communicator exists.
-        alone_bytes = self.meter.overhead_bytes()
-        self._add(
-            compute=tuple(bench.times),
-            refused=tuple(bench.refused),
-            stretch=bench.stretch,
-            paces=tuple(bench.paces),
-            under_load=bench.under_load,
-            memory=tuple(bench.memory),
-            overhead=DeviceOverhead(
-                alone_bytes=alone_bytes,
-                together_bytes=alone_bytes,
-                num_communicators=0,
-                workspace_bytes=self.workspace_bytes or self.meter.workspace_bytes(),
-            ),
-            optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
-            gradient_s_per_byte=bench.gradient_s_per_byte,
-            wake_s=bench.wake_s,
-            loading=bench.loading,
-            notes=tuple(bench.notes),
-        )
-
-    def _count(self, bench: benches.LayerBench) -> None:
-        """Report how many of the wanted cases all slots together have timed."""
-        cases = self.options.cases
-        mine = (cases.index(one.case) for one in bench.times), map(cases.index, bench.refused)
-        texts = self.lockstep.gather("/".join(" ".join(map(str, numbers)) for numbers in mine), self.budget.left_s())
-        if texts is not None:
-            columns = zip(*(text.split("/") for text in texts), strict=True)
-            timed, refused = ({int(number) for numbers in column for number in numbers.split()} for column in columns)
-            self.progress.sum_up(Coverage(len(timed), len(cases) - len(refused - timed)).words())
-
-    def together(self) -> None:
-        """Measure links and collectives; the communicator of all ranks is open."""
-        advice = self._links_and_advice()
-        self._stages = advice.stages
-        num_groups = self._collectives(advice.dimensions or self.options.dimensions())
-        # By what was measured other plans may be the best, whose groups have not been timed yet.
-        if self._asks and self.lockstep.agree(lambda: self.budget.allows(collectives.COLLECTIVES_SHARE)):
-            with self.progress.during("search"):
-                advice = self._advice()
-            self._stages = advice.stages or self._stages
-            more = not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
-            num_groups += self._collectives(more) if more else 0
-        # While the communicators are open: they are most of the device memory outside the allocator.
-        assert self._mine.overhead is not None
-        self._add(
-            overhead=replace(
-                self._mine.overhead,
-                together_bytes=self.meter.overhead_bytes(),
-                # That of all ranks, and one for each of the groups.
-                num_communicators=1 + num_groups if self.options.num_slots > 1 else 0,
-            )
-        )
-
-    def _collectives(self, dimensions: tuple[Dimension, ...]) -> int:
-        """Time the collectives of more dimensions; returns the number of groups that this slot opened for that."""
-        before, self._dimensions = len(self._dimensions), (*self._dimensions, *dimensions)
-        with self.progress.during("collectives"):
-            found, num_groups = collectives.measure(
-                self.options,
-                dimensions,
-                first=before,
-                lockstep=self.lockstep,
-                budget=self.budget.with_room(collectives.COLLECTIVES_SHARE, COLLECTIVES_LEAST),
-            )
-            self.progress.sum_up(_groups_words(len(found.collectives), len(dimensions)))
-        self._mine = joined(self._mine, found)
-        return num_groups
-
-    def alone_again(self) -> None:
-        """Run whole stages under a fake communicator; that of all ranks is closed."""
-        assert self._mine.overhead is not None
-        kept_bytes = self._mine.overhead.workspace_bytes
-        with self.progress.during("stages"):
-            bench = benches.StageBench(
-                options=self.options, slot=self.rank, meter=self.meter, workspace_bytes=kept_bytes
-            )
-            bench.measure(self._stages, self.lockstep, self.budget)
-        self._add(stages=tuple(bench.readings), notes=tuple(bench.notes))
-
-    def report(self) -> Measurements | None:
-        """Send all results to rank 0, which joins and returns them; the others return None and may exit."""
-        self._add(phase_s=self.progress.phase_s)
-        self._send()
-        return self._measurements() if self.rank == 0 else None
-
-    def _links_and_advice(self) -> Advice:
-        """Measure all links where hosts are few; else a sample of them, and then those that plans would use."""
-        hosts = self.options.hosts
-        earlier = _earlier(self.options) if self.rank == 0 and self._asks else None
-        if self._asks and self.lockstep.agree(lambda: earlier is not None and bool(earlier.between)):
-            self._earlier = earlier
-            with self.progress.during("search"):
-                advice, adapted = self._pass(is_cached=True)
-            are_few = len(hosts) <= self.options.full_hosts
-            if not self.lockstep.agree(lambda: adapted is not None and adapted.is_stale(are_few=are_few)):
-                return self._shared(advice)
-            self._earlier = None
-        sample = None
-        if self._asks and len(hosts) > self.options.full_hosts:
-            places = [host.place for host in hosts]
-            sample = blind_rounds(len(hosts), places, self.options.blind_rounds, np.random.default_rng(0))
-        with self.progress.during("links"):
-            linked = pairs.measure(self.options, lockstep=self.lockstep, budget=self._for_links(), between=sample)
-            self.progress.sum_up(_links_words(linked, len(hosts)))
-        self._mine = joined(self._mine, linked)
-        if not self._asks:
-            return Advice()
-        with self.progress.during("search"):
-            if sample is not None:
-                return self._shared(self._pass(is_cached=False)[0])
-            return self._advice()
-
-    @property
-    def _asks(self) -> bool:
-        """Whether there is an adviser, and more than one slot."""
-        return bool(self.options.adviser) and self.options.num_slots > 1
-
-    def _advice(self) -> Advice:
-        """Ask the adviser, by all that was measured so far, and bring its answer to all ranks."""
-        self._send()
-        return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
-
-    def _pass(self, *, is_cached: bool) -> tuple[Advice | None, Adapted | None]:
-        """Measure the links that plans would use, in passes.
-
-        Returns the last advice, and what is known of all links then; None on all ranks but rank 0.
-        """
-        self._send()
-        options, budget = self.options, self._for_links()
-        bound_s = pairs.direction_s(budget.left_s(pairs.LINKS_SHARE), MOST_ROUNDS, options.device_kind)
-        meter = LinkMeter(options=options, lockstep=self.lockstep, bound_s=bound_s)
-        heard: list[Advice] = []
-
-        def decide(measure: Measure) -> Adapted:
-            base = self._measurements()
-            links = [link for result in self._gathered for link in result.links]
-
-            def advise(between: Links) -> Sequence[Pair]:
-                heard.append(self._ask(replace(base, cluster=replace(base.cluster, between_hosts=between))))
-                return [(one, other) for one, other in heard[-1].host_pairs]
-
-            return adapt(
-                len(options.hosts),
-                self._earlier.between if is_cached and self._earlier else lines_of(links, options),
-                measure=measure,
-                advise=advise,
-                most_rounds=MOST_ROUNDS,
-                places=[host.place for host in options.hosts],
-                is_cached=is_cached,
-                # Cached links are checked once, however little time is left.
-                allows=lambda: not heard or budget.allows(pairs.LINKS_SHARE),
-            )
-
-        sent, adapted = in_step(
-            self.lockstep,
-            meter.measure,
-            lambda links: lines_of(links, options),
-            decide,
-            patience_s=ADVICE_PATIENCE_S,
-        )
-        self._add(links=sent)
-        if adapted is not None and adapted.passes:
-            self._add(link_rounds=(adapted.rounds,), notes=(adapted.words(),))
-        return heard[-1] if heard else None, adapted
-
-    def _for_links(self) -> Budget:
-        """Links get their part, even if compute took longer than its share."""
-        return self.budget.with_room(pairs.LINKS_SHARE, LINKS_LEAST)
-
-    def _ask(self, measurements: Measurements) -> Advice:
-        """Ask, on rank 0, what plans would use."""
-        least_s, most_s = ADVICE_S
-        return ask(
-            self.options.adviser,
-            self.options.job,
-            measurements,
-            folder=Path(self.options.output).parent,
-            budget_s=min(max(self.budget.left_s(ADVICE_SHARE), least_s), most_s),
-        )
-
-    def _shared(self, advice: Advice | None) -> Advice:
-        """Bring rank 0's advice to all ranks."""
-        if advice is not None and advice.words:
-            self._add(notes=(f"search: {advice.words}",))
-        # The deadline of a collective is short, and rank 0 may have waited for the adviser.
-        self.lockstep.barrier(ADVICE_PATIENCE_S)
-        # Not through the store: groups of thousands of ranks times thousands of readers would be its traffic.
-        texts = [files.dumps(advice or Advice()) if self.rank == 0 else None]
-        dist.broadcast_object_list(texts, src=0, device=torch.device(self.options.device_kind))
-        return files.loads(Advice, str(texts[0]), "rank 0's advice")
-
-    def _add(self, **found: object) -> None:
-        """Add to the results of this worker."""
-        self._mine = joined(self._mine, WorkerResult(slot=self.rank, **found))  # type: ignore[arg-type]
-
-    def _send(self) -> None:
-        """Send to rank 0 what was measured since the last time."""
-        texts = self.lockstep.gather(files.dumps(self._mine), left_s=self.budget.left_s())
-        lists = [each.name for each in fields(WorkerResult) if isinstance(getattr(self._mine, each.name), tuple)]
-        self._mine = replace(self._mine, **dict.fromkeys(lists, ()))  # type: ignore[arg-type]
-        if texts is not None:
-            new = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
-            self._gathered = list(map(joined, self._gathered, new)) if self._gathered else new
-
-    def _measurements(self) -> Measurements:
-        return assemble(
-            self.options,
-            self._gathered,
-            dimensions=self._dimensions,
-            earlier=self._earlier,
-            # The megatron-core that was measured may lie beside the script instead of being installed.
-            versions={**inventory.versions(), "megatron-core": megatron_core_version()},
-            taken_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-        )
-
-
-def _links_words(linked: WorkerResult, num_hosts: int) -> str:
-    """Describe the links of one rank: `8 hosts in 7 rounds, 98.1 to 118 MB/s from the first slot`."""
-    rates = sorted(one.sizes_bytes[-1] / one.samples[-1].median_s for one in linked.links)
-    spread = f", {rate_text(rates[0])} to {rate_text(rates[-1])} from the first slot" if rates else ""
-    if num_hosts == 1:
-        return f"between the devices of one host{spread}"
-    rounds, rounds_again = sum(linked.link_rounds), sum(linked.link_rounds_again)
-    again = f" and {rounds_again} again for suspects" if rounds_again else ""
-    return f"{num_hosts} hosts in {rounds} {plural('round', rounds)}{again}{spread}"
-
-
-def _groups_words(num_collectives: int, num_sets: int) -> str:
-    """Describe what one rank timed: `3 collectives timed in 1 set of groups`."""
-    timed = f"{num_collectives} {plural('collective', num_collectives)} timed"
-    return f"{timed} in {num_sets} {plural('set', num_sets)} of groups"
-
-
-def _earlier(options: WarmupOrder) -> EarlierLinks | None:
-    """The links of an earlier warm-up of these hosts, if there is a file that can be read."""
-    if not options.known:
-        return None
-    try:
-        return EarlierLinks.of(files.read(Path(options.known), Measurements), options)
-    except FileFormatError as error:
-        logger.warning("%s; all links are measured anew", error)
-        return None
-
-
-def in_step(
-    lockstep: Lockstep,
-    meter: Callable[[Sequence[Round]], Sequence[LinkSamples]],
-    merge: Callable[[Sequence[LinkSamples]], Lines],
-    decide: Callable[[Measure], T],
-    *,
-    patience_s: float,
-) -> tuple[tuple[LinkSamples, ...], T | None]:
-    """Let rank 0 choose rounds that all ranks measure; every rank calls this.
-
-    Args:
-        lockstep: keeps the ranks in step.
-        meter: measures rounds of pairs of hosts on this rank, as all ranks do at the same time.
-        merge: turns what all slots sent into links between hosts.
-        decide: runs on rank 0 alone, and may call the `Measure` that it gets as often as it likes.
-        patience_s: the longest that rank 0 may take between two of these calls.
-
-    Returns:
-        What this rank sent, and on rank 0 what `decide` returned.
-
-    """
-    mine: list[LinkSamples] = []
-
-    def take(rounds: Sequence[Round]) -> list[str]:
-        taken = meter(rounds)
-        mine.extend(taken)
-        return lockstep.gather(json.dumps([files.to_plain(link) for link in taken]), left_s=patience_s) or []
-
-    def measure(rounds: Sequence[Round]) -> Lines:
-        lockstep.broadcast(json.dumps(rounds))
-        links: list[LinkSamples] = []
-        for rank, text in enumerate(take(rounds)):
-            source = f"links of rank {rank}"
-            links += files.from_plain(tuple[LinkSamples, ...], files.parse(text, source), source)
-        return merge(links)
-
-    if lockstep.rank == 0:
-        found = decide(measure)
-        lockstep.broadcast("[]")
-        return tuple(mine), found
-    while rounds := json.loads(lockstep.broadcast("", left_s=patience_s)):
-        take([tuple((one, other) for one, other in pairs) for pairs in rounds])
-    return tuple(mine), None
-
-
-def lines_of(links: Sequence[LinkSamples], options: WarmupOrder) -> dict[Pair, Line]:
-    """The line of each pair of hosts, by the samples of all slots."""
-    fits = host_fits(LinkBook.of(links).best(), options.devices_per_host)
-    return {pair: fit.line for pair, fit in fits.items()}

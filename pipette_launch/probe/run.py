@@ -1,7 +1,7 @@
-"""One warm-up worker: `python -m pipette_launch.probe.run OPTIONS.json`, in torchrun's environment.
+"""One warm-up worker: `python -m pipette_launch.probe.run ORDER.json`, in torchrun's environment.
 
-All workers go through the phases together (`phases`). Rank 0 decides when a phase ends, gathers the results of the
-others through the agent's store, and writes the Measurements.
+All workers go through the phases together (`phases`). Rank 0 ends each phase, gathers results through the agent's
+store, and writes the Measurements.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one warm-up worker; returns the exit code, and writes one line to stderr where it fails."""
+    """Run one warm-up worker; returns the exit code, and prints one line on stderr if it fails."""
     started_s = time.perf_counter()
     progress: Progress | None = None
     try:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         progress.announce(progress.phase)
         _work(options, place, progress, started_s)
     except Exception as error:
-        # Whatever it is, the agent needs one line and an exit code.
+        # For any error, the agent needs one line and an exit code.
         phase = progress.phase if progress else START
         kind = "" if isinstance(error, ProbeError) else f"{type(error).__name__}: "
         text = " ".join(str(error).split())
@@ -63,7 +63,7 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
             f"{len(options.hosts)} hosts of {options.devices_per_host} devices"
         )
     sys.path[:0] = options.python_path
-    # torch is imported only now, so that a bad order is answered at once.
+    # torch is imported after the checks, so that a bad order fails at once.
     import torch.distributed as dist
 
     from pipette_launch.probe.compute.benches import LayerBench
@@ -71,17 +71,17 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     from pipette_launch.probe.phases import Phases
     from pipette_patches import workload
 
-    # Before anything touches the device: the meter subtracts what other processes hold there.
+    # Before anything uses the device: the meter subtracts the memory of other processes there.
     meter = meter_of(options.device_kind, options.device(place.rank).uuid)
     if options.device_kind == "cuda":
         use_device(progress.local_rank, options.device(place.rank).uuid)
-    # Imports, compilation and the first lap take as long for any case, so they come before the budget begins.
+    # Imports, compilation, the first lap and the rendezvous take the same time whatever is measured, so they come
+    # before the budget begins.
     progress.step(0, 0, "imports")
     workload.load(options.device_kind)
     progress.step(0, 0, "first lap")
     workspace_bytes = LayerBench(options=options, slot=place.rank, meter=meter).first_lap()
     lockstep = _met(options, place, progress, started_s)
-    # Imports and the rendezvous are the same whatever is measured, so the budget begins here.
     now_s = time.perf_counter()
     progress.phase_s[START] = now_s - started_s
     phases = Phases(
@@ -92,16 +92,15 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
         workspace_bytes=workspace_bytes,
     )
     phases.alone()
-    # The communicator of all ranks is for links and collectives; compute runs under a fake process group.
     # The barrier comes first: the deadline of a connection must not cover the rest of the others' compute.
     lockstep.barrier(phases.budget.left_s())
-    # No device_id: it would make NCCL split subgroups off the world, which asks for non-members too.
+    # No device_id: it would make NCCL split subgroups off the world, and then non-members must call too.
     world, backend = dist.PrefixStore("world", lockstep.store), BACKENDS[options.device_kind]
-    # The store's deadline for NCCL's id and the watchdog of the group.
+    # Deadline of the store for NCCL's id, and of the group's watchdog.
     timeout = timedelta(seconds=options.wait_s())
     dist.init_process_group(backend, store=world, rank=place.rank, world_size=place.world_size, timeout=timeout)
     phases.together()
-    # Not after a failure: peers may be gone, and NCCL would wait for them; the process ends anyway.
+    # Not after a failure: NCCL would wait for peers that are gone, and the process ends anyway.
     dist.destroy_process_group()
     phases.alone_again()
     progress.announce("report")
@@ -112,7 +111,7 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
 
 
 def _met(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_s: float) -> Lockstep:
-    """Wait for all workers: imports end at different times, and the deadline of a phase must not have to cover that."""
+    """Wait until all workers have started, so that the deadlines of phases need not cover late imports."""
     from torch.distributed import PrefixStore
 
     def left_s() -> float:
@@ -131,7 +130,7 @@ def _met(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_s
 
 
 def use_device(local_rank: int, uuid: str) -> None:
-    """Take the device that the training's worker will take; NVML must have described the same one."""
+    """Select the device that the training's worker will use; raises ProbeError if NVML described another device."""
     import torch
 
     torch.cuda.set_device(local_rank if torch.cuda.device_count() > 1 else 0)
@@ -145,7 +144,7 @@ def use_device(local_rank: int, uuid: str) -> None:
 
 
 def connect_store(place: WorkerPlace, timeout: timedelta) -> Any:
-    """Connect to the agent's store; where there is none, rank 0 hosts one."""
+    """Connect to the agent's store; rank 0 hosts a store if the agent has none."""
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -160,7 +159,7 @@ def connect_store(place: WorkerPlace, timeout: timedelta) -> Any:
 
 if __name__ == "__main__":
     end_with_parent()
-    # torch and megatron-core warn of optional libraries and of deprecations, which do not concern a measurement.
+    # torch and megatron-core warn about optional libraries and deprecations, which do not concern a measurement.
     warnings.simplefilter("ignore")
     code = main(sys.argv[1:])
     sys.stderr.flush()

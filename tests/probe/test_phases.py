@@ -53,9 +53,9 @@ def test_an_answer_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("sys.exit('no plan fits')", "the first search ended with exit code 1: no plan fits"),
-        ("answer.write_text('{')", "no first search was made: .*advice.json: not JSON"),
-        ("pass", "no first search was made: .*advice.json"),
+        ("sys.exit('no plan fits')", "the adviser ended with exit code 1: no plan fits"),
+        ("answer.write_text('{')", "the adviser could not be asked: .*advice.json: not JSON"),
+        ("pass", "the adviser could not be asked: .*advice.json"),
     ],
 )
 def test_a_failure_is_an_empty_advice_that_says_so(tmp_path: Path, program: str, words: str) -> None:
@@ -70,7 +70,7 @@ def test_an_adviser_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     """After its time the warm-up goes on without it."""
     monkeypatch.setattr(phases, "START_S", 0.0)
 
-    assert "the first search gave no answer within 1 s" == ask(tmp_path, "import time; time.sleep(60)").words
+    assert "the adviser did not answer within 1 s" == ask(tmp_path, "import time; time.sleep(60)").words
 
 
 def test_an_adviser_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_skipped_cases_are_counted(tmp_path: Path) -> None:
     options = tiny_options(tmp_path, hosts=1, devices=1, cases=(REFERENCE, other))
     found = assemble(options, [result(0)], versions={}, taken_at="now")
 
-    assert ("compute: 1 of 2 cases were not measured, first of them tp1 cp1 mbs2",) == found.notes
+    assert ("compute: 1 of 2 cases were not measured, such as tp1 cp1 mbs2",) == found.notes
 
 
 def test_clocks_under_load_are_noted(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""What the two benches of a slot share: the least memory of a case, and that a case that fails leaves a note."""
+"""Compute benches of one slot: layers of the user's model, and whole pipeline stages; each slot measures alone.
+
+All slots measure the reference case, which shows slow slots. The other cases are divided among the slots. Everything
+runs under a fake process group, so no communicator may be open.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +50,28 @@ from pipette_patches.workload import Workload, WorkloadError, case_words, is_out
 OPTIMIZER_BYTES = {"adam": 8, "sgd": 4}
 FP32_BYTES = 4
 """Of a main gradient, and of a master weight."""
+COMPUTE_SHARE = 0.45
+"""Share of the budget for layers; the rest is for links and collectives."""
+AGAIN_SHARE = 0.25
+"""After this share of the budget, recompute is timed in the reference case only."""
+WORK_UP_S, WORK_UP_SHARE = 4.0, 0.07
+"""Seconds of work on all GPUs before the first timing, and the largest share of the budget for it."""
+HASTE = 4.0
+"""Cases other than the reference, and parts other than layers, get this factor less time."""
+SWEEPS = {"cpu": 3, "cuda": 1}
+"""Number of times that a slot goes through its cases, while the budget lasts. A core
+changes its pace from one second to the next: on four slots that share two cores, ten warm-ups of one sweep measured 8
+to 16 ms for the same layer."""
+STAGES_SHARE = 1.0
+LEFT_BYTES = 64 * MIB
+"""Memory beside workspaces, before a stage runs, from which a note reports it."""
+HEAP_FACTOR = 1.6
+"""On a CPU the resident set grows by 1.12 to 1.61 times the bytes of the tensors
+(benchmarks/results/memory_cpu_*.md)."""
 
 
 def _layer_parameters(model: ModelSpec) -> tuple[int, int, int]:
-    """The matrices of a layer: its attention, its dense MLP, and all experts of an MoE layer."""
+    """Return the matrix elements of a layer: attention, dense MLP, and all experts of an MoE layer."""
     latent = model.latent_attention
     attention = latent.weights(model.hidden_size, model.num_attention_heads) if latent else model.attention_parameters()
     experts = model.num_experts * model.mlp_parameters(model.moe_ffn_hidden_size) if model.num_experts else 0
@@ -57,26 +79,25 @@ def _layer_parameters(model: ModelSpec) -> tuple[int, int, int]:
 
 
 def weight_bytes(job: Job, case: ComputeCase) -> int:
-    """Least memory of one layer, embedding and head: weights, their gradients, and main gradients in fp32.
+    """Return a lower bound for one layer, embedding and head: weights, their gradients, and fp32 main gradients.
 
-    Of the experts, which no tensor parallelism cuts here, it is one rank's share. Multi-token prediction has a layer of
-    its own beside the other.
+    Experts count with one rank's share, because they are not split by tp here. Multi-token prediction adds a layer.
     """
     model = job.model
     attention, mlp, experts = _layer_parameters(model)
     tables = 2 if model.untie_embeddings_and_output_weights else 1
     table = model.padded_vocab_size(case.tp) * model.hidden_size
     layers = 2 if model.mtp_num_layers else 1
-    cut = layers * (0 if experts else attention + mlp) + tables * table
-    parameters = cut // case.tp + layers * experts // job.own.ep
+    split = layers * (0 if experts else attention + mlp) + tables * table
+    parameters = split // case.tp + layers * experts // job.own.ep
     return parameters * (2 * model.dtype_bytes + FP32_BYTES)
 
 
 def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
-    """Least memory of a stage's rank: the matrices of its layers, their gradients and the optimizer's states.
+    """Return a lower bound for a rank of a stage: weights of its layers, their gradients, optimizer states.
 
     Raises:
-        LayoutError: the layout cuts the layers unevenly.
+        LayoutError: the layout does not split the layers evenly.
 
     """
     model = job.model
@@ -85,7 +106,7 @@ def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
     ends = (pp_rank == 0) + (pp_rank == layout.pp - 1 and model.untie_embeddings_and_output_weights)
     table = model.padded_vocab_size(layout.tp) * model.hidden_size
     parameters = (layers * (attention if experts else attention + mlp) + ends * table) // layout.tp
-    # A layer may have no experts: then this counts none.
+    # Some layers may have no experts: then experts do not count at all.
     if all(model.moe_layer_freq):
         parameters += layers * experts // (layout.ep * layout.etp)
     gradient = 2 if job.grad_reduce_in_bf16 else FP32_BYTES
@@ -106,12 +127,12 @@ class Bench:
     meter: MemoryMeter
     notes: list[str] = field(default_factory=list)
 
-    def check_room(self, words: str, needed_bytes: int, purpose: str = "") -> None:
-        """Refuse a case that cannot fit, by a WorkloadError: on CPU the kernel would kill this process, or another."""
+    def check_free_memory(self, words: str, needed_bytes: int, purpose: str = "") -> None:
+        """Raise WorkloadError for a case that cannot fit: on a CPU the kernel would kill this process or another."""
         free = self.options.device(self.slot).memory_free_bytes
         if needed_bytes > free:
             raise WorkloadError(
-                f"{words} needs {bytes_text(needed_bytes)}{purpose}, slot {self.options.slot_name(self.slot)} has "
+                f"{words} needs {bytes_text(needed_bytes)}{purpose}, but slot {self.options.slot_name(self.slot)} has "
                 f"{bytes_text(free)}"
             )
 
@@ -121,7 +142,7 @@ class Bench:
 
     @contextmanager
     def noting(self, words: str, fail: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Turn a failure of a case into a note, and call `fail`: the other cases may work."""
+        """Turn the failure of a case into a note, and call `fail`: the other cases may work."""
         try:
             yield
         except WorkloadError as error:
@@ -134,23 +155,10 @@ class Bench:
             fail()
 
 
-COMPUTE_SHARE = 0.45
-"""Part of the budget for compute; the rest belongs to links and collectives."""
-AGAIN_SHARE = 0.25
-"""Once this part of the budget is spent, recompute is timed only in the reference case."""
-WORK_UP_S, WORK_UP_SHARE = 4.0, 0.07
-"""Seconds of work on all GPUs before the first timing, and the largest part of the budget for it."""
-HASTE = 4.0
-"""Cases other than the reference, and parts other than layers, are timed for so many times less time."""
-SWEEPS = {"cpu": 3, "cuda": 1}
-"""Number of times that a slot goes through its cases while the budget lasts. A core changes its pace from one second to
-the next: on four slots that share two cores one layer took 8 to 16 ms in ten warm-ups of one look each."""
-
-
 def case_rounds(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple[ComputeCase, ...]:
-    """One case for each round: first the reference on all slots, then the others, the most promising first.
+    """Return one case of this slot for each round: first the reference, then the others, most promising first.
 
-    In the last round slots without a case of their own repeat one, so that no case is measured on a quieter machine.
+    In the last round, slots without a case of their own repeat one, so that no case is measured on a quieter machine.
     """
     others = cases[1:]
     rounds = -(-len(others) // num_slots)
@@ -158,7 +166,7 @@ def case_rounds(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tu
 
 
 def joined_times(times: Sequence[ComputeTime]) -> list[ComputeTime]:
-    """Join what was timed of one part of one case in several sweeps; the order is that of the first sweep."""
+    """Join the times of the same part and case from several sweeps, in the order of the first sweep."""
     found: dict[tuple[ComputeCase, str], ComputeTime] = {}
     for time in times:
         key = (time.case, time.part)
@@ -179,7 +187,7 @@ def joined_times(times: Sequence[ComputeTime]) -> list[ComputeTime]:
     return [*found.values()]
 
 
-def untimed_lap(work: Workload) -> None:
+def _untimed_lap(work: Workload) -> None:
     """Run each part in every way that will be timed: compilers make other code without weight gradients."""
     for part in work.parts:
         with part.accumulating():
@@ -192,7 +200,7 @@ def untimed_lap(work: Workload) -> None:
                 part.freeze(False)
 
 
-def run_layers(work: Workload) -> None:
+def _run_layers(work: Workload) -> None:
     """Run one layer of each kind forward and backward."""
     for part in work.parts:
         if part.name in LAYERS:
@@ -202,7 +210,7 @@ def run_layers(work: Workload) -> None:
 
 @dataclass(kw_only=True)
 class LayerBench(Bench):
-    """One slot, and what it has measured so far."""
+    """Times the parts of a model on one slot, and reads the memory of a layer."""
 
     PHASE = "compute"
 
@@ -224,30 +232,29 @@ class LayerBench(Bench):
     def first_lap(self) -> int:
         """Run the reference case and its optimizer once, untimed, before the budget begins: compilers start here.
 
-        A failure is met again, and noted, when the case is measured. Returns the bytes of workspaces that libraries
-        keep from here on.
+        A failure happens again, and is noted, when the case is measured. Returns the bytes of workspaces that libraries
+        keep from now on.
         """
-        with suppress(WorkloadError, RuntimeError, MemoryError):
-            self._first_lap()
-        # Only now: inside that call its layers would count as workspaces.
+        with suppress(WorkloadError, RuntimeError, MemoryError), ExitStack() as stack:
+            self._build_and_run(stack)
+        # After the layers are gone, or they would count as workspaces.
         return self.meter.workspace_bytes()
 
-    def _first_lap(self) -> None:
-        with ExitStack() as stack:
-            work = self._workload_of(self.options.cases[0], stack)
-            untimed_lap(work)
-            optimizer_step(work, self.options.job).run()
-            self._stopwatch.settle()
+    def _build_and_run(self, stack: ExitStack) -> None:
+        work = self._build(self.options.cases[0], stack)
+        _untimed_lap(work)
+        optimizer_step(work, self.options.job).run()
+        self._stopwatch.settle()
 
     def measure(self, lockstep: Lockstep, budget: Budget) -> None:
         """Go through this slot's cases until rank 0 finds the budget spent.
 
-        The next case is expected to take the shortest build and first lap so far, and the longest timed part. A case
-        that compiled says nothing of the next one: sizes that have changed once are dynamic in the code of a compiler.
-        The timed part of the reference does not count, as only the reference is timed for long.
+        The next case is expected to take the shortest build and first lap so far, plus the longest timed part. The
+        shortest, because a compiler's code for the first cases serves later ones. The timed part of the reference case
+        does not count, because only the reference is timed for long.
         """
-        # Imported objects stay, so garbage collections between the cases need not visit them. The first lap's layers
-        # must be gone before: garbage that is frozen keeps its memory.
+        # Imported objects stay, so garbage collections between cases need not visit them. The layers of the first lap
+        # must be gone before: frozen garbage keeps its memory.
         gc.collect()
         gc.freeze()
         reference, *others = case_rounds(self.options.cases, self.slot, self.options.num_slots)
@@ -270,18 +277,18 @@ class LayerBench(Bench):
         self.stretch = self._stopwatch.stretch()
 
     def _round(self, case: ComputeCase, lockstep: Lockstep, budget: Budget) -> tuple[float, float]:
-        """Build a case and time it; returns the seconds before the first timing, and those after.
+        """Build a case and time it; returns the seconds before the first timing, and after.
 
         The layers end with this call, as the next case needs their memory.
         """
         began_s = budget.clock()
         with ExitStack() as stack:
-            work = self._workload(case, stack)
+            work = self._ready(case, stack)
             if case == self.options.cases[0]:
                 ready_s = budget.clock()
                 self._reference(work, lockstep, budget)
             else:
-                # Also without work of its own: times are comparable only if all slots are busy at the same time.
+                # Slots without work wait too: times are comparable only if all slots are busy at the same time.
                 lockstep.barrier(budget.left_s())
                 ready_s = budget.clock()
                 if work is not None:
@@ -292,29 +299,25 @@ class LayerBench(Bench):
         gc.collect()
         return ready_s - began_s, timed_s
 
-    def _workload(self, case: ComputeCase, stack: ExitStack) -> Workload | None:
-        """Make the layers of a case and run each part once; the stack takes them down again.
-
-        None if that fails, or has failed before.
-        """
+    def _ready(self, case: ComputeCase, stack: ExitStack) -> Workload | None:
+        """Build the layers of a case, until the stack closes, and run each part once; None if that fails or failed."""
         if case in self.refused:
             return None
         with self.noting(case_words(case), partial(self.refused.append, case)):
-            work = self._workload_of(case, stack)
-            untimed_lap(work)
+            work = self._build(case, stack)
+            _untimed_lap(work)
             self._stopwatch.settle()
             return work
         return None
 
-    def _workload_of(self, case: ComputeCase, stack: ExitStack) -> Workload:
+    def _build(self, case: ComputeCase, stack: ExitStack) -> Workload:
         needed_bytes = weight_bytes(self.options.job, case)
-        self.check_room(case_words(case), needed_bytes, " for one layer's weights and gradients")
-        return stack.enter_context(
-            patches_workload.workload(self.options.job, case, device_kind=self.options.device_kind)
-        )
+        self.check_free_memory(case_words(case), needed_bytes, " for one layer's weights and gradients")
+        kind = self.options.device_kind
+        return stack.enter_context(patches_workload.workload(self.options.job, case, device_kind=kind))
 
     def _overheads(self, case: ComputeCase) -> None:
-        """Measure what a stage on a CPU takes beside its layers."""
+        """Measure waking and loading on a CPU."""
         job, wakes = self.options.job, self.options.num_slots > 1
         loads = loads_as_megatron_lm(job)
         if self.options.device_kind == "cuda" or not self.times or not (wakes or loads):
@@ -329,42 +332,38 @@ class LayerBench(Bench):
                     self.loading = loading_time(job, layer, case.micro_batch_size)
 
     def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
-        """Measure the reference case, which all slots do: with paces before and after it, and the optimizer last."""
+        """Measure the reference case, with paces before and after it, and the optimizer last."""
         case, left_s = self.options.cases[0], budget.left_s()
-        lap = self._lap(work) if work is not None else None
         self._work_up(work, lockstep, budget)
+        lap = None if work is None else partial(self._lap, work)
         test = PaceTest(options=self.options, slot=self.slot)
         test.first(lap, lockstep, left_s)
-        if work is not None and lap is not None and self._run(work, case, lockstep, again=True):
-            # Until here all slots timed the same; in other cases some finish before others.
+        if work is not None and self._run(work, case, lockstep, again=True):
+            # Until here all slots timed the same case; in other cases some finish before others.
             self._stopwatch.keep_share()
         test.again(lap, lockstep, left_s)
         self.paces += test.paces
-        if work is not None and lap is not None:
-            with self.noting(case_words(case)):
-                step = optimizer_step(work, self.options.job)
-                # In training it comes after the exchange of gradients, and on CPUs finds cold caches.
-                wait = partial(sleep, WAIT_S) if self.options.device_kind == "cpu" else None
-                whole_s, few_s = (
-                    time_calls(run, stopwatch=self._stopwatch, habits=self._habits, wait=wait).median_s
-                    for run in (step.run, step.run_on_single_elements)
-                )
-                # The distributed optimizer divides the elements among its ranks, and each still goes through the
-                # gradients of all tensors.
-                self.gradient_s_per_byte = min(few_s, whole_s) / step.gradient_bytes
-                self.optimizer_s_per_parameter = max(whole_s - few_s, 0.0) / step.num_parameters
+        if work is None:
+            return
+        with self.noting(case_words(case)):
+            step = optimizer_step(work, self.options.job)
+            # In training it follows the exchange of gradients, and on a CPU finds cold caches.
+            wait = partial(sleep, WAIT_S) if self.options.device_kind == "cpu" else None
+            whole_s, few_s = (
+                time_calls(run, stopwatch=self._stopwatch, habits=self._habits, wait=wait).median_s
+                for run in (step.run, step.run_on_single_elements)
+            )
+            # The distributed optimizer divides the elements among its ranks, but each still goes through the gradients
+            # of all tensors.
+            self.gradient_s_per_byte = min(few_s, whole_s) / step.gradient_bytes
+            self.optimizer_s_per_parameter = max(whole_s - few_s, 0.0) / step.num_parameters
 
-    def _lap(self, work: Workload) -> Callable[[], None]:
-        """Return a function that runs one layer of each kind forward and backward."""
-
-        def lap() -> None:
-            run_layers(work)
-            self._stopwatch.settle()
-
-        return lap
+    def _lap(self, work: Workload) -> None:
+        _run_layers(work)
+        self._stopwatch.settle()
 
     def _work_up(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
-        """Let all GPUs work until their clocks have settled as in a long training, then read clocks and power once.
+        """Let all GPUs work until their clocks are as in a long training, then read clocks and power once.
 
         A GPU that was idle runs at boost clocks for a second or two, until it is warm and its power is capped.
         """
@@ -373,10 +372,9 @@ class LayerBench(Bench):
         lockstep.barrier(budget.left_s())
         ends_s = budget.clock() + min(WORK_UP_S, WORK_UP_SHARE * budget.budget_s)
         while work is not None and budget.clock() < ends_s:
-            run_layers(work)
-            self._stopwatch.settle()
+            self._lap(work)
         if work is not None:
-            self.under_load = read_under_load(self.options.device(self.slot).uuid, partial(run_layers, work))
+            self.under_load = read_under_load(self.options.device(self.slot).uuid, partial(_run_layers, work))
             self._stopwatch.settle()
 
     def _run(self, work: Workload, case: ComputeCase, lockstep: Lockstep, *, again: bool) -> bool:
@@ -391,7 +389,7 @@ class LayerBench(Bench):
                 )
             if any(reading.case == case for reading in self.memory):
                 return True
-            # The MoE layer where there is one: it holds more.
+            # The MoE layer if there is one: it holds more.
             layer = [part for part in work.parts if part.name in LAYERS][-1]
             with lockstep.progress.during("memory"), layer.accumulating():
                 peak = self.meter.peak(lambda: layer.backward(layer.forward(1)))
@@ -407,22 +405,18 @@ class LayerBench(Bench):
         return False
 
 
-STAGES_SHARE = 1.0
-LEFT_BYTES = 64 * MIB
-"""Memory beside workspaces, before a stage runs, from which on a note reports it."""
-HEAP_FACTOR = 1.6
-"""On CPU the resident set grows by 1.12 to 1.61 times what the tensors hold (benchmarks/results/memory_cpu_*.md)."""
-
-
 def stage_turns(cases: Sequence[StageCase], slot: int, num_slots: int) -> tuple[StageCase | None, ...]:
-    """One case or none of this slot for each turn; the most promising cases are measured first."""
+    """Return one case of this slot, or None, for each turn; most promising cases first."""
     turns = -(-len(cases) // num_slots)
     return (*cases, *[None] * (turns * num_slots - len(cases)))[slot::num_slots]
 
 
 @dataclass(kw_only=True)
 class StageBench(Bench):
-    """One slot, and what it has measured so far."""
+    """Runs whole pipeline stages, one rank on each device, and reads their peak memory.
+
+    All slots run different stages at the same time, after the communicators were closed.
+    """
 
     PHASE = "stages"
 
@@ -433,7 +427,7 @@ class StageBench(Bench):
     def measure(self, cases: Sequence[StageCase], lockstep: Lockstep, budget: Budget) -> None:
         """Go through this slot's cases until rank 0 finds the budget spent; every rank makes this call.
 
-        No process group may be open. All slots end a turn together, so that rank 0 knows how long the slowest takes.
+        All slots end a turn together, so that rank 0 knows the time of the slowest.
         """
         if not cases:
             return
@@ -446,7 +440,7 @@ class StageBench(Bench):
             if not lockstep.agree(goes_on):
                 left = len(cases) - turn * self.options.num_slots
                 if self.slot == 0:
-                    self.notes.append(f"stages: {left} of {len(cases)} were not measured for want of time")
+                    self.notes.append(f"stages: {left} of {len(cases)} were not measured, because the budget was spent")
                 return
             before_s = budget.clock()
             lockstep.progress.step(turn, -(-len(cases) // self.options.num_slots))
@@ -457,16 +451,15 @@ class StageBench(Bench):
 
     def _measure(self, case: StageCase) -> None:
         words = stage_words(case.layout, case.pp_rank)
-        least_bytes = state_bytes(self.options.job, case.layout, case.pp_rank)
+        needed_bytes = least_bytes = state_bytes(self.options.job, case.layout, case.pp_rank)
         on_cpu = self.options.device_kind == "cpu"
-        # On a GPU running out of memory is a result; only a stage that cannot begin is left out.
-        needed_bytes = (
-            int(HEAP_FACTOR * max(least_bytes, case.predicted_bytes))
-            if on_cpu
-            else least_bytes + self.meter.overhead_bytes()
-        )
+        if on_cpu:
+            needed_bytes = int(HEAP_FACTOR * max(least_bytes, case.predicted_bytes))
+        else:
+            # On a GPU running out of memory is a result; only a stage that cannot begin is left out.
+            needed_bytes += self.meter.overhead_bytes()
         with self.noting(words):
-            self.check_room(words, needed_bytes)
+            self.check_free_memory(words, needed_bytes)
             runs: list[StageRun] = []
             failures: list[BaseException] = []
             peak = self.meter.peak(lambda: self._run(case, runs, failures))
@@ -475,7 +468,7 @@ class StageBench(Bench):
             if left_bytes > LEFT_BYTES:
                 self.notes.append(
                     f"stages: {words} ran beside {bytes_text(left_bytes)} that earlier layers left on slot "
-                    f"{self.options.slot_name(self.slot)}; its peak is counted without them"
+                    f"{self.options.slot_name(self.slot)}; its peak does not include them"
                 )
             if runs:
                 self.notes += runs[0].notes
@@ -498,7 +491,7 @@ class StageBench(Bench):
             )
 
     def _run(self, case: StageCase, runs: list[StageRun], failures: list[BaseException]) -> None:
-        """Run a stage; running out of memory is a result too, and the meter still reads the peak."""
+        """Run a stage; running out of memory is kept as a failure, so that the meter still reads the peak."""
         job, kind = self.options.job, self.options.device_kind
         try:
             runs.append(whole_stage.run_stage(job, case.layout, case.pp_rank, device_kind=kind))

@@ -237,7 +237,7 @@ def test_a_layer_larger_than_the_memory_is_not_tried(tmp_path: Path, monkeypatch
     measure(slot)
 
     assert ["compute: tp1 cp1 mbs1 needs"] == [note[:27] for note in slot.notes]
-    assert slot.notes[0].endswith("for one layer's weights and gradients, slot node0:0 has 8.00 GiB")
+    assert slot.notes[0].endswith("for one layer's weights and gradients, but slot node0:0 has 8.00 GiB")
 
 
 def test_weight_bytes_by_hand() -> None:
@@ -484,7 +484,7 @@ def test_what_earlier_layers_left_does_not_count(monkeypatch: pytest.MonkeyPatch
     assert STAGE_BYTES + CUBLAS_BYTES == stage_bytes(bench, allocator, monkeypatch)
     assert STAGE_BYTES + CUBLAS_BYTES == bench.readings[0].reserved_peak_bytes
     (note,) = bench.notes
-    assert "ran beside 448.00 MiB that earlier layers left on slot node0:0; its peak is counted without them" in note
+    assert "ran beside 448.00 MiB that earlier layers left on slot node0:0; its peak does not include them" in note
 
 
 GIB = 1 << 30
@@ -630,9 +630,9 @@ def test_what_cannot_fit_is_not_begun(tmp_path: Path, ran: list[tuple[Layout, in
     readings, notes = found(options, large)
 
     assert [] == readings == ran
-    assert ["stages: stage 0 of tp1 pp2 dp1 mbs1 needs 11.20 GiB, slot node0:0 has 8.00 GiB"] == notes
+    assert ["stages: stage 0 of tp1 pp2 dp1 mbs1 needs 11.20 GiB, but slot node0:0 has 8.00 GiB"] == notes
     assert 1 == len(found(on_gpu(options), large)[0])
-    assert ["stages: stage 0 of tp1 pp2 dp1 mbs1 needs 1.00 GiB, slot node0:0 has 1.00 GiB"] == found(
+    assert ["stages: stage 0 of tp1 pp2 dp1 mbs1 needs 1.00 GiB, but slot node0:0 has 1.00 GiB"] == found(
         on_gpu(options, free_bytes=GIB), large
     )[1]
 
@@ -643,7 +643,7 @@ def test_the_budget_ends_it(tmp_path: Path, ran: list[tuple[Layout, int]]) -> No
     readings, notes = found(options, FIRST, SECOND, clock=lambda: 40.0 * len(ran))
 
     assert 1 == len(readings)
-    assert ["stages: 1 of 2 were not measured for want of time"] == notes
+    assert ["stages: 1 of 2 were not measured, because the budget was spent"] == notes
 
 
 def test_no_stages_cost_nothing(tmp_path: Path) -> None:

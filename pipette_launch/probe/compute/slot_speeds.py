@@ -1,9 +1,9 @@
-"""Times a layer on each slot while all slots work, and again where that differs from its peers.
+"""Speed of each slot: a layer while all slots work, and again for slots that differ from their peers.
 
-On a CPU a quota, another process or a stop signal takes the core away from a slot. The processor time of a layer does
-not show that, but its wall time does. Workers that share cores never share them evenly, so one window in which a slot
-got less says little. A slot that differs works again at another moment, beside a few that do not, as many as have a
-core each, and then a third time: chance does not slow the same slot three times.
+On a CPU a quota, another process or a stop signal takes the core away from a slot. Processor time does not show that,
+but wall time does. Workers that share cores never share them evenly, so one window says little. So a slot that differs
+works again, twice, at other moments: beside a few slots that do not differ, with a core for each. Chance does not slow
+the same slot three times.
 """
 
 # S = slots, host by host, T = turns; nan = not measured.
@@ -27,34 +27,34 @@ from pipette_launch.probe.lockstep import Lockstep
 from pipette_launch.probe.messages import Pace, WarmupOrder, WorkerResult
 
 WINDOW_S = {"cpu": 0.5, "cuda": 0.3}
-"""Length of a window, in seconds; a CPU deals out its time in slices of a few milliseconds."""
+"""Length of a window in seconds; a CPU gives out its time in slices of a few milliseconds."""
 RETESTS = 2
 SCHEDULE = Path("/proc/thread-self/schedstat")
 SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}
-"""Slots whose times differ by less count as equally fast: workers that share cores do not share them evenly."""
+"""Slots whose times differ by a smaller factor count as equally fast."""
 NUM_CONTROLS = 3
-"""So many slots that do not differ are measured beside those that do, of each kind of device."""
+"""Number of slots of each device type that do not differ and work again beside those that do."""
 
 Floats = NDArray[np.float64]
 Paces = Sequence[Sequence[Pace]]
-"""The times of each slot, turn by turn."""
+"""Times of each slot, turn by turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """The speeds of all slots."""
+    """Speeds of all slots."""
 
     speed_S: tuple[float, ...]
-    """Relative to the median slot with its `straggle`."""
+    """Relative to the median slot, after multiplication with its `straggle`."""
     straggle: float
-    """The time of the slowest of the slots that count as equal, over their usual time: steps wait for it."""
+    """Time of the slowest slot among those that count as equal, divided by their usual time: steps wait for it."""
     slow: tuple[SlowSlot, ...]
-    """Slots that have a fault."""
+    """Slots with a fault."""
     notes: tuple[str, ...]
 
 
 def speeds(options: WarmupOrder, paces_S: Paces) -> Speeds:
-    """Compare all slots; one differs from its peers (the slots of equal devices) if it does in every turn.
+    """Compare all slots: a slot differs from its peers, the slots of the same device type, if it does in every turn.
 
     The median of its turns is its difference.
     """
@@ -67,7 +67,7 @@ def speeds(options: WarmupOrder, paces_S: Paces) -> Speeds:
     ratio_S, usual_S = _differences(options, pace_TS), _usual(first_S, names)
     straggle = _straggle(options, first_S, ratio_S)
     kind_S = usual_S / median_s
-    # A kind of device without any measurement counts as usual.
+    # A device type without any measurement counts as usual.
     kind_S[~(np.abs(np.log(kind_S)) > math.log(same))] = 1.0
     again_S = np.where(np.isfinite(pace_TS).sum(axis=0) > 1, usual_S * ratio_S, np.nan)
     return Speeds(
@@ -82,26 +82,26 @@ def speeds(options: WarmupOrder, paces_S: Paces) -> Speeds:
     )
 
 
-def to_measure(options: WarmupOrder, paces_S: Paces) -> tuple[int, ...]:
-    """Name the slots that have to work again: those that have differed so far, and some that have not.
+def slots_to_repeat(options: WarmupOrder, paces_S: Paces) -> tuple[int, ...]:
+    """Return the slots that must work again: those that have differed so far, and some that have not.
 
-    On each host only as many slots work as have a core each: then healthy slots are equally fast.
+    At most as many slots of a host work as have a core each, because then healthy slots are equally fast.
     """
     pace_TS, names = _by_turn(paces_S), device_names(options)
     odd = np.flatnonzero(_differences(options, pace_TS) != 1).tolist()
-    # How far each slot is from the usual time: nan for those that measured nothing.
+    # Distance of each slot from the usual time; nan if it measured nothing.
     distance_S = np.abs(np.log(pace_TS[0] / _usual(pace_TS[0], names)))
     busy = Counter(slot // options.devices_per_host for slot in odd)
     chosen = set(odd)
     for name in dict.fromkeys(names[slot] for slot in odd):
         for _ in range(NUM_CONTROLS):
-            # On hosts where few slots work so far, and with times as usual as possible.
+            # Prefer hosts where few slots work so far, and times close to the usual one.
             left = [
                 (busy[slot // options.devices_per_host], distance_S[slot], slot)
                 for slot in np.flatnonzero(np.isfinite(distance_S)).tolist()
                 if names[slot] == name
                 and slot not in chosen
-                and busy[slot // options.devices_per_host] < _room(options, slot)
+                and busy[slot // options.devices_per_host] < _num_cores(options, slot)
             ]
             if left:
                 _, _, best = min(left)
@@ -111,14 +111,14 @@ def to_measure(options: WarmupOrder, paces_S: Paces) -> tuple[int, ...]:
 
 
 def factors(options: WarmupOrder, results: Sequence[WorkerResult], found: Speeds) -> tuple[float, ...]:
-    """Return each slot's factor: its times, multiplied by that and by its speed, are those that steps wait for.
+    """Return one factor for each slot: its times, times this factor and its speed, are the times that steps wait for.
 
-    How unevenly slots share cores is chance, and must not make the case that one slot measured slower than that of
-    another: the time that other processes took is the same for all. Where a slot does differ, its reference case says
-    how much of the difference its times contain.
+    Slots share cores unevenly by chance, which must not make one case look slower than another. So the time that other
+    processes took is the same for all slots. If a slot differs, its reference case shows how much of the difference its
+    times contain.
     """
     wall = on_the_wall(results, found)
-    # The layers of the reference case, forward and backward; 0 where they were not measured.
+    # Layers of the reference case, forward and backward; 0 = not measured.
     layer_s_S = [
         sum(
             samples.median_s
@@ -136,17 +136,17 @@ def factors(options: WarmupOrder, results: Sequence[WorkerResult], found: Speeds
 
 
 def on_the_wall(results: Sequence[WorkerResult], found: Speeds) -> float:
-    """Return wall time over computing time of a slot with the usual share of cores, stragglers included."""
+    """Return wall time divided by processor time of a slot with the usual share of cores, stragglers included."""
     return statistics.median(result.stretch for result in results) * found.straggle
 
 
 def device_names(options: WarmupOrder) -> tuple[str, ...]:
-    """The device type of each slot: only slots of one type are peers."""
+    """Return the device type of each slot: only slots of one type are peers."""
     return tuple(device.name for host in options.hosts for device in host.devices)
 
 
 def _by_turn(paces_S: Paces) -> Floats:
-    """Seconds of each slot (column) in each turn (row); nan = it took no part."""
+    """Return the seconds of each turn (row) and slot (column); nan = it took no part."""
     pace_TS = np.full((max((pace.turn + 1 for paces in paces_S for pace in paces), default=1), len(paces_S)), np.nan)
     for slot, paces in enumerate(paces_S):
         for pace in paces:
@@ -155,10 +155,10 @@ def _by_turn(paces_S: Paces) -> Floats:
 
 
 def _differences(options: WarmupOrder, pace_TS: Floats) -> Floats:
-    """For each slot the median of its seconds over its peers'; 1 where its turns lie on both sides of that, or none is.
+    """Return the median over turns of each slot's seconds divided by its peers'; 1 if turns disagree or are missing.
 
-    Peers are all slots of the same device at first, then those of them that were usual at first, if any is there.
-    Ratios that noise explains are 1.
+    In the first turn, peers are all slots of the device type; later those that were usual in the first turn, if any.
+    Ratios that noise explains count as 1.
     """
     names, same = device_names(options), SAME_SPEED[options.device_kind]
     ratio_TS = np.empty_like(pace_TS)
@@ -174,42 +174,41 @@ def _differences(options: WarmupOrder, pace_TS: Floats) -> Floats:
 
 
 def _straggle(options: WarmupOrder, first_S: Floats, ratio_S: Floats) -> float:
-    """The slowest equal slot's seconds over its peers' usual ones, while all worked."""
     seconds_S = first_S.copy()
     for slots in np.arange(options.num_slots).reshape(-1, options.devices_per_host):
         known = first_S[slots][first_S[slots] > 0]
         # Each of the slots that share their host's cores is slow by chance, so their harmonic mean counts.
-        if known.size and _room(options, int(slots[0])) < len(slots):
+        if known.size and _num_cores(options, int(slots[0])) < len(slots):
             seconds_S[slots] = statistics.harmonic_mean(known.tolist())
     late_S = seconds_S / _usual(seconds_S, device_names(options))
-    # A slot that was slow at first and like the others later does not count among those that are always equal.
+    # A slot that was slow in the first turn only is not among those that are always equal.
     equal = (ratio_S == 1) & (late_S <= SAME_SPEED[options.device_kind])
     return float(max(1.0, late_S[equal].max(initial=1.0)))
 
 
 def _usual(seconds_S: Floats, names: Sequence[str]) -> Floats:
-    """For each slot the median time of the slots of the same device."""
+    """Return for each slot the median time of the slots of its device type."""
     usual_S, name_S = np.empty_like(seconds_S), np.array(names)
     for name in set(names):
         usual_S[name_S == name] = _centre(seconds_S[name_S == name])
     return usual_S
 
 
-def _room(options: WarmupOrder, slot: int) -> int:
-    """How many slots of a host can compute at the same time."""
+def _num_cores(options: WarmupOrder, slot: int) -> int:
+    """Return how many slots of this slot's host can compute at the same time."""
     host = options.hosts[slot // options.devices_per_host]
     return len(host.devices) if options.device_kind == "cuda" else max(host.cores, 1)
 
 
 def _centre(values: Floats) -> float:
-    """The median of the known values, of an even number the geometric mean of the middle two; nan without any."""
+    """Return the median of known values (geometric mean of the middle two); nan without any."""
     known = values[values > 0]
     return float(np.exp(np.median(np.log(known)))) if known.size else math.nan
 
 
 @dataclass(kw_only=True)
 class PaceTest:
-    """The part of one slot in the test."""
+    """One slot's part in the test."""
 
     options: WarmupOrder
     slot: int
@@ -226,7 +225,7 @@ class PaceTest:
             self._work(work, late_s, turn=0)
 
     def again(self, work: Callable[[], None] | None, lockstep: Lockstep, left_s: float) -> None:
-        """Repeat it for the slots that differ, beside a few others, until none differs or it was repeated enough."""
+        """Repeat it for slots that differ, beside a few others, at most RETESTS times."""
         everyone: list[tuple[Pace, ...]] = [()] * self.options.num_slots
         for turn in range(1, RETESTS + 1):
             last = next((repr(pace.seconds) for pace in self.paces if pace.turn == turn - 1), "")
@@ -236,17 +235,17 @@ class PaceTest:
                     (*before, Pace(turn=turn - 1, seconds=float(text))) if text else before
                     for before, text in zip(everyone, texts, strict=True)
                 ]
-            chosen = lockstep.broadcast(" ".join(map(str, to_measure(self.options, everyone))), left_s)
+            chosen = lockstep.broadcast(" ".join(map(str, slots_to_repeat(self.options, everyone))), left_s)
             if not chosen:
                 return
             late_s = self._meet(lockstep, left_s)
             if work is not None and str(self.slot) in chosen.split():
                 self._work(work, late_s, turn=turn)
-        # A slot that went on already would disturb those that still work.
+        # A slot that continued already would disturb those that still work.
         lockstep.barrier(left_s)
 
     def _meet(self, lockstep: Lockstep, left_s: float) -> float:
-        """Wait for all ranks; returns how long this one waited for a core meanwhile, and so begins too late."""
+        """Wait for all ranks; returns how long this thread waited for a core meanwhile, and so begins too late."""
         before_s = queued_s()
         lockstep.barrier(left_s)
         return queued_s() - before_s
@@ -263,7 +262,7 @@ class PaceTest:
 
 
 def queued_s() -> float:
-    """Seconds that this thread has waited for a core in its life; 0 where the kernel does not count them."""
+    """Return the seconds that this thread has waited for a core since it began; 0 if the kernel does not count them."""
     try:
         return int(SCHEDULE.read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

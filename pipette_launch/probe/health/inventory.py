@@ -1,8 +1,8 @@
-"""What a host has for the job: devices, memory, cores, versions. Imports no torch.
+"""What this host has: devices, memory, cores, versions, and the condition of its devices. Imports no torch.
 
-NVML sees every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so this file applies the variable itself.
-NVML counts in PCI bus order; CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters where a host has
-unlike GPUs. Devices are therefore named by UUID everywhere else, and each warm-up worker compares the UUIDs of both.
+NVML shows every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so this file applies the variable itself.
+NVML counts in PCI bus order; CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters if a host has different
+GPUs. So other files name devices by UUID, and each warm-up worker compares the UUIDs of both.
 """
 
 from __future__ import annotations
@@ -25,26 +25,31 @@ from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.facts import Device, Host
 from pipette_launch.facts.health import NEARNESS, DeviceCondition, Holder, Nearness
 from pipette_launch.probe.health import nvml as driver
-from pipette_launch.probe.health.verdicts import BUSY_TOLERANCE_BYTES as TOLERANCE_BYTES
+from pipette_launch.probe.health.verdicts import BUSY_TOLERANCE_BYTES
 from pipette_launch.text import bytes_text
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CPU_INFO = Path("/proc/cpuinfo")
+SYSFS = Path("/sys")
+SECOND_LOOK_S = 1.0
+"""Longest sample period of a device's utilisation (manual of nvidia-smi)."""
+DEADLINE_S = 50.0
+POLL_S = 0.5
 
 
 def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "cuda", "cpu"] = "auto") -> Host:
     """Describe this machine and the devices that the job uses, in the order of the local ranks.
 
     Args:
-        name: the name of this node in the job.
-        address: the address at which its peers reach it.
-        num_devices: the number of workers on this node.
-        device: `auto` is `cuda` where NVML shows a GPU to this process, else `cpu`.
+        name: of this node in the job.
+        address: at which its peers reach it.
+        num_devices: number of workers on this node.
+        device: `auto` = `cuda` if NVML shows a GPU to this process, else `cpu`.
 
     Raises:
         ClusterError: there are fewer GPUs than workers, or every GPU is broken.
-        UsageError: there are none although `cuda` was asked for.
+        UsageError: `cuda` without any GPU.
 
     """
     gpus, lost = ([], ()) if device == "cpu" else _gpus()
@@ -53,9 +58,9 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
         raise ClusterError(f"{name}: no GPU can be used{broken}")
     if device == "cuda" and not gpus:
         wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-        said = "is not set" if wanted is None else f"is {wanted!r}"
+        value = "is not set" if wanted is None else f"is {wanted!r}"
         raise UsageError(
-            f"{name}: NVML shows no GPU to this process (CUDA_VISIBLE_DEVICES {said}); install the driver, or use "
+            f"{name}: NVML shows no GPU to this process (CUDA_VISIBLE_DEVICES {value}); install the driver, or use "
             f"--pipette-device=cpu"
         )
     if gpus and len(gpus) < num_devices:
@@ -74,29 +79,29 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
 
 
 def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
-    """Switches above this node as Slurm names them in SLURM_TOPOLOGY_ADDR, `spine.leaf3.node17`, outermost first.
+    """Return the switches above this node, outermost first, from SLURM_TOPOLOGY_ADDR (`spine.leaf3.node17`).
 
-    Empty where the address is not this host's: a user who starts the nodes by ssh may give all the same environment.
+    Empty if the address is not this host's: a user who starts the nodes by ssh may give all the same environment.
     """
     levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     address = environ.get("SLURM_TOPOLOGY_ADDR", "")
-    # The pattern tells how many names there are, as a node's own may have dots in it.
+    # The pattern gives the number of names, as the node's own name may contain dots.
     *above, node = address.split(".", len(levels) - 1) if len(levels) > 1 else address.split(".")
     return tuple(above) if node.partition(".")[0] == hostname.partition(".")[0] else ()
 
 
 def num_gpus() -> int:
-    """Number of GPUs that this process may use."""
+    """Return the number of GPUs that this process may use."""
     return len(_gpus()[0])
 
 
 def lost_gpus() -> tuple[str, ...]:
-    """Return one sentence for each GPU of this machine that is there but cannot be used."""
+    """Return one sentence for each GPU of this machine that is present but cannot be used."""
     return _gpus()[1]
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages and the driver that influence a measurement; those not installed are left out."""
+    """Return the versions of installed packages and of the driver that influence a measurement."""
     found = {"pipette-launch": pipette_launch.__version__}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -108,7 +113,7 @@ def versions() -> dict[str, str]:
 
 
 def device_used_bytes(uuid: str) -> int:
-    """Memory of a GPU that is not free, in bytes: all processes and the driver's reserve. Compare only differences."""
+    """Return the memory of a GPU that is not free: all processes and the driver's reserve. Compare only differences."""
     with driver.session() as nvml:
         if nvml is None:
             raise ClusterError(f"NVML no longer answers for {uuid}; check the driver with nvidia-smi")
@@ -126,7 +131,19 @@ def _gpus() -> tuple[list[Device], tuple[str, ...]]:
         if wanted is not None:
             chosen = (_handle(nvml, handles, entry.strip()) for entry in wanted.split(","))
             handles = list(takewhile(lambda handle: handle is not None, chosen))
-        return [_device(nvml, handle) for handle in handles], lost
+        devices = []
+        for handle in handles:
+            memory = driver.memory(nvml, handle)
+            devices.append(
+                Device(
+                    kind="cuda",
+                    uuid=driver.text(nvml.nvmlDeviceGetUUID(handle)),
+                    name=driver.text(nvml.nvmlDeviceGetName(handle)),
+                    memory_total_bytes=memory.total_bytes,
+                    memory_free_bytes=memory.free_bytes,
+                )
+            )
+        return devices, lost
 
 
 def _handle(nvml: Any, every: list[Any], entry: str) -> Any | None:
@@ -141,24 +158,11 @@ def _handle(nvml: Any, every: list[Any], entry: str) -> Any | None:
     return matches[0] if len(matches) == 1 else None
 
 
-def _device(nvml: Any, handle: Any) -> Device:
-    memory = driver.memory(nvml, handle)
-    return Device(
-        kind="cuda",
-        uuid=driver.text(nvml.nvmlDeviceGetUUID(handle)),
-        name=driver.text(nvml.nvmlDeviceGetName(handle)),
-        memory_total_bytes=memory.total_bytes,
-        memory_free_bytes=memory.free_bytes,
-    )
-
-
 def _cpu_shares(num_devices: int) -> tuple[Device, ...]:
-    """One device per worker, each with an equal share of the memory that this process may use."""
+    """Return one device for each worker, with an equal share of the memory that this process may use."""
     memory = psutil.virtual_memory()
-    limit = ""
-    with suppress(OSError):
-        limit = CGROUP_LIMIT.read_text(encoding="ascii").strip()
-    # `max`, or an absent file, means that the container has no limit.
+    # The file has `max`, or is absent, if the container has no limit.
+    limit = _read(CGROUP_LIMIT)
     total = min(memory.total, int(limit) if limit.isdecimal() else memory.total) // num_devices
     free = min(memory.available // num_devices, total)
     # The processor's model as Linux prints it; Arm prints none.
@@ -170,18 +174,13 @@ def _cpu_shares(num_devices: int) -> tuple[Device, ...]:
     )
 
 
-SYSFS = Path("/sys")
-SECOND_LOOK_S = 1.0
-"""Longest sample period of a device's utilisation (manual of nvidia-smi)."""
-
-
 def conditions(
     host: Host, *, sysfs: Path = SYSFS, sleep: Callable[[float], object] = time.sleep
 ) -> tuple[DeviceCondition, ...]:
-    """Return the condition of every device of this machine, in the order of the local ranks.
+    """Return the condition of every device of this machine, in the order of the local ranks, from NVML and sysfs.
 
     If a device looks busy, the utilisation of all is read again after a second. Without persistence mode the first
-    question starts the driver, which scrubs the memory and reports high utilisation (nvmlDeviceGetUtilizationRates).
+    query starts the driver, which scrubs the memory and reports high utilisation (nvmlDeviceGetUtilizationRates).
 
     Raises:
         ClusterError: the host has GPUs, and NVML no longer answers.
@@ -252,11 +251,9 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
 
 
 def nearest_nic(address: str, sysfs: Path) -> tuple[str, Nearness | None]:
-    """Name the NIC nearest to a PCI device, and how near it is: an InfiniBand port that is up, else an interface.
+    """Return the NIC nearest to a PCI device, and its distance: an InfiniBand port that is up, else an interface.
 
-    Returns:
-        Name and distance; the distance is None where sysfs shows neither a common way nor NUMA nodes.
-
+    The distance is None if sysfs shows neither a common path nor NUMA nodes.
     """
     device = sysfs / "bus/pci/devices" / address
     if not address or not device.exists():
@@ -271,7 +268,7 @@ def nearest_nic(address: str, sysfs: Path) -> tuple[str, Nearness | None]:
 
 
 def _nics(sysfs: Path) -> Iterator[tuple[str, Path]]:
-    """NICs on the PCI bus that are up, with their devices; plain interfaces only where there is no InfiniBand."""
+    """Yield NICs on the PCI bus that are up, with their devices; plain interfaces only without InfiniBand."""
     found = [
         (port.parts[-3], port.parents[1] / "device")
         for port in sorted(sysfs.glob("class/infiniband/*/ports/*"))
@@ -302,14 +299,14 @@ def _nearness(one: Path, other: Path) -> Nearness | None:
 
 
 def _bridges(device: Path) -> list[str]:
-    """The host bridge, the root port and what lies below, down to the device; empty for what is not on a PCI bus."""
+    """Return the path from the host bridge down to the device; empty if it is not on a PCI bus."""
     parts = device.resolve().parts
     start = next((index for index, part in enumerate(parts) if part.startswith("pci") and ":" in part), len(parts))
     return [part for part in parts[start:] if ":" in part]
 
 
 def _numa_node(device: Path) -> int | None:
-    """Read a device's NUMA node; sysfs writes -1 where the firmware does not name it."""
+    """Read a device's NUMA node; sysfs has -1 if the firmware does not name it."""
     text = _read(device / "numa_node")
     return int(text) if text.isdecimal() else None
 
@@ -344,12 +341,8 @@ def _read(path: Path) -> str:
         return ""
 
 
-DEADLINE_S = 50.0
-POLL_S = 0.5
-
-
 def holders_of(host: Host) -> Iterator[str]:
-    """Name the processes that hold memory of a host's devices, a sentence each; raises ClusterError without NVML."""
+    """Yield a sentence for each process that holds memory of a host's devices; raises ClusterError without NVML."""
     for condition in conditions(host):
         for one in condition.holders:
             size = "memory" if one.used_bytes is None else bytes_text(one.used_bytes)
@@ -365,31 +358,34 @@ def await_memory(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[str, ...]:
-    """Wait until no GPU of a host holds noticeably more than before the warm-up; ends at once where it is so already.
+    """Wait until no GPU of a host holds noticeably more memory than before the warm-up: the training needs it.
+
+    A driver frees the memory of a process some time after its end, and a child that a worker left behind may hold
+    memory for ever.
 
     Args:
-        host: this machine as it was before the warm-up; what its devices held then does not count.
-        deadline_s: the longest wait, in seconds.
-        used_bytes: returns the memory in use on the GPU of a UUID.
-        holders: names the processes that hold memory of a host's devices, a sentence each.
+        host: this machine as it was before the warm-up.
+        deadline_s: longest wait, in seconds.
+        used_bytes: returns the memory in use on the GPU with a UUID.
+        holders: returns a sentence for each process that holds memory of a host's devices.
         clock: returns seconds.
-        sleep: waits so many seconds.
+        sleep: waits for a number of seconds.
 
     Returns:
-        For each device that stayed full, how much is missing; then who holds it. Empty when all is well, and on CPU:
-        the kernel takes a process's memory back before anyone can see that it has ended.
+        A sentence for each device that stayed full, and for each process that holds its memory. Empty if all is well,
+        and on a CPU, where the kernel takes memory back before anyone can see the end of a process.
 
     """
     ends_s = clock() + deadline_s
     full = [device for device in host.devices if device.kind == "cuda"]
     try:
         while True:
-            # Beyond what a device held before the warm-up.
+            # Beyond the memory that a device held before the warm-up.
             excess = {
                 device: used_bytes(device.uuid) - (device.memory_total_bytes - device.memory_free_bytes)
                 for device in full
             }
-            full = [device for device in full if excess[device] > TOLERANCE_BYTES]
+            full = [device for device in full if excess[device] > BUSY_TOLERANCE_BYTES]
             if not full:
                 return ()
             if clock() >= ends_s:
@@ -397,7 +393,7 @@ def await_memory(
             sleep(POLL_S)
         named = [sentence for sentence in holders(host) if any(device.uuid in sentence for device in full)]
     except ClusterError as error:
-        # A driver that no longer answers: the training will say more about it.
+        # The driver no longer answers: the training will report more about it.
         return (str(error),)
     stayed_full = (
         f"{host.name}: {device.name} {device.uuid} still holds {bytes_text(excess[device])} more than before the "

@@ -1,4 +1,4 @@
-"""Access to NVML, NVIDIA's management library, which some machines and some of whose functions old drivers lack."""
+"""Access to NVML, NVIDIA's management library; some machines lack it, and old drivers lack some functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ CLOCK_REASONS = (
     "HwPowerBrakeSlowdown",
     "DisplayClockSetting",
 )
-"""Why a clock has its frequency, bit 0 first: `nvmlClocksEventReason...`, before 2023 `nvmlClocksThrottleReason...`."""
+"""Reasons for a clock's frequency, bit 0 first: `nvmlClocksEventReason...`, before 2023
+`nvmlClocksThrottleReason...`."""
 UNKNOWN_RESERVE_BYTES = 1 << 30
 """Largest reserve of a driver: 0.3 to 0.8 GiB on idle A100, H100 and H200, up to 1 GiB on B200 and B300."""
 HIDDEN = ("NVMLError_NoPermission", "NVMLError_OperatingSystem")
@@ -42,17 +43,28 @@ class Memory(NamedTuple):
 
 
 class Gpus(NamedTuple):
-    """The GPUs of this machine as one process sees them."""
+    """The GPUs of this machine, as one process sees them."""
 
     handles: list[Any]
     """Handles of the usable GPUs in PCI bus order; CUDA_VISIBLE_DEVICES is not applied."""
     lost: tuple[str, ...]
-    """One sentence for each GPU that is there but cannot be used."""
+    """One sentence for each GPU that is present but cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReading:
+    """Figures of a GPU that has worked for some seconds, like all other slots; 0 if NVML does not report them."""
+
+    sm_clock_hz: float
+    sm_clock_max_hz: float
+    power_w: float
+    """Mean over the last second (nvml.h, nvmlDeviceGetPowerUsage)."""
+    clock_reasons: tuple[str, ...]
 
 
 @contextmanager
 def session() -> Iterator[Any]:
-    """NVML's module, started; None where this machine has no NVIDIA driver."""
+    """Start NVML and yield its module; None if this machine has no NVIDIA driver."""
     import pynvml
 
     try:
@@ -67,7 +79,7 @@ def session() -> Iterator[Any]:
 
 
 def query(nvml: Any, function_name: str, *arguments: Any) -> Any | None:
-    """Call a function of NVML; None where the binding, the driver or the device does not support it."""
+    """Call a function of NVML; None if the binding, the driver or the device does not support it."""
     function = getattr(nvml, function_name, None)
     if function is None:
         return None
@@ -78,7 +90,7 @@ def query(nvml: Any, function_name: str, *arguments: Any) -> Any | None:
 
 
 def clock_reasons(nvml: Any, handle: Any) -> tuple[str, ...] | None:
-    """Return what sets the clock of a device, by the names in `CLOCK_REASONS`; None if it does not report that."""
+    """Return the reasons for a device's clock, by the names in `CLOCK_REASONS`; None if it does not report them."""
     bits = query(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
     if bits is None:
         bits = query(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
@@ -88,9 +100,9 @@ def clock_reasons(nvml: Any, handle: Any) -> tuple[str, ...] | None:
 def memory(nvml: Any, handle: Any) -> Memory:
     """Read the memory of a device; every reader of device memory calls this function.
 
-    Version 1 counts the driver's reserve as used (nvml.h, nvmlMemory_t). Version 2 reports the reserve. The manual of
-    driver 525 includes the reserve in `used` of version 2, later ones do not: total - free - reserved fits both.
-    Drivers before 510 and bindings before 11.510 lack version 2. There the largest known reserve is subtracted.
+    Version 1 of the call counts the driver's reserve as used (nvml.h, nvmlMemory_t). Version 2 reports the reserve. The
+    manual of driver 525 includes the reserve in `used` of version 2, later manuals do not: total - free - reserved fits
+    both. Drivers before 510 and bindings before 11.510 lack version 2. There the largest known reserve is subtracted.
     """
     all_used = nvml.nvmlDeviceGetMemoryInfo(handle)
     version = getattr(nvml, "nvmlMemory_v2", None)
@@ -126,19 +138,13 @@ def _gpu(nvml: Any, index: int) -> Any | None:
         return None
     mode = query(nvml, "nvmlDeviceGetMigMode", handle)
     if mode and mode[0]:
-        # CUDA enumerates a single MIG device (MIG User Guide, CUDA Device Enumeration), and the memory of the whole
-        # GPU needs privileges (nvml.h, nvmlDeviceGetMemoryInfo).
-        handle = _first_mig_device(nvml, handle) or handle
+        # CUDA enumerates a single MIG device (MIG User Guide, CUDA Device Enumeration), and reading the memory of the
+        # whole GPU needs privileges (nvml.h, nvmlDeviceGetMemoryInfo).
+        slices = range(query(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+        devices = (query(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, one) for one in slices)
+        handle = next((device for device in devices if device is not None), handle)
     memory(nvml, handle)
     return handle
-
-
-def _first_mig_device(nvml: Any, gpu: Any) -> Any | None:
-    for index in range(query(nvml, "nvmlDeviceGetMaxMigDeviceCount", gpu) or 0):
-        device = query(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", gpu, index)
-        if device is not None:
-            return device
-    return None
 
 
 def is_same_device(nvml_uuid: str, cuda_uuid: object) -> bool:
@@ -150,45 +156,32 @@ def is_same_device(nvml_uuid: str, cuda_uuid: object) -> bool:
 
 
 def text(value: str | bytes) -> str:
-    """Old bindings answer in bytes."""
+    """Decode an answer; old bindings answer in bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadReading:
-    """Figures of a GPU that has worked for some seconds, like all other slots; 0 if NVML does not report them."""
-
-    sm_clock_hz: float
-    sm_clock_max_hz: float
-    power_w: float
-    """Mean over the last second (nvml.h, nvmlDeviceGetPowerUsage)."""
-    clock_reasons: tuple[str, ...]
-
-
 def read_under_load(uuid: str, work: Callable[[], object]) -> LoadReading | None:
-    """Return the reading of one device; None where NVML does not answer.
+    """Read clock, power and clock reasons of a GPU at work; None if NVML does not answer.
 
     Args:
         uuid: of the device.
-        work: launches work that the device does while it is read. NVML starts before, as that may take longer.
+        work: launches the work. NVML starts before, as that may take longer than the work.
 
     """
     with session() as nvml:
-        return None if nvml is None else _reading(nvml, uuid, work)
-
-
-def _reading(nvml: Any, uuid: str, work: Callable[[], object]) -> LoadReading | None:
-    try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    except nvml.NVMLError:
-        return None
-    work()
-    clock, most = (query(nvml, f"nvmlDeviceGet{name}", handle, CLOCK_SM) for name in ("ClockInfo", "MaxClockInfo"))
-    power = query(nvml, "nvmlDeviceGetPowerUsage", handle)
-    return LoadReading(
-        # NVML reports megahertz and milliwatts.
-        sm_clock_hz=1e6 * (clock or 0),
-        sm_clock_max_hz=1e6 * (most or 0),
-        power_w=1e-3 * (power or 0),
-        clock_reasons=clock_reasons(nvml, handle) or (),
-    )
+        if nvml is None:
+            return None
+        try:
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except nvml.NVMLError:
+            return None
+        work()
+        clock, most = (query(nvml, f"nvmlDeviceGet{name}", handle, CLOCK_SM) for name in ("ClockInfo", "MaxClockInfo"))
+        power = query(nvml, "nvmlDeviceGetPowerUsage", handle)
+        return LoadReading(
+            # NVML reports megahertz and milliwatts.
+            sm_clock_hz=1e6 * (clock or 0),
+            sm_clock_max_hz=1e6 * (most or 0),
+            power_w=1e-3 * (power or 0),
+            clock_reasons=clock_reasons(nvml, handle) or (),
+        )

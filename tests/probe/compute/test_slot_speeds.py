@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.facts import ComputeTime, Samples
-from pipette_launch.probe.compute.slot_speeds import SAME_SPEED, Speeds, factors, on_the_wall, speeds, to_measure
+from pipette_launch.probe.compute.slot_speeds import SAME_SPEED, Speeds, factors, on_the_wall, slots_to_repeat, speeds
 from pipette_launch.probe.messages import Pace, WarmupOrder, WorkerResult
 
 NAN = math.nan
@@ -109,28 +109,28 @@ def test_without_the_reference_speeds_are_assumed_and_said_to_be() -> None:
 
 def test_healthy_slots_are_not_measured_again() -> None:
     """A difference within what cores shared unevenly make of it is none."""
-    assert () == to_measure(hosts(4), paces((1, 1.1, 0.9, 1.25)))
-    assert () == to_measure(hosts(4), paces((1, 1, 1, 2), (NAN, 1, 1, 1.1)))
+    assert () == slots_to_repeat(hosts(4), paces((1, 1.1, 0.9, 1.25)))
+    assert () == slots_to_repeat(hosts(4), paces((1, 1, 1, 2), (NAN, 1, 1, 1.1)))
 
 
 def test_a_few_others_work_beside_the_odd_one() -> None:
     """Three, of hosts of their own, and the most usual of them."""
-    assert (0, 1, 4, 5) == to_measure(hosts(6), paces((1, 1.01, 1.2, 0.8, 5, 1)))
+    assert (0, 1, 4, 5) == slots_to_repeat(hosts(6), paces((1, 1.01, 1.2, 0.8, 5, 1)))
 
 
 def test_no_more_work_on_a_host_than_have_a_core() -> None:
     """On one host of two cores one other; with one core nobody, and alone on its host it may be slow for the host."""
     seconds = (1, 1, 1, 1, 1, 1, 1, 3)
 
-    assert (0, 7) == to_measure(hosts(1, 8, cores=2), paces(seconds))
-    assert (7,) == to_measure(hosts(1, 8, cores=1), paces(seconds))
+    assert (0, 7) == slots_to_repeat(hosts(1, 8, cores=2), paces(seconds))
+    assert (7,) == slots_to_repeat(hosts(1, 8, cores=1), paces(seconds))
 
 
 def test_controls_are_of_the_same_kind() -> None:
     """A slow A100 is measured beside A100."""
     options = hosts(8, names=["H100"] * 4 + ["A100"] * 4)
 
-    assert (4, 5, 6, 7) == to_measure(options, paces((1, 1, 1, 1, 2, 2, 2, 6)))
+    assert (4, 5, 6, 7) == slots_to_repeat(options, paces((1, 1, 1, 1, 2, 2, 2, 6)))
 
 
 @given(seconds=st.lists(st.floats(0.01, 100), min_size=1, max_size=8), scale=st.floats(0.01, 100))
@@ -145,9 +145,9 @@ def test_speeds_are_relative(seconds: list[float], scale: float) -> None:
     scaled = paces([scale * value for value in seconds])
     if not near and len(seconds) % 2:
         assert speeds(options, paces(seconds)).speed_S == pytest.approx(speeds(options, scaled).speed_S)
-        assert to_measure(options, paces(seconds)) == to_measure(options, scaled)
+        assert slots_to_repeat(options, paces(seconds)) == slots_to_repeat(options, scaled)
     odd = {slot for slot, speed in enumerate(speeds(options, scaled).speed_S) if speed != 1}
-    assert odd <= set(to_measure(options, scaled))
+    assert odd <= set(slots_to_repeat(options, scaled))
 
 
 def result(slot: int, seconds: float, stretch: float) -> WorkerResult:

@@ -19,7 +19,7 @@ from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.facts import Device, Host, files
 from pipette_launch.facts.health import DeviceCondition, Holder
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.health.inventory import DEADLINE_S, TOLERANCE_BYTES, await_memory
+from pipette_launch.probe.health.inventory import BUSY_TOLERANCE_BYTES, DEADLINE_S, await_memory
 
 ROOT = Path(__file__).parents[3]
 
@@ -394,7 +394,7 @@ def filled(*used: Sequence[int]) -> Machine:
 
 def test_free_memory_is_not_waited_for() -> None:
     """Each device is asked once, and no time passes; what was in use before the warm-up counts as free."""
-    idle = filled([0], [TOLERANCE_BYTES])
+    idle = filled([0], [BUSY_TOLERANCE_BYTES])
 
     assert () == idle.wait()
     assert 0 == idle.now_s

@@ -1,4 +1,4 @@
-"""The agent's view of the program above it: a base class whose hooks decide, and say what the workers run."""
+"""Base class of the program above the agent: its hooks decide, and choose the workers' command."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Controller(ABC):
 
     @abstractmethod
     def decide(self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str]) -> Decision:
-        """Decide what a new round does on all nodes; `lost` maps hosts of the last round to why they are gone."""
+        """Decide what a new round does on all nodes; `lost` maps lost hosts of the last round to reasons."""
 
     @abstractmethod
     def after_warmup(self, decision: Decision, failure: str) -> Decision:

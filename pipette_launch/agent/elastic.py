@@ -10,14 +10,16 @@ import logging
 import os
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import registry
@@ -40,16 +42,7 @@ from pipette_launch.agent.store import PEER_WAIT_S, RoundOver, RoundStore, await
 from pipette_launch.agent.streams import Streams, WatchedLogs
 from pipette_launch.agent.workers import DeviceBinding, StoppedWorkers, bindings, oom_kills, visible_devices
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
-from pipette_launch.facts.messages import Decision
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable, Iterator, MutableMapping
-
-    from torch.distributed import Store
-    from torch.distributed.elastic.agent.server.api import WorkerGroup
-
-    from pipette_launch.facts.messages import Failure
+from pipette_launch.facts.messages import Decision, Failure
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +86,11 @@ class PipetteAgent(LocalElasticAgent):
         self._store_of_phase: TCPStore | None = None
         self._streams: Streams | None = None
         self._is_same_round = False
-        """Whether the nodes of the last phase go on together, and know the next decision."""
+        """True if the nodes of the last phase go on together, and know the next decision."""
         self._failed: RunResult | None = None
-        """How the workers of this node failed in the last attempt."""
+        """Failure of this node's workers in the last attempt."""
         self._is_called = False
-        """Whether a meeting was called while this node waited for the others to finish."""
+        """True if an agent called a meeting while this node waited for the others to finish."""
         self._attempt = Attempt()
         self._stopped_workers = StoppedWorkers()
         self._starts = self._oom_kills = 0
@@ -116,7 +109,7 @@ class PipetteAgent(LocalElasticAgent):
 
     @property
     def is_training(self) -> bool:
-        """Whether the present or last workers are those of the training."""
+        """True if the present or last workers run the training."""
         return self._decision is not None and self._decision.phase == "train"
 
     # -- the round ------------------------------------------------------------------------------------------------
@@ -197,7 +190,7 @@ class PipetteAgent(LocalElasticAgent):
             self._logs_specs = run_nothing(worker_group.spec)
         self._attempt = Attempt(index=decision.attempt if decision.phase == "train" else -1, began_s=time.monotonic())
         self._failed, self._is_called, self._oom_kills = None, False, oom_kills()
-        # torch counts the restarts of each node; the decision counts those of the job.
+        # torch counts restarts of each node; the decision counts restarts of the job.
         self._remaining_restarts = decision.restarts_left
         self._controller.show(decision, speaks=round_store.is_coordinator)
         return dict(super()._start_workers(worker_group))
@@ -304,7 +297,7 @@ class PipetteAgent(LocalElasticAgent):
             signalled = True
             raise
         finally:
-            # Workers that were told to end may have printed more, for example that they saved a checkpoint.
+            # Workers that got a signal may have printed more, for example about a saved checkpoint.
             self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
             if self._round_store is not None and not signalled:
                 holds_store = self._round_store.is_coordinator or self._rendezvous_settings.may_host_store

@@ -1,13 +1,14 @@
-"""How the first agent waits for the others at a meeting, and finds out who will never come."""
+"""Meetings of agents after torch's first rendezvous: who is there, who is lost, and one decision for all."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from pipette_launch.agent.peers import (
     GONE,
@@ -16,7 +17,7 @@ from pipette_launch.agent.peers import (
     ReachSweep,
     answers,
     connected,
-    cut_wires,
+    cut_links,
     out_of_reach,
     why_unreachable,
 )
@@ -24,44 +25,47 @@ from pipette_launch.agent.store import BROKEN, PEER_WAIT_S, AgentStore, RoundSto
 from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import Arrival, Decision, Member, Members
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from pipette_launch.agent.store import AgentStore
-    from pipette_launch.facts.messages import Member
+from pipette_launch.facts.messages import Arrival, Decision, Member, Members, NodeRecord
 
 PROBE_S = 0.5
 PROOF_S = 1.5
+"""Time for an agent to prove that it is there, if other agents already took it for lost."""
+REJOIN = "rejoin"
+"""Answer by which all agents go through torch's rendezvous again, as another node waits there."""
+LEFT_OUT = "left out"
+"""Answer to an agent without which the others went on."""
+
+Decide: TypeAlias = "Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision]"
+
+logger = logging.getLogger(__name__)
 
 
 class Gathering:
-    """The agents that have come to a meeting, and those that are lost."""
+    """Agents that have come to a meeting, and agents that are lost; used by the first agent."""
 
     def __init__(
-        self, others: Sequence[Member], desk: AgentStore, lost: dict[str, str], told_of: Callable[[Member, str], str]
+        self, others: Sequence[Member], desk: AgentStore, lost: dict[str, str], reported: Callable[[Member, str], str]
     ) -> None:
         """Begin.
 
         Args:
-            others: who is to come.
-            desk: where they leave word.
-            lost: why some are believed lost already, by token; whoever comes is taken off it.
-            told_of: what was said of an agent in the round before: that it `left`, or is `lost`; empty for nothing.
+            others: agents that are expected.
+            desk: store where they announce themselves.
+            lost: reasons why agents are already believed lost, by token; an agent that comes is removed.
+            reported: returns a report of the last round about an agent, `left` or `lost`; empty without a report.
 
         """
         self.arrivals: dict[str, Arrival] = {}
         self.lost = lost
         self.surely_gone: set[str] = set()
-        """Those of the lost that cannot train on somewhere else: their kernels say so, or they did."""
+        """Lost agents that cannot still train elsewhere, as their kernels or they themselves reported the end."""
         self._others = others
         self._desk = desk
-        self._told_of = told_of
+        self._reported = reported
         self._missed_s: dict[str, float] = {}
 
     def wait(self) -> None:
-        """Wait until all have come, or are known to be lost."""
+        """Wait until each agent has come or is known to be lost."""
         began_s = probed_s = time.monotonic()
         for pause_s in growing_pauses():
             self._receive()
@@ -82,16 +86,14 @@ class Gathering:
             if text is not None:
                 self._desk.drop(f"arrival/{member.token}")
                 self.arrivals[member.token] = files.loads(Arrival, text, f"record of {member.address}")
-                # Whoever comes is there, whatever others believed.
                 self.lost.pop(member.token, None)
 
     def _find_lost(self, missing: Sequence[Member]) -> None:
-        """Find out who of those that have not come will never come."""
         with ThreadPoolExecutor(min(len(missing), 32)) as pool:
             found = list(pool.map(self._look_for, missing))
         now_s = time.monotonic()
         for member, (why, lost) in zip(missing, found, strict=True):
-            left = self._told_of(member, "left")
+            left = self._reported(member, "left")
             if why == GONE or left:
                 self.surely_gone.add(member.token)
                 self.lost[member.token] = left or why
@@ -99,65 +101,47 @@ class Gathering:
             if not (why or lost):
                 self._missed_s.pop(member.token, None)
                 continue
-            # One that others saw to be silent, too, has but a moment to prove that it is not.
             if now_s - self._missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else HOST_SILENCE_S):
                 self.lost[member.token] = lost or why
 
     def _look_for(self, member: Member) -> tuple[str, str]:
-        """Say why an agent cannot be reached, and why others believe it lost; both empty where it answers."""
-        why, lost = why_unreachable(member, timeout_s=PROBE_S), self._told_of(member, "lost")
-        # The kernel of a stopped process takes connections, too. A store answers while its agent waits for its workers.
+        """Return why an agent cannot be reached, and why others believe it lost; both are empty if it answers."""
+        why, lost = why_unreachable(member, timeout_s=PROBE_S), self._reported(member, "lost")
+        # The kernel of a stopped process accepts connections; the store of a working agent also answers.
         return why, lost if lost and (why or not answers(member, within_s=PROBE_S)) else ""
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.distributed import Store
-
-    from pipette_launch.facts.messages import NodeRecord
-
-logger = logging.getLogger(__name__)
-
-REJOIN = "rejoin"
-"""The answer by which all agents go through torch's rendezvous again: another node waits there."""
-LEFT_OUT = "left out"
-"""The answer to an agent that the others went on without."""
-
-
-Decide: TypeAlias = "Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision]"
-
-
 class Rejoin(Exception):  # noqa: N818
-    """The agent is to go through torch's rendezvous again."""
+    """The agent has to go through torch's rendezvous again."""
 
 
 class Membership:
-    """The agents of a job as one of them knows them."""
+    """The agents of a job, as one of them knows them."""
 
     def __init__(self, token: str, address: str, node_rank: int) -> None:
         self._server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._own = Member(token=token, address=address, port=self._server.port, node_rank=node_rank)
         self._desk = AgentStore(self._server, "pipette", is_own=True)
-        """Where other agents leave word for this one while it decides for all."""
+        """Store where other agents announce themselves while this agent is the first one."""
         self._members: tuple[Member, ...] = ()
         self._lost: dict[str, str] = {}
-        """Why members are believed lost, by token; of those that the next meeting will go on without."""
+        """Reasons why members are believed lost, by token; the next meeting goes on without them."""
         self._surely_gone: set[str] = set()
-        """Those of them that cannot train on somewhere else: their kernels say that they ended, or they said so."""
+        """Lost members that cannot still train elsewhere, as their kernels or they themselves reported the end."""
         self._leader: Member | None = None
-        """Whoever decided last, and its store where it is another's."""
+        """The agent that decided last."""
         self._leader_store: Store | None = None
+        """Client of its store; None if this agent decided."""
         self._round_store: RoundStore | None = None
         self._watch: PeerWatch | None = None
         self._sweep: ReachSweep | None = None
         self._out_of_reach: set[str] = set()
-        """Agents that this one could not connect to."""
+        """Agents to which this one cannot connect."""
         self._num_meetings = 0
 
     def join(self, store: Store, group_rank: int, group_size: int) -> None:
-        """Learn whom torch's rendezvous has brought together, through its own store."""
-        # Before the others hear of this agent: an old list would tell them that they are left out.
+        """Exchange addresses with the agents of torch's rendezvous, through its store."""
+        # An old list would make other agents believe that this one was left out.
         self._desk.drop("round")
         met = AgentStore(store, "pipette", is_own=True)
         met.put(f"member/{group_rank}", files.dumps(self._own))
@@ -178,15 +162,15 @@ class Membership:
 
     @property
     def has_joined(self) -> bool:
-        """Whether the agents meet without torch's rendezvous."""
+        """True if the agents meet without torch's rendezvous."""
         return bool(self._members)
 
     def leave_behind(self, tokens: Sequence[str], why: str) -> None:
-        """Take these agents for lost, without waiting for them at the next meeting."""
+        """Take these agents for lost, so that the next meeting does not wait for them."""
         self._lost.update(dict.fromkeys(tokens, why))
 
     def say_leaving(self, why: str) -> None:
-        """Let the others go on without this agent, whose workers may take long to end."""
+        """Report that this agent leaves, so that others go on while its workers end."""
         if self._round_store is not None:
             self._round_store.say(f"left/{self._own.token}", why)
             self._round_store.say("alarm", why)
@@ -199,21 +183,22 @@ class Membership:
         decide: Decide,
         is_awaited: Callable[[], bool],
     ) -> tuple[Decision, RoundStore]:
-        """Introduce this node to the others, and return what is decided for all, and the store of the new round.
+        """Meet the other agents; return the decision for all, and the store of the new round.
 
         Args:
             record: this node's introduction.
-            held: what this node went by before.
-            decide: called on the first agent alone, with the records of all, and why others are believed lost.
-            is_awaited: whether another node waits in torch's rendezvous; asked of the first agent alone.
+            held: this node's decision of the last round.
+            decide: called only on the first agent, with all records and the reasons why others are lost.
+            is_awaited: true if another node waits in torch's rendezvous; called only on the first agent.
 
         Raises:
             Rejoin: all go through torch's rendezvous again, or the others went on without this agent.
-            ClusterError: too few can be reached.
+            ClusterError: too few agents can be reached.
 
         """
         self._stop_watching()
-        self._forget_reached()
+        apart = [one for one in self._members if one.token in self._out_of_reach and one != self._own]
+        self._out_of_reach = {one.token for one in apart if why_unreachable(one, timeout_s=PROBE_S)}
         self._num_meetings += 1
         while True:
             leader = next(member for member in self._members if member.token not in self._lost)
@@ -221,23 +206,25 @@ class Membership:
                 return self._lead(record, held, decide, is_awaited)
             try:
                 if leader == self._leader and self._leader_store is not None and self._round_store is not None:
-                    # Nobody waits once more for one that was silent in the round.
+                    # Do not wait once more for an agent that was silent in the round.
                     self._round_store.check_is_there()
                 return self._follow(leader, record, held)
             except StoreGone as error:
                 known, self._leader_store = self._leader_store, None
                 if known is not None and str(error) == BROKEN:
-                    # It may only be the connection; a new one will tell.
+                    # Only the connection may be broken; try a new one.
                     continue
-                logger.warning("the agent at %s decides no more: %s", leader.address, error)
+                logger.warning("the agent at %s no longer decides: %s", leader.address, error)
                 self._lost[leader.token] = str(error)
 
-    # -- where another agent decides ------------------------------------------------------------------------------
+    # -- another agent decides ------------------------------------------------------------------------------------
 
     def _follow(self, leader: Member, record: NodeRecord, held: Decision | None) -> tuple[Decision, RoundStore]:
         store = self._store_of(leader)
         desk = AgentStore(store, "pipette", is_own=False)
-        self._call(leader, desk)
+        if self._round_store is not None and leader == self._leader:
+            # Call the first agent to the meeting, as it may know no reason for one.
+            desk.put(f"{self._round_store.generation}/alarm", "a meeting")
         knows = held is None or leader.token in (*held.tokens, *held.standby)
         arrival = Arrival(
             meeting=self._num_meetings,
@@ -248,7 +235,7 @@ class Membership:
         desk.put(f"arrival/{self._own.token}", files.dumps(arrival))
         generation = self._answer(leader, desk)
         if generation in (REJOIN, LEFT_OUT):
-            # Or it would be taken for that of a later meeting, to which this agent may come late.
+            # A later meeting must not take this arrival for a new one.
             desk.drop(f"arrival/{self._own.token}")
             self._members = ()
             raise Rejoin(generation)
@@ -271,14 +258,9 @@ class Membership:
         except (TimeoutError, RuntimeError) as error:
             raise StoreGone(f"its agent does not answer ({error})") from error
 
-    def _call(self, leader: Member, desk: AgentStore) -> None:
-        """Call the first agent to the meeting: it may know of no reason."""
-        if self._round_store is not None and leader == self._leader:
-            desk.put(f"{self._round_store.generation}/alarm", "a meeting")
-
     def _answer(self, leader: Member, desk: AgentStore) -> str:
         """Wait for the name of the new round."""
-        # The first agent itself waits so long for others, and may then plan.
+        # The first agent waits PEER_WAIT_S for others, and may then search for a plan.
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
         pauses_s = growing_pauses()
         key = f"answer/{self._own.token}/{self._num_meetings}"
@@ -288,10 +270,10 @@ class Membership:
             if left:
                 self._surely_gone.add(leader.token)
                 raise StoreGone(left)
-            # The list of a thousand nodes is long, and all of them wait: it is read where it is another.
+            # A list of a thousand nodes is long, and all nodes wait here: read only a new list.
             now = desk.peek("round")
             if now not in (None, last):
-                # The answer may be on its way, or be that to an older arrival.
+                # The answer may be under way, or belong to an older arrival.
                 return now if self._own in self._list(desk, now).members else LEFT_OUT
             if time.monotonic() > ends_s:
                 raise ClusterError(
@@ -305,7 +287,7 @@ class Membership:
     def _list(desk: AgentStore, generation: str) -> Members:
         return files.loads(Members, desk.peek(f"{generation}/members") or "", "list of nodes")
 
-    # -- where this agent decides ---------------------------------------------------------------------------------
+    # -- this agent decides ---------------------------------------------------------------------------------------
 
     def _lead(
         self,
@@ -316,9 +298,8 @@ class Membership:
     ) -> tuple[Decision, RoundStore]:
         if self._round_store is not None and self._leader == self._own:
             self._round_store.call_all("a meeting")
-        gathering = Gathering(
-            [member for member in self._members if member != self._own], self._desk, self._lost, self._told_of
-        )
+        others = [member for member in self._members if member != self._own]
+        gathering = Gathering(others, self._desk, self._lost, self._reported)
         gathering.wait()
         self._surely_gone |= gathering.surely_gone
         arrivals = gathering.arrivals
@@ -332,7 +313,7 @@ class Membership:
         records = [record if member == self._own else arrivals[member.token].record for member in here]
         held = held or next((arrival.held for arrival in arrivals.values() if arrival.held), None)
         missed = {token: arrival.out_of_reach for token, arrival in arrivals.items()}
-        cut = cut_wires({**missed, self._own.token: tuple(self._out_of_reach)})
+        cut = cut_links({**missed, self._own.token: tuple(self._out_of_reach)})
         lost = held.by_host(self._lost | out_of_reach(here, cut, standby=held.standby)) if held else {}
         decision = decide(records, held, lost)
         self._desk.put(f"{generation}/decision", files.dumps(decision))
@@ -343,22 +324,22 @@ class Membership:
         self._leader, self._leader_store = self._own, None
         return decision, self._begin(known, self._server, leads=True)
 
-    def _told_of(self, member: Member, what: str) -> str:
-        """What was said of one while this agent decided for all: that it `left`, or is `lost`; empty where nothing."""
+    def _reported(self, member: Member, what: str) -> str:
+        """Return what agents reported about a member in a round that this agent led: `left` or `lost`; else empty."""
         if self._round_store is None or self._leader != self._own:
             return ""
         return self._round_store.peek(f"{what}/{member.token}") or ""
 
     def _check_quorum(self, arrivals: Mapping[str, Arrival]) -> None:
-        """Let only one part of a job go on where its nodes cannot reach each other.
+        """Let only one part of a divided network go on.
 
         Raises:
-            ClusterError: the other part may be the greater one.
+            ClusterError: the other part may be the larger one.
 
         """
         came = 1 + len(arrivals)
         possible = len(self._members) - len(self._surely_gone)
-        # Before the first meeting there is none: then the half of the first agent goes on.
+        # Before the first meeting no agent has led; then the half of the first agent goes on.
         keeps_store = self._own == (self._leader or self._members[0])
         if 2 * came > possible or (2 * came == possible and keeps_store):
             return
@@ -378,7 +359,7 @@ class Membership:
         self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
         self._out_of_reach.discard(self._own.token)
         place = self._members.index(self._own)
-        # Those that follow, the next one first. Whoever is out of reach is known to be.
+        # The agents after this one come first; the watch takes the next one, the sweep the rest.
         turned = (*self._members[place + 1 :], *self._members[:place])
         others = [member for member in turned if member.token not in self._out_of_reach]
         self._watch = PeerWatch(others[0]) if others else None
@@ -394,13 +375,13 @@ class Membership:
         return self._round_store
 
     def _find_lost(self) -> str:
-        """Say which agent is gone or out of reach, and why; empty while none is."""
+        """Return which agent is gone or out of reach, and why; empty while all answer."""
         for one in (self._watch, self._sweep):
             if one is not None and one.lost and one.peer is not None:
-                return self._say_lost(one.peer, one.lost)
+                return self._report_lost(one.peer, one.lost)
         return ""
 
-    def _say_lost(self, peer: Member, why: str) -> str:
+    def _report_lost(self, peer: Member, why: str) -> str:
         if why == SILENT and peer.token not in self._out_of_reach:
             logger.warning("the agent at %s: %s; all agents meet", peer.address, why)
             self._out_of_reach.add(peer.token)
@@ -408,13 +389,8 @@ class Membership:
             self._round_store.put(f"lost/{peer.token}", why)
         return f"the agent at {peer.address}: {why}"
 
-    def _forget_reached(self) -> None:
-        """Keep as out of reach only whoever still is."""
-        apart = [one for one in self._members if one.token in self._out_of_reach and one != self._own]
-        self._out_of_reach = {one.token for one in apart if why_unreachable(one, timeout_s=PROBE_S)}
-
     def _stop_watching(self) -> None:
-        """Stop, and heed what is found out meanwhile: workers that fail at once leave a round too short for it."""
+        """Stop watch and sweep, and keep their findings, which a very short round has not used yet."""
         for one in (self._watch, self._sweep):
             if one is not None:
                 one.stop()

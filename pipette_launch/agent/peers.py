@@ -1,8 +1,8 @@
-"""Whether another agent is alive.
+"""Liveness of other agents, and links between agents that are cut.
 
-A connection that carries nothing is held open to the store that the other agent holds: when that process ends, its
-kernel closes the connection at once. And the store is asked once a second: a host without power, a cut wire and a
-stopped process leave the question without an answer. torch answers in a thread of its own, however busy the agent is.
+An agent keeps an idle connection to another agent's store: the kernel closes it when that process ends. It also sends
+the store a request every second, which has no answer if the host lost power, the wire is cut or the process is stopped.
+torch answers in its own thread, so a busy agent answers too.
 """
 
 from __future__ import annotations
@@ -13,60 +13,58 @@ import socket
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from pipette_launch.agent.signals import STORE_THREAD
 from pipette_launch.agent.store import within
 from pipette_launch.defaults import HOST_SILENCE_S
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from pipette_launch.facts.messages import Member
+from pipette_launch.facts.messages import Member
 
 PAUSE_S = 1.0
-AGAIN_S = 0.05
-"""Between two attempts to connect, where the way or this process has a trouble of its own."""
-NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+RETRY_S = 0.05
+"""Pause between two attempts to connect after a fault of the route or of this process."""
+NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 GONE = "its agent is gone"
 SILENT = f"silent for {HOST_SILENCE_S:.0f} s"
+SWEEP_S = 60.0
+"""Each agent connects to each other agent about once in this time."""
+LONGEST_PAUSE_S = 1.0
 
 
 class PeerWatch:
-    """Watches one agent in a thread of its own."""
+    """Watches one agent, in a thread."""
 
     def __init__(self, peer: Member) -> None:
-        """Begin to watch."""
         self.peer = peer
         self.lost = ""
-        """Why the agent is believed lost; empty while it is not."""
+        """Reason why the agent is believed lost; empty while it answers."""
         self._is_over = threading.Event()
         self._has_answer = threading.Event()
         threading.Thread(target=self._watch, name=f"{STORE_THREAD}-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no longer, once the question that is under way was answered, or was not in time."""
+        """Stop watching, after the pending request has an answer or is too late."""
         self._is_over.set()
         self._has_answer.wait(HOST_SILENCE_S)
 
     def _watch(self) -> None:
-        while not (self.lost or self._is_over.wait(AGAIN_S)):
+        while not (self.lost or self._is_over.wait(RETRY_S)):
             self._has_answer.clear()
-            self.lost = self._why_it_ended()
+            self.lost = self._why_connection_ended()
         self._has_answer.set()
 
-    def _why_it_ended(self) -> str:
-        """Return when the connection does: why the agent is lost, or nothing where only the connection is."""
+    def _why_connection_ended(self) -> str:
+        """Hold a connection until it ends; return why the agent is lost, or "" if only the connection is."""
         try:
             with socket.create_connection((self.peer.address, self.peer.port), timeout=HOST_SILENCE_S) as connection:
                 store = connected(self.peer, within_s=HOST_SILENCE_S)
-                # Not select(): it takes no descriptor above 1023, and the first agent holds connections of all others.
+                # select() takes no descriptor above 1023, and the first agent holds connections of all others.
                 ended = select.poll()
                 ended.register(connection, select.POLLIN)
-                # Nothing is ever sent: there is something to read when the connection has ended.
                 self._has_answer.set()
+                # Nothing is ever sent, so the connection is readable only when it has ended.
                 while not (self._is_over.is_set() or ended.poll(1000 * PAUSE_S)):
                     self._has_answer.clear()
                     within(HOST_SILENCE_S, lambda: store.check(["pipette"]))
@@ -74,24 +72,24 @@ class PeerWatch:
         except TimeoutError:
             return SILENT
         except (OSError, RuntimeError):
-            # It may be a fault of this process, as too many open files or threads.
+            # This process may be at fault, for example by too many open files.
             return why_unreachable(self.peer, timeout_s=HOST_SILENCE_S)
         return ""
 
 
 def connected(peer: Member, *, within_s: float) -> Store:
-    """Return a client of the store that an agent holds.
+    """Return a client of an agent's store.
 
     Raises:
-        TimeoutError: nobody answers; torch by itself tries for ever where a process is stopped.
-        RuntimeError: there is no store.
+        TimeoutError: no answer; torch alone would try for ever if the process is stopped.
+        RuntimeError: no store.
 
     """
     return within(within_s, lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
 
 
 def answers(peer: Member, *, within_s: float) -> bool:
-    """Whether the store that an agent holds answers."""
+    """Return True if an agent's store answers."""
     try:
         store = connected(peer, within_s=within_s)
         within(within_s, lambda: store.check(["pipette"]))
@@ -101,47 +99,36 @@ def answers(peer: Member, *, within_s: float) -> bool:
 
 
 def why_unreachable(peer: Member, *, timeout_s: float) -> str:
-    """Ask an agent's kernel whether the agent is there: `GONE`, `SILENT` for so long, or empty where it is."""
+    """Connect to an agent's port; return `GONE`, `SILENT`, or "" if its kernel accepts the connection."""
     ends_s = time.monotonic() + timeout_s
     while True:
         left_s = ends_s - time.monotonic()
         try:
-            socket.create_connection((peer.address, peer.port), timeout=max(left_s, AGAIN_S)).close()
+            socket.create_connection((peer.address, peer.port), timeout=max(left_s, RETRY_S)).close()
         except ConnectionRefusedError:
             return GONE
         except TimeoutError:
             return SILENT
         except OSError as error:
-            if error.errno not in NO_WAY:
-                # This process may have too many open files, which says nothing of the other one.
+            if error.errno not in NO_ROUTE:
+                # A fault of this process, such as too many open files, says nothing about the other one.
                 return ""
-            if left_s <= AGAIN_S:
+            if left_s <= RETRY_S:
                 return SILENT
-            # A route that is missing for a moment is no silence.
-            time.sleep(AGAIN_S)
+            # A route may be missing only for a moment.
+            time.sleep(RETRY_S)
         else:
             return ""
 
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from pipette_launch.facts.messages import Member
-
-SWEEP_S = 60.0
-"""Within about so long each agent connects to each of the others, however many they are."""
-LONGEST_PAUSE_S = 1.0
-
-
 class ReachSweep:
-    """Connects to some agents in turn, in a thread of its own, until one is lost."""
+    """Connects to other agents in turn, in a thread, until one of them is lost."""
 
     def __init__(self, peers: Sequence[Member]) -> None:
-        """Begin."""
         self.peer: Member | None = None
-        """The one that is lost."""
+        """The lost agent."""
         self.lost = ""
-        """Why it is believed so; empty while none is."""
+        """Reason why it is believed lost; empty while all agents answer."""
         self._peers = peers
         self._is_over = threading.Event()
         self._has_answer = threading.Event()
@@ -150,7 +137,7 @@ class ReachSweep:
             threading.Thread(target=self._sweep, name="pipette-reach", daemon=True).start()
 
     def stop(self) -> None:
-        """Connect no more, once the attempt that is under way has come to an end."""
+        """Stop, after the present attempt has ended."""
         self._is_over.set()
         self._has_answer.wait(HOST_SILENCE_S)
 
@@ -161,7 +148,7 @@ class ReachSweep:
                 if self._is_over.wait(pause_s):
                     return
                 self._has_answer.clear()
-                # Whose process has ended is known to its neighbour at once, unless the wire between them is cut.
+                # Its neighbour notices an ended process at once, unless the wire between these two is cut.
                 lost = why_unreachable(peer, timeout_s=HOST_SILENCE_S)
                 if lost:
                     self.peer, self.lost = peer, lost
@@ -170,21 +157,24 @@ class ReachSweep:
                     return
 
 
-def cut_wires(missed: Mapping[str, Collection[str]]) -> tuple[tuple[str, str], ...]:
-    """List the pairs that do not reach each other, of agents that each say whom they miss; others do not count."""
+def cut_links(missed: Mapping[str, Collection[str]]) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of agents without a working link; `missed` has the agents that each agent cannot reach.
+
+    Agents without a list of their own do not count.
+    """
     pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
     return tuple(sorted(pairs))
 
 
 def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> dict[str, str]:
-    """Choose agents without which all others reach each other: whoever misses most others goes first.
+    """Choose agents to leave out, so that all others reach each other. The agent with most cut links goes first.
 
     Args:
-        pairs: two agents each, by token; the first does not reach the second.
-        order: all agents that came; of two that miss equally many, the later one is left out.
+        pairs: cut links, each as two tokens.
+        order: tokens of all agents; among agents with equally many cut links the last one is left out.
 
     Returns:
-        Those that are left out, each with an agent that it does not reach.
+        Tokens that are left out, each with the first agent that it does not reach.
 
     """
     place = {token: index for index, token in enumerate(order)}
@@ -202,12 +192,12 @@ def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> d
 def out_of_reach(
     agents: Sequence[Member], cut: Collection[tuple[str, str]], *, standby: Collection[str]
 ) -> dict[str, str]:
-    """Say of the agents that are best left out, by token, from where they are out of reach.
+    """Return the agents that are best left out, by token, each with the address from which it is out of reach.
 
     Args:
-        agents: all that came, the first one first.
-        cut: pairs of them that do not reach each other, by token.
-        standby: those that run no workers, which are left out rather than others.
+        agents: all agents at the meeting, the first one first.
+        cut: cut links between them, each as two tokens.
+        standby: tokens of agents without workers, which are left out rather than others.
 
     """
     order = sorted(agents, key=lambda agent: agent.token in standby)

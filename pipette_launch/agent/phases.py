@@ -10,28 +10,22 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from subprocess import Popen
 
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-from pipette_launch.agent.store import MOST_BYTES, PEER_WAIT_S, RoundOver, pack, plan_of_first, unpack
+from pipette_launch.agent.controller import Controller
+from pipette_launch.agent.store import MOST_BYTES, PEER_WAIT_S, RoundOver, RoundStore, pack, plan_of_first, unpack
+from pipette_launch.agent.streams import Streams
 from pipette_launch.agent.trial import TrialRun
 from pipette_launch.agent.warmup import Warmup
+from pipette_launch.agent.workers import DeviceBinding
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from subprocess import Popen
-
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-
-    from pipette_launch.agent.controller import Controller
-    from pipette_launch.agent.store import RoundStore
-    from pipette_launch.agent.streams import Streams
-    from pipette_launch.agent.workers import DeviceBinding
-    from pipette_launch.facts.messages import AttemptEnd, Decision, Failure
+from pipette_launch.facts.messages import AttemptEnd, Decision, Failure
 
 NEWS_S = 1.0
 """Time that a node with a dead worker waits for news of an iteration. The last rank's agent looks once per interval."""
@@ -52,7 +46,7 @@ class Attempt:
 
 
 class FirstIteration:
-    """Whether an attempt has trained: seen by this agent, or published by another."""
+    """The first iteration of an attempt: seen by this agent, or published by another."""
 
     def __init__(self) -> None:
         self._round_store: RoundStore | None = None
@@ -192,11 +186,11 @@ class PhasesBeforeTraining:
         return (None, self._warmup.begin()) if decision.phase == "warmup" else self._trial.open_logs()
 
     def variables(self, decision: Decision) -> dict[str, str]:
-        """Return the variables that workers of this phase get in addition to those of the decision."""
+        """Return variables that workers of this phase get beside the decision's variables."""
         return self._trial.variables if decision.phase == "trial" else {}
 
     def drop_logs(self) -> None:
-        """Delete the workers' output, except that of a failed warm-up."""
+        """Delete the workers' output, except after a failed warm-up."""
         self._warmup.drop_logs()
         self._trial.drop_logs()
 

@@ -1,11 +1,12 @@
-"""torchrun's flags for the meeting of the nodes; values on which torch would wait or fail later are refused here."""
+"""torchrun's rendezvous flags. Values on which torch would wait in vain or fail later are errors here."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+from argparse import Namespace
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import psutil
 from torch.distributed.elastic.rendezvous.utils import (
@@ -18,24 +19,21 @@ from torch.distributed.run import parse_min_max_nnodes
 from pipette_launch.errors import UsageError
 from pipette_launch.facts.messages import Member
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-
 TRUE_WORDS = ("1", "true", "t", "yes", "y")
 FALSE_WORDS = ("0", "false", "f", "no", "n")
-"""torch's spellings in --rdzv-conf."""
+"""Spellings of torch in --rdzv-conf."""
 STATIC_PORT = 29500
 C10D_PORT = 29400
-"""torch's own, where the endpoint has no port."""
+"""Default ports of torch."""
 STATIC_JOIN_S = 900
-"""Seconds for which torchrun's static rendezvous waits for the nodes and for its store."""
+"""Default seconds that torch's static rendezvous waits for the nodes and for its store."""
 C10D_JOIN_S, C10D_READ_S = 600, 60
-"""Seconds for which torch's c10d rendezvous waits for the nodes, and for its store."""
+"""Default seconds that torch's c10d rendezvous waits for the nodes, and for its store."""
 ADDRESS, ENDPOINT = "--master-addr", "--rdzv-endpoint"
 
 
 class Endpoint(NamedTuple):
-    """Host and port where the nodes meet, and the flag that gives them."""
+    """Host and port of the rendezvous, and the flag that names them."""
 
     host: str
     port: int
@@ -43,14 +41,14 @@ class Endpoint(NamedTuple):
 
 
 def becomes_standalone(args: Namespace) -> bool:
-    """True if torchrun meets on a free port of this machine: --standalone, or one static node without a port."""
+    """True if torchrun takes a free port of this machine: --standalone, or one static node without a port."""
     nodes = str(args.nnodes).split(":")[-1]
     is_static = args.rdzv_backend == "static"
     return bool(args.standalone) or (is_static and not args.rdzv_endpoint and args.master_port is None and nodes == "1")
 
 
 def is_file(args: Namespace) -> bool:
-    """True if the endpoint is the path of a file, which c10d takes for its store on request."""
+    """True if the endpoint is the path of a file (--rdzv-conf store_type=file)."""
     return bool(args.rdzv_backend == "c10d" and conf_of(args).get("store_type", "").lower() == "file")
 
 
@@ -61,12 +59,7 @@ def conf_of(args: Namespace) -> dict[str, str]:
 
 
 def endpoint_of(args: Namespace) -> Endpoint:
-    """Return where the nodes meet.
-
-    Raises:
-        UsageError: torch would refuse the host or the port.
-
-    """
+    """Return the endpoint of the rendezvous; raise UsageError if torch would refuse its host or port."""
     if becomes_standalone(args) or is_file(args):
         return Endpoint("localhost", 0, ENDPOINT)
     flag, text = ENDPOINT, str(args.rdzv_endpoint or "")
@@ -81,13 +74,13 @@ def endpoint_of(args: Namespace) -> Endpoint:
 
 
 def connect_seconds(args: Namespace) -> int:
-    """Return how long torchrun tries to reach the store of the rendezvous."""
+    """Return the seconds for which torch tries to reach the store of the rendezvous."""
     is_static = args.rdzv_backend == "static"
     return whole_seconds(args, *(("timeout", STATIC_JOIN_S) if is_static else ("read_timeout", C10D_READ_S)))
 
 
 def whole_seconds(args: Namespace, name: str, default: int) -> int:
-    """Return a time-out of --rdzv-conf."""
+    """Return a time limit of --rdzv-conf."""
     text = conf_of(args).get(name, str(default))
     if not text.isdigit() or not int(text):
         raise UsageError(f"--rdzv-conf {name}={text}: a whole number of seconds above 0 is needed")
@@ -95,7 +88,6 @@ def whole_seconds(args: Namespace, name: str, default: int) -> int:
 
 
 def _refused(args: Namespace, flag: str, text: str, error: str) -> str:
-    """Return a sentence for an endpoint that torch refuses."""
     if flag == ADDRESS:
         if "port number" in error:
             return f"--master-port {args.master_port}: a port is a number from 1 to 65535"
@@ -113,12 +105,9 @@ def _refused(args: Namespace, flag: str, text: str, error: str) -> str:
 
 
 def check_meeting(args: Namespace, *, advice: str = "") -> None:
-    """Raise UsageError where the flags cannot bring the nodes of a job together, however long torch waits.
+    """Raise UsageError if the nodes could never meet with these flags of torchrun.
 
-    Args:
-        args: torchrun's flags.
-        advice: how the surroundings, as SLURM, may have led to such flags.
-
+    `advice` is the end of an error about too many launchers; it says what in SLURM's settings may start them.
     """
     try:
         _parse_rendezvous_config(args.rdzv_conf or "")
@@ -156,68 +145,65 @@ def _check_rank(args: Namespace, most: int, advice: str) -> None:
     )
 
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-
 STATIC_READ_S = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RendezvousSettings:
-    """The rendezvous as this node sees it."""
+    """The rendezvous, as this node knows it."""
 
     endpoint: str
     node_rank: int
-    """Under static rendezvous; -1 elsewhere."""
+    """--node-rank of a static rendezvous; -1 for other backends."""
     may_host_store: bool
-    """Whether the rendezvous store may live in this agent."""
+    """True if this agent may hold the store of the rendezvous."""
     least_nodes: int = 1
-    """How few nodes may train: MIN of --nnodes; static rendezvous always waits for all."""
+    """Fewest nodes that train: MIN of --nnodes, or all nodes of a static rendezvous."""
     most_nodes: int = 1
     run_id: str = "none"
-    """--rdzv-id, which all launchers of a job share."""
+    """--rdzv-id, equal on all launchers of a job."""
     flag: str = ENDPOINT
-    """The flag that gives the endpoint."""
+    """Flag that names the endpoint."""
     is_here: bool = True
     """True if the endpoint's host is this machine."""
     is_client: bool = False
-    """True if another process holds torch's store, and torch connects to it."""
+    """True if torch connects to a store of another process."""
     connect_s: float = C10D_READ_S
-    """Seconds for which torch tries to connect."""
+    """Seconds for which torch tries to reach the store."""
     join_s: float = C10D_JOIN_S
     """Seconds for which torch waits for the nodes."""
     advice: str = ""
-    """End of a sentence about too many launchers, where SLURM may have started them; else empty."""
+    """End of an error about too many launchers, if SLURM may have started them; else empty."""
 
     def store_elsewhere(self) -> Member | None:
-        """Return where torch's store under c10d is, unless it may live in this agent."""
+        """Return the place of torch's store under c10d; None if this agent may hold it."""
         host, port = parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
         if self.may_host_store or not port:
             return None
         return Member(token="rendezvous", address=host, port=port, node_rank=-1)  # noqa: S106  a name, no secret
 
     def own_address(self) -> str:
-        """Return the address at which the other nodes reach this one: that of the interface towards the endpoint."""
+        """Return the address by which other nodes reach this one: the address of the interface towards the endpoint."""
         host, port = parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
         if _is_loopback(host):
             return "127.0.0.1"
         try:
             family, _, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Nothing is sent: connecting a datagram socket only asks the kernel for the route.
+                # Connecting a datagram socket sends nothing; the kernel only looks up the route.
                 probe.connect(target)
                 address = str(probe.getsockname()[0])
         except (OSError, UnicodeError):
             return socket.getfqdn()
-        # The endpoint's own host may resolve its name to 127.0.1.1, which no other node can use.
+        # A host may resolve its own name to 127.0.1.1, which no other node can use.
         return socket.getfqdn() if _is_loopback(address) else address
 
 
 def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
-    """Say outright what torch would guess, in `args`, and return what this node needs to know.
+    """Write torch's guesses into `args` as explicit flags, and return the settings of this node.
 
-    Static rendezvous cannot form a second round and reuses its keys at every restart, so it is run as c10d with the
-    store on node 0; the agents are then ordered by --node-rank, as static promises.
+    A static rendezvous cannot form a second round and reuses its keys at each restart. So it runs as c10d with the
+    store on node 0, and agents are ordered by --node-rank, as static promises.
     """
     at = endpoint_of(args)
     node_rank = -1
@@ -226,15 +212,15 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
         node_rank = int(args.node_rank)
         args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{at.port}"
         args.rdzv_backend = "c10d"
-        # Static waits for all nodes, whatever the least number; and torch warns of a node rank under c10d.
+        # Static waits for all nodes even if MIN is lower, and torch warns about a node rank under c10d.
         args.nnodes, args.node_rank = args.nnodes.split(":")[-1], 0
         _set(args, is_host=str(node_rank == 0).lower(), join_timeout=connect_s, read_timeout=STATIC_READ_S)
     torchs = _torch_guess(at.host)
     here = torchs or _is_here(at.host)
     is_tcp = args.rdzv_backend == "c10d" and not args.standalone and not is_file(args)
     if is_tcp and torchs != here:
-        # torch would take no node for the host; with its own guess it would try again as a client, so ours is
-        # only said where its guess is wrong, and where no other agent of this machine was faster.
+        # Only where torch guesses wrongly: after a right guess torch also tries again as a client. The port is free
+        # unless another agent of this machine was faster.
         _set(args, is_host=str(here and _can_bind(at.port)).lower())
     given = conf_of(args).get("is_host")
     is_host = here and _can_bind(at.port) if given is None else given.lower() in TRUE_WORDS
@@ -256,14 +242,14 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
 
 
 def _endpoint(args: Namespace, at: Endpoint) -> str:
-    """Return the endpoint in torch's notation; a store in a file belongs to no host, so it counts as this one's."""
+    """Return the endpoint in torch's notation; a store in a file counts as a store of this host."""
     if is_file(args):
         return f"{socket.gethostname()}:0"
     return f"{at.host}:{at.port}" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
 
 
 def _set(args: Namespace, **settings: object) -> None:
-    """Add settings to --rdzv-conf; what the user set there stays."""
+    """Add settings to --rdzv-conf; settings of the user stay."""
     given = conf_of(args)
     args.rdzv_conf = ",".join(f"{name}={value}" for name, value in {**given, **settings, **given}.items())
 
@@ -289,7 +275,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _torch_guess(host: str) -> bool | None:
-    """Return whether torch takes this machine for the host; None where this machine's name has no address."""
+    """Return True if torch takes this machine for the host; None if this machine's name has no address."""
     try:
         return _matches_machine_hostname(host)
     except (OSError, UnicodeError):
@@ -297,7 +283,7 @@ def _torch_guess(host: str) -> bool | None:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a host name or address is this machine's; torch's own guess only looks at the host name."""
+    """Return True if a host name or address belongs to this machine; torch compares only the host name."""
     if _is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
         return True
     own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}

@@ -1,6 +1,6 @@
-"""The endpoint of the rendezvous before torch connects to it: its name, its port, and the store behind it.
+"""Waiting for other nodes at torch's rendezvous, with a line on the screen about missing nodes.
 
-torch's own client waits in C++ without a line on the screen, and for ever where something else holds the port.
+torch's own client waits in C++ without a message, and for ever if another program holds the port.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -29,25 +30,20 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from pipette_launch.agent.peers import answers
-from pipette_launch.agent.rendezvous import ADDRESS, C10D_PORT
+from pipette_launch.agent.rendezvous import ADDRESS, C10D_PORT, Endpoint, RendezvousSettings
 from pipette_launch.agent.store import StoreGone, TorchCall, growing_pauses, within
 from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Member
 from pipette_launch.text import printable
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pipette_launch.agent.rendezvous import Endpoint, RendezvousSettings
-
 NAME_S = 5.0
-"""Seconds for a name service to answer; the user reads that a later answer is slow."""
+"""Seconds for a name service to answer."""
 CONNECT_S = 3.0
 SAY_AFTER_S = 10.0
 """Seconds until a node prints that it waits for the host of the rendezvous."""
 FOREIGN_S = 30.0
-"""Seconds between two attempts where a foreign program listens: each attempt leaves a thread of torch's."""
+"""Seconds between two attempts while a foreign program listens, as each attempt leaves a thread of torch behind."""
 PAUSE_S = 1.0
 NO_STORE = "what listens there does not answer as a rendezvous of torch"
 LISTENS = "0A"
@@ -57,16 +53,16 @@ MOST_LETTERS = 120
 
 
 def say(words: str) -> None:
-    """Print one line; what waits for other nodes has no terminal yet."""
+    """Print one line of the launcher."""
     sys.stderr.write(f"pipette-launch: {printable(words)}\n")
     sys.stderr.flush()
 
 
 def await_name(at: Endpoint, *, patience_s: float) -> None:
-    """Wait until the endpoint's host name has an address, as torch does, but print at once if it has no address.
+    """Wait until the endpoint's host name has an address, and print at once that it has no address yet.
 
     Raises:
-        ClusterError: it had none for `patience_s`.
+        ClusterError: the name had no address for `patience_s`.
 
     """
     began_s = time.monotonic()
@@ -86,14 +82,14 @@ def await_name(at: Endpoint, *, patience_s: float) -> None:
 
 
 def note_unknown_address(local_addr: str | None) -> None:
-    """Print that --local-addr has no address; only some nodes need one, so torch decides what comes of it."""
+    """Print that --local-addr has no address. It is no error, as only some nodes need one."""
     why = _unresolved(local_addr) if local_addr else ""
     if why:
         say(f"--local-addr {local_addr}: this node finds no address for that name ({why}), by which others reach it")
 
 
 def _unresolved(host: str) -> str:
-    """Return why a host name has no address; empty where it has one."""
+    """Return why a host name has no address; empty if it has one."""
     try:
         within(NAME_S, lambda: socket.getaddrinfo(host, None))
     except TimeoutError:
@@ -104,10 +100,10 @@ def _unresolved(host: str) -> str:
 
 
 def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.environ) -> None:
-    """Wait until the store of the rendezvous answers, where another process holds it; print whom this node waits for.
+    """Wait until the store of the rendezvous answers, if another process holds it, and print the wait.
 
     Raises:
-        ClusterError: it does not answer as long as torch would wait, or another program of this machine has the port.
+        ClusterError: no answer for as long as torch would wait, or another program of this machine holds the port.
 
     """
     host, port = parse_rendezvous_endpoint(settings.endpoint, default_port=C10D_PORT)
@@ -135,14 +131,14 @@ def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.en
 
 
 def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
-    """Return why no store answers; empty where one does."""
+    """Return why no store answers; empty if it does."""
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except TimeoutError:
         return "no answer"
     except (OSError, UnicodeError) as error:
         if settings.may_host_store and _owners(port) and not holder(port)[1]:
-            # It listens on another address of this machine, and keeps a store from opening there.
+            # A program listens on another address of this machine, so no store can open on this port.
             raise ClusterError(port_held(port, settings)) from error
         return str(getattr(error, "strerror", None) or error)
     if answers(Member(token="rendezvous", address=host, port=port, node_rank=-1), within_s=HOST_SILENCE_S):  # noqa: S106
@@ -153,7 +149,7 @@ def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
 
 
 def advice(settings: RendezvousSettings, environ: Mapping[str, str]) -> str:
-    """Return further reasons that may keep the nodes apart, as ends of a sentence."""
+    """Return further possible reasons why the nodes do not meet, as ends of a sentence."""
     host = parse_rendezvous_endpoint(settings.endpoint, default_port=C10D_PORT)[0]
     found = []
     if host in ("localhost", "127.0.0.1", "::1") and settings.most_nodes > 1:
@@ -171,7 +167,7 @@ def advice(settings: RendezvousSettings, environ: Mapping[str, str]) -> str:
 
 
 def explained(error: Exception, settings: RendezvousSettings) -> str:
-    """Return a sentence for a store that could not be opened or reached."""
+    """Return a sentence about a store that cannot be opened or reached."""
     why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
     port = int(found[1]) if (found := re.search(r"port: (\d+)", why)) else 0
     if "EADDRINUSE" in why:
@@ -194,7 +190,7 @@ def port_held(port: int, settings: RendezvousSettings) -> str:
 
 
 def holder(port: int) -> tuple[str, bool]:
-    """Return who holds a TCP port of this machine as far as /proc shows it, and whether it is a launcher."""
+    """Return the holder of a TCP port of this machine, as far as /proc shows it, and True if it is a launcher."""
     with suppress(OSError, psutil.Error):
         for one in sorted(psutil.net_connections("tcp"), key=lambda one: one.status != psutil.CONN_LISTEN):
             if one.pid and one.laddr and one.laddr.port == port:
@@ -212,7 +208,7 @@ def _described(pid: int) -> tuple[str, bool]:
 
 
 def _owners(port: int) -> set[str]:
-    """Return the owners of sockets that listen on a port, which the kernel shows to everybody."""
+    """Return the users whose sockets listen on a port; the kernel shows them to every user."""
     found: set[str] = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
@@ -230,53 +226,46 @@ def _user(number: int) -> str:
         return str(number)
 
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from torch.distributed.elastic.rendezvous import RendezvousHandler
-
-    from pipette_launch.agent.rendezvous import RendezvousSettings
-
 FIRST_LINE_S = 15.0
 LINE_GROWTH = 4
-"""Each line comes after 4 times as long a wait as the line before."""
+"""Each line comes after 4 times the wait of the line before."""
 MOST_SPEAKERS = 8
-"""In a job of more nodes only the host of the rendezvous prints whom it waits for."""
+"""In a job of more nodes only the host of the rendezvous prints the missing nodes."""
 MOST_NAMES = 8
 STORE_ANSWER_S = 2.0
 
 
 class Waiting:
-    """Looks at torch's rendezvous while this node waits in it."""
+    """Watches torch's rendezvous while this node waits in it."""
 
     def __init__(self, inner: RendezvousHandler, settings: RendezvousSettings) -> None:
         self._inner: Any = inner
         self._settings = settings
         self._next_line_s = FIRST_LINE_S
         self.is_spare = False
-        """True if the job had all its nodes when this node came: it trains only after another node is lost."""
+        """True if the job had all its nodes when this node came, so that it trains only after a loss."""
         self._names: list[str] = []
-        """Nodes that had come at the last look; torch forgets them when its time is over."""
+        """Nodes present at the last look; torch forgets them when its time is over."""
 
     def announce(self) -> None:
-        """Leave this node's rank in the store, where --node-rank gives one."""
+        """Put this node's --node-rank into the store."""
         store = getattr(self._inner, "_store", None)
         if store is not None and self._settings.node_rank >= 0:
             with suppress(RuntimeError):
                 store.set(self._key(self._settings.node_rank), "here")
 
     def look(self, waited_s: float) -> None:
-        """Print whom this node waits for, when it is time for it.
+        """Print the missing nodes, if a line is due.
 
         Raises:
-            ClusterError: a second launcher of a job of one node: it would wait in vain.
+            ClusterError: this is a second launcher of a job with one node, so it would wait in vain.
 
         """
         state = self._state()
         if state is None:
             return
         settings, node = self._settings, getattr(self._inner, "_this_node", None)
-        # A list of its own, in one step: torch's thread adds participants at the same time.
+        # Copied in one step, as torch's thread adds participants meanwhile.
         self._names = sorted(one.addr for one in list(state.participants))
         if node in state.redundancy_list and not self.is_spare:
             self.is_spare = True
@@ -290,7 +279,7 @@ class Waiting:
             say(f"{self.missing(waited_s)}; waiting up to {settings.join_s:.0f} s{advice(settings, os.environ)}")
 
     def missing(self, waited_s: float) -> str:
-        """Return which nodes have not come."""
+        """Return a sentence about the missing nodes."""
         return missing_words(self._names, self._missing_ranks(), self._settings, waited_s)
 
     def _missing_ranks(self) -> list[int]:
@@ -307,12 +296,12 @@ class Waiting:
         return f"pipette/{self._settings.run_id}/node-rank/{node_rank}"
 
     def _state(self) -> Any:
-        """Return torch's own state of the c10d rendezvous; None under another backend."""
+        """Return torch's state of the c10d rendezvous; None under another backend."""
         return getattr(getattr(self._inner, "_state_holder", None), "state", None)
 
 
 def missing_words(names: Sequence[str], ranks: Collection[int], settings: RendezvousSettings, waited_s: float) -> str:
-    """Return which nodes have not come: by rank where ranks are given, else by their number."""
+    """Return a sentence about the missing nodes, by rank if the ranks are known, else by number."""
     least, most = settings.least_nodes, settings.most_nodes
     nodes = f"{least} nodes" if least == most else f"{least} to {most} nodes"
     there = f" ({_listed(names)})" if names else ""
@@ -323,7 +312,7 @@ def missing_words(names: Sequence[str], ranks: Collection[int], settings: Rendez
 
 
 def spare_words(names: Sequence[str], settings: RendezvousSettings) -> str:
-    """Return that the job has all its nodes without this launcher, and the ways it may be meant otherwise."""
+    """Return a sentence for a launcher that comes when the job already has all its nodes."""
     nodes = "its one node" if settings.most_nodes == 1 else f"all its {settings.most_nodes} nodes"
     return (
         f"the job at {settings.endpoint} with --rdzv-id {settings.run_id} already has {nodes} "
@@ -337,41 +326,27 @@ def _listed(words: Sequence[str]) -> str:
     return ", ".join(words[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed.elastic.rendezvous import RendezvousInfo
-
-    from pipette_launch.agent.rendezvous import RendezvousSettings
-
 ANSWER_S = 1.0
-"""How long torch's rendezvous is asked: where its host is silent, torch's own call never returns."""
+"""Longest call of torch's rendezvous: if its host is silent, the call never returns."""
 PLACES_S = 90.0
-"""How long the nodes may take to get their places; torch's own limit is a minute, and holds where the store answers."""
+"""Longest time for nodes to get their ranks. torch's own limit of a minute needs a store that answers."""
 HOST_GONE_S = 60.0
-"""After how long in vain the host of the rendezvous counts as gone: as long as torch itself tries to connect to it."""
+"""The host of the rendezvous counts as gone after this long without an answer, as in torch's own connects."""
 LOOK_S = 10.0
 GLANCE_S = 1.0
-"""Seconds between two looks at the state of torch's rendezvous, which is in this process."""
+"""Seconds between two looks at the state of torch's rendezvous, which lives in this process."""
 Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
 
 class AgentStoreHandler(RendezvousHandler):
-    """Passes on what torch's loop asks, but for what the agents find out among themselves."""
+    """Forwards calls of torch's loop to torch's own handler, except those that our agents answer themselves."""
 
     def __init__(
         self, inner: RendezvousHandler, settings: RendezvousSettings, *, is_round_over: Callable[[], bool]
     ) -> None:
-        """Begin.
-
-        Args:
-            inner: torch's.
-            settings: where its store is.
-            is_round_over: whether the agents are to meet again, whoever waits in torch's rendezvous.
-
-        """
+        """Wrap torch's handler; `is_round_over` returns True if the agents have to meet again."""
         self._inner = inner
         self._is_round_over = is_round_over
         self._host = settings.store_elsewhere() if inner.get_backend() == "c10d" else None
@@ -379,18 +354,18 @@ class AgentStoreHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True whatever the environment says: RANK 0's agent hosts a store in every phase."""
+        """True, as the agent of RANK 0 hosts a store in every phase."""
         return True
 
     def get_backend(self) -> str:
-        """See torch."""
+        """Return the name of torch's backend."""
         return self._inner.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See torch, whose call never returns where a wire is cut while it waits for the store's answer.
+        """Join torch's rendezvous. torch's own call never returns if a wire is cut while it waits for an answer.
 
         Raises:
-            RendezvousConnectionError: the store was asked in vain for `HOST_GONE_S`.
+            RendezvousConnectionError: the store did not answer for `HOST_GONE_S`.
             ClusterError: too few nodes came in time, or the job ended without this one.
 
         """
@@ -436,31 +411,30 @@ class AgentStoreHandler(RendezvousHandler):
         return self._inner.next_rendezvous()
 
     def is_closed(self) -> bool:
-        """See torch."""
+        """Return True if the rendezvous is closed."""
         return self._asked(self._inner.is_closed, otherwise=False)
 
     def set_closed(self) -> None:
-        """See torch."""
+        """Close the rendezvous."""
         self._asked(self._inner.set_closed, otherwise=None)
 
     def num_nodes_waiting(self) -> int:
-        """Tell torch's loop to restart the workers: a node that waits to join is taken in at the next restart only."""
+        """Return 1 if the agents have to meet: torch's loop then restarts. A waiting node joins at the next restart."""
         return int(self._is_round_over())
 
     def num_nodes_joining(self) -> int:
-        """How many nodes wait in torch's rendezvous, as far as it can be reached."""
+        """Return the number of nodes that wait in torch's rendezvous; 0 if it does not answer."""
         return self._asked(self._inner.num_nodes_waiting, otherwise=0)
 
     def get_run_id(self) -> str:
-        """See torch."""
+        """Return --rdzv-id."""
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """See torch; a launcher that took no part does not close the job of others."""
+        """Close the rendezvous, unless this launcher took no part in the job."""
         return not self._waiting.is_spare and self._asked(self._inner.shutdown, otherwise=False)
 
     def _asked(self, do: Callable[[], Answer], *, otherwise: Answer) -> Answer:
-        """Ask torch's rendezvous; the job goes on where its host is gone."""
         try:
             return within(ANSWER_S, do)
         except (TimeoutError, RuntimeError, RendezvousError) as error:
@@ -468,15 +442,15 @@ class AgentStoreHandler(RendezvousHandler):
             return otherwise
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else a backend offers."""
+        """Return any other attribute of torch's handler."""
         return getattr(self._inner, name)
 
 
 def first_meeting(assign: Callable[[], Answer], join: Callable[[], None]) -> Answer:
-    """Let torch give the nodes their places, and then the agents learn of each other.
+    """Let torch assign ranks to the nodes, then let the agents exchange addresses.
 
     Raises:
-        ClusterError: the store of torch's rendezvous is lost on the way; torch waits for ever on a dead connection.
+        ClusterError: the store of torch's rendezvous is lost meanwhile. torch would wait for ever.
 
     """
     try:

@@ -1,7 +1,7 @@
-"""SIGUSR1 and SIGUSR2 to the launcher: they ask the training to save, and must not end the launcher by default.
+"""Ends of the launcher, and signals to it.
 
-Under SLURM `scancel --signal` and `sbatch --signal` reach the launcher alone where processes are tracked by
-proctrack/cgroup or pgid, and the workers, too, under proctrack/linuxproc.
+SIGUSR1 and SIGUSR2 request a checkpoint of the training. SLURM's `scancel --signal` and `sbatch --signal` reach only
+the launcher under proctrack/cgroup and proctrack/pgid, and also the workers under proctrack/linuxproc.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 STORE_THREAD = "pipette-store"
-"""Threads whose names begin so call torch's stores, and may wait there for a host that never answers."""
+"""Prefix of the names of threads that call torch's stores, and may wait there for a host that never answers."""
 
 
 def end_at_once() -> None:
-    """End the process with the exit code that is on its way, where threads call torch's stores.
+    """End the process with its exit code now, if threads wait in torch's stores.
 
-    Python lets no thread return to it once it ends by itself: whoever comes back from C++ then is unwound by force,
-    and the process aborts, with SIGABRT for an exit code.
+    Otherwise Python would unwind a thread that returns from C++ during the exit, and the process would end by SIGABRT.
     """
     if not any(thread.name.startswith(STORE_THREAD) for thread in threading.enumerate()):
         return
@@ -47,19 +47,19 @@ def end_at_once() -> None:
 
 
 LIMIT_S = 5.0
-"""Without its configuration, as in a container, scontrol tries again for a minute."""
+"""Time limit of scontrol, which retries for a minute without its configuration, as in a container."""
 
 
 def scontrol(*words: str) -> str:
-    """Return what `scontrol` prints.
+    """Return the output of `scontrol`.
 
     Raises:
-        OSError: there is none here.
+        OSError: scontrol is not installed.
         subprocess.SubprocessError: it failed, or took too long.
 
     """
     done = subprocess.run(
-        ["scontrol", *words],  # noqa: S607 - SLURM's own, wherever the cluster has put it
+        ["scontrol", *words],  # noqa: S607 - clusters install it in different folders
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -68,21 +68,16 @@ def scontrol(*words: str) -> str:
     return done.stdout
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
 LOOK_S = 1.0
-# It reads which workers there are, the last line counts, until the launcher's end of the pipe is closed.
+# It reads lines of process ids until the launcher's end of the pipe closes, then kills the workers of the last line.
 PROGRAM = 'pids=; while read -r line; do pids=$line; done; for pid in $pids; do kill -9 "-$pid"; done'
 
 
 @contextmanager
 def ended(workers: Callable[[], Collection[int]]) -> Iterator[None]:
-    """While the block runs, keep a shell that ends the workers as soon as this process is gone.
+    """While the block runs, keep a shell that kills the workers when this process is gone.
 
-    Args:
-        workers: process ids of those that run now; each leads a session of its own.
-
+    `workers` returns the process ids of the running workers, each the leader of its session.
     """
     shell = subprocess.Popen(
         ["/bin/sh", "-c", PROGRAM],
@@ -90,7 +85,7 @@ def ended(workers: Callable[[], Collection[int]]) -> Iterator[None]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         text=True,
-        # What ends the launcher's whole session must not end it first.
+        # A signal to the launcher's session must not end the shell first.
         start_new_session=True,
     )
     assert shell.stdin is not None
@@ -116,25 +111,20 @@ def ended(workers: Callable[[], Collection[int]]) -> Iterator[None]:
             shell.communicate("\n")
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
-    from types import FrameType
-
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def passed_on(is_training: Callable[[], bool], workers: Callable[[], Collection[int] | None]) -> Iterator[None]:
-    """While the block runs, send SIGUSR1 and SIGUSR2 on to the training's workers.
+    """While the block runs, forward SIGUSR1 and SIGUSR2 to the workers of the training.
 
-    Before the training there is nothing to save: then they end the launcher and its workers, as SIGTERM would. The
-    workers alone get the signal, not the processes that they started: those may not expect it. A signal that the
-    launcher was told to ignore stays ignored; one that --signals-to-handle names is torch's from the first start of
-    workers on.
+    Before the training they end the launcher and its workers, as SIGTERM does, since there is nothing to save. Only
+    workers get the signal, not their child processes. An ignored signal stays ignored. torch handles a signal of
+    --signals-to-handle after the first start of workers.
 
     Args:
-        is_training: whether the workers are those of the training.
-        workers: process ids of the workers; None before any were started.
+        is_training: returns True if the workers run the training.
+        workers: returns the workers' process ids; None before the first start.
 
     """
     if threading.current_thread() is not threading.main_thread():
@@ -159,17 +149,17 @@ def _handler(
 
     def handle(number: int, _frame: FrameType | None) -> None:
         name, pids = signal.Signals(number).name, workers()
-        # A forked child has inherited this handler, and must not signal its siblings.
+        # A forked child inherits this handler and must not signal its siblings.
         is_child = os.getpid() != launcher
         if is_child or pids is None:
-            # No exception: who describes a machine or a network takes any for a trouble of theirs.
+            # An exception would be taken for a fault of the machine that is being described.
             if not is_child:
                 sys.stderr.write(f"pipette-launch: ended by {name}, before there were workers\n")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not is_training():
             raise SignalException(f"{name} came before the training", sigval=signal.Signals(number))
-        # Not twice: Python dies of a signal that comes when it has begun to exit.
+        # Workers must not get it twice: a second signal kills Python while it exits.
         elif not slurm_signals_workers(os.environ):
             sys.stderr.write(f"pipette-launch: {name} goes on to the workers\n")
             for pid in pids:
@@ -180,7 +170,7 @@ def _handler(
 
 
 def slurm_signals_workers(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM signals all processes of a step, not just those that srun has started."""
+    """Return True if SLURM signals all processes of a step, not only those that srun started."""
     if "SLURM_STEP_ID" not in environ:
         return False
     try:

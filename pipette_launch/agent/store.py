@@ -1,4 +1,4 @@
-"""What agents say to each other through a store; every wait polls, so that signals get through."""
+"""Keys in a TCPStore through which agents exchange texts. Every wait polls, so that signals get through."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import logging
 import threading
 import time
 import zlib
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from torch.distributed import Store
 
 from pipette_launch.agent.signals import STORE_THREAD
 from pipette_launch.defaults import HOST_SILENCE_S
@@ -16,23 +19,25 @@ from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch.distributed import Store
-
 FIRST_POLL_S = 0.02
 LAST_POLL_S = 0.2
-"""Waits grow, so that hundreds of nodes that wait for one do not keep the store busy."""
+"""Longest pause between two polls. Pauses grow to it, so that hundreds of waiting nodes do not overload the store."""
 MOST_BYTES = 4 << 20
-"""Of one value that holds a part of a long text; TCPStore takes 8 MiB in one value."""
+"""Most bytes of one part of a long text, as TCPStore takes at most 8 MiB in one value."""
 BROKEN = "the connection to its store broke"
+PEER_WAIT_S = 120.0
+"""Longest wait for a message of another agent in a round: an agent may need half a minute to end its workers."""
+GOODBYE_S = 10.0
+"""Longest wait of an agent that holds a store for other agents to leave first."""
 
 Answer = TypeVar("Answer")
+Report = TypeVar("Report", bound=files.Document)
+
+logger = logging.getLogger(__name__)
 
 
 class RoundOver(Exception):  # noqa: N818
-    """The agents are to meet again: one of them failed or is gone. Unwinds whatever waits for the others."""
+    """All agents have to meet again, as one of them failed or is gone. Ends every wait for another agent."""
 
 
 class StoreGone(RoundOver):
@@ -40,7 +45,7 @@ class StoreGone(RoundOver):
 
 
 def growing_pauses() -> Iterator[float]:
-    """Return how long to wait between one look and the next, in seconds."""
+    """Yield the seconds to wait between two polls."""
     pause_s = FIRST_POLL_S
     while True:
         yield pause_s
@@ -48,10 +53,9 @@ def growing_pauses() -> Iterator[float]:
 
 
 class TorchCall(Generic[Answer]):
-    """A call of torch's in a thread of its own, which is left behind there where it never returns."""
+    """A call of torch in its own thread. If the call never returns, the thread stays behind."""
 
     def __init__(self, do: Callable[[], Answer]) -> None:
-        """Begin."""
         self._answers: list[Answer] = []
         self._errors: list[Exception] = []
         self._do = do
@@ -61,28 +65,23 @@ class TorchCall(Generic[Answer]):
     def _run(self) -> None:
         try:
             self._answers.append(self._do())
-        except Exception as error:  # noqa: BLE001, it is raised again where the answer is awaited
+        except Exception as error:  # noqa: BLE001, `answer` raises it again
             self._errors.append(error)
 
     def returns_within(self, seconds: float) -> bool:
-        """Wait for it; say whether it returned, or raised."""
+        """Wait for the call; return True if it returned or raised."""
         self._thread.join(seconds)
         return bool(self._answers or self._errors)
 
     def answer(self) -> Answer:
-        """Return what it returned, or raise what it raised."""
+        """Return the call's result, or raise its error."""
         if self._errors:
             raise self._errors[0]
         return self._answers[0]
 
 
 def within(seconds: float, do: Callable[[], Answer]) -> Answer:
-    """Return what `do` returns; a call of torch's that never returns is left behind in its thread.
-
-    Raises:
-        TimeoutError: it did not return in time.
-
-    """
+    """Return the result of a call, or raise TimeoutError if it takes longer."""
     call = TorchCall(do)
     if not call.returns_within(seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")
@@ -90,27 +89,23 @@ def within(seconds: float, do: Callable[[], Answer]) -> Answer:
 
 
 class AgentStore:
-    """The keys with one prefix in a store that this agent or another holds."""
+    """Keys with one prefix, in a store of this agent or of another.
+
+    Every method raises StoreGone if another agent holds the store and does not answer.
+    """
 
     def __init__(self, store: Store, prefix: str, *, is_own: bool) -> None:
-        """Begin.
-
-        Args:
-            store: torch's.
-            prefix: of all keys.
-            is_own: whether this process holds the store, which then always answers.
-
-        """
+        """Use a store; `is_own` is true if this process holds it, so that it always answers."""
         self._store = store
         self._prefix = prefix
         self._is_own = is_own
         self.gone = ""
-        """Why the agent that holds the store is believed gone; empty while it answers."""
+        """Reason why the agent that holds the store is believed gone; empty while it answers."""
 
-    def _ask(self, do: Callable[[], Answer]) -> Answer:
+    def _call(self, do: Callable[[], Answer]) -> Answer:
         if self._is_own:
             return do()
-        # Each question would take as long again.
+        # After one call without an answer, each further call would take as long.
         self.check_is_there()
         try:
             return within(HOST_SILENCE_S, do)
@@ -122,39 +117,39 @@ class AgentStore:
             raise StoreGone(self.gone) from error
 
     def check_is_there(self) -> None:
-        """Raise StoreGone where an earlier call had no answer."""
+        """Raise StoreGone if an earlier call had no answer."""
         if self.gone:
             raise StoreGone(self.gone)
 
     def put(self, key: str, text: str) -> None:
         """Publish a text."""
-        self._ask(lambda: self._store.set(f"{self._prefix}/{key}", text))
+        self._call(lambda: self._store.set(f"{self._prefix}/{key}", text))
 
     def has(self, key: str) -> bool:
-        """Whether a text was published; never blocks."""
-        return bool(self._ask(lambda: self._store.check([f"{self._prefix}/{key}"])))
+        """Return True if a text was published; never blocks."""
+        return bool(self._call(lambda: self._store.check([f"{self._prefix}/{key}"])))
 
     def peek(self, key: str) -> str | None:
-        """Return a text, or None where it was not published yet; never blocks."""
+        """Return a text, or None before it is published; never blocks."""
         return self._get(key) if self.has(key) else None
 
     def _get(self, key: str) -> str:
-        return _text(key, self._ask(lambda: self._store.get(f"{self._prefix}/{key}")))
+        return _text(key, self._call(lambda: self._store.get(f"{self._prefix}/{key}")))
 
     def drop(self, key: str) -> None:
-        """Forget a text."""
-        self._ask(lambda: self._store.delete_key(f"{self._prefix}/{key}"))
+        """Delete a text."""
+        self._call(lambda: self._store.delete_key(f"{self._prefix}/{key}"))
 
     def count(self, key: str, amount: int = 1) -> int:
         """Add to a counter and return it; 0 reads it."""
-        return int(self._ask(lambda: self._store.add(f"{self._prefix}/{key}", amount)))
+        return int(self._call(lambda: self._store.add(f"{self._prefix}/{key}", amount)))
 
     def take(self, key: str, *, what: str, deadline_s: float) -> str:
-        """Wait for a text.
+        """Wait for a text, which errors call `what`.
 
         Raises:
-            ClusterError: it did not come in time.
-            RoundOver: it never will.
+            ClusterError: it was not published in time.
+            RoundOver: it will never be published.
 
         """
         end = time.monotonic() + deadline_s
@@ -167,16 +162,16 @@ class AgentStore:
         return self._get(key)
 
     def check_goes_on(self) -> None:
-        """Raise RoundOver where waiting has become vain."""
+        """Raise RoundOver if the text can no longer come."""
 
     def settle(self, key: str, text: str) -> str:
-        """Return what the first agent to call this said, whoever it was; also while a meeting is called."""
-        # In one step: whoever is first may end before the next.
-        return _text(key, self._ask(lambda: self._store.compare_set(f"{self._prefix}/{key}", "", text)))
+        """Publish a text unless another agent was first; return the first text. Works while agents meet again, too."""
+        # One step in the store: the first agent may end before it could take a second step.
+        return _text(key, self._call(lambda: self._store.compare_set(f"{self._prefix}/{key}", "", text)))
 
 
 class RoundStore(AgentStore):
-    """The keys of one round: from one meeting of the agents to the next."""
+    """Keys of one round: from one meeting of the agents to the next."""
 
     def __init__(
         self,
@@ -188,15 +183,15 @@ class RoundStore(AgentStore):
         generation: str = "round",
         find_lost: Callable[[], str] = lambda: "",
     ) -> None:
-        """Begin.
+        """Begin a round.
 
         Args:
-            store: of the agent that decides for all.
-            group_rank: this agent's place among those of the round.
-            group_size: how many they are.
-            is_coordinator: whether this agent decides for all, and holds the store.
-            generation: names the round.
-            find_lost: says which other agent is gone, and why; empty while none is known to be.
+            store: store of the coordinator.
+            group_rank: this agent's place in the round.
+            group_size: number of agents in the round.
+            is_coordinator: true if this agent decides for all and holds the store.
+            generation: name of the round.
+            find_lost: returns which other agent is gone and why; empty if all are there.
 
         """
         super().__init__(store, f"pipette/{generation}", is_own=is_coordinator)
@@ -211,19 +206,19 @@ class RoundStore(AgentStore):
         self.put("alarm", why)
 
     def is_over(self) -> bool:
-        """Whether some agent has called all to a meeting; whoever learns of a lost one does."""
+        """Return True if an agent called a meeting; call it if another agent is lost."""
         lost = self._find_lost()
         if lost:
             self.call_all(lost)
         return bool(lost) or self.has("alarm")
 
     def check_goes_on(self) -> None:
-        """Raise RoundOver where a meeting was called."""
+        """Raise RoundOver if an agent called a meeting."""
         if self.is_over():
-            raise RoundOver("the agents are to meet again")
+            raise RoundOver("the agents have to meet again")
 
     def say(self, key: str, text: str) -> None:
-        """Publish a text that nobody waits for: a store that is gone needs it no more."""
+        """Publish a text for which no agent waits; ignore a store that is gone."""
         with contextlib.suppress(StoreGone):
             self.put(key, text)
 
@@ -232,47 +227,34 @@ def _text(key: str, found: bytes) -> str:
     try:
         return found.decode()
     except UnicodeDecodeError as error:
-        raise ClusterError(f"what another node said of {key} is no text ({error})") from error
+        raise ClusterError(f"the message of another node under {key} is no text ({error})") from error
 
 
 def pack(text: str) -> str:
-    """Make a text small; matrices of links are long."""
+    """Compress a text, as matrices of links are long."""
     return base64.b64encode(zlib.compress(text.encode(), level=1)).decode()
 
 
 def unpack(packed: str) -> str:
-    """Undo `pack`; raises ClusterError for what `pack` has not made, and for a text of more than files.MOST_BYTES."""
+    """Undo `pack`; raise ClusterError for other texts, and for more than files.MOST_BYTES unpacked."""
     stream = zlib.decompressobj()
     try:
         text = stream.decompress(base64.b64decode(packed, validate=True), files.MOST_BYTES).decode()
     except (ValueError, zlib.error) as error:
-        raise ClusterError(f"what another node sent cannot be unpacked ({error})") from error
+        raise ClusterError(f"the message of another node cannot be unpacked ({error})") from error
     if not stream.eof:
-        raise ClusterError(f"what another node sent is cut off, or has more than {files.MOST_BYTES} bytes unpacked")
+        raise ClusterError(
+            f"the message of another node is cut off, or has more than {files.MOST_BYTES} bytes unpacked"
+        )
     return text
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pipette_launch.agent.store import RoundStore
-
-PEER_WAIT_S = 120.0
-"""How long agents of one round wait for each other's word; one whose workers are ended may take half a minute."""
-Report = TypeVar("Report", bound=files.Document)
-
-
 def plan_of_first(round_store: RoundStore, *, make: Callable[[], Decision], deadline_s: float) -> Decision:
-    """Return the plan of the first node, for which the others wait.
-
-    Args:
-        round_store: the keys of this round.
-        make: makes the plan, called on the first node alone.
-        deadline_s: how long the others wait, in seconds.
+    """Return the first node's plan: the first node calls `make`, the others wait.
 
     Raises:
         ClusterError: the plan did not come in time.
-        RoundOver: it never will.
+        RoundOver: it will never come.
 
     """
     if round_store.is_coordinator:
@@ -284,17 +266,17 @@ def plan_of_first(round_store: RoundStore, *, make: Callable[[], Decision], dead
 def reports(
     round_store: RoundStore, decision: Decision, kind: type[Report], *, prefix: str, patience_s: float
 ) -> tuple[list[Report], list[str]]:
-    """Collect what the agents of a decision say, and the hosts of those that say nothing.
+    """Collect the reports of a decision's agents; return them, and the hosts without a report.
 
     Args:
-        round_store: the keys of this round.
-        decision: whose agents are asked.
-        kind: of a report.
-        prefix: of the key of each, before the agent's token.
-        patience_s: for all of them together.
+        round_store: keys of this round.
+        decision: its agents report.
+        kind: class of a report.
+        prefix: key of each report before the agent's token.
+        patience_s: longest wait for all reports together.
 
     Raises:
-        RoundOver: one of them is known to be lost.
+        RoundOver: one of the agents is lost.
 
     """
     ends_s = time.monotonic() + patience_s
@@ -310,19 +292,10 @@ def reports(
     return found, absent
 
 
-if TYPE_CHECKING:
-    from pipette_launch.agent.store import RoundStore
-
-GOODBYE_S = 10.0
-"""How long an agent that holds a store waits for the others to leave first."""
-
-logger = logging.getLogger(__name__)
-
-
 def await_all(round_store: RoundStore, phase: str, *, num_nodes: int) -> bool:
-    """Wait for all nodes that run workers to finish a phase; false when one failed instead, and calls a meeting.
+    """Wait until all nodes with workers have finished a phase; return False if an agent called a meeting instead.
 
-    However long it takes: an agent that leaves is lost to those whose workers still run, and whoever is lost is found.
+    No deadline: nodes that still train would take an agent that leaves early for lost.
     """
     try:
         round_store.count(f"done/{phase}")
@@ -330,16 +303,16 @@ def await_all(round_store: RoundStore, phase: str, *, num_nodes: int) -> bool:
             if round_store.is_over():
                 return False
             time.sleep(0.1)
-        # Nodes on standby have nothing to count, and wait for this.
+        # Nodes on standby count nothing and wait for this key.
         round_store.put(f"over/{phase}", "yes")
     except StoreGone as error:
-        # The store went with its agent, whose work was done too: nothing is left to wait for.
+        # The store's agent left, so its work was done, and nothing is left to wait for.
         logger.info("exit barrier ended early: %s", error)
     return True
 
 
 def say_goodbye(round_store: RoundStore, *, holds_store: bool) -> None:
-    """Leave; an agent that holds a store waits for the others, who still read from it."""
+    """Leave the round; an agent that holds the store first waits for the others, who still read from it."""
     try:
         round_store.count("bye")
         end = time.monotonic() + GOODBYE_S

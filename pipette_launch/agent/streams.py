@@ -1,4 +1,4 @@
-"""What the workers print, passed on untouched and read along the way, so that the launcher sees the first iteration."""
+"""Output of the workers: copied unchanged to the console, and read for iteration lines and last words."""
 
 from __future__ import annotations
 
@@ -14,52 +14,50 @@ import termios
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CHUNK_BYTES = 1 << 16
 FOLLOW_S = 0.2
 HOLD_S = 0.15
-"""How long the console waits for the end of a line; a prompt or a progress bar has none."""
+"""Seconds until a line without an end, such as a prompt or a progress bar, is copied."""
 TAIL_LINES = 60
 MOST_LINE_BYTES = 8192
-"""Of a line that is read along the way; the console gets the whole of it."""
+"""Bytes of a line that are read; the console gets the whole line."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Source:
-    """A stream of one worker, and who hears its lines."""
+    """A stream of one worker, and the function that gets its lines."""
 
     hear: Callable[[str], None]
     copy_to: int | None = None
     unfinished: bytes = b""
     held: bytes = b""
-    """The begun line that the console has not got yet."""
+    """Start of a line that is not copied yet."""
     held_until_s: float = math.inf
 
 
 @dataclass(kw_only=True, slots=True)
 class _File(_Source):
-    """A stream that goes to a file; torch makes the file when the worker starts."""
+    """A stream into a file, which torch makes when the worker starts."""
 
     path: Path
     opened: IO[bytes] | None = None
 
 
 class Streams:
-    """Reads the workers' streams in a thread of its own, one line at a time.
+    """Reads the workers' streams in a thread, line by line.
 
-    A stream that would go to the console goes through a pipe and is copied to the console, nothing added or left out.
-    It is copied in whole lines, so that two workers' lines do not mix; a line without an end is copied after `HOLD_S`.
-    A stream that the user had redirected to a file is followed in that file.
+    A stream to the console passes through a pipe and is copied unchanged, in whole lines, so that lines of two workers
+    do not mix. A line without an end is copied after `HOLD_S`. A stream that the user redirected to a file is read
+    from this file.
     """
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
@@ -74,38 +72,34 @@ class Streams:
         self._is_open = True
 
     def lines_pipe(self, *, copy_to: int | None) -> str:
-        """Return the path of a pipe whose lines `on_line` hears; `copy_to` is a file descriptor for every byte."""
+        """Return the path of a pipe whose lines go to `on_line`; `copy_to` is a file descriptor for every byte."""
         return self._pipe(_Source(hear=self._on_line, copy_to=copy_to))
 
     def tail_pipe(self, local_rank: int, *, copy_to: int | None) -> str:
-        """Return the path of a pipe whose last lines are kept as that worker's."""
+        """Return the path of a pipe whose last lines are kept for a worker."""
         return self._pipe(_Source(hear=self._keep(local_rank), copy_to=copy_to))
 
     def lines_file(self, path: str) -> None:
-        """Let `on_line` hear what is written to a file."""
+        """Send the lines of a file to `on_line`."""
         self._files.append(_File(path=Path(path), hear=self._on_line))
 
     def tail_file(self, local_rank: int, path: str) -> None:
-        """Keep the last lines of a file as that worker's."""
+        """Keep the last lines of a file for a worker."""
         self._files.append(_File(path=Path(path), hear=self._keep(local_rank)))
 
     def start(self) -> None:
-        """Begin to read; call it before the workers start."""
+        """Start reading; call it before the workers start."""
         self._thread.start()
 
     def tail(self, local_rank: int) -> tuple[str, ...]:
-        """Return the last lines that a worker wrote to stderr."""
+        """Return the last lines of a worker's stderr."""
         return tuple(self._tails.get(local_rank, ()))
 
     def close(self, *, patience_s: float | None = None) -> None:
-        """Read what is there, then stop and leave nothing behind.
+        """Read the bytes that are there, then close all pipes; later output of a worker's child is lost.
 
-        What a child of a worker writes from now on is lost. A console that takes no more (a pager that waits) is waited
-        for, as a worker would under torchrun.
-
-        Args:
-            patience_s: how long to wait for the console; None waits until it has taken all.
-
+        Like a worker under torchrun, it waits for a console that takes no more bytes, such as a waiting pager: at most
+        `patience_s` seconds, or without limit if None.
         """
         if not self._is_open:
             return
@@ -127,7 +121,7 @@ class Streams:
         return self._tails.setdefault(local_rank, deque(maxlen=TAIL_LINES)).append
 
     def _pipe(self, source: _Source) -> str:
-        """Open a pipe; both ends stay open here, so that it never reports its end while no worker has it open."""
+        """Open a pipe. Both ends stay open here, so that it never ends while no worker has it open."""
         reader, writer = os.pipe()
         self._writers[reader] = writer
         self._selector.register(reader, selectors.EVENT_READ, source)
@@ -142,7 +136,7 @@ class Streams:
     def _loop(self) -> None:
         is_over = behind = False
         while not is_over:
-            # Pipes ring; files must be looked at.
+            # Pipes wake the selector; files need polling.
             ready = self._selector.select(self._wait_s((0.0 if behind else FOLLOW_S) if self._files else math.inf))
             is_over = any(key.fd == self._bell for key, _ in ready)
             for key, _ in ready:
@@ -153,14 +147,14 @@ class Streams:
         self._drain()
 
     def _wait_s(self, longest_s: float) -> float | None:
-        """How long to wait for the pipes: until the first held line is due; None = until one of them rings."""
+        """Return the seconds until the first held line is due; None without a limit."""
         keys = self._selector.get_map().values()
         due_s = min((key.data.held_until_s for key in keys if key.data), default=math.inf)
         wait_s = min(longest_s, due_s - time.monotonic())
         return None if wait_s == math.inf else max(wait_s, 0.0)
 
     def _drain(self) -> None:
-        """Read what was written up to now; a child that outlives its worker may write for ever."""
+        """Read the bytes written up to now; a child that outlives its worker may write for ever."""
         for key in list(self._selector.get_map().values()):
             left = _readable_bytes(key.fd) if key.fd != self._bell else 0
             while left > 0 and key.fd in self._writers:
@@ -188,7 +182,6 @@ class Streams:
         return len(data)
 
     def _copy_begun_lines(self, now_s: float) -> None:
-        """Copy what has waited long enough for the end of its line."""
         for key in list(self._selector.get_map().values()):
             source = key.data
             if source and source.held and source.held_until_s <= now_s:
@@ -199,7 +192,7 @@ class Streams:
         try:
             _write_all(console, data)
         except BrokenPipeError:
-            # As under torchrun, a worker learns by its next word that nobody listens (`| head`).
+            # As under torchrun, the worker's next write fails when the reader has gone (`| head`).
             self._hang_up(reader)
         except OSError as error:
             logger.debug("the console takes no more: %s", error)
@@ -220,8 +213,8 @@ class Streams:
             for line in complete:
                 source.hear(line[:MOST_LINE_BYTES].decode(errors="replace"))
         except Exception:
-            # Reading goes on whatever happens: a full pipe would stop the worker.
-            logger.exception("could not make sense of what a worker printed")
+            # Reading must go on, as a full pipe would stop the worker.
+            logger.exception("could not read a line of a worker")
 
 
 def _readable_bytes(reader: int) -> int:
@@ -238,17 +231,12 @@ def _write_all(descriptor: int, data: bytes) -> None:
             select.select([], [descriptor], [])
 
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pipette_launch.agent.streams import Streams
-
 CONSOLE = ""
-"""torch's own sign for a stream that is not redirected."""
+"""Mark of torch for a stream that is not redirected."""
 
 
 class WatchedLogs(LogsSpecs):
-    """Lets the user's settings choose the destinations, then leads what goes to the console through pipes."""
+    """Takes the destinations of the user's settings, and leads streams to the console through pipes."""
 
     def __init__(self, inner: LogsSpecs, streams: Streams | None, attempt: int) -> None:
         self._inner = inner
@@ -257,14 +245,14 @@ class WatchedLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Where the user wants logs."""
+        """Folder of the logs."""
         return self._inner.root_log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose where each worker writes.
+        """Choose the destination of each worker's streams.
 
-        The folder of an attempt is named by our own count: torchrun's stands still while plans are tried one after
-        the other, and the next attempt would delete the logs of the last.
+        The folder of an attempt has our own count in its name: torchrun's count does not change between plans, so the
+        next attempt would delete the logs of the last one.
         """
         counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": str(self._attempt)} for rank, env in envs.items()}
         destinations = self._inner.reify(counted)
@@ -289,7 +277,7 @@ class WatchedLogs(LogsSpecs):
 
 
 def _last_rank(envs: Mapping[int, Mapping[str, str]]) -> int | None:
-    """Local rank of the worker that prints Megatron's iteration line: RANK = WORLD_SIZE - 1."""
+    """Return the local rank of the worker that prints Megatron's iteration line: RANK = WORLD_SIZE - 1."""
     for local_rank, env in envs.items():
         if int(env["RANK"]) == int(env["WORLD_SIZE"]) - 1:
             return local_rank

@@ -13,27 +13,22 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from subprocess import Popen
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs
 
 from pipette_launch import megatron
 from pipette_launch.agent import workers
-from pipette_launch.agent.store import RoundOver, reports
+from pipette_launch.agent.controller import Controller
+from pipette_launch.agent.store import RoundOver, RoundStore, reports
 from pipette_launch.agent.streams import Streams, WatchedLogs
+from pipette_launch.agent.workers import DeviceBinding
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.probe.messages import START_S, wait_s
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from subprocess import Popen
-
-    from pipette_launch.agent.controller import Controller
-    from pipette_launch.agent.store import RoundStore
-    from pipette_launch.agent.workers import DeviceBinding
 
 REPORT_S = 75.0
 """Time that an agent gets to end its workers and to see its devices free."""
@@ -131,13 +126,13 @@ class TrialRun:
 
         Args:
             round_store: keys of this round.
-            decision: what is tried, and which agents take part.
+            decision: configuration of the trial, and its agents.
             token: of this agent.
             processes: workers of this node, by local rank.
             bindings: ranks of these workers, by local rank.
 
         Raises:
-            RoundOver: another agent is lost, or the one that holds the store.
+            RoundOver: another agent is lost.
 
         """
         try:

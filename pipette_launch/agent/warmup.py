@@ -19,24 +19,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from subprocess import Popen
+from typing import ClassVar, Literal, NamedTuple
 
 import psutil
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
 
 from pipette_launch.agent import workers
-from pipette_launch.agent.store import RoundOver, reports
+from pipette_launch.agent.controller import Controller
+from pipette_launch.agent.store import RoundOver, RoundStore, reports
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages import exit_words
-
-if TYPE_CHECKING:
-    from subprocess import Popen
-
-    from pipette_launch.agent.controller import Controller
-    from pipette_launch.agent.store import RoundStore
-    from pipette_launch.facts.messages import Decision
-    from pipette_launch.probe.messages import Sign
+from pipette_launch.facts.messages import Decision, exit_words
+from pipette_launch.probe.messages import Sign
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +80,9 @@ class WorkerState:
     idle_s: float
     """Time since the last sign or computation."""
     is_overdue: bool
-    """Whether the next sign is late and the worker has hardly computed since the last one."""
+    """True if the next sign is late and the worker has hardly computed since the last one."""
     waits_for: str
-    """What the worker says it waits for; empty while it works."""
+    """Reason of the worker's wait, in its own words; empty while it works."""
     peers: tuple[int, ...]
     """Slots that the worker waits for or exchanges messages with."""
     error: str
@@ -95,12 +90,12 @@ class WorkerState:
 
     @property
     def is_victim(self) -> bool:
-        """Whether the error only says that another worker was missing."""
+        """True if the error only says that another worker was missing."""
         return bool(_WAITS.search(self.error))
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended the worker, and not torch, the end of the job, or NCCL's watchdog."""
+        """True if a signal ended the worker, and not torch, the end of the job, or NCCL's watchdog."""
         code = self.exit_code
         return code is not None and code < 0 and code != -signal.SIGTERM and not self.is_victim
 
@@ -251,7 +246,7 @@ class WorkerHealth:
         self._pulses = {local: _Pulse(0.0, 0.0, clock()) for local in processes}
         self._overdue: frozenset[int] = frozenset()
         self.is_hung = False
-        """Whether a worker is overdue that does not report to wait for others."""
+        """True if a worker is overdue and does not report that it waits for others."""
 
     def sample(self) -> None:
         """Look for signs and computation of all workers, at most once a second."""
@@ -354,12 +349,12 @@ class Warmup:
 
         Args:
             round_store: keys of this round.
-            decision: what is measured, and which agents take part.
+            decision: work of the warm-up, and its agents.
             token: of this agent.
             processes: workers of this node, by local rank.
 
         Raises:
-            RoundOver: another agent is lost, or the one that holds the store.
+            RoundOver: another agent is lost.
 
         """
         if self._health is None:

@@ -7,23 +7,19 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from subprocess import Popen
+from typing import NamedTuple
 
 import psutil
+from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pipette_launch import megatron
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-    from subprocess import Popen
-
-    from torch.distributed.elastic.agent.server.api import RunResult
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-    from pipette_launch.facts.messages import Failure
+from pipette_launch.facts.messages import Failure
 
 END_S = 10.0
 """Seconds that the kernel gets to end processes after SIGKILL."""
@@ -89,7 +85,7 @@ def processes(context: PContext | None) -> dict[int, Popen[bytes]]:
 
 
 def end_children(context: PContext | None) -> None:
-    """Kill the processes that ended workers left in their sessions, for example one that saves checkpoints."""
+    """Kill processes that ended workers left in their sessions, for example a writer of checkpoints."""
     if not isinstance(context, SubprocessContext):
         return
     for process in processes(context).values():

@@ -146,7 +146,7 @@ def test_of_two_that_do_not_reach_each_other_one_is_left_out(cut_wires: Any) -> 
     agents.meet(0, 1, 2)
     peer = agents.all[2]._own
     cut_wires(peer.port)
-    agents.all[1]._say_lost(peer, SILENT)
+    agents.all[1]._report_lost(peer, SILENT)
     agents.meet(0, 1, 2)
     told = agents.lost
     cut_wires()
@@ -161,7 +161,7 @@ def test_whoever_finds_another_silent_says_so_once(caplog: pytest.LogCaptureFixt
     agents = Agents(2)
     agents.meet(0, 1)
     for _ in range(2):
-        agents.all[1]._say_lost(agents.all[0]._own, SILENT)
+        agents.all[1]._report_lost(agents.all[0]._own, SILENT)
 
     assert ["the agent at 127.0.0.1: silent for 8 s; all agents meet"] == caplog.messages
 

@@ -26,7 +26,7 @@ def test_a_text_comes_back() -> None:
 )
 def test_what_was_not_packed_is_refused(packed: str) -> None:
     """By an error of ours."""
-    with pytest.raises(ClusterError, match="what another node sent"):
+    with pytest.raises(ClusterError, match="the message of another node"):
         unpack(packed)
 
 
@@ -46,7 +46,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
     ours = RoundStore(store, 0, 1, is_coordinator=True)
 
     for get in (lambda: ours.peek("key"), lambda: ours.take("key", what="it", deadline_s=1)):
-        with pytest.raises(ClusterError, match="what another node said of key is no text"):
+        with pytest.raises(ClusterError, match="the message of another node of key is no text"):
             get()
 
 

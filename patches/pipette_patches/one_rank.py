@@ -1,7 +1,8 @@
-"""One rank of a job of any size, alone: Megatron's process groups without processes.
+"""One rank of a training job without the other ranks: its process groups, model, buffers, optimizer and steps.
 
-A fake process group lets megatron-core cut weights and activations as in the real job, while every collective returns
-at once.
+A fake process group lets megatron-core split weights and activations as in the real job, and every collective returns
+at once. Abstract execution runs the rank with abstract tensors, `whole_stage` with real ones. The code follows
+Megatron-LM core_v0.16.1: training/training.py (get_model, train_step, train), gpt_builders.py and pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -20,22 +21,30 @@ from pipette_launch.facts import Cell, Job, Layout
 from pipette_launch.facts.known_schedules import num_warmup, schedule_table
 from pipette_patches import megatron_config
 from pipette_patches.megatron_config import flags
-from pipette_patches.replacements import Replacements, in_module
+from pipette_patches.replacements import Replacements, in_module, wrapping
 from pipette_patches.storage_meter import StorageMeter, Stretch, current, local, under
 
 
 @contextlib.contextmanager
 def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int = 1) -> Iterator[None]:
-    """Be the first rank of a pipeline stage until the block ends; no process group may exist before."""
+    """Be the first rank of a pipeline stage during the block; no process group may exist before."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # With the distributed optimizer the shard of a stage's first rank holds no padding.
+    # The first rank's shard of the distributed optimizer has no padding.
     rank = layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
+
+    @wrapping
+    def only_own_groups(original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # A job has thousands of other groups, which no code here uses.
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return original(ranks, *args, **kwargs)
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        with Replacements(in_module("torch.distributed", {"new_group": functools.partial(_only_own, rank=rank)})):
+        with Replacements(in_module("torch.distributed", {"new_group": only_own_groups})):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
@@ -48,7 +57,6 @@ def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int =
                 create_gloo_process_groups=False,
             )
         random.initialize_rng_tracker(force_reset=True)
-        # Any seed does.
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
         yield
     finally:
@@ -57,40 +65,51 @@ def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int =
         dist.destroy_process_group()
 
 
-def _only_own(original: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    """Make only the groups that the rank belongs to: a job has thousands of others, which no code here uses."""
-
-    @functools.wraps(original)
-    def make(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if ranks is not None and rank not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
-        return original(ranks, *args, **kwargs)
-
-    return make
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much of a job is run."""
+    """The part of a job that a run executes."""
 
     chunks: tuple[int, ...]
-    """Layers of each model chunk, in model order."""
+    """Number of layers of each model chunk, in model order."""
     num_microbatches: int
+
+
+def full_size(job: Job, layout: Layout) -> Size:
+    """Return the size of the whole job."""
+    return Size(
+        chunks=layout.chunk_layers(job.model.num_layers),
+        num_microbatches=layout.num_microbatches(job.batch.global_batch_size),
+    )
+
+
+def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> int:
+    """Return the number of micro-batches after which a rank only repeats itself, at most `num_microbatches`.
+
+    With 1F1B these are the warm-up and two rounds of one forward and one backward. With interleaved stages these are
+    the warm-up and two rounds of a group through all chunks, as whole groups.
+    """
+    if layout.vpp == 1:
+        return min(num_microbatches, layout.pp - pp_rank - 1 + 2)
+    group = layout.microbatch_group_size or layout.pp
+    ahead = num_warmup(layout.pp, layout.vpp, group, pp_rank)
+    groups = -(-ahead // (group * layout.vpp)) + 2
+    # An incomplete last group changes the order of its passes, so all micro-batches run.
+    return min(num_microbatches, groups * group) if num_microbatches % group == 0 else num_microbatches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """What was live, stretch by stretch: between any two forwards, backwards and steps, and within each."""
+    """Live bytes during a run, in stretches that forwards, backwards and steps separate."""
 
     stretches: tuple[Stretch, ...]
     left: dict[str, int]
-    """Bytes by label when all is done."""
+    """Live bytes by label at the end."""
     report_bytes: int
-    """What each micro-batch's loss leaves behind until its step is over."""
+    """Bytes that the loss of each micro-batch keeps until its step ends."""
 
 
 class Trainer:
-    """One rank's model, buffers and optimizer, set up as Megatron's `setup_model_and_optimizer` does."""
+    """The model, buffers and optimizer of one rank, set up as Megatron's `setup_model_and_optimizer` does."""
 
     def __init__(
         self,
@@ -102,7 +121,7 @@ class Trainer:
         size: Size,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
-        """Set everything up; `changes` are fields of TransformerConfig that are not as the job's flags have them."""
+        """Set everything up; `changes` are fields of TransformerConfig that replace those of the job's flags."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
 
@@ -110,7 +129,7 @@ class Trainer:
         self.num_microbatches, self.report_bytes = size.num_microbatches, 0
         self.config = megatron_config.rank_config(job, layout, chunks=size.chunks, changes=changes)
         if layout.chunks_after_mtp:
-            self._exchange_shapes()
+            self._replace_shape_exchange()
         with meter.labelled("weights"):
             chunks = [self._chunk(index) for index in range(layout.vpp)]
         self.chunks = self._wrapped(chunks)
@@ -122,17 +141,17 @@ class Trainer:
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = under("backward", finalize_model_grads)
         if layout.overlap_grad_reduce:
-            # As `train` sets them.
+            # Megatron's `train` sets the same functions.
             functions = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = functions if layout.vpp > 1 else functions[0]
             if layout.vpp > 1:
                 self.config.grad_sync_func = [chunk.start_grad_sync for chunk in self.chunks]
 
-    def _exchange_shapes(self) -> None:
-        """Tell this rank the shapes of its neighbours' tensors, which Megatron asks for if prediction lies apart.
+    def _replace_shape_exchange(self) -> None:
+        """Compute the shapes that this rank would receive from its neighbours.
 
-        Behind the chunk of multi-token prediction the sequence is followed by that of each depth. Tensors come in the
-        order of the schedule, in every step anew.
+        Megatron exchanges shapes if multi-token prediction is not on the last chunk: behind the prediction's chunk the
+        sequence is followed by one sequence for each depth. Shapes arrive in the order of the schedule, in every step.
         """
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -140,7 +159,7 @@ class Trainer:
         length = model.seq_length // layout.cp // (layout.tp if layout.sequence_parallel else 1)
 
         def shapes(model_chunks: Iterable[int]) -> Iterator[list[int]]:
-            """Outputs of some chunks, in model order; the last has no receiver, and nothing comes before the first."""
+            # The last chunk has no receiver, and nothing comes before the first.
             inner = [chunk for chunk in model_chunks if 0 <= chunk < layout.num_chunks - 1]
             for chunk in itertools.cycle(inner):
                 sequences = 1 + model.mtp_num_layers * (chunk >= layout.mtp_chunk)
@@ -169,7 +188,7 @@ class Trainer:
         )
         prediction_spec = None
         if model.mtp_num_layers:
-            # A chunk may have no layer of the decoder.
+            # The chunk may have no layer of the decoder.
             layers = spec.layer_specs or gpt_layer_specs.get_gpt_decoder_layer_specs(
                 self.config, uses_te, normalization=model.normalization
             )
@@ -188,7 +207,7 @@ class Trainer:
             mtp_block_spec=prediction_spec,
             vp_stage=stage,
         ).cuda()
-        # Embedding and output layer count apart from the layers.
+        # Embedding and output layer have labels of their own.
         if chunk.pre_process:
             chunk.embedding.forward = _marked_backward(under("embedding", chunk.embedding.forward))
         if hasattr(chunk, "output_layer"):
@@ -197,7 +216,7 @@ class Trainer:
         return chunk
 
     def _wrapped(self, chunks: Sequence[Any]) -> list[Any]:
-        """Convert to the training type and give each chunk its gradient buffers."""
+        """Convert each chunk to the training type and give it gradient buffers."""
         from megatron.core import tensor_parallel
         from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
         from megatron.core.transformer.module import Float16Module
@@ -218,13 +237,13 @@ class Trainer:
                 wrapper(config=self.config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0 or no_buckets)
                 for index, chunk in enumerate(chunks)
             ]
-        for tensor, label in (each for chunk in wrapped for each in _made_by_wrapper(chunk)):
+        for tensor, label in (each for chunk in wrapped for each in _weights_and_masters(chunk)):
             if tensor is not None:
                 self.meter.recount(tensor.untyped_storage(), label)
         return wrapped
 
     def train(self, *, forward_and_backward: bool = True) -> Trace:
-        """Take two steps as `train_step` does; without forward and backward only the optimizer does its part."""
+        """Take two steps; without forward and backward only the optimizer works."""
         for phase in ("first", "second"):
             self.step(phase, forward_and_backward=forward_and_backward)
         self.meter.mark("end")
@@ -233,7 +252,7 @@ class Trainer:
         )
 
     def step(self, phase: str, *, forward_and_backward: bool = True) -> None:
-        """Take one step."""
+        """Take one step as Megatron's `train_step` does."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.meter.mark(phase)
@@ -264,7 +283,7 @@ class Trainer:
                         self.meter.recount(local(state).untyped_storage(), "optimizer")
 
     def _batch(self) -> dict[str, torch.Tensor]:
-        """Make a micro-batch as the data loader gives it, on the device."""
+        """Make a micro-batch on the device, as the data loader does."""
         size, length, vocab = self.layout.micro_batch_size, self.job.model.seq_length, self.job.model.vocab_size
         batch = {
             "tokens": torch.randint(vocab, (size, length), dtype=torch.int64, device="cuda"),
@@ -276,7 +295,7 @@ class Trainer:
             batch["attention_mask"] = torch.zeros(size, 1, length, length, dtype=torch.bool, device="cuda")
         if self.layout.cp == 1:
             return batch
-        # This rank's two of 2*cp pieces, as get_batch_on_this_cp_rank takes them: a copy.
+        # get_batch_on_this_cp_rank copies two of 2*cp pieces for each rank.
         own = length // self.layout.cp
         return {
             name: whole.narrow(2 if name == "attention_mask" else 1, 0, own).clone() for name, whole in batch.items()
@@ -285,7 +304,7 @@ class Trainer:
     def _forward_step(
         self, batches: Any, chunk: Any, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """Run one micro-batch through one chunk, or plan to, as pretrain_gpt's forward_step."""
+        """Run or plan one micro-batch on one chunk, as `forward_step` of pretrain_gpt does."""
         inner = chunk
         while hasattr(inner, "module"):
             inner = inner.module
@@ -305,8 +324,8 @@ class Trainer:
         return out, under("head", functools.partial(_loss, batch.get("loss_mask")))
 
 
-def _made_by_wrapper(chunk: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
-    """Give what a wrapper made that is no gradient, and its label: weights, and what Megatron-FSDP makes beforehand."""
+def _weights_and_masters(chunk: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
+    """Yield the tensors of a wrapper that are not gradients, with their labels."""
     if hasattr(chunk, "param_and_grad_buffer"):
         for group in chunk.param_and_grad_buffer.parameter_groups:
             yield getattr(group.model_weight_buffer, "data", None), "weights"
@@ -317,7 +336,7 @@ def _made_by_wrapper(chunk: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
 
 
 def _loss(loss_mask: Any, output: torch.Tensor) -> Any:
-    """Average as pretrain_gpt's loss_func."""
+    """Sum the losses as `loss_func` of pretrain_gpt does."""
     losses = output.view(-1).float()
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses * mask)
@@ -327,7 +346,7 @@ def _loss(loss_mask: Any, output: torch.Tensor) -> Any:
 
 
 def _marked_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark when the backward of what follows a function is over, and the function's own begins."""
+    """Let the meter mark the moment when the backward reaches the output of a function."""
 
     def mark(_gradient: torch.Tensor) -> None:
         meter = current()
@@ -344,28 +363,5 @@ def _marked_backward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Megatron's optimizer for dense and that for expert parameters, or the one for all."""
+    """Return Megatron's optimizers for dense and expert parameters, or its single optimizer."""
     return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
-
-
-def full_size(job: Job, layout: Layout) -> Size:
-    """The job as it is."""
-    return Size(
-        chunks=layout.chunk_layers(job.model.num_layers),
-        num_microbatches=layout.num_microbatches(job.batch.global_batch_size),
-    )
-
-
-def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> int:
-    """Micro-batches after which nothing new happens on a rank.
-
-    1F1B: its warm-up, and one forward and backward in turn, twice. Interleaved: the warm-up and two rounds of a group
-    through all chunks, in whole groups.
-    """
-    if layout.vpp == 1:
-        return min(num_microbatches, layout.pp - pp_rank - 1 + 2)
-    group = layout.microbatch_group_size or layout.pp
-    ahead = num_warmup(layout.pp, layout.vpp, group, pp_rank)
-    groups = -(-ahead // (group * layout.vpp)) + 2
-    # A last group that is not full changes the order of its passes: then all are run.
-    return min(num_microbatches, groups * group) if num_microbatches % group == 0 else num_microbatches

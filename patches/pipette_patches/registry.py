@@ -1,4 +1,4 @@
-"""Find a patch by name, apply it once, take it back, carry it into spawned processes; refuse unknown megatron-core."""
+"""Find a patch by name, apply it once, revert it, and apply it in spawned processes."""
 
 import contextlib
 import functools
@@ -14,39 +14,36 @@ from pipette_patches.replacements import PatchError, megatron_core_version
 
 
 class Patch(Protocol):
-    """A reversible change to megatron-core, which wraps named functions and nothing else."""
+    """A reversible change to megatron-core that only replaces named attributes."""
 
     name: str
     supports: SpecifierSet
-    """The megatron-core versions that the patch was written for."""
+    """Versions of megatron-core that the patch supports."""
 
     def apply(self) -> None:
-        """Put the change in force; it is not in force yet."""
+        """Make the change; the registry calls this only if the patch is not applied."""
 
     def revert(self) -> None:
-        """Put every original object back; the change is in force."""
+        """Put every original back; the registry calls this only if the patch is applied."""
 
 
-# A name's module holds the patch as PATCH; it is imported when asked for, since it may import torch.
-_MODULES = {
-    "cpu_backend": "pipette_patches.cpu_backend",
-    "schedules": "pipette_patches.schedules.patch",
-}
+# Modules whose PATCH is the patch. Each is imported at first use, because it may import torch.
+_MODULES = {"cpu_backend": "pipette_patches.cpu_backend", "schedules": "pipette_patches.schedules.patch"}
 _applied: dict[str, Patch] = {}
 
 
 def names() -> tuple[str, ...]:
-    """Every patch there is."""
+    """Return the names of all patches, sorted."""
     return tuple(sorted(_MODULES))
 
 
 def applied() -> tuple[str, ...]:
-    """The patches now in force, first applied first."""
+    """Return the names of the applied patches in the order in which they were applied."""
     return tuple(_applied)
 
 
 def find(name: str) -> Patch:
-    """Find a patch by its name."""
+    """Return the patch with this name; raise PatchError if it does not exist."""
     if name not in _MODULES:
         hint = did_you_mean(name, _MODULES, otherwise=f"there are {', '.join(names())}")
         raise PatchError(f"unknown patch {name!r}; {hint}")
@@ -55,9 +52,9 @@ def find(name: str) -> Patch:
 
 
 def apply(name: str) -> None:
-    """Put a patch in force; do nothing if it is already.
+    """Apply a patch if it is not applied yet.
 
-    Safe before megatron-core is imported: the patch acts on each module when that is imported.
+    megatron-core need not be imported yet: the patch changes each module when it is imported.
     """
     patch = find(name)
     if name in _applied:
@@ -73,7 +70,7 @@ def apply(name: str) -> None:
 
 
 def revert(name: str) -> None:
-    """Take a patch back; do nothing if it is not in force."""
+    """Revert a patch if it is applied."""
     find(name)
     if name in _applied:
         _applied.pop(name).revert()
@@ -81,7 +78,7 @@ def revert(name: str) -> None:
 
 @contextlib.contextmanager
 def use(name: str) -> Iterator[None]:
-    """Keep a patch in force for the length of a `with` block; one that was in force before stays so."""
+    """Apply a patch during a `with` block; a patch that was applied before stays applied."""
     before = name in applied()
     apply(name)
     try:
@@ -92,31 +89,30 @@ def use(name: str) -> Iterator[None]:
 
 
 class _Patches:
-    """Applies patches in the process that unpickles it, which a spawned process does before anything else."""
+    """Patch names that apply themselves when they are unpickled."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _enter, (self.names,)
+        return _apply_here_and_in_children, (self.names,)
 
 
-def _enter(names: tuple[str, ...]) -> None:
-    """Apply patches in a spawned process, and let the processes that it spawns have them too."""
+def _apply_here_and_in_children(names: tuple[str, ...]) -> None:
     for name in names:
         apply(name)
     patch_children()
 
 
 def patch_children() -> None:
-    """From now on, spawned processes start with the patches then in force here."""
+    """Make every process that is spawned from now on start with the patches that are then applied here."""
     original = multiprocessing.spawn.get_preparation_data
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
     def with_patches(name: str) -> dict[str, Any]:
-        # A spawned process unpickles this data first, and ignores keys that it does not know.
+        # A spawned process unpickles this data before anything else, and ignores keys that it does not know.
         return {**original(name), "pipette_patches": _Patches(applied())}
 
     multiprocessing.spawn.get_preparation_data = with_patches

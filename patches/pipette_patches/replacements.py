@@ -1,32 +1,32 @@
-"""Replace named attributes of modules, at once or as soon as those are imported, and put the originals back."""
+"""Replace attributes of modules, at once or right after the module is imported, and put the originals back."""
 
 import ast
+import functools
 import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from packaging.specifiers import SpecifierSet
 
 from pipette_launch.errors import PipetteError
 
-
-class PatchError(PipetteError):
-    """A patch is unknown, or does not fit the megatron-core that this process would import."""
-
-
 Action = Callable[[ModuleType], None]
+T = TypeVar("T")
 _INHERITED = object()
 
 
+class PatchError(PipetteError):
+    """A patch does not exist, or does not fit the megatron-core that this process would import."""
+
+
 class _Waiting(MetaPathFinder):
-    """The actions that wait for modules which nobody has imported yet."""
+    """An import hook that keeps actions for modules which are not imported yet."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Action]] = {}
@@ -34,7 +34,7 @@ class _Waiting(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find an awaited module as every other finder would, and let its loader act after it has run the module."""
+        """Find the module with the other import hooks, and run its actions after its code."""
         if fullname not in self.actions:
             return None
         for finder in sys.meta_path:
@@ -48,7 +48,7 @@ class _Waiting(MetaPathFinder):
         run = loader.exec_module
 
         def run_and_act(module: ModuleType) -> None:
-            # From here on the loader is its own again.
+            # Remove this wrapper first, so that the module keeps an unchanged loader.
             vars(loader).pop("exec_module", None)
             run(module)
             for action in self.actions.pop(module.__name__, []):
@@ -61,7 +61,7 @@ _waiting = _Waiting()
 
 
 def when_imported(module: str, action: Action) -> None:
-    """Call `action` with the module: now if it is loaded, else right after it was executed."""
+    """Call `action` with the module: now if it is imported, otherwise right after its code has run."""
     loaded = sys.modules.get(module)
     if loaded is not None:
         action(loaded)
@@ -72,7 +72,7 @@ def when_imported(module: str, action: Action) -> None:
 
 
 def forget(module: str, action: Action) -> None:
-    """Drop an action whose module was not imported yet."""
+    """Cancel an action whose module has not been imported yet."""
     actions = _waiting.actions.get(module, [])
     if action in actions:
         actions.remove(action)
@@ -84,31 +84,30 @@ def forget(module: str, action: Action) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """One attribute: its module, its path, and how its successor is made from it."""
+    """One attribute of a module and the function that makes its successor."""
 
     module: str
     path: str
-    """Dotted below the module: `Tensor.cuda`."""
+    """Dotted name below the module, such as `Tensor.cuda`."""
     make: Callable[[Any], Any]
-    """From the original to its successor; the successor calls the original whenever it has nothing to add."""
+    """Receives the original and returns the successor, which may call the original."""
     versions: str = ""
-    """The megatron-core versions that have the attribute; all supported ones if empty."""
-
+    """megatron-core versions that have the attribute; empty means all supported versions."""
     may_be_absent: bool = False
-    """Put the successor there even if there is nothing to succeed; `make` is then given None."""
+    """True if the attribute is added where it does not exist; `make` then receives None."""
 
     def fits(self, version: str) -> bool:
-        """Tell whether this megatron-core has the attribute."""
+        """Return whether this megatron-core version has the attribute."""
         return SpecifierSet(self.versions).contains(version, prereleases=True)
 
 
 def in_module(module: str, makers: Mapping[str, Callable[[Any], Any]]) -> tuple[Replacement, ...]:
-    """One replacement for each path below a module."""
+    """Return one replacement for each path below a module."""
     return tuple(Replacement(module=module, path=path, make=make) for path, make in makers.items())
 
 
 def owner_of(module: ModuleType, path: str, *, may_be_absent: bool = False) -> tuple[Any, str]:
-    """Find the object whose attribute the last name of a dotted path is, and that name."""
+    """Return the object that holds the attribute of a dotted path, and the attribute's name."""
     owner: Any = module
     *outer, name = path.split(".")
     for part in outer:
@@ -121,30 +120,37 @@ def owner_of(module: ModuleType, path: str, *, may_be_absent: bool = False) -> t
 
 
 def instead(successor: Any) -> Callable[[object], Any]:
-    """Make a successor of an object that is there already."""
+    """Make a `Replacement.make` that ignores the original and returns `successor`."""
     return lambda _original: successor
 
 
 def answer(value: Any) -> Callable[[object], Callable[..., Any]]:
-    """Make a successor of a function that always returns a value."""
+    """Make a `Replacement.make` whose successor is a function that always returns `value`."""
     return lambda _original: lambda *_args, **_kwargs: value
 
 
 def nothing(_original: object) -> Callable[..., None]:
-    """Make a function that does nothing."""
+    """Return a function that does nothing, as the successor of any function."""
     return lambda *_args, **_kwargs: None
 
 
+def wrapping(successor: Callable[..., T]) -> Callable[[Callable[..., Any]], Callable[..., T]]:
+    """Make a `Replacement.make` from a function that receives the original before the arguments of each call."""
+    return lambda original: functools.wraps(original)(lambda *args, **kwargs: successor(original, *args, **kwargs))
+
+
 class Replacements:
-    """A set of replacements that is in force as a whole or not at all."""
+    """Replacements that are applied together and reverted together."""
 
     def __init__(self, replacements: Sequence[Replacement]) -> None:
-        self._actions = [(replacement.module, partial(self._put, replacement)) for replacement in replacements]
+        self._actions = [
+            (replacement.module, functools.partial(self._put, replacement)) for replacement in replacements
+        ]
         self._replaced: list[tuple[Any, str, Any]] = []
         self._original_of: dict[int, tuple[Any, Any]] = {}
 
     def apply(self) -> None:
-        """Replace what is imported now, and the rest as soon as it is."""
+        """Replace attributes of imported modules now, and those of other modules when they are imported."""
         try:
             for module, put in self._actions:
                 when_imported(module, put)
@@ -153,7 +159,7 @@ class Replacements:
             raise
 
     def revert(self) -> None:
-        """Put every original object back, in the reverse order; modules imported later stay as they are."""
+        """Put every original back in reverse order; modules that are imported later keep their own attributes."""
         for module, put in self._actions:
             forget(module, put)
         while self._replaced:
@@ -173,11 +179,11 @@ class Replacements:
     def _put(self, replacement: Replacement, module: ModuleType) -> None:
         owner, name = owner_of(module, replacement.path, may_be_absent=replacement.may_be_absent)
         raw = vars(owner).get(name, _INHERITED)
-        # `from a import f` may have copied our successor of `a.f`: start from what it succeeded.
+        # A module that ran `from a import f` may hold the successor of `a.f`. Start from the original of that one.
         _, raw = self._original_of.get(id(raw), (None, raw))
         original = getattr(owner, name, None) if raw is _INHERITED else raw
         if isinstance(original, (staticmethod, classmethod)):
-            # What it gives when it is read: the function of a static method, the bound class method.
+            # `make` receives a callable: the function of a static method, or the bound class method.
             original = original.__get__(None, owner)
         successor = replacement.make(original)
         self._replaced.append((owner, name, raw))
@@ -186,11 +192,11 @@ class Replacements:
 
 
 def megatron_core_version() -> str:
-    """The version that `import megatron.core` gives or would give here, found without importing it."""
+    """Return the version that `import megatron.core` gives or would give here, without importing it."""
     loaded = sys.modules.get("megatron.core")
     if loaded is not None and hasattr(loaded, "__version__"):
         return str(loaded.__version__)
-    # A checkout beside the script comes before the installed package, so the path decides, not the metadata.
+    # Python prefers a checkout beside the script to the installed package, so search the path before the metadata.
     for folder in sys.path:
         file = Path(folder or ".") / "megatron" / "core" / "package_info.py"
         if file.is_file():
@@ -214,5 +220,5 @@ def _version_in(file: Path) -> str:
         ):
             values[node.targets[0].id] = node.value.value
     if not {"MAJOR", "MINOR", "PATCH"} <= values.keys():
-        raise PatchError(f"{file} names no MAJOR, MINOR and PATCH; is this megatron-core?")
+        raise PatchError(f"{file} does not define MAJOR, MINOR and PATCH; check that it belongs to megatron-core")
     return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"

@@ -3,8 +3,8 @@
     python -m pipette_patches.run --patch cpu_backend -- pretrain_gpt.py --num-layers 4 ...
     python -m pipette_patches.run --patch cpu_backend -- -m my.trainer --num-layers 4 ...
 
-The program sees its own sys.argv, sys.path[0], __main__ and __file__; its exit code and its SystemExit are this
-process's, its tracebacks begin in its own file, and processes that multiprocessing spawns are patched too.
+The program sees its own sys.argv, sys.path[0], __main__ and __file__. This process ends with the exit code of the
+program. Tracebacks begin in the program's own file. Processes that multiprocessing spawns are patched too.
 """
 
 import importlib.util
@@ -23,17 +23,17 @@ USAGE = "usage: python -m pipette_patches.run --patch NAME [--patch NAME ...] --
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """The patches to apply and the program to run under them."""
+    """A program to run, and the patches to apply before."""
 
     patches: tuple[str, ...]
     name: str
-    """A script's file, or a module's dotted name."""
+    """File of a script, or dotted name of a module."""
     is_module: bool
     arguments: tuple[str, ...]
 
 
 def read(argv: Sequence[str]) -> Program:
-    """Read the command line up to the program, and the program with its arguments."""
+    """Read the patches, the program and the arguments of the program from the command line."""
     rest = list(argv)
     patches = []
     while rest and rest[0].startswith("--patch"):
@@ -52,7 +52,7 @@ def read(argv: Sequence[str]) -> Program:
 
 
 def load(program: Program) -> tuple[CodeType, ModuleType]:
-    """Make the program's `__main__` and compile its code; set the path and argv that python would set."""
+    """Compile the program, make its `__main__` module, and set sys.argv and sys.path[0] as python would."""
     main = ModuleType("__main__")
     vars(main).update(__cached__=None, __annotations__={}, __builtins__=__builtins__)
     if program.is_module:
@@ -63,7 +63,7 @@ def load(program: Program) -> tuple[CodeType, ModuleType]:
         code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
         if spec is None or code is None:
             raise UsageError(
-                f"no module named {program.name!r} that python could run; looked in {sys.path[0]} and beyond"
+                f"no module named {program.name!r} that python could run; not in {sys.path[0]} or on sys.path"
             )
         sys.argv[0] = str(spec.origin)
         vars(main).update(
@@ -92,7 +92,7 @@ def _find(name: str) -> "importlib.machinery.ModuleSpec | None":
 
 
 def hide_our_frames() -> None:
-    """Leave the frames of this file out of the traceback of an uncaught exception."""
+    """Remove the frames of this file from the traceback of an uncaught exception."""
     show = sys.excepthook
 
     def show_program(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -109,7 +109,7 @@ def hide_our_frames() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Apply the patches, then become the program."""
+    """Apply the patches and run the program in this process."""
     hide_our_frames()
     try:
         program = read(argv)

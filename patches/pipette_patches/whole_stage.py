@@ -1,9 +1,8 @@
-"""One whole stage of a training job on a real device, with no peer: what one rank of any world size really holds.
+"""One whole stage of a training job on a real device: the memory that one rank of any world size really holds.
 
-The model, its gradient buffers, optimizer and schedule are set up as in abstract execution, by the same code, but with
-real tensors: warm-up, steady state and cooldown run with as many micro-batches in flight as the rank has in the job,
-and then the optimizer steps. A fake process group of the full world size cuts weights, activations and optimizer.
-Messages are not sent; each tensor that one would have brought is noise of the same shape.
+`one_rank` sets up the model, gradient buffers and optimizer with real tensors and a fake process group of the full
+world size. Warm-up, steady state and cooldown run with as many micro-batches in flight as in the job, and then the
+optimizer steps. No message is sent; random noise of the same shape replaces each received tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from pipette_launch.facts import Job, Layout
 from pipette_patches import megatron_config
 from pipette_patches.one_rank import Trainer, enough_microbatches, full_size, inner_optimizers, one_rank
-from pipette_patches.replacements import Replacement, Replacements, instead, nothing
+from pipette_patches.replacements import Replacement, Replacements, instead, nothing, wrapping
 from pipette_patches.storage_meter import StorageMeter, metered, recounting, under
 from pipette_patches.without_cuda import no_coalescing
 from pipette_patches.workload import forget_dummy_gradients, refusals_named
@@ -28,37 +27,37 @@ from pipette_patches.workload import forget_dummy_gradients, refusals_named
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRun:
-    """What one stage held."""
+    """The memory that one stage held."""
 
     tally_bytes: int
-    """Bytes of all tensors at their peak, each rounded up as CUDA's allocator does; 0 on CUDA, where that one counts.
+    """Peak bytes of all tensors, each rounded up as CUDA's allocator does, without temporaries inside an operation.
 
-    Temporaries inside an operation are not among them.
+    0 on CUDA, where torch's allocator counts.
     """
     parts: dict[str, int]
-    """The tally, split as in abstract execution."""
+    """`tally_bytes` by label, as in abstract execution."""
     notes: tuple[str, ...]
-    """In what this differs from the real job, one sentence each."""
+    """One sentence for each difference from the real job."""
 
 
 def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> StageRun:
-    """Train the first rank of a stage for a step or two, and take everything down.
+    """Train the first rank of a stage for a step or two, and free everything.
 
-    No process group may exist in this process, and `workload.load` came before. On CUDA two iterations run, as the
-    second is the first that has the optimizer's states; on CPU the first is a bare optimizer step, which makes them,
-    but not under Megatron-FSDP, where parameters have no gradients before a backward.
+    `workload.load` must have run, and no process group may exist. On CUDA two iterations run, because the optimizer's
+    states exist from the second on. On a CPU a bare optimizer step makes the states before one iteration; with
+    Megatron-FSDP two iterations run, because its parameters have no gradients before a backward.
 
     Raises:
-        WorkloadError: megatron-core refuses the stage; running out of memory is left as torch raises it.
+        WorkloadError: megatron-core refuses the stage. Out-of-memory errors are raised as torch raises them.
 
     """
-    real, changes, notes = as_run_here(job, device_kind)
+    real, changes, notes = _as_run_here(job, device_kind)
     try:
         with (
             refusals_named(stage_words(layout, pp_rank)),
             Replacements(_WITHOUT_PEERS),
             one_rank(layout, pp_rank, num_optimizer_instances=megatron_config.optimizer_instances(real)),
-            # On a GPU torch's allocator counts, and what kernels allocate for themselves too.
+            # On a GPU torch's allocator counts, including the memory that kernels allocate for themselves.
             metered("cpu") if device_kind == "cpu" else contextlib.nullcontext(StorageMeter()) as meter,
         ):
             size = full_size(real, layout)
@@ -79,65 +78,62 @@ def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> St
     return StageRun(tally_bytes=peak.total, parts=parts, notes=notes)
 
 
-def as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
-    """The job as it can run here, fields of TransformerConfig to set beside, and a sentence on each difference."""
+def _as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
+    """Return the job that can run here, more fields of TransformerConfig, and a sentence for each difference."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.enums import AttnBackend
 
-    # Values count here: experts are chosen by them.
+    # The router chooses experts by real values, so weights are initialised.
     changes: dict[str, Any] = {"perform_initialization": True}
     if device_kind == "cuda":
-        # As layers were timed in this process: megatron-core keeps the choice in the environment and allows no other.
+        # megatron-core keeps the backend in the environment and allows no second choice in this process.
         changes["attention_backend"] = AttnBackend[job.model.attention_backend]
     without = megatron_config.left_out(job)
     notes = [f"stages were measured without {without}"] if without else []
-    wants_te = job.model.transformer_impl == "transformer_engine"
-    if wants_te and device_kind == "cuda" and getattr(gpt_layer_specs, "HAVE_TE", False):
-        return job, changes, tuple(notes)
-    if wants_te:
+    if job.model.transformer_impl == "transformer_engine":
+        if device_kind == "cuda" and getattr(gpt_layer_specs, "HAVE_TE", False):
+            return job, changes, tuple(notes)
         notes.append("stages were measured with megatron-core's local layers: transformer-engine is not there")
     local = replace(job.model, transformer_impl="local", attention_backend="local")
     return replace(job, model=local), changes, tuple(notes)
 
 
 def stage_words(layout: Layout, pp_rank: int) -> str:
-    """A stage as people write it."""
+    """Return the name of a stage for messages."""
     return f"stage {pp_rank} of {layout.words()}"
 
 
 def _never_skips(optimizer: Any) -> None:
-    """Let fp16 step on whatever the gradients are: a step that is skipped makes no states."""
+    """Let an fp16 optimizer step even if gradients are not finite: a skipped step makes no states."""
     name = "_unscale_main_grads_and_check_for_nan"
     unscale: Callable[[], bool] | None = getattr(optimizer, name, None)
     if unscale is not None:
         setattr(optimizer, name, lambda: bool(unscale()) and False)
 
 
-def _noise(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Fill received tensors with noise: zeros would make all tokens choose the same experts."""
-
-    def communicate(*args: Any, **kwargs: Any) -> Any:
-        received = original(*args, **kwargs)
-        with torch.no_grad():
-            for tensor in received[:2]:
-                if isinstance(tensor, torch.Tensor):
-                    tensor.normal_()
-        return received
-
-    return communicate
+@wrapping
+def _noise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Fill received tensors with noise: with zeros all tokens would choose the same experts."""
+    received = original(*args, **kwargs)
+    with torch.no_grad():
+        for tensor in received[:2]:
+            if isinstance(tensor, torch.Tensor):
+                tensor.normal_()
+    return received
 
 
-_P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _FSDP_BUFFER = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 _WITHOUT_PEERS = (
-    Replacement(module=_P2P, path="P2PCommunicator._communicate", make=_noise),
-    # A fake group knows no coalesced collectives.
+    Replacement(
+        module="megatron.core.pipeline_parallel.p2p_communication", path="P2PCommunicator._communicate", make=_noise
+    ),
+    # The fake process group has no coalesced collectives.
     Replacement(module=_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),
     Replacement(module=_FSDP_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),
-    # Megatron-FSDP compares its shard with those of ranks that are not there.
+    # Megatron-FSDP would compare its shard with the shards of other ranks.
     Replacement(module=_FSDP_BUFFER, path="validate_uneven_dtensor", make=nothing),
-    # Of weights it gathers and of gradients before their reduction; it frees them behind the backs of tensors.
+    # Gathered weights and unreduced gradients count as "whole". Megatron-FSDP frees them by resizing their storages.
     Replacement(module=_FSDP_BUFFER, path="DataParallelBuffer.fetch_bucket", make=functools.partial(under, "whole")),
     Replacement(module="torch", path="UntypedStorage.resize_", make=recounting),
 )

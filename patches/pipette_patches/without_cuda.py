@@ -1,6 +1,7 @@
-"""torch's CUDA calls in a process without CUDA: what names a CUDA device means another one, and nothing waits.
+"""Replacements for torch without CUDA and for megatron-core without Transformer Engine.
 
-The patch `cpu_backend` puts the CPU in CUDA's place, abstract execution the `meta` device.
+Every CUDA device means another device, and no call waits. The patch `cpu_backend` uses the CPU as this device, abstract
+execution uses torch's `meta` device.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipette_patches.replacements import Replacement, answer, in_module, instead, nothing
+from pipette_patches.replacements import Replacement, answer, in_module, instead, nothing, wrapping
 
 # fmt: off
 _FACTORIES = (
@@ -32,7 +33,7 @@ _WITHOUT_EFFECT = (
 
 
 def elsewhere(device: Any, target: torch.device) -> Any:
-    """`target` for whatever names a CUDA device (`cuda`, `cuda:1`, 1), the device itself otherwise."""
+    """Return `target` if `device` names a CUDA device (`cuda`, `cuda:1`, 1), otherwise `device`."""
     if isinstance(device, torch.device):
         return target if device.type == "cuda" else device
     if isinstance(device, str):
@@ -40,54 +41,68 @@ def elsewhere(device: Any, target: torch.device) -> Any:
     return target if isinstance(device, int) and not isinstance(device, bool) else device
 
 
-def _at_once(*_args: object) -> None:
-    """Return at once: nothing is under way."""
+def _return_at_once(*_args: object) -> None:
+    pass
 
 
-def _done(*_args: object) -> bool:
-    """Say that all work is done."""
+def _is_done(*_args: object) -> bool:
     return True
 
 
 class Event:
-    """A CUDA event where work is done by the time it is recorded."""
+    """A CUDA event on a device that has finished all work when the event is recorded."""
 
-    wait = synchronize = _at_once
-    query = _done
+    wait = synchronize = _return_at_once
+    query = _is_done
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         self._recorded_s = 0.0
 
     def record(self, _stream: object = None) -> None:
-        """Note the time."""
+        """Store the current time."""
         self._recorded_s = time.perf_counter()
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds between two recorded events, as CUDA counts them."""
+        """Return the milliseconds between this event and `end`."""
         return (end._recorded_s - self._recorded_s) * 1e3
 
 
 class Stream(contextlib.AbstractContextManager["Stream"]):
-    """A CUDA stream where work is done by the time it is issued."""
+    """A CUDA stream on a device that finishes work before the call returns."""
 
-    wait_stream = wait_event = synchronize = _at_once
-    query = _done
+    wait_stream = wait_event = synchronize = _return_at_once
+    query = _is_done
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         self.device = torch.device("cpu")
 
     def __exit__(self, *_error: object) -> None:
-        """Leave the block; there is no other stream to return to."""
+        """Leave the block."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Note the time in an event."""
+        """Record an event, or a new one if None is given, and return it."""
         event = event or Event()
         event.record(self)
         return event
 
 
+class FinishedWork:
+    """The result of a collective that is finished when it is issued."""
+
+    def wait(self, _timeout: object = None) -> bool:
+        """Return at once."""
+        return True
+
+    is_completed = wait
+
+
+def no_coalescing(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextManager[FinishedWork]:
+    """Send each message of the block alone, in place of torch's coalescing manager."""
+    return contextlib.nullcontext(FinishedWork())
+
+
 def _on_target(original: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
-    """Make tensors on `target` where a CUDA device is named, in ordinary memory (only CUDA can pin it)."""
+    """Make tensors on `target` for a CUDA device, in ordinary memory because only CUDA can pin it."""
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +115,7 @@ def _on_target(original: Callable[..., Any], target: torch.device) -> Callable[.
 
 
 def _to_target(original: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
-    """Move tensors to `target` when they should go to a CUDA device; an abstract tensor's values are zeros."""
+    """Move tensors to `target` for a CUDA device; a tensor that leaves the meta device becomes zeros."""
 
     @functools.wraps(original)
     def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,29 +130,25 @@ def _to_target(original: Callable[..., Any], target: torch.device) -> Callable[.
     return to
 
 
-def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Name a tensor's type as the optimizers compare it, `torch.cuda.FloatTensor`; convert to such a name too."""
-
-    @functools.wraps(original)
-    def type_of(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            return str(original(tensor)).replace("torch.meta.", "torch.", 1).replace("torch.", "torch.cuda.", 1)
-        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-            dtype = getattr(torch, dtype.removeprefix("torch.cuda.")).dtype
-        return original(tensor, dtype, *args, **kwargs)
-
-    return type_of
+@wrapping
+def _type_as_on_cuda(original: Callable[..., Any], tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Return and accept CUDA's names of tensor types (`torch.cuda.FloatTensor`), which the optimizers compare."""
+    if dtype is None:
+        return str(original(tensor)).replace("torch.meta.", "torch.", 1).replace("torch.", "torch.cuda.", 1)
+    if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+        dtype = getattr(torch, dtype.removeprefix("torch.cuda.")).dtype
+    return original(tensor, dtype, *args, **kwargs)
 
 
 def torch_without_cuda(
     target: torch.device, *, properties: SimpleNamespace, functions: dict[str, Callable[..., Any]]
 ) -> tuple[Replacement, ...]:
-    """Replace the functions of torch.cuda, and what makes and moves tensors.
+    """Return replacements of torch.cuda and of the functions that make and move tensors.
 
     Args:
-        target: the device that stands for every CUDA device.
-        properties: the properties of every device; its compute capability is their `major` and `minor`.
-        functions: what stands for functions of `torch.cuda`, by their names.
+        target: the device that replaces every CUDA device.
+        properties: result of `get_device_properties` for every device; `major` and `minor` are its compute capability.
+        functions: more functions of `torch.cuda` by name.
 
     """
     stream = answer(Stream())
@@ -169,23 +180,15 @@ def torch_without_cuda(
     )
 
 
-class FinishedWork:
-    """A collective that is done as soon as it is issued."""
-
-    def wait(self, _timeout: object = None) -> bool:
-        """Return at once: nothing is under way."""
-        return True
-
-    is_completed = wait
-
-
-def no_coalescing(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextManager[FinishedWork]:
-    """Let each message go by itself."""
-    return contextlib.nullcontext(FinishedWork())
+@wrapping
+def without_fp8(original: Callable[..., None], checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+    """Set `fp8` of a recomputation to False, so that it does not read Transformer Engine's fp8 state."""
+    original(checkpoint, *args, **kwargs)
+    checkpoint.fp8 = False
 
 
 def _norm_for_sequence_parallel(original: Callable[..., Any]) -> Any:
-    """Give torch's norms to sequence-parallel models: mark their weights, for Megatron to sum the gradients over TP."""
+    """Let torch's norms serve sequence-parallel models: mark their weights, so that Megatron sums gradients over TP."""
 
     @functools.wraps(original)
     def make(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,22 +202,11 @@ def _norm_for_sequence_parallel(original: Callable[..., Any]) -> Any:
     return staticmethod(make)
 
 
-def without_fp8(original: Callable[..., None]) -> Callable[..., None]:
-    """Recompute without asking Transformer Engine for its fp8 state: the original asks whenever it is told `False`."""
+def _with_head_widths(original: Callable[..., None]) -> Callable[..., None]:
+    """Let the local attention core accept the two head widths of latent attention.
 
-    @functools.wraps(original)
-    def make(checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        original(checkpoint, *args, **kwargs)
-        checkpoint.fp8 = False
-
-    return make
-
-
-def _of_latent_attention(original: Callable[..., None]) -> Callable[..., None]:
-    """Build the local attention core for heads whose values are not as wide as `kv_channels`, as latent attention asks.
-
-    The original takes no widths (core_v0.16.1). All that it works out from `kv_channels` are the scale of the scores,
-    which latent attention gives it, and the width of the context, which is set here.
+    The original has no arguments for them (core_v0.16.1). It derives two values from `kv_channels`: the scale of the
+    scores, which latent attention passes, and the width of the context, which is set here.
     """
     if "v_channels" in inspect.signature(original).parameters:
         return original
@@ -233,18 +225,13 @@ def _of_latent_attention(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _a_class(original: Any) -> Any:
-    """Stand for a class of Transformer Engine where there is none: nothing is an instance of it."""
+    """Return the class, or an unused class if Transformer Engine is missing, because `isinstance` needs a class."""
     return original if isinstance(original, type) else type("Absent", (), {})
-
-
-def _has_engine(_original: bool) -> bool:
-    """Say whether Transformer Engine itself is there."""
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 WITHOUT_ENGINE = (
     *in_module("megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": _norm_for_sequence_parallel}),
-    # Without Transformer Engine the name is used and not defined.
+    # Without Transformer Engine Megatron reads this name but never defines it.
     Replacement(
         module="megatron.core.transformer.moe.moe_utils",
         path="te_general_gemm",
@@ -252,26 +239,27 @@ WITHOUT_ENGINE = (
         may_be_absent=True,
         versions="<0.17",
     ),
-    *in_module(
-        "megatron.core.transformer.dot_product_attention", {"DotProductAttention.__init__": _of_latent_attention}
-    ),
-    # Megatron-FSDP asks under TP which modules are of this class, which is none without the engine.
+    *in_module("megatron.core.transformer.dot_product_attention", {"DotProductAttention.__init__": _with_head_widths}),
+    # Megatron-FSDP with TP checks modules against this class, which is None without the engine.
     Replacement(
         module="megatron.core.distributed.fsdp.mcore_fsdp_adapter",
         path="TELinear",
         make=_a_class,
         versions=">=0.16,<0.18",
     ),
-    # Prediction depths ask from 0.20 on whether a layer is of these classes.
+    # Multi-token prediction checks layers against these classes from 0.20 on.
     *(
         Replacement(
             module="megatron.core.tensor_parallel.inference_layers", path=path, make=_a_class, versions=">=0.20"
         )
         for path in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear")
     ),
-    # It is true wherever Megatron's own wrappers are, and their classes are then None.
+    # Megatron sets it to True if its own wrappers can be imported, even if their classes are None.
     Replacement(
-        module="megatron.core.transformer.multi_latent_attention", path="HAVE_TE", make=_has_engine, versions="<0.17"
+        module="megatron.core.transformer.multi_latent_attention",
+        path="HAVE_TE",
+        make=lambda _original: importlib.util.find_spec("transformer_engine") is not None,
+        versions="<0.17",
     ),
 )
-"""What local layers need where neither Transformer Engine nor Apex is, on a GPU too."""
+"""Replacements for local layers where Transformer Engine and Apex are missing, also on a GPU."""

@@ -1,7 +1,8 @@
-"""Build the user's own layers with megatron-core on one device, with no peer: communication costs nothing here.
+"""The layers of the user's model and their optimizer step on one device, without other ranks.
 
-The process group of tp*cp ranks is fake, and what a collective would have received stays uninitialised, which changes
-no time. So each device measures alone, and all devices of a job measure different shapes at the same time.
+The process group of tp*cp ranks is fake. Communication takes no time, and the data that a collective would have
+received stays uninitialised, which changes no time. So each device measures alone, and the devices of a job measure
+different shapes at the same time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pipette_patches.megatron_config import DTYPES, PartName, layers_config
 from pipette_patches.one_rank import one_rank
 
 _REFUSALS = (AssertionError, AttributeError, ImportError, NameError, RuntimeError, TypeError, ValueError)
-"""What megatron-core raises for a case that it cannot run; NameError where it misses Transformer Engine (0.16, MoE)."""
+"""Errors that megatron-core raises for a case that it cannot run (NameError: MoE without Transformer Engine, 0.16)."""
+_OPTIMIZERS = ("adam", "sgd")
 
 
 class WorkloadError(PipetteError):
@@ -31,37 +33,37 @@ class WorkloadError(PipetteError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of the model that can be run forward and backward by itself."""
+    """A part of the model that runs forward and backward by itself."""
 
     name: PartName
     parameters: tuple[torch.nn.Parameter, ...]
     source: torch.Tensor | None
-    """The input that a pipeline would send a gradient back for; the embedding has none."""
+    """The input for which a pipeline would send back a gradient; None for the embedding."""
     forward: Callable[[int], torch.Tensor]
-    """Run the part so many times in a row, each on the output of the one before (once if it has no such chain)."""
+    """Runs the part N times in a row, each time on the last output (once if `chains` is False)."""
     chains: bool
     main_grad_dtype: torch.dtype
     recomputed: Callable[[int], torch.Tensor] | None = None
-    """The same under full recompute: the backward runs each layer again; None where Megatron never does so."""
+    """`forward` under full recompute: the backward runs each layer again. None if Megatron never recomputes it."""
 
     def backward(self, output: torch.Tensor) -> None:
-        """Run the backward of an output, down to the input and to whatever parameters are not frozen."""
+        """Run the backward of an output down to the input and to all parameters that are not frozen."""
         if self.source is not None:
             self.source.grad = None
         if output.requires_grad:
             torch.autograd.backward(output, torch.ones_like(output))
 
     def freeze(self, frozen: bool) -> None:
-        """Ask for no weight gradients in what runs forward from now on: its backward is then the input's alone."""
+        """If `frozen`, skip weight gradients in later backwards, which then make only the gradient of the input."""
         for parameter in self.parameters:
             parameter.requires_grad_(not frozen)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Add each weight gradient to a main gradient as soon as it is there, as Megatron's data parallelism does."""
+        """Add each weight gradient to a main gradient at once, as Megatron's data parallelism does."""
 
         def add(parameter: Any) -> None:
-            # Transformer Engine may have added it inside its own kernel.
+            # A kernel of Transformer Engine may have added the gradient already.
             if not parameter.grad_added_to_main_grad:
                 parameter.main_grad.add_(parameter.grad)
             parameter.grad = None
@@ -86,24 +88,24 @@ class Workload:
 
     parts: tuple[Part, ...]
     model: Any
-    """The GPTModel that they are parts of."""
+    """The GPTModel that contains the parts."""
     token_ids: torch.Tensor
-    """What goes in, and what the head should say."""
+    """Inputs, and also the labels of the head."""
     notes: tuple[str, ...]
-    """In what this differs from the real job, one sentence each."""
+    """One sentence for each difference from the real job."""
 
 
 MOST_VARIANTS = 64
-"""Number of variants that torch.compile keeps of one function. The warm-up's shapes, with and without gradients, reach
-its own limit of 8, and from then on it runs the function uncompiled (torch/_dynamo/config.py, recompile_limit)."""
+"""Compiled variants that torch.compile keeps of one function. The warm-up's shapes, with and without gradients, exceed
+torch's limit of 8, and beyond the limit it runs the function uncompiled (torch/_dynamo/config.py, recompile_limit)."""
 
 
 def load(device_kind: str) -> None:
-    """Import all that a case runs, which takes seconds; on CPU the patch `cpu_backend` stays in force from here on."""
+    """Import everything that a case runs, which takes seconds; on a CPU, also apply the patch `cpu_backend`."""
     if device_kind == "cpu":
         registry.apply("cpu_backend")
     with warnings.catch_warnings():
-        # It warns of each optional library that is absent.
+        # megatron-core warns of each optional library that is missing.
         warnings.simplefilter("ignore")
         import megatron.core.distributed
         import megatron.core.models.gpt.gpt_layer_specs
@@ -121,12 +123,12 @@ def load(device_kind: str) -> None:
 
 @contextlib.contextmanager
 def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workload]:
-    """Build the parts of a case, and take everything down afterwards.
+    """Build the parts of a case for the block, and free everything afterwards.
 
-    No process group may exist in this process, and `load` came before.
+    `load` must have run, and no process group may exist in this process.
 
     Raises:
-        WorkloadError: megatron-core refuses the case; running out of memory is left as torch raises it.
+        WorkloadError: megatron-core refuses the case. Out-of-memory errors are raised as torch raises them.
 
     """
     try:
@@ -139,9 +141,9 @@ def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workl
 
 
 def forget_dummy_gradients() -> None:
-    """Drop the empty weight gradients of Transformer Engine, which keeps one of each shape for the process' life.
+    """Free the empty weight gradients that Transformer Engine keeps, one for each shape that this process has used.
 
-    A training has the shapes of its own layers only (transformer_engine/pytorch/module/base.py, get_dummy_wgrad, in
+    A training keeps only those of its own layers (transformer_engine/pytorch/module/base.py, get_dummy_wgrad, in
     `_dummy_wgrads` from release 2.2 to 2.18).
     """
     base = sys.modules.get("transformer_engine.pytorch.module.base")
@@ -149,43 +151,42 @@ def forget_dummy_gradients() -> None:
 
 
 @contextlib.contextmanager
-def refusals_named(what: str) -> Iterator[None]:
-    """Raise WorkloadError with megatron-core's reason where it refuses `what`; keep an out-of-memory error."""
+def refusals_named(name: str) -> Iterator[None]:
+    """Turn an error of megatron-core into a WorkloadError with a name and the reason; keep out-of-memory errors."""
     try:
         yield
     except _REFUSALS as error:
         if is_out_of_memory(error):
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise WorkloadError(f"megatron-core refuses {what}: {reason[0]}") from error
+        raise WorkloadError(f"megatron-core refuses {name}: {reason[0]}") from error
 
 
 def case_words(case: ComputeCase) -> str:
-    """A case as people write it."""
+    """Return the name of a case for messages."""
     return f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host has no memory left."""
-    said = str(error)
-    # oneDNN names no cause: what it cannot get is the buffer of a kernel that it makes for a new shape.
-    no_kernel = said.strip().endswith("could not create a primitive")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in said or no_kernel
+    """Return whether an error means that a device or the host has no memory left."""
+    text = str(error)
+    # oneDNN gives no cause. It fails to allocate the buffer of a kernel that it builds for a new shape.
+    no_kernel = text.strip().endswith("could not create a primitive")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text or no_kernel
 
 
 def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
+    """Build a model with one layer of each kind that the user's model has."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     model = job.model
-    # One layer of each kind that the model has.
     dense: tuple[PartName, ...] = ("layer",) if 0 in model.moe_layer_freq or not model.num_experts else ()
     kinds = (*dense, "moe_layer") if 1 in model.moe_layer_freq else dense
     wants_te = device_kind == "cuda" and model.transformer_impl == "transformer_engine"
-    has_te = bool(getattr(gpt_layer_specs, "HAVE_TE", False))
-    uses_te = wants_te and has_te
+    uses_te = wants_te and bool(getattr(gpt_layer_specs, "HAVE_TE", False))
     notes = []
-    if wants_te and not has_te:
+    if wants_te and not uses_te:
         notes.append("compute was measured with megatron-core's local layers: transformer-engine is not installed")
     config, config_notes = layers_config(job, case, kinds, device_kind=device_kind, uses_te=uses_te)
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(
@@ -204,7 +205,7 @@ def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
     )
-    # As Megatron's Float16Module does: norms too are kept in the training type.
+    # Megatron's Float16Module also converts norms to the training type.
     gpt = gpt.to(device=device_kind, dtype=DTYPES[model.params_dtype]).train()
     ids = torch.randint(model.vocab_size, (case.micro_batch_size, model.seq_length // case.cp), device=device_kind)
     parts = _parts(gpt, job, case, kinds=kinds, ids=ids)
@@ -215,10 +216,13 @@ def _parts(
     gpt: Any, job: Job, case: ComputeCase, *, kinds: tuple[PartName, ...], ids: torch.Tensor
 ) -> tuple[Part, ...]:
     model = job.model
-    hidden = _hidden_states(gpt, job, case, ids)
+    # Under sequence parallelism a rank has its share of the sequence.
+    rows = ids.shape[1] // (case.tp if gpt.config.sequence_parallel else 1)
+    shape = (rows, case.micro_batch_size, model.hidden_size)
+    hidden = torch.randn(shape, dtype=DTYPES[model.params_dtype], device=ids.device, requires_grad=True)
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     main_grad_dtype = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
-    # Latent attention makes its own.
+    # Latent attention makes its own rotary embedding.
     has_rope = model.position_embedding_type == "rope" and not model.latent_attention
     rope = gpt.rotary_pos_emb(model.seq_length) if has_rope else None
     tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
@@ -226,20 +230,13 @@ def _parts(
     def run(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda flow: layer(flow, attention_mask=None, rotary_pos_emb=rope)[0]
 
-    def embed(_: int) -> torch.Tensor:
-        output: torch.Tensor = gpt.embedding(input_ids=ids, position_ids=positions)
-        return output
-
     def loss_of(normed: torch.Tensor) -> torch.Tensor:
         logits, _bias = gpt.output_layer(normed, weight=tied)
         loss: torch.Tensor = gpt.compute_language_model_loss(ids, logits)
         return loss.mean()
 
-    def head(_: int) -> torch.Tensor:
-        return loss_of(gpt.decoder.final_layernorm(hidden))
-
     def predict(_: int) -> torch.Tensor:
-        # The block returns what it was given, and behind it the output of its one depth.
+        # The block returns its input followed by the output of its one depth.
         both = gpt.mtp(ids, positions, hidden, None, rotary_pos_emb=rope, embedding=gpt.embedding)
         return loss_of(both.chunk(2)[1])
 
@@ -261,10 +258,11 @@ def _parts(
     first = gpt.decoder.layers[0]
     query, core, chains = _attention_core(first, lambda: run(first)(hidden))
     words = gpt.embedding if tied is not None else gpt.output_layer
+    head = torch.nn.ModuleList([gpt.decoder.final_layernorm, words])
     found = [
         *layers,
-        part("embedding", gpt.embedding, embed, source=None, chains=False),
-        part("head", torch.nn.ModuleList([gpt.decoder.final_layernorm, words]), head, source=hidden, chains=False),
+        part("embedding", gpt.embedding, lambda _: gpt.embedding(ids, positions), source=None, chains=False),
+        part("head", head, lambda _: loss_of(gpt.decoder.final_layernorm(hidden)), source=hidden, chains=False),
         part("core_attention", first.self_attention.core_attention, core, source=query, chains=chains),
     ]
     if model.mtp_num_layers:
@@ -273,16 +271,7 @@ def _parts(
     return tuple(found)
 
 
-def _hidden_states(gpt: Any, job: Job, case: ComputeCase, ids: torch.Tensor) -> torch.Tensor:
-    """Draw what a layer of one rank is given: its share of the sequence under sequence parallelism."""
-    rows = ids.shape[1] // (case.tp if gpt.config.sequence_parallel else 1)
-    shape = (rows, case.micro_batch_size, job.model.hidden_size)
-    return torch.randn(shape, dtype=DTYPES[job.model.params_dtype], device=ids.device, requires_grad=True)
-
-
 def _chain(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) -> Callable[[int], torch.Tensor]:
-    """Run something so many times in a row, each on the output of the one before."""
-
     def forward(times: int) -> torch.Tensor:
         flow = source
         for _ in range(times):
@@ -293,10 +282,10 @@ def _chain(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) ->
 
 
 def _checkpointed(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Run a layer as Megatron's full recompute does with one layer a unit: it keeps its input and nothing else.
+    """Run a layer as Megatron's full recompute with one layer a unit: autograd keeps only the layer's input.
 
-    `TransformerBlock._checkpointed_forward` calls the same function of megatron-core, for method uniform of one layer
-    and for the first layers of method block.
+    `TransformerBlock._checkpointed_forward` calls the same function for method uniform with one layer, and for the
+    first layers of method block.
     """
     from megatron.core import tensor_parallel
 
@@ -304,24 +293,19 @@ def _checkpointed(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
 
 
 def _attention_core(layer: Any, run: Callable[[], object]) -> tuple[torch.Tensor, Callable[[int], torch.Tensor], bool]:
-    """The attention core of a layer on the queries, keys and values that the layer itself gives it.
+    """Return the queries that a layer gives to its attention core, a function that runs the core, and if it chains.
 
-    `run` runs the layer once, to catch what its core is called with. Returns the queries, what runs the core so many
-    times on them, and whether it can be run on its own output.
+    `run` runs the layer once, so that a hook can record the arguments of its core.
     """
     core: Any = layer.self_attention.core_attention
-    caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def catch(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caught.append((args, kwargs))
-
-    hook = core.register_forward_pre_hook(catch, with_kwargs=True)
+    recorded: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = core.register_forward_pre_hook(lambda _, args, kwargs: recorded.append((args, kwargs)), with_kwargs=True)
     try:
         with torch.no_grad():
             run()
     finally:
         hook.remove()
-    given, options = caught[0]
+    given, options = recorded[0]
     query, key, value = (each.detach().clone().requires_grad_() for each in given[:3])
 
     def once(flow: torch.Tensor) -> torch.Tensor:
@@ -330,33 +314,30 @@ def _attention_core(layer: Any, run: Callable[[], object]) -> tuple[torch.Tensor
         return output
 
     with torch.no_grad():
-        # Under latent attention values are narrower than queries.
+        # In latent attention values are narrower than queries, so the output does not fit as a query.
         chains = bool(once(query).numel() == query.numel())
     return query, _chain(once, query) if chains else lambda _: once(query), chains
 
 
-_OPTIMIZERS = ("adam", "sgd")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerStep:
-    """One optimizer step as Megatron takes it, clipping, master weights and all."""
+    """One optimizer step of Megatron, including clipping and master weights."""
 
     run: Callable[[], None]
     run_on_single_elements: Callable[[], None]
-    """The same with as many tensors, of one element each."""
+    """The same step with the same number of tensors, each of one element."""
     num_parameters: int
     gradient_bytes: int
 
 
 def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
-    """Wrap the workload's model as a training job does, and give it an optimizer with gradients to step on.
+    """Give the workload's model gradients and an optimizer, as a training job does.
 
-    The distributed optimizer is left off: it does the same on fewer parameters. The model belongs to the optimizer
-    afterwards, so this comes last.
+    The distributed optimizer is off, because it does the same work on fewer parameters. Measure everything else before:
+    afterwards the optimizer owns the model.
 
     Raises:
-        WorkloadError: the job's optimizer is none of Megatron's plain ones.
+        WorkloadError: the job's optimizer is neither adam nor sgd.
 
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -364,15 +345,15 @@ def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
 
     if job.optimizer not in _OPTIMIZERS:
         raise WorkloadError(f"the step of optimizer {job.optimizer!r} is not measured, only {', '.join(_OPTIMIZERS)}")
-    model = job.model
+    dtype = job.model.params_dtype
     config = OptimizerConfig(
         optimizer=job.optimizer,
         lr=1e-6,
-        bf16=model.params_dtype == "bf16",
-        fp16=model.params_dtype == "fp16",
-        params_dtype=DTYPES[model.params_dtype],
-        # Only fp16 looks for gradients that are not finite before it steps.
-        loss_scale=1.0 if model.params_dtype == "fp16" else None,
+        bf16=dtype == "bf16",
+        fp16=dtype == "fp16",
+        params_dtype=DTYPES[dtype],
+        # Only fp16 checks gradients for values that are not finite before it steps.
+        loss_scale=1.0 if dtype == "fp16" else None,
     )
 
     def step_of(module: torch.nn.Module) -> Callable[[], None]:
@@ -384,7 +365,7 @@ def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
         optimizer: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
-                # Their norm is the root of their number, above Megatron's limit of 1: clipping is in the time.
+                # The norm is the root of the number of elements, above Megatron's limit of 1, so the step clips.
                 parameter.main_grad.copy_(torch.randn_like(parameter))
         step: Callable[[], None] = optimizer.step
         return step

@@ -19,7 +19,8 @@ from pipette_launch.cost.memory.overhead import (
     uncounted,
 )
 from pipette_launch.cost.memory.peak import NO_MASK, MemoryParts, mask_notes, peak_memory_bytes, without_mask
-from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
+from pipette_launch.cost.step.assemble import StepTime
+from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor
 from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, OptionError, PlanError
 from pipette_launch.facts import Job, Layout, Measurements

@@ -108,7 +108,7 @@ def test_a_damaged_checkout_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
 
-    with pytest.raises(PatchError, match=f"{tmp_path}/megatron/core/package_info.py names no MAJOR"):
+    with pytest.raises(PatchError, match=f"{tmp_path}/megatron/core/package_info.py does not define MAJOR"):
         megatron_core_version()
 
 

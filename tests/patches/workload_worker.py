@@ -13,7 +13,7 @@ from facts_for_tests import fine_grained_model, tiny_job, tiny_model
 
 from pipette_launch.facts import ComputeCase
 from pipette_patches.megatron_config import layers_config
-from pipette_patches.whole_stage import as_run_here
+from pipette_patches.whole_stage import _as_run_here
 from pipette_patches.workload import Part, Workload, WorkloadError, load, optimizer_step, workload
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
@@ -166,7 +166,7 @@ def attention_backends() -> list[str]:
     """What a GPU's layers and its whole stages are run with, where the user's flags name a backend."""
     job = replace(JOB, model=replace(JOB.model, transformer_impl="local", attention_backend="local"))
     config, _ = layers_config(job, CASE, ("layer",), device_kind="cuda", uses_te=False)
-    _, changes, _ = as_run_here(job, "cuda")
+    _, changes, _ = _as_run_here(job, "cuda")
     return [config.attention_backend.name, changes["attention_backend"].name]
 
 

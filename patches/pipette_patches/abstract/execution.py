@@ -171,5 +171,5 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
         first_peak=max(stretch.total for stretch in trace.stretches if stretch.phase in first_iteration),
         peak=peak.total,
         parts=ExecutedParts(**{_PART_OF.get(label, label): size for label, size in peak.at_peak.items()}),
-        notes=megatron_config.notes(job),
+        notes=megatron_config.differences(job),
     )

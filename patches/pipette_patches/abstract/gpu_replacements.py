@@ -16,7 +16,7 @@ import torch.nn.functional
 
 from pipette_patches.abstract.kernels import _routing, balanced, kernel
 from pipette_patches.abstract.transformer_engine import LayerNorm, RMSNorm
-from pipette_patches.replacements import Replacement, answer, in_module, instead, nothing
+from pipette_patches.replacements import Replacement, answer, in_module, instead, nothing, wrapping
 from pipette_patches.storage_meter import as_one_kernel, current, recounting, under
 from pipette_patches.without_cuda import FinishedWork, no_coalescing, torch_without_cuda, without_fp8
 
@@ -220,15 +220,13 @@ def _masked_select(given: torch.Tensor, mask: torch.Tensor) -> Any:
     return kernel(lambda given: (given.new_empty(_routing[0].rows(tokens, experts)), (given, mask)), given)
 
 
-def _with_balanced_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapping
+def _with_balanced_counts(
+    original: Callable[..., Any], experts: Any, rows: torch.Tensor, _counts: Any, probabilities: torch.Tensor
+) -> Any:
     """Run experts with as many tokens for each as balanced routing gives."""
-
-    @functools.wraps(original)
-    def forward(experts: Any, rows: torch.Tensor, _counts: Any, probabilities: torch.Tensor) -> Any:
-        counts = torch.tensor(balanced(rows.shape[0], experts.num_local_experts))
-        return original(experts, rows, counts, probabilities)
-
-    return forward
+    counts = torch.tensor(balanced(rows.shape[0], experts.num_local_experts))
+    return original(experts, rows, counts, probabilities)
 
 
 def _all_to_all(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts import files
 from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES
 from pipette_launch.facts.schedule import VARIABLE, Message, Program, Schedule, ScheduleFile, forward_passes, programs
-from pipette_patches.replacements import PatchError, Replacement, Replacements, megatron_core_version
+from pipette_patches.replacements import PatchError, Replacement, Replacements, megatron_core_version, wrapping
 from pipette_patches.schedules import executor, v_placement
 
 PATIENCE_S = 120.0
@@ -237,50 +237,44 @@ _follows: dict[str, bool] = {}
 """By file: whether training follows its schedule, once its first step is checked; Megatron's own otherwise."""
 
 
-def _following(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+@wrapping
+def _following(original: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
     """Make the successor of a pipelined function of Megatron."""
+    import megatron.core.pipeline_parallel.schedules as megatron_schedules
 
-    @functools.wraps(original)
-    def forward_backward(**arguments: Any) -> list[Any]:
-        import megatron.core.pipeline_parallel.schedules as megatron_schedules
+    path = os.environ[VARIABLE]
+    if not _follows.get(path, True):
+        return original(**arguments)
+    document = _document(path)
+    known = _schedule(document)
+    call = _call(arguments, inspect.signature(original).parameters, megatron_schedules)
+    rank, attribute = call.groups.pp.rank(), megatron_schedules.get_attr_wrapped_model
+    _check_shapes(known, call, arguments)
+    if known.placement == "v":
+        _check_fold(known, call.model, rank, attribute)
+        call = replace(call, tied_weights=_tied_weights(call.model, attribute))
+    if call.in_streams:
+        _open_ways(path, call.groups.pp)
+    program = _programs(known, call.num_microbatches, forward_only=call.forward_only, in_streams=call.in_streams)[rank]
 
-        path = os.environ[VARIABLE]
-        if not _follows.get(path, True):
-            return original(**arguments)
-        document = _document(path)
-        known = _schedule(document)
-        call = _call(arguments, inspect.signature(original).parameters, megatron_schedules)
-        rank, attribute = call.groups.pp.rank(), megatron_schedules.get_attr_wrapped_model
-        _check_shapes(known, call, arguments)
-        if known.placement == "v":
-            _check_fold(known, call.model, rank, attribute)
-            call = replace(call, tied_weights=_tied_weights(call.model, attribute))
-        if call.in_streams:
-            _open_ways(path, call.groups.pp)
-        program = _programs(known, call.num_microbatches, forward_only=call.forward_only, in_streams=call.in_streams)[
-            rank
-        ]
+    def ours(data: list[Any]) -> list[Any]:
+        step = replace(call, data_iterator=data)
+        return executor.run(step, program, known.rank_S, megatron_schedules, _watchdog(rank).begin)
 
-        def ours(data: list[Any]) -> list[Any]:
-            step = replace(call, data_iterator=data)
-            return executor.run(step, program, known.rank_S, megatron_schedules, _watchdog(rank).begin)
+    def megatrons(data: list[Any]) -> list[Any]:
+        is_list = isinstance(arguments["data_iterator"], list)
+        return original(**{**arguments, "data_iterator": data if is_list else data[0]})
 
-        def megatrons(data: list[Any]) -> list[Any]:
-            is_list = isinstance(arguments["data_iterator"], list)
-            return original(**{**arguments, "data_iterator": data if is_list else data[0]})
-
-        if call.forward_only or not document.checks_first_step or path in _follows:
-            return ours(call.data_iterator)
-        results, fault = compared(call.model, call.data_iterator, ours, megatrons)
-        _follows[path] = not fault
-        say(
-            f"the first step under {known.name} has {fault} under Megatron's own schedule, which goes on training"
-            if fault
-            else f"the first step under {known.name} has the losses and gradients of Megatron's own schedule"
-        )
-        return results
-
-    return forward_backward
+    if call.forward_only or not document.checks_first_step or path in _follows:
+        return ours(call.data_iterator)
+    results, fault = compared(call.model, call.data_iterator, ours, megatrons)
+    _follows[path] = not fault
+    say(
+        f"the first step under {known.name} has {fault} under Megatron's own schedule, which goes on training"
+        if fault
+        else f"the first step under {known.name} has the losses and gradients of Megatron's own schedule"
+    )
+    return results
 
 
 def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedules: Any) -> executor.Call:

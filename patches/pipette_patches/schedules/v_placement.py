@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipette_patches.replacements import Replacement, instead
+from pipette_patches.replacements import Replacement, instead, wrapping
 
 SECOND = 1
 """`vp_stage` of the chunk that goes back up."""
@@ -38,18 +38,16 @@ COPIES = {
 """Modules that may have imported these by name before they were replaced."""
 
 
-def _is_pipeline_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
+@wrapping
+def _is_pipeline_last_stage(
+    original: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
     """Of the virtual stages the last is rank 0's second chunk; without them the last rank stays the last."""
+    if ignore_virtual:
+        return original(ignore_virtual, vp_stage)
+    from megatron.core import parallel_state
 
-    @functools.wraps(original)
-    def is_last(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        if ignore_virtual:
-            return original(ignore_virtual, vp_stage)
-        from megatron.core import parallel_state
-
-        return vp_stage == SECOND and parallel_state.get_pipeline_model_parallel_rank() == 0
-
-    return is_last
+    return vp_stage == SECOND and parallel_state.get_pipeline_model_parallel_rank() == 0
 
 
 def _is_pp_last_stage(group: Any) -> bool:
@@ -57,31 +55,25 @@ def _is_pp_last_stage(group: Any) -> bool:
     return bool(group.rank() == 0)
 
 
-def _layer_offset(original: Callable[..., int]) -> Callable[..., int]:
+@wrapping
+def _layer_offset(
+    original: Callable[..., int], config: Any, vp_stage: int | None = None, pp_rank: int | None = None
+) -> int:
     """The layers before a second chunk are those before the same chunk of the rank on the other side of the fold."""
+    if vp_stage == SECOND:
+        from megatron.core import parallel_state
 
-    @functools.wraps(original)
-    def offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-        if vp_stage == SECOND:
-            from megatron.core import parallel_state
-
-            rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
-            pp_rank = config.pipeline_model_parallel_size - 1 - rank
-        return original(config, vp_stage, pp_rank)
-
-    return offset
+        rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        pp_rank = config.pipeline_model_parallel_size - 1 - rank
+    return original(config, vp_stage, pp_rank)
 
 
-def _with_ends_on_the_first_rank(original: Callable[..., None]) -> Callable[..., None]:
+@wrapping
+def _with_ends_on_the_first_rank(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Embedding and head are on one rank, so nobody exchanges their gradients; scripts may name other ranks."""
-
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind(*args, **kwargs)
-        given.arguments["get_embedding_ranks"] = _first_rank
-        original(*given.args, **given.kwargs)
-
-    return initialize
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.arguments["get_embedding_ranks"] = _first_rank
+    original(*given.args, **given.kwargs)
 
 
 def _first_rank(pp_ranks: list[int]) -> list[int]:
@@ -109,18 +101,14 @@ def _in_model_alone(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda group: _is_pp_last_stage(group) if _Built.now else original(group)
 
 
-def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapping
+def _noting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Note that a trainer builds its model."""
-
-    @functools.wraps(original)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        _Built.now = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _Built.now = False
-
-    return build
+    _Built.now = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _Built.now = False
 
 
 class _Built:
@@ -132,20 +120,16 @@ class _Built:
     """True while a trainer builds."""
 
 
-def _set_up_ends(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@wrapping
+def _set_up_ends(original: Callable[[Any], None], model: Any) -> None:
     """Give a tied head the weights of the embedding: Megatron would ask the rank of the first stage for them."""
-
-    @functools.wraps(original)
-    def set_up(model: Any) -> None:
-        original(model)
-        if not model.share_embeddings_and_output_weights:
-            return
-        if model.pre_process:
-            _Built.weight = model.shared_embedding_or_output_weight()
-        elif model.post_process:
-            model.shared_embedding_or_output_weight().data.copy_(_Built.weight.data)
-
-    return set_up
+    original(model)
+    if not model.share_embeddings_and_output_weights:
+        return
+    if model.pre_process:
+        _Built.weight = model.shared_embedding_or_output_weight()
+    elif model.post_process:
+        model.shared_embedding_or_output_weight().data.copy_(_Built.weight.data)
 
 
 REPLACEMENTS = (

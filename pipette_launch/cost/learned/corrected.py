@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from pipette_launch.cost.learned.residual import Point, Residual, features_of, learn
 from pipette_launch.cost.memory.overhead import MeasuredStages
 from pipette_launch.cost.memory.peak import peak_memory_bytes, peak_memory_columns
-from pipette_launch.cost.step.predictor import PlacementCost, Predictor, StepTime
+from pipette_launch.cost.step.assemble import StepTime
+from pipette_launch.cost.step.predictor import PlacementCost, Predictor
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements

@@ -22,8 +22,8 @@ from benchmarks.planners.machines import MACHINES, NETWORKS, with_network
 from benchmarks.planners.zoo import MODELS as GPT_MODELS
 from benchmarks.planners.zoo import job_of_shape
 from benchmarks.telling import processor
-from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.compute.device_model import imagined
+from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
 from pipette_launch.search.candidates import SearchInputs, placement_problem
 from pipette_launch.search.frontier import Frontier

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.memory.overhead import num_communicators, num_group_kinds
+from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE, LayoutColumns, codes_of
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Promising, SearchInputs, limits_N

@@ -1,6 +1,6 @@
-"""Which hosts are near each other: racks, leaves and pods, found in the measured links alone."""
+"""Racks, leaves and pods: groups of near hosts, found in the measured links alone."""
 
-# H = hosts, L = tiers. Tier 0 is the finest; the groups of each tier are unions of those of the tier before.
+# H = hosts, L = tiers. Tier 0 is the finest; each group of a tier is a union of groups of the finer tier.
 
 from __future__ import annotations
 
@@ -15,60 +15,59 @@ from pipette_launch.facts import Links
 from pipette_launch.search.assignment.problem import Floats, Ints
 
 TYPICAL_MESSAGE_BYTES = 4 << 20
-"""The message by which the distance of hosts is measured: it weighs latency against bandwidth."""
+"""Message size that defines the distance of two hosts; latency and bandwidth both matter at this size."""
 LEAST_RATIO = 1.12
-"""A tier ends where the next joint is longer by this factor: noise of 8 % leaves no such gap among full racks."""
+"""A tier ends where the next joint is longer by this factor. In full racks, noise of 8 % leaves no such gap."""
 MOST_TIERS = 4
 REACH = 0.25
-"""Quantile of the distances from a host to all that tells how far it is from others as a rule."""
+"""Quantile of a host's distances to all hosts that stands for its typical distance, its reach."""
 FASTEST, SLOW = 0.1, 1.3
-"""Hosts whose reach is longer by this factor than that of the fastest tenth are slow."""
+"""A host is slow if its reach is longer by the factor `SLOW` than the `FASTEST` quantile of all reaches."""
 MANY_SLOW = 0.125
-"""From this share of the hosts on, slow ones are told apart. Fewer do least harm among their near ones."""
+"""Smallest share of slow hosts for which they are ordered apart from the fast ones."""
 POWER = 4
-"""Rings and pipelines wait for their slowest link: chains are joined where the sum of so high powers is least."""
+"""Exponent of link times in the cost of a chain. Rings and pipelines wait for their slowest link, so it is high."""
 _MOST_GAPS = 12
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9)
+_TINY = np.finfo(float).tiny
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tiers:
-    """The hosts of an allocation as a hierarchy of near ones."""
+    """The hosts of an allocation as a hierarchy of groups of near hosts."""
 
     order_H: Ints
-    """Hosts in an order in which near ones stand side by side: every group of every tier is a run of it."""
+    """Hosts in an order in which near hosts stand side by side; each group of each tier is a run of it."""
     by_speed: tuple[Ints, ...]
-    """Fast hosts, then slow ones, both in an order in which near ones stand side by side; empty with few slow hosts.
+    """Fast hosts, then slow hosts, each in such an order; empty if few hosts are slow.
 
-    A host is slow if the nearest quarter of all hosts is far from it; so the hosts of a small rack beside a large one
-    count as slow too."""
+    The hosts of a small rack beside a large one count as slow too, as most hosts are far from them."""
     group_LH: Ints
-    """The group of each host in each tier, finest tier first, numbered from 0 along the order; no row = all alike."""
+    """Group of each host in each tier, finest tier first, numbered from 0 along the order; no row = all alike."""
 
     @property
     def num_tiers(self) -> int:
-        """How many levels were told apart."""
+        """Number of tiers."""
         return len(self.group_LH)
 
     def runs(self, tier: int) -> list[Ints]:
-        """Hosts of each group of a tier, along the order."""
+        """Return the hosts of each group of a tier, along the order."""
         sizes = np.bincount(self.group_LH[tier])
         return np.split(self.order_H, np.cumsum(sizes)[:-1])
 
 
 @lru_cache(maxsize=4)
 def tiers_of(links: Links) -> Tiers:
-    """Cluster hosts by single linkage, and cut where the joints grow by the largest factors. O(H^2 log H).
+    """Cluster hosts by single linkage, and end tiers where the joints grow by the largest factors. O(H^2 log H).
 
-    Single linkage goes by the best link between two groups, so noise on single links hardly moves it. What makes all
-    links of one host slow is taken out first: a bad host stays in its rack.
+    Single linkage uses the best link between two groups, so noise on single links hardly matters. A factor that slows
+    all links of one host is divided out first, so that a bad host stays in its rack.
     """
     distance_HH = distances_s(links)
     joints = spanning_tree(_without_bad_hosts(distance_HH))
     lengths = np.array([seconds for seconds, _, _ in joints])
     order_H, snapshots = _join(joints, distance_HH, _gaps(lengths))
-    cuts = sorted(_told_apart(snapshots, lengths))
-    rows = [_numbered(snapshots[cut], order_H) for cut in cuts]
+    rows = [_numbered(snapshots[gap], order_H) for gap in sorted(_clear_gaps(snapshots, lengths))]
     return Tiers(
         order_H=order_H,
         by_speed=_by_speed(distance_HH),
@@ -77,7 +76,7 @@ def tiers_of(links: Links) -> Tiers:
 
 
 def distances_s(links: Links) -> Floats:
-    """Seconds of a typical message between two hosts, the mean of both ways (H x H, 0 on the diagonal)."""
+    """Return the seconds of a typical message between two hosts, mean of both directions (H x H, diagonal 0)."""
     one_way_HH = np.asarray(links.latency_s) + TYPICAL_MESSAGE_BYTES * links.seconds_per_byte()
     symmetric: Floats = (one_way_HH + one_way_HH.T) / 2
     return symmetric
@@ -85,7 +84,7 @@ def distances_s(links: Links) -> Floats:
 
 @lru_cache(maxsize=4)
 def nearest(links: Links, count: int) -> Ints:
-    """Give up to `count` nearest hosts of each host, in no order: shape (H, count), or fewer where there are fewer."""
+    """Return the `count` nearest hosts of each host, unordered: shape (H, count), or (H, H - 1) if that is less."""
     distance_HH = distances_s(links)
     np.fill_diagonal(distance_HH, np.inf)
     count = min(count, links.size - 1)
@@ -93,24 +92,22 @@ def nearest(links: Links, count: int) -> Ints:
 
 
 def _without_bad_hosts(distance_HH: Floats) -> Floats:
-    """Divide by how much slower a host is than the others to near and to far ones alike.
+    """Divide by the factor by which a host is slower than the others to both near and far hosts.
 
-    A host alone in its rack is far from its nearest, but not from its farthest, so it counts as good.
+    A host alone in its rack is far from its nearest host but not from its farthest, so its factor is 1.
     """
     size = len(distance_HH)
     if size < 3:
         return distance_HH
     others_HO = np.sort(distance_HH, axis=1)[:, 1:]
-    places = np.round(np.array(_QUANTILES) * (size - 2)).astype(np.int64)
-    quantile_HK = others_HO[:, places]
-    typical_K = np.maximum(np.median(quantile_HK, axis=0), np.finfo(float).tiny)
+    quantile_HK = others_HO[:, np.round(np.array(_QUANTILES) * (size - 2)).astype(np.int64)]
+    typical_K = np.maximum(np.median(quantile_HK, axis=0), _TINY)
     badness_H = np.maximum((quantile_HK / typical_K).min(axis=1), 1.0)
     corrected: Floats = distance_HH / np.maximum(badness_H[:, None], badness_H[None, :])
     return corrected
 
 
 def _by_speed(distance_HH: Floats) -> tuple[Ints, ...]:
-    """Tell fast and slow hosts apart and bring each into an order; nothing where few are slow."""
     reach_H = np.quantile(distance_HH, REACH, axis=1)
     is_slow_H = reach_H > SLOW * np.quantile(reach_H, FASTEST)
     if is_slow_H.mean() < MANY_SLOW:
@@ -123,10 +120,10 @@ def _by_speed(distance_HH: Floats) -> tuple[Ints, ...]:
 
 
 def _gaps(lengths: Floats) -> list[int]:
-    """How many of the sorted joints lie before each of the widest gaps."""
+    """Return the number of joints before each of the widest gaps between the sorted joints."""
     if len(lengths) < 2:
         return []
-    ratios = lengths[1:] / np.maximum(lengths[:-1], np.finfo(float).tiny)
+    ratios = lengths[1:] / np.maximum(lengths[:-1], _TINY)
     widest = np.argsort(-ratios, kind="stable")[:_MOST_GAPS]
     return [int(index) + 1 for index in widest if ratios[index] >= LEAST_RATIO]
 
@@ -134,9 +131,9 @@ def _gaps(lengths: Floats) -> list[int]:
 def _join(
     joints: Sequence[tuple[float, int, int]], distance_HH: Floats, gaps: Sequence[int]
 ) -> tuple[Ints, dict[int, Ints]]:
-    """Join chains of hosts, joint by joint, to one; and name the group of each host after so many joints."""
+    """Join chains of hosts, joint by joint, into one; also return the group of each host at each gap."""
     size = len(distance_HH)
-    lengths_HH = (distance_HH / max(distance_HH.max(), np.finfo(float).tiny)) ** POWER
+    lengths_HH = (distance_HH / max(distance_HH.max(), _TINY)) ** POWER
     reach_H = np.quantile(lengths_HH, REACH, axis=1)
     chains = {host: np.array([host]) for host in range(size)}
     name_H = np.arange(size)
@@ -154,8 +151,8 @@ def _join(
 def _joined(near: Ints, far: Ints, lengths_HH: Floats, reach_H: Floats) -> Ints:
     """Join two chains where that costs least: end to end, or a single host inside the other chain.
 
-    A chain costs the lengths along it, and of each end what is to be expected of the link that joins it to another
-    chain. So a host that is far from all others comes to stand inside, and good hosts link groups to each other.
+    The cost of a chain is the sum of the lengths along it, plus the reach of each end: the expected length of its next
+    link. So a host that is far from all others ends up inside a chain, and well connected hosts link the groups.
     """
     if len(near) == 1:
         near, far = far, near
@@ -170,19 +167,19 @@ def _joined(near: Ints, far: Ints, lengths_HH: Floats, reach_H: Floats) -> Ints:
     return np.concatenate(turned[best])
 
 
-def _told_apart(snapshots: dict[int, Ints], lengths: Floats) -> list[int]:
-    """Cuts that make tiers, widest gaps first: two groups or more, and half of the hosts not alone in theirs."""
+def _clear_gaps(snapshots: dict[int, Ints], lengths: Floats) -> list[int]:
+    """Return gaps that make tiers, widest first: at least two groups, and at most half of the hosts alone."""
     chosen = []
-    for cut, name_H in snapshots.items():
+    for gap, name_H in snapshots.items():
         sizes = np.bincount(name_H)
         if (sizes > 1).sum() >= 2 and 2 * sizes[sizes > 1].sum() >= len(name_H):
-            chosen.append(cut)
-    chosen.sort(key=lambda cut: (-lengths[cut] / max(lengths[cut - 1], np.finfo(float).tiny), cut))
+            chosen.append(gap)
+    chosen.sort(key=lambda gap: (-lengths[gap] / max(lengths[gap - 1], _TINY), gap))
     return chosen[:MOST_TIERS]
 
 
 def _numbered(name_H: Ints, order_H: Ints) -> Ints:
-    """Groups numbered along the order, in which each is a run."""
+    """Number groups along the order, in which each group is a run."""
     along_H = name_H[order_H]
     group_H = np.empty_like(along_H)
     group_H[order_H] = np.concatenate(([0], np.cumsum(along_H[1:] != along_H[:-1])))

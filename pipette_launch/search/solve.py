@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, Corrections
+from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance

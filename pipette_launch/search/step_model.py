@@ -25,7 +25,7 @@ from pipette_launch.cost.communication.collectives import (
 )
 from pipette_launch.cost.communication.exchanges import Exchange
 from pipette_launch.cost.pipeline.engine import critical_counts
-from pipette_launch.cost.step.assemble import pipelines, reduced_s_P, total_s
+from pipette_launch.cost.step.assemble import pipelines, step_end, total_s
 from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.search.assignment.problem import Floats, Flows, Ints, ProblemBuilder
@@ -424,16 +424,13 @@ def _add_reductions(builder: ProblemBuilder, view: View) -> None:
     """
     work, prices = view.model.work, view.prices
     durations_BD, hops_JD = pipelines(work, prices)
-    drain_S = work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=1)
-    backward_S = durations_BD[len(drain_S) : 2 * len(drain_S)].min(axis=1)
-
-    def finish_P(reduce_s_S: Floats) -> Floats:
-        return reduced_s_P(work, replace(prices, reduce_s_S=reduce_s_S), drain_S, backward_S)
-
+    drain_S1 = work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=1, keepdims=True)
+    end = step_end(work, prices, drain_S1, durations_BD)
     step_s = _STEP * float(prices.reduce_s_S.max()) or 1e-6
-    end_P = finish_P(prices.reduce_s_S)
-    slope_P = (finish_P(prices.reduce_s_S + step_s) - end_P) / (step_s * work.layout.vpp)
-    late_P = end_P - drain_S.max()
+    end_P = end.reduced_s_PN[:, 0]
+    later = replace(end, reduce_s_VPN=end.reduce_s_VPN + step_s)
+    slope_P = (later.reduced_s_PN[:, 0] - end_P) / (step_s * work.layout.vpp)
+    late_P = end_P - drain_S1.max()
     late_P[[0, -1]] += prices.embedding_s
     _add_rings(builder, list(_rings(view, gathers=False)), late_P, slope_P)
     if work.traffic.embedding_bytes:

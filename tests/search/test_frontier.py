@@ -12,7 +12,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.legal import legal_layouts
 
-from pipette_launch.cost.columns.step_bounds import BoundColumns
+from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import ComputeCase, Job, Layout, Measurements
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search import frontier as frontier_module

@@ -1,8 +1,8 @@
-"""Seconds per step: simulated pipeline plus exposed data-parallel and optimizer time."""
+"""The step time of layouts on given slots, for one placement or many at once."""
 
-# K = placements, W = ranks = slots, P = pipeline ranks, D = replicas, S = stages, R = all replicas of all K, those of
-# one placement together. G = groups of one kind, M = members of a group, L = groups that meet in one pipeline rank.
-# S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, W = ranks = slots.
+# K = placements, W = ranks = slots, P = pipeline ranks, D = replicas, S = stages (model chunks).
+# R = replicas of all placements, those of one placement together. G = groups of one kind, M = members of a group.
+# L = groups that meet in one pipeline rank.
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _SLOTS_AT_ONCE = 1 << 18
-"""Placements are priced in blocks of about so many slots in all, some MB for each array."""
+"""Slots of all placements that are priced in one block; each array then takes some MB."""
 
 
 class PlacementCost:
-    """The step time of one layout as a function of the placement alone: everything else is worked out once."""
+    """The step time of one layout as a function of the placement alone."""
 
     def __init__(self, work: LayoutWork, fabric: Fabric, slowness_W: Floats, *, factor: float = 1.0) -> None:
         self.work = work
@@ -47,13 +47,13 @@ class PlacementCost:
         self.slowness_W = slowness_W
         """1 / speed of each slot."""
         self.factor = factor
-        """On all that `cost` and `costs` return: what was learned of such layouts."""
+        """Learned correction of such layouts; `cost` and `costs` include it."""
         self.groups = Groups.of(work.layout, instances=work.shard_copies)
         self._slots = np.arange(work.layout.world_size)
         self._lanes: dict[str, Ints] = {}
 
     def times(self, factor: float) -> PlacementCost:
-        """Return the same with another factor."""
+        """Return a copy with another factor."""
         if factor == self.factor:
             return self
         same = copy.copy(self)
@@ -61,24 +61,24 @@ class PlacementCost:
         return same
 
     def of(self, work: LayoutWork) -> PlacementCost:
-        """Return the same for other work of this layout."""
+        """Return a copy for other work of this layout."""
         same = copy.copy(self)
         same.work = work
         return same
 
     def cost(self, placement: Sequence[int] | Ints) -> float:
-        """Predicted seconds per step; `placement` is the RANK of each slot."""
+        """Return the predicted seconds of a step; `placement` is the RANK of each slot."""
         return float(self.costs(np.asarray(placement, dtype=np.int64)[None])[0])
 
     def costs(self, placement_KW: Ints) -> Floats:
-        """Predicted seconds per step of many placements, one in each row: `cost` of each, to the digit."""
+        """Return the predicted seconds of a step for each row, with the same digits as `cost`."""
         block = max(1, _SLOTS_AT_ONCE // len(self._slots))
         blocks = [placement_KW[first : first + block] for first in range(0, len(placement_KW), block)]
         seconds = [totals_s_K(self.work, self._prices(self._slot_KW(some))) for some in blocks]
         return (np.concatenate(seconds) if seconds else np.zeros(0)) * self.factor
 
     def prices(self, placement: Sequence[int] | Ints) -> Prices:
-        """Price every group on the slots that the placement gives it; without `factor`."""
+        """Price every group on its slots under a placement; `factor` is not included."""
         prices = self._prices(self._slot_KW(np.asarray(placement, dtype=np.int64)[None]))
         return replace(
             prices,
@@ -88,30 +88,13 @@ class PlacementCost:
         )
 
     def _slot_KW(self, placement_KW: Ints) -> Ints:
-        """Slot of each RANK."""
+        """Return the slot of each RANK."""
         slot_KW = np.empty(placement_KW.shape, dtype=np.int64)
         slot_KW[np.arange(len(placement_KW))[:, None], placement_KW] = self._slots
         return slot_KW
 
     def _prices(self, slot_KW: Ints) -> Prices:
         work, groups = self.work, self.groups
-        # The same collective comes twice where only one of its uses passes behind compute.
-        priced: dict[tuple[str, str, float], Floats] = {}
-        rings: dict[tuple[str, int], Routes] = {}
-        exchange_s = []
-        for item in work.exchanges:
-            key = (item.kind, item.group, item.size_bytes)
-            if key not in priced:
-                ranks_GM: Ints = getattr(groups, item.group)
-                way = (item.group, self.fabric.ring_shift(item.kind))
-                if item.kind == "all_to_all":
-                    seconds = self.fabric.seconds_G(item.kind, _placed(slot_KW, ranks_GM), item.size_bytes)
-                else:
-                    if way not in rings:
-                        rings[way] = self.fabric.routes(item.kind, _placed(slot_KW, ranks_GM))
-                    seconds = self.fabric.routed_s_G(item.kind, ranks_GM.shape[1], rings[way], item.size_bytes)
-                priced[key] = self._lanes_PR(item.group, seconds.reshape(len(slot_KW), -1))
-            exchange_s.append(priced[key])
         forward_s, backward_s = self._hops_PR(slot_KW)
         reduce_s, gather_s = self._once_a_step_SK(slot_KW)
         embedding_s_K = np.zeros(len(slot_KW))
@@ -122,7 +105,7 @@ class PlacementCost:
         slowness_KPD = self.slowness_W[slot_KW][:, groups.grid_PDCT].max(axis=(3, 4))
         return Prices(
             slowness_PD=_columns(slowness_KPD),
-            exchange_s_PD=tuple(exchange_s),
+            exchange_s_PD=self._exchange_s_PR(slot_KW),
             forward_hop_s_PD=forward_s,
             backward_hop_s_PD=backward_s,
             reduce_s_S=reduce_s,
@@ -130,8 +113,28 @@ class PlacementCost:
             embedding_s=embedding_s_K,
         )
 
+    def _exchange_s_PR(self, slot_KW: Ints) -> tuple[Floats, ...]:
+        # The same collective is listed twice if compute hides only one of its uses.
+        priced: dict[tuple[str, str, float], Floats] = {}
+        rings: dict[tuple[str, int], Routes] = {}
+        found = []
+        for item in self.work.exchanges:
+            key = (item.kind, item.group, item.size_bytes)
+            if key not in priced:
+                ranks_GM: Ints = getattr(self.groups, item.group)
+                way = (item.group, self.fabric.ring_shift(item.kind))
+                if item.kind == "all_to_all":
+                    seconds = self.fabric.seconds_G(item.kind, _placed(slot_KW, ranks_GM), item.size_bytes)
+                else:
+                    if way not in rings:
+                        rings[way] = self.fabric.routes(item.kind, _placed(slot_KW, ranks_GM))
+                    seconds = self.fabric.routed_s_G(item.kind, ranks_GM.shape[1], rings[way], item.size_bytes)
+                priced[key] = self._lanes_PR(item.group, seconds.reshape(len(slot_KW), -1))
+            found.append(priced[key])
+        return tuple(found)
+
     def _lanes_PR(self, group: str, seconds_KG: Floats) -> Floats:
-        """Slowest group on each pipeline rank of each replica: its tensor-parallel ranks wait for each other."""
+        """Return the slowest group of each pipeline rank and replica: tensor-parallel ranks wait for each other."""
         if group not in self._lanes:
             self._lanes[group] = self.groups.met_PDL(getattr(self.groups, group))
         lane_PDL = self._lanes[group]
@@ -140,11 +143,11 @@ class PlacementCost:
         return _columns(seconds_KG[:, lane_PDL].max(axis=3))
 
     def _hops_PR(self, slot_KW: Ints) -> tuple[Floats, Floats]:
-        """From each pipeline rank to the next and back, slowest lane of each replica: its lanes wait for each other."""
+        """Return the hop from each pipeline rank to the next, and back: the slowest lane of each replica."""
         layout = self.work.layout
         if layout.pp == 1:
-            nothing = np.zeros((1, len(slot_KW) * layout.dp))
-            return nothing, nothing
+            zero = np.zeros((1, len(slot_KW) * layout.dp))
+            return zero, zero
         shape = (len(slot_KW), layout.pp, layout.dp, layout.cp * layout.tp)
         sender, receiver = (slot_KW[:, end] for end in self.groups.forward_hop.T)
         forward_s, backward_s = (
@@ -154,7 +157,7 @@ class PlacementCost:
         return forward_s, backward_s
 
     def _once_a_step_SK(self, slot_KW: Ints) -> tuple[Floats, Floats]:
-        """Reduce every stage's gradients, and gather its parameters: slowest group of the pipeline rank."""
+        """Return the gradient reduction and the parameter gather of every stage: its slowest group."""
         work, layout = self.work, self.work.layout
         reduce_s, gather_s = (np.zeros((layout.num_chunks, len(slot_KW))) for _ in range(2))
         uses = [(reduce_s, work.reduce_kind, work.gradient_bytes_S2)]
@@ -178,7 +181,7 @@ class PlacementCost:
         return reduce_s, gather_s
 
     def _rings_s_PK(self, kind: Kind, shape: tuple[int, ...], routes: Routes, size_P: Floats) -> Floats:
-        """Slowest ring of each pipeline rank; those that have nothing to send take no time."""
+        """Return the slowest ring of each pipeline rank; 0 for rings without data."""
         lanes = shape[0] // self.work.layout.pp
         num_placements = len(routes.hosts_G) // shape[0]
         size_G = np.tile(np.repeat(size_P, lanes), num_placements)
@@ -190,9 +193,9 @@ def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices
     """Price every group over the best links (`Fabric.bound_s`): no placement of the layout has lower prices.
 
     Args:
-        work: what one replica of the layout does.
+        work: of one replica of the layout.
         fabric: the links.
-        slowness_PK: 1 / speed of the slot of each pipeline rank, one column for each case that is priced.
+        slowness_PK: 1 / speed of the slot of each pipeline rank, one column for each case.
 
     """
     layout, cases = work.layout, (1, slowness_PK.shape[1])
@@ -220,39 +223,37 @@ def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices
 
 
 def _placed(slot_KW: Ints, ranks_GM: Ints) -> Ints:
-    """Slots of all groups of all placements, one group in each row."""
+    """Return the slots of all groups of all placements, one group in each row."""
     return slot_KW[:, ranks_GM].reshape(-1, ranks_GM.shape[1])
 
 
 def _columns(values_KPD: Floats) -> Floats:
-    """Lay the replicas of all placements side by side."""
+    """Put the replicas of all placements side by side."""
     return np.asarray(values_KPD.transpose(1, 0, 2).reshape(values_KPD.shape[1], -1))
 
 
-__all__ = ["NOT_MODELLED", "PlacementCost", "Predictor", "StepTime"]
-
 NOT_MODELLED = (
-    "What waiting slots give back: compute is measured on all slots of a host at once, so shared cores are in it.",
-    "Contention for one link or network card between groups or pipelines, beyond what was measured with all at work.",
-    "Sends that delay each other in Megatron's schedules: each takes its link's time, over gloo its receiver's too.",
-    "Collectives that slow down the matrix product that they pass behind.",
-    "Aligned starts of overlapped gradient reduction over the pipeline ranks.",
-    "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
+    "Faster compute while other slots of a host wait: compute is measured on all slots at once.",
+    "Contention for one link or network card between groups or pipelines, beyond the measured contention.",
+    "Sends that delay each other in Megatron's schedules; each send takes the time of its link.",
+    "Slower matrix products while collectives run beside them.",
+    "Aligned starts of overlapped gradient reduction on all pipeline ranks.",
+    "Reductions of the gradient norm, and of the gradients of norms and learned positions.",
     "Collectives that selective recompute of mlp or moe runs again.",
-    "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU each.",
-    "The gradient of the whole embedding table, which torch makes and Megatron adds up for each micro-batch.",
-    "Random numbers of dropout inside flash attention.",
-    "On measured machines: clearing, checking and scaling gradients, and the host's work once a step, logging in it.",
-    "Evaluation, checkpoints, and data loading but for Megatron-LM's own trainer on CPUs.",
+    "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU for each pass.",
+    "The gradient of the whole embedding table, which Megatron adds up for each micro-batch.",
+    "Random numbers for dropout inside flash attention.",
+    "On measured machines: clearing, checking and scaling gradients, and logging and other host work of a step.",
+    "Evaluation, checkpoints, and data loading, except for Megatron-LM's own trainer on CPUs.",
 )
-"""What the predicted step time leaves out, one sentence each."""
+"""Effects that the predicted step time leaves out, one sentence each."""
 
-_ONE_BY_ONE = "kernels are priced as launched one by one, and the step may be too long"
+_ONE_BY_ONE = "kernels are priced as separate launches, and the step may be too long"
 UNEVEN = (
-    "Every expert is priced with equally many tokens, as under --moe-router-force-load-balancing; where the router "
-    "chooses, published steps are 6 to 25 % longer."
+    "Every expert is priced with the same number of tokens, as under --moe-router-force-load-balancing. Published "
+    "steps with a free router are 6 to 25 % longer."
 )
-"""Measured and imagined machines alike: the warm-up times one rank's experts with one rank's share of the tokens."""
+"""Assumption for measured and imagined machines: the warm-up times the experts of one rank with an equal share."""
 _NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settings, and the step may be too"
 UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
@@ -266,8 +267,7 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("nccl_ub", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
     ("nccl_communicator_config_path", frozenset(), f"{_NCCL_DEFAULTS} long or too short"),
 )
-"""Performance options, their values that change the step but not the predicted one (empty = every value but None), and
-the effect on the prediction."""
+"""(performance option, values that change the step but not its prediction, effect); no values = all but None."""
 
 _CACHED_LAYOUTS = 64
 
@@ -279,20 +279,19 @@ class Predictor:
         self._job = job
         self._measurements = measurements
         self.compute = ComputeTable(job, measurements)
-        """What passes take on a slot of speed 1."""
+        """Pass times on a slot of speed 1."""
         self.fabric = Fabric(measurements.cluster, measurements.collectives)
-        """What groups of slots take to exchange something."""
+        """Seconds of collectives and sends between slots."""
         self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)
-        # Those that were asked for last are kept.
         self._work = lru_cache(_CACHED_LAYOUTS)(self._new_work)
         self._placement_cost = lru_cache(_CACHED_LAYOUTS)(self._new_placement_cost)
 
     def can_price(self, layout: Layout) -> bool:
-        """Whether compute times for this layout were measured, or can be scaled from measured ones as `notes` says."""
+        """Return whether compute times of this layout were measured or can be scaled; `notes` names the scaling."""
         return self.compute.source(case_of(layout)) is not None
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
-        """What was assumed for this layout, one sentence each."""
+        """Return the assumptions behind this layout's step time, one sentence each."""
         case = self.compute.note(case_of(layout))
         assumed = [*filter(None, (case, self.compute.flags_note(case_of(layout))))]
         if self._measurements.optimizer_s_per_parameter is None:
@@ -302,17 +301,15 @@ class Predictor:
         options = performance_options(self._job)
         if options.fine_grained_activation_offloading and not self.compute.copies_to_host:
             assumed.append(
-                f"{flag_of('fine_grained_activation_offloading')} is not in the predicted step time: what its copies "
-                f"take was not measured, and the step may be too short."
+                f"{flag_of('fine_grained_activation_offloading')} is not in the predicted step time, because its "
+                f"copies to the host were not measured: the step may be too short."
             )
         balanced = options.moe_router_force_load_balancing or options.moe_pad_expert_input_to_capacity
         if self._job.model.num_experts and layout.ep > 1 and not balanced:
             assumed.append(UNEVEN)
         if layout.cp > 1 and options.cp_comm_type != (RING,):
-            assumed.append(
-                f"Context parallelism is priced as a ring, not with {flag_of('cp_comm_type')} "
-                f"{' '.join(options.cp_comm_type)}."
-            )
+            given = f"{flag_of('cp_comm_type')} {' '.join(options.cp_comm_type)}"
+            assumed.append(f"Context parallelism is priced as a ring, not with {given}.")
         return (*assumed, *_unpriced(self._job))
 
     def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:
@@ -321,10 +318,10 @@ class Predictor:
         Args:
             layout: one for which `can_price` holds.
             placement: RANK of each slot.
-            schedule: what its pipeline follows; None = the schedule of stock Megatron.
+            schedule: order of the passes; None = the schedule of stock Megatron.
 
         Raises:
-            PlanError: the placement is not one of this layout on this cluster, or compute times are missing.
+            PlanError: the placement does not suit this layout or cluster, or compute times are missing.
             LayoutError: the layout divides layers or batch unevenly.
 
         """
@@ -335,15 +332,15 @@ class Predictor:
         return step_parts(cost.work, cost.prices(ranks))
 
     def stage_times(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StageTimes:
-        """Return the passes and hops of the slowest pipeline of a layout; arguments as of `step_time`."""
+        """Return the passes and hops of the slowest pipeline of a layout; arguments as in `step_time`."""
         cost = self.placement_cost(layout, schedule)
         return stage_times(cost.work, cost.prices([int(rank) for rank in placement]))
 
     def placement_cost(self, layout: Layout, schedule: Schedule | None = None) -> PlacementCost:
-        """Return what prices placements of this layout, one by one or many at once, as `step_time` does to the digit.
+        """Return the function that prices placements of this layout, with the same digits as `step_time`.
 
         Raises:
-            PlanError: the layout is not one for this cluster, or compute times are missing.
+            PlanError: the layout has another number of ranks than the cluster, or compute times are missing.
 
         """
         self._slots_of(layout)
@@ -355,9 +352,9 @@ class Predictor:
         return cost.of(replace(cost.work, engine=engine, rank_S=np.array(schedule.rank_S)))
 
     def bound_s(self, layout: Layout) -> float:
-        """No placement of this layout is faster: the same model with the best link everywhere.
+        """Return a lower bound of all placements: the same model with the best link everywhere.
 
-        All slots are in use, so some pipeline rank has the slowest one; it is tried on each.
+        Some pipeline rank has the slowest slot, as all slots are in use; each rank is tried.
         """
         self._slots_of(layout)
         work = self._work(layout)
@@ -368,11 +365,9 @@ class Predictor:
         return float(totals_s_K(work, best_prices(work, self.fabric, tried)).min())
 
     def _slots_of(self, layout: Layout) -> int:
-        if layout.world_size != self._measurements.cluster.num_slots:
-            raise PlanError(
-                f"a layout of {layout.world_size} ranks for the {self._measurements.cluster.num_slots} slots of this "
-                f"cluster"
-            )
+        num_slots = self._measurements.cluster.num_slots
+        if layout.world_size != num_slots:
+            raise PlanError(f"a layout of {layout.world_size} ranks for the {num_slots} slots of this cluster")
         return layout.world_size
 
     def _new_work(self, layout: Layout) -> LayoutWork:
@@ -386,7 +381,7 @@ class Predictor:
 
 
 def _unpriced(job: Job) -> Iterator[str]:
-    """Report which of the job's flags change its step and not the prediction."""
+    """Yield a sentence for each flag of the job that changes its step but not the prediction."""
     options = performance_options(job)
     for name, values, meaning in UNPRICED:
         value = getattr(options, name)
@@ -396,13 +391,12 @@ def _unpriced(job: Job) -> Iterator[str]:
     sharding = sharding_of(job)
     if sharding and sharding.gradients:
         yield (
-            "FSDP is in the predicted step time with what it exchanges, but not with the host's work in its hooks and "
-            "its passes over the gradients of each micro-batch: the step may be too short."
+            "FSDP is in the predicted step time with its exchanges, but without the host time of its hooks and its "
+            "passes over the gradients of each micro-batch: the step may be too short."
         )
     instances = options.num_distributed_optimizer_instances
     if instances > 1 and not (sharding and sharding.gradients):
         yield (
-            f"{flag_of('num_distributed_optimizer_instances')} {instances} is in the memory and not in the predicted "
-            f"step time: "
-            f"gradients and parameters are priced as exchanged by all replicas at once."
+            f"{flag_of('num_distributed_optimizer_instances')} {instances} is in the predicted memory, but not in the "
+            f"step time: gradients and parameters are priced as exchanged by all replicas at once."
         )

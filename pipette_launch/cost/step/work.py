@@ -1,4 +1,4 @@
-"""What a layout asks of its ranks in a step, and what the places of its ranks make of that."""
+"""The work of a layout in one step, and the prices that slots and links put on it."""
 
 # S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, K = placements side by side.
 
@@ -34,7 +34,7 @@ _PASSES = ("forward_s", "backward_s", "recompute_s", "weight_grad_s", "forward_i
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutWork:
-    """What a layout asks of its ranks, wherever they lie."""
+    """The work of a layout that does not depend on its placement."""
 
     layout: Layout
     num_microbatches: int
@@ -44,33 +44,35 @@ class LayoutWork:
     backward_s_S: Array
     recompute_s_S: Array
     weight_grad_s_S: Array
-    """Of the backward, the part that schedules may put off."""
+    """Part of the backward that a schedule may postpone."""
     forward_idle_s_S: Array
-    """Of the forward, while the device waits for the host: exchanges pass in it."""
+    """Part of the forward in which the device waits for the host; exchanges can run in it."""
     backward_idle_s_S: Array
     exchanges: tuple[Exchange, ...]
     hop_bytes: int
     traffic: StepTraffic
     gradient_bytes_S2: Array
+    """Dense and expert gradients."""
     parameter_bytes_S2: Array
     reduce_kind: Kind
     gather_kind: Kind
     aligns_gathers: bool
     """Whether overlapped gathers start on all pipeline ranks at once."""
     loss_s: float
-    """Adding up the step's loss over the replicas of the last stage; no placement makes it less."""
+    """Sum of the step's loss over the replicas of the last stage, over the best links."""
     expert_dp: int
     shard_copies: int
-    """As `Groups.of` takes them."""
+    """Argument `instances` of `Groups.of`."""
     optimizer_s_P: Array
-    """Once a step on a slot of speed 1: passes over all gradients, the optimizer, and waiting for the host."""
+    """Gradient scaling, optimizer and host time of one step on a slot of speed 1."""
     rank_S: NDArray[np.int64]
+    """Pipeline rank of each stage."""
 
     @classmethod
     def of(
         cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep, *, loss_s: float, domain: int = 1
     ) -> LayoutWork:
-        """Work it out from the job, the layout and the measured times; `domain` as in `exchanges_of`."""
+        """Compute the work of a layout; `domain` is the number of slots in an NVLink domain."""
         num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
         passes = compute.chunk_passes(layout)
         traffic = step_traffic(job, layout)
@@ -105,20 +107,30 @@ class LayoutWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What the places of a layout's ranks make of its work.
+    """Seconds that the places of a layout's ranks put on its work.
 
-    Of several placements side by side the replicas follow each other, those of one placement together; what is of
-    stages then has a second axis K, and `embedding_s` is an array.
+    With K placements side by side, the replicas of each placement stand together on axis D. Arrays over S then have a
+    second axis K, and `embedding_s` has shape (K,).
     """
 
     slowness_PD: Array
     """1 / speed of the slowest slot of each pipeline rank of each replica."""
     exchange_s_PD: tuple[Array, ...]
-    """Seconds of each of `LayoutWork.exchanges`, before anything hides."""
+    """Seconds of each of `LayoutWork.exchanges`, hidden time included."""
     forward_hop_s_PD: Array
-    """From pipeline rank p to p + 1; the last entry is the way from the last to the first."""
+    """Hop from pipeline rank p to p + 1; the last entry is the hop from the last rank to the first."""
     backward_hop_s_PD: Array
-    """The same links the other way."""
+    """The same links in the other direction."""
     reduce_s_S: Array
     gather_s_S: Array
     embedding_s: float | Array
+
+
+def exposed_s(seconds: Array, hidden_s: float | Array) -> Array:
+    """Return the part of an exchange that no compute hides."""
+    return np.asarray(np.maximum(seconds - hidden_s, 0.0))
+
+
+def pass_s(compute_s: Array, exchanged_s: Array, idle_s: Array) -> Array:
+    """Return the seconds of a pass: compute, and exchanges beyond the time in which the device idles anyway."""
+    return compute_s + exposed_s(exchanged_s, idle_s)

@@ -9,7 +9,6 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.communication.exchanges import step_traffic
 from pipette_launch.cost.compute.device_model import (
     Precision,
@@ -26,6 +25,7 @@ from pipette_launch.cost.compute.flop_shares import attention_core_share
 from pipette_launch.cost.compute.loads import Load, Product
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.step.predictor import Predictor
+from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.accelerators import DeviceSpec, Efficiency, Link

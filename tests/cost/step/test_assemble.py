@@ -16,19 +16,19 @@ from pipette_launch.cost.layers.parameters import OnceAStep
 from pipette_launch.cost.pipeline.engine import Engine, Order, StageTimes
 from pipette_launch.cost.step.assemble import (
     Forwards,
+    aligned_waits_s,
     deciding_replicas,
-    reduced_s_P,
+    gather_waits_s,
+    step_end,
     step_parts,
     total_s,
     undominated,
-    waits_aligned_s,
-    waits_one_by_one_s,
 )
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts import Batch, Layout
 
 
-def testundominated_replicas_by_hand() -> None:
+def test_undominated_replicas_by_hand() -> None:
     """Of equal ones the first stays; one that is faster in everything goes."""
     assert undominated(np.array([[1.0, 2.0, 2.0], [1.0, 3.0, 3.0]])).tolist() == [1]
     assert undominated(np.array([[1.0, 2.0, 0.5, 1.0], [3.0, 1.0, 0.5, 3.0]])).tolist() == [0, 1]
@@ -103,7 +103,7 @@ def megatron_waits_s(order: Order, times: StageTimes, gather_s_S: list[float]) -
 @pytest.mark.parametrize(("buckets", "expected"), [(1, 6.0), (2, 3.0 + 1.0), (3, 2.0 + 2 * 2 / 3)])
 def test_a_bucket_is_dispatched_when_the_one_before_has_arrived(buckets: int, expected: float) -> None:
     """A gather of 6 and a forward of 4: g/n, and for each further bucket what the last one's layers do not hide."""
-    assert expected == pytest.approx(waits_one_by_one_s(column(6.0), column(4.0), np.array([buckets]))[0, 0])
+    assert expected == pytest.approx(gather_waits_s(column(6.0), column(4.0), np.array([buckets]))[0, 0])
 
 
 def test_aligned_waits_do_not_add_up() -> None:
@@ -111,7 +111,7 @@ def test_aligned_waits_do_not_add_up() -> None:
     layout = Layout(pp=3, vpp=2)
     forwards = Forwards(forward_s_SR=np.full((6, 1), 2.0), hop_s_SR=np.full((5, 1), 1.0))
 
-    assert [5.0, 0.0, 0.0, 0.0, 0.0, 0.0] == waits_aligned_s(layout, np.full((6, 1), 5.0), forwards)[:, 0].tolist()
+    assert [5.0, 0.0, 0.0, 0.0, 0.0, 0.0] == aligned_waits_s(layout, np.full((6, 1), 5.0), forwards)[:, 0].tolist()
 
 
 def test_the_longest_gather_of_the_first_chunks_counts_once() -> None:
@@ -119,7 +119,7 @@ def test_the_longest_gather_of_the_first_chunks_counts_once() -> None:
     layout = Layout(pp=3, vpp=2)
     forwards = Forwards(forward_s_SR=np.full((6, 1), 2.0), hop_s_SR=np.full((5, 1), 1.0))
 
-    found = waits_aligned_s(layout, column(5.0, 5.0, 12.0, 5.0, 5.0, 5.0), forwards)
+    found = aligned_waits_s(layout, column(5.0, 5.0, 12.0, 5.0, 5.0, 5.0), forwards)
 
     assert [5.0, 0.0, 1.0, 0.0, 0.0, 0.0] == found[:, 0].tolist()
 
@@ -129,7 +129,7 @@ def test_a_later_chunk_hides_behind_the_forwards_before_it() -> None:
     layout = Layout(pp=2, vpp=2)
     forwards = Forwards(forward_s_SR=np.full((4, 1), 2.0), hop_s_SR=np.zeros((3, 1)))
 
-    waits = [waits_aligned_s(layout, column(1.0, 1.0, gather, 0.0), forwards)[2, 0] for gather in (4.0, 4.5, 6.0)]
+    waits = [aligned_waits_s(layout, column(1.0, 1.0, gather, 0.0), forwards)[2, 0] for gather in (4.0, 4.5, 6.0)]
 
     assert [0.0, 0.5, 2.0] == waits
 
@@ -162,7 +162,7 @@ def test_aligned_waits_are_those_of_megatrons_rules(
     layout = Layout(pp=pp, vpp=vpp, microbatch_group_size=group)
     forwards = Forwards(forward_s_SR=forward[:, None], hop_s_SR=hop[:, None], rendezvous=rendezvous)
 
-    found = waits_aligned_s(layout, gather[:, None], forwards)[:, 0].tolist()
+    found = aligned_waits_s(layout, gather[:, None], forwards)[:, 0].tolist()
 
     assert megatron_waits_s(order, times, gather.tolist()) == pytest.approx(found, abs=1e-9)
 
@@ -174,8 +174,8 @@ def test_pipelines_side_by_side_are_priced_as_alone() -> None:
     forwards = Forwards(forward_s_SR=draw.random((9, 8)), hop_s_SR=draw.random((8, 8)))
     gather_s_SR = draw.random((9, 8)) * np.array([0.1, 5.0] * 4)
 
-    together = waits_aligned_s(layout, gather_s_SR, forwards)
-    alone = [waits_aligned_s(layout, gather_s_SR[:, [r]], forwards.take(np.array([r]))) for r in range(8)]
+    together = aligned_waits_s(layout, gather_s_SR, forwards)
+    alone = [aligned_waits_s(layout, gather_s_SR[:, [r]], forwards.take(np.array([r]))) for r in range(8)]
 
     assert np.concatenate(alone, axis=1).tolist() == together.tolist()
 
@@ -273,6 +273,13 @@ def test_gathers_that_are_not_aligned_delay_every_stage() -> None:
     assert free.breakdown_s["bubble"] == pytest.approx(priced.breakdown_s["bubble"])
 
 
+def reduced_s(this: LayoutWork, reduce_s_S: np.ndarray, drain_S: np.ndarray, backward_S: np.ndarray) -> np.ndarray:
+    """When each pipeline rank has reduced its gradients."""
+    durations_S1 = np.concatenate([np.zeros_like(backward_S), backward_S])[:, None]
+    end = step_end(this, prices(this, reduce_s_S=reduce_s_S), drain_S[:, None], durations_S1)
+    return end.reduced_s_PN[:, 0]
+
+
 @pytest.mark.parametrize(
     ("reduce_s", "buckets", "expected"),
     [
@@ -288,7 +295,7 @@ def test_buckets_leave_during_the_backward(reduce_s: float, buckets: int, expect
     this = work(Layout(dp=2, overlap_grad_reduce=True))
     this = replace(this, traffic=replace(this.traffic, num_buckets=(buckets,)))
 
-    (done_s,) = reduced_s_P(this, prices(this, reduce_s_S=np.array([reduce_s])), np.array([10.0]), np.array([4.0]))
+    (done_s,) = reduced_s(this, np.array([reduce_s]), np.array([10.0]), np.array([4.0]))
 
     assert expected == done_s
 
@@ -299,9 +306,7 @@ def test_chunks_leave_when_they_are_done() -> None:
     drain, backward = np.array([8.0, 7.0, 5.0, 4.0]), np.ones(4)
     both = (work(replace(layout, overlap_grad_reduce=True)), work(layout))
 
-    done = [
-        reduced_s_P(this, prices(this, reduce_s_S=np.array([2.0, 0.0, 4.0, 0.0])), drain, backward)[0] for this in both
-    ]
+    done = [reduced_s(this, np.array([2.0, 0.0, 4.0, 0.0]), drain, backward)[0] for this in both]
 
     assert done == [11.0, 14.0]
 

@@ -1,9 +1,9 @@
-"""What `step_bounds` looks up: times and parameters of what chunks are made of, and the best of all links."""
+"""Tables that `step_bounds` reads: times and parameters of the parts of chunks, over the best of all links."""
 
-# N = layouts, U = groups of layouts that agree, C = cuts of the model into chunks, K = kinds of chunk,
-# P = pipeline ranks, V = chunks of each, L = lines whose lowest counts.
-# X = what chunks are made of: of each kind of layer those that run once and those that full recompute runs again;
-# embedding, head, depths of multi-token prediction.
+# N = layouts, U = groups of layouts that agree, C = layer splits of the model, K = kinds of chunk,
+# P = pipeline ranks, V = chunks of each.
+# X = parts of a chunk: for each kind of layer, layers that run once and layers that full recompute repeats; then
+# embedding, head, and depths of multi-token prediction.
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from pipette_launch.cost.layers.parameters import (
     word_embedding_parameters,
 )
 from pipette_launch.cost.memo import Memo
+from pipette_launch.cost.step.work import exposed_s, pass_s
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Field, Layout, LayoutColumns, codes_of
@@ -43,54 +44,55 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 GroupsLie = Literal["anywhere", "inside hosts", "tensor across hosts", "experts across hosts"]
-"""Where groups inside layers lie. `inside hosts`: all tensor-parallel groups, and all ranks that share experts, if they
-fit. `tensor across hosts`: some tensor-parallel group does not; `experts across hosts`: some that share do not."""
+"""Case of the groups inside layers. `inside hosts`: every tensor-parallel group, and all ranks that share experts, lie
+inside one host if they fit. `tensor across hosts`: some tensor-parallel group spans hosts. `experts across hosts`: some
+ranks that share experts span hosts."""
 UNLIKE = 1.02
-"""Hosts whose best links differ by less than this factor count as alike."""
+"""Hosts whose best links differ by less than this factor count as equal."""
 _PARTS: Memo[Memo[Ints]] = Memo()
-"""Of each model what its cuts are made of: most come again with every degree and micro-batch."""
+"""Parts of the chunks by model and layer split; most splits recur with every degree and micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What the chunks of some layouts of one shape hold."""
+    """Parts of the chunks of layouts with equal pp and vpp."""
 
-    cut_N: Ints
+    split_N: Ints
+    """Layer split of each layout."""
     kind_CVP: Ints
     parts_KX: Ints
-    """How many of each part."""
+    """Number of each part."""
 
 
 def contents_of(job: Job, columns: LayoutColumns) -> Content:
-    """Count what each chunk holds, once for each cut; every layout has the same pp and vpp.
+    """Count the parts of each chunk, once for each layer split; all layouts have the same pp and vpp.
 
     Raises:
-        LayoutError: a row cuts the layers unevenly.
+        LayoutError: a row splits the layers unevenly.
 
     """
     fields = ("layers_per_chunk", "chunks_after_mtp", "recompute")
-    cuts = columns.groups(*fields)
-    shape = (len(cuts.first_U), int(columns.vpp[0]), int(columns.pp[0]))
+    splits = columns.groups(*fields)
+    shape = (len(splits.first_U), int(columns.vpp[0]), int(columns.pp[0]))
     known = _PARTS.get(job.model, Memo)
-    keys = columns.values(cuts.first_U, *fields)
+    keys = columns.values(splits.first_U, *fields)
     parts_CSX = np.array(
         [
             known.get((shape[1:], *key), partial(_parts_SX, job, columns, row))
-            for key, row in zip(keys, cuts.first_U.tolist(), strict=True)
+            for key, row in zip(keys, splits.first_U.tolist(), strict=True)
         ]
     )
     parts_RX = parts_CSX.reshape(-1, parts_CSX.shape[-1])
     _, first, kind = np.unique(codes_of([*parts_RX.T]), return_index=True, return_inverse=True)
-    return Content(cut_N=cuts.group_N, kind_CVP=kind.reshape(shape), parts_KX=parts_RX[first])
+    return Content(split_N=splits.group_N, kind_CVP=kind.reshape(shape), parts_KX=parts_RX[first])
 
 
 def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
-    """Count the parts of every chunk of a row."""
     layout, rows = columns.layout(row), []
     chunks = chunk_kinds(job.model, layout)
     for stage, (kinds, again) in enumerate(chunks):
         pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
-        # Parameters of a prediction hold an embedding, and on the first chunk both use the same table.
+        # Multi-token prediction counts an embedding of its own, but shares the table of the first chunk.
         has_embedding = stage == 0 and (layout.pp == 1 or layout.mtp_chunk > 0 or not job.model.mtp_num_layers)
         rows.append([*chain(*pairs), has_embedding, stage == len(chunks) - 1, stage == layout.mtp_chunk])
     return np.array(rows, dtype=np.int64)
@@ -98,21 +100,21 @@ def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """Seconds of one micro-batch on what chunks are made of, for each group of layouts."""
+    """Seconds of one micro-batch on each part of a chunk, for each group of layouts."""
 
     group_N: Ints
     passes_U4X: Floats
-    """Forward and backward with recompute on a slot of speed 1, and what of each the device waits for the host."""
+    """Forward, backward with recompute, and idle time of both, on a slot of speed 1."""
     exchanges_U2X: Floats
-    """Collectives of forward and backward that nothing hides, over the best links."""
+    """Exposed collectives of forward and backward, over the best links."""
     hop_s_U: Floats
-    """Between two slots, over the best link."""
+    """Send between two slots over the best link."""
     fastest: float
     """1 / speed of the fastest slot."""
     slowest: float
 
     def take(self, rows: Ints) -> UnitTimes:
-        """Some of the layouts, and the groups that these have."""
+        """Return some of the layouts, with only their own groups."""
         used, group_N = np.unique(self.group_N[rows], return_inverse=True)
         return replace(
             self,
@@ -123,18 +125,18 @@ class UnitTimes:
         )
 
     def chunk_times(self, parts_KX: Ints, *, slow: bool) -> tuple[Floats, Floats]:
-        """Forward and backward of every kind of chunk for every group, on the fastest slot or on the slowest."""
+        """Return forward and backward of every kind of chunk for every group, on the fastest or the slowest slot."""
         slowness = self.slowest if slow else self.fastest
         passes_U4K, exchanges_U2K = self.passes_U4X @ parts_KX.T, self.exchanges_U2X @ parts_KX.T
         compute_U2K, idle_U2K = passes_U4K[:, :2], passes_U4K[:, 2:]
-        # Were more of a pass idle than it lasts, a faster slot could be the slower one.
+        # If a pass idled longer than it computes, a slower slot could be the faster one.
         hides_U2K = idle_U2K * np.where(idle_U2K <= compute_U2K, slowness, self.slowest)
-        seconds_U2K = compute_U2K * slowness + np.maximum(exchanges_U2K - hides_U2K, 0.0)
+        seconds_U2K = pass_s(compute_U2K * slowness, exchanges_U2K, hides_U2K)
         return seconds_U2K[:, 0], seconds_U2K[:, 1]
 
 
 class Tables:
-    """Everything that many layouts share, worked out once."""
+    """Times and sizes that many layouts share, each computed once."""
 
     def __init__(self, job: Job, measurements: Measurements, compute: ComputeTable, fabric: Fabric) -> None:
         self.job = job
@@ -146,32 +148,34 @@ class Tables:
         cluster = measurements.cluster
         self._num_slots, self.devices, self.num_hosts = cluster.num_slots, cluster.devices_per_host, len(cluster.hosts)
         shared_by: tuple[Field, ...] = ("ep", "etp") if compute.knows_shares else ()
-        self._cut_by: tuple[Field, ...] = ("sequence_parallel", "ep", "etp") if compute.copies_to_host else shared_by
-        """What passes depend on besides their case."""
+        self._share_fields: tuple[Field, ...] = (
+            ("sequence_parallel", "ep", "etp") if compute.copies_to_host else shared_by
+        )
+        """Fields that decide pass times, in addition to the compute case."""
         self._can_compute: Memo[bool] = Memo()
-        self._can_cut: Memo[bool] = Memo()
+        self._can_split: Memo[bool] = Memo()
         self._passes: Memo[Floats] = Memo()
         self._hiding: Memo[Hiding] = Memo()
         self._networks: dict[tuple[object, ...], Floats] = {}
         self._parameters: Memo[list[list[float]]] = Memo()
         self._embedding_s: Memo[float] = Memo()
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
-        self._of_shards: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
-        """What exchanges depend on besides where FSDP has some: the replicas, and what recompute hides."""
+        self._shard_fields: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
+        """Further fields that decide exchanges under FSDP: replicas, and recompute, which hides some of them."""
         self._one_of_each = LayerCounts.one_of_each(job.model)
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
-        """Whether compute times are known, and batch, layers and slots divide as the layouts have them."""
+        """Return whether compute times are known, and batch, layers and slots can be divided so."""
         cases = columns.groups("tp", "cp", "micro_batch_size")
         known_U = _each(columns, cases.first_U, ("tp", "cp", "micro_batch_size"), self._can_compute, self._computes)
         fields = ("pp", "vpp", "layers_per_chunk")
-        cuts = columns.groups(*fields)
-        cuts_U = _each(columns, cuts.first_U, fields, self._can_cut, self._cuts)
-        runs_N = np.array(known_U, dtype=bool)[cases.group_N] & np.array(cuts_U, dtype=bool)[cuts.group_N]
+        splits = columns.groups(*fields)
+        splits_U = _each(columns, splits.first_U, fields, self._can_split, self._splits)
+        runs_N = np.array(known_U, dtype=bool)[cases.group_N] & np.array(splits_U, dtype=bool)[splits.group_N]
         world_N = columns.tp * columns.pp * columns.dp * columns.cp
         batch = self.job.batch.global_batch_size
         divides_N = batch % (columns.dp * columns.micro_batch_size) == 0
-        # facts.schedules.check_interleaving
+        # The rule of `facts.known_schedules.check_interleaving`.
         microbatches_N = self.microbatches_N(columns)
         size_N = np.where(columns.microbatch_group_size > 0, columns.microbatch_group_size, columns.pp)
         rest_N = microbatches_N % size_N
@@ -179,25 +183,25 @@ class Tables:
         return np.asarray(runs_N & divides_N & (world_N == self._num_slots) & ((columns.vpp == 1) | fills_N))
 
     def microbatches_N(self, columns: LayoutColumns) -> Ints:
-        """Micro-batches of one step."""
+        """Return the micro-batches of one step."""
         return np.asarray(self.job.batch.global_batch_size // (columns.dp * columns.micro_batch_size))
 
     def tensor_fits_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
-        """Whether all tensor-parallel groups can lie on one host each, and need not."""
+        """Return whether tensor-parallel groups have several ranks and fit on one host each, of several hosts."""
         return self._fits_hosts(columns.tp)
 
     def experts_fit_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
-        """Whether all ranks that share the experts of a layer can lie on one host, and need not."""
+        """Return whether the ranks that share the experts of a layer fit on one host, of several hosts."""
         return self._fits_hosts(columns.ep * columns.etp) & (columns.ep > 1) & experts_lie_in_stages(columns)
 
     def _fits_hosts(self, ranks: Ints) -> NDArray[np.bool_]:
         return np.asarray((ranks > 1) & (self.devices % ranks == 0) & (self.num_hosts > 1))
 
     def unit_times(self, columns: LayoutColumns, groups_lie: GroupsLie = "anywhere") -> UnitTimes:
-        """Look up, or work out, the times of what the layouts' chunks are made of."""
+        """Return the times of the parts of the layouts' chunks."""
         columns = _recomputes_merged(columns)
-        computed_by = ("tp", "cp", "micro_batch_size", "recompute", *self._cut_by)
-        sent_by = ("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._of_shards)
+        computed_by = ("tp", "cp", "micro_batch_size", "recompute", *self._share_fields)
+        sent_by = ("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._shard_fields)
         kernels, networks = columns.groups(*computed_by), columns.groups(*sent_by)
         both_N = networks.group_N * len(kernels.first_U) + kernels.group_N
         codes_U, group_N = np.unique(both_N, return_inverse=True)
@@ -219,10 +223,10 @@ class Tables:
         )
 
     def unit_parameters(self, columns: LayoutColumns) -> tuple[Ints, Ints]:
-        """Count the parameters of what the layouts' chunks are made of.
+        """Count the parameters of the parts of the layouts' chunks.
 
         Returns:
-            The group of each layout (N), and of each group the dense and the expert parameters of X on one rank.
+            Group of each layout (N); dense and expert parameters of each part on one rank, for each group (U, 2, X).
 
         """
         codes_N = codes_of([columns.tp, columns.ep, columns.etp, (columns.pp > 1).astype(np.int64)])
@@ -231,7 +235,6 @@ class Tables:
         return group_N.reshape(-1), np.array(found, dtype=np.int64)
 
     def _parameters_of(self, layout: Layout) -> list[list[float]]:
-        """Dense and expert parameters of X on one rank."""
         unit = unit_parameters(self.job.model, layout)
         layers = (each for each in unit.layers.values() for _ in range(2))
         parts = (*layers, unit.embedding, unit.head, unit.prediction)
@@ -240,16 +243,16 @@ class Tables:
     def _computes(self, layout: Layout) -> bool:
         return self.compute.source(case_of(layout)) is not None
 
-    def _cuts(self, layout: Layout) -> bool:
+    def _splits(self, layout: Layout) -> bool:
         with contextlib.suppress(LayoutError):
             return bool(layout.chunk_layers(self.job.model.num_layers))
         return False
 
     def slow_hosts(self, pp: int) -> list[tuple[int, int]]:
-        """Return pairs: so many stages have slots on some of so many hosts, those with the slowest links.
+        """Return pairs (j, h): in every placement at least j stages have slots on the h hosts with the slowest links.
 
-        However ranks lie, the j - 1 stages that the slowest hosts fill hold no more slots than there are, so the next
-        host's are of another stage. The slowest host counts, and the last that is about as slow.
+        j - 1 stages cannot fill these h hosts, so another stage has slots there. One pair is for the slowest host, one
+        for the last host that is nearly as slow.
         """
         if self.num_hosts < 2:
             return []
@@ -262,8 +265,8 @@ class Tables:
         return [(stages + 1, int(first_P[stages]) + 1) for stages in sorted({0, last})]
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
-        """Sum the gradient of a word embedding that the first and the last stage both hold."""
-        # One slot alone has no links that the bound could be taken from.
+        """Return the reduction of word embedding gradients that the first and the last stage both hold."""
+        # A single slot has no links to take a bound from.
         if not has_two_embeddings(self.job.model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
         seconds = [self._embedding_s.get(tp, partial(self._embedding_s_of, tp)) for tp in columns.tp.tolist()]
@@ -274,7 +277,6 @@ class Tables:
         return float(self.fabric.bounds_s("all_reduce", 2, np.array([float(size_bytes)]))[0])
 
     def _unit_passes(self, layout: Layout) -> Floats:
-        """Rows of X: forward, backward with recompute, and what of each the device waits."""
         rows = [
             (one.forward_s, one.backward_s + one.recompute_s, one.forward_idle_s, one.backward_idle_s)
             for one in self.compute.unit_passes(layout)
@@ -283,21 +285,20 @@ class Tables:
         return passes_4X
 
     def _exchange_s_U3X(self, columns: LayoutColumns, groups_lie: GroupsLie) -> Floats:
-        """Exposed seconds of forward and backward by part over the best links; third, X times, those of a hop.
+        """Return exposed seconds of forward and backward by part over the best links; the third row holds the hop.
 
-        Sizes grow with the micro-batch and nothing else does, so layouts that differ in it are priced together. Those
-        of shards do not grow.
+        Layouts that differ only in the micro-batch are priced together, as message sizes are proportional to it. The
+        sizes of shards do not depend on it.
         """
-        hidden_by = ("tp", "cp", "micro_batch_size", *dict.fromkeys((*self._of_shards, *self._cut_by)))
+        hidden_by = ("tp", "cp", "micro_batch_size", *dict.fromkeys((*self._shard_fields, *self._share_fields)))
         cases = columns.groups(*hidden_by)
         hiding_U = _each(columns, cases.first_U, hidden_by, self._hiding, self.compute.hiding)
-        # Two parts for each kind of layer, embedding, head and prediction.
         found = np.zeros((len(columns), 3, 2 * len(self.job.model.possible_kinds) + 3))
-        degrees_of = columns.groups("tp", "cp", "sequence_parallel", "ep", "etp", *self._of_shards)
+        degrees_of = columns.groups("tp", "cp", "sequence_parallel", "ep", "etp", *self._shard_fields)
         for rows in split_by_code(degrees_of.group_N):
             shape = columns.layout(int(rows[0]))
             degrees = {name: getattr(shape, name) for name in ("tp", "cp", "ep", "etp", "sequence_parallel")}
-            one = Layout(**degrees, dp=shape.dp if self._of_shards else shape.ep * shape.etp)
+            one = Layout(**degrees, dp=shape.dp if self._shard_fields else shape.ep * shape.etp)
             samples = columns.micro_batch_size[rows].astype(np.float64)
             if one not in self._exchanges:
                 self._exchanges[one] = exchanges_of(self.job, one, self._one_of_each, self.fabric.domain_slots)
@@ -308,10 +309,10 @@ class Tables:
                 seconds = self.fabric.bounds_s(item.kind, members[item.group], sizes, fewest=fewest)
                 if item.behind:
                     hidden_s = [hiding_U[case].seconds(item.behind) for case in cases.group_N[rows].tolist()]
-                    seconds = np.maximum(seconds - np.array(hidden_s) * item.behind_share, 0.0)
+                    seconds = exposed_s(seconds, np.array(hidden_s) * item.behind_share)
                 found[rows, :2] += seconds[:, None, None] * np.array([item.forward, item.backward])
             if self._num_slots > 1:
-                # A group that fills a host leaves no room for another stage.
+                # A group that fills a host leaves no slot for another stage.
                 fewest = 2 if one.tp == self.devices > 1 and groups_lie == "inside hosts" else 1
                 hop_s = self.fabric.bounds_s("send", 2, hop_bytes(self.job, one) * samples, fewest=fewest)
                 found[rows, 2] = hop_s[:, None]
@@ -319,7 +320,7 @@ class Tables:
 
 
 def _recomputes_merged(columns: LayoutColumns) -> LayoutColumns:
-    """Merge full recompute of any number of layers: that decides how many layers run again, not how long each takes."""
+    """Merge full recompute of any number of layers: the number does not change the time of one layer."""
     kinds = [replace(one, num_layers=1) if one.granularity == "full" else one for one in columns.recomputes]
     place = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
     return replace(
@@ -330,7 +331,7 @@ def _recomputes_merged(columns: LayoutColumns) -> LayoutColumns:
 def _each(
     columns: LayoutColumns, rows: Ints, fields: tuple[Field, ...], known: Memo[T], make: Callable[[Layout], T]
 ) -> list[T]:
-    """Work out for some rows what only these fields decide, unless it is known; a layout is made only for new ones."""
+    """Return a value for each row that only these fields decide; a layout is built only for values not known yet."""
     keys = columns.values(rows, *fields)
     return [
         known.get(key, lambda: make(columns.layout(row)))  # noqa: B023 - called at once
@@ -339,14 +340,14 @@ def _each(
 
 
 def _across_hosts(groups_lie: GroupsLie, layout: Layout) -> tuple[str, ...]:
-    """Name the groups of which one at least lies on several hosts."""
+    """Return the names of groups; at least one group of these names spans hosts."""
     if groups_lie == "experts across hosts":
-        # The ranks that share a layer's experts do; with etp above 1 those of one expert may, or those of equal parts.
+        # With etp above 1, the ranks of one expert or those of equal parts may span hosts.
         return ("ep_etp", "ep") if layout.etp == 1 else ("ep_etp",)
     return ("tp",) if groups_lie == "tensor across hosts" else ()
 
 
 def split_by_code(codes_N: Ints) -> list[Ints]:
-    """Rows of each code."""
+    """Return the rows of each code."""
     order = np.argsort(codes_N, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(codes_N[order])) + 1)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.worlds import named, on_gpus
 
-from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.step.predictor import Predictor
+from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import (
     Batch,

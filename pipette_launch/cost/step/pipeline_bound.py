@@ -1,13 +1,13 @@
-"""No pipeline drains sooner than this: lengths of chains of actions, in closed form, for many pipelines of one shape.
+"""Lower bounds on the drain of a pipeline: lengths of paths through its schedule, for many pipelines of one shape.
 
-Each figure is the length of a real path of the schedule's graph (`cost.pipeline.engine`), hence at most the longest
-one, which is the simulated time. Two families of paths are tried, which meet the longest one where stages are alike or
-one stage stands out:
+Each figure is the length of a real path of the schedule's graph (`cost.pipeline.engine`), so it is at most the longest
+path, which is the simulated time. There are two families of paths. Their longest is the longest of all paths if stages
+are alike, or if one stage is much slower than the others:
 
-    stay      go to one pipeline rank, run all that it runs, and leave; the way in and the way out may go through
-              later chunks, or to the last stage and back, instead of through what the rank runs meanwhile
-    zigzag    the first micro-batch goes to the last stage and back, then the one that its return lets start, and so on
-              (not interleaved only): few turns, so every hop counts
+    stay      go to one pipeline rank, run all its passes, and leave. The way in and the way out may instead go
+              through later chunks, or to the last stage and back
+    zigzag    the first micro-batch goes to the last stage and back, then the micro-batch that its return starts, and
+              so on (without interleaving only). Every hop of these paths counts
 """
 
 # U = pipelines, V = chunks of one pipeline rank (vpp), P = pipeline ranks, S = V * P stages in model order.
@@ -25,43 +25,43 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelines:
-    """U pipelines of one shape, each with hops that all take equally long."""
+    """U pipelines of one shape; all hops of a pipeline take equally long."""
 
     forward_s_UVP: Floats
-    """One micro-batch on each stage."""
+    """Forward of one micro-batch on each stage."""
     backward_s_UVP: Floats
-    """With recompute."""
+    """Backward with recompute."""
     hop_s_U: Floats
     microbatches_U: Ints
     group_size_U: Ints
-    """Micro-batches that run through one chunk before the next; no matter where V is 1."""
+    """Micro-batches that run through one chunk before the next chunk; unused if V is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drains:
-    """Seconds before which no rank's last backward ends."""
+    """Lower bounds on the end of each rank's last backward."""
 
     any_UP: Floats
-    """Of the first chunk, which is the rank's last."""
+    """Last backward of the first chunk, which is the rank's last pass."""
     first_UP: Floats
-    """The same, by paths that hold the first forward of every stage: what makes those longer adds up on top."""
+    """The same, by paths that contain the first forward of every stage: waits of these forwards are added on top."""
     early_UP: Floats
-    """Of the last chunk's last backward, the first of the rank's chunks to be through."""
+    """Last backward of the last chunk, which is the rank's first chunk to end."""
 
 
 def drains(pipelines: Pipelines, *, slow: Pipelines | None = None) -> Drains:
     """Bound the drains of all pipelines.
 
     Args:
-        pipelines: their shape and times.
-        slow: the same with the times of the slowest slots; some one rank of each pipeline has at least these.
+        pipelines: with the times of the fastest slots.
+        slow: with the times of the slowest slots; one unknown rank of each pipeline takes at least these times.
 
     """
     chains = _Chains.of(pipelines)
     stay = _stay(pipelines, chains)
     later_2UP = np.maximum.accumulate(stay.by_rank_2UP[..., ::-1], axis=2)[..., ::-1]
     all_2U1 = np.maximum(stay.by_last_2UP.max(axis=2), _zigzag(pipelines))[..., None]
-    # Without what follows the last backward of each rank's first chunk.
+    # The path ends with the last backward of each rank's first chunk.
     drains_2UP = np.maximum(later_2UP, all_2U1) - chains.out_UVP[:, 0]
     if slow is not None:
         held = _stay(slow, chains)
@@ -72,7 +72,7 @@ def drains(pipelines: Pipelines, *, slow: Pipelines | None = None) -> Drains:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chains:
-    """Micro-batches on their way alone."""
+    """Paths of single micro-batches."""
 
     in_UVP: Floats
     """From the start to the beginning of each stage's forward."""
@@ -105,20 +105,20 @@ class _Chains:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stay:
-    """Lengths of paths that stay on one rank, by rank, up to the first stage's last backward.
+    """Lengths of paths that stay on one rank, up to the first stage's last backward, for each rank.
 
-    Two of each: of any path (0), and of paths that hold the first forward of every stage (1).
+    Index 0 is for any path, index 1 for paths that contain the first forward of every stage.
     """
 
     by_rank_2UP: Floats
-    """Paths that come back through the ranks before this one only."""
+    """Paths that return only through the ranks before this one."""
     by_last_2UP: Floats
-    """Paths whose end comes through the last rank, hence through all."""
+    """Paths that end through the last rank, and so through all ranks."""
     early_UP: Floats
 
 
 def _stay(own: Pipelines, chains: _Chains) -> _Stay:
-    """Price the paths that stay on one rank; `own` gives what that rank runs, `chains` the ways in and out."""
+    """Return the lengths of paths that stay on one rank: `own` has its passes, `chains` the ways in and out."""
     chunks, ranks = own.forward_s_UVP.shape[1:]
     forward_UVP, backward_UVP = own.forward_s_UVP, own.backward_s_UVP
     n_U1 = own.microbatches_U[:, None]
@@ -131,18 +131,18 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
     passed_UP = np.minimum(ahead_UP + 1, total_U1)
     run_UP = n_U1 * (forward_UVP.sum(axis=1) + backward_UVP.sum(axis=1))
 
-    # The way in: straight to the first chunk; through all stages before the last chunk; to the last stage and back.
+    # The way in: to the first chunk, through all stages before the last chunk, or to the last stage and back.
     top_in_UP = chains.in_UVP[:, -1]
     in_last_UP = top_in_UP - group_U1 * forward_UVP[:, :-1].sum(axis=1)
     in_UP = np.maximum(chains.in_UVP[:, 0], in_last_UP)
     in_turn_UP = top_in_UP + chains.turn_UP - _first_s(forward_UVP, passed_UP, own)
-    # The way out, likewise.
+    # The way out has the same three cases.
     top_out_UP = chains.out_UVP[:, -1]
     late_UP = last_group_U1 * backward_UVP[:, :-1].sum(axis=1)
     out_UP = chains.out_UVP[:, 0]
     out_last_UP = top_out_UP - late_UP
     out_turn_UP = top_out_UP + chains.back_UP - _last_s(backward_UVP, passed_UP, own)
-    # Both turns need a forward that comes after the first backward.
+    # Two turns need a forward that comes after the first backward.
     both_UP = passed_UP < total_U1
     best_in_UP = np.maximum(in_UP, in_turn_UP)
     straight_UP = np.maximum(out_UP, out_last_UP) if chunks == 1 else out_UP
@@ -159,14 +159,13 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
 
 
 def _first_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
-    """Sum of a rank's first so many forwards."""
     if seconds_UVP.shape[1] == 1:
         return passed_UP * seconds_UVP[:, 0]
     return np.asarray((_counts_UVP(passed_UP, own) * seconds_UVP).sum(axis=1))
 
 
 def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
-    """Sum of a rank's last so many backwards, which take the forwards' order with the chunks reversed."""
+    """Return the time of a rank's last `passed_UP` backwards: the order of forwards, with the chunks reversed."""
     chunks = seconds_UVP.shape[1]
     if chunks == 1:
         return passed_UP * seconds_UVP[:, 0]
@@ -176,7 +175,7 @@ def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
 
 
 def _counts_UVP(passed_UP: Ints, own: Pipelines) -> Ints:
-    """How many of a rank's first so many forwards are of each chunk (`facts.schedules.schedule_table`)."""
+    """Return the number of forwards of each chunk among a rank's first `passed_UP` (`schedule_table`)."""
     chunks = own.forward_s_UVP.shape[1]
     group_U1, n_U1 = own.group_size_U[:, None], own.microbatches_U[:, None]
     rounds_UP = np.minimum(passed_UP // (group_U1 * chunks), n_U1 // group_U1)
@@ -187,10 +186,10 @@ def _counts_UVP(passed_UP: Ints, own: Pipelines) -> Ints:
 
 
 def _zigzag(pipelines: Pipelines) -> Floats:
-    """Go to the last stage and back until all micro-batches are through; one turn is shorter, so that the count fits.
+    """Return the length of the path that goes to the last stage and back until all micro-batches have passed.
 
-    Each round trip but the last lets start the micro-batch that comes P later, so k = ceil((n + P - 1) / P) of them
-    are too many by s = k P - (n + P - 1): one turns at rank s rather than 0, or at P - 1 - s rather than P - 1.
+    Each round trip except the last one starts the micro-batch that comes P later. k = ceil((n + P - 1) / P) trips are
+    too long by s = k P - (n + P - 1), so one trip turns at rank s instead of 0, or at P - 1 - s instead of P - 1.
     """
     chunks, ranks = pipelines.forward_s_UVP.shape[1:]
     if chunks > 1:

@@ -46,7 +46,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
     ours = RoundStore(store, 0, 1, is_coordinator=True)
 
     for get in (lambda: ours.peek("key"), lambda: ours.take("key", what="it", deadline_s=1)):
-        with pytest.raises(ClusterError, match="the message of another node of key is no text"):
+        with pytest.raises(ClusterError, match="the message of another node under key is no text"):
             get()
 
 

@@ -18,9 +18,8 @@ from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.facts.plan import Rate, Setting
 from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.report import outcome_line
-from pipette_launch.report.choice import rank_ranges
-from pipette_launch.report.flag_changes import arguments_diff
-from pipette_launch.report.plan import plan_file_screen
+from pipette_launch.report.plan import plan_file_screen, rank_ranges
+from pipette_launch.report.screen import arguments_diff
 
 GOLDEN = Path(__file__).parent / "data" / "screens"
 WIDTHS = (80, 120)

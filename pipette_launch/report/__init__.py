@@ -1,8 +1,7 @@
 """Shows plans, predictions and outcomes as text for a terminal; measures, prices and decides nothing."""
 
 from pipette_launch.report.comparison import comparison_screen
-from pipette_launch.report.health import checkup_screen
-from pipette_launch.report.measured import measured_screen
+from pipette_launch.report.measured import checkup_screen, measured_screen
 from pipette_launch.report.plan import chosen_line, outcome_line, plan_file_screen, plan_screen
 from pipette_launch.report.prediction import prediction_screen
 

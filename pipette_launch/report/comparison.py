@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from pipette_launch.facts import Choice
 from pipette_launch.facts.prediction import Comparison
-from pipette_launch.report.draw import Section, bullet, render, sheet, text
-from pipette_launch.report.figures import rate_words, without_gaps
+from pipette_launch.report.screen import Section, bullet, rate_words, render, sheet, text, without_gaps
 from pipette_launch.text import seconds_text
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
 MOST_PARTS = 5
 """Parts of a step that have a column of their own; more would be wider than a terminal."""
@@ -120,8 +118,6 @@ def _sentences(comparison: Comparison, *, faults: bool) -> Iterator[str]:
 
 
 def _table(heads: tuple[str, ...], *, right: tuple[int, ...] | range, folds: bool = False) -> Table:
-    from rich.table import Table
-
     table = Table.grid(padding=(0, 2, 0, 0))
     last = len(heads) - 1
     for index in range(len(heads)):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
+
+from rich.console import RenderableType
 
 from pipette_launch.facts.outcome import LiveJob
-from pipette_launch.report.draw import BAR_CELLS, Section, render, sheet, text
-from pipette_launch.report.figures import step_words
+from pipette_launch.report.screen import BAR_CELLS, Section, render, sheet, step_words, text
 from pipette_launch.text import bytes_text, count_text, duration_text, plural, seconds_text
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 LEVELS = "▁▂▃▄▅▆▇█"
 MOST_VERDICTS = 2

@@ -8,17 +8,70 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from pipette_launch.facts import Cluster, ComputeTime, Links, Measurements, Plan
+from pipette_launch.facts.health import Checkup, Verdict
 from pipette_launch.facts.measurements import LAYERS
-from pipette_launch.report.draw import Section, bullet, render, sheet, text
-from pipette_launch.report.health import health
+from pipette_launch.report.screen import Section, bullet, render, sheet, text
 from pipette_launch.text import bytes_text, plural, rate_text, seconds_text
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
+MOST_VERDICTS = 5
+HEADINGS = {"stops": "Stops", "slows": "Slows", "fine": "Fine"}
+UNSEEN = "not checked, because one machine alone cannot: clocks that differ between nodes, links, firewalls"
+
+
+def health(
+    verdicts: Sequence[Verdict], *, where: str = "cluster.json", most: int = MOST_VERDICTS
+) -> Iterator[RenderableType]:
+    """A sentence for each of the first few; devices of one host that have the same kind of fault share one.
+
+    Args:
+        verdicts: in any order.
+        where: what has the rest.
+        most: how many sentences.
+
+    """
+    groups: dict[tuple[bool, str, str, str], list[Verdict]] = {}
+    for one in sorted(verdicts, key=lambda verdict: not verdict.is_sick):
+        groups.setdefault((one.is_sick, one.host, one.other_host, one.kind), []).append(one)
+    for shared in [*groups.values()][:most]:
+        more = len(shared) - 1
+        also = f" ({more} more {plural('device', more)} of {shared[0].host} likewise)" if more else ""
+        row = Table.grid(padding=(0, 1, 0, 0))
+        row.add_row(text("!", "bold red") if shared[0].is_sick else text("•", "dim"), text(shared[0].words() + also))
+        yield row
+    rest = len(groups) - most
+    if rest > 0:
+        sick = sum(key[0] for key in [*groups][most:])
+        of_them = f", {sick} of them sick" if sick else ""
+        yield text(f"… and {rest} more {plural('finding', rest)}{of_them}, in {where}", "dim")
+
+
+def checkup_screen(
+    checkup: Checkup, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
+) -> str:
+    """Show the findings, what would stop a job first.
+
+    Args:
+        checkup: of one machine.
+        width: columns; None for the terminal's, 80 without one.
+        colour: None for yes on a terminal only.
+        stream: where it will be shown; None for stdout.
+
+    """
+    sections: list[Section] = [
+        (heading, [bullet(one.words()) for one in checkup.findings if one.severity == severity])
+        for severity, heading in HEADINGS.items()
+    ]
+    answer = "nothing here would stop a job" if checkup.is_fit else "a job would stop here"
+    sections.append(("Answer", [text(f"{checkup.host}: {answer}"), text(UNSEEN, "dim")]))
+    return render("pipette doctor", sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)
+
 
 MOST_COLUMNS = 8
 """So many hosts fit into a matrix on a screen."""
@@ -138,8 +191,6 @@ def _machines(measurements: Measurements) -> Iterator[Text]:
 
 def _matrix(cluster: Cluster) -> Iterator[RenderableType]:
     """Bandwidth from the host of the row to the host of the column, for few hosts."""
-    from rich.table import Table
-
     names = [host.name for host in cluster.hosts]
     if not 2 < len(names) <= MOST_COLUMNS:
         return
@@ -156,8 +207,6 @@ def _matrix(cluster: Cluster) -> Iterator[RenderableType]:
 
 def _groups(measurements: Measurements) -> Iterator[RenderableType]:
     """Each collective, with the rate of a large one: bytes of the full tensor over seconds."""
-    from rich.table import Table
-
     timed = [entry for entry in measurements.collectives if entry.kind != "send"]
     table = Table.grid(padding=(0, 2, 0, 0))
     for entry in timed[:MOST_ROWS]:
@@ -176,8 +225,6 @@ def _groups(measurements: Measurements) -> Iterator[RenderableType]:
 
 def _compute(measurements: Measurements) -> Iterator[RenderableType]:
     """A layer's passes in each case, the median of the slots that ran it."""
-    from rich.table import Table
-
     cases: dict[object, list[ComputeTime]] = {}
     for time in measurements.compute:
         if time.part in LAYERS:

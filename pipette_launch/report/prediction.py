@@ -6,17 +6,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from pipette_launch.facts.glossary import SHORT
 from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
-from pipette_launch.report.draw import Section, breakdown, bullet, columns, render, sheet, stages_shown, text
-from pipette_launch.report.figures import limit_words, memory_bars, rate_words, without_gaps
+from pipette_launch.report.screen import (
+    Section,
+    breakdown,
+    bullet,
+    columns,
+    limit_words,
+    memory_bars,
+    rate_words,
+    render,
+    sheet,
+    stages_shown,
+    text,
+    without_gaps,
+)
 from pipette_launch.text import GIB, MIB, bytes_text, count_text, plural, printable, seconds_text
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
 
 MOST_BARS = 8
 MOST_ROWS = 16
@@ -122,8 +134,6 @@ def _split(prediction: Prediction, width: int) -> Iterator[RenderableType]:
         parts = " · ".join(f"{name} {bytes_text(size)}" for name, size in fullest.parts_bytes.items())
         yield text(f"stage {fullest.pp_rank}: {parts}")
         return
-    from rich.table import Table
-
     table = Table.grid(padding=(0, 2 if width >= LONG_WIDTH else 1, 0, 0))
     unit, size = ("GiB", GIB) if prediction.fullest.model_peak_bytes >= GIB else ("MiB", MIB)
     heads = [unit, "layers", *(part if width >= LONG_WIDTH else SHORT[part] for part in PARTS), "peak"]

@@ -12,7 +12,7 @@ from search.worlds import ALL_FIELDS, on_gpus, pipeline_job, planned, two_racks
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, ComputeCase, Layout
-from pipette_launch.report.figures import NOT_MODELLED as PREFIX
+from pipette_launch.report.screen import NOT_MODELLED as PREFIX
 
 
 def test_all_is_said_in_sentences() -> None:

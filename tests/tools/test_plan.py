@@ -20,9 +20,9 @@ from pipette_launch.errors import PlanError
 from pipette_launch.facts import Plan, files
 from pipette_launch.facts.measurements import StageReading, memory_digest
 from pipette_launch.launch.cache import check_belongs, on_real_hosts
-from pipette_launch.report.flag_changes import paste_words
 from pipette_launch.report.page import choices
 from pipette_launch.report.plan import plan_file_screen
+from pipette_launch.report.screen import paste_words
 from pipette_launch.text import seconds_text
 from pipette_launch.tools.main import main, parser
 

@@ -1,16 +1,22 @@
 """The machines: ranks host by host, layer times, and what is amiss."""
 
+# H = hosts (or the devices of a single host), B = blocks of hosts that are drawn as one.
+
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from typing import Any
 
-from pipette_launch.facts import Choice, ComputeTime, Measurements, Plan
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.facts import Choice, ComputeTime, Links, Measurements, Plan
 from pipette_launch.facts.measurements import LAYERS
-from pipette_launch.report.choice import rank_ranges
 from pipette_launch.report.page.pieces import Segment, Table, bar
-from pipette_launch.text import seconds_text
+from pipette_launch.report.plan import rank_ranges
+from pipette_launch.text import rate_text, seconds_text
 
 MOST_ROWS = 128
 """Hosts that have a row with every rank; of more, each is a small square."""
@@ -106,3 +112,158 @@ def health_table(measurements: Measurements | None) -> Table | None:
         for one in verdicts
     ]
     return Table("Problems", ("where", "device", "problem", "seen", "its peers", "what to do"), rows) if rows else None
+
+
+MOST_CELLS = 64
+"""Rows of a drawn matrix; of more hosts, neighbours are drawn as one, by their slowest link."""
+LEVELS = 7
+STEP = 1.15
+"""Islands are told apart where no link has a bandwidth between one and this times it."""
+
+Floats = NDArray[np.float64]
+
+
+def links_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] | None:
+    """Return both matrices, their scale and a table; None where nothing was measured or there is one place."""
+    if measurements is None:
+        return None
+    cluster, size = measurements.cluster, plan.devices_per_host
+    between = len(cluster.hosts) > 1
+    links: Links = cluster.between_hosts if between else cluster.within_host[0]
+    if links.size < 2:
+        return None
+    names = [host.name for host in cluster.hosts] if between else [f"device {index}" for index in range(links.size)]
+    each = size if between else 1
+    first_rank = [min(plan.chosen.placement[index * each : (index + 1) * each]) for index in range(links.size)]
+    before = list(range(links.size))
+    after = sorted(before, key=lambda index: first_rank[index])
+    rates = links.bandwidth_bytes_per_s
+    own = rates[~np.eye(links.size, dtype=bool)]
+    slowest, fastest = float(own.min()), float(own.max())
+    # Links that differ by little shall not look far apart.
+    scale = (min(slowest, fastest / 2), fastest)
+    islands = islands_of(rates)
+    island_of = {place: number for number, island in enumerate(islands) for place in island}
+    titles = [("In torchrun's order", before), ("In the order of the plan's ranks", after)]
+    rows = [_row(rates, names, index) for index in range(min(links.size, MOST_ROWS))]
+    matrices = [
+        _matrix(title, rates, names, order, scale=scale, island_of=island_of)
+        for title, order in titles[: 1 if after == before else 2]
+    ]
+    return {
+        "places": "hosts" if between else "devices",
+        "matrices": matrices,
+        "is_same": after == before,
+        "range": rate_text(fastest) if slowest == fastest else f"{rate_text(slowest)} to {rate_text(fastest)}",
+        "legend": [one for one in _legend(*scale) if any(matrix["paths"][one[0]] for matrix in matrices)],
+        "islands": [_island_words(names, island) for island in islands],
+        "table": Table(
+            f"Links from each of the {'hosts' if between else 'devices'}",
+            ("from", "slowest", "to", "median", "fastest"),
+            rows,
+        ),
+        "hidden": links.size - len(rows),
+    }
+
+
+def _island_words(names: list[str], island: list[int]) -> str:
+    return names[island[0]] if len(island) == 1 else f"{names[island[0]]} … {names[island[-1]]} ({len(island)})"
+
+
+def _matrix(
+    title: str,
+    rates_HH: Floats,
+    names: list[str],
+    order: list[int],
+    *,
+    scale: tuple[float, float],
+    island_of: dict[int, int],
+) -> dict[str, Any]:
+    """Put hosts into an order and neighbours into blocks; a block has the rate of its slowest link."""
+    starts = list(range(0, len(order), _hosts_in_a_block(len(order), list(island_of.values()))))
+    blocks = [order[first:last] for first, last in itertools.pairwise([*starts, len(order)])]
+    ordered = rates_HH[np.ix_(order, order)].copy()
+    np.fill_diagonal(ordered, np.inf)
+    rates_BB = np.minimum.reduceat(np.minimum.reduceat(ordered, starts, axis=0), starts, axis=1)
+    level_BB = _levels(rates_BB, *scale)
+    paths = [
+        "".join(f"M{column} {row}h1v1h-1z" for row, column in zip(*np.nonzero(level_BB == level), strict=True))
+        for level in range(LEVELS)
+    ]
+    return {
+        "title": title,
+        "size": len(blocks),
+        "paths": paths,
+        # The diagonal is no link, unless a block holds several hosts: then it tells which island the host belongs to.
+        "diagonal": [island_of.get(block[0], -1) if len(block) == 1 else -1 for block in blocks],
+        "names": [" … ".join(dict.fromkeys((names[block[0]], names[block[-1]]))) for block in blocks],
+        "rates": [[None if math.isinf(rate) else float(f"{rate:.3g}") for rate in row] for row in rates_BB.tolist()],
+    }
+
+
+def _hosts_in_a_block(count: int, islands: list[int]) -> int:
+    """Return as few as `MOST_CELLS` allows, or the next number that divides the largest island."""
+    least = math.ceil(count / MOST_CELLS)
+    largest = max((islands.count(island) for island in set(islands)), default=0)
+    return next((size for size in range(least, largest + 1) if largest % size == 0), least)
+
+
+def _levels(rates: Floats, slowest: float, fastest: float) -> NDArray[np.int64]:
+    """Return the level of each rate on a logarithmic scale, 0 the slowest; -1 where there is no link."""
+    place = np.log(np.minimum(rates, fastest) / slowest) / math.log(fastest / slowest)
+    return np.where(np.isinf(rates), -1, np.minimum(place * LEVELS, LEVELS - 1).astype(np.int64))
+
+
+def _legend(slowest: float, fastest: float) -> list[tuple[int, str]]:
+    step = (fastest / slowest) ** (1 / LEVELS)
+    return [
+        (level, f"{rate_text(slowest * step**level)} to {rate_text(slowest * step ** (level + 1))}")
+        for level in range(LEVELS)
+    ]
+
+
+def islands_of(rates_HH: Floats) -> list[list[int]]:
+    """Return the groups of places that fast links join, each in its own order; empty where links tell none apart.
+
+    Bandwidths fall into tiers where none lies within `STEP` below another. The fastest tiers count that leave several
+    islands with at least half of all places in islands of two or more.
+    """
+    count = len(rates_HH)
+    both_HH = np.minimum(rates_HH, rates_HH.T)
+    rates = np.log(both_HH[np.triu_indices(count, 1)])
+    width = math.log(STEP) / 4
+    bins = np.unique(np.floor(rates / width))
+    gaps = [index for index in range(len(bins) - 1) if bins[index + 1] - bins[index] > 4]
+    for index in reversed(gaps):
+        islands = _joined(both_HH >= math.exp((bins[index] + 1) * width))
+        together = sum(len(island) for island in islands if len(island) > 1)
+        if len(islands) > 1 and 2 * together >= count:
+            return islands
+    return []
+
+
+def _joined(near_HH: NDArray[np.bool_]) -> list[list[int]]:
+    left, found = set(range(len(near_HH))), []
+    while left:
+        island, edge = np.zeros(len(near_HH), dtype=bool), np.zeros(len(near_HH), dtype=bool)
+        edge[min(left)] = True
+        while edge.any():
+            island |= edge
+            edge = near_HH[edge].any(axis=0) & ~island
+        found.append(np.flatnonzero(island).tolist())
+        left.difference_update(found[-1])
+    return found
+
+
+def _row(rates_HH: Floats, names: list[str], index: int) -> tuple[str, str, str, str, str]:
+    """Name a place, its slowest link and to whom, the median and the fastest of those that it sends over."""
+    others = [other for other in range(len(names)) if other != index]
+    rates = rates_HH[index][others]
+    slowest = others[int(rates.argmin())]
+    return (
+        names[index],
+        rate_text(float(rates.min())),
+        names[slowest],
+        rate_text(float(np.median(rates))),
+        rate_text(float(rates.max())),
+    )

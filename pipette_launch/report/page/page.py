@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import Environment
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.planning.picture import Picture
-from pipette_launch.report.figures import NOT_MODELLED
-from pipette_launch.report.flag_changes import arguments_diff, paste_text
 from pipette_launch.report.page import choices, machines
-from pipette_launch.report.page.links import links_view
-from pipette_launch.report.page.memory import memory_view
-from pipette_launch.report.page.runs import outcome_table, trials_table
-from pipette_launch.report.page.timeline import timeline_view
+from pipette_launch.report.page.choices import timeline_view
+from pipette_launch.report.page.machines import links_view
+from pipette_launch.report.page.pieces import memory_view, outcome_table, trials_table
 from pipette_launch.report.plan import schedule_words
+from pipette_launch.report.screen import NOT_MODELLED, arguments_diff, paste_text
 from pipette_launch.text import bytes_text, count_text, printable, seconds_text
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 BEGIN, END = "<!--outcome-->", "<!--/outcome-->"
 """What was measured stands between these; names of others cannot hold them, since their `<` is escaped."""

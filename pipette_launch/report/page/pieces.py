@@ -7,6 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pipette_launch.facts import Plan
+from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.prediction import PARTS
+from pipette_launch.planning.picture import Picture
+from pipette_launch.report.screen import limit_words
+from pipette_launch.text import bytes_text, seconds_text
+
 UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
@@ -93,3 +100,87 @@ class Axis:
         rough = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(rough))
         return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+
+
+MOST_STAGES = 64
+"""Of longer pipelines the first, the last, the fullest and some between them are drawn."""
+
+
+def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
+    """Return the stacks; without a picture the totals alone."""
+    shown = plan.chosen.memory_shown
+    needs = shown.need_bytes
+    shows_limit = limit_in_view(shown.limit_bytes, max(needs))
+    whole = max(shown.limit_bytes, *needs) if shows_limit else max(needs)
+    kinds = picture.memory_bytes if picture else tuple({"all": need} for need in needs)
+    names = PARTS if picture else ("all",)
+    drawn = stages_drawn(needs)
+    bars = []
+    for stage in drawn:
+        total = bytes_text(needs[stage]) + (", too much" if needs[stage] > shown.limit_bytes else "")
+        segments = [Segment(name, size, bytes_text(size)) for name, size in kinds[stage].items()]
+        bars.append(bar(f"stage {stage}", segments, kinds=names, whole=whole, total=total))
+    words = limit_words(shown.limit_bytes, shown.free_bytes, shown.margin)
+    rows = [
+        (stage, *(bytes_text(kinds[stage].get(name, 0)) for name in names), bytes_text(needs[stage])) for stage in drawn
+    ]
+    return {
+        "bars": bars,
+        "legend": legend(bars),
+        "hidden": len(needs) - len(drawn),
+        "limit": round(100 * shown.limit_bytes / whole, 3) if shows_limit else None,
+        "limit_words": f"{words[0].upper()}{words[1:]}{'' if shows_limit else ', far beyond these bars'}",
+        "table": Table("Memory of each stage", ("stage", *names, "peak"), rows),
+    }
+
+
+def limit_in_view(limit_bytes: int, need_bytes: int) -> bool:
+    """Whether a scale that holds the limit still shows what is needed; else the limit is told in words alone."""
+    return limit_bytes <= 5 * need_bytes
+
+
+def stages_drawn(needs: tuple[int, ...], most: int = MOST_STAGES) -> list[int]:
+    """All stages of a short pipeline; of a long one at most so many, its ends and the fullest among them."""
+    if len(needs) <= most:
+        return list(range(len(needs)))
+    spaced = {round(index * (len(needs) - 1) / (most - 2)) for index in range(most - 1)}
+    return sorted(spaced | {needs.index(max(needs))})
+
+
+def trials_table(plan: Plan) -> Table | None:
+    """Set measured trials beside what was predicted for them; None without trials."""
+    if plan.trials is None:
+        return None
+    rows = [
+        (
+            run.layout.words() + (" (yours)" if run.is_own else ""),
+            seconds_text(run.predicted_step_s),
+            seconds_text(run.step.median_s) if run.step else run.failure,
+            f"{run.predicted_step_s / run.step.median_s - 1:+.1%}" if run.step and run.step.median_s > 0 else "",
+            f"{run.step.spread:.0%}" if run.step else "",
+        )
+        for run in plan.trials.runs
+    ]
+    return Table("Trials", ("layout", "predicted", "measured", "error", "spread"), rows)
+
+
+def outcome_table(outcome: Outcome) -> Table:
+    """Predicted, measured and the error of the step, and of the fullest rank that was read."""
+    measured = outcome.measured_step
+    step = f"step, up to iteration {outcome.last_iteration}"
+    rows = [
+        (
+            step,
+            seconds_text(outcome.predicted_step_s),
+            seconds_text(measured.median_s),
+            f"{outcome.error:+.1%}",
+            f"{measured.spread:.0%}{', unstable' if measured.is_unstable else ''}",
+        )
+    ]
+    peak = outcome.fullest
+    if peak is not None and peak.measured_bytes:
+        error = peak.predicted_bytes / peak.measured_bytes - 1
+        name = f"memory of rank {peak.rank}, by its {peak.source}"
+        rows.append((name, bytes_text(peak.predicted_bytes), bytes_text(peak.measured_bytes), f"{error:+.1%}", ""))
+    caption = f"It ran: {outcome.layout.words()}"
+    return Table(caption, ("", "predicted", "measured", "error", "spread"), rows)

@@ -1,0 +1,326 @@
+"""How everything of ours looks on a terminal: words, bars, bullets, and the frame around them."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from pipette_launch.facts.plan import Rate
+from pipette_launch.text import bytes_text, count_text, flops_text, plural, printable, seconds_text
+
+LEAST_WIDTH = 60
+MOST_WIDTH = 120
+BAR_CELLS = 20
+MOST_STAGES = 8
+HEADING = 9
+GAP = 2
+INDENT = HEADING + GAP
+"""Columns that stand before the lines of a section."""
+ASCII = str.maketrans(
+    {
+        "─": "-",
+        "█": "#",
+        "░": ".",
+        "→": ">",
+        "·": "|",
+        "•": "*",
+        "…": "~",
+        **dict(zip("▁▂▃▄▅▆▇", "_.:-=+%", strict=True)),
+    }
+)
+
+
+Section = tuple[str, "Iterable[RenderableType]"]
+"""A heading and the lines beside it; without lines it is left out."""
+
+
+def bar(part: float, style: str) -> Text:
+    """Draw a part of a whole, from 0 to 1."""
+    full = max(1, round(part * BAR_CELLS)) if part > 0 else 0
+    drawn = text("█" * full, style)
+    drawn.append("░" * (BAR_CELLS - full), "dim")
+    return drawn
+
+
+def bullet(sentence: str) -> RenderableType:
+    """One of several sentences."""
+    row = Table.grid(padding=(0, 1, 0, 0))
+    row.add_row(text("•", "dim"), text(sentence))
+    return row
+
+
+def text(words: str, style: str = "default", *, keep: str = "", **options: str) -> Text:
+    """Plain words in one style; what is not printed stands as its escape, but for the characters in `keep`."""
+    return Text(printable(words, keep=keep), style=style, **options)  # type: ignore[arg-type]
+
+
+def breakdown(parts_s: Mapping[str, float], total_s: float) -> Text:
+    """The parts of a step, the longest first, without those that are too short to matter."""
+    parts = sorted(parts_s.items(), key=lambda part: -part[1])
+    shown = [f"{name.replace('_', ' ')} {seconds_text(part_s)}" for name, part_s in parts if part_s >= 0.005 * total_s]
+    return text(" · ".join(shown), "dim")
+
+
+def stages_shown(peaks: Sequence[int], most: int = MOST_STAGES) -> list[int]:
+    """All stages of a short pipeline; of a long one the first, the fullest and the last."""
+    if len(peaks) <= most:
+        return list(range(len(peaks)))
+    return sorted({0, list(peaks).index(max(peaks)), len(peaks) - 1})
+
+
+def sheet(sections: Iterable[Section], *, has_gaps: bool = True) -> RenderableType:
+    """Set sections below each other, their headings on the left; an empty line between them or none."""
+    rows = Table.grid(padding=(0, GAP, 0, 0), expand=True)
+    rows.add_column(width=HEADING, no_wrap=True)
+    rows.add_column(ratio=1)
+    for heading, lines in sections:
+        for index, line in enumerate(lines):
+            if has_gaps and index == 0 and rows.row_count:
+                rows.add_row("", "")
+            rows.add_row(text(heading if index == 0 else "", "bold"), line)
+    return rows
+
+
+def columns(width: int | None, target: TextIO) -> int:
+    """How wide to draw: as said, else as the terminal, and 80 without one."""
+    if width is not None:
+        return width
+    found = shutil.get_terminal_size((80, 24)).columns if target.isatty() else 80
+    return min(max(found, LEAST_WIDTH), MOST_WIDTH)
+
+
+def render(
+    title: str, body: RenderableType, *, width: int | None, colour: bool | None, stream: TextIO | None = None
+) -> str:
+    """Frame a screen.
+
+    Args:
+        title: of the frame.
+        body: what it holds.
+        width: columns; None for the terminal's, 80 without one.
+        colour: None for yes on a terminal only.
+        stream: where the screen will be shown; None for stderr.
+
+    """
+    target = stream or sys.stderr
+    is_terminal = target.isatty()
+    buffer = io.StringIO()
+    coloured = is_terminal if colour is None else colour
+    console = Console(
+        file=buffer,
+        width=columns(width, target),
+        force_terminal=coloured,
+        color_system="standard" if coloured else None,
+        highlight=False,
+        legacy_windows=False,
+    )
+    console.print(Rule(text(title, "bold"), style="dim", align="left"))
+    console.print(body)
+    console.print(Rule(style="dim"))
+    drawn = "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
+    encoding = (target.encoding or "ascii").lower()
+    return drawn if encoding.startswith("utf") else drawn.translate(ASCII)
+
+
+NOT_MODELLED = "Not modelled: "
+"""The beginning of a note on an effect that the cost model leaves out. Screens count these notes; files list them."""
+FLAG = re.compile(r"(?<![\w-])--[a-z]")
+TELLING = re.compile(
+    r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running"
+)
+
+
+def rate_words(rate: Rate, world_size: int) -> str:
+    """Tokens of all ranks and of each, model FLOPs of each, and their part of the peak, if known."""
+    mfu = "" if rate.mfu is None else f", MFU {rate.mfu:.1%}"
+    tokens = f"{count_text(rate.tokens_per_s)} tokens/s, {rate.tokens_per_s / world_size:,.0f} on each rank"
+    return f"{tokens}; {flops_text(rate.flops_per_s)} on each{mfu}"
+
+
+def step_words(measured_s: float, predicted_s: float) -> str:
+    """Set a measured step beside the predicted one; the error of the prediction is a part of what was measured."""
+    words = f"{seconds_text(measured_s)}, predicted {seconds_text(predicted_s)}"
+    error = round(predicted_s / measured_s - 1, 3) if measured_s > 0 else 0.0
+    if not error:
+        return words
+    return f"{words}: {abs(error):.{1 if abs(error) < 0.1 else 0}%} too {'long' if error > 0 else 'short'}"
+
+
+def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> Table:
+    """A bar for each (stage, bytes); without a limit beside the fullest."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    whole = max(need for _, need in stages) if limit_bytes is None else limit_bytes
+    limit = "" if limit_bytes is None else f" of {bytes_text(limit_bytes)}"
+    for stage, need in stages:
+        over = need > whole
+        table.add_row(
+            text(f"stage {stage}"),
+            bar(min(need / whole, 1.0) if whole else 1.0, "red" if over else "default"),
+            text(f"{bytes_text(need)}{limit}{', too much' if over else ''}"),
+        )
+    return table
+
+
+def limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
+    """Say what the figures hold and what the limit is; the same words on every screen."""
+    if not free_bytes:
+        return "the model's tensors alone: this file of an earlier release has no overhead"
+    return (
+        f"what one device holds, overhead included; the limit of {bytes_text(limit_bytes)} is what is free on the "
+        f"fullest device ({bytes_text(free_bytes)}), less the margin of {margin:.0%}"
+    )
+
+
+def short_limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
+    """Say the same as `limit_words` in one line."""
+    if not free_bytes:
+        return limit_words(limit_bytes, free_bytes, margin)
+    return f"with overhead; limit: {bytes_text(free_bytes)} free on the fullest device, less {margin:.0%}"
+
+
+def advice(notes: Sequence[str]) -> list[str]:
+    """Pick the notes of a plan on which the user can act.
+
+    They name a flag that he can change, speak of what becomes of his own configuration or of other work on hosts, or
+    stand behind the notes on effects that are not modelled, with which a search ends: what was added later is on files,
+    hosts and memory.
+    """
+    later = max((index for index, note in enumerate(notes) if note.startswith(NOT_MODELLED)), default=len(notes))
+    return [
+        note
+        for index, note in enumerate(notes)
+        if not note.startswith(NOT_MODELLED) and (index > later or FLAG.search(note) or TELLING.search(note))
+    ]
+
+
+def without_gaps(notes: Sequence[str], *, what: str, listed: str) -> Iterator[str]:
+    """Leave out the notes on effects that are not modelled, and say at the end how many there are.
+
+    Args:
+        notes: of a plan, a prediction or a comparison.
+        what: the effects are on, such as ` on the step's time`; may be empty.
+        listed: where they can be read, a clause.
+
+    """
+    gaps = sum(note.startswith(NOT_MODELLED) for note in notes)
+    yield from (note for note in notes if not note.startswith(NOT_MODELLED))
+    if gaps:
+        yield f"{gaps} {plural('effect', gaps)}{what} {'is' if gaps == 1 else 'are'} not modelled; {listed}."
+
+
+BETWEEN = "   "
+"""What stands between two changes on a line."""
+
+
+def flag_lines(arguments: Sequence[str], new_arguments: Sequence[str] | None) -> Iterator[Text]:
+    """What changes for the script."""
+    changes = [] if new_arguments is None else arguments_diff(arguments, new_arguments)
+    if not changes:
+        yield text("your own, unchanged")
+    styles = {"+": "green", "-": "red", "~": "yellow"}
+    for sign, what in changes:
+        line = text(f"{sign} ", styles[sign])
+        line.append(what, "default")
+        yield line
+
+
+def packed_flag_lines(
+    arguments: Sequence[str], new_arguments: Sequence[str] | None, *, width: int, most: int
+) -> Iterator[Text]:
+    """What changes for the script, as many changes on a line as fit.
+
+    Args:
+        arguments: as the user gave them.
+        new_arguments: as the script will get them; None for the user's own.
+        width: columns of a line.
+        most: how many lines.
+
+    """
+    changes = [*flag_lines(arguments, new_arguments)]
+    lines: list[list[Text]] = []
+    used = 0
+    for change in changes:
+        if not lines or used + len(BETWEEN) + len(change) > width:
+            lines.append([])
+            used = -len(BETWEEN)
+        lines[-1].append(change)
+        used += len(BETWEEN) + len(change)
+    for line in lines[:most]:
+        yield Text(BETWEEN).join(line)
+    rest = sum(map(len, lines[most:]))
+    if rest:
+        yield text(f"… and {rest} more {plural('change', rest)}, in the plan file", "dim")
+
+
+def arguments_diff(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
+    """What changes in a command line: (`~`, flag old → new), (`+`, flag) and (`-`, flag), in the order of flags."""
+    before, after = _values_of_flags(old), _values_of_flags(new)
+    lines = []
+    for flag, values in before.items():
+        if flag not in after:
+            lines.append(("-", _joined(flag, values)))
+        elif after[flag] != values:
+            lines.append(("~", f"{_joined(flag, values)} → {' '.join(after[flag]) or 'given'}"))
+    return lines + [("+", _joined(flag, values)) for flag, values in after.items() if flag not in before]
+
+
+def paste_text(old: Sequence[str], new: Sequence[str], *, width: int = 0) -> str:
+    """Flags to append to the job's own, so that a shell takes them: no flag is wrapped, whatever the width.
+
+    Args:
+        old: as the user gave them.
+        new: as the plan wants them.
+        width: as many flags on a line as fit into so many columns; 0 sets one on each.
+
+    """
+    added, deleted = paste_words(old, new)
+    flags: list[list[str]] = []
+    for word in added:
+        if word.startswith("--") or not flags:
+            flags.append([])
+        flags[-1].append(word)
+    lines: list[str] = []
+    for one in map(shlex.join, flags):
+        if lines and len(f"  {lines[-1]} {one} \\") <= width:
+            lines[-1] += f" {one}"
+        else:
+            lines.append(one)
+    told = " \\\n".join(f"  {printable(line)}" for line in lines)
+    append = f"Append to the script's flags:\n{told}\n" if lines else ""
+    return append + (f"And delete these: {printable(' '.join(deleted))}\n" if deleted else "")
+
+
+def paste_words(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words to append to a command line so that it means the new one, and flags to delete from it first."""
+    before, after = _values_of_flags(old), _values_of_flags(new)
+    added = [name for name, values in after.items() if before.get(name) != values]
+    return [word for name in added for word in (name, *after[name]) if word], [
+        name for name in before if name not in after
+    ]
+
+
+def _values_of_flags(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Flags with their values; the last of several counts, as in Megatron."""
+    groups: dict[str, list[str]] = {}
+    flag = ""
+    for word in arguments:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            groups[flag] = [value] if equals else []
+        else:
+            groups.setdefault(flag, []).append(word)
+    return {name: tuple(values) for name, values in groups.items()}
+
+
+def _joined(flag: str, values: Sequence[str]) -> str:
+    return " ".join((flag, *values)) if flag else " ".join(values)

@@ -39,14 +39,14 @@ RESULTS = Path(__file__).parent / "results"
 PARTS = {
     "enumerate": ("search.solve:cuts", "search.frontier:Frontier._open"),
     "memory": (
-        "cost.learned.corrected:CorrectedPredictor.all_peaks",
-        "cost.learned.corrected:CorrectedPredictor.peaks",
-        "cost.learned.corrected:CorrectedPredictor.fullest_N",
+        "cost.learned:CorrectedPredictor.all_peaks",
+        "cost.learned:CorrectedPredictor.peaks",
+        "cost.learned:CorrectedPredictor.fullest_N",
     ),
     "bounds": (
         "search.solve:BoundColumns.of_columns",
         "search.solve:BoundColumns.rough_of_columns",
-        "cost.learned.corrected:CorrectedPredictor.bound_s",
+        "cost.learned:CorrectedPredictor.bound_s",
     ),
     "placing": (
         "search.search_loop:price",

@@ -185,8 +185,8 @@ STEP = {
     "learned correction": Meaning(
         "What outcomes of earlier jobs on machines of this make add to the step.",
         unit="seconds",
-        how="a Gaussian process on the logarithm of measured over predicted steps",
-        source="cost/learned/residual.py; docs/prediction.md, What earlier jobs teach",
+        how="one factor: the mean of log(measured / predicted) of earlier steps",
+        source="cost/learned.py; docs/prediction.md, What earlier jobs teach",
     ),
     "other": Meaning(
         "Parts of the step that pipette compare has no column for.",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
-from pipette_launch.cost.learned.corrected import corrections_from
+from pipette_launch.cost.learned import corrections_from
 from pipette_launch.defaults import SEARCH_BUDGET_S
 from pipette_launch.facts import Choice, Job, Measurements, Plan, Provenance
 from pipette_launch.facts.outcome import Outcome

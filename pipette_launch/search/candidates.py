@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, CorrectedPredictor, Corrections
+from pipette_launch.cost.learned import NOTHING_LEARNED, CorrectedPredictor, Corrections
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators, num_group_kinds
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Cluster, Job, Layout, Measurements, files

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import TypedDict
 
-from pipette_launch.cost.learned.residual import features_of
-from pipette_launch.cost.learned.uncertainty import Uncertainty
+from pipette_launch.cost.learned import Uncertainty, features_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
@@ -272,7 +271,7 @@ def choice_of(
     evidence: _Evidence = {}
     if priced == layout and schedule is None:
         evidence = {
-            "step_correction": inputs.predictor.factor(layout),
+            "step_correction": inputs.predictor.step_factor,
             "memory_correction": inputs.predictor.memory_correction(layout),
             "device_peak_bytes": inputs.device_peaks(layout),
             "features": features_of(inputs.job, layout, devices_per_host=inputs.cluster.devices_per_host),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipette_launch.cost.learned.corrected import LEARNED
+from pipette_launch.cost.learned import LEARNED
 from pipette_launch.cost.memory.overhead import has_expandable_segments, measured_overhead, uncounted
 from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, without_mask
 from pipette_launch.cost.step.predictor import NOT_MODELLED

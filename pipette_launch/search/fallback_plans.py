@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
-from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, Corrections
+from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections
 from pipette_launch.errors import LayoutError, PipetteError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan
 from pipette_launch.facts.co_location import Rooms

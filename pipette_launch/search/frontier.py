@@ -73,7 +73,7 @@ class Frontier:
         self.dropped: Counter[str] = Counter()
         self.num_met = 0
         """Variants of the cuts that were listed."""
-        rough_N = _rough_N(cuts.columns, bounds) * inputs.predictor.least_factor
+        rough_N = _rough_N(cuts.columns, bounds) * inputs.predictor.step_factor
         unknown = np.flatnonzero(np.isnan(rough_N))
         if len(unknown):
             self.dropped[NOT_MEASURED] = len(cuts.spread(unknown)[0])
@@ -138,7 +138,7 @@ class Frontier:
         columns = self._cuts.neighbours(layout)
         if not len(columns):
             return []
-        least_M = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
+        least_M = self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
         order = np.argsort(least_M, kind="stable")
         order = order[least_M[order] < below_s]
         return self._with_peaks([columns.layout(row) for row in order.tolist()])
@@ -157,7 +157,7 @@ class Frontier:
         order_N = self._order_N[self._cuts.columns.vpp[self._order_N] > 1]
         _, columns = self._cuts.spread(order_N[:CUTS_AT_ONCE])
         columns = columns.take(np.flatnonzero(~self._fits_N(columns) & self._fits_N(columns, live=live)))
-        least_N = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
+        least_N = self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
         order = np.argsort(least_N, kind="stable")[:LOOKED_THROUGH].tolist()
         layouts = [columns.layout(row) for row in order]
         peaks = self._inputs.predictor.all_peaks(layouts) if layouts else ()
@@ -191,8 +191,6 @@ class Frontier:
         No variant needs less than the leanest state of its cut without activations. Where memory is short most cuts
         need more than the limit even so, and to list and bound their variants would cost more than this.
         """
-        if self._inputs.predictor.corrects_memory:
-            return np.ones(len(rows), dtype=bool)
         lean = self._cuts.tables.leanest(self._cuts.columns.take(rows))
         fits_N = self._fits_N(lean.without_recompute(), live=0.0)
         if not fits_N.all():
@@ -205,7 +203,7 @@ class Frontier:
         """Return those cuts of which some variant could beat a step time."""
         if not len(rows):
             return rows
-        return rows[_least_N(self._cuts, rows, self._bounds) * self._inputs.predictor.least_factor < below_s]
+        return rows[_least_N(self._cuts, rows, self._bounds) * self._inputs.predictor.step_factor < below_s]
 
     def _open(self, rows: Ints, below_s: float) -> None:
         """Make ready those variants of some cuts that fit and could beat a step time."""
@@ -213,9 +211,7 @@ class Frontier:
             return
         predictor = self._inputs.predictor
         _, columns = self._cuts.spread(rows)
-        least_M = self._bounds.of_columns(columns)
-        if predictor.least_factor < 1:
-            least_M = least_M * np.array([predictor.factor(columns.layout(row)) for row in range(len(columns))])
+        least_M = self._bounds.of_columns(columns) * predictor.step_factor
         self.num_met += len(columns)
         hopeful = np.flatnonzero(least_M < below_s)
         some = columns.take(hopeful)
@@ -223,7 +219,7 @@ class Frontier:
         self.dropped[OVER_MEMORY] += int((~fits).sum())
         fitting = hopeful[fits]
         least_M[fitting] = np.fmax(
-            least_M[fitting], self._bounds.sharpened(columns.take(fitting)) * predictor.least_factor
+            least_M[fitting], self._bounds.sharpened(columns.take(fitting)) * predictor.step_factor
         )
         for row in fitting[np.argsort(least_M[fitting], kind="stable")].tolist():
             if least_M[row] < below_s:
@@ -254,7 +250,7 @@ class Frontier:
             # Memory first: where it is short it leaves few, and bounds cost more.
             columns = columns.take(np.flatnonzero(self._fits_N(columns)))
             if not leanest:
-                least_N = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
+                least_N = self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
                 order = np.argsort(least_N, kind="stable")
                 columns = columns.take(order[least_N[order] < below_s])
             first_of_kind = columns.groups(*_KIND).first_U.tolist() if len(columns) else ()

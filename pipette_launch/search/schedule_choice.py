@@ -134,7 +134,7 @@ class _LayoutMemory:
         """Predict the peaks where the ranks keep so much of live micro-batches."""
         if placement == "loop":
             return tuple(map(add, self._in_a_loop, live_bytes))
-        factor = self.inputs.predictor.memory_factor(self.layout)
+        factor = self.inputs.predictor.memory_factor
         ranks = (
             MemoryParts(**{**asdict(parts), "activations": live})
             for parts, live in zip(self._folded, live_bytes, strict=True)

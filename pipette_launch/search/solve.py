@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, Corrections
+from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import UsageError

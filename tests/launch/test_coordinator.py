@@ -14,7 +14,7 @@ from launch.worlds import ARGUMENTS, choice, coordinator, options, plan, records
 from search.legal import legal_layouts
 
 from pipette_launch import megatron
-from pipette_launch.cost.learned.residual import features_of
+from pipette_launch.cost.learned import features_of
 from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.messages import Failure
 from pipette_launch.launch import planner

@@ -8,8 +8,8 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.worlds import planned, two_racks
 
+from pipette_launch.cost import learned
 from pipette_launch.cost.compute.device_model import case_of
-from pipette_launch.cost.learned import uncertainty
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.search import choose, explanations
 from pipette_launch.search.choose import num_axes
@@ -45,7 +45,7 @@ def test_other_degrees_must_save_more_than_their_predictions_are_off(monkeypatch
     """Where that is nearly the whole step the user's degrees stay, and the plan says why; not at margin 0."""
     job, measured = tiny_job(4, own=Layout(pp=4), pinned=("micro_batch_size",)), tiny_measurements(two_racks())
     usual = planned(job, measured)
-    monkeypatch.setattr(uncertainty, "SHAPE_ERROR", 0.99)
+    monkeypatch.setattr(learned, "SHAPE_ERROR", 0.99)
     careful, bold = planned(job, measured), planned(job, measured, margin=0.0)
 
     assert usual.chosen.layout.pp < 4
@@ -103,8 +103,8 @@ def test_a_gain_that_what_was_carried_over_could_eat_up_is_not_taken(monkeypatch
         measured,
         compute=tuple(one if one.case == own_case else replace(one, source="modelled") for one in measured.compute),
     )
-    monkeypatch.setattr(uncertainty, "MODELLED_ERROR", 0.5)
-    monkeypatch.setattr(uncertainty, "ERRORS_APART", 0.0)
+    monkeypatch.setattr(learned, "MODELLED_ERROR", 0.5)
+    monkeypatch.setattr(learned, "ERRORS_APART", 0.0)
     plan, bold = planned(job, carried), planned(job, carried, margin=0.0)
 
     assert case_of(bold.chosen.layout) != own_case

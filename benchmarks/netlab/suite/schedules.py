@@ -18,7 +18,7 @@ from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.suite.prediction import Pair, mean_error, spearman
 from benchmarks.netlab.system import LabError
 from benchmarks.rivals.pick import torchrun_order
-from pipette_launch.cost.learned.corrected import CorrectedPredictor
+from pipette_launch.cost.learned import CorrectedPredictor
 from pipette_launch.cost.pipeline.extra import SCHEDULES, named_schedule
 from pipette_launch.facts import Layout, Provenance, files
 from pipette_launch.facts.schedule import Schedule, ScheduleFile

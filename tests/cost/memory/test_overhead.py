@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from search.worlds import on_gpus as cluster_on_gpus
 
-from pipette_launch.cost.learned.corrected import CorrectedPredictor
+from pipette_launch.cost.learned import CorrectedPredictor
 from pipette_launch.cost.memory.overhead import (
     Figure,
     Overhead,

@@ -1,0 +1,353 @@
+"""Predictions corrected by earlier jobs on the same machines, and the error that a prediction may have."""
+
+# G = groups of one dimension, K = members of a group, W = ranks = slots.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.exchanges import collective_dimensions
+from pipette_launch.cost.compute.device_model import case_of
+from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.memory.overhead import MeasuredStages
+from pipette_launch.cost.memory.peak import peak_memory_bytes, peak_memory_columns
+from pipette_launch.cost.step.assemble import StepTime
+from pipette_launch.cost.step.predictor import PlacementCost, Predictor
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout, LayoutColumns
+from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements
+from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.schedule import Schedule
+
+LEARNED = "learned_correction"
+"""Name of the correction among the parts of a step (`StepTime.breakdown_s`)."""
+LEAST_OUTCOMES = 4
+"""Number of configurations that must have been measured before anything is corrected."""
+MOST_OUTCOMES = 64
+"""Older outcomes are not used."""
+WORTH = 0.8
+"""A factor is used if it lowers the error, each outcome predicted by the others, to this share or less."""
+
+ERRORS_APART = 2.0
+"""Two steps count as different if they differ by this many standard errors of their difference."""
+MODELLED_ERROR = 0.1
+"""Relative error of a layer's time that was carried over from another case. On fenced CPU cores, layers of equal tp
+with 0.5 to 8 times the tokens were off by -24 to +14 %; the root mean square was 12 %."""
+CARRIED_ERROR = 0.2
+"""Relative error of a collective's time that was carried over from another kind or group size. In 18 warm-ups on four
+hosts over gloo, each group was predicted from groups of other shapes. The root mean square error was 14 % from 1 MB on,
+and 23 % with messages of 100 KB included."""
+SHAPE_ERROR = 0.06
+"""Relative error between predicted steps of layouts with different degrees. On four CPU hosts over gloo, with six
+networks and three models, the ratio of such a step to the user's own step was predicted 6 % too small in the mean of
+36; the median error was 5 %, the root mean square 10 %."""
+COMPUTED = ("compute", "recompute", "bubble")
+"""Parts of a step that grow with the compute times."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factor:
+    """Ratio of measured to predicted figures in earlier jobs, with its spread."""
+
+    log_factor: float
+    """Mean of log(measured / predicted)."""
+    spread: float
+    """Standard deviation of log(measured / predicted) of one more job."""
+    num_outcomes: int
+    error_before: float
+    """Root mean square of the logarithms without the factor."""
+    error_after: float
+    """The same with the factor, each outcome predicted by the others."""
+
+    @property
+    def factor(self) -> float:
+        """Expected ratio of measured to predicted."""
+        return math.exp(self.log_factor)
+
+    @property
+    def careful_factor(self) -> float:
+        """Ratio that about one job of six exceeds; at least 1, so that a predicted peak is never lowered."""
+        return max(1.0, math.exp(self.log_factor + self.spread))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corrections:
+    """Factors on the step time and on the memory peak; None = not corrected."""
+
+    step: Factor | None = None
+    memory: Factor | None = None
+    notes: tuple[str, ...] = ()
+    """One sentence for each figure that earlier outcomes could correct: the result, or the reason against it."""
+
+
+NOTHING_LEARNED = Corrections()
+
+
+def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
+    """Learn from the outcomes of earlier jobs on these machines, in the order of their age, the newest last.
+
+    The newest outcome of a configuration replaces the older ones. Outcomes of old releases have no description of
+    their configuration and are left out.
+    """
+    newest: dict[tuple[tuple[str, float], ...], Outcome] = {}
+    for outcome in outcomes:
+        if outcome.features:
+            key = tuple(sorted(outcome.features.items()))
+            newest.pop(key, None)
+            newest[key] = outcome
+    known = list(newest.values())[-MOST_OUTCOMES:]
+    if not known:
+        return NOTHING_LEARNED
+    notes, found = [], {}
+    measured = {
+        "Step times": [outcome.log_step_error for outcome in known],
+        "Peaks of memory": [error for outcome in known if (error := outcome.log_memory_error) is not None],
+    }
+    for what, errors in measured.items():
+        if errors:
+            found[what], note = _learn(what, errors)
+            notes.append(note)
+    return Corrections(step=found.get("Step times"), memory=found.get("Peaks of memory"), notes=tuple(notes))
+
+
+def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
+    """Return the factor, or None if it does not help, and a sentence about it."""
+    errors_N = np.array([error for error in log_errors if math.isfinite(error)])
+    refused = f"{what} are not corrected by earlier outcomes on these machines:"
+    if len(errors_N) < LEAST_OUTCOMES:
+        return None, (
+            f"{refused} {len(errors_N)} different configurations were measured, and {LEAST_OUTCOMES} are needed."
+        )
+    mean = float(errors_N.mean())
+    # Difference between each error and the mean of the others.
+    left_N = (errors_N - mean) * len(errors_N) / (len(errors_N) - 1)
+    before, after = (math.sqrt(float(np.mean(each_N**2))) for each_N in (errors_N, left_N))
+    if after > WORTH * before:
+        return None, (
+            f"{refused} predicting each run from the others leaves {after:.1%} of error, after {before:.1%} without."
+        )
+    spread = float(errors_N.std(ddof=1)) * math.sqrt(1 + 1 / len(errors_N))
+    found = Factor(log_factor=mean, spread=spread, num_outcomes=len(errors_N), error_before=before, error_after=after)
+    return found, (
+        f"{what} are multiplied by {found.factor:.3f}, learned from {len(errors_N)} earlier outcomes on these "
+        f"machines; each is predicted by the others to {after:.1%} instead of {before:.1%}."
+    )
+
+
+def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str, float]:
+    """Describe a configuration, so that two outcomes of the same one are recognized; sizes are logarithms to base 2."""
+    model = job.model
+    doublings = {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+        "vpp": layout.vpp,
+        "micro_batch_size": layout.micro_batch_size,
+        "num_microbatches": layout.num_microbatches(job.batch.global_batch_size),
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "seq_length": model.seq_length,
+        "vocab_size": model.vocab_size,
+        "num_experts": model.num_experts or 1,
+        "tp_over_hosts": -(-layout.tp // devices_per_host),
+    }
+    switches = {
+        "sequence_parallel": layout.sequence_parallel,
+        "distributed_optimizer": layout.use_distributed_optimizer,
+        "overlap": layout.overlap_grad_reduce,
+        "selective_recompute": layout.recompute.granularity == "selective",
+        "full_recompute": layout.recompute.granularity == "full",
+        "fp32": model.params_dtype == "fp32",
+    }
+    return {name: math.log2(value) for name, value in doublings.items()} | {
+        name: float(value) for name, value in switches.items()
+    }
+
+
+class CorrectedPredictor(Predictor):
+    """Predictor whose figures are multiplied by the factors of earlier jobs, and replaced by measured stage peaks."""
+
+    def __init__(self, job: Job, measurements: Measurements, corrections: Corrections = NOTHING_LEARNED) -> None:
+        super().__init__(job, measurements)
+        step, memory = corrections.step, corrections.memory
+        self.step_factor = step.factor if step else 1.0
+        """Factor on every predicted step."""
+        self.memory_factor = memory.careful_factor if memory else 1.0
+        """Factor on every predicted peak."""
+        self._stages = MeasuredStages(job, measurements)
+
+    def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:
+        """Predict the step; the correction is a part of its own, negative if steps were shorter than predicted."""
+        step = super().step_time(layout, placement, schedule)
+        if self.step_factor == 1.0:
+            return step
+        total_s = step.total_s * self.step_factor
+        return StepTime(total_s=total_s, breakdown_s={**step.breakdown_s, LEARNED: total_s - step.total_s})
+
+    def placement_cost(self, layout: Layout, schedule: Schedule | None = None) -> PlacementCost:
+        """Return the step time as a function of the placement, equal to `step_time`."""
+        return super().placement_cost(layout, schedule).times(self.step_factor)
+
+    def bound_s(self, layout: Layout) -> float:
+        """Return a lower bound of the step over all placements of a layout."""
+        return super().bound_s(layout) * self.step_factor
+
+    def peaks(self, layout: Layout) -> tuple[int, ...]:
+        """Return the peak bytes of the model's tensors on each pipeline rank, measured where the warm-up ran the stage.
+
+        Raises:
+            LayoutError: the layout divides the layers or the batch unevenly.
+
+        """
+        return self.all_peaks([layout])[0]
+
+    def all_peaks(self, layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
+        """Return `peaks` of many layouts, far faster than one by one."""
+        totals = peak_memory_columns(self._job, LayoutColumns.of(layouts)).totals()
+        return tuple(
+            self._stages.peaks(layout, [math.ceil(total * self.memory_factor) for total in stages])
+            for layout, stages in zip(layouts, totals, strict=True)
+        )
+
+    def fullest_N(self, columns: LayoutColumns, *, live: float = 1.0) -> NDArray[np.float64]:
+        """Return the largest of the `peaks` of each of N layouts.
+
+        Args:
+            columns: the layouts.
+            live: share of the activations under Megatron's own schedule that another schedule keeps. Below 1, measured
+                peaks are not used, because they hold for Megatron's schedule.
+
+        """
+        if not len(columns):
+            return np.zeros(0)
+        found = peak_memory_columns(self._job, columns)
+        total_S = replace(found.parts_S, activations=np.ceil(live * found.parts_S.activations).astype(np.int64)).total
+        fullest_N = np.maximum.reduceat(total_S, found.starts_N) * self.memory_factor
+        if live < 1:
+            return fullest_N
+        for layout in self._stages.layouts:
+            rows = columns.rows_of(layout)
+            if len(rows):
+                fullest_N[rows] = max(self.peaks(layout))
+        return fullest_N
+
+    def memory_correction(self, layout: Layout) -> float:
+        """Return the corrected or measured peak of the fullest stage, divided by its predicted peak."""
+        if layout not in self._stages.layouts:
+            return self.memory_factor
+        peaks = self.peaks(layout)
+        fullest = peaks.index(max(peaks))
+        return max(peaks) / peak_memory_bytes(self._job, layout)[fullest].total
+
+    def notes(self, layout: Layout) -> tuple[str, ...]:
+        """Return what was assumed for a layout, and which of its stages were measured, one sentence each."""
+        return (*super().notes(layout), *self._stages.notes(layout))
+
+
+class Uncertainty:
+    """Error that predicted steps may have because few samples were taken or times come from other shapes."""
+
+    def __init__(self, job: Job, table: ComputeTable, measurements: Measurements) -> None:
+        self._job = job
+        self._table = table
+        self._devices = measurements.cluster.devices_per_host
+        self._collectives = {
+            (one.kind, len(one.slots), self._lies_across(np.array([one.slots])))
+            for one in measurements.collectives
+            if one.kind != "send"
+        }
+        layers: dict[ComputeCase, list[ComputeTime]] = {}
+        for time in measurements.compute:
+            if time.part in LAYERS:
+                layers.setdefault(time.case, []).append(time)
+        # By case: relative standard error of the mean over the slots, and True if a device model made the time.
+        self._errors = {
+            case: (math.hypot(*map(_scatter, times)) / len(times), any(time.source == "modelled" for time in times))
+            for case, times in layers.items()
+        }
+        self._has_measured = not all(is_modelled for _, is_modelled in self._errors.values())
+
+    @property
+    def differs(self) -> bool:
+        """True if some steps may rest on more measurements than others."""
+        return self._has_measured or bool(self._collectives)
+
+    def carried_s(self, layout: Layout, placement: Sequence[int], parts_s: Mapping[str, float]) -> float:
+        """Return the standard error of a step, in seconds, due to times that were carried over from other shapes.
+
+        It is 0 if all times were measured, and if no compute time and no collective was measured: then no step is
+        better known than another.
+
+        Args:
+            layout: the layout.
+            placement: RANK of each slot.
+            parts_s: the parts of the step (`StepTime.breakdown_s`).
+
+        """
+        _, is_modelled = self._errors.get(case_of(layout), (0.0, True))
+        computed_s = sum(parts_s.get(name, 0.0) for name in COMPUTED) if self._has_measured and is_modelled else 0.0
+        slot_W = np.argsort(np.array(placement, dtype=np.int64))
+        # Parts of the step with a collective that was not measured on a group of its shape.
+        parts = {
+            part
+            for one in (collective_dimensions(self._job, layout) if self._collectives else ())
+            for kind in one.kinds
+            if (kind, one.ranks_GK.shape[1], self._lies_across(slot_W[one.ranks_GK])) not in self._collectives
+            for part in one.parts
+        }
+        return math.hypot(MODELLED_ERROR * computed_s, CARRIED_ERROR * sum(parts_s.get(name, 0.0) for name in parts))
+
+    def _lies_across(self, slots_GK: NDArray[np.int64]) -> bool:
+        """Return True if a group spans several hosts."""
+        hosts_GK = slots_GK // self._devices
+        return bool((hosts_GK != hosts_GK[:, :1]).any())
+
+    def shape_error(self, one: Layout, other: Layout) -> float:
+        """Return the relative error between two predicted steps due to different degrees; 0 if nothing was measured."""
+        degrees = {(layout.tp, layout.pp, layout.cp, layout.ep, layout.vpp) for layout in (one, other)}
+        return SHAPE_ERROR if self._has_measured and len(degrees) > 1 else 0.0
+
+    def have_same_source(self, one: Layout, other: Layout) -> bool:
+        """Return True if both layouts use the same compute times, so that their errors are equal."""
+        return self._table.source(case_of(one)) == self._table.source(case_of(other))
+
+    def chance_s(self, one: tuple[Layout, Mapping[str, float]], other: tuple[Layout, Mapping[str, float]]) -> float:
+        """Return the seconds by which two steps may differ by chance; 0 if both use the same compute times.
+
+        If the device model made the times of both, as for a data sheet, its error is common to both and left out.
+
+        Args:
+            one: a layout and the parts of its step (`StepTime.breakdown_s`).
+            other: the other layout and its parts.
+
+        """
+        if self.have_same_source(one[0], other[0]):
+            return 0.0
+        errors, are_modelled = [], []
+        for layout, _ in (one, other):
+            case = case_of(layout)
+            source = self._table.source(case)
+            error, is_modelled = self._errors.get(source, (0.0, False)) if source else (0.0, False)
+            errors.append(error)
+            # A case that takes its time from another case is carried over too.
+            are_modelled.append(is_modelled or source != case)
+        own_error = MODELLED_ERROR if not all(are_modelled) else 0.0
+        errors_s = [
+            math.hypot(error, own_error * is_modelled) * sum(parts_s.get(name, 0.0) for name in COMPUTED)
+            for error, is_modelled, (_, parts_s) in zip(errors, are_modelled, (one, other), strict=True)
+        ]
+        return ERRORS_APART * math.hypot(*errors_s)
+
+
+def _scatter(time: ComputeTime) -> float:
+    """Relative standard error of all passes of a layer on one slot."""
+    passes = (time.forward, time.input_grad, time.weight_grad)
+    whole_s = sum(one.median_s for one in passes)
+    return math.hypot(*(one.median_error_s for one in passes)) / whole_s if whole_s else 0.0

@@ -1,0 +1,285 @@
+"""Factors learned from earlier jobs, and the error that two predicted steps may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+
+from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.learned import (
+    CARRIED_ERROR,
+    ERRORS_APART,
+    LEARNED,
+    MODELLED_ERROR,
+    NOTHING_LEARNED,
+    CorrectedPredictor,
+    Corrections,
+    Uncertainty,
+    corrections_from,
+    features_of,
+)
+from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.step.predictor import Predictor
+from pipette_launch.facts import Batch, CollectiveTime, ComputeCase, Layout, Measurements, Samples
+from pipette_launch.facts.measurements import ERROR_OF_MEDIAN
+from pipette_launch.facts.outcome import Outcome, PeakReading
+
+JOB = tiny_job(4, batch=Batch(global_batch_size=32))
+MEASURED = tiny_measurements(tiny_cluster())
+LAYOUTS = [
+    Layout(tp=tp, pp=pp, dp=4 // (tp * pp), micro_batch_size=mbs)
+    for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
+    for mbs in (1, 2, 4)
+]
+
+
+def outcome(layout: Layout, *, step: float = 1.2, memory: float | None = 1.1, **changes: object) -> Outcome:
+    """A run that took `step` times and held `memory` times what was predicted."""
+    peak = PeakReading(
+        rank=0, pp_rank=0, predicted_bytes=1_000_000, measured_bytes=int(1e6 * (memory or 0)), source="allocator"
+    )
+    made = Outcome(
+        key="k",
+        layout=layout,
+        placement=(0, 1, 2, 3),
+        predicted_step_s=1.0,
+        measured_step=Samples(values_s=(step,)),
+        first_iteration=1,
+        last_iteration=20,
+        losses=(),
+        features=features_of(JOB, layout, devices_per_host=2),
+        peaks=(peak,) if memory else (),
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def taught() -> Corrections:
+    """Every layout took a fifth longer and a tenth more memory."""
+    return corrections_from([outcome(layout) for layout in LAYOUTS])
+
+
+def test_nothing_recorded_changes_nothing() -> None:
+    """Without outcomes every figure is the model's, and there are no notes."""
+    plain, same = Predictor(JOB, MEASURED), CorrectedPredictor(JOB, MEASURED)
+
+    for layout in LAYOUTS:
+        assert plain.step_time(layout, range(4)) == same.step_time(layout, range(4))
+        assert plain.bound_s(layout) == same.bound_s(layout)
+        assert tuple(parts.total for parts in peak_memory_bytes(JOB, layout)) == same.peaks(layout)
+    assert NOTHING_LEARNED is corrections_from([])
+    assert () == NOTHING_LEARNED.notes
+
+
+def test_outcomes_of_earlier_releases_teach_nothing() -> None:
+    """Outcomes without features describe no configuration."""
+    assert NOTHING_LEARNED is corrections_from([outcome(layout, features={}) for layout in LAYOUTS])
+
+
+def test_a_learned_correction_scales_time_bound_and_objective_alike() -> None:
+    """The parts still sum to the step, the objective equals it to the digit, and the bound stays a bound."""
+    plain, corrected = Predictor(JOB, MEASURED), CorrectedPredictor(JOB, MEASURED, taught())
+
+    for layout in LAYOUTS:
+        step = corrected.step_time(layout, range(4))
+        assert 1.2 == pytest.approx(step.total_s / plain.step_time(layout, range(4)).total_s, rel=1e-9)
+        assert step.total_s == pytest.approx(sum(step.breakdown_s.values()))
+        assert step.breakdown_s[LEARNED] > 0
+        assert step.total_s == corrected.placement_cost(layout).cost(range(4))
+        assert corrected.bound_s(layout) <= step.total_s
+
+
+def test_memory_is_corrected_by_at_least_the_mean() -> None:
+    """One standard deviation is added to the mean, so equal outcomes give their own ratio."""
+    layout = Layout(dp=4)
+    equal = CorrectedPredictor(JOB, MEASURED, taught())
+    spread = corrections_from([outcome(each, memory=1.1 if number % 2 else 1.2) for number, each in enumerate(LAYOUTS)])
+
+    assert equal.peaks(layout)[0] == pytest.approx(1.1 * peak_memory_bytes(JOB, layout)[0].total, rel=1e-6)
+    assert spread.memory is not None
+    assert spread.memory.factor == pytest.approx((1.1 * 1.2) ** 0.5)
+    assert 1.19 < spread.memory.careful_factor < 1.21
+
+
+def test_a_predicted_peak_is_never_lowered() -> None:
+    """Jobs that needed less memory than predicted lower nothing; shorter steps lower the predicted step."""
+    lean = CorrectedPredictor(
+        JOB, MEASURED, corrections_from([outcome(each, step=0.8, memory=0.8) for each in LAYOUTS])
+    )
+
+    assert lean.memory_factor == 1.0
+    assert lean.step_factor == pytest.approx(0.8)
+
+
+def test_all_peaks_are_the_peaks_of_each() -> None:
+    """`all_peaks` returns the peaks in the order of the layouts, with and without a correction."""
+    layouts = [Layout(dp=4), Layout(pp=2, dp=2), Layout(dp=4, use_distributed_optimizer=True)]
+
+    for corrections in (NOTHING_LEARNED, taught()):
+        predictor = CorrectedPredictor(JOB, MEASURED, corrections)
+        assert tuple(predictor.peaks(layout) for layout in layouts) == predictor.all_peaks(layouts)
+        assert predictor.all_peaks([]) == ()
+
+
+def test_all_jobs_on_the_machines_share_one_factor() -> None:
+    """Every layout of every model gets the same factor, so a correction never changes the order of two layouts."""
+    other = replace(JOB, model=replace(JOB.model, num_layers=8))
+
+    for job in (JOB, other):
+        corrected = CorrectedPredictor(job, MEASURED, taught())
+        assert corrected.step_factor == pytest.approx(1.2)
+        assert corrected.memory_factor == pytest.approx(1.1)
+
+
+def test_the_newest_outcome_of_a_configuration_replaces_the_older_ones() -> None:
+    """Twenty runs of one layout count as one configuration, with the error of the last run."""
+    again = [outcome(LAYOUTS[0], step=2.0)] * 20 + [outcome(layout) for layout in LAYOUTS[:4]]
+    learned = corrections_from(again).step
+
+    assert learned is not None
+    assert (4, pytest.approx(1.2)) == (learned.num_outcomes, learned.factor)
+
+
+def test_errors_without_a_common_part_correct_nothing() -> None:
+    """Errors that are as often positive as negative are not better predicted by their mean."""
+    mixed = corrections_from(
+        [outcome(each, step=1.2 if number % 2 else 1 / 1.2, memory=None) for number, each in enumerate(LAYOUTS)]
+    )
+
+    assert mixed.step is None
+    assert "predicting each run from the others leaves" in mixed.notes[0]
+
+
+def test_the_notes_report_what_was_learned() -> None:
+    """The notes give the number of outcomes and the error that is left, or the reason why nothing was learned."""
+    few = corrections_from([outcome(layout, memory=None) for layout in LAYOUTS[:3]])
+
+    assert (
+        (
+            "Step times are not corrected by earlier outcomes on these machines: 3 different configurations were "
+            "measured, and 4 are needed."
+        ),
+    ) == few.notes
+    assert (None, None) == (few.step, few.memory)
+    assert (
+        "Step times are multiplied by 1.200, learned from 18 earlier outcomes on these machines; each is predicted by "
+        "the others to 0.0% instead of 18.2%."
+    ) == taught().notes[0]
+
+
+def test_a_corrected_prediction_teaches_by_what_it_was_before() -> None:
+    """A run predicted 1.2 times longer by correction, and measured so, still says that the model is 1.2 too short."""
+    made = outcome(Layout(dp=4), step=1.2, predicted_step_s=1.2, step_correction=1.2)
+
+    assert outcome(Layout(dp=4), step=1.2).log_step_error == pytest.approx(made.log_step_error)
+    assert 0.0 == made.error
+
+
+OWN, OTHER, PLACED = Layout(dp=4), Layout(dp=4, micro_batch_size=2), Layout(pp=4)
+PARTS_S = {"compute": 0.6, "bubble": 0.3, "recompute": 0.1, "data_parallel": 5.0}
+
+
+def chance_between(measurements: Measurements, one: Layout, other: Layout) -> float:
+    """Of two steps with the same parts."""
+    doubt = Uncertainty(tiny_job(4), ComputeTable(tiny_job(4), measurements), measurements)
+    return doubt.chance_s((one, PARTS_S), (other, PARTS_S))
+
+
+def scattered(measurements: Measurements, micro_batch_size: int, factors: Sequence[float]) -> Measurements:
+    """Let the layer of a case, without tensor parallelism, scatter around what it was."""
+    case = ComputeCase(tp=1, cp=1, micro_batch_size=micro_batch_size)
+
+    def spread(samples: Samples) -> Samples:
+        return Samples(values_s=tuple(samples.median_s * factor for factor in factors))
+
+    compute = [
+        replace(time, forward=spread(time.forward), input_grad=spread(time.input_grad))
+        if (time.case, time.part) == (case, "layer")
+        else time
+        for time in measurements.compute
+    ]
+    return replace(measurements, compute=tuple(compute))
+
+
+def test_the_same_compute_times_cannot_feign_a_gain() -> None:
+    """Layouts and placements that rest on one case share its error, however large."""
+    measurements = scattered(tiny_measurements(tiny_cluster()), 1, (0.5, 1.0, 2.0))
+
+    assert chance_between(measurements, OWN, PLACED) == 0.0
+
+
+def test_single_looks_say_nothing_of_chance() -> None:
+    """What is not known is not doubted."""
+    assert chance_between(tiny_measurements(tiny_cluster()), OWN, OTHER) == 0.0
+
+
+def test_chance_grows_with_scatter_and_falls_with_looks() -> None:
+    """Two of three passes scatter by a tenth: root 2 over 3 of the standard error of their medians."""
+    steady = tiny_measurements(tiny_cluster())
+    few = chance_between(scattered(steady, 2, (0.9, 1.0, 1.1)), OWN, OTHER)
+    many = chance_between(scattered(steady, 2, (0.9, 1.0, 1.1) * 4), OWN, OTHER)
+
+    assert few == pytest.approx(ERRORS_APART * ERROR_OF_MEDIAN * 0.1 / 3**0.5 * 2**0.5 / 3)
+    assert many == pytest.approx(few / 2)
+
+
+def test_a_time_that_was_carried_over_is_in_doubt_beside_a_measured_one() -> None:
+    """Beside another that was carried over, too, the model's error is common to both."""
+    measurements = tiny_measurements(tiny_cluster())
+    modelled = tuple(replace(time, source="modelled") for time in measurements.compute)
+    mixed = tuple(time if time.case.micro_batch_size == 1 else replace(time, source="modelled") for time in modelled)
+    own = tuple(time for time in measurements.compute if time.case.micro_batch_size == 1)
+    others = tuple(time for time in mixed if time.case.micro_batch_size > 1)
+
+    assert chance_between(replace(measurements, compute=modelled), OWN, OTHER) == 0.0
+    assert chance_between(replace(measurements, compute=(*own, *others)), OWN, OTHER) == pytest.approx(
+        ERRORS_APART * MODELLED_ERROR
+    )
+
+
+def test_a_time_in_proportion_to_tokens_is_carried_over() -> None:
+    """Twice the micro-batch, of which nothing is known, counts as modelled; the case that stands for it is its own."""
+    one = tiny_measurements(tiny_cluster(), (ComputeCase(tp=1, cp=1, micro_batch_size=1),))
+
+    assert chance_between(one, OWN, OTHER) == 0.0
+    both = tiny_measurements(
+        tiny_cluster(), (ComputeCase(tp=1, cp=1, micro_batch_size=1), ComputeCase(tp=1, cp=1, micro_batch_size=4))
+    )
+    eight = Layout(dp=4, micro_batch_size=8)
+
+    assert chance_between(both, OWN, eight) == pytest.approx(ERRORS_APART * MODELLED_ERROR)
+
+
+def test_a_collective_of_another_shape_may_be_off() -> None:
+    """Groups of four hosts are in doubt beside a measured pair, and not where they or no group at all was measured."""
+    nothing = tiny_measurements(tiny_cluster(4, 1))
+
+    def carried_s(*slots: tuple[int, ...]) -> float:
+        collectives = tuple(
+            CollectiveTime(
+                kind="all_reduce", slots=each, latency_s=1e-3, seconds_per_byte=1e-8, spread=0.0, sizes_bytes=(1,)
+            )
+            for each in slots
+        )
+        measurements = replace(nothing, collectives=collectives)
+        doubt = Uncertainty(tiny_job(4), ComputeTable(tiny_job(4), measurements), measurements)
+        return doubt.carried_s(OWN, (0, 1, 2, 3), PARTS_S)
+
+    assert carried_s() == 0.0
+    assert carried_s((0, 1)) == pytest.approx(CARRIED_ERROR * PARTS_S["data_parallel"])
+    assert carried_s((0, 1), (3, 2, 1, 0)) == 0.0
+
+
+def test_compute_times_of_another_case_may_be_off() -> None:
+    """Twice the micro-batch that was measured is in doubt; where no case was measured, all are equally so."""
+    one = tiny_measurements(tiny_cluster(4, 1), (ComputeCase(tp=1, cp=1, micro_batch_size=1),))
+    none = replace(one, compute=tuple(replace(time, source="modelled") for time in one.compute))
+
+    def carried_s(layout: Layout, measurements: Measurements) -> float:
+        doubt = Uncertainty(tiny_job(4), ComputeTable(tiny_job(4), measurements), measurements)
+        return doubt.carried_s(layout, (0, 1, 2, 3), PARTS_S)
+
+    assert carried_s(OWN, one) == carried_s(OTHER, none) == 0.0
+    assert carried_s(OTHER, one) == pytest.approx(MODELLED_ERROR)

@@ -43,7 +43,7 @@ def test_what_may_be_missing_is_no_error_alone(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_command_says_what_is_missing(missing: str, words: list[str], named: str) -> None:
     """One sentence; torch is not named where the command does without."""
-    start = "from pipette_launch.tools.main import main; main()"
+    start = "from pipette_launch.cli.pipette import main; main()"
     code = f"import sys; sys.modules.update(dict.fromkeys({missing.split(',')})); {start}"
     done = subprocess.run(
         [sys.executable, "-c", code, *words], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60

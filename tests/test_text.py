@@ -14,6 +14,7 @@ from fuzz.readers import DOCUMENTS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipette_launch.cli import pipette
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import files
 from pipette_launch.report import (
@@ -24,7 +25,6 @@ from pipette_launch.report import (
     prediction_screen,
 )
 from pipette_launch.text import escape_log_lines, printable
-from pipette_launch.tools import main as tools
 
 HOSTILE = "a\x1b]0;mine\x07\x9b31m\x7f\r\u202eb\ud800"
 
@@ -97,7 +97,7 @@ def test_an_error_quotes_a_file_without_its_control_characters(
     path.write_text(json.dumps({"kind": HOSTILE}))
 
     with pytest.raises(SystemExit):
-        tools.main(["report", str(path)])
+        pipette.main(["report", str(path)])
 
     told = capsys.readouterr().err
     assert told.endswith("\n")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from pipette_launch.cli import machine_checks
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health import nvml as driver
-from pipette_launch.tools.checks import software
 
-SOURCES = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (inventory, driver, software))
+SOURCES = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (inventory, driver, machine_checks))
 ASKED = {f"nvmlDeviceGet{name}" for name in re.findall(r'ask\("(\w+)"', SOURCES)}
 NAMED = set(re.findall(r"\bnvml[A-Z]\w+(?=[(\"])", SOURCES))
 

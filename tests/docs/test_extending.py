@@ -18,7 +18,7 @@ def test_each_patch_applies_and_its_command_runs(tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     pipette = tmp_path / "bin" / "pipette"
     pipette.parent.mkdir()
-    pipette.write_text(f"#!{sys.executable}\nfrom pipette_launch.tools.main import main\nmain()\n")
+    pipette.write_text(f"#!{sys.executable}\nfrom pipette_launch.cli.pipette import main\nmain()\n")
     pipette.chmod(0o755)
     environment = {
         **os.environ,

@@ -17,11 +17,11 @@ from facts_for_tests import tiny_cluster
 from screens import choice, plan
 
 from pipette_launch import report
+from pipette_launch.cli.pipette import COMMANDS
 from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.replan import UseTemplate
 from pipette_launch.report.live import live_screen
-from pipette_launch.tools.main import COMMANDS
 
 sys.path.insert(0, str(ROOT / "examples"))
 import log_lines

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from doc_pages import PAGES, ROOT, blocks, name_of
 
-from pipette_launch import cli_flags
-from pipette_launch.tools.main import COMMANDS
+from pipette_launch.cli import launcher
+from pipette_launch.cli.pipette import COMMANDS
 
 FLAGS = (ROOT / "docs" / "command_line.md").read_text()
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -27,7 +27,7 @@ def undocumented(parser: ArgumentParser) -> list[str]:
 
 def test_every_flag_of_the_launcher_is_documented() -> None:
     """docs/command_line.md names each --pipette-* flag."""
-    ours = [flag for flag in undocumented(cli_flags.parser()) if flag.startswith("--pipette-")]
+    ours = [flag for flag in undocumented(launcher.parser()) if flag.startswith("--pipette-")]
 
     assert [] == ours
 

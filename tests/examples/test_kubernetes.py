@@ -14,6 +14,7 @@ import pytest
 
 from pipette_launch import cli
 from pipette_launch.agent.rendezvous import settle
+from pipette_launch.cli import launcher
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -48,7 +49,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, manifest: str, **variables: str) -> 
     text = (FOLDER / manifest).read_text()
     command, arguments = (json.loads(found) for found in re.findall(r"(?:command|args): (\[.*\])", text))
     assert command[0] == "pipette-launch"
-    return cli.parser().parse_args([*command[1:], *arguments])
+    return launcher.parser().parse_args([*command[1:], *arguments])
 
 
 def test_a_pytorchjob(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def test_a_trainjob(monkeypatch: pytest.MonkeyPatch, rank: str, is_host: str) ->
 def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m pipette_launch` and `pipette-launch` run the same function."""
     (command,) = entry_points(group="console_scripts", name="pipette-launch")
-    assert cli.main is command.load()
+    assert launcher.main is command.load()
 
     called: list[str] = []
     monkeypatch.setattr(cli, "main", lambda: called.append("main"))

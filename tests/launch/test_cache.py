@@ -20,7 +20,7 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_mode
 from launch.worlds import plan
 from search.worlds import named, on_gpus
 
-from pipette_launch.cli import _cache
+from pipette_launch.cli.launcher import _cache
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts import ComputeCase, Host, Layout, Plan, Samples, files
 from pipette_launch.facts.co_location import Rooms

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipette_launch import cli
+from pipette_launch.cli import launcher
 from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.launch import slurm
 from pipette_launch.launch.slurm import current_step, given_flags, parse, several_launchers, take_flags, tasks_on
@@ -159,9 +159,9 @@ def filled(monkeypatch: pytest.MonkeyPatch, *flags: str, **variables: str) -> Na
     for name, value in (STEP | variables).items():
         monkeypatch.setenv(name, value)
     words = [*flags, "train.py"]
-    args = cli.parser().parse_args(words)
+    args = launcher.parser().parse_args(words)
     environ = STEP | variables
-    take_flags(args, given_flags(cli.parser(), words, environ), environ)
+    take_flags(args, given_flags(launcher.parser(), words, environ), environ)
     return args
 
 
@@ -203,7 +203,7 @@ def test_nothing_is_taken_beside_a_flag_for_the_rendezvous(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, value: str
 ) -> None:
     """Whoever gives one flag or PET_ variable, even with torchrun's default, gets what torchrun makes of it."""
-    expected = cli.parser().parse_args([flag, value, "train.py"])
+    expected = launcher.parser().parse_args([flag, value, "train.py"])
 
     assert vars(expected) == vars(filled(monkeypatch, flag, value))
     name = f"PET_{flag[2:].replace('-', '_').upper()}"

@@ -206,7 +206,7 @@ def test_no_torch_is_needed() -> None:
         "import pipette_launch\n"
         f"found = pipette_launch.predict({list(PIPELINE)!r}, world_size=8, gpu='H100', megatron_version='0.16.1')\n"
         "assert found.step_time_s\n"
-        "from pipette_launch.tools.main import main\n"
+        "from pipette_launch.cli.pipette import main\n"
         f"main(['predict', '--world-size', '8', '--gpu', 'H100', 'pretrain_gpt.py', *{list(PIPELINE)!r}])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -9,8 +9,8 @@ import pytest
 from launch.test_metrics import printed
 from launch.test_watch import kept
 
-from pipette_launch.tools import watch
-from pipette_launch.tools.main import main
+from pipette_launch.cli import jobs
+from pipette_launch.cli.pipette import main
 
 
 def watched(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -46,7 +46,7 @@ def test_lines_end_with_the_job(
         metrics.refresh,
         lambda: metrics.ended(failed=failed),
     ]
-    monkeypatch.setattr(watch.time, "sleep", lambda _: steps.pop(0)())
+    monkeypatch.setattr(jobs.time, "sleep", lambda _: steps.pop(0)())
     code, out, _ = watched(capsys, str(tmp_path))
     lines = [line.split(" ", 1)[1] for line in out.splitlines()]
 
@@ -74,7 +74,7 @@ def test_an_interrupt_is_no_error(
         raise KeyboardInterrupt
 
     kept(tmp_path)
-    monkeypatch.setattr(watch.time, "sleep", interrupt)
+    monkeypatch.setattr(jobs.time, "sleep", interrupt)
 
     assert (0, "") == watched(capsys, str(tmp_path))[::2]
 

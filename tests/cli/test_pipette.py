@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
 
-from pipette_launch import cli
+from pipette_launch.cli import launcher
+from pipette_launch.cli.flags import EXAMPLE_ARGS, EXIT_CODES
+from pipette_launch.cli.pipette import COMMANDS, command_parsers, main, parser
 from pipette_launch.facts import files
-from pipette_launch.tools.flags import EXAMPLE_ARGS, EXIT_CODES
-from pipette_launch.tools.main import COMMANDS, main, parser
-from pipette_launch.tools.misspelt import command_parsers
 
 SAME_EVERYWHERE = {
     "--nodes": {"--nodes", "--nnodes", "--hosts"},
@@ -81,7 +80,7 @@ def test_the_examples_of_probe_are_read(line: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ARGS", EXAMPLE_ARGS)
     words = shlex.split(os.path.expandvars(line), comments=True)[2:]
     words = words[2:] if words[0] == "--out" else words
-    args = cli.parser().parse_args(words)
+    args = launcher.parser().parse_args(words)
 
     assert "pretrain_gpt.py" == args.training_script
     assert EXAMPLE_ARGS.split() == args.training_script_args
@@ -118,7 +117,7 @@ def test_the_same_things_have_the_same_names() -> None:
     ("words", "complaint"),
     [
         ("plna --gpu h100", "pipette COMMAND: error: unknown command plna; did you mean plan?"),
-        ("xyz", "unknown command xyz; there are predict, plan,"),
+        ("xyz", "unknown command xyz; commands are predict, plan,"),
         ("plan --gpuu h100 --nodes 1 p.py", "pipette plan: error: unknown flag --gpuu; did you mean --gpu?"),
         ("predict --gpu-per-node=4 p.py", "unknown flag --gpu-per-node; did you mean --gpus-per-node?"),
         ("report --jsno", "unknown flag --jsno; did you mean --json?"),
@@ -145,11 +144,11 @@ def test_flags_of_the_script_are_no_flags_of_ours(capsys: pytest.CaptureFixture[
 def test_help_waits_for_nothing_heavy() -> None:
     """Neither numpy nor torch nor rich is imported for a help text."""
     code = (
-        "import sys\nfrom pipette_launch.tools.main import main\n"
+        "import sys\nfrom pipette_launch.cli.pipette import main\n"
         "try:\n    main(['plan', '--help'])\n"
         "except SystemExit:\n    print({'numpy', 'torch', 'rich', 'shtab'} & set(sys.modules))"
     )
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
     assert shown.endswith("set()\n")
-    assert "1 could not be done" in EXIT_CODES
+    assert "1 the work failed" in EXIT_CODES

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pipette_launch.tools.main import main
+from pipette_launch.cli.pipette import main
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pipette_launch.tools.completion import SHELLS
-from pipette_launch.tools.main import main
+from pipette_launch.cli.pipette import SHELLS, main
 
 BASH = shutil.which("bash") or "bash"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from screens import choice
 
+from pipette_launch.cli.pipette import main
 from pipette_launch.facts import Layout, Plan, Provenance, files
 from pipette_launch.facts.glossary import MEANINGS
 from pipette_launch.facts.plan import Rate
-from pipette_launch.tools.main import main
 
 
 def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
@@ -88,4 +88,4 @@ def test_a_misspelt_key_gets_its_nearest(capsys: pytest.CaptureFixture[str]) -> 
     code, out, err = answer(["bubbel"], capsys)
 
     assert (2, "") == (code, out)
-    assert "nothing is called 'bubbel'; did you mean bubble?" in err
+    assert "unknown label 'bubbel'; did you mean bubble?" in err

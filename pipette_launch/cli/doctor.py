@@ -1,4 +1,4 @@
-"""`pipette doctor` says what on this machine would stop or slow a job."""
+"""`pipette doctor` checks this machine for problems that would stop or slow a job."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
+from pipette_launch.cli import flags
+from pipette_launch.cli.flags import Subcommand
 from pipette_launch.errors import PipetteError, UsageError
 from pipette_launch.installed import check_installed
-from pipette_launch.tools import flags
-from pipette_launch.tools.flags import Subcommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,10 +23,9 @@ DEFAULT_PORT = 29500
 MOST_PORTS = 1 << 16
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the flags of `pipette doctor`."""
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job would run on (default auto)"
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the job (default auto)"
     )
     flags.add_size_flags(
         parser, nodes="nodes of the job (default 1)", gpus="workers of this node (default: all GPUs, or one on CPU)"
@@ -38,9 +37,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a document of kind `checkup` instead of a screen")
 
 
-def run(args: Namespace) -> int:
-    """Print what was found; returns 1 where something would stop a job, else 0."""
-    # A missing torch alone is a finding beside others.
+def _run(args: Namespace) -> int:
+    """Print the findings; returns 1 if one of them would stop a job."""
+    # A missing torch is one finding among others.
     check_installed(but=frozenset({"torch"}))
     from pipette_launch.facts import files
     from pipette_launch.report import checkup_screen
@@ -56,25 +55,25 @@ def run(args: Namespace) -> int:
 
 
 def examine(args: Namespace) -> Checkup:
-    """Look at everything, torch not imported."""
+    """Check software, devices and surroundings, without importing torch."""
     from datetime import datetime, timezone
 
+    from pipette_launch.cli import machine_checks as checks
     from pipette_launch.facts.health import SEVERITIES, Checkup
     from pipette_launch.launch.cache import default_root
-    from pipette_launch.tools.checks import software, surroundings
 
-    found: list[Finding] = [*software.python(), *software.packages()]
+    found: list[Finding] = [*checks.python(), *checks.packages()]
     host, devices = _devices(args)
     found += devices
     num_devices = args.gpus_per_node or (len(host.devices) if host else 1)
     if host is not None and host.devices[0].kind == "cuda":
-        found += software.driver_for_torch() if software.installed("torch") else ()
-        found += surroundings.shared_memory(num_devices)
-    found += surroundings.limits()
-    found += surroundings.host_name(environ=os.environ, num_nodes=args.nodes)
-    found += surroundings.interfaces(os.environ)
-    found += surroundings.port(args.port)
-    found += surroundings.folders(default_root())
+        found += checks.driver_for_torch() if checks.installed("torch") else ()
+        found += checks.shared_memory(num_devices)
+    found += checks.limits()
+    found += checks.host_name(environ=os.environ, num_nodes=args.nodes)
+    found += checks.interfaces(os.environ)
+    found += checks.port(args.port)
+    found += checks.folders(default_root())
     return Checkup(
         host=socket.gethostname(),
         taken_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -83,7 +82,7 @@ def examine(args: Namespace) -> Checkup:
 
 
 def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
-    """List the devices as an agent would, and compare them with each other."""
+    """List the devices as an agent does, and compare them with each other; the host is None if that fails."""
     from pipette_launch.facts.health import Finding
     from pipette_launch.probe.health import inventory
 
@@ -98,18 +97,19 @@ def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
         told = inventory.conditions(host)
     except PipetteError as error:
         return None, [Finding(severity="stops", what="devices", value=str(error))]
+    is_cpu = host.devices[0].kind == "cpu"
     names = ", ".join(dict.fromkeys(device.name for device in host.devices))
     found = [Finding(severity="fine", what="devices", value=f"{len(host.devices)} x {names}")]
-    if host.devices[0].kind == "cpu" and args.device == "auto":
-        advice = "if there are GPUs, look at the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
-        found.append(Finding(severity="slows", what="GPUs", value="NVML shows none, jobs run on CPU", advice=advice))
-    lost = () if host.devices[0].kind == "cpu" else inventory.lost_gpus()
+    if is_cpu and args.device == "auto":
+        advice = "if there are GPUs, check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        found.append(Finding(severity="slows", what="GPUs", value="NVML finds none, jobs run on CPU", advice=advice))
+    lost = () if is_cpu else inventory.lost_gpus()
     found += [Finding(severity="slows", what="GPUs", value=sentence) for sentence in lost]
     return host, [*found, *_conditions(host, told)]
 
 
 def _conditions(host: Host, told: Sequence[DeviceCondition]) -> Iterator[Finding]:
-    """Report faults of the devices, and whether the driver unloads their state between jobs."""
+    """Yield faults of the devices, and GPUs whose driver state is unloaded between jobs."""
     from pipette_launch.facts.health import Finding
     from pipette_launch.probe.health.verdicts import judge
 
@@ -123,15 +123,14 @@ def _conditions(host: Host, told: Sequence[DeviceCondition]) -> Iterator[Finding
         )
     forgotten = sum(one.persistence_mode is False for one in told)
     if forgotten:
-        value = f"off on {forgotten} of {len(told)} GPUs, so that every start waits for the driver"
+        value = f"off on {forgotten} of {len(told)} GPUs; every start waits for the driver"
         yield Finding(severity="slows", what="persistence mode", value=value, advice="nvidia-smi -pm 1")
 
 
-COMMAND = Subcommand(
-    summary="Check what on this machine would stop or slow a job.",
-    add_arguments=add_arguments,
-    run=run,
+DOCTOR = Subcommand(
+    summary="Check this machine for problems that would stop or slow a job.",
+    add_arguments=_add_arguments,
+    run=_run,
     examples=("pipette doctor", "pipette doctor --device cpu --gpus-per-node 2 --json"),
-    exit_codes="0 nothing would stop a job; 1 something would, or could not be looked at; 2 the flags make no sense",
+    exit_codes="0 nothing would stop a job; 1 something would, or cannot be checked; 2 the flags are wrong",
 )
-"""For `main.COMMANDS`."""

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.run import get_args_parser
 
-from pipette_launch import cli
+from pipette_launch.cli import launcher
 from pipette_launch.errors import UsageError
 from pipette_launch.launch.options import Options
 
@@ -44,19 +44,19 @@ OWN_FLAGS = {
 
 def options(*words: str) -> Options:
     """Options as `pipette-launch WORDS` would have them."""
-    return cli.options_from(cli.parser().parse_args(words))
+    return launcher.options_from(launcher.parser().parse_args(words))
 
 
 def test_the_set_of_own_flags_is_frozen() -> None:
     """A new flag is a reviewed line here."""
-    found = {word for word in cli.parser()._option_string_actions if word.startswith("--pipette-")}
+    found = {word for word in launcher.parser()._option_string_actions if word.startswith("--pipette-")}
 
     assert OWN_FLAGS == found
 
 
 def test_every_torchrun_flag_is_there() -> None:
     """Each spelling that torchrun takes is taken, and none of them means something else."""
-    stock, ours = get_args_parser()._option_string_actions, cli.parser()._option_string_actions
+    stock, ours = get_args_parser()._option_string_actions, launcher.parser()._option_string_actions
 
     assert {word: (type(a), a.dest, a.nargs) for word, a in stock.items()} == {
         word: (type(a), a.dest, a.nargs) for word, a in ours.items() if not word.startswith("--pipette-")
@@ -73,7 +73,7 @@ def test_every_torchrun_flag_is_there() -> None:
 )
 def test_torchruns_spellings(flags: list[str]) -> None:
     """Dashes, underscores, equals signs and torchrun's own abbreviations are read alike."""
-    args = cli.parser().parse_args([*flags, "train.py", "--lr", "1"])
+    args = launcher.parser().parse_args([*flags, "train.py", "--lr", "1"])
 
     assert ("2", "2", ["--lr", "1"]) == (args.nnodes, args.nproc_per_node, args.training_script_args)
 
@@ -123,22 +123,22 @@ def test_how_many_nodes_may_be_lost(flags: list[str], expected: tuple[int, int, 
 
 def checked_options(words: list[str]) -> Options:
     """Everything that stands between argv and the launch."""
-    whole = cli.parser()
-    cli.check_own_flags(whole, cli._before_script(whole, words))
-    return cli.options_from(whole.parse_args(words))
+    whole = launcher.parser()
+    launcher.check_own_flags(whole, launcher.words_before_script(whole, words))
+    return launcher.options_from(launcher.parsed(whole, words))
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["--pipette-bugdet=5", "train.py"], "unknown flag --pipette-bugdet; did you mean --pipette-budget?"),
-        (["--nnodes", "1", "--pipette-xyzzy", "train.py"], "unknown flag --pipette-xyzzy; there are "),
-        (["--pipette-budget=soon", "train.py"], "--pipette-budget needs a number, got 'soon'"),
+        (["--nnodes", "1", "--pipette-xyzzy", "train.py"], "unknown flag --pipette-xyzzy; known flags are "),
+        (["--pipette-budget=soon", "train.py"], "--pipette-budget: invalid float value: 'soon'"),
         (["--pipette-budget=-1", "train.py"], "--pipette-budget must be above 0 seconds, got -1"),
-        (["--pipette-trials=few", "train.py"], "--pipette-trials needs a whole number, got 'few'"),
+        (["--pipette-trials=few", "train.py"], "--pipette-trials: invalid int value: 'few'"),
         (["--pipette-trials=-1", "train.py"], "--pipette-trials must be at least 0, got -1"),
         (["--pipette-tolerate=-1", "train.py"], "--pipette-tolerate must be at least 0, got -1"),
-        (["--pipette-spares=one", "train.py"], "--pipette-spares needs a whole number, got 'one'"),
+        (["--pipette-spares=one", "train.py"], "--pipette-spares: invalid int value: 'one'"),
         (["--pipette-trial-iters=2", "train.py"], "--pipette-trial-iters must be at least 3, got 2"),
         (["--pipette-budget=inf", "train.py"], "--pipette-budget must be finite, got inf; name"),
         (["--pipette-margin=2", "train.py"], "--pipette-margin must be at least 0 and below 1"),
@@ -151,7 +151,7 @@ def checked_options(words: list[str]) -> Options:
         (["--nnodes=1:2:3", "train.py"], "got '1:2:3'"),
         (["--max-restarts=-1", "train.py"], "--max-restarts must be at least 0, got -1"),
         (["nowhere.py"], "nowhere.py: no such file"),
-        (["train.py", "--pipette-budget=5"], "--pipette-budget=5 stands behind the script"),
+        (["train.py", "--pipette-budget=5"], "--pipette-budget=5 is after the script's name"),
     ],
 )
 def test_bad_flags_are_explained(words: list[str], expected: str) -> None:
@@ -206,7 +206,7 @@ def test_collections_stay_off_where_they_were() -> None:
     """Whoever runs the launcher without a garbage collector keeps doing so."""
     gc.disable()
     try:
-        with cli._uncollected():
+        with launcher._without_collections():
             pass
         assert not gc.isenabled()
     finally:
@@ -216,12 +216,12 @@ def test_collections_stay_off_where_they_were() -> None:
 def test_torchs_own_lines_are_kept_from_the_launcher_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers do not inherit it, and what the user set stays."""
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
-    with cli._quiet():
+    with launcher._without_torch_warnings():
         assert "ERROR" == os.environ["TORCH_CPP_LOG_LEVEL"]
     assert "TORCH_CPP_LOG_LEVEL" not in os.environ
 
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
-    with cli._quiet():
+    with launcher._without_torch_warnings():
         pass
     assert "INFO" == os.environ["TORCH_CPP_LOG_LEVEL"]
 
@@ -254,7 +254,7 @@ def test_tasks_that_each_train_alone_are_noted(
     capsys: pytest.CaptureFixture[str], flags: list[str], advice: str, local_id: str, is_noted: bool
 ) -> None:
     """Once a node, and they train all the same, as under torchrun."""
-    cli._note_lone_tasks(cli.parser().parse_args([*flags, "train.py"]), advice, {"SLURM_LOCALID": local_id})
+    launcher._note_lone_tasks(launcher.parser().parse_args([*flags, "train.py"]), advice, {"SLURM_LOCALID": local_id})
 
     expected = "pipette-launch: each task of this step trains a job of its own; SLURM\n" if is_noted else ""
     assert expected == capsys.readouterr().err
@@ -263,8 +263,8 @@ def test_tasks_that_each_train_alone_are_noted(
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (RendezvousConnectionError("no route to host\nmore"), "the nodes cannot meet: no route to host; look at"),
-        (RendezvousTimeoutError(), "the nodes cannot meet: too few of them came in time; look at"),
+        (RendezvousConnectionError("no route to host\nmore"), "the nodes cannot meet: no route to host; check"),
+        (RendezvousTimeoutError(), "the nodes cannot meet: too few nodes came in time; check"),
     ],
 )
 def test_nodes_that_cannot_meet_get_a_sentence(
@@ -276,7 +276,7 @@ def test_nodes_that_cannot_meet_get_a_sentence(
         raise error
 
     with pytest.raises(SystemExit) as end:
-        cli._end_as_torchrun(fail)
+        launcher._end_as_torchrun(fail)
 
     assert 1 == end.value.code
     assert capsys.readouterr().err.startswith(f"pipette-launch: error: {expected}")

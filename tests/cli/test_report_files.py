@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from pages import drawn
 
+from pipette_launch.cli.pipette import main
 from pipette_launch.facts import files
 from pipette_launch.launch.plan_reports import trace_path
 from pipette_launch.report.trace import STEPS
-from pipette_launch.tools.main import main
 
 
 def test_a_trace_is_made_of_what_lies_beside_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from facts_for_tests import tiny_cluster, tiny_measurements
 from megatron_lines import TEXT
 
 from pipette_launch import megatron
+from pipette_launch.cli.pipette import main, parser
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Plan, files
 from pipette_launch.facts.measurements import StageReading, memory_digest
@@ -24,7 +25,6 @@ from pipette_launch.report.page import choices
 from pipette_launch.report.plan import plan_file_screen
 from pipette_launch.report.screen import paste_words
 from pipette_launch.text import seconds_text
-from pipette_launch.tools.main import main, parser
 
 EXAMPLES = os.path.relpath(Path(__file__).parents[2] / "examples")
 """Relative: commands are split at spaces, which the path of a clone may have."""
@@ -33,7 +33,7 @@ FEW = "--budget 0.5 --fix cp,mbs,vpp,order,overlap,recompute"
 JOB = f"--megatron-version 0.16.1 pretrain_gpt.py {TEXT}"
 WITHOUT_TORCH = """
 import sys
-from pipette_launch.tools.main import main
+from pipette_launch.cli.pipette import main
 try:
     main(sys.argv[1:])
 finally:
@@ -147,7 +147,7 @@ def test_a_report_is_made_anew_from_a_file(
         ("--html {folder}", "--html {folder}: cannot be written"),
         (
             "--cluster {folder}/cluster.json",
-            "--cluster is read for the page and the trace alone; add --html FILE or --trace FILE",
+            "--cluster is only for the page and the trace; add --html FILE or --trace FILE",
         ),
         ("--html {folder}/a.html --cluster {folder}/none.json", "none.json"),
     ],

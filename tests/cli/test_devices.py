@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pipette_launch.cli.pipette import main
 from pipette_launch.facts import files
 from pipette_launch.facts.known_devices import DeviceFile, DeviceFiles, known_devices
-from pipette_launch.tools.main import main
 
 
 def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:

@@ -9,9 +9,9 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
 from megatron_lines import TEXT
 
+from pipette_launch.cli.pipette import COMMANDS, main, parser
 from pipette_launch.facts import files
 from pipette_launch.facts.prediction import Prediction
-from pipette_launch.tools.main import COMMANDS, main, parser
 
 JOB = f"--megatron-version 0.16.1 pretrain_gpt.py {TEXT} --pipeline-model-parallel-size 4"
 
@@ -67,7 +67,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         (f"--world-size 8 --method oracle {JOB}", "invalid choice: 'oracle'"),
         (
             f"--world-size 8 --num-layers 2 {JOB}",
-            "unknown flag --num-layers; see pipette predict --help; the script's own flags stand",
+            "unknown flag --num-layers; see pipette predict --help; the script's own flags follow",
         ),
         ("--world-size 8", "the following arguments are required: SCRIPT"),
         ("--world-size 8 pretrain_gpt.py", "the command line lacks --num-layers"),

@@ -9,9 +9,9 @@ import pytest
 from facts_for_tests import tiny_cluster
 from screens import choice, plan
 
+from pipette_launch.cli.pipette import main
 from pipette_launch.facts import Layout, files
 from pipette_launch.planning.compare import num_moved
-from pipette_launch.tools.main import main
 
 CLUSTER = tiny_cluster(2, 2)
 ONE = plan(CLUSTER, choice(Layout(dp=4), 1.0), choice(Layout(pp=4), 2.0), floor_s=0.8)

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import pytest
 from gpu_rules.nvml import GIB, FakeNvml, install
 
+from pipette_launch.cli import doctor
+from pipette_launch.cli import machine_checks as checks
+from pipette_launch.cli.pipette import main
 from pipette_launch.facts import files
 from pipette_launch.facts.health import Checkup, Finding
 from pipette_launch.report import checkup_screen
-from pipette_launch.tools import doctor
-from pipette_launch.tools.checks import software, surroundings
-from pipette_launch.tools.main import main
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -140,21 +140,21 @@ def test_versions_are_compared_with_what_is_needed_and_known(
     versions: dict[str, str | None], severity: list[str]
 ) -> None:
     """Too old stops, too new may, a checkout beside the script does without an installed megatron-core."""
-    assert severity == [finding.severity for finding in software.packages(versions.__getitem__)]
+    assert severity == [finding.severity for finding in checks.packages(versions.__getitem__)]
 
 
 def test_needed_versions_are_those_of_the_package() -> None:
     """setup.cfg and the doctor ask for the same."""
     text = (ROOT / "setup.cfg").read_text()
 
-    assert all(f"{name}{needed}" in text for name, needed in software.NEEDED.items())
+    assert all(f"{name}{needed}" in text for name, needed in checks.NEEDED.items())
     assert "python_requires = >=3.10" in text
     assert all(f"Python :: 3.{minor}" in text for minor in range(10, 14))
 
 
 def test_an_untested_python_is_said() -> None:
     """Newer than all that are tested; this one is."""
-    assert ["slows", "fine"] == [one.severity for version in ("3.14.0", None) for one in software.python(version)]
+    assert ["slows", "fine"] == [one.severity for version in ("3.14.0", None) for one in checks.python(version)]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_torch_must_suit_the_driver(monkeypatch: pytest.MonkeyPatch, built: str 
     """A driver for CUDA 12.4 runs all of 12, nothing of 13, and nothing at all for a torch without CUDA."""
     nvml = install(monkeypatch, FakeNvml(1))
     nvml.nvmlSystemGetCudaDriverVersion = lambda: 12040  # type: ignore[attr-defined]
-    (finding,) = software.driver_for_torch(lambda: built)
+    (finding,) = checks.driver_for_torch(lambda: built)
 
     assert severity == finding.severity
     assert "the driver supports 12.4" in finding.value
@@ -174,21 +174,21 @@ def test_torchs_cuda_is_read_without_importing_it() -> None:
     """What the file says is what torch says."""
     import torch
 
-    assert torch.version.cuda == software._cuda_of_torch()
+    assert torch.version.cuda == checks._cuda_of_torch()
 
 
 @pytest.mark.parametrize(("free", "severity"), [(64 << 20, "stops"), (512 << 20, "slows"), (8 << 30, "fine")])
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int, severity: str) -> None:
     """A container's 64 MiB are too few for eight GPUs."""
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free >> 12, f_frsize=1 << 12))
-    (finding,) = surroundings.shared_memory(8)
+    (finding,) = checks.shared_memory(8)
 
     assert severity == finding.severity
 
 
 def test_no_shared_memory_at_all(tmp_path: Path) -> None:
     """A folder that is not there stops."""
-    assert ["stops"] == [finding.severity for finding in surroundings.shared_memory(2, tmp_path / "shm")]
+    assert ["stops"] == [finding.severity for finding in checks.shared_memory(2, tmp_path / "shm")]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_limits(
     told = {resource.RLIMIT_NOFILE: files_open, resource.RLIMIT_MEMLOCK: pinned}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (told[which], resource.RLIM_INFINITY))
 
-    assert severities == [finding.severity for finding in surroundings.limits(has_infiniband=infiniband)]
+    assert severities == [finding.severity for finding in checks.limits(has_infiniband=infiniband)]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_name_that_means_itself_on_every_node(
     addresses: list[str], environ: dict[str, str], nodes: int, severity: str
 ) -> None:
     """Gloo would tell its peers the loopback address, and they would call themselves; a single node may."""
-    (finding,) = surroundings.host_name(name="n1", addresses=addresses, environ=environ, num_nodes=nodes)
+    (finding,) = checks.host_name(name="n1", addresses=addresses, environ=environ, num_nodes=nodes)
 
     assert severity == finding.severity
 
@@ -245,30 +245,30 @@ def test_a_name_that_means_itself_on_every_node(
 )
 def test_named_interfaces_must_be_there(variable: str, value: str, severity: str) -> None:
     """Gloo takes whole names, NCCL their beginnings, `=` for whole ones and `^` for all others."""
-    (finding,) = surroundings.interfaces({variable: value}, ["lo", "eth0"])
+    (finding,) = checks.interfaces({variable: value}, ["lo", "eth0"])
 
     assert severity == finding.severity
 
 
 def test_without_variables_no_interface_is_asked_for() -> None:
     """And those that are up are found by the system."""
-    assert [] == list(surroundings.interfaces({}))
-    assert ["fine"] == [finding.severity for finding in surroundings.interfaces({"GLOO_SOCKET_IFNAME": "lo"})]
+    assert [] == list(checks.interfaces({}))
+    assert ["fine"] == [finding.severity for finding in checks.interfaces({"GLOO_SOCKET_IFNAME": "lo"})]
 
 
 def test_folders_are_tried_and_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that has yet to be made is not made; one on a read-only disk is said."""
     cache = tmp_path / "deep" / "cache"
 
-    assert ["fine", "fine"] == [finding.severity for finding in surroundings.folders(cache)]
-    assert ["slows", "fine"] == [finding.severity for finding in surroundings.folders(None)]
+    assert ["fine", "fine"] == [finding.severity for finding in checks.folders(cache)]
+    assert ["slows", "fine"] == [finding.severity for finding in checks.folders(None)]
     assert [] == list(tmp_path.iterdir())
 
     def refuse(**_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(surroundings.tempfile, "TemporaryFile", refuse)
-    assert ["slows", "stops"] == [finding.severity for finding in surroundings.folders(cache)]
+    monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
+    assert ["slows", "stops"] == [finding.severity for finding in checks.folders(cache)]
 
 
 def test_the_screen_says_what_was_not_looked_at() -> None:
@@ -288,7 +288,7 @@ def test_missing_requirements_are_named(modules: str, named: str) -> None:
     """All of them in one sentence, and the exit code of what would stop a job."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({modules.split(',')}))\n"
-        "from pipette_launch.tools.main import main\nmain(['doctor'])"
+        "from pipette_launch.cli.pipette import main\nmain(['doctor'])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True)
 
@@ -308,8 +308,8 @@ def test_no_gpu_is_told_with_what_hides_it(monkeypatch: pytest.MonkeyPatch, devi
 def test_a_missing_torch_is_not_called_one_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one finding about it, and it says that torch is not installed."""
     install(monkeypatch, FakeNvml(1))
-    monkeypatch.setattr(software, "installed", lambda _: None)
-    monkeypatch.setattr(software, "driver_for_torch", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(checks, "installed", lambda _: None)
+    monkeypatch.setattr(checks, "driver_for_torch", lambda: pytest.fail("asked"))
 
     assert "torch and the driver" not in examined(device="cuda")
 
@@ -317,7 +317,7 @@ def test_a_missing_torch_is_not_called_one_without_cuda(monkeypatch: pytest.Monk
 def test_the_doctor_needs_no_torch() -> None:
     """It may be what is missing."""
     code = (
-        "import sys\nfrom pipette_launch.tools.main import main\n"
+        "import sys\nfrom pipette_launch.cli.pipette import main\n"
         "try:\n    main(['doctor', '--device', 'cpu', '--port', '0'])\n"
         "except SystemExit:\n    sys.exit(3 if 'torch' in sys.modules else 0)"
     )

@@ -1,0 +1,171 @@
+"""The shape of a `pipette` subcommand, and the flags that several subcommands share."""
+
+from __future__ import annotations
+
+import math
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
+from pipette_launch.errors import UsageError
+
+EXAMPLE_ARGS = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
+    "--vocab-size 32000 --tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 128 --train-iters 100 "
+    "--bf16"
+)
+"""Script flags of a GPT with 7 billion parameters, for the examples of help texts."""
+EXIT_CODES = "0 there is an answer, good or bad; 1 the work failed; 2 the command line or a file is wrong"
+OTHER_NAMES = {
+    "num_hosts": "nodes",
+    "devices_per_host": "gpus-per-node",
+    "device_kind": "device",
+    "budget_s": "budget",
+}
+"""Flags whose name differs from the option in Python."""
+
+
+class Subcommand(NamedTuple):
+    """One subcommand; `pipette.COMMANDS` lists all of them."""
+
+    summary: str
+    """One line for the list of commands."""
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+    """Prints the answer to stdout and returns the exit code; raises PipetteError for mistakes of the user."""
+    examples: tuple[str, ...] = ()
+    """Command lines for the help text; `$ARGS` stands for `EXAMPLE_ARGS`."""
+    exit_codes: str = EXIT_CODES
+    pass_on: Callable[[Sequence[str]], None] | None = None
+    """Gets the words after the command unparsed, because they belong to another program, and does not return."""
+
+
+def flag_of(option: str) -> str:
+    """Return the `pipette` flag of an option of the Python functions."""
+    return f"--{OTHER_NAMES.get(option, option.replace('_', '-'))}"
+
+
+def seconds(text: str) -> float:
+    """Read a duration for argparse."""
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"needs seconds, at least 0 and finite, got {text}")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Read a share of a whole for argparse."""
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise ArgumentTypeError(f"must be at least 0 and below 1 (0.08 is 8 %), got {text}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"needs a number, got {text!r}") from None
+
+
+@contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into an error about a flag and its file."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot be written ({error.strerror})") from error
+
+
+def add_size_flags(parser: ArgumentParser, *, nodes: str, gpus: str) -> None:
+    """Add the flags that count nodes and devices, with their help texts; torchrun's spellings mean the same."""
+    parser.add_argument("--nodes", "--nnodes", "--hosts", metavar="N", type=int, help=nodes)
+    parser.add_argument(
+        "--gpus-per-node",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        metavar="N",
+        dest="gpus_per_node",
+        type=int,
+        help=gpus,
+    )
+
+
+def add_machine_flags(parser: ArgumentParser) -> None:
+    """Add the flags that name the machines."""
+    machines = parser.add_mutually_exclusive_group()
+    machines.add_argument("--cluster", metavar="FILE", type=Path, help="cluster.json of a warm-up")
+    machines.add_argument(
+        "--gpu",
+        metavar="NAME|FILE",
+        help="imagine hosts with this device, such as h100-sxm; pipette devices lists names and writes files",
+    )
+    add_size_flags(
+        parser, nodes="hosts of the job", gpus="devices and ranks of each host (default: usual for --gpu, else 8)"
+    )
+    parser.add_argument(
+        "--world-size", metavar="N", type=int, help="ranks of the job; can replace --nodes or --gpus-per-node"
+    )
+    parser.add_argument(
+        "--fabric", metavar="FILE|NAME", help="network between hosts of --gpu: a file, uniform, fat-tree-2:1 or similar"
+    )
+
+
+def add_search_flags(parser: ArgumentParser) -> None:
+    """Add the flags that steer the search."""
+    add = parser.add_argument
+    add(
+        "--budget",
+        metavar="SECONDS",
+        type=seconds,
+        default=SEARCH_BUDGET_S,
+        help=f"most processor time of the search (default {SEARCH_BUDGET_S:g})",
+    )
+    add(
+        "--schedules",
+        metavar="NAMES",
+        default="stock",
+        help="pipeline schedules that a plan may use, as for --pipette-schedules: stock (default), all, or names",
+    )
+    add("--seed", metavar="N", type=int, default=SEED, help=f"seed of the search's random numbers (default {SEED})")
+    add(
+        "--margin",
+        metavar="FRACTION",
+        type=fraction,
+        default=MARGIN,
+        help=f"share of your step that another plan must save to replace your own (default {MARGIN:g})",
+    )
+    add(
+        "--fix",
+        metavar="NAMES",
+        default="",
+        help="parts of your layout to keep: tp,pp,dp,cp,ep,vpp,mbs,recompute,...",
+    )
+
+
+def add_reading_flags(parser: ArgumentParser) -> None:
+    """Add the flags for the free memory and the Megatron version."""
+    parser.add_argument(
+        "--memory-margin",
+        metavar="FRACTION",
+        type=fraction,
+        default=MEMORY_MARGIN,
+        help=f"share of device memory to keep free (default {MEMORY_MARGIN})",
+    )
+    parser.add_argument(
+        "--megatron-version",
+        metavar="V",
+        help="Megatron release that reads the script's flags, such as 0.16.1 (default: the one SCRIPT would import)",
+    )
+
+
+def add_script(parser: ArgumentParser) -> None:
+    """Add the script and its own flags."""
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for torchrun")
+    parser.add_argument("script", metavar="SCRIPT", help="as in the job's own command; the file need not exist here")
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=REMAINDER, help="the script's own flags, exactly as in the job"
+    )

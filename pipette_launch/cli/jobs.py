@@ -1,0 +1,140 @@
+"""`pipette probe` measures the machines of a job; `pipette watch` shows a running job."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipette_launch.cli.flags import Subcommand
+from pipette_launch.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipette_launch.launch.watch import Watched
+
+OUT = "--out"
+DEFAULT_OUT = "cluster.json"
+POLL_S = 1.0
+
+
+def _add_probe_arguments(parser: ArgumentParser) -> None:
+    """Add the flags that `pipette probe --help` shows; `_become_launcher` reads the real words."""
+    parser.usage = "pipette probe [--out FILE] [FLAGS OF pipette-launch] SCRIPT [ARGS ...]"
+    parser.add_argument(
+        OUT, metavar="FILE", default=DEFAULT_OUT, help=f"file to write on the first node ({DEFAULT_OUT})"
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="SCRIPT",
+        help="flags, script and its arguments as for pipette-launch, on every node of the job: they name the nodes "
+        "and the layers to time",
+    )
+
+
+def _refuse_probe(args: Namespace) -> int:
+    raise UsageError(f"no script: pipette probe needs the same words as pipette-launch, not {args.words}")
+
+
+def _become_launcher(words: Sequence[str]) -> None:
+    """Replace this process by `pipette-launch --pipette-probe FILE`: torch's launcher handles signals itself."""
+    out, rest = DEFAULT_OUT, list(words)
+    if rest and rest[0].startswith(f"{OUT}="):
+        out, rest = rest[0].partition("=")[2], rest[1:]
+    elif rest and rest[0] == OUT:
+        if len(rest) == 1:
+            raise UsageError(f"{OUT} needs a file")
+        out, rest = rest[1], rest[2:]
+    launcher = [sys.executable, "-m", "pipette_launch", "--pipette-probe", out, *rest]
+    os.execv(sys.executable, launcher)  # noqa: S606
+
+
+PROBE = Subcommand(
+    summary="Measure the machines of a job, write cluster.json, and train nothing.",
+    add_arguments=_add_probe_arguments,
+    run=_refuse_probe,
+    examples=(
+        "pipette probe --out one.cluster.json --nproc-per-node 8 pretrain_gpt.py $ARGS",
+        "pipette probe --nnodes 2 --nproc-per-node 8 --rdzv-endpoint node0:29500 pretrain_gpt.py $ARGS   # on both",
+    ),
+    pass_on=_become_launcher,
+)
+
+
+def _add_watch_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "where",
+        metavar="WHERE",
+        nargs="?",
+        type=Path,
+        help="folder of a job in the cache, its plan.json, a cache, or a FILE.prom of --pipette-metrics-file "
+        "(default: the newest job in the usual cache)",
+    )
+    parser.add_argument("--json", action="store_true", help="print a document of kind `live-job` at each change")
+    parser.add_argument("--once", action="store_true", help="print the present state and exit")
+
+
+def _watch(args: Namespace) -> int:
+    """Watch until the job ends; returns 1 if it failed, 0 if it succeeded or the user stopped watching."""
+    from pipette_launch.launch.watch import Watched
+
+    watched = Watched(args.where)
+    try:
+        if args.once or args.json or not sys.stdout.isatty():
+            return _print_changes(watched, is_once=args.once, as_json=args.json)
+        return _show_screen(watched)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _show_screen(watched: Watched) -> int:
+    """Redraw one screen in place until the job ends."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from pipette_launch.report.live import live_screen
+
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            job = watched.look(time.time())
+            live.update(Text.from_ansi(live_screen(job, watched.steps_s)), refresh=True)
+            if job.is_over:
+                return int(job.phase == "failed")
+            time.sleep(POLL_S)
+
+
+def _print_changes(watched: Watched, *, is_once: bool, as_json: bool) -> int:
+    """Print a line at each change until the job ends, or one screen."""
+    from pipette_launch.facts import files
+    from pipette_launch.report.live import live_line, live_screen
+    from pipette_launch.text import printable
+
+    before = ""
+    while True:
+        job = watched.look(time.time())
+        line = live_line(job)
+        if as_json and line != before:
+            sys.stdout.write(files.dumps(job, indent=None) + "\n")
+        elif is_once:
+            sys.stdout.write(live_screen(job, watched.steps_s))
+        elif line != before:
+            sys.stdout.write(f"{time.strftime('%H:%M:%S', time.localtime(job.read_s))} {printable(line)}\n")
+        sys.stdout.flush()
+        before = line
+        if is_once or job.is_over:
+            return int(job.phase == "failed")
+        time.sleep(POLL_S)
+
+
+WATCH = Subcommand(
+    summary="Show a job while it runs: phase, iteration, measured and predicted step.",
+    add_arguments=_add_watch_arguments,
+    run=_watch,
+    examples=("pipette watch --once", "pipette watch /scratch/me/cache --json"),
+    exit_codes="0 the job succeeded, or you stopped watching; 1 it failed; 2 the command line is wrong",
+)

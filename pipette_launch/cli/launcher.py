@@ -1,0 +1,376 @@
+"""The command `pipette-launch`: torchrun's flags and ours in, torchrun's exit codes out."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from argparse import ArgumentError, ArgumentTypeError
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from pipette_launch import defaults
+from pipette_launch.errors import OptionError, PipetteError, UsageError
+from pipette_launch.installed import check_installed
+from pipette_launch.text import escape_log_lines, log_for_debugging, nearest_word, printable
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pipette_launch.launch.options import Options
+    from pipette_launch.launch.slurm import Siblings
+
+PREFIX = "--pipette-"
+INTERRUPTED = 130
+"""Exit code that a shell reports for a process ended by SIGINT."""
+
+
+def parser() -> ArgumentParser:
+    """Return torchrun's parser with our flags added; no torchrun flag begins like ours."""
+    from torch.distributed.run import get_args_parser
+
+    from pipette_launch import __version__
+
+    whole = get_args_parser()
+    whole.prog = "pipette-launch"
+    # A wrong value is one line of ours instead of torchrun's usage text.
+    whole.exit_on_error = False
+    whole.description = (
+        "torchrun for Megatron-LM: measures the machines of the job, chooses the parallel configuration and the "
+        "placement of ranks, and starts the unmodified script with them."
+    )
+    group = whole.add_argument_group("pipette")
+    _add_choices(group.add_argument)
+    _add_amounts(group.add_argument)
+    _add_hosts_and_files(group.add_argument)
+    detail = group.add_mutually_exclusive_group()
+    detail.add_argument("--pipette-quiet", action="store_true", help="print only errors and one line with the choice")
+    detail.add_argument("--pipette-verbose", action="store_true", help="print all notes of a plan, and debug logs")
+    group.add_argument("--pipette-version", action="version", version=f"pipette-launch {__version__}")
+    return whole
+
+
+def _add_choices(add: Callable[..., object]) -> None:
+    """Add the flags that choose the plan and the reaction to failures."""
+    add("--pipette-plan", metavar="FILE", help="use this plan.json; measure and plan nothing")
+    add("--pipette-probe", metavar="FILE", help="only measure: write the measurements to FILE, print them, and stop")
+    add("--pipette-dry-run", action="store_true", help="measure, plan, print the plan, and stop before training")
+    add("--pipette-fix", metavar="NAMES", default="", help="keep these parts of your layout, for example tp,pp,mbs")
+    add(
+        "--pipette-schedules",
+        metavar="NAMES",
+        default="stock",
+        help="pipeline schedules that a plan may use: stock (default, Megatron's own), all, or names between commas: "
+        "eager-1f1b, zb-h1, zb-1p, zb-2p, interleaved-zb, gis, 1f1b-v, v-half, v-min, v-zb",
+    )
+    add(
+        "--pipette-on-error",
+        choices=("train", "fail"),
+        help="if measuring or planning fails: train with your own configuration, or stop (default: train; but stop if "
+        "--pipette-plan or --pipette-device cannot be followed)",
+    )
+    add(
+        "--pipette-on-sick",
+        choices=("warn", "exclude", "fail"),
+        default="warn",
+        help="if a node is slow or damaged: print a warning (default), train without the node if --nnodes MIN:MAX "
+        "allows it, or stop",
+    )
+    add(
+        "--pipette-watch",
+        choices=("warn", "restart", "off"),
+        default="warn",
+        help="if steps become slower during training: print a warning (default), measure again and restart from the "
+        "last checkpoint with a new plan, or do nothing",
+    )
+    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the job")
+
+
+def _add_amounts(add: Callable[..., object]) -> None:
+    def add_number(flag: str, metavar: str, default: float, text: str, kind: type = float) -> None:
+        add(flag, metavar=metavar, default=default, type=kind, help=f"{text} (default {default:g})")
+
+    add_number("--pipette-budget", "SECONDS", defaults.WARMUP_BUDGET_S, "most seconds that the warm-up may measure")
+    add_number("--pipette-margin", "FRACTION", defaults.MARGIN, "share of your step that another plan must save")
+    add_number("--pipette-memory-margin", "FRACTION", defaults.MEMORY_MARGIN, "share of device memory to keep free")
+    add_number(
+        "--pipette-watch-limit", "FRACTION", defaults.WATCH_LIMIT, "how much slower steps must be for --pipette-watch"
+    )
+    add_number(
+        "--pipette-trials",
+        "K",
+        defaults.TRIALS,
+        "run the best K plans and your own configuration for some iterations, and train with the fastest",
+        int,
+    )
+    add_number("--pipette-trial-iters", "N", defaults.TRIAL_ITERS, "timed iterations of each trial", int)
+    add_number("--pipette-spares", "K", 0, "keep K more nodes measured and ready to replace lost nodes", int)
+
+
+def _add_hosts_and_files(add: Callable[..., object]) -> None:
+    add(
+        "--pipette-tolerate",
+        metavar="F",
+        type=int,
+        help="make plans ahead for the loss of up to F nodes, to continue at once (default 1 if --nnodes MIN:MAX "
+        "allows it, else 0)",
+    )
+    add(
+        "--pipette-cache",
+        metavar="DIR",
+        help="folder of kept plans (default: pipette-launch in your cache folder); `off` keeps none",
+    )
+    add(
+        "--pipette-metrics-file",
+        metavar="FILE.prom",
+        type=_metrics_file,
+        help="write figures of the job to this file, for node_exporter's textfile collector (Prometheus)",
+    )
+
+
+def _metrics_file(text: str) -> Path | None:
+    if text and not text.endswith(".prom"):
+        raise ArgumentTypeError(f"{text}: node_exporter reads only files whose name ends in .prom")
+    return Path(text).absolute() if text else None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `pipette-launch`; exits as torchrun would."""
+    try:
+        # Without jinja2 a job only lacks its report, and says so.
+        check_installed(but=frozenset({"jinja2"}))
+    except PipetteError as error:
+        _exit_with(error)
+    with _without_collections(), _without_torch_warnings():
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+    from pipette_launch.agent.signals import end_at_once
+    from pipette_launch.launch.slurm import Siblings
+
+    logging.captureWarnings(capture=False)
+    escape_log_lines()
+    words = list(sys.argv[1:] if argv is None else argv)
+    siblings = Siblings()
+    try:
+        with siblings.told():
+            _end_as_torchrun(lambda: record(_launch)(words, siblings))
+    finally:
+        if argv is None:
+            end_at_once()
+
+
+def _launch(words: Sequence[str], siblings: Siblings) -> None:
+    with _without_collections():
+        from pipette_launch.launch import slurm
+        from pipette_launch.launch.node_controller import launch
+
+        whole = parser()
+    check_own_flags(whole, words_before_script(whole, words))
+    args = parsed(whole, words)
+    step = slurm.take_flags(args, slurm.given_flags(whole, words, os.environ), os.environ)
+    # In a step whose flags we set, the tasks of a node share one launcher.
+    advice = "" if step is not None else slurm.several_launchers(os.environ)
+    options = options_from(args, advice=advice)
+    _note_lone_tasks(args, advice, os.environ)
+    if options.detail == "verbose":
+        log_for_debugging("pipette_launch", "pipette-launch: ")
+    if step is not None and step.num_tasks > 1:
+        if step.local_id:
+            sys.exit(slurm.await_agent(f"{step.name}/{step.node}"))
+        siblings.open(f"{step.name}/{step.node}", step.num_tasks - 1)
+    launch(args, options, advice=advice)
+
+
+def check_own_flags(whole: ArgumentParser, argv: Sequence[str]) -> None:
+    """Raise UsageError for an unknown `--pipette-` flag, which argparse would take for the script's name."""
+    known = [option for option in whole._option_string_actions if option.startswith(PREFIX)]  # noqa: SLF001
+    for word in argv:
+        name = word.split("=")[0]
+        if name.startswith(PREFIX) and not any(option.startswith(name) for option in known):
+            # Without the common prefix, which would make all flags similar.
+            near = nearest_word(name[len(PREFIX) :], [option[len(PREFIX) :] for option in known])
+            hint = f"; did you mean {PREFIX}{near}?" if near else f"; known flags are {', '.join(sorted(known))}"
+            raise UsageError(f"unknown flag {name}{hint}")
+
+
+def words_before_script(whole: ArgumentParser, words: Sequence[str]) -> Sequence[str]:
+    """Return the words before the script's name, as far as they can be recognised without parsing."""
+    actions = whole._option_string_actions  # noqa: SLF001
+    index = 0
+    while index < len(words) and words[index].startswith("-"):
+        name, joined, _ = words[index].partition("=")
+        takes_value = name in actions and actions[name].nargs != 0 and not joined
+        index += 2 if takes_value else 1
+    return words[:index]
+
+
+def parsed(whole: ArgumentParser, words: Sequence[str]) -> Namespace:
+    """Parse a command line; raises UsageError for a wrong value."""
+    try:
+        return whole.parse_args(words)
+    except ArgumentError as error:
+        raise UsageError(str(error).removeprefix("argument ")) from error
+
+
+def options_from(args: Namespace, *, advice: str = "") -> Options:
+    """Turn parsed flags into the launcher's options; raises UsageError for a wrong value.
+
+    `advice` ends an error about a number of launchers that does not fit the number of nodes.
+    """
+    from pipette_launch.agent.rendezvous import check_meeting
+    from pipette_launch.facts.known_schedules import schedule_names
+    from pipette_launch.launch.options import Options
+    from pipette_launch.megatron import fixed_fields
+
+    tolerate = _checked_sizes(args)
+    check_meeting(args, advice=advice)
+    late = [word for word in args.training_script_args if word.startswith(PREFIX)]
+    if late:
+        raise UsageError(f"{late[0]} is after the script's name, where flags are the script's own; put it before")
+    runs_python = not args.no_python and not args.run_path
+    fix = tuple(name.strip() for name in args.pipette_fix.split(",") if name.strip())
+    fixed_fields(fix)
+    options = Options(
+        script=args.training_script,
+        script_arguments=tuple(args.training_script_args),
+        runs_python=runs_python,
+        is_module=args.module,
+        plan=Path(args.pipette_plan) if args.pipette_plan else None,
+        probe_to=Path(args.pipette_probe).absolute() if args.pipette_probe else None,
+        fix=fix,
+        on_error=args.pipette_on_error,
+        on_sick=args.pipette_on_sick,
+        watch=args.pipette_watch,
+        watch_limit=args.pipette_watch_limit,
+        device=args.pipette_device,
+        budget_s=args.pipette_budget,
+        margin=args.pipette_margin,
+        memory_margin=args.pipette_memory_margin,
+        cache=_cache(args.pipette_cache),
+        dry_run=args.pipette_dry_run,
+        detail="quiet" if args.pipette_quiet else "verbose" if args.pipette_verbose else "usual",
+        trials=args.pipette_trials,
+        trial_iters=args.pipette_trial_iters,
+        schedules=schedule_names(args.pipette_schedules),
+        is_function=args.run_path,
+        tolerate=tolerate,
+        spares=args.pipette_spares,
+        metrics_file=args.pipette_metrics_file,
+        max_restarts=args.max_restarts,
+    )
+    if runs_python and not args.module and not Path(args.training_script).exists():
+        raise UsageError(f"{args.training_script}: no such file; name the script that torchrun would run")
+    return options
+
+
+def _checked_sizes(args: Namespace) -> int:
+    """Return the number of lost nodes to plan for; raises UsageError for sizes with which torchrun's own code fails."""
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    try:
+        least, most = parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError):
+        least = most = 0
+    if not 0 < least <= most:
+        raise UsageError(f"--nnodes needs a number above 0, or MIN:MAX with MIN not above MAX, got {args.nnodes!r}")
+    why = ""
+    try:
+        num_slots = determine_local_world_size(args.nproc_per_node)
+    except ValueError as error:
+        num_slots, why = 0, f" ({error})"
+    if num_slots < 1:
+        raise UsageError(
+            f"--nproc-per-node needs a number above 0, or auto, cpu, gpu or xpu if there is such a device, got "
+            f"{args.nproc_per_node!r}{why}"
+        )
+    if args.max_restarts < 0:
+        raise UsageError(f"--max-restarts must be at least 0, got {args.max_restarts}")
+    if args.pipette_tolerate is not None:
+        return int(args.pipette_tolerate)
+    return 1 if most > least else 0
+
+
+def _cache(text: str | None) -> Path | None:
+    from pipette_launch.launch.cache import default_root, distrust
+
+    if text == "off":
+        return None
+    root = Path(text) if text else default_root()
+    trouble = distrust(root) if root else "there is no home folder, so no plan is kept; name one with --pipette-cache"
+    if trouble:
+        sys.stderr.write(f"pipette-launch: {printable(trouble)}\n")
+        return None
+    return root
+
+
+def _note_lone_tasks(args: Namespace, advice: str, environ: Mapping[str, str]) -> None:
+    """Print, in the first of several SLURM tasks, that each task starts a job of its own, as under torchrun."""
+    from pipette_launch.agent.rendezvous import becomes_standalone
+
+    if advice and becomes_standalone(args) and environ.get("SLURM_LOCALID", "0") == "0":
+        sys.stderr.write(f"pipette-launch: each task of this step trains a job of its own{advice}\n")
+
+
+def _end_as_torchrun(job: Callable[[], None]) -> None:
+    """Run the job; print its error in one line and exit with torchrun's code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+
+    try:
+        job()
+    except PipetteError as error:
+        _exit_with(error)
+    except (RendezvousConnectionError, RendezvousTimeoutError) as error:
+        why = str(error.__cause__ or error).partition("\n")[0] or "too few nodes came in time"
+        sys.stderr.write(
+            f"pipette-launch: error: the nodes cannot meet: {printable(why).rstrip('.')}; check --rdzv-endpoint or "
+            f"--master-addr: all nodes must be able to reach that host, and its agent must run\n"
+        )
+        sys.exit(1)
+    except SignalException as signalled:
+        sys.stderr.write(f"pipette-launch: {signalled.sigval.name} ended the job and its workers\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        # torchrun handles signals only after it has started workers.
+        sys.stderr.write("pipette-launch: SIGINT ended the job before workers started\n")
+        sys.exit(INTERRUPTED)
+
+
+def _exit_with(error: PipetteError) -> NoReturn:
+    if isinstance(error, OptionError):
+        error = error.renamed(lambda option: f"{PREFIX}{option.replace('_', '-')}")
+    sys.stderr.write(f"pipette-launch: error: {printable(str(error))}\n")
+    sys.exit(error.exit_code)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Import without garbage collections: they scan all of torch again and again, and find almost nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        # Imported objects live as long as the process, so later collections skip them too.
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _without_torch_warnings() -> Iterator[None]:
+    """Import torch without its C++ warnings: each lost connection would print twenty lines before our error."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name in os.environ:
+        # The user chose a level.
+        yield
+        return
+    os.environ[name] = "ERROR"
+    try:
+        yield
+    finally:
+        # torch reads the variable at its import. The workers' own torch keeps its warnings.
+        del os.environ[name]

@@ -1,0 +1,198 @@
+"""`pipette plan`, `pipette predict` and `pipette compare`: plans and predictions without the machines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipette_launch.cli import flags
+from pipette_launch.cli.flags import Subcommand
+from pipette_launch.errors import PipetteError
+from pipette_launch.text import printable
+
+if TYPE_CHECKING:
+    # Functions import numpy and rich, so that --help does not wait for them.
+    from pipette_launch.facts import Plan
+    from pipette_launch.planning.plan import PlanProblem
+
+
+def _add_plan_arguments(parser: ArgumentParser) -> None:
+    flags.add_machine_flags(parser)
+    flags.add_search_flags(parser)
+    flags.add_reading_flags(parser)
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the plan to this file, for --pipette-plan and `pipette compare`, and a report beside it",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan's document instead of a screen")
+    detail = parser.add_mutually_exclusive_group()
+    detail.add_argument("-q", "--quiet", action="store_true", help="print one line: the choice and what it saves")
+    detail.add_argument("-v", "--verbose", action="store_true", help="print everything, including all notes")
+    flags.add_script(parser)
+
+
+def _plan(args: Namespace) -> int:
+    """Print the plan and write its file."""
+    from pipette_launch.facts import files
+    from pipette_launch.launch.terminal import ProgressLine, Ticker
+    from pipette_launch.planning.plan import PlanRequest, read_problem, search_plan
+    from pipette_launch.report import chosen_line, plan_file_screen
+
+    request = PlanRequest(
+        arguments=tuple(args.arguments),
+        script=args.script,
+        gpu=args.gpu,
+        cluster=args.cluster,
+        fabric=args.fabric,
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        world_size=args.world_size,
+        megatron_version=args.megatron_version,
+        fix=tuple(name for name in args.fix.split(",") if name.strip()),
+        schedules=args.schedules,
+        margin=args.margin,
+        memory_margin=args.memory_margin,
+        budget_s=args.budget,
+        seed=args.seed,
+    )
+    problem = read_problem(request)
+    if args.out is not None:
+        # Checked before the search, whose plan would be lost.
+        with flags.writing("--out", args.out):
+            files.check_writable(args.out)
+    ticker = Ticker(ProgressLine(sys.stderr, head="pipette plan: "), "searching, {:.0f} s".format)
+    try:
+        plan = search_plan(problem)
+    finally:
+        ticker.stop()
+    page = None if args.out is None else _write_plan(args.out, plan, problem)
+    if args.json:
+        sys.stdout.write(f"{files.dumps(plan)}\n")
+    elif args.quiet:
+        sys.stdout.write(f"{chosen_line(plan)}\n")
+    else:
+        screen = plan_file_screen(plan, title="pipette plan", saved_to=args.out, drawn_to=page, is_whole=args.verbose)
+        sys.stdout.write(screen)
+    return 0
+
+
+def _write_plan(out: Path, plan: Plan, problem: PlanProblem) -> Path | None:
+    """Write the plan's file, trace and report; returns the path of the report, or None if it cannot be made."""
+    from pipette_launch.facts import files
+    from pipette_launch.launch.plan_reports import page_path, trace_path, write_page, write_trace
+    from pipette_launch.planning.picture import picture_of
+
+    with flags.writing("--out", out):
+        files.write(out, plan, shared=True)
+        picture = picture_of(plan, problem.job, problem.measurements)
+        write_trace(trace_path(out), plan, problem.measurements, picture, shared=True)
+    page = page_path(out)
+    try:
+        write_page(page, plan, problem.measurements, picture, shared=True)
+    except (OSError, PipetteError) as error:
+        sys.stderr.write(f"no report beside {printable(str(out))}: {printable(str(error))}\n")
+        return None
+    return page
+
+
+PLAN = Subcommand(
+    summary="Choose the fastest layout and rank order on these machines, and print how sure the choice is.",
+    add_arguments=_add_plan_arguments,
+    run=_plan,
+    examples=(
+        "pipette plan --gpu H100 --nodes 2 --out a.plan.json pretrain_gpt.py $ARGS",
+        "pipette plan --gpu H100 --nodes 2 --fabric fat-tree-4:1 --fix tp,cp pretrain_gpt.py $ARGS",
+        "pipette plan --cluster cluster.json pretrain_gpt.py $ARGS   # measured by pipette probe",
+    ),
+)
+
+
+def _add_predict_arguments(parser: ArgumentParser) -> None:
+    flags.add_machine_flags(parser)
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--rank", metavar="R", type=int, help="show only the stage of this RANK")
+    shown.add_argument("--stage", metavar="S", type=int, help="show only this pipeline rank, from 0")
+    parser.add_argument(
+        "--method",
+        choices=("closed", "abstract"),
+        default="closed",
+        help="count memory by formula (default), or run megatron-core's own code with fake tensors",
+    )
+    flags.add_reading_flags(parser)
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device of the job, if neither --cluster nor --gpu is given",
+    )
+    parser.add_argument("--json", action="store_true", help="print a document of kind `prediction` instead of a screen")
+    flags.add_script(parser)
+
+
+def _predict(args: Namespace) -> int:
+    """Print the prediction; returns 0 even if the configuration does not fit."""
+    from pipette_launch.facts import files
+    from pipette_launch.launch.cache import default_root, distrust
+    from pipette_launch.planning.predict import predict
+    from pipette_launch.report import prediction_screen
+
+    prediction = predict(
+        args.arguments,
+        world_size=args.world_size,
+        num_hosts=args.nodes,
+        devices_per_host=args.gpus_per_node,
+        gpu=args.gpu,
+        cluster=args.cluster,
+        fabric=args.fabric,
+        rank=args.rank,
+        stage=args.stage,
+        method=args.method,
+        memory_margin=args.memory_margin,
+        megatron_version=args.megatron_version,
+        device_kind=args.device,
+        script=args.script,
+        environment=os.environ,
+        cache=root / "executed" if (root := default_root()) and not distrust(root) else None,
+    )
+    sys.stdout.write(files.dumps(prediction) + "\n" if args.json else prediction_screen(prediction))
+    return 0
+
+
+PREDICT = Subcommand(
+    summary="Predict whether exactly this configuration fits in memory, and how long its step is.",
+    add_arguments=_add_predict_arguments,
+    run=_predict,
+    examples=(
+        "pipette predict --gpu H100 --nodes 2 pretrain_gpt.py $ARGS",
+        "pipette predict --gpu H100 --nodes 2 --stage 0 --json pretrain_gpt.py $ARGS",
+        "pipette predict --world-size 16 pretrain_gpt.py $ARGS --tensor-model-parallel-size 2   # memory only",
+    ),
+)
+
+
+def _add_compare_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a document of kind `comparison` instead of a screen")
+    parser.add_argument("plans", metavar="PLAN", nargs="*", type=Path, help="two plan files or more")
+
+
+def _compare(args: Namespace) -> int:
+    from pipette_launch.facts import files
+    from pipette_launch.planning.compare import compare
+    from pipette_launch.report import comparison_screen
+
+    found = compare(args.plans)
+    sys.stdout.write(files.dumps(found) + "\n" if args.json else comparison_screen(found))
+    return 0
+
+
+COMPARE = Subcommand(
+    summary="Print plan files side by side.",
+    add_arguments=_add_compare_arguments,
+    run=_compare,
+    examples=("pipette compare a.plan.json b.plan.json", "pipette compare --json a.plan.json b.plan.json"),
+)

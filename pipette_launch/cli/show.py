@@ -1,0 +1,236 @@
+"""`pipette report`, `pipette explain` and `pipette devices`: what plan files, screens and device names mean."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipette_launch.cli.flags import Subcommand, writing
+from pipette_launch.errors import UsageError
+from pipette_launch.text import bytes_text, count_text, did_you_mean, flops_text, printable, rate_text, seconds_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipette_launch.facts import Plan
+    from pipette_launch.facts.accelerators import DeviceSpec
+    from pipette_launch.facts.prediction import Explained
+
+
+def _add_report_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", type=Path, help="a plan of `pipette plan --out` or of a warm-up, or a cluster.json")
+    add("--html", metavar="FILE", type=Path, help="write the plan's report as one HTML file, and print nothing")
+    add("--trace", metavar="FILE", type=Path, help="write the plan's steps as a trace for Perfetto, and print nothing")
+    add(
+        "--profile",
+        metavar="DIR",
+        type=Path,
+        help="add to --trace the passes that torch's profiler recorded: the --tensorboard-dir of a job with --profile "
+        "--use-pytorch-profiler",
+    )
+    add("--cluster", metavar="FILE", type=Path, help="measurements of the plan (default: cluster.json beside it)")
+    add("-q", "--quiet", action="store_true", help="print one line for a plan: the choice and what it saves")
+    add("--json", action="store_true", help="check the file and print its document instead of a screen")
+
+
+def _report(args: Namespace) -> int:
+    """Print the screen, or write the page and the trace."""
+    from pipette_launch.facts import Measurements, Plan, files
+    from pipette_launch.launch.plan_reports import existing_page
+    from pipette_launch.report import chosen_line, measured_screen, plan_file_screen
+
+    if args.profile is not None and args.trace is None:
+        raise UsageError("--profile adds to a trace; name the trace's file with --trace")
+    if args.html is not None or args.trace is not None:
+        _write(args)
+        return 0
+    if args.cluster is not None:
+        raise UsageError("--cluster is only for the page and the trace; add --html FILE or --trace FILE")
+    is_measured = files.kind_of(args.file) == Measurements.KIND
+    if args.json:
+        sys.stdout.write(files.dumps(files.read(args.file, Measurements if is_measured else Plan)) + "\n")
+    elif is_measured:
+        found = files.read(args.file, Measurements)
+        sys.stdout.write(measured_screen(found, title="pipette report", saved_to=args.file))
+    else:
+        plan, page = files.read(args.file, Plan), existing_page(args.file)
+        whole = plan_file_screen(plan, title="pipette report", saved_to=args.file, drawn_to=page)
+        sys.stdout.write(f"{chosen_line(plan)}\n" if args.quiet else whole)
+    return 0
+
+
+def _write(args: Namespace) -> None:
+    from pipette_launch.facts import files
+    from pipette_launch.launch.plan_reports import found_files, page_of, trace_of
+
+    found = found_files(args.file, args.cluster)
+    if found.missing:
+        sys.stderr.write(f"{printable(found.missing)}\n")
+    wanted = (("--html", args.html, page_of), ("--trace", args.trace, lambda found: trace_of(found, args.profile)))
+    for flag, path, text_of in wanted:
+        if path is not None:
+            text = text_of(found)
+            with writing(flag, path):
+                files.write_text(path, text, shared=True)
+
+
+REPORT = Subcommand(
+    summary="Show a plan file, or the measurements of a warm-up.",
+    add_arguments=_add_report_arguments,
+    run=_report,
+    examples=("pipette report a.plan.json", "pipette report --json cluster.json"),
+)
+
+
+def _add_explain_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        metavar="KEY",
+        nargs="*",
+        help="a label or number of a screen, such as gap or data parallel; a plan file after it adds the value; "
+        "without words, all keys are listed",
+    )
+    parser.add_argument("--json", action="store_true", help="print a document of kind `explained` instead of sentences")
+
+
+def _explain(args: Namespace) -> int:
+    """Print one explanation, or the list of all keys."""
+    from pipette_launch.facts import Plan, files
+    from pipette_launch.facts.glossary import MEANINGS, key_of
+    from pipette_launch.facts.prediction import Explained, Explanation
+
+    words = list(args.words)
+    plan = files.read(Path(words.pop()), Plan) if words and words[-1].endswith(".json") else None
+    key = key_of(" ".join(words))
+    if words and key not in MEANINGS:
+        hint = did_you_mean(key, MEANINGS, otherwise="no label is similar")
+        raise UsageError(f"unknown label {key!r}; {hint} (pipette explain lists all labels)")
+    found = Explained(
+        keys=tuple(
+            Explanation(
+                key=one,
+                what=meaning.what,
+                unit=meaning.unit,
+                how=meaning.how,
+                source=meaning.source,
+                value=_value_of(plan, one) if plan is not None else "",
+            )
+            for one, meaning in MEANINGS.items()
+            if not words or one == key
+        )
+    )
+    sys.stdout.write(files.dumps(found) + "\n" if args.json else "".join(_explanations(found, is_list=not words)))
+    return 0
+
+
+def _explanations(found: Explained, *, is_list: bool) -> Iterator[str]:
+    for one in found.keys:
+        if is_list:
+            yield f"{one.key:<20}{one.value or one.what}\n"
+            continue
+        yield f"{one.key}: {one.what}\n"
+        for name, words in (("unit", one.unit), ("how", one.how), ("source", one.source), ("here", one.value)):
+            if words:
+                yield f"  {name:<8}{words}\n"
+
+
+def _value_of(plan: Plan, key: str) -> str:
+    """Return the value of a key in a plan, with its unit; empty if the plan has no such value."""
+    chosen, layout, memory = plan.chosen, plan.chosen.layout, plan.chosen.memory_shown
+    part = key.replace(" ", "_")
+    if part in chosen.breakdown_s:
+        return f"{seconds_text(chosen.breakdown_s[part])} of {seconds_text(chosen.step_time_s)}"
+    fullest = f"{bytes_text(max(memory.need_bytes))} on the fullest stage"
+    own = f"{plan.own.layout.words()}, {seconds_text(plan.own.step_time_s)} a step predicted"
+    values = {
+        **{name: str(getattr(layout, name)) for name in ("tp", "pp", "dp", "cp", "ep", "etp", "vpp")},
+        "mbs": str(layout.micro_batch_size),
+        "step time": seconds_text(chosen.step_time_s),
+        "bound": seconds_text(chosen.bound_s),
+        "floor": seconds_text(plan.floor_s) if plan.floor_s else "",
+        "gap": "" if plan.gap is None else f"{plan.gap:.2%}",
+        "memory": fullest,
+        "peak": fullest,
+        "limit": bytes_text(memory.limit_bytes),
+        "memory margin": f"{1 - memory.limit_bytes / memory.free_bytes:.0%}" if memory.free_bytes else "",
+        "chosen": layout.words(),
+        "yours": f"cannot run: {plan.own_fault}" if plan.own_fault else own,
+        "schedule": chosen.schedule,
+        "why": " ".join(plan.reasons),
+    }
+    if chosen.rate is not None:
+        values |= {
+            "tokens/s": f"{count_text(chosen.rate.tokens_per_s)} tokens/s",
+            "tflop/s": flops_text(chosen.rate.flops_per_s),
+            "mfu": "" if chosen.rate.mfu is None else f"{chosen.rate.mfu:.1%}",
+        }
+    return values.get(key, "")
+
+
+EXPLAIN = Subcommand(
+    summary="Explain a number on the screens: meaning, formula, and its value in a plan.",
+    add_arguments=_add_explain_arguments,
+    run=_explain,
+    examples=("pipette explain", "pipette explain mfu", "pipette explain gap a.plan.json"),
+)
+
+
+def _add_devices_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="show only this device, with the source of its figures")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a document instead: of kind `device`, which --gpu reads, or without NAME of kind `devices`",
+    )
+
+
+def _devices(args: Namespace) -> int:
+    """Print the table of devices, one device, or their document."""
+    from pipette_launch.facts import files
+    from pipette_launch.facts.known_devices import DeviceFiles, device_named, file_of, known_devices, other_meanings
+
+    shown = known_devices().values() if args.name is None else (device_named(args.name),)
+    if args.json:
+        described = tuple(file_of(device) for device in shown)
+        sys.stdout.write(files.dumps(described[0] if args.name else DeviceFiles(devices=described)) + "\n")
+        return 0
+    sys.stdout.write(_row("device", "memory", "16-bit peak", "in a host", "between hosts", "per host"))
+    for device in shown:
+        sys.stdout.write(_row(*_figures(device)))
+        if args.name:
+            peaks = ", ".join(f"{name} {peak / 1e12:g}" for name, peak in device.flops_per_s.items())
+            sys.stdout.write(f"\n{peaks} TFLOP/s without sparsity\n{device.source}\n")
+    note = other_meanings(args.name) if args.name else ""
+    sys.stdout.write(f"{note}\n" if note else "")
+    return 0
+
+
+def _figures(device: DeviceSpec) -> tuple[str, ...]:
+    domain = f", {device.domain_hosts} hosts in an NVLink domain" if device.domain_hosts > 1 else ""
+    return (
+        device.name.lower(),
+        bytes_text(device.memory_bytes),
+        f"{device.peak_flops_per_s('fp16') / 1e12:g} TFLOP/s",
+        rate_text(device.within_host.fair_bytes_per_s),
+        rate_text(device.between_hosts.fair_bytes_per_s),
+        f"{device.devices_per_host}{domain}",
+    )
+
+
+def _row(name: str, *columns: str) -> str:
+    return f"{name:<25}" + "".join(f"{column:>15}" for column in columns[:-1]) + f"   {columns[-1]}\n"
+
+
+DEVICES = Subcommand(
+    summary="List the devices that --gpu knows by name, or print one as a file to describe another.",
+    add_arguments=_add_devices_arguments,
+    run=_devices,
+    examples=(
+        "pipette devices",
+        "pipette devices h20",
+        "pipette devices h100-sxm --json   # a file for --gpu FILE: change the figures that differ",
+    ),
+)

@@ -1,1 +1,0 @@
-"""The command `pipette`: the launcher's parts one by one, on any machine."""

@@ -1,1 +1,0 @@
-"""What `pipette doctor` looks at, one finding after another."""

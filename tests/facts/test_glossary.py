@@ -1,8 +1,9 @@
-"""Every label on the screens has an explanation."""
+"""The glossary explains every label on the screens, and docs/glossary.md is made from it."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import screens
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.glossary import MEANINGS, STEP, Meaning, key_of
+from pipette_launch.facts.glossary import MEANINGS, Meaning, key_of
 from pipette_launch.facts.health import SEVERITIES, Checkup, Finding
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.outcome import LiveJob
@@ -26,7 +27,7 @@ SCREENS = sorted((ROOT / "tests" / "data" / "screens").glob("*-120.txt"))
 
 @pytest.mark.parametrize("path", SCREENS, ids=lambda path: path.stem)
 def test_every_heading_is_explained(path: Path) -> None:
-    """Of each golden screen: what begins a line at its margin."""
+    """A heading begins a line of a golden screen at the margin."""
     headings = re.findall(r"^([A-Z][A-Za-z]*(?: [a-z]+)*)(?: {2,}| *$)", path.read_text(), re.MULTILINE)
 
     assert len(headings) > 3
@@ -37,11 +38,11 @@ DIM = re.compile("\x1b\\[2m(.*?)\x1b\\[0m")
 
 
 def heads(screen: str) -> set[str]:
-    """The heads of tables on a coloured screen: dim cells alone in a line; the words of one stand below each other."""
+    """Return the heads of columns on a coloured screen: lines of dim cells only. A long head takes several lines."""
     found: set[str] = set()
     above: dict[int, str] = {}
     for line in screen.splitlines():
-        # Every cell is one piece of dim text; what stands at the margin is the bold heading of the section.
+        # Each cell is one piece of dim text. The bold text at the margin is the heading of the section.
         body = re.sub("^\x1b\\[1m.*?\x1b\\[0m", lambda bold: " " * len(re.sub("\x1b.*?m", "", bold[0])), line)
         plain = re.sub("\x1b.*?m", "", body)
         is_dim = not DIM.sub("", body).strip()
@@ -58,13 +59,13 @@ def heads(screen: str) -> set[str]:
 
 
 def in_colour(draw: Callable[..., str]) -> Callable[..., str]:
-    """A screen as a terminal with colours shows it."""
+    """Draw a screen in colour."""
     return lambda *what, **how: draw(*what, **{**how, "colour": True})
 
 
 @pytest.fixture
 def coloured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All golden screens, in colour."""
+    """Draw all golden screens in colour."""
     for name in ("prediction_screen", "comparison_screen", "plan_screen", "plan_file_screen"):
         monkeypatch.setattr(screens, name, in_colour(getattr(screens, name)))
 
@@ -72,7 +73,7 @@ def coloured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("coloured")
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_head_of_a_column_is_explained(width: int) -> None:
-    """On the screens of plan, predict and compare, in short and in full, as they are drawn."""
+    """The screens of plan, predict and compare have short heads at 80 columns and full heads at 120."""
     drawn = {name: heads(screens.SCREENS[name](width)) for name in screens.SCREENS if name != "measured"}
 
     assert {"ratio", "gap", "layout", "tensor parallel", "other"} <= drawn["compared"]
@@ -80,8 +81,8 @@ def test_every_head_of_a_column_is_explained(width: int) -> None:
     assert set() == {head for found in drawn.values() for head in found if key_of(head) not in MEANINGS}
 
 
-def test_what_stands_beside_the_bars_is_explained() -> None:
-    """`chosen` and `yours` behind step times."""
+def test_words_beside_the_bars_are_explained() -> None:
+    """The bars of step times are labelled `chosen` and `yours`."""
     beside = set(re.findall(r"█[█░]*  ([a-z]+) ", screens.SCREENS["planned"](120)))
 
     assert {"chosen", "yours"} == beside
@@ -89,7 +90,7 @@ def test_what_stands_beside_the_bars_is_explained() -> None:
 
 
 def test_every_line_of_watch_and_doctor_is_explained() -> None:
-    """What stands at the margin of their screens."""
+    """Each label at the margin of these screens has an entry."""
     job = LiveJob(read_s=9.0, written_s=8.0, phase="training", layout="tp1", iteration=3, step_s=0.5, tokens_per_s=9.0)
     lines = {row.name for row in live_rows(replace(job, memory_need_bytes=8), [0.5]) if row.name}
     findings = tuple(Finding(severity=one, what=one, value="1 B") for one in SEVERITIES)
@@ -101,17 +102,17 @@ def test_every_line_of_watch_and_doctor_is_explained() -> None:
 
 
 def test_every_part_of_the_step_is_explained() -> None:
-    """By the names in plan files; the sentences beside a plan know the same."""
-    assert {key_of(name) for name in PART_NAMES} <= {*STEP, "compute"}
+    """The parts of a step in plan files have entries."""
+    assert {key_of(name) for name in PART_NAMES} <= set(MEANINGS)
 
 
 def test_every_kind_of_memory_is_explained() -> None:
-    """As the split of a prediction names them."""
+    """The kinds of memory in a prediction have entries."""
     assert [] == [name for name in PARTS if name not in MEANINGS]
 
 
 def test_every_word_of_a_layout_is_explained() -> None:
-    """All that the short form may hold."""
+    """Each word of the short form has an entry, without its number."""
     layout = Layout(tp=2, pp=2, dp=4, cp=1, ep=2, etp=1, vpp=2, sequence_parallel=True, use_distributed_optimizer=True)
     words = [re.sub(r"\d+$", "", word) for word in layout.words().split()]
 
@@ -120,21 +121,21 @@ def test_every_word_of_a_layout_is_explained() -> None:
 
 
 def test_named_files_exist() -> None:
-    """A source that is a file of the product or a page is there."""
-    named = {
-        word
-        for meaning in MEANINGS.values()
-        for word in re.findall(r"[\w/]+(?:\.py|\.md)|[a-z]+/[a-z/]+/", meaning.source)
-        if "/" in word
-    }
+    """A page of the documentation that an entry names exists."""
+    named = {word for meaning in MEANINGS.values() for word in re.findall(r"docs/[\w/]+\.md", meaning.source)}
 
-    assert len(named) > 15
-    assert set() == {
-        word for word in named if not any((base / word).exists() for base in (ROOT / "pipette_launch", ROOT))
-    }
+    assert len(named) > 4
+    assert [] == [word for word in named if not (ROOT / word).exists()]
+
+
+def test_the_page_is_up_to_date() -> None:
+    """`PYTHONPATH=. python scripts/glossary.py` writes docs/glossary.md after a change of the table."""
+    assert (ROOT / "docs" / "glossary.md").read_text() == runpy.run_path(str(ROOT / "scripts" / "glossary.py"))[
+        "page"
+    ]()
 
 
 def test_a_number_needs_a_source() -> None:
-    """A unit without formula and source is refused."""
-    with pytest.raises(FactError, match="a number needs how it is got"):
+    """A unit without formula and source is an error."""
+    with pytest.raises(FactError, match="a number needs how and source"):
         Meaning("Some number.", unit="seconds")

@@ -106,7 +106,7 @@ def _stages(model: ModelSpec, layout: Layout) -> list[tuple[float, tuple[bool, .
     rows = []
     for rank in range(layout.pp):
         kinds = tuple(
-            model.is_moe_layer(layer)
+            model.layer_kinds[layer] == "moe_layer"
             for chunk in range(rank, len(chunks), layout.pp)
             for layer in range(starts[chunk], starts[chunk] + chunks[chunk])
         )

@@ -124,7 +124,7 @@ def _transformer(model: ModelSpec, layout: Layout) -> _Count:
     moe_layers = sum(model.moe_layer_freq)
     block = _layer(model, moe=True) * moe_layers + _layer(model, moe=False) * (model.num_layers - moe_layers)
     block += _Count(norms=model.norm_parameters())
-    return block * (1 / layout.pp) + _layer(model, moe=model.is_moe_layer(model.num_layers - 1)) * model.mtp_num_layers
+    return block * (1 / layout.pp) + _layer(model, moe=model.layer_kinds[-1] == "moe_layer") * model.mtp_num_layers
 
 
 def _layer(model: ModelSpec, *, moe: bool) -> _Count:

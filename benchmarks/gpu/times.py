@@ -138,7 +138,7 @@ def _layer(book: Notebook, case: Case, spec: DeviceSpec, watch: Stopwatch, habit
         "layer",
         words=case.words,
         begun_s=begun_s,
-        flops=3 * job.model.forward_flops_per_token() * case.shape.seq_length * case.micro_batch_size / case.tp,
+        flops=3 * job.model.kind_flops_per_token("layer") * case.shape.seq_length * case.micro_batch_size / case.tp,
         peak=spec.flops_per_s["bf16"],
         spread=found.forward.spread,
         recompute_s=found.recompute.median_s if found.recompute else None,

@@ -1,8 +1,8 @@
-"""The one file format: strict JSON of frozen dataclasses, written atomically.
+"""Frozen facts: checks of their numbers, and their file format, which is strict JSON.
 
-A document is a dataclass with two class variables, `KIND` and `SCHEMA_VERSION`. Reading refuses an unknown kind,
-version, field or type, and names file and field; nothing is guessed. A field whose metadata says `added_later` may be
-missing, and then has its default: the value that files of earlier releases meant.
+A document is a dataclass with the class variables `KIND` and `SCHEMA_VERSION`. Reading raises FileFormatError for an
+unknown kind, version, field or type, and the message names file and field. A field marked `ADDED_LATER` may be missing
+in files of earlier releases. Its default is the value that those files meant.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def check_numbers(
     """Raise an error that names the first field below a limit, with its value.
 
     Args:
-        fact: what has the fields.
-        names: the fields to look at; one that is None passes.
-        limit: the least that they may be, in their own units.
-        above: whether they must exceed the limit.
-        error: what to raise.
+        fact: object with the fields.
+        names: fields to check; None passes.
+        limit: least allowed value, in the field's own unit.
+        above: whether the limit itself is forbidden.
+        error: class of the error.
 
     """
     for name in names:
@@ -51,22 +51,22 @@ def check_numbers(
 
 
 ADDED_LATER = {"added_later": True}
-"""Metadata of a field that files of an earlier release lack: reading them takes the default."""
+"""Metadata of a field that files of earlier releases lack; reading them uses the default."""
 
 
 MOST_BYTES = 256 << 20
-"""Of one document: cluster.json of 2,000 hosts whose links were all measured. What is larger is not even parsed."""
+"""Largest file that is parsed: a cluster.json with all links of 2,000 hosts."""
 MOST_INTEGER = 1 << 63
 LARGEST = 1e100
-"""No number of a fact is larger: products of two stay finite."""
+"""Largest number in a file, so that the product of two numbers stays finite."""
 
 
 LEFTOVER_S = 86400.0
-"""A temporary file that is older is nobody's any more."""
+"""Age in seconds at which a temporary file counts as abandoned."""
 
 
 class Document(Protocol):
-    """A dataclass that has a file of its own."""
+    """A dataclass with its own file."""
 
     KIND: ClassVar[str]
     SCHEMA_VERSION: ClassVar[int]
@@ -77,7 +77,7 @@ D = TypeVar("D", bound=Document)
 
 
 def to_plain(value: Any) -> Any:
-    """Turn a fact into JSON's own types: dataclasses become objects, tuples and arrays become lists."""
+    """Convert a fact to JSON types: dataclasses become objects, tuples and arrays become lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
@@ -90,16 +90,16 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """Build a `kind` from JSON's own types.
+    """Build an object of type `kind` from JSON types.
 
     Args:
         kind: a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]`, a Literal, or
-            `NDArray[np.float64]`, which is a square matrix: a list of rows.
-        value: what `json.loads` returned.
-        where: the path of the field, for the error.
+            `NDArray[np.float64]`, which is a square matrix as a list of rows.
+        value: result of `json.loads`.
+        where: path of the field, for the error.
 
     Raises:
-        FileFormatError: the value is not of that kind; the message names `where`.
+        FileFormatError: the value has another type; the message names `where`.
 
     """
     if dataclasses.is_dataclass(kind):
@@ -113,32 +113,32 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         items = _checked(dict, value, where)
         return {key: from_plain(inner[1], item, f"{where}: {key}") for key, item in items.items()}
-    # NDArray is np.ndarray's alias, and from numpy 2.5 on a type alias that is its own origin.
+    # From numpy 2.5 on, NDArray is a type alias and its own origin. Before, its origin is np.ndarray.
     if origin in (np.ndarray, NDArray):
         return _matrix(value, where)
     return _scalar(kind, value, where)
 
 
 def parse(text: str | bytes, source: str) -> Any:
-    """Parse JSON; raises FileFormatError, which names `source`, for what is none, too large or nested too deeply."""
+    """Parse JSON; FileFormatError names `source` if the text is not JSON, too large or nested too deeply."""
     if len(text) > MOST_BYTES:
-        raise FileFormatError(f"{source}: {len(text)} bytes, and no file of ours has more than {MOST_BYTES}; remove it")
+        raise FileFormatError(f"{source}: {len(text)} bytes, more than the limit of {MOST_BYTES}; remove the file")
     try:
         return json.loads(text)
     except ValueError as error:
-        raise FileFormatError(f"{source}: not JSON ({error}); mend the file, or remove it") from error
+        raise FileFormatError(f"{source}: not JSON ({error}); repair or remove the file") from error
     except RecursionError as error:
-        raise FileFormatError(f"{source}: nested too deeply; mend the file, or remove it") from error
+        raise FileFormatError(f"{source}: nested too deeply; repair or remove the file") from error
 
 
 def dumps(document: Document, *, indent: int | None = 1) -> str:
-    """Write a document as JSON text, on one line without an indent."""
+    """Write a document as JSON text; `indent=None` writes one line."""
     head = {"kind": document.KIND, "schema_version": document.SCHEMA_VERSION}
     return json.dumps({**head, **to_plain(document)}, indent=indent, allow_nan=False)
 
 
 def loads(kind: type[D], text: str | bytes, source: str) -> D:
-    """Read a document from JSON text; `source` names it in errors."""
+    """Read a document from JSON text; errors name `source`."""
     plain = parse(text, source)
     found = plain.pop("kind", None) if isinstance(plain, dict) else type(plain).__name__
     if found != kind.KIND or not isinstance(plain, dict):
@@ -147,32 +147,32 @@ def loads(kind: type[D], text: str | bytes, source: str) -> D:
     if type(version) is not int or version != kind.SCHEMA_VERSION:
         raise FileFormatError(
             f"{source}: schema_version {_shown(version)} is not {kind.SCHEMA_VERSION}, "
-            f"the version that this pipette-launch reads; mend the file, or remove it"
+            f"the version that this pipette-launch reads; make the file anew"
         )
     document: D = from_plain(kind, plain, source)
     return document
 
 
 def write(path: Path, document: Document, *, shared: bool = False) -> None:
-    """Write a document so that a reader sees the old file or the new one, never half of it.
+    """Write a document atomically: a reader sees the old file or the new file, never a part.
 
     Args:
-        path: its folder is made where there is none.
-        document: what to write.
-        shared: others may read it, as far as the umask allows; else nobody but its owner may.
+        path: target; missing folders are made.
+        document: content.
+        shared: other users may read the file, as far as the umask allows; otherwise only the owner may.
 
     """
     write_text(path, dumps(document) + "\n", shared=shared)
 
 
 def write_text(path: Path, text: str, *, shared: bool = False) -> None:
-    """Write text by a temporary file, fsync and rename; raises OSError, and then leaves nothing behind."""
+    """Write text by a temporary file, fsync and rename. After an OSError no temporary file remains."""
     for folder in (*reversed(path.parents),) if not path.parent.exists() else ():
         if not folder.exists():
             folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
     _remove_leftovers(path.parent, glob.escape(path.name) if shared else "*")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    # Not mkstemp: its files are private whatever the umask.
+    # mkstemp would ignore the umask and always make a private file.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if shared else 0o600)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -186,7 +186,7 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 
 def _remove_leftovers(folder: Path, names: str) -> None:
-    """Remove what writers of such files left behind when they were killed, a day later: no clock is wrong by that."""
+    # Left by writers that were killed. One day is longer than the clocks of two hosts differ.
     for one in folder.glob(f".{names}.{'[0-9a-f]' * 8}"):
         with contextlib.suppress(OSError):
             if time.time() - one.lstat().st_mtime > LEFTOVER_S:
@@ -194,7 +194,7 @@ def _remove_leftovers(folder: Path, names: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder of a file that will be written much later; raises OSError where `write` would."""
+    """Make the folder of a file that will be written much later; raise OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -203,25 +203,24 @@ def check_writable(path: Path) -> None:
 
 
 def read(path: Path, kind: type[D]) -> D:
-    """Read a document from a file; raises FileFormatError for a bad one and for one that is not there."""
+    """Read a document from a file; FileFormatError if the file is missing or bad."""
     return loads(kind, read_bytes(path), str(path))
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file of at most MOST_BYTES; raises FileFormatError for a larger one and where it cannot be read."""
+    """Read a file of at most MOST_BYTES; FileFormatError if it is larger or unreadable."""
     try:
         with path.open("rb") as stream:
             data = stream.read(MOST_BYTES + 1)
-    # ValueError: a name that no file can have.
     except (OSError, ValueError) as error:
         raise FileFormatError(f"{path}: cannot be read ({getattr(error, 'strerror', '') or error})") from error
     if len(data) > MOST_BYTES:
-        raise FileFormatError(f"{path}: more than {MOST_BYTES} bytes, which no file of ours has; remove it")
+        raise FileFormatError(f"{path}: more than the limit of {MOST_BYTES} bytes; remove the file")
     return data
 
 
 def kind_of(path: Path) -> str:
-    """Say what kind of document a file holds; empty where it holds none, which `read` explains."""
+    """Return the kind of document in a file; empty if the file is not a document."""
     try:
         plain = parse(read_bytes(path), str(path))
     except FileFormatError:
@@ -230,13 +229,12 @@ def kind_of(path: Path) -> str:
 
 
 def digest(*facts: Any) -> str:
-    """Sixteen hexadecimal digits that change whenever one of the facts does."""
+    """Return sixteen hexadecimal digits that change if one of the facts changes."""
     text = json.dumps([to_plain(fact) for fact in facts], sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _checked(kind: type, value: Any, where: str) -> Any:
-    """Return an object or a list of JSON as it is; raises FileFormatError where the value is something else."""
     if isinstance(value, kind):
         return value
     expected = "an object" if kind is dict else "a list"
@@ -260,7 +258,6 @@ def _fact(kind: Any, value: Any, where: str) -> Any:
 
 @functools.cache
 def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Type of each field of a dataclass by its name, and the names that a file must have."""
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)
     required = frozenset(field.name for field in fields if not field.metadata.get("added_later"))
@@ -268,27 +265,22 @@ def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def _matrix(value: Any, where: str) -> NDArray[np.float64]:
-    """Read rows of numbers, a row at once where all of it is well; else item by item, so that the bad one is named."""
     rows = []
     for index, row in enumerate(_checked(list, value, where)):
-        is_plain = isinstance(row, list) and set(map(type, row)) <= {float} and _are_numbers(row)
-        rows.append(row if is_plain else from_plain(tuple[float, ...], row, f"{where}[{index}]"))
+        # Checking a whole row at once is fast. A row with a problem is checked number by number, to name the bad one.
+        is_good = isinstance(row, list) and set(map(type, row)) <= {float} and bool((np.abs(row) <= LARGEST).all())
+        rows.append(row if is_good else from_plain(tuple[float, ...], row, f"{where}[{index}]"))
     odd = next((index for index, row in enumerate(rows) if len(row) != len(rows)), None)
     if odd is not None:
         raise FileFormatError(f"{where}[{odd}]: {len(rows[odd])} numbers in a matrix of {len(rows)} rows")
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(rows))
 
 
-def _are_numbers(row: list[float]) -> bool:
-    """Whether a row has finite numbers alone, none too large."""
-    return bool((np.abs(row) <= LARGEST).all())
-
-
 def _scalar(kind: Any, value: Any, where: str) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         if (type(value), value) in [(type(known), known) for known in typing.get_args(kind)]:
             return value
-        raise FileFormatError(f"{where}: {_shown(value)} is none of {', '.join(map(repr, typing.get_args(kind)))}")
+        raise FileFormatError(f"{where}: {_shown(value)} is not one of {', '.join(map(repr, typing.get_args(kind)))}")
     if kind is float and type(value) is int and abs(value) < MOST_INTEGER:
         return float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
@@ -296,15 +288,14 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is int and not -MOST_INTEGER <= value < MOST_INTEGER:
         raise FileFormatError(f"{where}: {_shown(value)} does not fit into 64 bits")
     if kind is float and abs(value) > LARGEST:
-        raise FileFormatError(f"{where}: {value!r} is larger than {LARGEST:g}, as no number of ours is")
+        raise FileFormatError(f"{where}: {value!r} is larger than the limit of {LARGEST:g}")
     return value
 
 
 def _shown(value: Any) -> str:
-    """A value of a file for an error: short, whatever it is."""
     try:
         return _SHORT.repr(value)
-    except ValueError:
+    except ValueError:  # an integer with too many digits for str()
         return "a number of thousands of digits"
 
 

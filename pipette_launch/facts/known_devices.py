@@ -1,17 +1,15 @@
-"""Accelerators whose figures are built in, for plans of machines that have not been measured, found by their names."""
+"""Finding a device by its name, and device files, which describe further devices."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import ClassVar, NamedTuple
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import (
-    NVLINK_DEVICES,
-    PCIE_CARDS,
+    NVIDIA_DEVICES,
     DeviceSpec,
     Efficiency,
     Link,
@@ -24,7 +22,6 @@ from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
 _SXM = "SXM DGX HGX"
 _WRITTEN = {
-    # name here: (words in every name of the device, further words in some)
     "V100-SXM2-32GB": ("V100", f"HBM2 {_SXM}"),
     "V100-SXM2-16GB": ("V100", f"HBM2 {_SXM}"),
     "V100-PCIe-32GB": ("V100", "HBM2"),
@@ -70,7 +67,7 @@ _WRITTEN = {
     "RTX-4090-48GB": ("4090 48GB", "PCIE"),
     "RTX-5090": ("5090", "32GB PCIE"),
 }
-"""Names of each device, as people and drivers write it, by words; case and order do not count."""
+"""Words of each device's names: the words in every name, and further words in some names."""
 _USUAL = {
     "V100-SXM2-32GB",
     "V100-SXM2-16GB",
@@ -83,9 +80,10 @@ _USUAL = {
     "GH200-96GB",
     "RTX-PRO-6000-Server",
 }
-"""The meaning of a name that fits several devices, if only one of them is in this set."""
+"""Devices that a name means if it fits several devices, and only one of them is in this set."""
 _LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
-"""Names that are less like a mistyped one, or by more than this less than the nearest, are not suggested."""
+"""A suggested name is at least this similar to the mistyped one, and at most this much less similar than the nearest
+name."""
 
 
 class UnknownDeviceError(FactError):
@@ -93,62 +91,62 @@ class UnknownDeviceError(FactError):
 
 
 class _Names(NamedTuple):
-    """All words of one device's names."""
+    """The words in all names of one device."""
 
     own: frozenset[str]
     chip: frozenset[str]
-    """Every name has them."""
+    """Words of every name."""
     known: frozenset[str]
-    """No name has others: a word beside them makes it another device."""
+    """Words of at least one name. A name with another word means another device."""
 
 
 def device_named(name: str) -> DeviceSpec:
-    """Return the known device of a name as people or drivers write it; raises FactError with the nearest names.
+    """Return the known device with this name; FactError suggests the nearest names.
 
-    Only whole words count, so H20 is not H200. A word that the device does not have makes it another device.
+    Only whole words count, so H20 is not H200. A word that is not in the device's names makes it another device.
     """
     found = _meant(name)
     if len(found) == 1:
         return found[0]
     if found:
-        raise FactError(f"{name!r} may be {_listed([device.name for device in found], 'or')}; say which")
+        raise FactError(f"{name!r} may be {_listed([device.name for device in found], 'or')}; give the full name")
     near = nearest_names(name)
     raise UnknownDeviceError(f"unknown device {name!r}" + (f"; did you mean {_listed(near, 'or')}?" if near else ""))
 
 
 def other_meanings(name: str) -> str:
-    """Name the devices that fit a name and are not taken, as a sentence for a note; empty if no other fits."""
+    """Return a sentence with the other devices that this name fits; empty if there are none."""
     fitting = _fitting(words_of(name))
     taken = device_named(name)
     others = [device.name for device in fitting if device != taken]
     if not others or frozenset(words_of(name)) == _names()[taken.name].own:
         return ""
-    return f"{name} is taken as {taken.name}, and not as {_listed(others, 'or')}."
+    return f"{name} is taken as {taken.name}, not as {_listed(others, 'or')}."
 
 
 def device_of_driver(name: str) -> DeviceSpec | None:
-    """Find a device by its own name or by the name of its driver, `NVIDIA H100 80GB HBM3`; None for an unknown one.
+    """Return the device with this name, also in the driver's form, such as `NVIDIA H100 80GB HBM3`; None if unknown.
 
-    A part of a device (MIG, vGPU), a laptop's chip and another size of memory are unknown here, as their peaks differ.
-    `cost.compute.extrapolated.spec_of` takes the device that is most like it, for ratios of times alone.
+    A part of a device (MIG, vGPU), a laptop's chip and another memory size are unknown, because their peaks differ.
+    `cost.compute.extrapolated.spec_of` takes the most similar device, but only for ratios of times.
     """
     found = _meant(name)
     return found[0] if len(found) == 1 else None
 
 
 def devices_like(name: str) -> tuple[DeviceSpec, ...]:
-    """Return the known devices whose chip is in a name, in any build."""
+    """Return the known devices, in any build, whose chip is in this name."""
     words = set(words_of(name))
     return tuple(device for device in known_devices().values() if _names()[device.name].chip <= words)
 
 
 def spec_of_cluster(cluster: Cluster) -> DeviceSpec | None:
-    """Return the figures of a cluster's devices: as imagined, else by the first one's name; None for an unknown one."""
+    """Return the type of a cluster's devices: as imagined, otherwise by the first device's name; None if unknown."""
     return cluster.imagined or device_of_driver(cluster.hosts[0].devices[0].name)
 
 
 def capability_of_cluster(cluster: Cluster) -> int | None:
-    """Return the major number of the devices' capability; None where it is not known."""
+    """Return the major number of the devices' compute capability; None if unknown."""
     if cluster.imagined is not None:
         return cluster.imagined.compute_capability
     return compute_capability(cluster.hosts[0].devices[0].name)
@@ -156,12 +154,12 @@ def capability_of_cluster(cluster: Cluster) -> int | None:
 
 @cache
 def known_devices() -> dict[str, DeviceSpec]:
-    """Return every device with built-in figures, by name."""
-    return {device.name: device for device in (*NVLINK_DEVICES, *PCIE_CARDS)}
+    """Return all built-in devices by name."""
+    return {device.name: device for device in NVIDIA_DEVICES}
 
 
 def nearest_names(name: str) -> list[str]:
-    """Return up to three known names most like an unknown one; other builds of the same chip come first."""
+    """Return up to three known names similar to an unknown one; other builds of the same chip come first."""
     words = words_of(name)
     plain = " ".join(words)
     if not any(map(str.isdigit, plain)):
@@ -180,7 +178,7 @@ def nearest_names(name: str) -> list[str]:
 
 
 def _meant(name: str) -> tuple[DeviceSpec, ...]:
-    """Return the device that a name means; several where it does not say which, no device where it is unknown."""
+    """Return the devices that a name may mean: one if it is clear, none if it is unknown."""
     words = words_of(name)
     exact = [device for device, names in _names().items() if names.own == frozenset(words)]
     fitting = tuple(known_devices()[device] for device in exact) or _fitting(words)
@@ -189,32 +187,31 @@ def _meant(name: str) -> tuple[DeviceSpec, ...]:
 
 
 def _fitting(words: Words) -> tuple[DeviceSpec, ...]:
-    """Return the devices that have every word of a name, and whose chip the name has."""
+    """Return the devices that have all words of a name and whose chip is in the name."""
     fits = {device for device, names in _names().items() if names.chip <= set(words) <= names.known}
     return tuple(device for name, device in known_devices().items() if name in fits)
 
 
 @cache
 def _names() -> dict[str, _Names]:
-    return {device: _Names(*map(frozenset, words)) for device, words in _written_words()}
-
-
-def _written_words() -> Iterator[tuple[str, tuple[Words, Words, Words]]]:
+    found = {}
     for device in known_devices():
         own = words_of(device)
         chip, others = _WRITTEN.get(device, (" ".join(own), ""))
-        yield device, (own, tuple(chip.split()), (*own, *chip.split(), *others.split()))
+        known = {*own, *chip.split(), *others.split()}
+        found[device] = _Names(frozenset(own), frozenset(chip.split()), frozenset(known))
+    return found
 
 
 def _listed(names: list[str], word: str) -> str:
-    """Join names as a sentence does: A, B or C."""
+    """Join names: `A, B or C`."""
     *first, last = names
     return f"{', '.join(first)} {word} {last}" if first else last
 
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8", "fp4")
 _MOST_CAPABILITY, _MOST_LATENCY_S, _LEAST_FLOPS_PER_S = 30, 0.1, 1e10
-"""Figures beyond these are in other units: 90 for 9.0, microseconds, TFLOP/s."""
+"""Larger figures were given in other units: 90 for 9.0, microseconds, or (a smaller peak) TFLOP/s."""
 _LEAST = {
     "memory_bytes": 1e9,
     "memory_bytes_per_s": 1e9,
@@ -223,16 +220,17 @@ _LEAST = {
     "host_bytes_per_s": 1e7,
     "compute_capability": 1,
 }
-"""Smaller figures are in GB or GB/s."""
+"""Smaller figures were given in GB or GB/s."""
 _LATENCIES = ("within_host_latency_s", "between_hosts_latency_s")
 _SHARES = ("matmul_share", "attention_share", "memory_share")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFile:
-    """A device, by its data sheet; fields that are left out have the figures of the known device `like`.
+    """A device with the figures of its data sheet.
 
-    Bandwidths are of one device in one direction, while all devices of its host send.
+    Fields that are left out have the figures of the known device `like`. Bandwidths are of one device in one direction,
+    while all devices of its host send.
     """
 
     KIND: ClassVar[str] = "device"
@@ -241,17 +239,16 @@ class DeviceFile:
     name: str
     """Name on screens and in plans."""
     source: str
-    """Origin of the figures, one sentence; plans repeat it."""
+    """Origin of the figures, one sentence, which plans repeat."""
     like: str
-    """The known device that is most like it."""
+    """The most similar known device."""
     flops_per_s: dict[str, float]
     """Peaks of dense matrix products without sparsity, with accumulation in FP32: fp32, fp16, bf16, fp8, fp4."""
     memory_bytes: float
-    """As torch reports it: `torch.cuda.get_device_properties(0).total_memory`; the data sheet's figure is larger."""
+    """`torch.cuda.get_device_properties(0).total_memory`, which is less than the data sheet's figure."""
     memory_bytes_per_s: float
-    """Bandwidth of the device's memory."""
     within_host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """To another device of the host, over NVLink, xGMI or PCIe."""
+    """Bandwidth to another device of the host, over NVLink, xGMI or PCIe."""
     within_host_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Latency of one step of a collective."""
     between_hosts_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
@@ -259,28 +256,27 @@ class DeviceFile:
     between_hosts_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Latency of one step of a collective."""
     host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """To the host's memory, and as fast back."""
+    """Bandwidth to the host's memory, in each direction."""
     devices_per_host: int | None = field(default=None, metadata=ADDED_LATER)
-    """Devices of its usual host."""
     domain_hosts: int | None = field(default=None, metadata=ADDED_LATER)
-    """Hosts of one NVLink domain: 18 of an NVL72 rack, 1 where NVLink ends at the host."""
+    """Hosts of one NVLink domain: 18 for an NVL72 rack, 1 if NVLink ends at the host."""
     compute_capability: float | None = field(default=None, metadata=ADDED_LATER)
-    """CUDA's, as 9.0: it decides workspaces and the attention backend."""
+    """CUDA's compute capability, such as 9.0. Workspaces and the attention backend depend on it."""
     matmul_share: float | None = field(default=None, metadata=ADDED_LATER)
-    """Part of the 16-bit peak that large matrix products reach."""
+    """Share of the 16-bit peak that large matrix products reach."""
     fp8_share: float | None = field(default=None, metadata=ADDED_LATER)
-    """Part of the FP8 peak that they reach."""
+    """Share of the FP8 peak that large matrix products reach."""
     attention_share: float | None = field(default=None, metadata=ADDED_LATER)
-    """Part of the 16-bit peak that flash attention's products reach."""
+    """Share of the 16-bit peak that the products of flash attention reach."""
     memory_share: float | None = field(default=None, metadata=ADDED_LATER)
-    """Part of the memory's bandwidth that norms and the optimizer reach."""
+    """Share of the memory bandwidth that norms and the optimizer reach."""
 
     def __post_init__(self) -> None:
         if not self.name.strip():
             raise FactError("name: a device needs a name")
         for dtype, peak in self.flops_per_s.items():
             if dtype not in DTYPES:
-                raise FactError(f"flops_per_s: {dtype!r} is none of {', '.join(DTYPES)}")
+                raise FactError(f"flops_per_s: {dtype!r} is not one of {', '.join(DTYPES)}")
             if not peak >= _LEAST_FLOPS_PER_S:
                 raise FactError(
                     f"flops_per_s: {dtype} must be at least {_LEAST_FLOPS_PER_S:g}, got {peak:g}; units are FLOP/s"
@@ -297,7 +293,7 @@ class DeviceFile:
         self.spec()
 
     def spec(self) -> DeviceSpec:
-        """Return the device; its source names the fields taken from the known one."""
+        """Return the device. Its source names the fields that come from the known device."""
         try:
             like = device_named(self.like)
         except FactError as error:
@@ -324,9 +320,8 @@ class DeviceFile:
         return replace(like, **given, narrow_shares=like.narrow_shares | fp8)
 
     def _source(self, like: DeviceSpec) -> str:
-        """Return the origin of the figures, and the fields of the known device."""
         left_out = [one.name for one in fields(self) if getattr(self, one.name) is None]
-        rest = f" As of {like.name}, for want of own figures: {', '.join(left_out)}." if left_out else ""
+        rest = f" Taken from {like.name}: {', '.join(left_out)}." if left_out else ""
         return f"{self.source}{rest}"
 
 
@@ -341,7 +336,7 @@ class DeviceFiles:
 
 
 def file_of(device: DeviceSpec) -> DeviceFile:
-    """Return the file that describes a known device, to start another description from."""
+    """Return the file of a known device, as a start for another description."""
     inside, between, efficiency = device.within_host, device.between_hosts, device.efficiency
     return DeviceFile(
         name=device.name,
@@ -366,7 +361,6 @@ def file_of(device: DeviceSpec) -> DeviceFile:
 
 
 def _link(bytes_per_s: float | None, latency_s: float | None, like: Link) -> Link:
-    """Return the link of a known device with the figures that are given in place of its own."""
     latency_s = like.latency_s if latency_s is None else latency_s
     if bytes_per_s is None:
         return replace(like, latency_s=latency_s)

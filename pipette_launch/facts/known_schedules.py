@@ -1,4 +1,7 @@
-"""The schedules whose order needs no times: Megatron's own, and those that a few counts describe."""
+"""Schedules whose order does not depend on measured times: Megatron's own, and those that a few counts define.
+
+Line numbers without a file are those of megatron-core's pipeline_parallel/schedules.py.
+"""
 
 from __future__ import annotations
 
@@ -17,58 +20,58 @@ from pipette_launch.facts.schedule import Action, Ranks, Schedule
 Count = TypeVar("Count", int, NDArray[np.int64])
 
 EXECUTABLE = ("eager-1f1b", "zb-h1", "zb-1p", "zb-2p", "interleaved-zb", "gis", "1f1b-v", "v-half", "v-min", "v-zb")
-"""Schedules beside Megatron's own that the patch `schedules` executes, by name."""
+"""Names of the additional schedules that the patch `schedules` executes."""
 RELEASES = ((0, 14), (0, 21))
-"""Oldest release of megatron-core that the patch `schedules` supports, and the first that it refuses again."""
+"""Oldest release of megatron-core that the patch `schedules` supports, and the first newer release that it refuses."""
 FOLDING_RELEASE = (0, 16)
-"""Oldest release of megatron-core with which the patch folds a pipeline."""
+"""Oldest release of megatron-core in which the patch supports the placement `v`."""
 
 
 def schedule_names(given: str) -> tuple[str, ...]:
-    """Read `stock`, `all` or names between commas; raises UsageError for a name that cannot be executed."""
+    """Read `stock`, `all` or names separated by commas; UsageError for a name that cannot be executed."""
     if given in ("stock", "all"):
         return EXECUTABLE if given == "all" else ()
     names = tuple(name.strip() for name in given.split(",") if name.strip())
     for name in names:
         if name not in EXECUTABLE:
-            raise UsageError(f"no schedule {name!r} can be executed; there are stock, all, {', '.join(EXECUTABLE)}")
+            raise UsageError(f"schedule {name!r} cannot be executed; there are stock, all, {', '.join(EXECUTABLE)}")
     return names
 
 
 @lru_cache(maxsize=256)
 def no_pipelining(microbatches: int) -> Schedule:
-    """One rank: forward and backward of each micro-batch in turn (megatron-core, forward_backward_no_pipelining)."""
+    """Return forward and backward of each micro-batch in turn (megatron-core, forward_backward_no_pipelining)."""
     ranks = _whole_backwards([0], microbatches)
     return Schedule(name="no-pipelining", pp=1, vpp=1, num_microbatches=microbatches, ranks=ranks)
 
 
 @lru_cache(maxsize=256)
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, both in the order of the micro-batches."""
+    """Return all forwards, then all backwards, both in the order of the micro-batches."""
     ranks = _whole_backwards([microbatches] * stages, microbatches)
     return Schedule(name="gpipe", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
 
 
 @lru_cache(maxsize=256)
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
-    """1F1B: rank r runs pp - r - 1 forwards ahead, then one forward and one backward in turn (schedules.py:2093)."""
+    """Return 1F1B: rank r runs pp - r - 1 forwards ahead, then one forward and one backward in turn (line 2093)."""
     ranks = _whole_backwards(range(stages)[::-1], microbatches)
     return Schedule(name="1f1b", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
 
 
 @lru_cache(maxsize=256)
 def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | None = None) -> Schedule:
-    """1F1B with more forwards ahead, so that a transfer hides behind them.
+    """Return 1F1B with more forwards ahead, so that transfers are hidden behind them.
 
     Args:
         stages: pipeline ranks.
-        microbatches: of one step.
-        extra: forwards ahead beyond those of 1F1B, at most pp - r - 1 on rank r; None = that many, so
-            2 (pp - r - 1) in all and 2 pp - 1 micro-batches alive on rank 0 (eager 1F1B, arXiv 2211.05322).
+        microbatches: micro-batches of one step.
+        extra: additional forwards ahead, at most pp - r - 1 on rank r. None = the maximum: 2 (pp - r - 1) forwards
+            ahead, and 2 pp - 1 micro-batches in flight on rank 0 (eager 1F1B, arXiv 2211.05322).
 
     """
     if extra is not None and extra < 0:
-        raise LayoutError(f"eager 1F1B runs 0 or more forwards more ahead than 1F1B, got {extra}")
+        raise LayoutError(f"eager 1F1B needs extra forwards >= 0, got {extra}")
     most = stages if extra is None else extra
     ranks = _whole_backwards([ahead + min(ahead, most) for ahead in reversed(range(stages))], microbatches)
     return Schedule(name="eager-1f1b", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
@@ -76,19 +79,19 @@ def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | 
 
 @lru_cache(maxsize=256)
 def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
-    """Megatron's interleaved 1F1B: groups of micro-batches go through one chunk before the next.
+    """Return Megatron's interleaved 1F1B: groups of micro-batches go through one chunk before the next.
 
-    Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (schedules.py:762-786); both passes follow
-    the schedule table (schedules.py:798), the backward with the chunks reversed.
+    Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (lines 762-786). Both passes follow the
+    schedule table (line 798); the backward reverses the chunks.
 
     Args:
         pp: pipeline ranks.
         vpp: chunks of each rank.
-        microbatches: of one step.
+        microbatches: micro-batches of one step.
         group_size: micro-batches that go through one chunk before the next.
 
     Raises:
-        LayoutError: Megatron would refuse these numbers (schedules.py:996-1019).
+        LayoutError: Megatron would refuse these numbers (lines 996-1019).
 
     """
     check_interleaving(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
@@ -99,14 +102,14 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedu
 
 @lru_cache(maxsize=256)
 def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
-    """GIS (PipeOffload, arXiv 2503.01328): interleaved groups, a short warm-up, each backward split into I and then W.
+    """Return GIS (PipeOffload, arXiv 2503.01328): interleaved groups, a short warm-up, and split backwards.
 
-    Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead; groups may be
-    smaller than the pipeline (GIS-H: half of it), which costs (pp - g)(vpp - 1) chunk forwards and saves as much memory
-    as it leaves in flight: (g(vpp - 1) + pp)/vpp micro-batches on rank 0. Parameters are those of `interleaved`.
+    Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead. Groups g smaller than pp (GIS-H: half of pp)
+    cost (pp - g)(vpp - 1) chunk forwards and save memory: (g(vpp - 1) + pp)/vpp micro-batches are in flight on rank 0.
+    Parameters are as in `interleaved`.
 
     Raises:
-        LayoutError: the groups are too small for the pipeline, as their last one may be.
+        LayoutError: a group is too small for the pipeline, for example the last one.
 
     """
     ranks = _split_backwards(pp, vpp, microbatches, group_size, lags=[0] * pp)
@@ -115,10 +118,10 @@ def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Sche
 
 @lru_cache(maxsize=256)
 def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
-    """Interleaved groups of pp, a short warm-up, and W delayed by r chunk passes on rank r.
+    """Return interleaved groups of pp with a short warm-up, and W delayed by r chunk passes on rank r.
 
-    So each rank holds as many chunk passes as rank 0, pp * vpp, and the cool-down is a chain of I alone (the idea of
-    ZB-H1, arXiv 2401.10241, on the interleaved order). With one chunk it is ZB-H1.
+    Each rank then holds pp * vpp chunk passes, as rank 0 does, and the cool-down has only I (the idea of ZB-H1, arXiv
+    2401.10241, on the interleaved order). With one chunk it is ZB-H1.
     """
     ranks = _split_backwards(pp, vpp, microbatches, pp, lags=range(pp))
     name = "interleaved-zb" if vpp > 1 else "zb-h1"
@@ -126,9 +129,9 @@ def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
 
 
 def check_interleaving(*, pp: int, vpp: int, microbatches: int, group_size: int) -> None:
-    """Raise LayoutError where Megatron's interleaved schedule would refuse to run (schedules.py:996-1019).
+    """Raise LayoutError if Megatron's interleaved schedule would refuse to run (lines 996-1019).
 
-    Parameters are those of `interleaved`.
+    Parameters are as in `interleaved`.
     """
     if pp < 2 or vpp < 2:
         raise LayoutError(f"an interleaved schedule needs pp > 1 and vpp > 1, got pp={pp} and vpp={vpp}")
@@ -140,12 +143,12 @@ def check_interleaving(*, pp: int, vpp: int, microbatches: int, group_size: int)
     if 0 < microbatches % group_size < pp:
         raise LayoutError(
             f"{microbatches} micro-batches leave a last group of {microbatches % group_size} after groups of "
-            f"{group_size}; it must hold at least pp={pp}, or none"
+            f"{group_size}; the last group must be empty or hold at least pp={pp}"
         )
 
 
 def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[int, int], ...]:
-    """(micro-batch, chunk) of each forward of a rank, in order (schedules.py:798, get_schedule_table)."""
+    """Return (micro-batch, chunk) of each forward of a rank, in order (line 798, get_schedule_table)."""
     return tuple(
         (microbatch, chunk)
         for start in range(0, microbatches, group_size)
@@ -155,15 +158,15 @@ def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[
 
 
 def num_warmup(pp: Count, vpp: Count, group_size: Count, rank: Count) -> Count:
-    """Forwards that a rank of an interleaved schedule runs before its first backward (not capped by their number).
+    """Return the forwards that a rank of an interleaved schedule runs before its first backward.
 
-    Parameters are those of `interleaved`, as numbers or as arrays of equal shapes.
+    Parameters are as in `interleaved`, as numbers or as arrays of equal shapes.
     """
     return 2 * (pp - rank - 1) + (vpp - 1) * group_size
 
 
 def schedule_of(layout: Layout, num_microbatches: int) -> Schedule:
-    """Return the schedule that stock Megatron runs for a layout (get_forward_backward_func, schedules.py:45-151)."""
+    """Return the schedule that stock Megatron runs for a layout (get_forward_backward_func, lines 45-151)."""
     if layout.pp == 1:
         return no_pipelining(num_microbatches)
     if layout.vpp == 1:
@@ -172,9 +175,9 @@ def schedule_of(layout: Layout, num_microbatches: int) -> Schedule:
 
 
 def _whole_backwards(ahead: Sequence[int], microbatches: int, vpp: int = 1, group_size: int = 1) -> Ranks:
-    """Run `ahead[r]` forwards on rank r, then one backward and one forward in turn, then the backwards that are left.
+    """Run `ahead[r]` forwards on rank r, then one backward and one forward in turn, then the remaining backwards.
 
-    The backwards take the order of the forwards with the chunks reversed.
+    The backwards have the order of the forwards with reversed chunks.
     """
     pp, order = len(ahead), schedule_table(vpp, microbatches, group_size)
     ranks = []
@@ -188,11 +191,11 @@ def _whole_backwards(ahead: Sequence[int], microbatches: int, vpp: int = 1, grou
 
 
 def _split_backwards(pp: int, vpp: int, microbatches: int, group_size: int, *, lags: Sequence[int]) -> Ranks:
-    """Run groups with a short warm-up, backwards split: on rank r, W follows `lags[r]` backward passes after its I.
+    """Run groups with a short warm-up and split backwards; on rank r, W follows `lags[r]` backward passes after its I.
 
-    Two groups in a row must hold pp - 1 micro-batches, or a rank could wait for a backward before it has sent the
-    forwards that the backward needs (tried for every pp < 12, vpp < 5, g < pp + 4, n <= 3g: all that this lets pass can
-    run; of what it refuses, 734 of 840 deadlock).
+    Two successive groups must hold pp - 1 micro-batches. Otherwise a rank could wait for a backward before it has sent
+    the forwards that this backward needs. This condition was tested for all pp < 12, vpp < 5, g < pp + 4, n <= 3g: all
+    accepted schedules run, and 734 of the 840 refused ones deadlock.
     """
     if min(pp, vpp, microbatches, group_size) < 1:
         raise LayoutError(

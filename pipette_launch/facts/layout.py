@@ -1,6 +1,6 @@
-"""A layout: degrees, virtual stages, micro-batch and recompute; its two halves, and how its cells become ranks."""
+"""Layouts: parallel degrees, virtual stages, micro-batch and recompute; single, or many as numpy columns."""
 
-# N = layouts, U = groups of layouts that agree, S = stages (pipeline ranks) of all layouts, one layout after another.
+# N = layouts, U = groups of equal rows, S = stages (pipeline ranks) of all layouts, one layout after another.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
 
 class Cell(NamedTuple):
-    """A logical seat in the grid of a layout."""
+    """The indices of one rank in the grid of a layout."""
 
     pp: int
     dp: int
@@ -26,7 +26,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompute:
-    """Activation recompute, in Megatron's words."""
+    """Activation recompute, in Megatron's terms."""
 
     granularity: Literal["none", "selective", "full"]
     method: Literal["none", "uniform", "block"] = "none"
@@ -41,7 +41,7 @@ class Recompute:
             )
 
     def runs_no_more_than(self, other: Recompute) -> bool:
-        """Whether whatever this runs again, the other runs again too: it is no slower in any placement."""
+        """True if `other` recomputes everything that this recomputes, so that this is never slower."""
         if self.granularity == "none" or (other.granularity == "full" and other.method == "uniform"):
             return True
         if self.granularity == other.granularity == "full":
@@ -54,7 +54,7 @@ NO_RECOMPUTE = Recompute(granularity="none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The degrees, chunks, micro-batch and recompute of a training job: everything but the placement."""
+    """All options that divide the model and the batch, without the placement."""
 
     tp: int = 1
     pp: int = 1
@@ -62,22 +62,23 @@ class Layout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
-    """Tensor parallel size of the experts; Megatron's default is `tp`."""
+    """Tensor parallel size of the experts. Megatron's default is `tp`."""
     vpp: int = 1
     """Virtual stages (model chunks) of each pipeline rank; 1 = not interleaved."""
     microbatch_group_size: int = 0
-    """Micro-batches that run through one chunk before the next (interleaved only); 0 = Megatron's default, `pp`."""
+    """Micro-batches that run through one chunk before the next chunk (interleaved only); 0 = Megatron's default,
+    `pp`."""
     layers_per_chunk: tuple[int, ...] = ()
-    """Layers of every chunk in model order (`pp * vpp` entries, chunk c on pipeline rank c % pp); empty = even."""
+    """Layers of each chunk in model order (`pp * vpp` entries; chunk c is on pipeline rank c % pp); empty = even."""
     chunks_after_mtp: int = field(default=0, metadata=ADDED_LATER)
-    """Chunks behind the one with the depths of multi-token prediction; 0 = the last chunk has them, with the head."""
+    """Chunks after the chunk with multi-token prediction; 0 = the last chunk has it, together with the head."""
     micro_batch_size: int = 1
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     use_tp_pp_dp_mapping: bool = False
-    """Pipeline ranks vary faster than data-parallel ones."""
+    """Neighbouring ranks differ in the pipeline index before the data-parallel index."""
     recompute: Recompute = NO_RECOMPUTE
 
     def __post_init__(self) -> None:
@@ -97,17 +98,17 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks: pipeline ranks times virtual stages."""
+        """Number of model chunks."""
         return self.pp * self.vpp
 
     @property
     def mtp_chunk(self) -> int:
-        """The chunk with the depths of multi-token prediction, in model order."""
+        """Index of the chunk with multi-token prediction, in model order."""
         return self.num_chunks - 1 - self.chunks_after_mtp
 
     @property
@@ -118,7 +119,7 @@ class Layout:
         return "interleaved-1f1b" if self.vpp > 1 else "1f1b"
 
     def num_microbatches(self, global_batch_size: int) -> int:
-        """Micro-batches of one step on each data-parallel rank; raises LayoutError where they do not divide."""
+        """Return the micro-batches of one step on each data-parallel rank; LayoutError if the batch does not divide."""
         per_round = self.micro_batch_size * self.dp
         if global_batch_size % per_round:
             raise LayoutError(
@@ -128,7 +129,7 @@ class Layout:
         return global_batch_size // per_round
 
     def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Transformer layers of each chunk, in model order: chunk c belongs to pipeline rank c % pp."""
+        """Return the transformer layers of each chunk, in model order."""
         if self.layers_per_chunk:
             if sum(self.layers_per_chunk) != num_layers:
                 raise LayoutError(f"layers_per_chunk sums to {sum(self.layers_per_chunk)}, not to {num_layers} layers")
@@ -138,17 +139,17 @@ class Layout:
         return (num_layers // self.num_chunks,) * self.num_chunks
 
     def stage_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Transformer layers of each pipeline rank, all its chunks together."""
+        """Return the transformer layers of each pipeline rank, in all its chunks."""
         chunks = self.chunk_layers(num_layers)
         return tuple(sum(chunks[rank :: self.pp]) for rank in range(self.pp))
 
     def rank_of(self, cell: Cell) -> int:
-        """RANK of a cell (Megatron's parallel_state, order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp)."""
+        """Return the RANK of a cell (Megatron's parallel_state, order tp-cp-ep-dp-pp or tp-cp-ep-pp-dp)."""
         outer = cell.pp + self.pp * cell.dp if self.use_tp_pp_dp_mapping else cell.dp + self.dp * cell.pp
         return cell.tp + self.tp * (cell.cp + self.cp * outer)
 
     def cell_of(self, rank: int) -> Cell:
-        """Cell of a RANK."""
+        """Return the cell of a RANK."""
         outer, inner = divmod(rank, self.tp * self.cp)
         cp, tp = divmod(inner, self.tp)
         if self.use_tp_pp_dp_mapping:
@@ -158,7 +159,7 @@ class Layout:
         return Cell(pp=pp, dp=dp, cp=cp, tp=tp)
 
     def words(self) -> str:
-        """A layout as people say it: `tp2 pp4 dp1 mbs2 vpp2 dist-opt`."""
+        """Return the short form: `tp2 pp4 dp1 mbs2 vpp2 dist-opt`."""
         degrees = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
         degrees += [f"{name}{size}" for name, size in (("cp", self.cp), ("ep", self.ep), ("vpp", self.vpp)) if size > 1]
         if self.ep > 1 and self.etp != self.tp:
@@ -176,7 +177,7 @@ class Layout:
 
 
 class Degrees(NamedTuple):
-    """Numbers of ranks on each axis, and the rank order."""
+    """Parallel degrees and rank order of a layout."""
 
     tp: int
     pp: int
@@ -188,22 +189,22 @@ class Degrees(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> Degrees:
-        """Take the degrees of a layout."""
+        """Return the degrees of a layout."""
         return cls(*(getattr(layout, name) for name in cls._fields))
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def expert_dp(self) -> int:
-        """Replicas of each expert shard, where the expert grid divides the ranks."""
+        """Replicas of each expert shard, if the degrees of the experts divide the ranks."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
 
 class MemoryOptions(NamedTuple):
-    """Choices that save memory or hide communication."""
+    """Options that save memory or hide communication."""
 
     sequence_parallel: bool
     use_distributed_optimizer: bool
@@ -213,34 +214,34 @@ class MemoryOptions(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> MemoryOptions:
-        """Take the memory options of a layout."""
+        """Return the memory options of a layout."""
         return cls(*(getattr(layout, name) for name in cls._fields))
 
 
 Ints = NDArray[np.int64]
 Field: TypeAlias = str
-"""The name of a column: that of a field of `Layout`."""
+"""Name of a column, equal to the name of the field of `Layout`."""
 _FIELDS = tuple(field.name for field in fields(Layout))
 NUMBERS: dict[Field, type] = {
     field.name: type(field.default) for field in fields(Layout) if field.name not in ("recompute", "layers_per_chunk")
 }
-"""Fields whose columns hold the values themselves, not indices, with their types: `int` or `bool`."""
+"""Type (`int` or `bool`) of each field whose column holds the values themselves instead of indices."""
 _CODE_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutGroups:
-    """Rows that agree in some columns."""
+    """Groups of rows with equal values in some columns."""
 
     first_U: Ints
-    """A row of each group."""
+    """Index of the first row of each group."""
     group_N: Ints
-    """The group of each row."""
+    """Index of each row's group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutColumns:
-    """N layouts, field by field. Names are those of `Layout`; flags are 0 or 1."""
+    """N layouts as one column for each field of `Layout`. Flags are 0 or 1."""
 
     tp: Ints
     pp: Ints
@@ -263,7 +264,7 @@ class LayoutColumns:
     """Index into `cuts`."""
     recomputes: tuple[Recompute, ...] = (NO_RECOMPUTE,)
     cuts: tuple[tuple[int, ...], ...] = ((),)
-    """Layers of every chunk; empty = even."""
+    """Layers of each chunk; empty = even."""
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
@@ -277,7 +278,7 @@ class LayoutColumns:
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> LayoutColumns:
-        """Turn layouts into columns."""
+        """Convert layouts to columns."""
         recomputes = {value: i for i, value in enumerate(dict.fromkeys(layout.recompute for layout in layouts))}
         cuts = {value: i for i, value in enumerate(dict.fromkeys(layout.layers_per_chunk for layout in layouts))}
         numbers = {
@@ -293,11 +294,11 @@ class LayoutColumns:
         )
 
     def __len__(self) -> int:
-        """N."""
+        """Return N."""
         return len(self.tp)
 
     def layout(self, row: int) -> Layout:
-        """One row as a layout; raises LayoutError where its degrees contradict each other."""
+        """Return one row as a layout; LayoutError if its degrees are not legal."""
         return Layout(
             recompute=self.recomputes[self.recompute[row]],
             layers_per_chunk=self.cuts[self.layers_per_chunk[row]],
@@ -305,7 +306,7 @@ class LayoutColumns:
         )
 
     def values(self, rows: Ints, *names: Field) -> list[tuple[object, ...]]:
-        """What some rows hold in some fields, flags as 0 or 1; much cheaper than their layouts."""
+        """Return the values of some fields in some rows, flags as 0 or 1. Making whole layouts would be much slower."""
         columns: list[Sequence[object]] = []
         for name in names:
             column = getattr(self, name)[rows].tolist()
@@ -314,30 +315,31 @@ class LayoutColumns:
         return list(zip(*columns, strict=True))
 
     def rows_of(self, layout: Layout) -> Ints:
-        """The rows that hold a layout."""
+        """Return the indices of the rows that hold this layout."""
         found = np.ones(len(self), dtype=bool)
         for name in NUMBERS:
             found &= getattr(self, name) == getattr(layout, name)
         for name, values in (("recompute", self.recomputes), ("layers_per_chunk", self.cuts)):
             wanted = getattr(layout, name)
-            # A value may stand in the list twice, where columns were joined.
+            # Joined columns may list a value twice.
             found &= np.isin(getattr(self, name), [place for place, value in enumerate(values) if value == wanted])
         return np.flatnonzero(found)
 
     def take(self, rows: Ints) -> LayoutColumns:
-        """Some of the rows."""
+        """Return some of the rows."""
         if len(rows) == len(self) == 1:
             return self
         return replace(self, **{name: getattr(self, name)[rows] for name in _FIELDS})
 
     def without_recompute(self) -> LayoutColumns:
-        """The same layouts, which run nothing again."""
+        """Return the same layouts with recompute off."""
         return replace(self, recompute=np.zeros(len(self), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
 
     def groups(self, *fields: Field) -> LayoutGroups:
-        """Group rows that agree in these fields."""
+        """Group rows that have equal values in these fields."""
         if len(self) == 1:
-            # np.unique takes most of the time that one layout takes alone.
+            # np.unique would take most of the time that a single layout needs.
+
             only = np.zeros(1, dtype=np.int64)
             return LayoutGroups(first_U=only, group_N=only)
         codes = codes_of([getattr(self, name) for name in fields])
@@ -346,7 +348,7 @@ class LayoutColumns:
 
 
 def codes_of(columns: Sequence[Ints]) -> Ints:
-    """Give rows the same number where they agree in every column, and different ones elsewhere."""
+    """Return one number for each row; two rows have equal numbers if they are equal in every column."""
     codes = np.zeros(len(columns[0]), dtype=np.int64)
     size = 1
     for column in columns:

@@ -1,4 +1,4 @@
-"""The shape of a transformer as Megatron's flags give it, and the parameters and FLOPs of its parts."""
+"""The model's shape from Megatron's flags, and the parameters and FLOPs of its parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
 LayerKind: TypeAlias = Literal["layer", "moe_layer", "mamba_layer", "attention_layer", "mlp_layer", "expert_layer"]
-"""The first two are whole layers of a transformer, without and with experts; the others are layers of hybrid models."""
+"""Kinds of layers. The first two are whole transformer layers, without and with experts. The others occur in hybrid
+models."""
 TRANSFORMER_KINDS: tuple[LayerKind, ...] = ("layer", "moe_layer")
 LETTERS: dict[str, LayerKind] = {
     "M": "mamba_layer",
@@ -17,7 +18,7 @@ LETTERS: dict[str, LayerKind] = {
     "-": "mlp_layer",
     "E": "expert_layer",
 }
-"""What Megatron's patterns of hybrid models call their layers."""
+"""Letters of the layer kinds in Megatron's patterns of hybrid models."""
 KINDS_WITH_EXPERTS: tuple[LayerKind, ...] = ("moe_layer", "expert_layer")
 KINDS_WITH_ATTENTION: tuple[LayerKind, ...] = (*TRANSFORMER_KINDS, "attention_layer")
 _DENSE: tuple[LayerKind, ...] = ("layer", "mlp_layer")
@@ -25,9 +26,9 @@ _DENSE: tuple[LayerKind, ...] = ("layer", "mlp_layer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridLayers:
-    """Layers of different kinds, each a norm, one block and a residual (Nemotron-H, arXiv 2504.03624).
+    """Layers of different kinds, each with a norm, one block and a residual (Nemotron-H, arXiv 2504.03624).
 
-    Sizes are those of the Mamba-2 layers (arXiv 2405.21060) by Megatron's flags: `--mamba-*`.
+    The fields `mamba_*` are Megatron's flags `--mamba-*` for Mamba-2 layers (arXiv 2405.21060).
     """
 
     pattern: str
@@ -37,7 +38,7 @@ class HybridLayers:
     mamba_num_groups: int
     mamba_num_heads: int
     mtp_pattern: str = ""
-    """The layers of one depth of multi-token prediction."""
+    """Layers of one depth of multi-token prediction."""
     mtp_use_repeated_layer: bool = False
     """All depths share their weights."""
 
@@ -53,26 +54,26 @@ class HybridLayers:
 
     @property
     def mamba_channels(self) -> int:
-        """Channels of all heads: what the scan works on."""
+        """Channels of all heads, which the scan processes."""
         return self.mamba_num_heads * self.mamba_head_dim
 
     @property
     def mamba_convolved(self) -> int:
-        """Channels that the convolution works on: inputs, and B and C of each group."""
+        """Channels of the convolution: inputs, and B and C of each group."""
         return self.mamba_channels + 2 * self.mamba_num_groups * self.mamba_state_dim
 
     @property
     def mamba_projected(self) -> int:
-        """Columns of the input projection: gates, what is convolved, and a time step for each head."""
+        """Columns of the input projection: gates, convolved channels, and one time step for each head."""
         return self.mamba_channels + self.mamba_convolved + self.mamba_num_heads
 
     def mamba_matrices(self, hidden_size: int) -> int:
-        """Weights of one Mamba layer's input and output projection."""
+        """Return the number of weights in the input and output projections of one Mamba layer."""
         return hidden_size * (self.mamba_projected + self.mamba_channels)
 
     @property
     def mamba_scan_flops_per_token(self) -> float:
-        """FLOPs of one layer's scan as Megatron-LM counts them (mamba_layer_flops of core_v0.17)."""
+        """FLOPs of one layer's scan, as Megatron-LM counts them (mamba_layer_flops of core_v0.17)."""
         return 7.0 * self.mamba_channels * self.mamba_state_dim
 
 
@@ -80,17 +81,17 @@ class HybridLayers:
 class LatentAttention:
     """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values through low-rank latents.
 
-    Field names are Megatron's. One head has `qk_head_dim + qk_pos_emb_head_dim` channels of query and key, and
-    `v_head_dim` of value.
+    Field names are Megatron's. In one head, query and key have `qk_head_dim + qk_pos_emb_head_dim` channels each, and
+    the value has `v_head_dim`.
     """
 
     q_lora_rank: int | None
-    """Channels of the query's latent; None = queries come from the hidden state by one matrix."""
+    """Channels of the query's latent; None = one matrix makes the queries from the hidden state."""
     kv_lora_rank: int
     qk_head_dim: int
-    """Channels of one head that carry no position."""
+    """Channels of one head without position."""
     qk_pos_emb_head_dim: int
-    """Channels that carry the rotary position, shared by all heads of the key."""
+    """Channels with the rotary position; all heads share those of the key."""
     v_head_dim: int
 
     def __post_init__(self) -> None:
@@ -98,16 +99,16 @@ class LatentAttention:
 
     @property
     def query_channels(self) -> int:
-        """Channels of one head's query, and of its key."""
+        """Channels of one head's query, and also of its key."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     def up_weights(self, heads: int) -> int:
-        """Weights of the projections from the latents to the heads: what `mla_up_proj` recomputes."""
+        """Return the weights of the projections from the latents to the heads (recompute module `mla_up_proj`)."""
         query = (self.q_lora_rank or 0) * heads * self.query_channels
         return query + self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim)
 
     def weights(self, hidden_size: int, heads: int) -> int:
-        """Weights of one layer's attention: down to the latents, up to the heads, and the output projection."""
+        """Return the weights of one layer's attention: to the latents, to the heads, and the output projection."""
         query = self.q_lora_rank or heads * self.query_channels
         down = hidden_size * (query + self.kv_lora_rank + self.qk_pos_emb_head_dim)
         return down + self.up_weights(heads) + heads * self.v_head_dim * hidden_size
@@ -115,23 +116,23 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer. Field names are Megatron's; sizes are of the whole model, before any cut."""
+    """A decoder-only transformer. Field names are Megatron's, and sizes are of the whole model."""
 
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
     num_attention_heads: int
     num_query_groups: int
-    """Equal to `num_attention_heads` without grouped queries."""
+    """Equal to `num_attention_heads` if queries are not grouped."""
     kv_channels: int
     """Channels of one head."""
     seq_length: int
     max_position_embeddings: int
     vocab_size: int
-    """Tokens the tokenizer knows; see `padded_vocab_size`."""
+    """Tokens of the tokenizer, without padding."""
     make_vocab_size_divisible_by: int
     gated_linear_unit: bool
-    """SwiGLU and its kin: the first MLP matrix is twice as wide."""
+    """SwiGLU and similar: the first MLP matrix is twice as wide."""
     normalization: Literal["LayerNorm", "RMSNorm"]
     add_bias_linear: bool
     add_qkv_bias: bool
@@ -144,21 +145,21 @@ class ModelSpec:
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"]
     num_experts: int | None
     moe_layer_freq: tuple[int, ...]
-    """One entry for each layer: 1 has experts, 0 is dense. Empty without experts."""
+    """One entry for each layer: 1 has experts, 0 is dense. Empty for a model without experts."""
     moe_router_topk: int
     moe_ffn_hidden_size: int
     moe_shared_expert_intermediate_size: int
-    """0 without a shared expert."""
+    """0 = no shared expert."""
     latent_attention: LatentAttention | None = field(default=None, metadata=ADDED_LATER)
-    """Multi-latent attention; `num_query_groups` and `kv_channels` then say nothing."""
+    """Multi-latent attention. If set, `num_query_groups` and `kv_channels` have no meaning."""
     mtp_num_layers: int = field(default=0, metadata=ADDED_LATER)
-    """Depths of multi-token prediction, each with a transformer layer of its own on the last pipeline rank."""
+    """Depths of multi-token prediction, each with its own transformer layer on the last pipeline rank."""
     qk_layernorm: bool = field(default=False, metadata=ADDED_LATER)
-    """Query and key (with latent attention: their latents) are normalised."""
+    """Normalises query and key, or their latents under latent attention."""
     hybrid: HybridLayers | None = field(default=None, metadata=ADDED_LATER)
-    """Layers of a hybrid model; in `moe_layer_freq` those of experts are 1, all others 0."""
+    """Layers of a hybrid model. In `moe_layer_freq` layers of experts are then 1, and all others 0."""
     attention_windows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    """Tokens that one token attends to in each layer, itself among them; 0 = all before it. Empty without windows."""
+    """Tokens that one token attends to in each layer, including itself; 0 = all earlier tokens. Empty = no windows."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
@@ -176,20 +177,16 @@ class ModelSpec:
         if self.hybrid and len(self.hybrid.pattern) != self.num_layers:
             raise FactError(f"the pattern has {len(self.hybrid.pattern)} letters for {self.num_layers} layers")
         if self.hybrid and "E" in self.hybrid.pattern + self.hybrid.mtp_pattern and not self.num_experts:
-            raise FactError("the pattern has layers of experts (E), and the model has no experts")
+            raise FactError("the pattern has layers of experts (E), but the model has no experts")
 
     @property
     def dtype_bytes(self) -> int:
         """Bytes of one parameter or activation element."""
         return 4 if self.params_dtype == "fp32" else 2
 
-    def is_moe_layer(self, layer: int) -> bool:
-        """Whether layer `layer` (from 0) has experts."""
-        return bool(self.moe_layer_freq) and self.moe_layer_freq[layer] == 1
-
     @property
     def possible_kinds(self) -> tuple[LayerKind, ...]:
-        """Kinds of layers that such a model may have, in one order."""
+        """All kinds of layers that such a model may have."""
         return tuple(LETTERS.values()) if self.hybrid else TRANSFORMER_KINDS
 
     @property
@@ -202,7 +199,7 @@ class ModelSpec:
 
     @property
     def prediction_kinds(self) -> tuple[LayerKind, ...]:
-        """The layers of one depth of multi-token prediction."""
+        """The kinds of the layers in one depth of multi-token prediction."""
         if not self.mtp_num_layers:
             return ()
         if self.hybrid:
@@ -211,27 +208,27 @@ class ModelSpec:
 
     @property
     def has_dense_mlps(self) -> bool:
-        """True if a layer, also one of multi-token prediction, has a matrix of `ffn_hidden_size`."""
+        """True if any layer has an MLP of width `ffn_hidden_size`, including layers of multi-token prediction."""
         return not {*self.layer_kinds, *self.prediction_kinds}.isdisjoint(_DENSE)
 
     @property
     def prediction_copies(self) -> int:
-        """Depths of multi-token prediction that have weights of their own."""
+        """Depths of multi-token prediction with their own weights."""
         shares = self.hybrid is not None and self.hybrid.mtp_use_repeated_layer
         return min(self.mtp_num_layers, 1) if shares else self.mtp_num_layers
 
     @property
     def has_expert_prediction(self) -> bool:
-        """Whether the layers of multi-token prediction have experts: they are built as the last layer is."""
+        """True if the layers of multi-token prediction have experts. Megatron builds them like the last layer."""
         return bool(self.mtp_num_layers and self.moe_layer_freq and self.moe_layer_freq[-1])
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding: the vocabulary padded to a multiple of `make_vocab_size_divisible_by * tp`."""
+        """Return the vocabulary size padded to a multiple of `make_vocab_size_divisible_by * tp`."""
         multiple = self.make_vocab_size_divisible_by * tp
         return -(-self.vocab_size // multiple) * multiple
 
     def attention_parameters(self) -> int:
-        """Weights and biases of one layer's attention: query, key, value and output projections."""
+        """Return the weights and biases of one layer's attention: query, key, value and output projections."""
         query = self.kv_channels * self.num_attention_heads
         qkv = query + 2 * self.kv_channels * self.num_query_groups
         bias = (qkv if self.add_bias_linear or self.add_qkv_bias else 0) + (
@@ -240,25 +237,22 @@ class ModelSpec:
         return self.hidden_size * (qkv + query) + bias
 
     def mlp_parameters(self, ffn_hidden_size: int | None = None) -> int:
-        """Weights and biases of one dense MLP (or of one expert of the given width)."""
+        """Return the weights and biases of one dense MLP, or of one expert of the given width."""
         ffn = self.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         first = ffn * (2 if self.gated_linear_unit else 1)
         bias = first + self.hidden_size if self.add_bias_linear else 0
         return self.hidden_size * (first + ffn) + bias
 
     def norm_parameters(self) -> int:
-        """Parameters of one normalisation."""
+        """Return the parameters of one normalisation."""
         return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
 
-    def forward_flops_per_token(self, *, moe: bool = False) -> float:
-        """Multiply-adds counted as 2, of one layer's forward for one token (causal mask not discounted).
-
-        Narayanan et al. 2021 (PTD-P), appendix: projections 2 per weight, attention scores and context 4*s*a*d.
-        """
-        return self.kind_flops_per_token(TRANSFORMER_KINDS[moe])
-
     def kind_flops_per_token(self, kind: LayerKind) -> float:
-        """Return the same of a layer of any kind; a Mamba layer's scan counts as Megatron-LM counts it."""
+        """Return the FLOPs of one layer's forward for one token. The causal mask is ignored.
+
+        A multiply-add counts as 2. Projections take 2 FLOPs per weight, attention scores and context 4*s*a*d (Narayanan
+        et al. 2021, appendix). The scan of a Mamba layer is counted as in Megatron-LM.
+        """
         if kind == "mamba_layer":
             assert self.hybrid is not None
             return 2.0 * self.hybrid.mamba_matrices(self.hidden_size) + self.hybrid.mamba_scan_flops_per_token
@@ -278,7 +272,7 @@ class ModelSpec:
 
     @property
     def core_flops_per_token(self) -> float:
-        """The part of `forward_flops_per_token` that is attention scores and context; windows leave their share."""
+        """FLOPs of attention scores and context for one token; attention windows reduce them to their share."""
         return self._unwindowed_core_flops_per_token * self.window_share
 
     @property
@@ -289,24 +283,24 @@ class ModelSpec:
 
     @property
     def window_share(self) -> float:
-        """Part of the scores behind the causal mask that windows leave, in the mean of all layers with attention."""
+        """Share of the causal scores that attention windows leave, averaged over all layers with attention."""
         one = self.seq_length
         pairs = zip(self.attention_windows, self.layer_kinds, strict=False)
         seen = [min(window or one, one) for window, kind in pairs if kind in KINDS_WITH_ATTENTION]
-        # The first tokens have fewer before them than the window holds.
+        # The first tokens have fewer predecessors than the window holds.
         scores = sum(window * one - window * (window - 1) / 2 for window in seen)
         return scores / (len(seen) * one * (one + 1) / 2) if seen else 1.0
 
     def step_flops(self, global_batch_size: int, *, tp: int) -> float:
-        """Model FLOPs of a training step as Megatron-LM counts them (core_v0.16, num_floating_point_operations).
+        """Return the model's FLOPs in one step by Megatron-LM's num_floating_point_operations (core_v0.16).
 
-        Each matrix three times, multiply-adds as 2, half of the attention's square behind the causal mask; biases,
-        the router and recompute are left out. The output layer has the rows that `tp` pads the vocabulary to. Releases
-        before core_v0.16 count the whole square, and none knows of windows.
+        Each matrix counts three times, multiply-adds count as 2, and the causal mask halves the attention's square.
+        Biases, the router and recompute are left out. The output layer has the padded vocabulary of `tp`. Releases
+        before core_v0.16 count the whole square, and no release considers windows.
         """
         latent, hidden, heads = self.latent_attention, self.hidden_size, self.num_attention_heads
         query, groups = heads * self.kv_channels, self.num_query_groups * self.kv_channels
-        # Of the norms Megatron counts those of the latents and of multi-token prediction.
+        # Megatron counts only the norms of the latents and of multi-token prediction.
         latent_norms = (latent.q_lora_rank or 0) + latent.kv_lora_rank if latent else 0
         projections = latent.weights(hidden, heads) + latent_norms if latent else 2 * hidden * (query + groups)
         attention = projections + self._unwindowed_core_flops_per_token / 4

@@ -1,4 +1,18 @@
-"""Pipeline schedules: which rank runs which micro-batch of which stage, and in which order, written as words."""
+"""Pipeline schedules: the passes of each rank, their file, and programs with the messages between passes.
+
+`programs` adds a send and a receive for each message. The moment of a message is the expected end of the pass that
+makes it. The sender posts the send at this moment, and the receiver posts the receive at this moment or earlier. A pass
+or message waits only for messages with earlier moments, so the ranks cannot wait for each other in a circle.
+
+NCCL runs the messages from one rank to another in one stream, on both ends in the order of their moments. A receive
+occupies its stream until its message arrives. So it is posted after the previous message of the stream should have
+arrived, and directly before the pass that computes when its own message is ready. After this pass would be too late:
+the receive would start only when the pass ends. Too early would stop this pass on devices with one work queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1).
+
+Gloo messages do not wait for each other, and each starts when its receive is posted. So the receive is posted when the
+pass that makes the message starts.
+"""
 
 # A = actions of all ranks, S = stages (model chunks), K = kinds of action, M = micro-batches.
 
@@ -19,11 +33,12 @@ from pipette_launch.facts.files import ADDED_LATER
 
 Kind = Literal["F", "B", "I", "W"]
 Placement = Literal["loop", "v"]
-"""`loop`: stage c on rank c % pp. `v`: chunk 0 runs down the ranks and chunk 1 back up, so rank 0 holds both ends."""
+"""`loop`: stage c is on rank c % pp. `v`: chunk 0 goes down the ranks and chunk 1 goes back up, so rank 0 has both
+ends."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 FORWARD, BACKWARD, INPUT, WEIGHT = range(len(KINDS))
-"""Where each kind stands in `KINDS`."""
+"""Index of each kind in `KINDS`."""
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 _NOWHERE = -1
@@ -32,8 +47,8 @@ _NOWHERE = -1
 class Action(NamedTuple):
     """One pass of one micro-batch through one stage: `2B1` is the backward of micro-batch 1 on stage 2.
 
-    A stage is a model chunk, numbered in model order. `B` is the whole backward; a schedule that splits it writes `I`
-    for the input's gradient, which the stage before waits for, and `W` for the weights' gradients.
+    A stage is a model chunk, numbered in model order. `B` is the whole backward. A split backward has `I`, the gradient
+    of the input, for which the previous stage waits, and `W`, the gradients of the weights.
     """
 
     stage: int
@@ -42,7 +57,7 @@ class Action(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The action as people write it."""
+        """Short form, such as `2B1`."""
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
@@ -51,37 +66,40 @@ Ranks = tuple[tuple[Action, ...], ...]
 
 
 def words(actions: Iterable[Action]) -> list[str]:
-    """Actions as words: `["0F0", "0B0"]`."""
+    """Return the short forms of actions: `["0F0", "0B0"]`."""
     return [action.word for action in actions]
 
 
 def rank_of(stage: int, *, pp: int, placement: Placement) -> int:
-    """Pipeline rank of a stage."""
+    """Return the pipeline rank of a stage."""
     if placement == "v" and stage >= pp:
         return 2 * pp - 1 - stage
     return stage % pp
 
 
 class Columns(NamedTuple):
-    """All actions of a schedule as arrays: rank after rank, each in its own order."""
+    """All actions of a schedule as arrays, sorted by rank, then by order of execution."""
 
     rank_A: NDArray[np.int64]
     stage_A: NDArray[np.int64]
     kind_A: NDArray[np.int64]
-    """Places in `KINDS`."""
+    """Indices into `KINDS`."""
     microbatch_A: NDArray[np.int64]
 
     def action(self, index: int) -> Action:
-        """Return one of the actions."""
+        """Return one action."""
         return Action(int(self.stage_A[index]), KINDS[self.kind_A[index]], int(self.microbatch_A[index]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTimes:
-    """Expected nanoseconds of the passes and messages of a schedule, by which its messages are ordered.
+    """Expected nanoseconds of passes and messages, which decide the order of messages.
 
-    Whole numbers, so that sums are equal on all ranks. Raises FactError if a number of entries does not fit the stages,
-    a pass takes less than 1 ns, or a hop takes less than 0 ns.
+    Times are whole numbers, so that sums are equal on all ranks.
+
+    Raises:
+        FactError: the number of entries does not match the stages, or a time is too short.
+
     """
 
     forward: tuple[int, ...]
@@ -89,11 +107,11 @@ class PassTimes:
     backward: tuple[int, ...]
     """The whole backward."""
     input: tuple[int, ...]
-    """Its input gradient alone."""
+    """The gradient of the input only."""
     weight: tuple[int, ...]
-    """Its weight gradients alone."""
+    """The gradients of the weights only."""
     forward_hop: tuple[int, ...]
-    """From stage s to s + 1: one entry less than stages."""
+    """From stage s to s + 1; one entry less than stages."""
     backward_hop: tuple[int, ...]
     """From stage s + 1 to s."""
 
@@ -106,11 +124,11 @@ class PassTimes:
                 f"pass times: {stages} stages need {stages} times of each pass and {stages - 1} hops each way"
             )
         if min(map(min, passes)) < 1 or min((0, *self.forward_hop, *self.backward_hop)) < 0:
-            raise FactError("pass times: each pass takes one nanosecond or more, and each hop 0 or more")
+            raise FactError("pass times: each pass takes at least 1 ns, and each hop at least 0 ns")
 
     @classmethod
     def equal(cls, num_stages: int) -> PassTimes:
-        """Every pass takes one unit, and messages take no time."""
+        """Return equal times for all passes, and 0 for messages."""
         one, nothing = (1,) * num_stages, (0,) * (num_stages - 1)
         return cls(forward=one, backward=one, input=one, weight=one, forward_hop=nothing, backward_hop=nothing)
 
@@ -122,11 +140,10 @@ class PassTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What every pipeline rank does, in order.
+    """The passes of each pipeline rank, in order.
 
     Raises:
-        FactError: some rank does not run, for each of its stages and every micro-batch, one F and then either one B, or
-            one I and then one W.
+        FactError: a rank does not run F, then B or I and W, once for each of its stages and each micro-batch.
 
     """
 
@@ -137,16 +154,16 @@ class Schedule:
     ranks: Ranks
     placement: Placement = "loop"
     times: PassTimes | None = None
-    """Expected times, by which its messages are ordered over NCCL; None = all passes take equally long."""
+    """Expected times, which decide the order of messages over NCCL; None = all passes take equal time."""
 
     def __post_init__(self) -> None:
-        """Check that nothing is missing, strange, double or before what it needs on its own rank."""
+        """Check that no pass is missing, foreign, double or before its own forward."""
         if min(self.pp, self.vpp, self.num_microbatches) < 1:
             raise FactError(
                 f"{self.name}: pp={self.pp}, vpp={self.vpp} and {self.num_microbatches} micro-batches must be positive"
             )
         if self.placement == "v" and self.vpp != 2:
-            raise FactError(f"{self.name}: a V has two chunks on each rank, got vpp={self.vpp}")
+            raise FactError(f"{self.name}: the placement v needs two chunks on each rank, got vpp={self.vpp}")
         if len(self.ranks) != self.pp:
             raise FactError(f"{self.name}: {len(self.ranks)} action lists for {self.pp} pipeline ranks")
         num_actions = sum(map(len, self.ranks))
@@ -163,7 +180,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Model chunks in all."""
+        """Number of model chunks."""
         return self.pp * self.vpp
 
     @property
@@ -173,7 +190,7 @@ class Schedule:
 
     @property
     def columns(self) -> Columns:
-        """The actions as arrays, made afresh."""
+        """The actions as arrays. Each call makes new ones."""
         rank_A = np.repeat(np.arange(self.pp), [len(actions) for actions in self.ranks])
         stages, kinds, microbatches = [], [], []
         for actions in self.ranks:
@@ -183,19 +200,18 @@ class Schedule:
         return Columns(rank_A, *(np.array(column, dtype=np.int64) for column in (stages, kinds, microbatches)))
 
     def rank_of(self, stage: int) -> int:
-        """Pipeline rank of a stage."""
+        """Return the pipeline rank of a stage."""
         return rank_of(stage, pp=self.pp, placement=self.placement)
 
 
 def positions(columns: Columns, *, num_stages: int, num_microbatches: int) -> NDArray[np.int64]:
-    """Where each action stands among all: [stage, kind, micro-batch], -1 where the schedule has no such action."""
+    """Return the index of each action as an array [stage, kind, micro-batch]; -1 = the schedule has no such action."""
     place_SKM = np.full((num_stages, len(KINDS), num_microbatches), _NOWHERE)
     place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] = np.arange(len(columns.stage_A))
     return place_SKM
 
 
 def _check_owners(schedule: Schedule, columns: Columns) -> None:
-    """Every action names a stage of its own rank and a micro-batch of the step."""
     owner_S = np.array(schedule.rank_S)
     strange_A = (columns.stage_A >= schedule.num_stages) | (columns.microbatch_A >= schedule.num_microbatches)
     strange_A |= (columns.stage_A < 0) | (columns.microbatch_A < 0)
@@ -208,11 +224,10 @@ def _check_owners(schedule: Schedule, columns: Columns) -> None:
 
 
 def _check_passes(schedule: Schedule, columns: Columns) -> None:
-    """Every stage runs each micro-batch forward once and backward once, whole or split, in that order."""
     place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
     twice_A = place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] != np.arange(len(columns.stage_A))
     if twice_A.any():
-        raise FactError(f"{schedule.name}: {columns.action(int(twice_A.argmax())).word} stands twice")
+        raise FactError(f"{schedule.name}: {columns.action(int(twice_A.argmax())).word} occurs twice")
     has_SKM = place_SKM != _NOWHERE
     forward, whole, split, weight = (has_SKM[:, kind] for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
     wrong_SM = ~forward | (split != weight) | (split == whole)
@@ -229,22 +244,24 @@ def _check_passes(schedule: Schedule, columns: Columns) -> None:
         stage, microbatch = (int(index) for index in np.argwhere(early_SM)[0])
         raise FactError(
             f"{schedule.name}: rank {schedule.rank_of(stage)} runs micro-batch {microbatch} of stage {stage} in the "
-            f"wrong order; F comes first, then B, or I and then W"
+            f"wrong order; the order is F, then B, or F, I, W"
         )
 
 
-# schema_version history of schedule.json
-# 1  2026-11-23  first version
-
 VARIABLE = "PIPETTE_SCHEDULE"
-"""Names the file for the patch `schedules`."""
+"""Environment variable with the path of the file for the patch `schedules`."""
 
 _WORD = re.compile(rf"(\d{{1,9}})([{''.join(KINDS)}])(\d{{1,9}})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleFile:
-    """A schedule with its actions as words; raises FactError where they are not those of a schedule."""
+    """A schedule with its actions in short form.
+
+    Raises:
+        FactError: the actions do not form a schedule.
+
+    """
 
     KIND: ClassVar[str] = "schedule"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -255,16 +272,16 @@ class ScheduleFile:
     num_microbatches: int
     placement: Placement
     ranks: tuple[str, ...]
-    """What each pipeline rank does, one word for each action, between blanks."""
+    """Actions of each pipeline rank, separated by blanks."""
     checks_first_step: bool = field(default=False, metadata=ADDED_LATER)
-    """Whether the first step is run under Megatron's own schedule too, and compared; that needs memory for both."""
+    """Run the first step also under Megatron's own schedule and compare. This needs memory for both runs."""
 
     times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
-    """Expected times, by which its messages are ordered over NCCL; None = all passes take equally long."""
+    """Expected times, which decide the order of messages over NCCL; None = all passes take equal time."""
 
     @classmethod
     def of(cls, schedule: Schedule, *, checks_first_step: bool = False) -> ScheduleFile:
-        """Write a schedule."""
+        """Convert a schedule to its file."""
         return cls(
             checks_first_step=checks_first_step,
             name=schedule.name,
@@ -277,7 +294,7 @@ class ScheduleFile:
         )
 
     def schedule(self) -> Schedule:
-        """Read it; raises FactError where the actions are not those of a schedule."""
+        """Convert the file to a schedule; FactError if its actions do not form one."""
         return Schedule(
             name=self.name,
             pp=self.pp,
@@ -290,49 +307,51 @@ class ScheduleFile:
 
 
 def action_of(word: str) -> Action:
-    """Read an action as people write it, `2B1`."""
+    """Read the short form of an action, `2B1`."""
     found = _WORD.fullmatch(word)
     if found is None:
-        raise FactError(f"{word!r} is no action; one is a stage, a letter of {', '.join(KINDS)} and a micro-batch: 2B1")
+        raise FactError(
+            f"{word!r} is not an action; write stage, letter ({', '.join(KINDS)}) and micro-batch, such as 2B1"
+        )
     stage, kind, microbatch = found.groups()
     return Action(int(stage), KINDS[KINDS.index(kind)], int(microbatch))
 
 
 class Message(NamedTuple):
-    """One tensor that goes from rank to rank."""
+    """One tensor that one rank sends to another."""
 
     source: int
     """Pipeline rank."""
     target: int
     is_gradient: bool
-    """Gradient of the input of a stage, or its output."""
+    """True for the gradient of a stage's input, False for a stage's output."""
     stage: int
     """The stage that made the tensor."""
     microbatch: int
 
     @property
     def way(self) -> tuple[int, int]:
-        """The ranks that it goes from and to."""
+        """Sender and receiver."""
         return self.source, self.target
 
 
 Program = tuple["Action | Message", ...]
-"""Passes and messages of one rank in turn; the rank sends or receives each of the messages."""
+"""Passes and messages of one rank in order. A message is a send on its source and a receive on its target."""
 
 
 def programs(
     passes: Ranks, rank_S: Sequence[int], times: PassTimes | None = None, *, in_streams: bool = True
 ) -> tuple[Program, ...]:
-    """Put the messages between the passes.
+    """Insert the messages between the passes of each rank.
 
     Args:
-        passes: of each pipeline rank.
-        rank_S: the pipeline rank of each stage.
-        times: of passes and messages, by which messages are ordered; None = all passes take equally long.
-        in_streams: whether a receive occupies the stream of its way until its message is there (NCCL).
+        passes: passes of each pipeline rank.
+        rank_S: pipeline rank of each stage.
+        times: expected times, which decide the order of messages; None = all passes take equal time.
+        in_streams: True for NCCL, where a receive occupies its stream until the message arrives; False for gloo.
 
     Raises:
-        FactError: the ranks would wait for each other for ever; the message says for what.
+        FactError: the ranks would wait for each other forever.
 
     """
     expected = times or PassTimes.equal(len(rank_S))
@@ -343,7 +362,7 @@ def programs(
         if (message := message_from(action, rank_S)) is not None
     }
     start_P = [[start_of[action] for action in actions] for actions in passes]
-    # At equal times sends come first, then receives, then the pass, which may need their tensors.
+    # At equal times the order is sends, receives, pass, because the pass may need the received tensors.
     timed: list[list[tuple[int, int, int, Action | Message]]] = [
         [(start, 2, 0, action) for start, action in zip(rank, actions, strict=True)]
         for rank, actions in zip(start_P, passes, strict=True)
@@ -360,9 +379,9 @@ def programs(
 
 
 def _last_start(message: Message, moment: int, start_P: list[list[int]], passes: Ranks, times: PassTimes) -> int:
-    """Return the start of the pass that the receiver computes when a message is ready.
+    """Return the start of the pass that the receiver runs when a message is ready.
 
-    A receiver that is idle at that moment gets the moment itself; before its first pass it gets 0.
+    The result is `moment` if the receiver is idle then, and 0 before the receiver's first pass.
     """
     rank = message.target
     at = bisect_left(start_P[rank], moment) - 1
@@ -373,9 +392,10 @@ def _last_start(message: Message, moment: int, start_P: list[list[int]], passes:
 
 
 def forward_passes(rank_S: Sequence[int], num_microbatches: int) -> Ranks:
-    """Return the passes of an evaluation: as many micro-batches as there are ranks go through a chunk before the next.
+    """Return the passes of an evaluation, which has forwards only.
 
-    Every rank takes its chunks in this one order, so any number of micro-batches can run.
+    Groups of pp micro-batches go through one chunk before the next. All ranks use this order, so any number of
+    micro-batches can run.
     """
     pp = max(rank_S) + 1
     return tuple(
@@ -391,16 +411,16 @@ def forward_passes(rank_S: Sequence[int], num_microbatches: int) -> Ranks:
 
 
 def message_of(rank_S: Sequence[int], stage: int, microbatch: int, *, is_gradient: bool) -> Message:
-    """Return the message of a pass of a stage: outputs go to the next stage, gradients to the stage before.
+    """Return the message of one pass: an output goes to the next stage, a gradient to the previous stage.
 
-    Source and target are the same rank where both stages are there.
+    Source and target are equal if both stages are on one rank.
     """
     to_stage = stage + (-1 if is_gradient else 1)
     return Message(rank_S[stage], rank_S[to_stage], is_gradient, stage, microbatch)
 
 
 def message_from(action: Action, rank_S: Sequence[int]) -> Message | None:
-    """Return the message that a pass sends; None if nothing leaves its rank."""
+    """Return the message that a pass sends; None if it sends nothing to another rank."""
     is_gradient = action.kind != "F"
     if action.kind == "W" or action.stage == (0 if is_gradient else len(rank_S) - 1):
         return None
@@ -409,7 +429,7 @@ def message_from(action: Action, rank_S: Sequence[int]) -> Message | None:
 
 
 def message_to(action: Action, rank_S: Sequence[int]) -> Message | None:
-    """Return the message that a pass needs from another rank; None if it needs no other rank."""
+    """Return the message that a pass needs from another rank; None if it needs no message."""
     is_gradient = action.kind != "F"
     if action.kind == "W" or action.stage == (len(rank_S) - 1 if is_gradient else 0):
         return None
@@ -419,10 +439,10 @@ def message_to(action: Action, rank_S: Sequence[int]) -> Message | None:
 
 
 def starts(passes: Ranks, rank_S: Sequence[int], times: PassTimes) -> dict[Action, int]:
-    """Return when each pass starts if messages do not wait for each other.
+    """Return the start of each pass in nanoseconds, if messages do not wait for each other.
 
     Raises:
-        FactError: the ranks would wait for each other for ever.
+        FactError: the ranks would wait for each other forever.
 
     """
     num_stages = len(rank_S)
@@ -449,12 +469,13 @@ def starts(passes: Ranks, rank_S: Sequence[int], times: PassTimes) -> dict[Actio
         f"rank {rank} at {actions[at[rank]].word}" for rank, actions in enumerate(passes) if at[rank] < len(actions)
     ]
     if stuck:
-        raise FactError(f"this schedule can not run: its ranks wait for each other, {', '.join(stuck)}")
+        raise FactError(f"this schedule cannot run: its ranks wait for each other, {', '.join(stuck)}")
+
     return found
 
 
 def _needed(action: Action, num_stages: int) -> tuple[bool, int, int] | None:
-    """Return which tensor of another stage a pass needs: is it a gradient, whose, of which micro-batch."""
+    """Return (is gradient, stage, micro-batch) of the tensor that a pass needs from another stage, or None."""
     if action.kind == "F":
         return (False, action.stage - 1, action.microbatch) if action.stage > 0 else None
     if action.kind == "W" or action.stage == num_stages - 1:

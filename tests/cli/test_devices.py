@@ -41,7 +41,7 @@ def test_one_device_shows_its_peaks_and_its_source(capsys: pytest.CaptureFixture
     assert "fp32 91.6, fp16 362, bf16 362, fp8 733 TFLOP/s without sparsity" in out
     assert "NVIDIA's data sheet (L40S, without sparsity)" in out
     assert "taken as" not in out
-    assert answer("devices gh200", capsys)[1].endswith("\ngh200 is taken as GH200-96GB, and not as GH200-144GB.\n")
+    assert answer("devices gh200", capsys)[1].endswith("\ngh200 is taken as GH200-96GB, not as GH200-144GB.\n")
 
 
 def test_a_device_is_written_as_a_file_that_gpu_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

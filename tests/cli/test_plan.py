@@ -498,7 +498,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         (
             f"plan --gpu a100 --nodes 2 {JOB}",
             2,
-            "may be A100-40GB, A100-80GB, A100-40GB-PCIe or A100-80GB-PCIe; say which",
+            "may be A100-40GB, A100-80GB, A100-40GB-PCIe or A100-80GB-PCIe; give the full name",
         ),
         (
             f"plan --gpu h100 --nodes 2 --fabric fat-tre-2:1 {JOB}",

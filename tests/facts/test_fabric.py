@@ -144,7 +144,10 @@ def test_examples_are_read_and_written_alike(name: str) -> None:
         ({"tiers": [{"name": "leaf", "hosts_per_group": 0}]}, "hosts_per_group=0 must be at least 1"),
         ({"tiers": [{"name": "leaf", "latency_s": -1.0}]}, "latency_s must not be negative, got -1"),
         ({"tiers": [{"name": "leaf", "groups": [["a"], ["a"]]}]}, "a is in its groups more than once"),
-        ({"tiers": [{"name": "leaf", "link": "rope"}]}, "f.json: tiers[0]: link: 'rope' is none of 'card', 'nvlink'"),
+        (
+            {"tiers": [{"name": "leaf", "link": "rope"}]},
+            "f.json: tiers[0]: link: 'rope' is not one of 'card', 'nvlink'",
+        ),
         (
             {"tiers": [{"name": "a", "hosts_per_group": 4}, {"name": "b", "hosts_per_group": 6}]},
             "must grow from the inside out in multiples, got 6 around 4",

@@ -145,7 +145,7 @@ def test_each_device_is_found_by_its_own_name(name: str) -> None:
 def test_a_name_of_several_builds_is_taken_as_the_usual_one(name: str, taken: str, others: str) -> None:
     """A sentence names the build that is taken, and the others."""
     assert taken == device_named(name).name
-    assert f"{name} is taken as {taken}, and not as {others}." == other_meanings(name)
+    assert f"{name} is taken as {taken}, not as {others}." == other_meanings(name)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_name_of_several_builds_is_taken_as_the_usual_one(name: str, taken: st
 )
 def test_a_name_of_two_memories_must_say_more(name: str, meanings: str) -> None:
     """Twice the memory is no detail: the error names the devices, and a driver's name of this kind is unknown."""
-    with pytest.raises(FactError, match=f"'{name}' may be {meanings}; say which"):
+    with pytest.raises(FactError, match=f"'{name}' may be {meanings}; give the full name"):
         device_named(name)
     assert device_of_driver(name) is None
 
@@ -372,7 +372,7 @@ def test_a_short_file_is_a_known_device_with_other_figures() -> None:
         memory_bytes_per_s=1640e9,
         source=device.source,
     )
-    assert device.source.startswith("A rumour. As of A100-80GB, for want of own figures: within_host_bytes_per_s, ")
+    assert device.source.startswith("A rumour. Taken from A100-80GB: within_host_bytes_per_s, ")
     assert "flops_per_s" not in device.source
 
 
@@ -425,7 +425,7 @@ def test_a_known_device_as_a_file_is_the_same_device(name: str) -> None:
         ({"like": "A100"}, "d.json: like: 'A100' may be A100-40GB, "),
         ({"name": " "}, "d.json: name: a device needs a name"),
         ({"flops_per_s": {}}, "d.json: flops_per_s: at least one of fp32, fp16, bf16, fp8, fp4 is needed"),
-        ({"flops_per_s": {"bfloat16": 1e12}}, "d.json: flops_per_s: 'bfloat16' is none of fp32, fp16, bf16, fp8, fp4"),
+        ({"flops_per_s": {"bfloat16": 1e12}}, "d.json: flops_per_s: 'bfloat16' is not one of fp32, fp16, bf16, fp8, fp4"),
         ({"flops_per_s": {"bf16": 0}}, "d.json: flops_per_s: bf16 must be at least 1e+10, got 0; units are FLOP/s"),
         ({"flops_per_s": {"bf16": 148}}, "d.json: flops_per_s: bf16 must be at least 1e+10, got 148; units are FLOP/s"),
         ({"flops_per_s": 148e12}, "d.json: flops_per_s: expected an object, found float"),

@@ -50,7 +50,7 @@ def test_flops_are_two_for_each_weight_and_the_scores() -> None:
     """A token costs 2 FLOPs a weight, and 4 s h for scores and context."""
     model = tiny_model(add_bias_linear=False)
 
-    assert 2 * 12 * 64**2 + 4 * 32 * 64 == model.forward_flops_per_token()
+    assert 2 * 12 * 64**2 + 4 * 32 * 64 == model.kind_flops_per_token("layer")
 
 
 def test_latent_attention_has_flops_of_its_own() -> None:
@@ -62,7 +62,9 @@ def test_latent_attention_has_flops_of_its_own() -> None:
 
     assert 187_105_280 == latent.weights(7168, 128)
     assert 2 * 32 * 128 * (192 + 128) == model.core_flops_per_token
-    assert 2 * (187_105_280 + model.mlp_parameters()) + model.core_flops_per_token == model.forward_flops_per_token()
+    assert 2 * (187_105_280 + model.mlp_parameters()) + model.core_flops_per_token == model.kind_flops_per_token(
+        "layer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ def test_windows_leave_a_share_of_the_scores() -> None:
 
     assert model.window_share == pytest.approx((pairs / (16 * 17 / 2) + 1) / 2)
     assert model.core_flops_per_token == model.window_share * whole.core_flops_per_token
-    assert model.forward_flops_per_token() < whole.forward_flops_per_token()
+    assert model.kind_flops_per_token("layer") < whole.kind_flops_per_token("layer")
     assert model.step_flops(8, tp=1) == whole.step_flops(8, tp=1)
     assert replace(whole, attention_windows=(99,) * whole.num_layers).window_share == 1 == whole.window_share
 

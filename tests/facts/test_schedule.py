@@ -219,8 +219,8 @@ def test_actions_that_are_no_schedule_are_refused() -> None:
         ({"weight": (1, 1)}, "3 stages need 3 times of each pass and 2 hops each way"),
         ({"backward_hop": ()}, "3 stages need 3 times"),
         ({"forward": ()}, "0 stages need"),
-        ({"input": (1, 0, 1)}, "one nanosecond or more"),
-        ({"forward_hop": (0, -1)}, "each hop 0 or more"),
+        ({"input": (1, 0, 1)}, "at least 1 ns"),
+        ({"forward_hop": (0, -1)}, "each hop at least 0 ns"),
     ],
 )
 def test_times_that_are_not_those_of_one_pipeline_are_refused(changes: dict[str, tuple[int, ...]], words: str) -> None:

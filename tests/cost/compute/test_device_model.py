@@ -172,7 +172,11 @@ def test_layer_flops_are_those_of_the_model(backend: str, moe: bool) -> None:
     layout = Layout(tp=2, etp=2, sequence_parallel=True, micro_batch_size=3)
     forward = layer_loads(tiny_job(model=model), layout, moe=moe).forward
     core = 4.0 * model.seq_length * 64
-    expected = 3 * 32 * (model.forward_flops_per_token(moe=moe) - core * (0.5 if backend == "flash" else 0))
+    expected = (
+        3
+        * 32
+        * (model.kind_flops_per_token("moe_layer" if moe else "layer") - core * (0.5 if backend == "flash" else 0))
+    )
 
     assert expected == 2 * (sum(product.flops for product in forward.products) + forward.attention_flops)
 
@@ -324,7 +328,7 @@ def test_no_step_beats_the_peak(tp: int, pp: int, mbs: int, name: str, sequence_
     )
     this = tiny_job(model=model, batch=Batch(global_batch_size=64))
     found = imagined(this, device, num_hosts=2, devices_per_host=8, layouts=[layout])
-    flops = 64 * 1024 * 4 * model.forward_flops_per_token() * (4 if full else 3)
+    flops = 64 * 1024 * 4 * model.kind_flops_per_token("layer") * (4 if full else 3)
     fastest_s = flops / (16 * device.peak_flops_per_s("fp16") * device.efficiency.matmul_share)
 
     assert Predictor(this, found).step_time(layout, range(16)).total_s > fastest_s

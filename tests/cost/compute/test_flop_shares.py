@@ -25,6 +25,6 @@ def test_moe_recompute_counts_shared_experts_once() -> None:
         num_experts=4, moe_layer_freq=(1,) * 4, moe_shared_expert_intermediate_size=64, add_bias_linear=False
     )
     both = Layout(recompute=Recompute(granularity="selective", modules=("moe", "shared_experts")))
-    expected = (2 * 2 * 2 * 64 * 256 + 2 * 2 * 64 * 64) / model.forward_flops_per_token(moe=True)
+    expected = (2 * 2 * 2 * 64 * 256 + 2 * 2 * 64 * 64) / model.kind_flops_per_token("moe_layer")
 
     assert recompute_share(model, both, 0, "moe_layer") == expected

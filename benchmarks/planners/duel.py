@@ -11,8 +11,7 @@ from pipette_launch.cost.memory.overhead import allowed_bytes
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
-from pipette_launch.facts.co_location import Rooms
-from pipette_launch.megatron.rules.broken import Rules
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.search.solve import SolveOptions, solve
 
@@ -136,7 +135,9 @@ class _Judge:
         self._measurements = measurements
         self._options = options
         self._predictor = Predictor(job, measurements)
-        self._rules = Rules.of(job, device_kind=measurements.cluster.device_kind, rooms=Rooms.of(measurements.cluster))
+        self._rules = Rules.of(
+            job, device_kind=measurements.cluster.device_kind, rooms=Domains.of(measurements.cluster)
+        )
 
     def step_s(self, layout: Layout, placement: tuple[int, ...]) -> float:
         return self._predictor.placement_cost(layout).cost(placement)

@@ -31,7 +31,7 @@ from benchmarks.rivals.pick import (
 )
 from pipette_launch.cost.compute.device_work import is_flash
 from pipette_launch.errors import PlanError
-from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout, Recompute
 from pipette_launch.facts.measurements import Measurements
@@ -100,7 +100,7 @@ def _degrees(job: Job, measurements: Measurements) -> Iterator[tuple[int, int, i
         yield from ((tp, 1, 1) for tp in sizes)
         yield from ((sizes[-1], pp, 1) for pp in _stages(job, slots // sizes[-1]))
         return
-    near = min(Rooms.of(measurements.cluster).domain_devices)
+    near = min(Domains.of(measurements.cluster).domain_devices)
     for tp in sizes:
         experts = [ep for ep in divisors(model.num_experts) if ep * tp <= near and slots // tp % ep == 0]
         yield from ((tp, 1, ep) for ep in experts)

@@ -1,7 +1,7 @@
-"""Hosts, slots, device memory and link matrices in bytes/s and seconds, as measured, never as advertised."""
+"""Hosts, devices and links of a job, and the order of ranks on the devices of a host."""
 
-# H = hosts, D = devices of one host, S = slots (all devices of all hosts, host by host).
-# K = placements, W = slots, H = hosts, D = devices of one host. A placement gives the RANK of each slot.
+# H = hosts, D = devices of one host, S = slots (all devices of all hosts, host by host), K = placements, W = slots.
+# A placement gives the RANK of each slot.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Device:
     name: str
     memory_total_bytes: int
     memory_free_bytes: int
-    """What others leave free, read before the job's own processes started."""
+    """Free memory before the job's own processes started."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.memory_free_bytes <= self.memory_total_bytes:
@@ -43,14 +43,14 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """One node of the job and the devices it lends to it, in the order of its local ranks under torchrun."""
+    """One node of the job, and the devices that the job uses on it, in the order of torchrun's local ranks."""
 
     name: str
     address: str
     cores: int
     devices: tuple[Device, ...]
     place: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """The switches above it, outermost first, as the scheduler names them; empty where it does not."""
+    """Switches above the host, outermost first, as the scheduler names them; empty = unknown."""
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -58,22 +58,22 @@ class Host:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether more processes compute on it than it has cores, so that they take turns."""
+        """True if more processes compute on the host than it has cores."""
         return self.devices[0].kind == "cpu" and len(self.devices) > self.cores
 
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False)
 class Links:
-    """Latency and bandwidth between n places; row sends to column. The diagonal is no link and is stored as 0.
+    """Latency and bandwidth between n places; the row sends to the column. The diagonal is 0.
 
-    Both are read-only arrays. Two of them are equal if all their numbers are.
+    Both matrices are read-only. Links are equal if all their numbers are equal.
     """
 
     latency_s: Matrix
     bandwidth_bytes_per_s: Matrix
 
     def __init__(self, *, latency_s: MatrixLike, bandwidth_bytes_per_s: MatrixLike) -> None:
-        """Take n x n numbers each, as arrays or as rows; raise FactError where they are not, or describe no link."""
+        """Take n x n numbers each, as arrays or rows; FactError if the shape or a number is not possible."""
         size = len(latency_s)
         matrices = [_matrix(rows, size) for rows in (latency_s, bandwidth_bytes_per_s)]
         for name, matrix in zip(("latency_s", "bandwidth_bytes_per_s"), matrices, strict=True):
@@ -101,29 +101,29 @@ class Links:
 
     @property
     def size(self) -> int:
-        """How many places there are."""
+        """Number of places."""
         return len(self.latency_s)
 
     @classmethod
     def uniform(cls, size: int, *, latency_s: float, bandwidth_bytes_per_s: float) -> Links:
-        """Give every pair the same link."""
+        """Return equal links between all places."""
         latency, bandwidth = (np.full((size, size), float(value)) for value in (latency_s, bandwidth_bytes_per_s))
         for matrix in (latency, bandwidth):
             np.fill_diagonal(matrix, 0.0)
         return cls(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
     def seconds_per_byte(self) -> Matrix:
-        """1 / bandwidth, with 0 on the diagonal; read-only."""
+        """1 / bandwidth, 0 on the diagonal; read-only."""
         return self._seconds_per_byte
 
     @cached_property
     def extremes(self) -> tuple[tuple[int, int], ...]:
-        """Sender and receiver of the slowest link and of the fastest, by bandwidth; empty where there is no link."""
+        """(sender, receiver) of the slowest and of the fastest link, by bandwidth; empty for a single place."""
         if self.size < 2:
             return ()
         rates, diagonal = self.bandwidth_bytes_per_s.ravel(), np.eye(self.size, dtype=bool).ravel()
         slowest = int(np.where(diagonal, np.inf, rates).argmin())
-        # Of equal ones the first and the last: then they are two links.
+        # If all bandwidths are equal, the first link and the last link, so that two links are returned.
         fastest = len(rates) - 1 - int(np.where(diagonal, 0.0, rates)[::-1].argmax())
         return divmod(slowest, self.size), divmod(fastest, self.size)
 
@@ -136,55 +136,53 @@ class Links:
 
     @cached_property
     def _hash(self) -> int:
-        # + 0.0 makes one zero of 0.0 and -0.0, which are equal but differ in their bytes.
+        # + 0.0 turns -0.0 into 0.0: they are equal but have different bytes.
         return hash(((self.latency_s + 0.0).tobytes(), (self.bandwidth_bytes_per_s + 0.0).tobytes()))
 
 
 def _matrix(rows: MatrixLike, size: int) -> Matrix:
-    """Return size x size numbers as an array that nobody can change."""
     if len(rows) != size or any(len(row) != size for row in rows):
         raise FactError(f"links: both matrices must be {size} x {size}")
-    # A copy, so that an array of the caller's stays writable, and cannot be changed behind our back.
     matrix = np.array(rows, dtype=np.float64).reshape(size, size)
     matrix.flags.writeable = False
     return matrix
 
 
 class HostsOfJob:
-    """What follows from the hosts of a job, which lend equally many devices of one kind."""
+    """Numbers that follow from the hosts of a job, which have equally many devices of one kind."""
 
     __slots__ = ()
     hosts: tuple[Host, ...]
 
     @property
     def devices_per_host(self) -> int:
-        """D: how many devices each host lends."""
+        """D."""
         return len(self.hosts[0].devices)
 
     @property
     def num_slots(self) -> int:
-        """S: how many ranks the job has."""
+        """S, the number of ranks."""
         return len(self.hosts) * self.devices_per_host
 
     @property
     def device_kind(self) -> Literal["cuda", "cpu"]:
-        """What the slots are."""
+        """Kind of all devices."""
         return self.hosts[0].devices[0].kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster(HostsOfJob):
-    """The allocation: its hosts in torchrun's own order, and what lies between and inside them."""
+    """The machines of a job: hosts in torchrun's order, and the links between and inside them."""
 
     hosts: tuple[Host, ...]
     between_hosts: Links
-    """H x H, for each device when all devices of a host talk to their counterparts of another at once."""
+    """H x H, for each device while all devices of a host exchange messages with those of another host."""
     within_host: tuple[Links, ...]
-    """For each host, D x D between its devices."""
+    """D x D for each host, between its devices."""
     slot_speed: tuple[float, ...]
-    """Compute speed of each slot relative to the median slot, 1.0 = as fast as the median."""
+    """Compute speed of each slot relative to the median slot."""
     imagined: DeviceSpec | None = field(default=None, hash=False, metadata=ADDED_LATER)
-    """The type of all devices where nothing was measured; None for real hosts."""
+    """Type of all devices if nothing was measured; None for real hosts."""
 
     def __post_init__(self) -> None:
         sizes = {len(host.devices) for host in self.hosts}
@@ -196,8 +194,9 @@ class Cluster(HostsOfJob):
         if self.between_hosts.size != len(self.hosts):
             raise FactError(f"between_hosts is {self.between_hosts.size} wide for {len(self.hosts)} hosts")
         if [links.size for links in self.within_host] != [self.devices_per_host] * len(self.hosts):
-            raise FactError("within_host needs one matrix for each host, as wide as the host has devices")
-        # Hosts that are alike share one object, so that whoever works through the links meets each only once.
+            raise FactError("within_host needs one matrix for each host, with one row for each device")
+
+        # Hosts with equal links share one object, so that work on links is done once for all of them.
         shared: dict[Links, Links] = {}
         object.__setattr__(self, "within_host", tuple(shared.setdefault(links, links) for links in self.within_host))
         if len(self.slot_speed) != self.num_slots or not all(speed > 0 for speed in self.slot_speed):
@@ -205,24 +204,24 @@ class Cluster(HostsOfJob):
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that every slot has at least, less what other processes hold."""
+        """Free memory of the slot with the least."""
         return min(device.memory_free_bytes for host in self.hosts for device in host.devices)
 
     @property
     def keeps_residues(self) -> bool:
-        """Whether the RANKs of a host must differ modulo its slots: on CUDA (`search.placement.slots.Slots`)."""
+        """True on CUDA: the RANKs of a host must differ modulo its slots (`search.placement.slots.Slots`)."""
         return self.device_kind == "cuda"
 
     def host_of(self, slot: int) -> int:
-        """Index of the host of a slot."""
+        """Return the index of a slot's host."""
         return slot // self.devices_per_host
 
     def slot_name(self, slot: int) -> str:
-        """A slot as people write it: `node17:3`."""
+        """Return host and local device of a slot: `node17:3`."""
         return f"{self.hosts[self.host_of(slot)].name}:{slot % self.devices_per_host}"
 
     def seconds_per_byte_SS(self) -> NDArray[np.float64]:
-        """1 / bandwidth from slot (row) to slot (column); 0 on the diagonal."""
+        """Return 1 / bandwidth from slot (row) to slot (column); 0 on the diagonal."""
         size = self.devices_per_host
         full = np.repeat(np.repeat(self.between_hosts.seconds_per_byte(), size, axis=0), size, axis=1)
         for host, links in enumerate(self.within_host):
@@ -235,12 +234,12 @@ Ints = NDArray[np.int64]
 
 
 def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int] | None = None) -> Ints:
-    """Rearrange the ranks inside every host of one placement or of several; each host keeps its ranks.
+    """Sort the ranks of each host, or put them on its devices in a given order. Each host keeps its ranks.
 
     Args:
         placement_KW: one placement, or one in each row.
         devices: D.
-        order_D: devices that the ranks of a host take, lowest rank first; None = in device order.
+        order_D: devices for the ranks of a host, lowest rank first; None = in device order.
 
     """
     ranks = np.asarray(placement_KW, dtype=np.int64)
@@ -251,11 +250,11 @@ def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int
 
 
 def shared_order(placement: ArrayLike, devices: int) -> tuple[int, ...] | None:
-    """Return the devices that the ranks of a host take, lowest rank first; None where two hosts differ."""
+    """Return the devices of a host's ranks, lowest rank first; None if two hosts differ."""
     order_HD = np.argsort(np.asarray(placement).reshape(-1, devices), axis=1)
     return tuple(order_HD[0].tolist()) if (order_HD == order_HD[0]).all() else None
 
 
 def is_in_device_order(placement: ArrayLike, devices: int) -> bool:
-    """Return true if the ranks of every host rise with its devices."""
+    """Return True if the ranks of each host rise with its devices."""
     return shared_order(placement, devices) == tuple(range(devices))

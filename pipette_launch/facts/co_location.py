@@ -1,4 +1,17 @@
-"""Which slots share a host and which an NVLink domain, and blocks of ranks that must lie inside one of these."""
+"""Ranks that must share a host or an NVLink domain, and the domains of a job's hosts.
+
+The groups below are successive ranks in both of Megatron's rank orders: a tensor-parallel group begins at a multiple of
+tp, and an expert group (EP and ETP together) at a multiple of ep*etp. Every plan on GPUs has LOCAL_RANK = RANK modulo
+the devices of a host, which these libraries also expect.
+
+- Userbuffers (`--tp-comm-overlap`): each tensor-parallel group lies inside a host. This is true of TransformerEngine
+  2.2 or newer. Older releases needed successive ranks on each host.
+- DeepEP (`--moe-token-dispatcher-type flex`): RANK / 8 within the expert group is the network rank, and RANK % 8 is the
+  NVLink rank. So each 8 successive ranks lie inside a host, or the whole group if it is smaller. DeepEP starts only
+  with group sizes for which it has settings.
+- HybridEP and NCCL EP (`--moe-flex-dispatcher-backend`): as DeepEP, with the ranks of an NVLink domain instead of 8.
+  Every expert group has the same number of ranks in each domain that it touches.
+"""
 
 # H = hosts, S = slots, B = blocks, K = ranks of a block.
 
@@ -12,7 +25,7 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.cluster import Cluster, Links
@@ -21,53 +34,56 @@ from pipette_launch.facts.known_devices import spec_of_cluster
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
-Ints = NDArray[np.int64]
+DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""Ranks of an expert group for which DeepEP has settings (`Buffer.get_dispatch_config`)."""
+DEEPEP_NVLINK = 8
+BY_DOMAIN = {"hybridep": "HybridEP", "ncclep": "NCCL EP"}
+"""Backends of the flex dispatcher that depend on NVLink domains. All other backends are DeepEP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBlock:
-    """Every `size` consecutive ranks, counted from rank 0, must lie inside one room."""
+    """Each `size` successive ranks, counted from rank 0, must lie inside one host or one NVLink domain."""
 
     size: int
-    room: Literal["host", "domain"]
-    """A host, or an NVLink domain."""
+    within: Literal["host", "domain"]
     kind: str
-    """What the ranks are to each other: `tensor-parallel`."""
+    """Relation of the ranks: `tensor-parallel`."""
     asked_by: str
-    """The flag or the library that asks for it."""
+    """The flag or library with this condition."""
 
     @property
     def words(self) -> str:
-        """Name the blocks: `blocks of 8 expert-parallel ranks`."""
+        """For example `blocks of 8 expert-parallel ranks`."""
         return f"blocks of {self.size} {self.kind} ranks"
 
     @property
     def inside(self) -> str:
-        """Name one of the rooms."""
-        return "a host" if self.room == "host" else "an NVLink domain"
+        """`a host` or `an NVLink domain`."""
+        return "a host" if self.within == "host" else "an NVLink domain"
 
     @property
     def sentence(self) -> str:
-        """Say what a plan keeps to."""
-        return f"Each of the {self.words} lies inside {self.inside}, as {self.asked_by} demands."
+        """The condition as a sentence for the plan."""
+        return f"Each of the {self.words} lies inside {self.inside}, as {self.asked_by} requires."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rooms:
-    """The hosts of a job and their NVLink domains."""
+class Domains:
+    """The NVLink domains of a job's hosts."""
 
     devices_per_host: int
     domain_H: tuple[int, ...] = ()
-    """The NVLink domain of each host, numbered in their order; empty where it is not known."""
+    """Index of each host's domain; empty = unknown."""
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Rooms:
-        """Find the domains in the links: hosts of a type that has such domains, linked as by NVLink."""
+    def of(cls, cluster: Cluster) -> Domains:
+        """Find the domains: hosts of a device type with domains, joined by links about as fast as NVLink."""
         device, links = spec_of_cluster(cluster), cluster.between_hosts
         if device is None or device.domain_hosts == 1:
             return cls(devices_per_host=cluster.devices_per_host, domain_H=tuple(range(links.size)))
-        middle = math.sqrt(device.within_host.fair_bytes_per_s * device.between_hosts.fair_bytes_per_s)
-        return cls(devices_per_host=cluster.devices_per_host, domain_H=_domains(links, middle))
+        least = math.sqrt(device.within_host.fair_bytes_per_s * device.between_hosts.fair_bytes_per_s)
+        return cls(devices_per_host=cluster.devices_per_host, domain_H=_linked_hosts(links, least))
 
     @property
     def domains(self) -> tuple[tuple[int, ...], ...]:
@@ -79,38 +95,31 @@ class Rooms:
 
     @property
     def domain_devices(self) -> frozenset[int]:
-        """How many devices domains have."""
+        """The numbers of devices that occur among the domains."""
         return frozenset(count * self.devices_per_host for count in Counter(self.domain_H).values())
 
-    def first(self, num_hosts: int) -> Rooms:
-        """Leave the last hosts out; domains are not known for more hosts than there are."""
+    def first(self, num_hosts: int) -> Domains:
+        """Return the domains of the first hosts; they are unknown if `num_hosts` is more than the job has."""
         domain_H = self.domain_H[:num_hosts] if num_hosts <= len(self.domain_H) else ()
-        return Rooms(devices_per_host=self.devices_per_host, domain_H=domain_H)
+        return Domains(devices_per_host=self.devices_per_host, domain_H=domain_H)
 
     def split(self, blocks: Sequence[RankBlock], placement: ArrayLike) -> RankBlock | None:
-        """Return a block that a placement does not keep inside a room, or None; domains that are unknown split none.
-
-        Args:
-            blocks: which ranks must lie together.
-            placement: RANK of each slot, host by host.
-
-        """
+        """Return a block that a placement (RANK of each slot) splits, or None. Unknown domains split no block."""
         slot_R = np.argsort(np.asarray(placement), axis=None)
         for block in blocks:
-            host_BK = slot_R.reshape(-1, block.size) // self.devices_per_host
-            room_BK = host_BK if block.room == "host" else _at(self.domain_H, host_BK)
-            if (room_BK != room_BK[:, :1]).any():
+            place_BK = slot_R.reshape(-1, block.size) // self.devices_per_host
+            if block.within == "domain":
+                if not self.domain_H:
+                    continue
+                place_BK = np.asarray(self.domain_H, dtype=np.int64)[place_BK]
+            if (place_BK != place_BK[:, :1]).any():
                 return block
         return None
 
 
-def _at(domain_H: Sequence[int], host_BK: Ints) -> Ints:
-    return np.asarray(domain_H, dtype=np.int64)[host_BK] if domain_H else np.zeros_like(host_BK)
-
-
 @lru_cache(maxsize=4)
-def _domains(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
-    """Number the domain of each host; a link counts as NVLink above the geometric mean of NVLink and network card."""
+def _linked_hosts(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
+    """Number the domain of each host. Links above the given bandwidth are NVLink."""
     near_HH = np.asarray(links.bandwidth_bytes_per_s) >= least_bytes_per_s
     domain_H = np.full(links.size, -1)
     for host in range(links.size):
@@ -121,38 +130,29 @@ def _domains(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
     return tuple(domain_H.tolist())
 
 
-DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-"""Ranks of an expert group for which DeepEP has settings (`Buffer.get_dispatch_config`)."""
-DEEPEP_NVLINK = 8
-BY_DOMAIN = {"hybridep": "HybridEP", "ncclep": "NCCL EP"}
-"""Backends of the flex dispatcher that go by NVLink domains; any other is DeepEP."""
-
-
-def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, rooms: Rooms) -> tuple[RankBlock, ...]:
-    """Return what a layout must keep together on GPUs; raises LayoutError where these rooms cannot hold it so."""
-    found = [tensor_block(options, layout.tp, rooms)]
+def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, domains: Domains) -> tuple[RankBlock, ...]:
+    """Return the blocks of a layout on GPUs; LayoutError if these hosts and domains cannot hold them."""
+    found = [tensor_block(options, layout.tp, domains)]
     if model.num_experts:
-        found.append(expert_block(options, layout.ep * layout.etp, rooms))
+        found.append(expert_block(options, layout.ep * layout.etp, domains))
     return tuple(block for block in found if block)
 
 
-def tensor_block(options: PerformanceOptions, tp: int, rooms: Rooms) -> RankBlock | None:
-    """Return what tensor parallelism must keep together, or None; raises LayoutError where no host can hold it."""
+def tensor_block(options: PerformanceOptions, tp: int, domains: Domains) -> RankBlock | None:
+    """Return the block of tensor parallelism, or None; LayoutError if no host can hold it."""
     if not options.tp_comm_overlap or tp == 1:
         return None
     flag = flag_of("tp_comm_overlap")
-    if rooms.devices_per_host % tp:
-        raise LayoutError(f"{flag} needs tp groups that fill hosts of {rooms.devices_per_host}")
-    return RankBlock(size=tp, room="host", kind="tensor-parallel", asked_by=flag)
+    if domains.devices_per_host % tp:
+        raise LayoutError(f"{flag} needs tp groups that fill hosts of {domains.devices_per_host}")
+    return RankBlock(size=tp, within="host", kind="tensor-parallel", asked_by=flag)
 
 
-def expert_block(options: PerformanceOptions, group: int, rooms: Rooms) -> RankBlock | None:
-    """Return what the flex dispatcher must keep together, or None; raises LayoutError where no room can hold it.
+def expert_block(options: PerformanceOptions, group: int, domains: Domains) -> RankBlock | None:
+    """Return the block of the flex dispatcher for expert groups of ep*etp ranks, or None.
 
-    Args:
-        options: of the job.
-        group: ranks of an expert group, ep*etp.
-        rooms: where they may lie.
+    Raises:
+        LayoutError: no host or domain can hold it.
 
     """
     dispatcher = options.moe_token_dispatcher_type
@@ -160,27 +160,27 @@ def expert_block(options: PerformanceOptions, group: int, rooms: Rooms) -> RankB
         return None
     backend = options.moe_flex_dispatcher_backend
     if backend in BY_DOMAIN and not options.moe_enable_deepep:
-        return _block_in_a_domain(BY_DOMAIN[backend], group, rooms)
-    size, devices = min(group, DEEPEP_NVLINK), rooms.devices_per_host
+        return _block_in_a_domain(BY_DOMAIN[backend], group, domains)
+    size, devices = min(group, DEEPEP_NVLINK), domains.devices_per_host
     if group not in DEEPEP_SIZES:
         raise LayoutError(f"DeepEP has no settings for groups of ep*etp={group}")
     if devices % size:
         raise LayoutError(f"DeepEP needs blocks of {size} ranks of ep*etp that fill hosts of {devices}")
-    return RankBlock(size=size, room="host", kind="expert-parallel", asked_by="DeepEP")
+    return RankBlock(size=size, within="host", kind="expert-parallel", asked_by="DeepEP")
 
 
-def _block_in_a_domain(asked_by: str, group: int, rooms: Rooms) -> RankBlock | None:
+def _block_in_a_domain(asked_by: str, group: int, domains: Domains) -> RankBlock | None:
     """Keep an expert group inside a domain, or on whole domains of one size."""
-    if not rooms.domain_H:
+    if not domains.domain_H:
         return None
-    sizes = rooms.domain_devices
+    sizes = domains.domain_devices
     kind = "expert-parallel"
-    # Between the hosts of a domain links are as within, so that a group which fills a host's part gains nothing beyond.
-    if rooms.devices_per_host % group == 0:
-        return RankBlock(size=group, room="host", kind=kind, asked_by=asked_by)
+    # Links between the hosts of a domain are as fast as inside a host. So a group that divides a host loses nothing.
+    if domains.devices_per_host % group == 0:
+        return RankBlock(size=group, within="host", kind=kind, asked_by=asked_by)
     size = group if len(sizes) > 1 else min(group, *sizes)
     if group % size or any(devices % size for devices in sizes):
         shown = " and ".join(map(str, sorted(sizes)))
         raise LayoutError(f"{asked_by} needs groups of ep*etp that fill NVLink domains of {shown}, or whole domains")
-    alone = size == rooms.devices_per_host
-    return RankBlock(size=size, room="host" if alone else "domain", kind=kind, asked_by=asked_by)
+    within: Literal["host", "domain"] = "host" if size == domains.devices_per_host else "domain"
+    return RankBlock(size=size, within=within, kind=kind, asked_by=asked_by)

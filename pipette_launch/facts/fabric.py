@@ -1,4 +1,4 @@
-"""A network between hosts as a file describes it: tiers, the innermost first, and hosts that are slower than others."""
+"""Networks between hosts that a file describes: tiers from the inside out, and hosts that are slower than others."""
 
 # H = hosts.
 
@@ -22,39 +22,40 @@ from pipette_launch.text import rate_text
 
 DOMAIN = "NVLink domain"
 MOST_NAMED = 4
-"""Slow hosts that a sentence lists."""
+"""Slow hosts that a sentence lists by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tier:
-    """Groups of hosts, and the link from a device to one of another host of its group."""
+    """Groups of hosts, and the link from a device to a device of another host in its group."""
 
     name: str
     hosts_per_group: int | None = field(default=None, metadata=ADDED_LATER)
-    """So many hosts in a row are a group; left out, and without `groups`, all hosts are one."""
+    """Successive hosts that form a group; None = all hosts are one group, unless `groups` is set."""
     groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=ADDED_LATER)
-    """The groups by the names of their hosts, where they are no rows of equal length."""
+    """Names of the hosts in each group, for groups that are not successive hosts of equal number."""
     link: Literal["card", "nvlink"] = field(default="card", metadata=ADDED_LATER)
-    """What carries it: the device's share of its host's network cards, or the link between devices of one host."""
+    """`card`: the device's share of its host's network cards. `nvlink`: the same link as between devices of one
+    host."""
     share: float | None = field(default=None, metadata=ADDED_LATER)
-    """Part of the link's bandwidth that is left when all devices send: 0.5 behind switches with 2:1 fewer uplinks."""
+    """Share of the link's bandwidth that remains when all devices send: 0.5 behind switches with 2:1
+    oversubscription."""
     bandwidth_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Of one device when all send, in place of a share of what the device's own description says."""
+    """Bandwidth of one device when all send; replaces `share`."""
     latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Left out, that of the link."""
+    """None = the latency of the link."""
 
     def __post_init__(self) -> None:
         if self.hosts_per_group is not None and (self.hosts_per_group < 1 or self.groups):
             raise FactError(
-                f"tier {self.name!r}: hosts_per_group={self.hosts_per_group} must be at least 1, and stand without "
-                f"groups"
+                f"tier {self.name!r}: hosts_per_group={self.hosts_per_group} must be at least 1, and groups empty"
             )
         if self.share is not None and not 0 < self.share <= 1:
             raise FactError(f"tier {self.name!r}: share must be above 0 and at most 1, got {self.share:g}")
         if self.bandwidth_bytes_per_s is not None and (self.share is not None or not self.bandwidth_bytes_per_s > 0):
             raise FactError(
-                f"tier {self.name!r}: bandwidth_bytes_per_s={self.bandwidth_bytes_per_s:g} must be above 0, and stand "
-                f"without share"
+                f"tier {self.name!r}: bandwidth_bytes_per_s={self.bandwidth_bytes_per_s:g} must be above 0, and share "
+                f"left out"
             )
         if self.latency_s is not None and self.latency_s < 0:
             raise FactError(f"tier {self.name!r}: latency_s must not be negative, got {self.latency_s:g}")
@@ -62,22 +63,20 @@ class Tier:
         if twice:
             raise FactError(f"tier {self.name!r}: {twice[0]} is in its groups more than once")
 
-    def carrier(self, device: DeviceSpec) -> Link:
-        """Return the device's link that this tier is made of."""
+    def _carrier(self, device: DeviceSpec) -> Link:
         return device.between_hosts if self.link == "card" else device.within_host
 
     def bandwidth(self, device: DeviceSpec) -> float:
-        """Bytes per second of one device in one direction when all send."""
-        return self.bandwidth_bytes_per_s or self.carrier(device).fair_bytes_per_s * (
-            1.0 if self.share is None else self.share
-        )
+        """Return the bytes per second of one device in one direction, when all devices send."""
+        share = 1.0 if self.share is None else self.share
+        return self.bandwidth_bytes_per_s or self._carrier(device).fair_bytes_per_s * share
 
     def latency(self, device: DeviceSpec) -> float:
-        """Seconds until the first byte arrives."""
-        return self.carrier(device).latency_s if self.latency_s is None else self.latency_s
+        """Return the seconds until the first byte arrives."""
+        return self._carrier(device).latency_s if self.latency_s is None else self.latency_s
 
     def words(self, device: DeviceSpec) -> str:
-        """Name the tier with its link."""
+        """Return name, size and bandwidth of the tier."""
         size = f" of {self.hosts_per_group} hosts" if self.hosts_per_group else ""
         size = f" of {len(self.groups)} groups" if self.groups else size
         return f"{self.name}{size} {rate_text(self.bandwidth(device))}"
@@ -85,29 +84,29 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FabricSpec:
-    """A file that describes a network: the innermost tier that two hosts share gives the link between them.
+    """A file that describes a network. The innermost tier that two hosts share gives the link between them.
 
-    Bandwidths are those of one device when all send, in one direction. The NVLink domain of a device type that has one
-    (`DeviceSpec.domain_hosts`) is there by itself, unless a tier of `link: nvlink` says otherwise.
+    Bandwidths are of one device in one direction, when all send. A device type with an NVLink domain
+    (`DeviceSpec.domain_hosts`) adds this domain, unless the file has a tier with `link: nvlink`.
     """
 
     KIND: ClassVar[str] = "fabric"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     source: str
-    """Where the figures come from, one sentence; plans repeat it."""
+    """Origin of the figures, one sentence, which plans repeat."""
     tiers: tuple[Tier, ...]
-    """From the inside out; the last one holds all hosts."""
+    """From the inside out. The last tier holds all hosts."""
     hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Names in torchrun's own order; left out, host0 and so on. A plan can run only on hosts of the names it has."""
+    """Names in torchrun's order; empty = host0 and so on. A plan for real hosts needs their names here."""
     network_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Hosts whose network cards are slower than others': part of the bandwidth that they reach."""
+    """Hosts with slower network cards: share of the bandwidth that they reach."""
     compute_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Hosts whose devices compute more slowly: part of the others' speed."""
+    """Hosts with slower devices: share of the speed that they reach."""
 
     def __post_init__(self) -> None:
         if not self.tiers:
-            raise FactError("tiers: a fabric needs at least one tier, which holds all hosts")
+            raise FactError("tiers: a fabric needs at least one tier that holds all hosts")
         names = Counter(self.hosts)
         if len(names) < len(self.hosts):
             raise FactError(f"hosts: {names.most_common(1)[0][0]} is named more than once")
@@ -125,21 +124,21 @@ class FabricSpec:
                 )
 
     def host_names(self, num_hosts: int) -> tuple[str, ...]:
-        """Return the names of the hosts; raises FactError where the file names another number of them."""
+        """Return the names of the hosts; FactError if the file names another number of hosts."""
         if not self.hosts:
             return made_up_names(num_hosts)
         if len(self.hosts) != num_hosts:
             raise FactError(
-                f"hosts: {len(self.hosts)} hosts are named and the job has {num_hosts}; name each of the job's hosts, "
-                f"or none"
+                f"hosts: {len(self.hosts)} hosts are named, but the job has {num_hosts}; name all of them, or leave "
+                f"hosts out"
             )
         return self.hosts
 
     def links(self, num_hosts: int, device: DeviceSpec) -> Links:
-        """Return the links between hosts, H x H: one device of each host, all others sending too.
+        """Return the links between hosts, H x H, for one device of each host while all devices send.
 
         Raises:
-            FactError: a host that is named is not one of the job's, or the outermost tier does not hold all of them.
+            FactError: a named host is not in the job, or the outermost tier does not hold all hosts.
 
         """
         names = self.host_names(num_hosts)
@@ -149,96 +148,95 @@ class FabricSpec:
         slower_HH = np.minimum(factor_H[:, None], factor_H[None, :])
         for tier in reversed(self.tiers_on(device, num_hosts)):
             group_H = _groups_H(tier, names)
-            together_HH = group_H[:, None] == group_H[None, :]
+            same_HH = group_H[:, None] == group_H[None, :]
             slowed_HH = slower_HH if tier.link == "card" else np.ones_like(slower_HH)
-            np.copyto(bandwidth_HH, tier.bandwidth(device) * slowed_HH, where=together_HH)
-            np.copyto(latency_s_HH, tier.latency(device), where=together_HH)
+            np.copyto(bandwidth_HH, tier.bandwidth(device) * slowed_HH, where=same_HH)
+            np.copyto(latency_s_HH, tier.latency(device), where=same_HH)
         if not bandwidth_HH.all():
             first, second = (names[index] for index in np.argwhere(bandwidth_HH == 0)[0])
             raise FactError(
-                f"tiers: {first} and {second} are in no common group; the last tier must hold all {num_hosts} hosts: "
-                f"leave its hosts_per_group out"
+                f"tiers: {first} and {second} have no common group; the last tier must hold all {num_hosts} hosts, so "
+                f"leave out its hosts_per_group"
             )
         np.fill_diagonal(bandwidth_HH, 0.0)
         np.fill_diagonal(latency_s_HH, 0.0)
         return Links(latency_s=latency_s_HH, bandwidth_bytes_per_s=bandwidth_HH)
 
     def switches_H(self, num_hosts: int, device: DeviceSpec) -> tuple[tuple[int, ...], ...]:
-        """Return the group of each host in every tier, outermost first; tiers that hold all hosts are left out."""
+        """Return the group of each host in every tier, outermost first; tiers with a single group are left out."""
         names = self.host_names(num_hosts)
         groups = [_groups_H(tier, names) for tier in reversed(self.tiers_on(device, num_hosts))]
         dividing = [group_H.tolist() for group_H in groups if group_H.max() > group_H.min()]
         return tuple(zip(*dividing, strict=True)) if dividing else ()
 
     def slot_speed(self, num_hosts: int, devices_per_host: int) -> tuple[float, ...]:
-        """Return the speed of each slot relative to the median one."""
+        """Return the speed of each slot relative to the median slot."""
         factor_H = _factors_H(self.compute_factor, self.host_names(num_hosts), "compute_factor")
         speed_S = np.repeat(factor_H / np.median(factor_H), devices_per_host)
         return tuple(speed_S.tolist())
 
     def tiers_on(self, device: DeviceSpec, num_hosts: int | None = None) -> tuple[Tier, ...]:
-        """Return all tiers, with the NVLink domain that a device type brings along and a job of so many hosts gets."""
+        """Return all tiers, with the NVLink domain of the device type in the size that the job gets."""
         if device.domain_hosts == 1 or any(tier.link == "nvlink" for tier in self.tiers):
             return self.tiers
         share = self._domain_share(device, num_hosts)
         return (Tier(name=DOMAIN, hosts_per_group=share, link="nvlink"), *self.tiers)
 
     def _domain_share(self, device: DeviceSpec, num_hosts: int | None) -> int:
-        """How many hosts of each NVLink domain a job gets: as many as all of its domains can give alike.
+        """Return the number of hosts that a job gets from each NVLink domain.
 
-        A scheduler that knows the domains gives segments of equal size (SLURM's `--segment`), so that groups of ranks
-        need not straddle two of them. Where the only equal shares are below half of a domain, or a row of another tier
-        would be cut, domains are filled one after the other.
+        Schedulers that know the domains give equal segments of them (SLURM's `--segment`), so that groups of ranks need
+        not cross domains. The result is the largest equal share. If that is below half of a domain or does not divide
+        another tier, the job fills whole domains one after the other.
         """
         whole = device.domain_hosts
         if num_hosts is None or num_hosts <= whole or any(tier.groups for tier in self.tiers):
             return whole
         share = max(hosts for hosts in range(1, whole + 1) if num_hosts % hosts == 0)
-        cuts = any((tier.hosts_per_group or share) % share for tier in self.tiers)
-        return whole if cuts or 2 * share < whole else share
+        crosses = any((tier.hosts_per_group or share) % share for tier in self.tiers)
+        return whole if crosses or 2 * share < whole else share
 
     def domain_words(self, device: DeviceSpec, num_hosts: int) -> str:
-        """Say which part of each NVLink domain a job is taken to get; empty where nothing is assumed."""
+        """Return a sentence on the assumed share of each NVLink domain; empty if nothing is assumed."""
         if self.tiers_on(device) == self.tiers or num_hosts <= device.domain_hosts:
             return ""
         share, whole = self._domain_share(device, num_hosts), device.domain_hosts
         if share < whole:
-            taken = f"get {share} of the {whole} hosts of each {DOMAIN}, as by SLURM's --segment={share}"
+            assumed = f"get {share} of the {whole} hosts of each {DOMAIN}, as with SLURM's --segment={share}"
         else:
-            taken = f"fill {DOMAIN}s of {whole} hosts one after the other"
-        return f"The job is taken to {taken}; --fabric says it otherwise."
+            assumed = f"fill {DOMAIN}s of {whole} hosts one after the other"
+        return f"The job is assumed to {assumed}; describe other shares with --fabric."
 
     def words(self, device: DeviceSpec, num_hosts: int | None = None) -> str:
-        """Say in a few words what lies between hosts; without the tiers that so many hosts have no use for."""
+        """Return the tiers between hosts in a few words, without tiers that are larger than the job."""
         tiers = self.tiers_on(device, num_hosts)
         fills = [index for index, tier in enumerate(tiers) if (tier.hosts_per_group or 0) >= (num_hosts or 1 << 62)]
         return ", ".join(tier.words(device) for tier in tiers[: fills[0] + 1 if fills else None])
 
     def laggards(self) -> Iterator[str]:
-        """Name the hosts that are slower than others, one sentence for each kind."""
+        """Return one sentence for each kind of slow hosts."""
         for what, factors in (("Devices", self.compute_factor), ("Network cards", self.network_factor)):
             if factors:
                 named = ", ".join(f"{host} {factor:g}" for host, factor in list(factors.items())[:MOST_NAMED])
                 more = len(factors) - MOST_NAMED
-                yield f"{what} of these hosts reach but a part of the others' speed: {named}" + (
-                    f" and {more} more." if more > 0 else "."
-                )
+                rest = f" and {more} more" if more > 0 else ""
+                yield f"{what} of these hosts are slower than the others by these factors: {named}{rest}."
 
 
-UNIFORM = FabricSpec(source="All hosts are taken to be equally far from each other.", tiers=(Tier(name="network"),))
+UNIFORM = FabricSpec(source="All links between hosts are assumed to be equal.", tiers=(Tier(name="network"),))
 BUILT_IN = ("uniform", "fat-tree-2:1", "fat-tree-4:1")
-"""What to show of the names that need no file."""
+"""Names shown for fabrics without a file."""
 LEAF_HOSTS = 32
-"""A scalable unit of NVIDIA's reference designs for DGX H100 and later."""
+"""Hosts of a scalable unit in NVIDIA's reference designs for DGX H100 and later."""
 
 
 def made_up_names(num_hosts: int) -> tuple[str, ...]:
-    """Return names for hosts that no file names: host0, host1 and so on."""
+    """Return host0, host1 and so on."""
     return tuple(f"host{index}" for index in range(num_hosts))
 
 
 def built_in_fabric(name: str) -> FabricSpec | None:
-    """Return the fabric of a built-in name, `uniform` or `fat-tree-N:1`; None for any other name."""
+    """Return the fabric with a built-in name, `uniform` or `fat-tree-N:1`; None for another name."""
     if name == "uniform":
         return UNIFORM
     found = re.fullmatch(r"fat-tree-(\d{1,3}):1", name)
@@ -246,7 +244,7 @@ def built_in_fabric(name: str) -> FabricSpec | None:
         return None
     ratio = int(found[1])
     return FabricSpec(
-        source=f"Groups of {LEAF_HOSTS} hosts are assumed, with {ratio}:1 fewer links between groups than within.",
+        source=f"Groups of {LEAF_HOSTS} hosts are assumed, with {ratio}:1 oversubscription between groups.",
         tiers=(Tier(name="leaf", hosts_per_group=LEAF_HOSTS), Tier(name="spine", share=1 / ratio)),
     )
 
@@ -259,7 +257,7 @@ def _factors_H(factors: Mapping[str, float], names: Sequence[str], what: str) ->
 
 
 def _groups_H(tier: Tier, names: Sequence[str]) -> NDArray[np.int64]:
-    """Number the group of each host; hosts in no group are groups of their own."""
+    """Number the group of each host. A host without a group forms its own group."""
     if not tier.groups:
         return np.arange(len(names)) // (tier.hosts_per_group or len(names))
     group_H = len(tier.groups) + np.arange(len(names))
@@ -270,7 +268,7 @@ def _groups_H(tier: Tier, names: Sequence[str]) -> NDArray[np.int64]:
 
 
 def _index(host: str, names: Sequence[str], what: str) -> int:
-    """Find a host that a file names among the job's hosts."""
     if host not in names:
-        raise FactError(f"{what}: {host} is none of the job's hosts {names[0]} to {names[-1]}")
+        raise FactError(f"{what}: {host} is not one of the job's hosts {names[0]} to {names[-1]}")
+
     return names.index(host)

@@ -1,7 +1,5 @@
-"""What the driver reports of one device before the job starts. A figure that it does not report is None, never 0."""
-
-# schema_version history of the document
-# 1  2026-11-21  first version
+"""Health of machines: what the driver reports, problems of hosts and devices, and the results of pipette doctor."""
+doctor."""
 
 from __future__ import annotations
 
@@ -9,64 +7,67 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Nearness = Literal["switch", "root", "node", "across"]
-"""How a device reaches its nearest NIC: by the PCIe switch above both, by one root port's tree, within one NUMA node,
-or across the sockets."""
+"""Path from a device to its nearest network card: through a common PCIe switch, the tree of one root port, one NUMA
+node, or across the sockets."""
 NEARNESS: tuple[Nearness, ...] = ("switch", "root", "node", "across")
 """Nearest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """A process of others that holds memory of the device."""
+    """A foreign process that holds memory of the device."""
 
     pid: int
     name: str
     used_bytes: int | None
-    """None where the driver hides it, as it does inside a container."""
+    """None if the driver hides it, as in a container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceCondition:
-    """One device, as NVML and sysfs describe it. On CPU only the UUID is known."""
+    """One device before the job, as NVML and sysfs report it. Values that are not reported are None, never 0.
+
+    On CPU only the UUID is known.
+    """
 
     uuid: str
     holders: tuple[Holder, ...] = ()
-    """Processes other than our own, however little memory they hold."""
+    """All foreign processes that hold memory."""
     used_bytes: int | None = None
-    """Memory held by processes before the job's workers exist, without the driver's own reserve."""
+    """Memory held by processes before the job's workers start, without the driver's own reserve."""
     utilisation: float | None = None
-    """Share of the driver's last sample period in which some kernel ran, 0 to 1."""
+    """Share of the driver's last sample period in which a kernel ran, 0 to 1."""
     sm_clock_hz: int | None = None
-    """An idle device clocks down, so a low value alone means nothing."""
+    """An idle device lowers its clock, so a low value alone is not a problem."""
     sm_clock_max_hz: int | None = None
     clock_reasons: tuple[str, ...] | None = None
-    """Why the clocks are where they are, in NVML's words without its prefix: `GpuIdle`, `HwThermalSlowdown`."""
+    """NVML's reasons for the present clocks, without prefix: `GpuIdle`, `HwThermalSlowdown`."""
     ecc_volatile: int | None = None
     """Uncorrected memory errors since the driver was loaded."""
     ecc_aggregate: int | None = None
-    """Uncorrected memory errors in the device's life."""
+    """Uncorrected memory errors in the life of the device."""
     rows_correctable: int | None = None
-    """Rows of memory that were replaced by spare ones because of correctable errors."""
+    """Memory rows replaced by spare rows after correctable errors."""
     rows_uncorrectable: int | None = None
     rows_pending: bool | None = None
-    """A row waits to be replaced, which happens when the device is reset."""
+    """A row will be replaced at the next reset of the device."""
     rows_failed: bool | None = None
-    """A row could not be replaced: there was no spare one."""
+    """A row could not be replaced because no spare row is left."""
     nvlinks_up: int | None = None
     nvlinks_total: int | None = None
-    """Links that NVML knows of, up or down."""
+    """Links that NVML knows, up or down."""
     pcie_width: int | None = None
-    """Lanes in use; unlike the generation it stays when the device idles."""
+    """Lanes in use. An idle device keeps them."""
     pcie_width_max: int | None = None
     """Lanes that device and slot allow."""
     pcie_generation: int | None = None
-    """An idle device falls back to generation 1, so a low value alone means nothing."""
+    """An idle device falls back to generation 1, so a low value alone is not a problem."""
     pcie_generation_max: int | None = None
     pci_address: str = ""
-    """As sysfs writes it, `0000:3b:00.0`; empty = not reported."""
+    """As in sysfs, `0000:3b:00.0`; empty = not reported."""
     numa_node: int | None = None
     nic: str = ""
-    """The nearest NIC, an InfiniBand one where there is any; empty = none seen."""
+    """The nearest network card, InfiniBand if there is one; empty = none found."""
     nic_distance: Nearness | None = None
     persistence_mode: bool | None = None
     temperature_c: int | None = None
@@ -88,26 +89,26 @@ VerdictKind = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """One problem: a figure that differs from that of the peers, or from what it should be."""
+    """One problem: a figure that differs from the figures of its peers, or from the expected figure."""
 
     kind: VerdictKind
     host: str
-    """The node with the problem; of a link, the sender."""
+    """The node with the problem; for a link, the sender."""
     figure: str
-    """What was seen, with its unit: `2 of 18 NVLinks are up`."""
+    """The figure with its unit: `2 of 18 NVLinks are up`."""
     device: str = ""
-    """UUID; empty where the whole host has the problem."""
+    """UUID; empty = the whole host has the problem."""
     other_host: str = ""
-    """Of a link, the receiver; else empty."""
+    """For a link, the receiver; otherwise empty."""
     peers: str = ""
-    """The figure of its peers, `18`; empty where no comparison is needed."""
+    """Figure of its peers, `18`; empty = no comparison needed."""
     advice: str = ""
-    """What to do, `exclude it with --exclude=node17`."""
+    """What to do: `exclude it with --exclude=node17`."""
     is_sick: bool = True
-    """Whether the launcher may leave the host out because of it; else it is only shown."""
+    """True if the launcher may exclude the host because of it; False if it is only shown."""
 
     def words(self) -> str:
-        """Say it in one sentence."""
+        """Return the problem as a sentence."""
         where = f"{self.host} -> {self.other_host}" if self.other_host else self.host
         compared = f", its peers {self.peers}" if self.peers else ""
         advice = f"; {self.advice}" if self.advice else ""
@@ -121,24 +122,24 @@ SEVERITIES: tuple[Severity, ...] = ("stops", "slows", "fine")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The result of one check."""
+    """Result of one check of pipette doctor."""
 
     severity: Severity
     what: str
-    """`open files`."""
+    """What was checked: `open files`."""
     value: str
-    """What was found, with its unit: `1024 for this process`."""
+    """The result with its unit: `1024 for this process`."""
     advice: str = ""
-    """What to do; empty where nothing is to be done."""
+    """What to do; empty = nothing."""
 
     def words(self) -> str:
-        """Say it in one sentence."""
+        """Return the result as a sentence."""
         return f"{self.what}: {self.value}" + (f"; {self.advice}" if self.advice else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkup:
-    """The results of all checks on one machine."""
+    """Results of all checks on one machine."""
 
     KIND: ClassVar[str] = "checkup"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -150,5 +151,5 @@ class Checkup:
 
     @property
     def is_fit(self) -> bool:
-        """Whether nothing would stop a job."""
+        """True if a job can run."""
         return all(finding.severity != "stops" for finding in self.findings)

@@ -1,4 +1,4 @@
-"""What the user asked for: the model, the batch, and the configuration that torchrun would have run."""
+"""The job: model, batch, the user's own configuration, and Megatron's options that affect time or memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
 MODELLED = ("--fp8", "--fp4", "--cuda-graph", "--window-size")
-"""Beginnings of flags that the layers of a warm-up do not have, and that the device model prices."""
+"""Prefixes of flags whose effect the device model prices, because the warm-up's layers run without them."""
 NOT_TIMED = (*MODELLED, "--enable-cuda-graph", "--external-cuda-graph")
-"""Beginnings of all flags that change how long a layer takes, and that the layers of a warm-up do not have."""
+"""Prefixes of all flags that change a layer's time and that the warm-up's layers run without."""
 RING = "p2p"
-"""Exchange of context parallelism that is Megatron's default (--cp-comm-type), and the only one timed and priced."""
+"""Megatron's default exchange of context parallelism (--cp-comm-type), and the only one that is measured and priced."""
 SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
 """Strategies of Megatron-FSDP that shard gradients (--data-parallel-sharding-strategy)."""
 
@@ -25,12 +25,12 @@ LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
 
 
 class Graphs(NamedTuple):
-    """CUDA graphs that a job's flags ask for, in the words of every release."""
+    """CUDA graphs that a job's flags request, in terms common to all releases."""
 
     impl: str
     """`none`, `local`, `transformer_engine` or `full_iteration`."""
     modules: frozenset[str]
-    """Parts of a layer in graphs of their own; empty for the whole layer, or all of the iteration."""
+    """Parts of a layer with their own graphs; empty = the whole layer, or the whole iteration."""
 
 
 def _option(flag: str, *, default: bool) -> bool:
@@ -41,10 +41,9 @@ def _option(flag: str, *, default: bool) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerformanceOptions:
-    """What a job's own flags say of each option. Field names are Megatron's destinations, defaults are its defaults.
+    """Values of Megatron's options. Field names are Megatron's destinations, and defaults are Megatron's defaults.
 
-    `megatron.performance` makes it from a job. A flag that Megatron comes to have, and that cost or search should heed,
-    is one more field here.
+    `megatron.performance` reads them from a job. For a new flag of Megatron that affects cost or search, add a field.
     """
 
     # Precision.
@@ -54,13 +53,13 @@ class PerformanceOptions:
     first_last_layers_bf16: bool = False
     fp32_residual_connection: bool = False
     fp4: str | None = field(default=None, metadata={"flag": "--fp4-format"})
-    """`e2m1`; None where layers do not compute in FP4."""
+    """`e2m1`; None = no FP4."""
     fp8: str | None = field(default=None, metadata={"flag": "--fp8-format"})
-    """`e4m3` or `hybrid`; None where layers do not compute in FP8."""
+    """`e4m3` or `hybrid`; None = no FP8."""
     fp8_param_gather: bool = False
     fp8_recipe: str = "delayed"
     num_layers_at_end_in_bf16: int = 1
-    """Of the layers that `--first-last-layers-bf16` leaves in 16 bits."""
+    """Has an effect only with `--first-last-layers-bf16`."""
     num_layers_at_start_in_bf16: int = 1
 
     # Fused kernels.
@@ -96,13 +95,14 @@ class PerformanceOptions:
 
     # Sharded parameters.
     data_parallel_sharding_strategy: str = "no_shard"
-    """Of Megatron-FSDP: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`, the default from 0.18 on."""
+    """Strategy of Megatron-FSDP: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`, the default from 0.18
+    on."""
     fsdp_double_buffer: bool = False
     keep_fp8_transpose_cache: bool = False
     nccl_ub: bool = _option("--use-nccl-ub", default=False)
     outer_dp_sharding_strategy: str = "no_shard"
     suggested_communication_unit_size: int | None = None
-    """Parameters that wait for their reduction at once, and twice those that are gathered ahead."""
+    """Parameters that wait for one reduction. Gathers run ahead by twice this number."""
     torch_fsdp2_reshard_after_forward: bool = _option("--torch-fsdp2-no-reshard-after-forward", default=True)
     use_megatron_fsdp: bool = False
     use_torch_fsdp2: bool = False
@@ -115,7 +115,7 @@ class PerformanceOptions:
     min_offloaded_tensor_size: int = 1 << 20
     """Elements."""
     offload_modules: tuple[str, ...] = ()
-    """Whose inputs `fine_grained_activation_offloading` moves to the host."""
+    """Modules whose inputs `fine_grained_activation_offloading` moves to the host."""
     wgrad_deferral_limit: int = 0
     """0 = all micro-batches of a step."""
 
@@ -125,7 +125,7 @@ class PerformanceOptions:
     """Name of `cuda_graph_scope` from 0.18 on."""
     cuda_graph_scope: tuple[str, ...] = ()
     cuda_graph_scope_deprecated: tuple[str, ...] = field(default=(), metadata={"flag": "--cuda-graph-scope"})
-    """Destination of the flag from 0.18 on."""
+    """Destination of the flag `--cuda-graph-scope` from 0.18 on."""
     enable_cuda_graph: bool = False
     external_cuda_graph: bool = False
 
@@ -156,26 +156,27 @@ class PerformanceOptions:
     # Batches and their loading.
     create_attention_mask_in_dataloader: bool = _option("--no-create-attention-mask-in-dataloader", default=True)
     dataloader_inter_document_masking: bool = False
-    """From 0.19 on: the boundaries of documents go to the device in place of a mask."""
+    """From 0.19 on: boundaries of documents are sent to the device instead of a mask."""
     dataloader_type: str | None = None
     decrease_batch_size_if_needed: bool = False
     eval_global_batch_size: int | None = None
     eval_micro_batch_size: int | None = None
     num_workers: int = 2
-    """Processes of the data loader on each rank that loads."""
+    """Data loader processes of each rank that loads data."""
     padded_vocab_size: int = 0
-    """0 where no flag gives it."""
+    """0 = no flag sets it."""
     rampup_batch_size: tuple[int, ...] = ()
-    """First batch size, its increment, samples of the ramp-up; empty without one."""
+    """First batch size, increment, samples of the ramp-up; empty = no ramp-up."""
     sft: bool = False
 
     @property
     def graphs(self) -> Graphs:
-        """CUDA graphs; two older flags choose an implementation, and the flag for modules has two names."""
+        """CUDA graphs. Two older flags also select an implementation, and the flag for modules has two names."""
         impl = LOCAL if self.enable_cuda_graph else ENGINE if self.external_cuda_graph else self.cuda_graph_impl
         modules = {*self.cuda_graph_modules, *self.cuda_graph_scope, *self.cuda_graph_scope_deprecated} - {"full"}
         if impl == LOCAL and modules == {ITERATION}:
-            # From 0.18 on this scope is an implementation.
+            # Since 0.18 this scope is an implementation.
+
             return Graphs(ITERATION, frozenset())
         return Graphs(impl, frozenset(modules))
 
@@ -187,20 +188,20 @@ _FLAGS = {
 
 
 def flag_of(option: str) -> str:
-    """Return the flag that changes an option from its default, for sentences: `fp8` -> `--fp8-format`.
+    """Return the flag that changes an option from its default, for messages: `fp8` -> `--fp8-format`.
 
     Raises:
         FactError: `PerformanceOptions` has no such option.
 
     """
     if option not in _FLAGS:
-        raise FactError(f"{option!r} is no performance option; see PerformanceOptions for those that there are")
+        raise FactError(f"{option!r} is not a field of PerformanceOptions")
     return str(_FLAGS[option])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Samples of one optimizer step, the same whatever the layout."""
+    """Samples of one optimizer step, equal for all layouts."""
 
     global_batch_size: int
 
@@ -215,30 +216,31 @@ class Job:
     model: ModelSpec
     batch: Batch
     own: Layout
-    """The user's own configuration, or what stands in for it."""
+    """The user's own configuration, or a substitute if Megatron would refuse it."""
     pinned: tuple[str, ...]
-    """Layout fields that no plan may change, `--pipette-fix` and a checkpoint's demands together, sorted."""
+    """Sorted names of the layout fields that a plan must not change, because of `--pipette-fix` or a checkpoint."""
     notes: tuple[str, ...]
-    """Why something is pinned or assumed, one sentence each, for the screen and the plan file."""
+    """Reasons for pinned and assumed values, one sentence each, for screen and plan file."""
     megatron_version: str
-    """The release whose flags the script takes, as `0.16.1`."""
+    """Release whose flags the script takes, such as `0.16.1`."""
     grad_reduce_in_bf16: bool
     optimizer: str
     log_interval: int
     train_iters: int | None
     performance_flags: tuple[str, ...]
-    """Flags that change time or memory and have no field of their own here, sorted, as `--flag value`.
+    """Sorted flags, as `--flag value`, that affect time or memory and have no field in this class.
 
-    `megatron.performance.performance_options` reads them."""
+    `megatron.performance.performance_options` reads them.
+    """
     cublas_workspace_config: str = field(default="", metadata=ADDED_LATER)
-    """CUBLAS_WORKSPACE_CONFIG of the workers, which sizes cuBLAS's buffers; empty where it is not set."""
-
+    """CUBLAS_WORKSPACE_CONFIG of the workers, which sets the size of cuBLAS's buffers; empty = not set."""
     allocator_config: str = field(default="", metadata=ADDED_LATER)
-    """Options of torch's CUDA allocator in the workers' environment (`megatron.allocator`); empty without any."""
+    """Options of torch's CUDA allocator in the workers' environment (`megatron.allocator`); empty = not set."""
     own_refusal: str = field(default="", metadata=ADDED_LATER)
-    """Why Megatron refuses the user's own configuration; `own` then stands in for it. Empty where it does not."""
+    """Reason why Megatron refuses the user's own configuration, for which `own` is then a substitute; empty = it
+    does not."""
 
     @property
     def release(self) -> tuple[int, ...]:
-        """`0.16.1` -> (0, 16)."""
+        """Major and minor number: `0.16.1` -> (0, 16)."""
         return tuple(int(part) for part in self.megatron_version.split(".")[:2] if part.isdigit())

@@ -1,8 +1,5 @@
 """How fast a step is, in tokens and in FLOPs, and what part of the devices' peak that is."""
 
-# schema_version history of plan.json
-# 1  2026-11-21  first version
-
 from __future__ import annotations
 
 import math

@@ -1,11 +1,5 @@
 """What is predicted of one configuration on one kind of machine: memory of every stage, and the step's time."""
 
-# schema_version history of prediction.json
-# 1  2026-11-21  first version
-# schema_version history of the document
-# 1  2026-11-24  first version
-# schema_version history of comparison.json
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pipette_launch.errors import FileFormatError, LayoutError, PipetteError, PlanError, UsageError
 from pipette_launch.facts import Measurements, Plan, files
-from pipette_launch.facts.co_location import Rooms, blocks_of
+from pipette_launch.facts.co_location import Domains, blocks_of
 from pipette_launch.facts.fabric import made_up_names
 from pipette_launch.facts.measurements import memory_digest
 from pipette_launch.facts.outcome import Outcome
@@ -149,7 +149,7 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
     keeps_own = plan.keeps_own and plan.chosen.layout == job.own
     if not keeps_own:
         _check_pins(plan.chosen, job, source)
-        plan = kept_together(plan, job, Rooms(devices_per_host=plan.devices_per_host), source)
+        plan = kept_together(plan, job, Domains(devices_per_host=plan.devices_per_host), source)
     own = plan.own
     if own.layout != job.own:
         own = replace(
@@ -175,7 +175,7 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
     )
 
 
-def kept_together(plan: Plan, job: Job, rooms: Rooms, source: str) -> Plan:
+def kept_together(plan: Plan, job: Job, rooms: Domains, source: str) -> Plan:
     """Leave out the alternatives that split ranks which the job's flags demand inside one host or NVLink domain.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch import megatron
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
-from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.facts.plan import Shortage, in_order_of, lower
 from pipette_launch.launch.cache import (
@@ -317,7 +317,7 @@ class Planner:
         except PipetteError as error:
             logger.warning("ranks are not placed anew for the nodes that are left: %s", error)
             plan = in_order_of(plan, [host.name for host in measurements.cluster.hosts])
-        return job, kept_together(plan, job, Rooms.of(measurements.cluster), "the plan that was made ahead")
+        return job, kept_together(plan, job, Domains.of(measurements.cluster), "the plan that was made ahead")
 
     def without_what_cannot_load(self, plan: Plan, job: Job) -> Plan:
         """Leave out the templates that could not load what the plan saves; a note says how many they are.

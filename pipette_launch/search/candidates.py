@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from pipette_launch.cost.learned import NOTHING_LEARNED, CorrectedPredictor, Corrections
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators, num_group_kinds
 from pipette_launch.cost.memory.peak import peak_memory_bytes
-from pipette_launch.facts import Cluster, Job, Layout, Measurements, files
-from pipette_launch.facts.co_location import RankBlock, Rooms, blocks_of
+from pipette_launch.facts import Cluster, Job, Layout, Measurements
+from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
 from pipette_launch.facts.layout import LayoutColumns, codes_of
 from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.megatron.performance import performance_options
@@ -115,9 +115,9 @@ class SearchInputs:
         return self.measurements.cluster
 
     @property
-    def rooms(self) -> Rooms:
+    def rooms(self) -> Domains:
         """Its hosts and their NVLink domains."""
-        return Rooms.of(self.cluster)
+        return Domains.of(self.cluster)
 
     def blocks(self, layout: Layout) -> tuple[RankBlock, ...]:
         """Which ranks the job's flags demand together; raises LayoutError where the hosts cannot hold them so."""

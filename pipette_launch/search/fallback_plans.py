@@ -11,7 +11,7 @@ from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections
 from pipette_launch.errors import LayoutError, PipetteError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan
-from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.facts.plan import by_size
 from pipette_launch.megatron import Continuation
@@ -346,7 +346,7 @@ def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
         world_size=cluster.num_slots,
         devices_per_host=cluster.devices_per_host,
         device_kind=cluster.device_kind,
-        rooms=Rooms.of(cluster),
+        rooms=Domains.of(cluster),
     )
     if not len(found):
         # Said at once: a search would look for all that could help.

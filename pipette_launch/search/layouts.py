@@ -16,20 +16,12 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.facts import ComputeCase, Job, Layout, Recompute
-from pipette_launch.facts.co_location import Rooms
-from pipette_launch.facts.layout import NO_RECOMPUTE, Degrees, Ints, LayoutColumns, MemoryOptions, codes_of
-from pipette_launch.megatron.rules.broken import Broken, Rules
-from pipette_launch.megatron.rules.degrees import (
-    batch_faults,
-    chunks_faults,
-    context_faults,
-    expert_faults,
-    pipeline_faults,
-    replicas_faults,
-    schedule_faults,
-    tensor_faults,
-)
+from pipette_launch.facts import ComputeCase, Job, Layout
+from pipette_launch.facts.co_location import Domains
+from pipette_launch.facts.layout import NO_RECOMPUTE, Degrees, Ints, LayoutColumns, MemoryOptions
+from pipette_launch.megatron.rules.cuts import batch_faults, chunks_faults, schedule_faults
+from pipette_launch.megatron.rules.degrees import context_faults, pipeline_faults, replicas_faults, tensor_faults
+from pipette_launch.megatron.rules.experts import expert_faults
 from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.megatron.rules.memory_options import recompute_faults, state_faults
 from pipette_launch.search import layout_axes
@@ -313,7 +305,7 @@ def cuts(
     devices_per_host: int,
     device_kind: str,
     table: ComputeTable | None = None,
-    rooms: Rooms | None = None,
+    rooms: Domains | None = None,
 ) -> Cuts:
     """Enumerate the legal degrees, chunks and micro-batches of a job.
 
@@ -329,7 +321,7 @@ def cuts(
         rooms: the hosts and their NVLink domains; None where domains are not known.
 
     """
-    rules = Rules.of(job, device_kind=device_kind, rooms=rooms or Rooms(devices_per_host=devices_per_host))
+    rules = Rules.of(job, device_kind=device_kind, rooms=rooms or Domains(devices_per_host=devices_per_host))
     dropped: Counter[str] = Counter()
     grids, chunks_and_batches = _ExpertGrids(rules), _ChunksAndBatches(rules, table)
     dense_D4 = np.array([*_dense_degrees(rules, world_size, dropped)], dtype=np.int64).reshape(-1, 4)

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.facts import Cluster, Layout
-from pipette_launch.facts.co_location import RankBlock, Rooms
+from pipette_launch.facts.co_location import Domains, RankBlock
 from pipette_launch.search.assignment.problem import Floats, Ints
 from pipette_launch.search.near_hosts import Tiers, tiers_of
 
@@ -51,13 +51,13 @@ class Slots:
     @classmethod
     def of(cls, cluster: Cluster, blocks: tuple[RankBlock, ...] = ()) -> Slots:
         """Take the slots of a cluster, and blocks of ranks that must lie together on them."""
-        in_domains = any(block.room == "domain" for block in blocks)
+        in_domains = any(block.within == "domain" for block in blocks)
         return cls(
             num_hosts=len(cluster.hosts),
             devices_per_host=cluster.devices_per_host,
             keeps_residues=cluster.keeps_residues,
             blocks=blocks,
-            domain_H=Rooms.of(cluster).domain_H if in_domains else (),
+            domain_H=Domains.of(cluster).domain_H if in_domains else (),
         )
 
     @property
@@ -73,13 +73,13 @@ class Slots:
     def host_groups(self) -> tuple[tuple[int, ...], ...]:
         """Hosts that may exchange all they hold whatever the placement: those of each domain, or all of them."""
         if self.domain_H:
-            return Rooms(devices_per_host=self.devices_per_host, domain_H=self.domain_H).domains
+            return Domains(devices_per_host=self.devices_per_host, domain_H=self.domain_H).domains
         return (tuple(range(self.num_hosts)),)
 
     @property
     def ranks_of_a_host_unit(self) -> int:
         """So many consecutive ranks stay on one host, and may change places with as many of another: 1 = any rank."""
-        return math.lcm(*(block.size for block in self.blocks if block.room == "host"))
+        return math.lcm(*(block.size for block in self.blocks if block.within == "host"))
 
     @property
     def ranks_of_a_unit(self) -> int:
@@ -102,7 +102,7 @@ class Slots:
         if not self.keeps_residues:
             return True
         if self.blocks:
-            rooms = Rooms(devices_per_host=self.devices_per_host, domain_H=self.domain_H)
+            rooms = Domains(devices_per_host=self.devices_per_host, domain_H=self.domain_H)
             if rooms.split(self.blocks, placement):
                 return False
         residue_HD = np.asarray(placement).reshape(self.num_hosts, -1) % self.devices_per_host

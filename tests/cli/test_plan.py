@@ -217,17 +217,17 @@ EXPERTS = "--num-experts 16 --expert-model-parallel-size 16 --moe-token-dispatch
         (
             "h100 --nodes 2",
             "--tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap --global-batch-size 64",
-            "Each of the blocks of 4 tensor-parallel ranks lies inside a host, as --tp-comm-overlap demands.",
+            "Each of the blocks of 4 tensor-parallel ranks lies inside a host, as --tp-comm-overlap requires.",
         ),
         (
             "h100 --nodes 2",
             f"{EXPERTS} --moe-enable-deepep",
-            "Each of the blocks of 8 expert-parallel ranks lies inside a host, as DeepEP demands.",
+            "Each of the blocks of 8 expert-parallel ranks lies inside a host, as DeepEP requires.",
         ),
         (
             "gb200-nvl72 --nodes 4",
             f"{EXPERTS} --moe-flex-dispatcher-backend hybridep",
-            "Each of the blocks of 16 expert-parallel ranks lies inside an NVLink domain, as HybridEP demands.",
+            "Each of the blocks of 16 expert-parallel ranks lies inside an NVLink domain, as HybridEP requires.",
         ),
     ],
 )
@@ -509,7 +509,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         (
             f"plan --gpu h100 --nodes 2 --fabric {EXAMPLES}/fat-tree.json {JOB}",
             2,
-            "fat-tree.json: network_factor: host5 is none of the job's hosts host0 to host1",
+            "fat-tree.json: network_factor: host5 is not one of the job's hosts host0 to host1",
         ),
         (f"plan --cluster c.json --fabric uniform {JOB}", 2, "--fabric describes imagined machines"),
         (f"plan --gpu h100 --nodes 1 --fix colour {JOB}", 2, "--fix colour: no such part of a layout"),

@@ -10,13 +10,13 @@ from search.worlds import named, on_gpus
 from pipette_launch.cost.compute.device_model import imagined_cluster
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Layout, files
-from pipette_launch.facts.co_location import RankBlock, Rooms, blocks_of, expert_block
+from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of, expert_block
 from pipette_launch.facts.fabric import UNIFORM
 from pipette_launch.facts.job import PerformanceOptions
 from pipette_launch.facts.known_devices import known_devices
 
-IN_HOST = RankBlock(size=2, room="host", kind="tensor-parallel", asked_by="--tp-comm-overlap")
-IN_DOMAIN = RankBlock(size=4, room="domain", kind="expert-parallel", asked_by="HybridEP")
+IN_HOST = RankBlock(size=2, within="host", kind="tensor-parallel", asked_by="--tp-comm-overlap")
+IN_DOMAIN = RankBlock(size=4, within="domain", kind="expert-parallel", asked_by="HybridEP")
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ IN_DOMAIN = RankBlock(size=4, room="domain", kind="expert-parallel", asked_by="H
 def test_domains_are_of_the_device(device: str, domain_H: tuple[int, ...]) -> None:
     """The same fast links are a domain between trays of GB200 alone."""
     fabric = fat_tree(6, sizes=(3,), bytes_per_s=(6e11, 5e10), noise=0.05, seed=2)
-    found = Rooms.of(named(on_gpus(cluster_with(fabric.links, devices=4)), device))
+    found = Domains.of(named(on_gpus(cluster_with(fabric.links, devices=4)), device))
     places = [found.domain_H[host] for host in fabric.group_LH[0].argsort(kind="stable")]
 
     assert 4 == found.devices_per_host
@@ -37,7 +37,7 @@ def test_domains_are_of_the_device(device: str, domain_H: tuple[int, ...]) -> No
 def test_imagined_racks_are_domains() -> None:
     """64 hosts of GB200 NVL72 get 16 of each domain."""
     cluster = imagined_cluster(known_devices()["GB200-NVL72"], num_hosts=64, devices_per_host=4, fabric=UNIFORM)
-    rooms = Rooms.of(cluster)
+    rooms = Domains.of(cluster)
 
     assert [16] * 4 == [len(hosts) for hosts in rooms.domains]
     assert {64} == rooms.domain_devices
@@ -58,7 +58,7 @@ def test_imagined_racks_are_domains() -> None:
 )
 def test_a_block_is_split_or_not(block: RankBlock, placement: tuple[int, ...], split: bool) -> None:
     """Four hosts of two devices, of which the even ones are one domain and the odd ones another."""
-    rooms = Rooms(devices_per_host=2, domain_H=(0, 1, 0, 1))
+    rooms = Domains(devices_per_host=2, domain_H=(0, 1, 0, 1))
 
     assert (block if split else None) == rooms.split((block,), placement)
     assert rooms.split((), placement) is None
@@ -66,23 +66,23 @@ def test_a_block_is_split_or_not(block: RankBlock, placement: tuple[int, ...], s
 
 def test_what_is_not_known_splits_nothing() -> None:
     """Without domains only hosts are judged."""
-    assert Rooms(devices_per_host=2).split((IN_DOMAIN,), (0, 5, 6, 7, 2, 3, 4, 1)) is None
+    assert Domains(devices_per_host=2).split((IN_DOMAIN,), (0, 5, 6, 7, 2, 3, 4, 1)) is None
 
 
 def test_blocks_are_said_in_a_sentence() -> None:
     """The plan repeats it."""
-    found = "Each of the blocks of 4 expert-parallel ranks lies inside an NVLink domain, as HybridEP demands."
+    found = "Each of the blocks of 4 expert-parallel ranks lies inside an NVLink domain, as HybridEP requires."
 
     assert found == IN_DOMAIN.sentence
-    assert IN_HOST.sentence.endswith("lies inside a host, as --tp-comm-overlap demands.")
+    assert IN_HOST.sentence.endswith("lies inside a host, as --tp-comm-overlap requires.")
     assert files.digest(IN_HOST) != files.digest(IN_DOMAIN)
-    assert Rooms.of(tiny_cluster(2, 2)).domain_H == (0, 1)
+    assert Domains.of(tiny_cluster(2, 2)).domain_H == (0, 1)
 
 
-HGX = Rooms(devices_per_host=8, domain_H=tuple(range(16)))
-RACKS = Rooms(devices_per_host=4, domain_H=(0,) * 16 + (1,) * 16)
-UNEVEN = Rooms(devices_per_host=4, domain_H=(0,) * 18 + (1,) * 14)
-BLIND = Rooms(devices_per_host=4)
+HGX = Domains(devices_per_host=8, domain_H=tuple(range(16)))
+RACKS = Domains(devices_per_host=4, domain_H=(0,) * 16 + (1,) * 16)
+UNEVEN = Domains(devices_per_host=4, domain_H=(0,) * 18 + (1,) * 14)
+BLIND = Domains(devices_per_host=4)
 OVERLAP = PerformanceOptions(tp_comm_overlap=True)
 
 
@@ -110,7 +110,7 @@ def test_what_lies_together_on_hosts(
     """Of experts only where the model has any."""
     found = blocks_of(tiny_model(num_experts=64, moe_layer_freq=(1,) * 4), options, layout, HGX)
 
-    assert expected == tuple((block.size, block.room) for block in found)
+    assert expected == tuple((block.size, block.within) for block in found)
     assert all(block.kind == "tensor-parallel" for block in blocks_of(tiny_model(), options, layout, HGX))
 
 
@@ -138,7 +138,7 @@ def test_what_lies_together_on_hosts(
     ],
 )
 def test_the_blocks_of_each_dispatcher(
-    options: PerformanceOptions, group: int, rooms: Rooms, expected: tuple[int, str] | str | None
+    options: PerformanceOptions, group: int, rooms: Domains, expected: tuple[int, str] | str | None
 ) -> None:
     """DeepEP goes by hosts and 8 ranks, HybridEP and NCCL EP by NVLink domains; unknown domains refuse nothing."""
     if isinstance(expected, str):
@@ -147,7 +147,7 @@ def test_the_blocks_of_each_dispatcher(
         assert expected in str(caught.value)
     else:
         block = expert_block(options, group, rooms)
-        assert expected == (block and (block.size, block.room))
+        assert expected == (block and (block.size, block.within))
 
 
 def test_userbuffers_want_hosts_that_are_filled() -> None:

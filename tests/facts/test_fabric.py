@@ -139,7 +139,7 @@ def test_examples_are_read_and_written_alike(name: str) -> None:
         ({"tiers": []}, "tiers: a fabric needs at least one tier"),
         ({"tiers": [{"name": "leaf", "width": 3}]}, "f.json: tiers[0]: unknown field 'width'"),
         ({"tiers": [{"name": "leaf", "share": 2}]}, "f.json: tiers[0]: tier 'leaf': share must be above 0"),
-        ({"tiers": [{"name": "leaf", "share": 0.5, "bandwidth_bytes_per_s": 1e9}]}, "stand without share"),
+        ({"tiers": [{"name": "leaf", "share": 0.5, "bandwidth_bytes_per_s": 1e9}]}, "and share left out"),
         ({"tiers": [{"name": "leaf", "bandwidth_bytes_per_s": -1.0}]}, "bandwidth_bytes_per_s=-1 must be above 0"),
         ({"tiers": [{"name": "leaf", "hosts_per_group": 0}]}, "hosts_per_group=0 must be at least 1"),
         ({"tiers": [{"name": "leaf", "latency_s": -1.0}]}, "latency_s must not be negative, got -1"),
@@ -172,13 +172,16 @@ def test_bad_files_are_refused(changes: dict[str, object], message: str) -> None
     [
         (
             FabricSpec(source="-", tiers=(Tier(name="leaf", hosts_per_group=2),)),
-            "host0 and host2 are in no common group",
+            "host0 and host2 have no common group",
         ),
-        (FabricSpec(source="-", tiers=TREE.tiers, hosts=("a", "b")), "2 hosts are named and the job has 4"),
-        (FabricSpec(source="-", tiers=TREE.tiers, network_factor={"host9": 0.5}), "network_factor: host9 is none of"),
+        (FabricSpec(source="-", tiers=TREE.tiers, hosts=("a", "b")), "2 hosts are named, but the job has 4"),
+        (
+            FabricSpec(source="-", tiers=TREE.tiers, network_factor={"host9": 0.5}),
+            "network_factor: host9 is not one of",
+        ),
         (
             FabricSpec(source="-", tiers=(Tier(name="leaf", groups=(("x",),)), Tier(name="all"))),
-            "tier 'leaf': x is none of the job's hosts host0 to host3",
+            "tier 'leaf': x is not one of the job's hosts host0 to host3",
         ),
     ],
 )

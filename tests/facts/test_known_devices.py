@@ -425,7 +425,10 @@ def test_a_known_device_as_a_file_is_the_same_device(name: str) -> None:
         ({"like": "A100"}, "d.json: like: 'A100' may be A100-40GB, "),
         ({"name": " "}, "d.json: name: a device needs a name"),
         ({"flops_per_s": {}}, "d.json: flops_per_s: at least one of fp32, fp16, bf16, fp8, fp4 is needed"),
-        ({"flops_per_s": {"bfloat16": 1e12}}, "d.json: flops_per_s: 'bfloat16' is not one of fp32, fp16, bf16, fp8, fp4"),
+        (
+            {"flops_per_s": {"bfloat16": 1e12}},
+            "d.json: flops_per_s: 'bfloat16' is not one of fp32, fp16, bf16, fp8, fp4",
+        ),
         ({"flops_per_s": {"bf16": 0}}, "d.json: flops_per_s: bf16 must be at least 1e+10, got 0; units are FLOP/s"),
         ({"flops_per_s": {"bf16": 148}}, "d.json: flops_per_s: bf16 must be at least 1e+10, got 148; units are FLOP/s"),
         ({"flops_per_s": 148e12}, "d.json: flops_per_s: expected an object, found float"),

@@ -23,7 +23,7 @@ from search.worlds import named, on_gpus
 from pipette_launch.cli.launcher import _cache
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts import ComputeCase, Host, Layout, Plan, Samples, files
-from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.plan import Shortage
 from pipette_launch.launch.cache import (
@@ -347,9 +347,9 @@ def test_domains_count_where_they_are_known() -> None:
     model = tiny_model(num_experts=4, moe_layer_freq=(1,) * 4)
     job = tiny_job(model=model, own=Layout(dp=4, ep=4), performance_flags=flags)
     made = swapped(plan(Layout(dp=4, ep=4)), 0, 2)
-    apart = Rooms.of(named(on_gpus(tiny_cluster()), "GB200-NVL72"))
+    apart = Domains.of(named(on_gpus(tiny_cluster()), "GB200-NVL72"))
 
-    assert made == kept_together(made, job, Rooms(devices_per_host=2), "it")
+    assert made == kept_together(made, job, Domains(devices_per_host=2), "it")
     with pytest.raises(PlanError, match=r"it: .* splits blocks of 2 expert-parallel ranks"):
         kept_together(swapped(plan(Layout(dp=4, ep=4)), 1, 2), job, apart, "it")
 

@@ -11,7 +11,7 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import files
-from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.known_devices import device_named, file_of
 from pipette_launch.planning.machines import machines_of
 from pipette_launch.planning.predict import predict
@@ -208,4 +208,4 @@ def test_a_described_device_has_the_domains_of_the_known_one() -> None:
     imagined = machines_of(world_size=None, num_hosts=4, gpu=described).measurements(tiny_job(16))
 
     assert imagined is not None
-    assert ((0, 1, 2, 3),) == Rooms.of(imagined.cluster).domains
+    assert ((0, 1, 2, 3),) == Domains.of(imagined.cluster).domains

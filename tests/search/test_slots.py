@@ -24,7 +24,7 @@ from pipette_launch.search.slots import Objective, Placed, PlacementProblem, Slo
 
 def block(size: int, room: str) -> RankBlock:
     """So many ranks together."""
-    return RankBlock(size=size, room=room, kind="k", asked_by="--flag")  # type: ignore[arg-type]
+    return RankBlock(size=size, within=room, kind="k", asked_by="--flag")  # type: ignore[arg-type]
 
 
 def problem_of(

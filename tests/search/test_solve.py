@@ -28,8 +28,7 @@ from search.worlds import (
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Batch, ComputeCase, ComputeTime, Layout, Links, Measurements, Plan, Samples, files
-from pipette_launch.facts.co_location import Rooms
-from pipette_launch.megatron.rules.broken import Rules
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.megatron.rules.degrees import tensor_faults
 from pipette_launch.search.frontier import UNPROMISING
 from pipette_launch.search.solve import SolveOptions, solve
@@ -364,7 +363,7 @@ def test_userbuffers_keep_tensor_parallelism_inside_hosts() -> None:
     job = tiny_job(8, model=tiny_model(transformer_impl="transformer_engine"), own=own)
     job = replace(job, performance_flags=("--tp-comm-overlap",))
     measurements = tiny_measurements(on_gpus(tiny_cluster(4, 2)))
-    rooms = Rooms.of(measurements.cluster)
+    rooms = Domains.of(measurements.cluster)
     plan = planned(job, measurements)
     why = "--tp-comm-overlap needs tp groups that fill hosts of 2"
 

@@ -11,7 +11,7 @@ from search.fabrics import cluster_with, fat_tree
 from search.toys import never
 
 from pipette_launch.facts import Batch, Choice, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
-from pipette_launch.facts.co_location import RankBlock, Rooms, blocks_of
+from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement import ROUNDS, are_few, begin, improve
 from pipette_launch.search.slots import IsLate, Placed, PlacementProblem
@@ -66,7 +66,7 @@ def with_experts(measured: Measurements) -> Measurements:
 
 def splits(job: Job, cluster: Cluster, choice: Choice) -> RankBlock | None:
     """A block that a plan does not keep together though the job's flags demand it."""
-    rooms = Rooms.of(cluster)
+    rooms = Domains.of(cluster)
     return rooms.split(blocks_of(job.model, performance_options(job), choice.layout, rooms), choice.placement)
 
 

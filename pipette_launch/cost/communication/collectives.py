@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster, Links
-from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.measurements import CollectiveTime
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
@@ -429,7 +429,7 @@ class Fabric:
         self.cluster = cluster
         self._table = LinkTable.of(cluster)
         self.host_S = self._table.host_S
-        self.domain_slots = min(Rooms.of(cluster).domain_devices)
+        self.domain_slots = min(Domains.of(cluster).domain_devices)
         """Slots of an NVLink domain, or of a host that is one."""
         self._best_across = best_links([cluster.between_hosts])
         self._best_within = best_links(cluster.within_host)

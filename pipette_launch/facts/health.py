@@ -1,5 +1,4 @@
 """Health of machines: what the driver reports, problems of hosts and devices, and the results of pipette doctor."""
-doctor."""
 
 from __future__ import annotations
 

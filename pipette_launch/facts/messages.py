@@ -1,4 +1,4 @@
-"""Why a worker or a trial ended early, as data: made where its output is read, matched by kind everywhere else."""
+"""Messages between the processes of one job: failures, requests, advice, and agreements of the agents."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from pipette_launch.facts.plan import Choice, Plan, Shortage
 FailureKind = Literal[
     "out-of-memory", "out-of-host-memory", "unknown-flags", "refused-flag", "missing", "exception", "other"
 ]
-"""`out-of-memory`: of a GPU; `out-of-host-memory`: of the host or its cgroup.
-`missing`: a file or module that is missing under every plan. `exception`: one that no layout is known to cause."""
+"""`out-of-memory`: on a GPU. `out-of-host-memory`: on the host or in its cgroup. `missing`: a file or module that is
+missing under every plan. `exception`: an exception that no layout is known to cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """One cause, and the rank that told it."""
+    """The cause of an early end of a worker or a trial, and the rank that reported it."""
 
     cause: str
-    """One sentence for the user; empty where nothing is known."""
+    """One sentence for the user; empty = unknown."""
     kind: FailureKind = "other"
     flags: tuple[str, ...] = ()
-    """Names of the flags that the script does not know or refuses, as `--seed`."""
+    """Flags that the script does not know or refuses, such as `--seed`."""
     rank: int | None = None
-    """RANK of the worker that ended; None where none did."""
+    """RANK of the worker that ended; None = none ended."""
     exit_code: int = 0
-    """Of that worker; negative for the signal that ended it."""
+    """Exit code of that worker, or minus the signal that ended it."""
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether the memory of the device or of the host was used up."""
+        """True if the memory of the device or of the host was full."""
         return self.kind in ("out-of-memory", "out-of-host-memory")
 
     @property
     def sentence(self) -> str:
-        """Say what the user reads: the cause, behind the rank and how it ended."""
+        """The cause for the user, after the rank and its exit code."""
         if self.rank is None:
             return self.cause
-        told = f"rank {self.rank} ended with {exit_words(self.exit_code)}"
-        return f"{told}: {self.cause}" if self.cause else told
+        end = f"rank {self.rank} ended with {exit_words(self.exit_code)}"
+        return f"{end}: {self.cause}" if self.cause else end
 
 
 def exit_words(exit_code: int) -> str:
-    """Return an exit code as people say it: `exit code 1`, `signal 9`."""
+    """Return `exit code 1` or `signal 9`."""
     return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionRequest:
-    """Ranks to execute: one for each pipeline rank named."""
+    """A request to run one rank of each named pipeline stage with abstract tensors."""
 
     job: Job
     layout: Layout
@@ -67,7 +67,7 @@ class ExecutionRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutedParts:
-    """Bytes on a rank at the moment of its peak, by what made them; together they are the peak."""
+    """Bytes on a rank at its peak, by origin. Their sum is the peak."""
 
     weights: int = 0
     gradients: int = 0
@@ -75,17 +75,17 @@ class ExecutedParts:
     optimizer: int = 0
     """Master weights and states."""
     activations: int = 0
-    """Made by the layers' forward, and kept for backward."""
+    """Outputs of the layers' forward that the backward needs."""
     working: int = 0
-    """Made during a backward: gradients of activations, and what recompute brings back."""
+    """Made during a backward: gradients of activations, and activations that recompute restores."""
     embedding: int = 0
-    """Micro-batches read from the data loader, and what the embedding makes."""
+    """Micro-batches from the data loader, and outputs of the embedding."""
     logits: int = 0
     """Made by output layer and loss."""
     buffers: int = 0
     """Pipeline messages, and buffers that all layers share."""
     optimizer_step: int = 0
-    """Temporaries of the optimizer step."""
+    """Temporary tensors of the optimizer step."""
 
     @property
     def total(self) -> int:
@@ -95,9 +95,9 @@ class ExecutedParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutedMemory:
-    """Bytes of tensors on one rank, each rounded up as CUDA's caching allocator does.
+    """Bytes of tensors on one rank, each rounded up as in CUDA's caching allocator.
 
-    Not in it: workspaces of libraries, context, communicators, fragmentation.
+    Workspaces of libraries, context, communicators and fragmentation are not included.
     """
 
     pp_rank: int
@@ -105,25 +105,25 @@ class ExecutedMemory:
     gradients: int
     optimizer: int
     allocated_after_step: int
-    """What is left when a step is over."""
+    """Bytes that remain after a step."""
     first_peak: int
-    """The peak of the first iteration: its passes lack the optimizer's states, its step makes them."""
+    """Peak of the first iteration, in which the optimizer step makes the optimizer's states."""
     peak: int
-    """The most, the optimizer's states and its step included."""
+    """Peak of later iterations, with the optimizer's states."""
     parts: ExecutedParts
-    """The peak, split."""
+    """The peak by origin."""
     notes: tuple[str, ...]
-    """In what the executed job differs from the real one, one sentence each."""
+    """Differences between the executed job and the real one, one sentence each."""
 
     @property
     def static(self) -> int:
-        """What is there all the time."""
+        """Bytes that are always present."""
         return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionAnswer:
-    """The ranks, as they were asked for; or why not."""
+    """Memory of the requested ranks in their order, or an error."""
 
     ranks: tuple[ExecutedMemory, ...] = ()
     error: str | None = None
@@ -134,14 +134,14 @@ CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuringQuestion:
-    """What is known so far of a job and of the machines, and how long an answer may take."""
+    """A request of the warm-up for advice on further measurements."""
 
     KIND: ClassVar[str] = "question"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     job: Job
     measurements: Measurements
-    """What was measured so far; what is still to come is empty."""
+    """Measurements until now."""
     budget_s: float
     """Seconds that the search for plans may take."""
 
@@ -151,21 +151,21 @@ class MeasuringQuestion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
-    """Groups of slots that communicate at the same time, so they are measured at the same time."""
+    """Groups of slots that communicate at the same time, and are therefore measured at the same time."""
 
     name: str
-    """The parallel dimension, such as `dp`, or what else the groups have in common."""
+    """The parallel dimension, such as `dp`, or another common property of the groups."""
     kinds: tuple[CollectiveKind, ...]
-    """The collectives that it uses."""
+    """Collectives of this dimension."""
     groups: tuple[tuple[int, ...], ...]
-    """Each of two or more slots, ascending, as torch sorts them; no slot is in two."""
+    """At least two slots each, ascending, as torch sorts them; each slot is in at most one group."""
     most_bytes: int = 0
-    """The largest full tensor that is exchanged there in one piece; 0 = unknown."""
+    """Largest full tensor in one message; 0 = unknown."""
 
     def __post_init__(self) -> None:
         members = [slot for group in self.groups for slot in group]
         if len(set(members)) != len(members) or any(len(group) < 2 for group in self.groups):
-            raise FactError(f"{self.name}: groups need two or more slots each, and no slot twice, got {self.groups}")
+            raise FactError(f"{self.name}: groups need at least 2 slots, and each slot once, got {self.groups}")
         if any(list(group) != sorted(group) for group in self.groups):
             raise FactError(f"{self.name}: the slots of a group must ascend, got {self.groups}")
 
@@ -186,122 +186,123 @@ class StageCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What the plans that may win would use."""
+    """Links, groups and stages that promising plans use and that should be measured next."""
 
     KIND: ClassVar[str] = "advice"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     host_pairs: tuple[tuple[int, ...], ...] = ()
-    """Indices of hosts whose link they use, the lower first."""
+    """Pairs of host indices, the lower index first."""
     dimensions: tuple[Dimension, ...] = ()
     """Most important first."""
     stages: tuple[StageCase, ...] = ()
-    """Stages whose memory decides, most promising first."""
+    """Stages whose memory decides whether a plan fits, most promising first."""
     words: str = ""
-    """Which plans were considered, or why there is no advice, one sentence."""
+    """Plans that were considered, or the reason why there is no advice, one sentence."""
 
     def __post_init__(self) -> None:
         bad = [pair for pair in self.host_pairs if len(pair) != 2 or not 0 <= pair[0] < pair[1]]
         if bad:
-            raise FactError(f"a link is between two hosts, the lower first, got {bad[0]}")
+            raise FactError(f"a link needs two hosts, the lower index first, got {bad[0]}")
 
 
 AttemptEnd = Literal["none", "before-first-iteration", "after-first-iteration", "done"]
-"""How an attempt at training ended on one node; `none` before the first, `done` where all its workers ended well."""
+"""End of an attempt at training on one node. `none`: no attempt yet. `done`: all workers succeeded."""
 
 MOST_SLOTS = 1 << 12
-"""Of one host; no machine has nearly as many devices or cores to share."""
+"""Upper limit of slots on one host, far above real machines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRecord:
-    """One agent's introduction: its machine, and how its last attempt at training ended."""
+    """An agent's introduction: its machine, and the end of its last attempt at training."""
 
     KIND: ClassVar[str] = "node"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     token: str
-    """Names the agent for as long as it lives; host names may be equal."""
+    """Identifies the agent during its life, as host names may be equal."""
     host: Host | None
-    """None where the inventory failed; `trouble` then says why."""
+    """None = the inventory failed; `trouble` gives the reason."""
     trouble: str
     num_slots: int
     node_rank: int
-    """What `--node-rank` said under static rendezvous, else -1."""
+    """`--node-rank` under static rendezvous, otherwise -1."""
     script_digest: str
-    """Of the script's path and arguments: all nodes must have been given the same."""
+    """Digest of the script's path and arguments, which must be equal on all nodes."""
     versions: dict[str, str]
     attempt: int
-    """Index of the last attempt at training, -1 before the first."""
+    """Index of the last attempt at training; -1 = none."""
     verdict: AttemptEnd
     failure: Failure | None
-    """Why that attempt ended; None when it did not fail on this node."""
+    """Cause of the end of that attempt; None if it did not fail on this node."""
     is_misuse: bool = False
-    """Whether the trouble is that a flag asks for what this machine does not have."""
+    """The trouble is a flag that requests a thing which this machine does not have."""
     conditions: tuple[DeviceCondition, ...] = ()
-    """What the driver reports of this node's devices, in the order of the local ranks."""
+    """Reports of the driver on this node's devices, in the order of local ranks."""
     notes: tuple[str, ...] = ()
-    """Troubles of this node that stop no plan, such as GPUs that are lost."""
+    """Problems of this node that do not prevent a plan, such as lost GPUs."""
     max_restarts: int = 0
     """--max-restarts."""
     iteration: int = 0
-    """The last iteration that this node has seen in the output of its workers; 0 for none."""
+    """Last iteration in the output of this node's workers; 0 = none."""
     slowed: str = ""
-    """How the steps have slowed down, where the user wants all machines measured again for it; else empty."""
+    """Description of the slowdown, if the user wants a new measurement because of it; otherwise empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What all agents of a round do next."""
+    """The next phase, the same for all agents of a round."""
 
     KIND: ClassVar[str] = "decision"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     phase: Literal["warmup", "trial", "train", "stop"]
     tokens: tuple[str, ...]
-    """The agents that run workers, in torchrun's own order."""
+    """Agents that run workers, in torchrun's order."""
     hosts: tuple[str, ...]
     """Their host names, made unique."""
     num_slots: tuple[int, ...]
     standby: tuple[str, ...] = ()
-    """The agents that are in the round and run no workers, in torchrun's own order."""
+    """Agents of the round without workers, in torchrun's order."""
     standby_hosts: tuple[str, ...] = ()
     """Their host names."""
     plan: Plan | None = None
     attempt: int = 0
-    """Which of the plan's candidates to run; past the last one, the user's own configuration."""
+    """Index of the plan's candidate to run; an index past the last candidate means the user's own configuration."""
     trial: int = 0
-    """In a trial, which one: 0 is the user's own configuration, i the plan's i-th contender."""
+    """Index of the trial: 0 is the user's own configuration, i is the plan's i-th contender."""
     iterations: int = 0
-    """A trial is over after so many of them, warm-ups included."""
+    """Number of iterations of a trial, with warm-up iterations."""
     checks_order: bool = False
-    """In a trial: workers check NCCL on the GPUs in the order of the candidate, and train nothing."""
+    """In a trial: workers only check NCCL on the GPUs in the candidate's device order."""
     proven: bool = False
-    """The candidate has trained, so that a later failure does not mean that its plan cannot start."""
+    """The candidate has trained, so a later failure does not mean that its plan cannot start."""
     script_arguments: tuple[str, ...] | None = None
-    """What the script is given; None for the user's own words, untouched."""
+    """Arguments of the script; None = the user's own arguments, unchanged."""
     failures: tuple[Failure, ...] = ()
-    """Why the candidates before this one could not start, one of each node."""
+    """Causes why earlier candidates could not start, one for each node."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that the workers get beside torchrun's own."""
+    """Environment variables of the workers, in addition to torchrun's."""
     patches: tuple[str, ...] = ()
-    """Replacements in megatron-core that the script runs under, by name."""
+    """Names of the patches of megatron-core for the script."""
     reason: str = ""
-    """The sentence that the user reads about this step; empty for none."""
+    """Sentence for the user about this step; empty = no sentence."""
     failed: bool = False
-    """`stop` because something went wrong, not because the user asked for no more."""
+    """`stop` because of a failure; otherwise the job is complete."""
     is_misuse: bool = False
-    """It failed by what the user's own flags ask for: the exit code is argparse's."""
+    """The user's own flags caused the failure, so the exit code is argparse's."""
     restarts_left: int = 0
-    """How many failures of the job are still forgiven. The loss of a host is none, nor is a plan that cannot start."""
+    """Failures of the job that may still be followed by a restart. Lost hosts and plans that cannot start do not
+    count."""
     is_refitted: bool = False
-    """The plan was made before and is fitted to these hosts; `reason` says which one it is."""
+    """The plan was made earlier and was fitted to these hosts; `reason` names it."""
     iteration: int = 0
-    """The last iteration that any node had seen when this was decided; 0 before the training."""
+    """Last iteration seen by any node before this decision; 0 = before the training."""
     shortage: Shortage | None = None
-    """Which plan of such a job ran out of memory, the one predicted to need the least; None where none did."""
+    """The plan of such a job that ran out of memory with the least predicted need; None = no plan ran out of memory."""
     probe_options: str = ""
-    """Options of the warm-up, a document of the probe; empty in other phases."""
+    """Options of the warm-up as a document of `probe`; empty in other phases."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.hosts) == len(self.num_slots):
@@ -309,17 +310,17 @@ class Decision:
         if not all(0 <= count <= MOST_SLOTS for count in self.num_slots):
             raise FactError(f"num_slots must be from 0 to {MOST_SLOTS} each, got {max(self.num_slots, key=abs)}")
         if len(self.standby) != len(self.standby_hosts) or set(self.standby) & set(self.tokens):
-            raise FactError(f"on standby are {len(self.standby)} agents of {len(self.standby_hosts)} other hosts")
-
+            raise FactError(f"{len(self.standby)} agents on standby, but {len(self.standby_hosts)} other hosts")
         most = len(self.plan.contenders()) if self.plan and self.phase == "trial" else self.trial
         if self.attempt < 0 or not 0 <= self.trial <= most:
-            raise FactError(f"attempt={self.attempt} or trial={self.trial} is none of the plan's")
+            raise FactError(f"attempt={self.attempt} or trial={self.trial} does not exist in the plan")
+
         if self.plan and self.choice and self.phase in ("trial", "train") and not set(self.hosts) <= {*self.plan.hosts}:
             raise FactError(f"the plan is for {', '.join(self.plan.hosts)}, not for {', '.join(self.hosts)}")
 
     @property
     def choice(self) -> Choice | None:
-        """What to run; None for the user's own configuration in torchrun's order."""
+        """The candidate to run; None = the user's own configuration in torchrun's order."""
         if self.plan is not None and self.phase == "trial":
             return self.plan.contenders()[self.trial - 1] if self.trial else None
         candidates = self.plan.candidates() if self.plan else ()
@@ -327,13 +328,13 @@ class Decision:
 
     @property
     def key(self) -> str:
-        """What names this phase among those of its round."""
+        """Name of this phase within its round."""
         if self.checks_order:
             return f"order-{self.attempt}"
         return f"trial-{self.trial}" if self.phase == "trial" else self.phase
 
     def leaving_out(self, names: Collection[str]) -> Decision:
-        """Return the decision with these of its hosts on standby."""
+        """Return the decision with some of its hosts on standby."""
         stays = [host not in names for host in self.hosts]
         leaves = [host in names for host in self.hosts]
         return replace(
@@ -347,24 +348,24 @@ class Decision:
 
     @property
     def names(self) -> dict[str, str]:
-        """The host of each agent, by token."""
+        """Host name of each agent, by token."""
         return dict(zip((*self.tokens, *self.standby), (*self.hosts, *self.standby_hosts), strict=True))
 
     def by_host(self, by_token: Mapping[str, str]) -> dict[str, str]:
-        """Turn what is known of agents, by token, into what is known of their hosts; of others there is none."""
+        """Replace tokens by host names; unknown tokens are dropped."""
         names = self.names
         return {names[token]: text for token, text in by_token.items() if token in names}
 
     def tokens_of(self, hosts: Collection[str]) -> list[str]:
-        """Return the agents of hosts that run workers."""
+        """Return the agents with workers on these hosts."""
         return [token for token, host in zip(self.tokens, self.hosts, strict=True) if host in hosts]
 
     def place_of(self, token: str) -> int:
-        """GROUP_RANK of an agent: those on standby stand behind the others."""
+        """Return the GROUP_RANK of an agent. Agents on standby come after the others."""
         return (*self.tokens, *self.standby).index(token)
 
     def ranks_of(self, token: str) -> tuple[int, ...]:
-        """RANK of each local device of an agent, under this decision; none on standby."""
+        """Return the RANK of each local device of an agent; empty on standby."""
         if token in self.standby:
             return ()
         here = self.tokens.index(token)
@@ -379,32 +380,32 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialReport:
-    """What all agents together observed of one trial."""
+    """Observations of all agents in one trial."""
 
     KIND: ClassVar[str] = "trial-report"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     step_s: tuple[float, ...]
-    """The step times that the script printed, in their order; empty on nodes without the last rank."""
+    """Step times that the script printed, in their order; empty on nodes without the last rank."""
     failure: Failure | None
-    """Why the trial ended early; None when it did not."""
+    """Cause of an early end; None = the trial ended normally."""
     took_s: float
-    """From the start of the workers until their devices were free again."""
+    """Time from the start of the workers until their devices were free again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One agent of a job, and where the store that it holds is reached."""
+    """One agent of a job, and the address of its store."""
 
     KIND: ClassVar[str] = "member"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     token: str
-    """Names the agent for as long as it lives."""
+    """Identifies the agent during its life."""
     address: str
     port: int
     node_rank: int
-    """What `--node-rank` said under static rendezvous, else -1."""
+    """`--node-rank` under static rendezvous, otherwise -1."""
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 1 << 16:
@@ -413,29 +414,29 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
-    """The agents of a round, in torchrun's own order: the first decides for all, and holds the store of the round."""
+    """The agents of a round in torchrun's order. The first one decides for all, and has the store of the round."""
 
     KIND: ClassVar[str] = "members"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     generation: str
-    """Names the round; empty before the first."""
+    """Name of the round; empty before the first."""
     members: tuple[Member, ...]
     cut: tuple[tuple[str, str], ...] = ()
-    """Two agents each, by token, that do not reach each other."""
+    """Pairs of agents, by token, that cannot reach each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """What an agent says when it comes to a meeting."""
+    """The message of an agent that arrives at a meeting."""
 
     KIND: ClassVar[str] = "arrival"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     meeting: int
-    """Counts the meetings of this agent, so that an answer to an earlier arrival is not taken for this one's."""
+    """Counts this agent's meetings, to recognise answers to an earlier arrival."""
     record: NodeRecord
     held: Decision | None
-    """What the agent went by before, where whoever decides may not know it."""
+    """The agent's previous decision, which the deciding agent may not know."""
     out_of_reach: tuple[str, ...] = ()
-    """Other agents that it could not connect to, by token."""
+    """Tokens of agents to which it could not connect."""

@@ -1,4 +1,4 @@
-"""How fast a step is, in tokens and in FLOPs, and what part of the devices' peak that is."""
+"""The plan, with its predictions, fallback plans for fewer hosts, trials, and memory shortages of earlier plans."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from pipette_launch.text import bytes_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """What a job does in a second."""
+    """Speed of a job in tokens and FLOPs."""
 
     tokens_per_s: float
     """Of the whole job."""
     flops_per_s: float
-    """Of each rank, by Megatron's count of the model's FLOPs: its `TFLOP/s/GPU`."""
+    """FLOP/s of each rank, by Megatron's count of the model's FLOPs: its `TFLOP/s/GPU`."""
     mfu: float | None
-    """Part of the device's dense peak in the format of the weights (FP8 does not count); None where it is unknown."""
+    """Share of the device's dense peak in the format of the weights (FP8 does not count); None = peak unknown."""
 
     @classmethod
     def of(cls, job: Job, layout: Layout, step_time_s: float, cluster: Cluster) -> Rate | None:
-        """Return the rate of a job under a layout whose step takes so long; None without a time above 0.
+        """Return the rate of a job with a given step time; None if the time is not above 0.
 
         Args:
             job: model and batch.
-            layout: what runs.
-            step_time_s: of one optimizer step.
-            cluster: whose devices' peak counts, if they are of one type.
+            layout: the layout that runs.
+            step_time_s: seconds of one optimizer step.
+            cluster: gives the peak if all devices have one type.
 
         """
         if step_time_s <= 0:
@@ -55,7 +55,7 @@ class Rate:
         )
 
     def times(self, factor: float) -> Rate:
-        """Return the rate of a step that is so many times as fast."""
+        """Return the rate of a step that is `factor` times as fast."""
         return replace(
             self,
             tokens_per_s=self.tokens_per_s * factor,
@@ -66,78 +66,78 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One configuration that was tried."""
+    """One configuration that ran for a few iterations before the training."""
 
     layout: Layout
     placement: tuple[int, ...]
     is_own: bool
-    """The user's own configuration in torchrun's order."""
+    """True for the user's own configuration in torchrun's order."""
     predicted_step_s: float
     step: Samples | None
-    """None where it did not come to enough iterations; `failure` then says why."""
+    """None = too few iterations; `failure` gives the reason."""
     failure: str
     took_s: float
-    """From the start of the workers until their devices were free again."""
+    """Time from the start of the workers until their devices were free again."""
 
     @property
     def median_s(self) -> float:
-        """The step time that was measured; infinite where none was."""
+        """Measured step time; infinite = none was measured."""
         return math.inf if self.step is None else self.step.median_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trials:
-    """Measured runs of the best plans and of the user's own configuration, before the training."""
+    """Trials of the best plans and of the user's own configuration."""
 
     asked: int
-    """How many plans were to be tried (`--pipette-trials`); there may have been fewer."""
+    """Requested number of plans (`--pipette-trials`); fewer may have run."""
     iterations: int
-    """How many step times of each count, behind its warm-ups."""
+    """Step times of each trial that count, after its warm-up iterations."""
     runs: tuple[Trial, ...]
-    """In the order in which they ran."""
+    """In the order of execution."""
 
     @property
     def took_s(self) -> float:
-        """All of them together."""
+        """Duration of all trials."""
         return sum(run.took_s for run in self.runs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One way to run the job, with what was predicted for it."""
+    """One way to run the job, with its predictions."""
 
     layout: Layout
     placement: tuple[int, ...]
-    """RANK of each slot, slots host by host as in `Plan.hosts`."""
+    """RANK of each slot, host by host in the order of `Plan.hosts`."""
     schedule: str
-    """Name of the pipeline schedule: Megatron's own are `1f1b`, `interleaved-1f1b` and `no-pipelining`."""
+    """Name of the pipeline schedule; Megatron's own are `1f1b`, `interleaved-1f1b` and `no-pipelining`."""
     step_time_s: float
     breakdown_s: dict[str, float]
     """Parts of the step time by name; they sum to it."""
     peak_memory_bytes: tuple[int, ...]
     """Predicted peak of the model's own tensors on each pipeline rank."""
     memory_limit_bytes: int
-    """What these may need: of the device's free memory less the margin, what all else on the device leaves."""
+    """Limit of `peak_memory_bytes`: free memory minus the margin and all overhead."""
     bound_s: float
-    """No placement of this layout can be faster than this under the same model."""
+    """Lower bound of the step time for all placements of this layout, in the same cost model."""
     step_correction: float = field(default=1.0, metadata=ADDED_LATER)
-    """What earlier outcomes on these machines made of the step time: it is this times the model's."""
+    """Factor from earlier outcomes on these machines that is included in the step time."""
     memory_correction: float = field(default=1.0, metadata=ADDED_LATER)
     """The same for the peaks."""
     device_peak_bytes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    """Peak on each pipeline rank with all overhead, uncorrected: what the driver should show."""
+    """Peak of each pipeline rank with all overhead, as the driver should report it; without correction."""
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Of layout and model, by which outcomes of several jobs are compared."""
+    """Properties of layout and model by which outcomes of several jobs are compared."""
     bound_reason: str = field(default="", metadata=ADDED_LATER)
-    """What `bound_s` rests on, a sentence without its end; empty where it is the best link everywhere."""
+    """Basis of `bound_s`, a sentence without its end; empty = the best link everywhere."""
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """What the predicted step comes to in tokens and FLOPs a second; None in files of earlier releases."""
+    """Tokens and FLOPs per second of the predicted step; None in files of earlier releases."""
     memory: MemoryNeed | None = field(default=None, metadata=ADDED_LATER)
     """Peaks and limit of the whole device; None in files of earlier releases."""
     order: ScheduleFile | None = field(default=None, metadata=ADDED_LATER)
-    """What each pipeline rank does, where the schedule is none of Megatron's own and the patch `schedules` runs it."""
+    """Passes of each pipeline rank, for schedules that the patch `schedules` runs."""
     is_order_checked: bool = field(default=False, metadata=ADDED_LATER)
-    """NCCL returned every value in its place on these hosts' GPUs in the order of `placement`."""
+    """NCCL returned all values in their places on these hosts' GPUs in the order of `placement`."""
 
     def __post_init__(self) -> None:
         size = self.layout.world_size
@@ -152,27 +152,27 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage stays below the limit."""
+        """True if all stages stay below the limit."""
         return max(self.peak_memory_bytes) <= self.memory_limit_bytes
 
     @property
     def memory_shown(self) -> MemoryNeed:
-        """What screens show: the whole device's figures, or from files of earlier releases the model's tensors'."""
+        """Memory on screens: of the whole device, or of the model's tensors in files of earlier releases."""
         peaks, limit = self.peak_memory_bytes, self.memory_limit_bytes
         return self.memory or MemoryNeed(need_bytes=peaks, free_bytes=0, limit_bytes=limit)
 
     @property
     def is_host_order(self) -> bool:
-        """Whether the placement is torchrun's own."""
+        """True for torchrun's placement."""
         return self.placement == tuple(range(len(self.placement)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where a plan comes from, and to which job it belongs."""
+    """Origin of a plan, and the job to which it belongs."""
 
     key: str
-    """Digest of hosts, devices, model, batch, pins and versions; a plan is reused only where it agrees."""
+    """Digest of hosts, devices, model, batch, pins and versions. A plan is reused only for an equal key."""
     made_at: str
     versions: dict[str, str]
     source: Literal["measured", "cached", "file", "imagined"]
@@ -180,35 +180,35 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """The job and the machines of a plan, in words and sizes; nothing is computed from them."""
+    """Job and machines of a plan, for readers of the file."""
 
     script: str
     arguments: tuple[str, ...]
-    """Behind the script's name, as the user gave them."""
+    """The user's arguments of the script."""
     new_arguments: tuple[str, ...]
-    """The same with the plan's layout written in."""
+    """The same with the plan's layout."""
     num_parameters: int
     global_batch_size: int
     seq_length: int
     device_name: str
     device_memory_bytes: int
     machines: str
-    """Where the machines' figures come from."""
+    """Origin of the machines' figures."""
     network: str
-    """What lies between imagined hosts; empty where it was measured or there is one host."""
+    """Network between imagined hosts; empty if it was measured, or for one host."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_parameters", "global_batch_size", "seq_length", "device_memory_bytes")
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that an optimizer step sees."""
+        """Tokens of one optimizer step."""
         return self.global_batch_size * self.seq_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The choice, the runners-up in the order to try them, and the last resort: the user's own configuration."""
+    """The chosen configuration, the alternatives in order, and the user's own configuration as the last resort."""
 
     KIND: ClassVar[str] = "plan"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -219,37 +219,38 @@ class Plan:
     chosen: Choice
     alternatives: tuple[Choice, ...]
     own: Choice
-    """The user's own configuration; or what stands in for it, if `own_fault` says that it cannot run."""
+    """The user's own configuration, or a substitute if `own_fault` says that it cannot run."""
     keeps_own: bool
-    """The chosen one is the user's own: nothing else was better by the margin."""
+    """The chosen configuration is the user's own, because nothing else was better by the margin."""
     reasons: tuple[str, ...]
-    """Why this was chosen, one sentence each."""
+    """Reasons for the choice, one sentence each."""
     notes: tuple[str, ...]
-    """What was measured badly, assumed, pinned or not modelled, one sentence each."""
+    """Poor measurements, assumptions, pinned options and omissions, one sentence each."""
     num_layouts: int
-    """Legal layouts that were looked at."""
+    """Number of legal layouts that the search considered."""
     dropped: dict[str, int]
-    """Layouts that fell out, by reason."""
+    """Number of rejected layouts by reason."""
     solve_s: float
     provenance: Provenance
     floor_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """No legal layout that fits is faster than this in any placement, under the same model; 0 = nothing was proven."""
+    """Proven lower bound of the step time for all layouts that fit and all placements, in the same cost model; 0 =
+    none."""
     setting: Setting | None = field(default=None, metadata=ADDED_LATER)
-    """The job and the machines it was made for, for readers of the file alone."""
+    """Job and machines of the plan, for readers of the file."""
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
-    """Measured runs that decided the choice; None without trials."""
+    """Trials that decided the choice; None = no trials."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
-    """So many of the alternatives, from the first, are better than the user's own; None: all of them, as predicted."""
-
+    """Number of alternatives, from the first, that are better than the user's own; None = all."""
     own_fault: str = field(default="", metadata=ADDED_LATER)
-    """Why the user's own configuration cannot run; empty where it can.
+    """Reason why the user's own configuration cannot run; empty = it can.
 
-    Where Megatron refuses it, `own` is a stand-in, or has the step time of another layout."""
+    If Megatron refuses it, `own` is a substitute or has the step time of another layout.
+    """
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
-    """Plans of the whole job for other numbers of hosts, the most hosts first; none has templates of its own."""
+    """Fallback plans: plans of the whole job for other numbers of hosts, the most hosts first, without own fallback
+    plans."""
     other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Hosts that run no ranks of this plan and may take the place of those that do: spares, and those that were lost
-    and may come back."""
+    """Hosts without ranks in this plan that may replace others: spares, and lost hosts that may return."""
 
     def __post_init__(self) -> None:
         slots = len(self.hosts) * self.devices_per_host
@@ -258,47 +259,47 @@ class Plan:
                 raise FactError(f"a layout of {choice.layout.world_size} ranks for {slots} slots")
         sizes = [len(one.hosts) for one in (self, *self.templates)]
         if len(set(sizes)) < len(sizes):
-            raise FactError(f"a plan and its templates are for different numbers of hosts, got {sizes}")
+            raise FactError(f"a plan and its fallback plans need different numbers of hosts, got {sizes}")
         if any(one.templates or one.devices_per_host != self.devices_per_host for one in self.templates):
-            raise FactError("a template has no templates of its own, and as many devices a host as its plan")
+            raise FactError("a fallback plan has no fallback plans, and as many devices per host as its plan")
         if set(self.hosts) & set(self.other_hosts):
-            raise FactError(f"a host runs ranks of the plan or none, got {self.hosts} and {self.other_hosts}")
+            raise FactError(f"hosts and other_hosts must not overlap, got {self.hosts} and {self.other_hosts}")
 
     @property
     def known_hosts(self) -> tuple[str, ...]:
-        """All hosts that the plan or one of its templates may run on."""
+        """All hosts of the plan and its fallback plans."""
         named = (host for one in (self, *self.templates) for host in (*one.hosts, *one.other_hosts))
         return tuple(dict.fromkeys(named))
 
     @property
     def gap(self) -> float | None:
-        """By how much of the floor the chosen step time exceeds it, at most; None where nothing was proven."""
+        """Upper limit of (step time / best possible step time - 1); None = no floor was proven."""
         return max(self.chosen.step_time_s / self.floor_s - 1, 0.0) if self.floor_s > 0 else None
 
     def candidates(self) -> tuple[Choice, ...]:
-        """What to try, in order, before the user's own configuration."""
+        """Return the choices to try, in order, before the user's own configuration."""
         return () if self.keeps_own else (self.chosen, *self.alternatives[: self.num_in_line])
 
     def contenders(self) -> tuple[Choice, ...]:
-        """What trials may set beside the user's own configuration, the most promising first."""
+        """Return the choices that trials may compare with the user's own configuration, most promising first."""
         listed = (*(() if self.keeps_own else (self.chosen,)), *self.alternatives)
         own = (self.own.layout, self.own.placement)
         return tuple(choice for choice in listed if (choice.layout, choice.placement) != own)
 
 
 def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
-    """Fit the quickest of a plan and its templates that the hosts that are there suffice for.
+    """Fit the fastest of a plan and its fallback plans to the hosts that are present.
 
-    Hosts that it names keep their places, and with them the ranks that it gives them. The place of each host that is
-    not there goes to one that is left over: first to those that ran ranks before, then in torchrun's order. The others
-    stand by. Of plans that are equally quick the one with the most hosts is taken. The others become its templates.
+    Hosts in the chosen plan keep their places and ranks. The place of a missing host goes to a remaining host: first to
+    hosts that had ranks before, then in torchrun's order. Further hosts are on standby. Of equally fast plans the one
+    with the most hosts is taken. The other plans become its fallback plans.
 
     Args:
-        plan: what was run before.
-        hosts: names of those that are there, in torchrun's order.
+        plan: the plan that ran before.
+        hosts: names of the present hosts, in torchrun's order.
 
     Returns:
-        None where even the smallest plan needs more hosts, or one of the hosts is unknown to the plan.
+        None if even the smallest plan needs more hosts, or if the plan does not know one of the hosts.
 
     """
     known, plans = plan.known_hosts, (plan, *plan.templates)
@@ -313,23 +314,23 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
     return replace(
         taken if placed == taken.hosts else _unchecked(taken),
         hosts=placed,
-        templates=by_size(one for one in plans if one is not taken),
+        templates=fallback_plans(one for one in plans if one is not taken),
         other_hosts=tuple(host for host in known if host not in placed),
     )
 
 
 def _unchecked(plan: Plan) -> Plan:
-    """Forget which device orders were checked, as the hosts are others."""
+    """Forget the checks of device orders, because the hosts have changed."""
     chosen, *others = (replace(one, is_order_checked=False) for one in (plan.chosen, *plan.alternatives))
     return replace(plan, chosen=chosen, alternatives=tuple(others))
 
 
 def from_candidate(plan: Plan, attempt: int) -> Plan:
-    """Leave out the candidates that could not start: the first of the plan is then the one that ran.
+    """Remove the candidates that could not start, so that the plan begins with the one that ran.
 
     Args:
-        plan: what was run.
-        attempt: which of its candidates ran; past the last, the user's own configuration.
+        plan: the plan that ran.
+        attempt: index of the candidate that ran; an index past the last means the user's own configuration.
 
     """
     candidates = plan.candidates()
@@ -341,16 +342,16 @@ def from_candidate(plan: Plan, attempt: int) -> Plan:
     return replace(plan, chosen=candidates[attempt], alternatives=plan.alternatives[attempt:], num_in_line=in_line)
 
 
-def by_size(plans: Iterable[Plan]) -> tuple[Plan, ...]:
-    """Make templates of plans: the most hosts first, and none with templates of its own."""
+def fallback_plans(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """Make fallback plans of these plans: without own fallback plans, the most hosts first."""
     bare = (replace(one, templates=(), other_hosts=()) for one in plans)
     return tuple(sorted(bare, key=lambda one: -len(one.hosts)))
 
 
 def in_order_of(plan: Plan, hosts: Sequence[str]) -> Plan:
-    """List a plan's hosts in another order; every host keeps the ranks that it has, in each candidate.
+    """List the plan's hosts in another order. Each host keeps its ranks in each candidate.
 
-    The user's own configuration runs in torchrun's order, whatever the plan lists first.
+    The user's own configuration still runs in torchrun's order.
     """
     size = plan.devices_per_host
     places = [plan.hosts.index(host) for host in hosts]
@@ -365,45 +366,45 @@ def in_order_of(plan: Plan, hosts: Sequence[str]) -> Plan:
 
 
 MOST_CHARACTERS = 1000
-"""Of a cause or a moment."""
+"""Longest cause or time."""
 LEAST_SHARE = 0.5
-"""Of what was free: a plan that was to need less is not to blame, as no prediction is wrong by half."""
+"""A plan whose predicted need was below this share of the free memory did not cause the shortage."""
 MOST_MARGIN = 1 - 2**-50
-"""Of memory that has to stay free: all of it is no margin that a planner takes."""
+"""Upper limit of the memory margin, as a margin of 1 is not legal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortage:
-    """The file shortage.json: of the plans that ran out of memory the one that was predicted to need the least."""
+    """The file shortage.json: the plan with the least predicted need among those that ran out of memory."""
 
     KIND: ClassVar[str] = "shortage"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     layout: Layout
     need_bytes: int
-    """Predicted for the fullest device, all overhead included."""
+    """Predicted for the fullest device, with all overhead."""
     free_bytes: int
-    """What was free on the fullest device before the job."""
+    """Free memory of the fullest device before the job."""
     cause: str
-    """How it ended."""
+    """How the plan ended."""
     noticed_at: str
 
     def __post_init__(self) -> None:
         check_numbers(self, "need_bytes")
         if self.need_bytes > self.free_bytes:
-            raise FactError(f"need_bytes={self.need_bytes} is more than free_bytes={self.free_bytes}: it never fitted")
+            raise FactError(f"need_bytes={self.need_bytes} is above free_bytes={self.free_bytes}")
         longest = max(len(self.cause), len(self.noticed_at))
         if longest > MOST_CHARACTERS:
-            raise FactError(f"a cause or a moment has at most {MOST_CHARACTERS} characters, got {longest}")
+            raise FactError(f"cause and noticed_at have at most {MOST_CHARACTERS} characters, got {longest}")
 
     @classmethod
     def of(cls, choice: Choice, *, cause: str, noticed_at: str) -> Shortage | None:
-        """Return what a plan that ran out of memory teaches; None where that is nothing: it was not to fit, or easily.
+        """Return the shortage of a plan; None if it was not predicted to fit, or its predicted need was small.
 
         Args:
-            choice: what ran.
+            choice: the plan that ran out of memory.
             cause: how it ended, for the user.
-            noticed_at: when.
+            noticed_at: time.
 
         """
         memory = choice.memory
@@ -421,26 +422,26 @@ class Shortage:
 
     @property
     def share(self) -> float:
-        """The part of what was free that was not enough, as predicted."""
+        """Predicted need divided by free memory. This share was too optimistic."""
         return self.need_bytes / self.free_bytes
 
     def margin(self, memory_margin: float) -> float:
-        """The part of a device's memory that a new plan must leave free, where else it would have to leave this much.
+        """Return the memory margin for new plans of such a job, at least `memory_margin`.
 
-        What was predicted to need `share` of what was free needed more than all of it. So predictions are taken to be
-        too low by 1 / share at least, and the margin stands beside that: need / share <= (1 - margin) free.
+        A predicted need of `share` of the free memory was more than all of it. So predictions are assumed to be too low
+        by 1 / share, in addition to the usual margin: need / share <= (1 - memory_margin) free.
         """
-        # One byte less: where no margin is asked for, the same plan must not fit again.
+        # One byte less, so that the same plan does not fit again under a margin of 0.
         share = (self.need_bytes - 1) / self.free_bytes
         return max(memory_margin, min(1 - (1 - memory_margin) * share, MOST_MARGIN))
 
     def rules_out(self, choice: Choice) -> bool:
-        """Whether a plan is predicted to need as large a part of what is free as the one that ran out of memory."""
+        """Return True if a plan's predicted share of the free memory is at least that of the failed plan."""
         memory = choice.memory
         return memory is not None and max(memory.need_bytes) * self.free_bytes >= self.need_bytes * memory.free_bytes
 
     def leaner(self, plan: Plan) -> Plan | None:
-        """Leave out the candidates of a plan that are ruled out; None where none is left."""
+        """Remove the ruled-out candidates of a plan; None if no candidate remains."""
         if plan.keeps_own:
             return None if self.rules_out(plan.own) else plan
         left = [choice for choice in plan.candidates() if not self.rules_out(choice)]
@@ -453,13 +454,13 @@ class Shortage:
 
     @property
     def sentence(self) -> str:
-        """Say which plan ran out of memory, when, how, and what had been predicted."""
+        """The failed plan, the time, the cause and the prediction, for the user."""
         return (
-            f"the plan {self.layout.words()} ran out of memory at {self.noticed_at} ({self.cause}), though only "
-            f"{bytes_text(self.need_bytes)} of {bytes_text(self.free_bytes)} were predicted to be needed"
+            f"the plan {self.layout.words()} ran out of memory at {self.noticed_at} ({self.cause}), although it was "
+            f"predicted to need only {bytes_text(self.need_bytes)} of {bytes_text(self.free_bytes)}"
         )
 
 
 def lower(one: Shortage | None, other: Shortage | None) -> Shortage | None:
-    """Return the shortage that rules out more; the first where they are alike."""
+    """Return the shortage that rules out more plans; the first if both are equal."""
     return min(filter(None, (one, other)), key=lambda shortage: shortage.share, default=None)

@@ -1,4 +1,4 @@
-"""What is predicted of one configuration on one kind of machine: memory of every stage, and the step's time."""
+"""Predictions for one configuration, comparisons of plans, and the answers of `pipette explain`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.plan import Choice, Rate
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
-"""The kinds into which a stage's memory is split, in the order in which they are shown."""
+"""Kinds of a stage's memory, in the order on screens."""
 
 MemoryFit = Literal["fits", "tight", "too large", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """The peak of one pipeline rank's device, on each of its ranks alike."""
+    """Memory peak of the devices of one pipeline rank."""
 
     pp_rank: int
     num_layers: int
-    """Transformer layers, all chunks together."""
+    """Transformer layers in all chunks."""
     parts_bytes: dict[str, int]
-    """The split by kind at the peak; the values sum to `peak_bytes`."""
+    """The peak by kind; the values sum to `peak_bytes`."""
     model_peak_bytes: int
-    """What torch has allocated for the model's own tensors at its peak."""
+    """Torch's allocations for the model's own tensors at their peak."""
     peak_bytes: int
-    """What the device holds: the model's tensors and all overhead."""
+    """Tensors of the model and all overhead."""
 
     def __post_init__(self) -> None:
         if tuple(self.parts_bytes) != PARTS:
@@ -39,7 +39,7 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The document that `pipette predict --json` writes."""
+    """The document that `pipette predict --json` prints."""
 
     KIND: ClassVar[str] = "prediction"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -52,62 +52,62 @@ class Prediction:
     devices_per_host: int
     device_kind: Literal["cuda", "cpu"]
     device_name: str
-    """Empty where nothing was said of the machines."""
+    """Empty = the machines are unknown."""
     machines: str
-    """Where the machines' figures come from, in a few words."""
+    """Origin of the machines' figures, in a few words."""
     global_batch_size: int
     num_microbatches: int
     num_parameters: int
     """Of the whole model."""
     tokens_per_step: int
     method: Literal["closed", "abstract"]
-    """How the model's tensors were counted."""
+    """How the model's tensors were counted: by formulas, or by abstract execution."""
     stages: tuple[StageMemory, ...]
-    """Those that were asked for, in the order of the pipeline."""
+    """The requested stages, in the order of the pipeline."""
     capacity_bytes: int | None
-    """Free memory of the fullest device; None where nothing was said of the machines."""
+    """Free memory of the fullest device; None = the machines are unknown."""
     memory_margin: float
     fits: bool | None
-    """Whether every stage shown leaves the margin free; None without a capacity."""
+    """True if all shown stages leave the margin free; None = capacity unknown."""
     verdict: MemoryFit
-    """`fits`; `tight` leaves less than the margin free, and the planner would not take it; `too large`."""
+    """`fits`; `tight`: fits but leaves less than the margin, so the planner would not take it; `too large`."""
     step_time_s: float | None
-    """None where the machines are unknown or cannot be priced; a note says why."""
+    """None = the machines are unknown or cannot be priced; a note gives the reason."""
     breakdown_s: dict[str, float]
     """Parts of the step by name; they sum to it."""
     notes: tuple[str, ...]
-    """Every assumption and everything left out, one sentence each."""
+    """All assumptions and omissions, one sentence each."""
     megatron_version: str
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """What the step comes to in tokens and FLOPs a second; None without a step time."""
+    """Tokens and FLOPs per second of the step; None without a step time."""
     limit_bytes: int | None = field(default=None, metadata=ADDED_LATER)
-    """What a rank may hold: `capacity_bytes` less the margin; None without a capacity."""
+    """Memory that a rank may use: `capacity_bytes` minus the margin; None = capacity unknown."""
     remedies: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Flags of which each alone would make the configuration fit."""
+    """Flags, each of which would make the configuration fit by itself."""
 
     @property
     def fullest(self) -> StageMemory:
-        """The stage with the highest peak, the first of equals."""
+        """The stage with the highest peak; the first if several are equal."""
         return max(self.stages, key=lambda stage: stage.peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """One of `facts.meanings`, with its value in a plan."""
+    """One entry of the glossary."""
 
     key: str
     what: str
     unit: str
-    """Empty where it is no number."""
+    """Empty for a word without a number."""
     how: str
     source: str
     value: str
-    """With its unit; empty without a plan, and where the plan holds none."""
+    """Value in the plan, with its unit; empty without a plan, or if the plan does not have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explained:
-    """The answer of `pipette explain`."""
+    """The document that `pipette explain --json` prints."""
 
     KIND: ClassVar[str] = "explained"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -117,36 +117,36 @@ class Explained:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One of the plans: a file's, or a planner's pick."""
+    """One compared plan."""
 
     name: str
     choice: Choice | None
-    """None where there is no plan, or nothing prices it."""
+    """None = there is no plan, or it cannot be priced."""
     gap: float | None
-    """Of the step time over what was proven for all layouts; None where nothing was."""
+    """(Step time / proven floor) - 1; None = nothing was proven."""
     num_moved: int | None
-    """Ranks that sit on another device than under the first entry; None where the machines are others."""
+    """Ranks on another device than under the first entry; None for other machines."""
     faults: tuple[str, ...]
-    """Why it cannot run, one sentence each; empty where it can."""
+    """Reasons why it cannot run, one sentence each; empty = it can."""
     remarks: tuple[str, ...]
-    """What else to know, one sentence each."""
+    """Further notes, one sentence each."""
 
     @property
     def runs(self) -> bool:
-        """Whether it can be compared with others that can."""
+        """True if it can be compared with other plans."""
         return self.choice is not None and not self.faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What `pipette compare --json` prints; the others are compared with the first entry."""
+    """The document that `pipette compare --json` prints. All entries are compared with the first."""
 
     KIND: ClassVar[str] = "comparison"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
-    """What makes the entries unlike in more than their plans, and what their prices rest on."""
+    """Other differences between the entries, and the basis of their prices."""
 
     def __post_init__(self) -> None:
         if not self.entries:

@@ -13,7 +13,7 @@ from pipette_launch.errors import LayoutError, PipetteError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.measurements import without_hosts
-from pipette_launch.facts.plan import by_size
+from pipette_launch.facts.plan import fallback_plans
 from pipette_launch.megatron import Continuation
 from pipette_launch.megatron.chunks import Split
 from pipette_launch.search.candidates import SearchInputs, placement_problem
@@ -160,7 +160,7 @@ def with_templates(
         plan = _choosing(plan, best.choice)
     note = _sentence(needs.continuation_of(best.choice.layout).note)
     notes = (*plan.notes, *short, *best.gaps, *((note,) if note else ()))
-    return replace(plan, templates=by_size(best.templates), notes=notes)
+    return replace(plan, templates=fallback_plans(best.templates), notes=notes)
 
 
 def _nearly_as_fast(plan: Plan) -> Iterator[Choice]:

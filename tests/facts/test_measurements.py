@@ -157,7 +157,7 @@ def test_nobody_can_change_it() -> None:
         (np.zeros((2, 2)), ("mm", "m-"), r"origin_HH\[0\]"),
         (np.zeros((2, 2)), ("-m", "m"), r"origin_HH\[1\]"),
         (np.zeros((3, 3)), ("-m", "m-"), "2 x 2"),
-        (-np.ones((2, 2)), ("-m", "m-"), "none below 0"),
+        (-np.ones((2, 2)), ("-m", "m-"), "all at least 0"),
     ],
 )
 def test_a_bad_survey_is_refused(spread: np.ndarray, origin: tuple[str, ...], message: str) -> None:

@@ -59,5 +59,5 @@ def test_a_stage_must_be_one_of_the_layout() -> None:
 @pytest.mark.parametrize("pair", [(1, 0), (1, 1), (0, 1, 2)])
 def test_bad_host_pairs_are_refused(pair: tuple[int, ...]) -> None:
     """A link has two ends, the lower first."""
-    with pytest.raises(FactError, match="between two hosts"):
+    with pytest.raises(FactError, match="needs two hosts"):
         Advice(host_pairs=(pair,))

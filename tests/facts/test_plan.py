@@ -18,7 +18,7 @@ from pipette_launch.facts.plan import (
     MOST_CHARACTERS,
     Rate,
     Shortage,
-    by_size,
+    fallback_plans,
     from_candidate,
     in_order_of,
     lower,
@@ -73,7 +73,7 @@ def planned(hosts: str, *, spares: str = "", templates: tuple[int, ...] = ()) ->
     """A plan of two devices a host, with templates for so many hosts."""
     made = plan(Layout(dp=2 * len(hosts)), hosts=tuple(hosts))
     smaller = [plan(Layout(pp=2, dp=size), hosts=tuple(hosts)[:size]) for size in templates]
-    whole = replace(made, templates=by_size(smaller), other_hosts=tuple(spares))
+    whole = replace(made, templates=fallback_plans(smaller), other_hosts=tuple(spares))
     return files.loads(Plan, files.dumps(whole), "plan")
 
 
@@ -287,8 +287,8 @@ def test_the_lower_of_two_counts() -> None:
 def test_says_which_plan_when_how_and_how_much() -> None:
     """In one sentence."""
     assert (
-        "the plan tp1 pp1 dp4 mbs1 ran out of memory at 2026-11-24T00:00:00+00:00 (out of memory), though only 600 B "
-        "of 1000 B were predicted to be needed"
+        "the plan tp1 pp1 dp4 mbs1 ran out of memory at 2026-11-24T00:00:00+00:00 (out of memory), although it "
+        "was predicted to need only 600 B of 1000 B"
     ) == shortage().sentence
 
 

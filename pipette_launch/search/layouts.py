@@ -19,9 +19,16 @@ from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Job, Layout
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.layout import NO_RECOMPUTE, Degrees, Ints, LayoutColumns, MemoryOptions
-from pipette_launch.megatron.rules.cuts import batch_faults, chunks_faults, schedule_faults
-from pipette_launch.megatron.rules.degrees import context_faults, pipeline_faults, replicas_faults, tensor_faults
-from pipette_launch.megatron.rules.experts import expert_faults
+from pipette_launch.megatron.rules.degrees import (
+    batch_faults,
+    chunks_faults,
+    context_faults,
+    expert_faults,
+    pipeline_faults,
+    replicas_faults,
+    schedule_faults,
+    tensor_faults,
+)
 from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.megatron.rules.memory_options import recompute_faults, state_faults
 from pipette_launch.search import layout_axes

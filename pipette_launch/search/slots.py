@@ -228,7 +228,7 @@ def tilings(layout: Layout, slots: Slots) -> list[Ints]:
     in_order = [np.sort(block_HD, axis=1) for block_HD in candidates]
     unique = {block_HD.tobytes(): block_HD for block_HD in reversed(in_order)}
     # Which host holds which of them is not settled yet.
-    anywhere = replace(slots, blocks=tuple(block for block in slots.blocks if block.room == "host"), domain_H=())
+    anywhere = replace(slots, blocks=tuple(block for block in slots.blocks if block.within == "host"), domain_H=())
     return [block_HD for block_HD in reversed(unique.values()) if anywhere.allows(block_HD)]
 
 

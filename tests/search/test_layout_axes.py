@@ -119,7 +119,7 @@ def test_unmeasured_parts_are_weighed_by_flops() -> None:
     """The head counts by its width, an embedding for nothing, and each depth of prediction as a layer and a head."""
     plain, deeper = by_flops(tiny_model()), by_flops(tiny_model(mtp_num_layers=2))
 
-    assert (tiny_model().forward_flops_per_token(),) * 4 == plain.layers_s
+    assert (tiny_model().kind_flops_per_token("layer"),) * 4 == plain.layers_s
     assert (0.0, 2.0 * 64 * 256) == (plain.first_s, plain.last_s)
     assert deeper.last_s == 3 * plain.last_s + 2 * plain.layers_s[0]
 

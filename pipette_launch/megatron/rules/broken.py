@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.co_location import Rooms
+from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.job import PerformanceOptions
 from pipette_launch.megatron.chunks import PATTERN_DESTS, SPLIT_DESTS
 from pipette_launch.megatron.flags import Arguments
@@ -28,7 +28,7 @@ class Rules:
     """Megatron's release, read once from the job."""
     device_kind: str
     options: PerformanceOptions
-    rooms: Rooms | None = None
+    rooms: Domains | None = None
     """Hosts and domains that must hold the ranks that flags demand together; None on CPU and for Megatron's rules."""
 
     @property
@@ -37,7 +37,7 @@ class Rules:
         return bool(self.options.rampup_batch_size) and self.release < (0, 18)
 
     @classmethod
-    def of(cls, job: Job, *, device_kind: str, rooms: Rooms | None = None) -> Rules:
+    def of(cls, job: Job, *, device_kind: str, rooms: Domains | None = None) -> Rules:
         """Read the options that a job's own flags set."""
         rooms = rooms if device_kind == "cuda" else None
         options = performance_options(job)

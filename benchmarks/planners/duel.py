@@ -12,6 +12,7 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
 from pipette_launch.facts.co_location import Domains
+from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.search.solve import SolveOptions, solve
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.learned import NOTHING_LEARNED, CorrectedPredictor, Corrections
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators, num_group_kinds
 from pipette_launch.cost.memory.peak import peak_memory_bytes
-from pipette_launch.facts import Cluster, Job, Layout, Measurements
+from pipette_launch.facts import Cluster, Job, Layout, Measurements, files
 from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
 from pipette_launch.facts.layout import LayoutColumns, codes_of
 from pipette_launch.facts.measurements import MemoryNeed

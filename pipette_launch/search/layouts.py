@@ -16,9 +16,10 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.facts import ComputeCase, Job, Layout
+from pipette_launch.facts import ComputeCase, Job, Layout, Recompute
 from pipette_launch.facts.co_location import Domains
-from pipette_launch.facts.layout import NO_RECOMPUTE, Degrees, Ints, LayoutColumns, MemoryOptions
+from pipette_launch.facts.layout import NO_RECOMPUTE, Degrees, Ints, LayoutColumns, MemoryOptions, codes_of
+from pipette_launch.megatron.rules.broken import Broken, Rules
 from pipette_launch.megatron.rules.degrees import (
     batch_faults,
     chunks_faults,

@@ -133,7 +133,7 @@ def test_a_name_of_several_builds_has_a_note() -> None:
     """The build that was taken, and what else the name might mean; no note where the name says it."""
     (note,) = machines_of(world_size=8, gpu="h100").notes
 
-    assert "--gpu h100 is taken as H100-SXM, not as H100-PCIe or H100-NVL." == note
+    assert "h100 is taken as H100-SXM, not as H100-PCIe or H100-NVL." == note
     assert () == machines_of(world_size=8, gpu="h100-sxm").notes
 
 

@@ -29,6 +29,7 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Batch, ComputeCase, ComputeTime, Layout, Links, Measurements, Plan, Samples, files
 from pipette_launch.facts.co_location import Domains
+from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.degrees import tensor_faults
 from pipette_launch.search.frontier import UNPROMISING
 from pipette_launch.search.solve import SolveOptions, solve

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from pipette_launch.errors import FileFormatError, LayoutError, PipetteError, PlanError, UsageError
-from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.facts import Choice, Host, Job, Measurements, Plan, files
 from pipette_launch.facts.co_location import Domains, blocks_of
 from pipette_launch.facts.fabric import made_up_names
 from pipette_launch.facts.measurements import memory_digest
@@ -63,13 +64,6 @@ def read_kept(kind: type[Kept], root: Path | None, *names: str) -> Kept | None:
         if not isinstance(error.__cause__, FileNotFoundError):
             logger.warning("%s", error)
         return None
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from pipette_launch.facts import Choice, Host, Job
 
 
 def named_plan(path: Path, hosts: Sequence[Host]) -> Plan:
@@ -220,12 +214,6 @@ def _check_pins(choice: Choice, job: Job, source: str) -> None:
         )
 
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pipette_launch.facts import Host, Job
-
-
 PLAN = "plan.json"
 CLUSTER = "cluster.json"
 OUTCOME = "outcome.json"
@@ -352,12 +340,6 @@ def _check_key(plan: Plan, key: str, path: Path) -> None:
         raise PlanError(f"{path}: the plan has the key {plan.provenance.key}, its folder {key}; delete it")
 
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pipette_launch.facts import Host
-
-
 CLUSTERS = "clusters"
 
 
@@ -389,13 +371,6 @@ class MachineMeasurements:
         except (OSError, FileFormatError) as error:
             logger.warning("links cannot be kept (%s): the next job will measure all of them", error)
         return whole
-
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from pipette_launch.facts import Host, Job
 
 
 SHORTAGES = "shortages"

@@ -1,36 +1,42 @@
-"""What the workers run: torchrun's own command, with the plan's arguments put in."""
+"""The commands that workers run: the warm-up with its order, the check of a device order, and the user's script."""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pipette_launch.agent.controller import WorkerCommand
 from pipette_launch.errors import UsageError
-from pipette_launch.facts import files, schedule
+from pipette_launch.facts import ComputeCase, Host, Job, files, schedule
+from pipette_launch.facts.health import DeviceCondition
+from pipette_launch.facts.messages import Decision
+from pipette_launch.launch.cache import CLUSTER
+from pipette_launch.launch.options import Options
 from pipette_launch.probe.messages import TINY_BYTES, WarmupOrder
 
-if TYPE_CHECKING:
-    from pipette_launch.facts import ComputeCase, Host, Job
-    from pipette_launch.facts.health import DeviceCondition
-    from pipette_launch.facts.messages import Decision
-    from pipette_launch.launch.options import Options
-
-CLUSTER = "cluster.json"
 SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
-"""Below the first a message is mostly latency; one beyond the second says no more about bandwidth."""
+"""(least, most) message size. Below, latency dominates; above, the bandwidth stays the same."""
 LEAST_REACH = 32
-"""The largest message is at least so many times the least: a line needs points that lie apart."""
+"""Least ratio of the largest message to the smallest: fitting a line needs distant points."""
+ADVISER = f"{__package__}.measuring_advice"
+PATCH_RUNNER = "pipette_patches.run"
+WANDB_NOTES = "WANDB_NOTES"
+NOTES_HEAD = "pipette-launch: "
+SCHEDULES = "schedules"
+"""Name of the patch that executes schedules which Megatron does not have."""
+
+
+# -- the warm-up --------------------------------------------------------------------------------------------------
 
 
 def warmup_order(decision: Decision) -> WarmupOrder:
-    """Return the orders of the warm-up that a decision asks for."""
-    return files.loads(WarmupOrder, decision.probe_options, "the warm-up's orders")
+    """Read the order of the warm-up from a decision."""
+    return files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
 
 
 def probe_options(
@@ -43,33 +49,33 @@ def probe_options(
     conditions: Sequence[DeviceCondition] = (),
     num_training: int | None = None,
 ) -> WarmupOrder:
-    """Write the orders of a warm-up.
+    """Return the order of a warm-up.
 
     Args:
-        job: the model, the batch and the user's own layout.
-        hosts: as they take part, with equally many devices each.
-        options: budget, and where the script lies.
-        folder: a private one, where the first worker leaves what was measured.
-        known: what was measured on these hosts before, if anything was.
-        conditions: of the hosts' devices, in slot order; empty = not known.
-        num_training: so many of the hosts will train, and the others stand by; None for all.
+        job: model, batch and the user's own layout.
+        hosts: hosts with equal numbers of devices, in order.
+        options: budget, and the place of the script.
+        folder: private folder where the first worker leaves the measurements.
+        known: file of earlier measurements on these hosts; None or missing if there are none.
+        conditions: of the hosts' devices, in slot order; empty if unknown.
+        num_training: number of hosts that will train while the others stand by; None for all.
 
     Raises:
         UsageError: the file of --pipette-probe cannot be written.
 
     """
     if options.probe_to is not None:
-        # Before the warm-up, whose measurements would be lost.
+        # Checked before the warm-up, whose measurements would be lost.
         try:
             files.check_writable(options.probe_to)
         except OSError as error:
             raise UsageError(f"--pipette-probe {options.probe_to}: cannot be written ({error.strerror})") from error
-    # The search is imported where it is used: a start from the cache does without it.
+    # Imported here, because a start from the cache needs no search.
     from pipette_launch.search.layouts import compute_cases, cuts
 
     devices = len(hosts[0].devices)
     kind = hosts[0].devices[0].kind
-    # What those will compute that train; then what plans for all would, in which the adviser looks for links.
+    # First the shapes for the training hosts, then those for all hosts, which the adviser's plans use.
     sizes = dict.fromkeys((len(hosts) if num_training is None else num_training, len(hosts)))
     legal = (cuts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
     cases = tuple(dict.fromkeys(case for one in legal for case in compute_cases(job.own, one.columns)))
@@ -80,20 +86,20 @@ def probe_options(
         output=str(folder / CLUSTER),
         progress_dir=str(folder / "progress"),
         message_sizes_bytes=message_sizes_bytes(job, cases, kind),
-        adviser=adviser_words(options),
+        adviser=adviser_command(options),
         known=str(known) if known and known.exists() else "",
         budget_s=options.budget_s,
         conditions=tuple(conditions),
-        # A megatron-core beside the script is the one that will train, so it is the one to measure.
+        # A megatron-core beside the script will train, so the warm-up must measure that one.
         python_path=() if options.is_module else (str(Path(options.script).resolve().parent),),
     )
 
 
 def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["cuda", "cpu"]) -> tuple[int, ...]:
-    """Sizes around what plans send from stage to stage, within limits, and a tiny one.
+    """Return message sizes near those that pipeline stages send, within limits, and a tiny one.
 
-    A stage sends the activations of one micro-batch: sequence / cp x micro-batch x hidden, cut by tp where sequence
-    parallelism is on, as it is wherever tp splits.
+    A stage sends the activations of one micro-batch: sequence / cp x micro-batch x hidden, divided by tp because TP
+    plans use sequence parallelism.
     """
     least, most = SIZE_LIMITS_BYTES[kind]
     model = job.model
@@ -107,47 +113,33 @@ def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["c
     return tuple(sorted({TINY_BYTES, low, middle, high}))
 
 
-def adviser_words(options: Options) -> tuple[str, ...]:
-    """Say what starts the adviser, but for its two files: it judges plans as the planner will."""
+def adviser_command(options: Options) -> tuple[str, ...]:
+    """Return the command of the adviser without its two files; the adviser judges plans as the planner does."""
     settings = {"--margin": options.margin, "--memory-margin": options.memory_margin, "--seed": options.seed}
     words = [word for name, value in settings.items() for word in (name, str(value))]
-    return (os.environ.get("PYTHON_EXEC", sys.executable), "-m", "pipette_launch.launch.measuring_advice", *words)
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from pipette_launch.facts.messages import Decision
-    from pipette_launch.launch.options import Options
-
-PATCH_RUNNER = "pipette_patches.run"
-WANDB_NOTES = "WANDB_NOTES"
-NOTES_HEAD = "pipette-launch: "
-SCHEDULES = "schedules"
-"""The patch that executes schedules beside Megatron's own."""
+    return (_python(), "-m", ADVISER, *words)
 
 
 def warmup(options_file: Path) -> WorkerCommand:
     """Run one probe worker on every slot."""
-    return WorkerCommand(
-        entrypoint=os.environ.get("PYTHON_EXEC", sys.executable),
-        arguments=("-u", "-m", "pipette_launch.probe.run", str(options_file)),
-        # Not another number of threads than in training: torchrun sets it for several workers, and leaves one alone.
-        environment={},
-    )
+    return _module("pipette_launch.probe.run", str(options_file))
 
 
 def order_check(device_kind: str, tp: int, ranks: Sequence[int]) -> WorkerCommand:
-    """Check NCCL on every device of a node, in the order that training gives them to these ranks.
+    """Check NCCL on every device of a node in the training's order: among all, and in each group of `tp` ranks."""
+    return _module("pipette_launch.probe.order_check", device_kind, str(tp), *map(str, ranks))
 
-    It is checked among all of them, and among the `tp` ranks of each tensor-parallel group.
-    """
-    return WorkerCommand(
-        entrypoint=os.environ.get("PYTHON_EXEC", sys.executable),
-        arguments=("-u", "-m", "pipette_launch.probe.order_check", device_kind, str(tp), *map(str, ranks)),
-        environment={},
-    )
+
+def _module(name: str, *words: str) -> WorkerCommand:
+    # The environment stays as in training: torchrun sets the number of threads for several workers, and not for one.
+    return WorkerCommand(entrypoint=_python(), arguments=("-u", "-m", name, *words), environment={})
+
+
+def _python() -> str:
+    return os.environ.get("PYTHON_EXEC", sys.executable)
+
+
+# -- the training -------------------------------------------------------------------------------------------------
 
 
 def training(
@@ -161,11 +153,11 @@ def training(
     """Run the user's script under a decision.
 
     Args:
-        decision: what to put in.
+        decision: gives arguments, variables and patches.
         options: the script as the user named it.
         entrypoint: torchrun's own program for the workers.
-        arguments: torchrun's own arguments for it; they end with the script's.
-        folder: a private one of this node, for the pipeline's schedule where the script runs under a patch.
+        arguments: torchrun's own arguments for it, which end with the script's.
+        folder: private folder of this node, for the pipeline schedule of a patched script.
 
     """
     given = len(options.script_arguments)
@@ -177,27 +169,23 @@ def training(
         files.write(path, decision.choice.order)
         patches, environment = (*patches, SCHEDULES), {**environment, schedule.VARIABLE: str(path)}
     if patches:
-        head = _patched(head, patches)
+        # `-u [-m] SCRIPT` becomes `-u -m pipette_patches.run --patch NAME -- [-m] SCRIPT`.
+        unbuffered, *script = head
+        named = [word for name in patches for word in ("--patch", name)]
+        head = [unbuffered, "-m", PATCH_RUNNER, *named, "--", *script]
     return WorkerCommand(entrypoint=entrypoint, arguments=(*head, *tail), environment=environment)
 
 
 def _wandb_notes(decision: Decision, options: Options) -> dict[str, str]:
-    """Let Megatron's own W&B run say which plan it follows: `wandb.init` takes its notes from this variable."""
+    """Return the variable from which `wandb.init` takes its notes, so that Megatron's W&B run names its plan."""
     plan, choice = decision.plan, decision.choice
     wants = any(word.partition("=")[0] == "--wandb-project" for word in options.script_arguments)
-    # Those of the attempt before are in the agent's own variables.
+    # The agent's variables may hold our notes of the last attempt.
     is_users = not os.environ.get(WANDB_NOTES, NOTES_HEAD).startswith(NOTES_HEAD)
     if plan is None or decision.phase != "train" or not wants or is_users:
         return {}
-    # Imported when it is needed: most jobs do without it.
+    # Imported here, because most jobs do not use W&B.
     from pipette_launch.report import chosen_line
 
     runs = replace(plan, chosen=choice or plan.own, keeps_own=choice is None)
     return {WANDB_NOTES: f"{NOTES_HEAD}{chosen_line(runs)}"}
-
-
-def _patched(head: Sequence[str], patches: Sequence[str]) -> list[str]:
-    """`-u [-m] SCRIPT` becomes `-u -m pipette_patches.run --patch NAME -- [-m] SCRIPT`."""
-    unbuffered, *script = head
-    named = [word for name in patches for word in ("--patch", name)]
-    return [unbuffered, "-m", PATCH_RUNNER, *named, "--", *script]

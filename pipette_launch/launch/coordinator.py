@@ -1,35 +1,33 @@
-"""The judgement of a job: from a plan file, the cache or the warm-up to one decision for all nodes."""
+"""The coordinator of a job: from a plan file, the cache or a warm-up to one decision for all nodes."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TypeAlias
 
-from pipette_launch import megatron, replan
+from pipette_launch import megatron
 from pipette_launch.errors import PipetteError, ProbeError, UsageError
-from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.facts import Host, Job, Measurements, Plan, files
+from pipette_launch.facts.health import DeviceCondition, Verdict
 from pipette_launch.facts.measurements import without_hosts
-from pipette_launch.facts.messages import Decision, NodeRecord
-from pipette_launch.launch.cache import CLUSTER
+from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
+from pipette_launch.launch.cache import CLUSTER, Cache
 from pipette_launch.launch.health_policy import Ruling, apart, measured, rule, small_holders, with_spares
 from pipette_launch.launch.nodes import hosts_of, in_order, joined, notes_of, unique_names
-from pipette_launch.launch.options import Script
+from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.planner import Planner
 from pipette_launch.launch.trials import TrialCoordinator, check_before, failed, needs_check, passed
+from pipette_launch.planning import replan
 from pipette_launch.probe.health.verdicts import judge
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pipette_launch.facts import Job, Plan
-    from pipette_launch.facts.messages import Decision, TrialReport
-    from pipette_launch.launch.options import Options, Script
-    from pipette_launch.launch.planner import Planner
-    from pipette_launch.launch.trials import TrialCoordinator
+from pipette_launch.probe.messages import WarmupOrder
 
 logger = logging.getLogger(__name__)
+
+Judge: TypeAlias = "Callable[[Sequence[Host], Sequence[Sequence[DeviceCondition]]], Sequence[Verdict]]"
 
 
 class DecisionWriter:
@@ -44,38 +42,29 @@ class DecisionWriter:
         *,
         interruption: type[Exception],
     ) -> None:
-        """Begin.
-
-        Args:
-            options: what the user asked for.
-            script: as the user named it.
-            planner: knows the job.
-            trials: come before a plan's training.
-            interruption: what a signal raises; it is no failure of a plan.
-
-        """
+        """Begin; `interruption` is the exception that a signal raises, which is not a failure of a plan."""
         self._options = options
         self._script = script
         self._planner = planner
         self._trials = trials
         self._interruption = interruption
         self.is_start = True
-        """No round came before this one."""
+        """Whether this is the first round."""
 
     def train(
         self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str, is_tried: bool = True
     ) -> Decision:
-        """Write the decision to run a plan's candidate, with the words that its script is given."""
+        """Return the decision to run a plan's candidate: its training, or a check or trials before it."""
         following = replace(bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason)
         choice = following.choice
-        needed = self._script.environment(choice.layout if choice else job.own, plan.device_kind, is_own=choice is None)
+        layout = choice.layout if choice else job.own
         following = replace(
             following,
-            script_arguments=self._script.words(job, choice.layout if choice else job.own),
-            environment=needed,
+            script_arguments=self._script.words(job, layout),
+            environment=self._script.environment(layout, plan.device_kind, is_own=choice is None),
             patches=self._planner.patches,
         )
-        # Before trials: steps in an order that is given up again would show nothing.
+        # The check comes before trials: trials of an order that the check rejects would prove nothing.
         if needs_check(following) and not self._options.dry_run:
             return check_before(following)
         if attempt == 0 and is_tried and (following := self._trials.open(following, job)).phase == "trial":
@@ -84,34 +73,34 @@ class DecisionWriter:
         return replace(following, phase="stop") if self._options.dry_run else following
 
     def after_check(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
-        """Write the decision to try or train the order that was checked, or device order where the check failed.
+        """Return the decision to run the checked order, or device order if the check failed.
 
         Args:
-            bare: the training without its plan's words.
+            bare: training without the arguments of its plan.
             ended: the check.
-            report: how it ended.
+            report: its result.
 
         """
         planner = self._planner
-        # --pipette-quiet prints every reason of a decision, so a check that passed gives none.
+        # --pipette-quiet prints every reason of a decision, so a check that passed gives no reason.
         plan, told = failed(ended, report.failure) if report.failure else (passed(ended), "")
         given = ended.script_arguments
         batch = megatron.global_batch_size(given) if given else None
         job = planner.read_job(sum(bare.num_slots), plan.device_kind, global_batch_size=batch)
         known = planner.measurements
         if report.failure and known is not None and plan.hosts == tuple(host.name for host in known.cluster.hosts):
-            # The planner is imported when there is something to predict.
-            from pipette_launch.launch.planning import priced_anew
+            # Imported here, because a start from the cache predicts nothing.
+            from pipette_launch.planning.measured_plan import priced_anew
 
             outcomes = planner.cache.outcomes(known.cluster.hosts[0])
-            plan = priced_anew(plan, job, known, outcomes, options=planner.options)
+            plan = priced_anew(plan, job, known, outcomes, options=planner.options.search_options())
         if plan.provenance.source != "file" and not ended.is_refitted:
             planner.keep(plan, job)
         following = self.train(bare, job, plan, attempt=ended.attempt, reason=told, is_tried=not ended.is_refitted)
         return replace(following, proven=ended.proven, is_refitted=ended.is_refitted)
 
     def guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
-        """Decide; when that fails, train with the user's own configuration, or stop if the user wants or erred."""
+        """Decide; after an error train with the user's own configuration, or stop if the user asked for that."""
         self._planner.job = None
         is_misuse = False
         try:
@@ -120,7 +109,7 @@ class DecisionWriter:
             raise
         except PipetteError as error:
             reason = str(error)
-            # Once a job runs, hosts may go: that their plan is for others is then nobody's error.
+            # Once a job runs, hosts may leave. A plan for other hosts is then not the user's mistake.
             is_misuse = isinstance(error, UsageError) and self.is_start and self._options.on_error != "train"
         except Exception as error:
             logger.exception("planning failed")
@@ -130,10 +119,10 @@ class DecisionWriter:
             return replace(bare, phase="stop", failed=True, is_misuse=is_misuse, reason=reason)
         reason = f"{reason}; training with your own configuration as torchrun would"
         following = replace(bare, patches=self._planner.patches, reason=reason)
-        return following if self._planner.job is None else self._as_checkpoint_demands(following, self._planner.job)
-
-    def _as_checkpoint_demands(self, following: Decision, job: Job) -> Decision:
-        """Put in the sizes that a checkpoint dictates, without which it cannot be loaded; other words stay."""
+        job = self._planner.job
+        if job is None:
+            return following
+        # A checkpoint dictates sizes, without which it cannot be loaded. Other arguments stay.
         try:
             words = self._script.words(job, job.own)
         except PipetteError:
@@ -142,23 +131,8 @@ class DecisionWriter:
         return replace(following, script_arguments=words, environment=needed)
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from pipette_launch.facts import Host, Job
-    from pipette_launch.facts.health import DeviceCondition, Verdict
-    from pipette_launch.facts.messages import TrialReport
-    from pipette_launch.launch.cache import Cache
-    from pipette_launch.launch.options import Options
-    from pipette_launch.probe.messages import WarmupOrder
-
-
-Judge: TypeAlias = "Callable[[Sequence[Host], Sequence[Sequence[DeviceCondition]]], Sequence[Verdict]]"
-
-
 class Coordinator:
-    """Decides for all nodes; every agent has one, and the first node's is asked."""
+    """Decides for all nodes. Every agent has a coordinator; the first node's is used."""
 
     def __init__(
         self,
@@ -173,12 +147,12 @@ class Coordinator:
         """Begin.
 
         Args:
-            options: what the user asked for.
-            folder: a private one, where the warm-up leaves what it measured.
-            interruption: what a signal raises; it is no failure of a plan.
-            judge: finds what is amiss, from what drivers tell of each host's devices.
-            least_nodes: how few may train, MIN of --nnodes.
-            is_static: whether the rendezvous waits for all nodes whatever --nnodes says.
+            options: settings of the user.
+            folder: private folder where the warm-up leaves its measurements.
+            interruption: exception that a signal raises; not a failure of a plan.
+            judge: finds sick devices and hosts in the drivers' reports.
+            least_nodes: MIN of --nnodes.
+            is_static: whether the rendezvous waits for all nodes, whatever --nnodes says.
 
         """
         self._options = options
@@ -189,10 +163,10 @@ class Coordinator:
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
         self._told_by_drivers: tuple[Verdict, ...] = ()
         self._batch: int | None = None
-        """The global batch size of the training so far, which no other number of ranks may change."""
+        """Global batch size of the training so far, which stays on any number of ranks."""
         self._told_before_warmup: tuple[str, ...] = ()
         self._measures_anew = False
-        # The agent puts a plan's variables into its own environment; these are the user's.
+        # The agent puts a plan's variables into its own environment; this copy holds the user's.
         environ = dict(os.environ)
         self._script = Script(options, environ)
         self._planner = Planner(options, self._script, environ, least_nodes=least_nodes)
@@ -201,23 +175,25 @@ class Coordinator:
 
     @property
     def cache(self) -> Cache:
-        """Where the plan in force lies."""
+        """Folder of the plan in force."""
         return self._planner.cache
 
     @property
     def measurements(self) -> Measurements | None:
-        """What the plan in force rests on, where it is known."""
+        """Measurements behind the plan in force; None if unknown."""
         return self._planner.measurements
+
+    # -- a new round ----------------------------------------------------------------------------------------------
 
     def decide(
         self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str] | None = None
     ) -> Decision:
-        """Decide for all nodes what a new round does.
+        """Decide what a new round does on all nodes.
 
         Args:
             records: one for each agent.
-            held: what the round before had decided; None in the first round.
-            lost: hosts that cannot train, each with why: gone, or out of reach from others.
+            held: decision of the last round; None in the first round.
+            lost: hosts that cannot train, each with the reason: gone, or not reachable from others.
 
         """
         self._writer.is_start = held is None
@@ -254,8 +230,8 @@ class Coordinator:
             return replace(bare, phase="stop", failed=isinstance(step, replan.GiveUp), reason=step.reason)
         if held is None or isinstance(step, replan.Measure):
             return self._first(bare, records, step.reason)
-        if isinstance(step, replan.UseTemplate):
-            return self._use_template(bare, records, step)
+        if isinstance(step, replan.UseFallback):
+            return self._use_fallback(bare, records, step)
         bare = bare.leaving_out(set(bare.hosts) - set(held.hosts))
         if isinstance(step, replan.TryNext):
             bare = replace(bare, failures=(*held.failures, *(one.failure for one in records if one.failure)))
@@ -273,13 +249,12 @@ class Coordinator:
         )
 
     def _next(self, bare: Decision, held: Decision, step: replan.TryNext) -> Decision:
-        """Go on to the next candidate of a plan."""
         assert held.plan is not None
         job = self._planner.read_job(sum(bare.num_slots), held.plan.device_kind, global_batch_size=self._batch)
         return self._writer.train(bare, job, held.plan, attempt=step.attempt, reason=step.reason)
 
-    def _use_template(self, bare: Decision, records: Sequence[NodeRecord], step: replan.UseTemplate) -> Decision:
-        """Go on at once with a plan that was made before, on the hosts that are there."""
+    def _use_fallback(self, bare: Decision, records: Sequence[NodeRecord], step: replan.UseFallback) -> Decision:
+        """Train at once with a plan that was made ahead, on the hosts that are there."""
         hosts = hosts_of(records, bare.hosts)
         training = tuple(host for host in hosts if host.name in step.plan.hosts)
         smaller = bare.leaving_out(set(bare.hosts) - set(step.plan.hosts))
@@ -296,8 +271,10 @@ class Coordinator:
 
         return self._writer.guarded(smaller, use)
 
+    # -- hosts without a plan -------------------------------------------------------------------------------------
+
     def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
-        """Find a plan for hosts that have none, without those that had better not take part."""
+        """Find a plan for hosts that have none, without hosts that the policy excludes."""
         hosts = hosts_of(records, bare.hosts)
         self._conditions = {host.name: record.conditions for host, record in zip(hosts, records, strict=True)}
         self._told_by_drivers = verdicts = tuple(self._judge(hosts, [*self._conditions.values()]))
@@ -311,7 +288,7 @@ class Coordinator:
         return self._writer.guarded(smaller, lambda: self._find(smaller, rest))
 
     def _find(self, bare: Decision, hosts: tuple[Host, ...]) -> Decision:
-        """Find a plan: from a file, from the cache, or by measuring."""
+        """Find a plan: in a file, in the cache, or by measuring."""
         planner, options = self._planner, self._options
         if options.plan is not None:
             bare, hosts = self._without_spares_of(options.plan, bare, hosts)
@@ -335,7 +312,7 @@ class Coordinator:
             return remembered
         surveyed = None if self._measures_anew or self._writer.is_start else planner.surveyed_of(bare.hosts)
         if surveyed is not None:
-            told = "nothing is measured anew: the plan rests on what was measured of these nodes before"
+            told = "nothing is measured again: the plan uses earlier measurements of these nodes"
             return self._plan(replace(bare, reason=joined(bare.reason, told)), hosts, job, surveyed)
         num_spares = len(ruling.spares)
         job = planner.read_with_spares(hosts, num_spares, global_batch_size=self._batch)
@@ -344,7 +321,7 @@ class Coordinator:
     def _without_spares_of(
         self, path: Path, bare: Decision, hosts: tuple[Host, ...]
     ) -> tuple[Decision, tuple[Host, ...]]:
-        """Hold back as spares the hosts that the user's own plan does not name, if they are as few as he asked for."""
+        """Make spares of the hosts that the user's plan file does not name, up to --pipette-spares."""
         named = files.read(path, Plan).hosts if self._options.spares and path.is_file() else bare.hosts
         others = tuple(host.name for host in hosts if host.name not in named)
         if not 0 < len(others) <= min(self._options.spares, len(hosts) - self._least_nodes):
@@ -352,29 +329,27 @@ class Coordinator:
         return apart(bare, hosts, Ruling(spares=others))
 
     def _measure(self, bare: Decision, job: Job, hosts: tuple[Host, ...], num_spares: int = 0) -> Decision:
-        """Order a warm-up."""
-        # What plans a warm-up is imported when there is one: a start from the cache does without it.
+        """Return the decision to run a warm-up."""
+        # Imported here, because a start from the cache needs no warm-up.
         from pipette_launch.launch.commands import probe_options
 
-        told = [one for host in hosts for one in self._conditions.get(host.name, ())]
-        # Whoever asks for a measurement gets one of everything.
+        # --pipette-probe measures everything, without earlier measurements.
         is_whole = self._measures_anew or self._options.probe_to is not None
-        before = None if is_whole else self._planner.machine_measurements(hosts).path
-        orders = probe_options(
+        order = probe_options(
             job,
             hosts,
             options=self._planner.options,
             folder=self._folder,
-            known=before,
-            conditions=told,
+            known=None if is_whole else self._planner.machine_measurements(hosts).path,
+            conditions=[one for host in hosts for one in self._conditions.get(host.name, ())],
             num_training=len(hosts) - num_spares,
         )
-        return replace(bare, phase="warmup", probe_options=files.dumps(orders))
+        return replace(bare, phase="warmup", probe_options=files.dumps(order))
 
     def _remembered(
         self, bare: Decision, hosts: tuple[Host, ...], ruling: Ruling, known: Measurements
     ) -> Decision | None:
-        """Return the plan that an earlier job made without the hosts that are to stand by; None without one."""
+        """Return an earlier job's plan without the hosts on standby; None if there is no such plan."""
         forget = f"to measure all nodes again, delete {self.cache.path(CLUSTER)}" if ruling.leave_out else ""
         smaller, rest = apart(bare, hosts, ruling)
         job = self._planner.read_keyed(rest, global_batch_size=self._batch)
@@ -408,35 +383,36 @@ class Coordinator:
             why_not=lambda names: self._planner.why_not(tuple(host for host in hosts if host.name in names)),
         )
 
+    # -- after a warm-up or a trial -------------------------------------------------------------------------------
+
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
-        """Turn what the warm-up measured into a plan."""
+        """Make a plan from the measurements; `failure` says why the warm-up failed, or is empty."""
         from pipette_launch.launch.commands import warmup_order
 
         bare = replace(decision, phase="train", probe_options="", reason="")
         return self._writer.guarded(bare, lambda: self._weigh(bare, warmup_order(decision), failure))
 
-    def _weigh(self, bare: Decision, orders: WarmupOrder, failure: str) -> Decision:
-        """Take what the warm-up measured, or raise why there is nothing."""
-        self._planner.job = orders.job
+    def _weigh(self, bare: Decision, order: WarmupOrder, failure: str) -> Decision:
+        self._planner.job = order.job
         if failure:
             raise ProbeError(failure)
-        kept = self._planner.machine_measurements(orders.hosts)
+        kept = self._planner.machine_measurements(order.hosts)
         measurements = kept.kept(files.read(self._folder / CLUSTER, Measurements))
         if self._options.probe_to is not None:
             self._planner.measurements = measurements
             files.write(self._options.probe_to, measurements, shared=True)
             return replace(bare, phase="stop")
-        return self._plan(bare, orders.hosts, orders.job, measurements)
+        return self._plan(bare, order.hosts, order.job, measurements)
 
     def _plan(self, bare: Decision, hosts: tuple[Host, ...], job: Job, measurements: Measurements) -> Decision:
-        """Plan for the hosts that were measured, without those that turned out to be sick and without spares."""
+        """Plan for the measured hosts, without spares and without those that proved sick."""
         ruling = self._with_spares(self._rule(measurements.verdicts, hosts), measurements.verdicts, hosts)
-        # The warm-up knows again what the drivers had told before it.
+        # The warm-up finds again what the drivers reported before it.
         news = (reason for reason in ruling.reasons if reason not in self._told_before_warmup)
         bare = replace(bare, reason=joined(bare.reason, *news))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
-        # For the next start, which would else measure the sick ones again.
+        # Kept for the next start, which would otherwise measure the sick hosts again.
         trouble = self.cache.save(CLUSTER, measurements) if ruling.on_standby else ""
         smaller, rest = apart(replace(bare, reason=joined(bare.reason, trouble)), hosts, ruling)
 
@@ -449,18 +425,19 @@ class Coordinator:
         return self._writer.guarded(smaller, solve)
 
     def after_trial(self, ended: Decision, report: TrialReport) -> Decision:
-        """Order the next trial, or the training of whatever was measured best."""
+        """Return the next trial, or the training of the plan that was measured best."""
         bare = replace(ended, phase="train", trial=0, iterations=0, script_arguments=None, environment={}, reason="")
         bare = replace(bare, checks_order=False)
-        return self._writer.guarded(replace(bare, plan=None), lambda: self._after_trial(bare, ended, report))
 
-    def _after_trial(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
-        if ended.checks_order:
-            return self._writer.after_check(bare, ended, report)
-        following = self._trials.judge(ended, report)
-        if isinstance(following, Decision):
-            return following
-        plan = self._planner.without_what_cannot_load(following.plan, following.job)
-        if following.is_worth_keeping:
-            self._planner.keep(plan, following.job)
-        return self._writer.train(bare, following.job, plan, attempt=0, reason=following.reason)
+        def decide() -> Decision:
+            if ended.checks_order:
+                return self._writer.after_check(bare, ended, report)
+            following = self._trials.judge(ended, report)
+            if isinstance(following, Decision):
+                return following
+            plan = self._planner.without_what_cannot_load(following.plan, following.job)
+            if following.is_worth_keeping:
+                self._planner.keep(plan, following.job)
+            return self._writer.train(bare, following.job, plan, attempt=0, reason=following.reason)
+
+        return self._writer.guarded(replace(bare, plan=None), decide)

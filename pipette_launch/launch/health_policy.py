@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from pipette_launch.facts import Host
+from pipette_launch.facts.health import Verdict
+from pipette_launch.facts.messages import Decision
+from pipette_launch.launch.options import OnSick
 from pipette_launch.text import plural
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from pipette_launch.facts import Host
-    from pipette_launch.facts.health import Verdict
-    from pipette_launch.facts.messages import Decision
-    from pipette_launch.launch.options import OnSick
 
 MEASURED = ("slow-device", "slow-host", "slow-link")
 """Kinds of verdicts that only a warm-up can give. The other kinds are found again at each start."""

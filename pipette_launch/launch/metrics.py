@@ -14,18 +14,16 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pipette_launch import __version__
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import Choice, Plan, files
-
-if TYPE_CHECKING:
-    from pipette_launch.facts.messages import Decision
-    from pipette_launch.facts.outcome import Outcome
-    from pipette_launch.launch.cache import Cache
-    from pipette_launch.megatron.logs import Iteration
-    from pipette_launch.probe.messages import Sign
+from pipette_launch.facts.messages import Decision
+from pipette_launch.facts.outcome import Outcome
+from pipette_launch.launch.cache import Cache
+from pipette_launch.megatron.logs import Iteration
+from pipette_launch.probe.messages import Sign
 
 logger = logging.getLogger(__name__)
 
@@ -285,10 +283,6 @@ def _family(one: Family) -> str:
 def _labels(labels: dict[str, str]) -> str:
     inner = ",".join(f'{name}="{value.translate(ESCAPES)}"' for name, value in labels.items())
     return f"{{{inner}}}" if inner else ""
-
-
-if TYPE_CHECKING:
-    from pipette_launch.facts.messages import Decision
 
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")

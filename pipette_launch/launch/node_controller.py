@@ -8,20 +8,24 @@ import shutil
 import tempfile
 import time
 import uuid
+from argparse import Namespace
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipette_launch import megatron, report
 from pipette_launch.agent import elastic
-from pipette_launch.agent.controller import Controller
-from pipette_launch.facts import files
-from pipette_launch.facts.messages import Decision, NodeRecord
+from pipette_launch.agent.controller import Controller, Node, WorkerCommand
+from pipette_launch.agent.rendezvous import RendezvousSettings
+from pipette_launch.facts import Choice, files
+from pipette_launch.facts.messages import AttemptEnd, Decision, Failure, NodeRecord, TrialReport
+from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.launch import commands
 from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.metrics import MetricsFile, Spans, phase_attributes
 from pipette_launch.launch.nodes import described
+from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import add_outcome, existing_page
 from pipette_launch.launch.terminal import Kept, Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
@@ -29,17 +33,6 @@ from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.inventory import await_memory
 from pipette_launch.probe.messages import START_S, wait_s
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Collection, Mapping, Sequence
-
-    from pipette_launch.agent.controller import Node, WorkerCommand
-    from pipette_launch.agent.rendezvous import RendezvousSettings
-    from pipette_launch.facts import Choice
-    from pipette_launch.facts.messages import AttemptEnd, Failure, TrialReport
-    from pipette_launch.facts.outcome import Outcome, PeakReading
-    from pipette_launch.launch.options import Options
 
 logger = logging.getLogger(__name__)
 

@@ -6,19 +6,16 @@ import logging
 import os
 import socket
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from pipette_launch.agent.controller import Node
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
+from pipette_launch.facts import Host
+from pipette_launch.facts.health import DeviceCondition
+from pipette_launch.facts.messages import NodeRecord
 from pipette_launch.probe.health import inventory
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pipette_launch.agent.controller import Node
-    from pipette_launch.facts import Host
-    from pipette_launch.facts.health import DeviceCondition
-    from pipette_launch.facts.messages import NodeRecord
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,22 @@
-"""What the `--pipette-*` flags said."""
+"""The user's settings: the `--pipette-*` flags, and the script in Megatron's arguments."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pipette_launch import defaults, megatron
 from pipette_launch.errors import UsageError
-from pipette_launch.facts import files
+from pipette_launch.facts import Choice, Job, Layout, Plan, files
+
+if TYPE_CHECKING:
+    from pipette_launch.search.solve import SolveOptions
+
+logger = logging.getLogger(__name__)
 
 OnSick: TypeAlias = Literal["warn", "exclude", "fail"]
 LEAST_TRIAL_ITERS = 3
@@ -18,115 +24,110 @@ LEAST_TRIAL_ITERS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The launcher's own settings, and the script as the user named it."""
+    """The launcher's own flags, and the script as the user named it."""
 
     script: str
     script_arguments: tuple[str, ...]
     runs_python: bool
-    """Whether torchrun starts the script with a Python interpreter of its own, so that patches can be put before it."""
+    """Whether torchrun starts the script with a Python interpreter, so that patches can come before it."""
     is_module: bool
     plan: Path | None = None
     probe_to: Path | None = None
-    """Measure only, and write what was measured there."""
+    """File for measurements of a job that only measures; None for a job that trains."""
     fix: tuple[str, ...] = ()
     on_error: Literal["train", "fail"] | None = None
-    """None, not said: as `train`, but flags that ask for what is not there stop the job."""
+    """None: train after an error, but stop if a flag asks for something that does not exist."""
     on_sick: OnSick = "warn"
-    """What becomes of nodes with which something is amiss."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     budget_s: float = defaults.WARMUP_BUDGET_S
     margin: float = defaults.MARGIN
     memory_margin: float = defaults.MEMORY_MARGIN
     cache: Path | None = None
-    """Where plans are kept; None keeps none."""
+    """Folder of kept plans; None keeps none."""
     dry_run: bool = False
     detail: Literal["quiet", "usual", "verbose"] = "usual"
-    """How much the terminal shows: errors and what was chosen; short screens and progress; all notes and a log."""
+    """quiet: errors and the chosen plan; usual: short screens and progress; verbose: all notes and a log."""
     trials: int = defaults.TRIALS
-    """How many plans to try beside the user's own configuration before the training; 0 = none."""
+    """Number of plans to try in addition to the user's own configuration; 0 tries nothing."""
     trial_iters: int = defaults.TRIAL_ITERS
-    """How many step times of each trial count."""
+    """Number of step times of each trial that count."""
     schedules: tuple[str, ...] = ()
-    """Pipeline schedules that a plan may use beside Megatron's own, by name."""
+    """Pipeline schedules that a plan may use in addition to Megatron's own."""
     is_function: bool = False
     """Whether torchrun runs the script as a function (`--run-path`)."""
     watch: Literal["warn", "restart", "off"] = "warn"
-    """What to do where steps slow down during the training."""
+    """Reaction to slower steps during the training."""
     watch_limit: float = defaults.WATCH_LIMIT
-    """By which fraction they may."""
+    """Fraction by which steps may become longer."""
     seed: int = defaults.SEED
     tolerate: int = 0
-    """For the loss of up to so many hosts plans are made ahead, as far as MIN of --nnodes allows."""
+    """Largest number of lost hosts for which plans are made ahead, limited by MIN of --nnodes."""
     spares: int = 0
-    """So many hosts are measured with the others and stand by, as far as MIN of --nnodes allows."""
+    """Number of hosts that are measured and then stand by, limited by MIN of --nnodes."""
     metrics_file: Path | None = None
-    """Where figures of the job are written for Prometheus; None writes none."""
+    """File of metrics for Prometheus; None writes none."""
     max_restarts: int = 0
-    """--max-restarts."""
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.probe_to is not None:
-            raise UsageError("--pipette-plan needs no warm-up, and --pipette-probe is nothing else; give one of them")
+            raise UsageError("--pipette-plan trains without measuring, --pipette-probe only measures; give one of them")
         if not self.budget_s > 0:
             raise UsageError(f"--pipette-budget must be above 0 seconds, got {self.budget_s:g}")
         if self.budget_s == math.inf:
             raise UsageError("--pipette-budget must be finite, got inf; name a number of seconds")
-        if self.trials < 0:
-            raise UsageError(f"--pipette-trials must be at least 0, got {self.trials}")
-        for name, value in (("tolerate", self.tolerate), ("spares", self.spares)):
-            if value < 0:
-                raise UsageError(f"--pipette-{name} must be at least 0, got {value}")
+        for name in ("trials", "tolerate", "spares"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"--pipette-{name} must be at least 0, got {getattr(self, name)}")
         if self.trial_iters < LEAST_TRIAL_ITERS:
             raise UsageError(
                 f"--pipette-trial-iters must be at least {LEAST_TRIAL_ITERS}, got {self.trial_iters}: fewer step times "
-                f"do not tell how much they scatter"
+                f"do not show how much they scatter"
             )
-        for flag, fraction, below in (
-            ("--pipette-margin", self.margin, 1),
-            ("--pipette-memory-margin", self.memory_margin, 1),
-            ("--pipette-watch-limit", self.watch_limit, math.inf),
-        ):
+        for name, below in (("margin", 1), ("memory_margin", 1), ("watch_limit", math.inf)):
+            fraction = getattr(self, name)
             if not 0 <= fraction < below:
                 limit = f"at least 0 and below {below:g} (0.02 is 2 %)"
-                raise UsageError(f"{flag} must be {limit}, got {fraction:g}")
+                raise UsageError(f"--pipette-{name.replace('_', '-')} must be {limit}, got {fraction:g}")
 
     @property
     def plan_settings(self) -> tuple[float | str, ...]:
-        """What a plan depends on, beside the job and its machines."""
+        """Settings that a plan depends on, in addition to the job and its machines."""
         return (self.margin, self.memory_margin, *self.schedules)
 
     @property
     def only_looks(self) -> bool:
-        """Whether nothing is to be trained."""
+        """Whether the job trains nothing."""
         return self.dry_run or self.probe_to is not None
 
+    def search_options(self) -> SolveOptions:
+        """Return the options of the search. Planning takes a small part of the user's budget."""
+        # Imported here, because a start from the cache searches nothing.
+        from pipette_launch.search.solve import SolveOptions
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pipette_launch.facts import Choice, Job, Layout, Plan
-    from pipette_launch.launch.options import Options
-
-logger = logging.getLogger(__name__)
+        usual = SolveOptions(
+            margin=self.margin,
+            memory_margin=self.memory_margin,
+            budget_s=min(self.budget_s, defaults.SEARCH_BUDGET_S),
+            seed=self.seed,
+            schedules=self.schedules if self.runs_python else (),
+        )
+        return replace(usual, num_alternatives=max(usual.num_alternatives, self.trials))
 
 
 class Script:
-    """What the user started, with the variables that he set."""
+    """The user's script and environment, read and written in Megatron's arguments."""
 
     def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
         self._options = options
         self._environ = environ
         self.device_name = ""
-        """Of the first device, as soon as it is known."""
+        """Name of the first device; empty until it is known."""
 
     def read(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
-        """Read the job for so many ranks; raises what `megatron.read_job` does.
+        """Read the job for `world_size` ranks; raises what `megatron.read_job` does.
 
-        Args:
-            world_size: how many.
-            device_kind: `cuda` or `cpu`.
-            global_batch_size: that of the same job on other ranks; then its own configuration need not suit these.
-
+        With a `global_batch_size`, from the same job on another number of ranks, the user's own configuration need not
+        be legal on these ranks.
         """
         words = self._options.script_arguments
         if global_batch_size is not None and megatron.global_batch_size(words) is None:
@@ -144,26 +145,25 @@ class Script:
         )
 
     def words(self, job: Job, layout: Layout) -> tuple[str, ...]:
-        """Return the arguments with a layout put in."""
+        """Return the script's arguments with the flags of a layout."""
         return megatron.write_arguments(self._options.script_arguments, job=job, layout=layout)
 
     def trial_words(self, words: Sequence[str], job: Job) -> megatron.TrialWords:
-        """Make arguments fit for a trial; raises what `megatron.trial_arguments` does."""
+        """Adapt arguments to a trial; raises what `megatron.trial_arguments` does."""
         return megatron.trial_arguments(words, job.megatron_version)
 
     def environment(self, layout: Layout, device_kind: str, *, is_own: bool) -> dict[str, str]:
-        """Return the variables that a layout needs."""
+        """Return the variables that a layout needs; the user's own layout keeps the user's own variables."""
         needed = megatron.environment(layout, device_kind=device_kind, device_name=self.device_name)
-        # torchrun would have left the user's own variables alone.
         return {name: value for name, value in needed.items() if not is_own or name not in self._environ}
 
     def leave_record(self, plan: Plan, choice: Choice | None) -> None:
-        """Leave the plan beside the checkpoints that its job will write, for the job that loads them."""
+        """Write the plan beside the job's checkpoints, for the job that loads them."""
         path = megatron.record_path(self._options.script_arguments)
         if path is None or self._options.dry_run:
             return
         try:
-            # Whoever may load the checkpoints needs it.
+            # Shared, because whoever may load the checkpoints needs the plan.
             files.write(path, replace(plan, chosen=choice or plan.own, keeps_own=choice is None), shared=True)
         except OSError as error:
             logger.warning(

@@ -1,9 +1,4 @@
-"""What Megatron's `--profile --use-pytorch-profiler` leaves of each rank: when its forwards and backwards ran.
-
-Megatron lets torch's profiler record Python's calls (`with_stack`), and every pass is one call of `forward_step` or
-`backward_step` in its schedules. That call is the host's. On a GPU a pass lasts from the first to the last kernel that
-was launched in it; that rests on the format of torch's traces, and has not been seen on a GPU.
-"""
+"""Files beside a plan: its report (HTML) and its trace, written with the plan or later from the files beside it."""
 
 from __future__ import annotations
 
@@ -22,6 +17,13 @@ from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.outcome import Outcome, ProfiledRank
 from pipette_launch.launch.cache import CLUSTER, OUTCOME, PLAN
 
+if TYPE_CHECKING:
+    from pipette_launch.planning.picture import Picture
+
+# Reports are imported where they are used: a start from the cache draws nothing.
+
+PAGE = "report.html"
+TRACE = "trace.json"
 PASS = re.compile(r"megatron/core/pipeline_parallel/schedules\.py\(\d+\): (forward|backward)_step$", re.ASCII)
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 MOST_BYTES = 2 << 30
@@ -29,132 +31,33 @@ MOST_RANKS = 64
 _MOST_US = 1e18
 
 
-def read_profile(folder: Path) -> tuple[ProfiledRank, ...]:
-    """Read all traces in a folder, in the order of ranks; where a rank has several the newest counts.
-
-    Raises:
-        MegatronError: there is none, or too many.
-        FileFormatError: one cannot be read, or holds no passes.
-
-    """
-    paths = sorted(folder.glob("*.pt.trace.json"), key=lambda path: path.stat().st_mtime)
-    if not 0 < len(paths) <= MOST_RANKS:
-        raise MegatronError(
-            f"{folder}: {len(paths)} files *.pt.trace.json, and 1 to {MOST_RANKS} are needed; name the "
-            f"--tensorboard-dir of a job that ran with --profile --use-pytorch-profiler"
-        )
-    found = {made.rank: made for made in map(_read, paths)}
-    return tuple(found[rank] for rank in sorted(found))
-
-
-def _read(path: Path) -> ProfiledRank:
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise FileFormatError(f"{path}: larger than {MOST_BYTES >> 30} GiB; profile fewer steps")
-        whole = json.loads(path.read_bytes())
-        return profiled_rank(whole)
-    except (OSError, ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path}: cannot be read as a trace of torch's profiler ({error})") from error
-
-
-def profiled_rank(whole: Any) -> ProfiledRank:
-    """Take the passes out of a trace; raises ValueError where it is none, or holds none."""
-    about = whole.get("distributedInfo") if isinstance(whole, Mapping) else None
-    if not isinstance(about, Mapping) or not all(type(about.get(name)) is int for name in ("rank", "world_size")):
-        raise ValueError("it does not say of which rank it is")
-    events = whole.get("traceEvents")
-    lasting = [event for event in events if _lasts(event)] if isinstance(events, list) else []
-    calls = sorted(
-        (event["ts"], event["ts"] + event["dur"], found[1][0].upper())
-        for event in lasting
-        if (found := PASS.search(event["name"]))
-    )
-    if not calls:
-        raise ValueError("no forward_step or backward_step of Megatron's schedules is in it")
-    spans = _on_device(lasting, [start for start, _, _ in calls], [end for _, end, _ in calls])
-    return ProfiledRank(
-        rank=about["rank"],
-        world_size=about["world_size"],
-        kind_A=tuple(kind for _, _, kind in calls),
-        start_s_A=tuple(start / 1e6 for start, _ in spans),
-        end_s_A=tuple(end / 1e6 for _, end in spans),
-    )
-
-
-def _lasts(event: Any) -> bool:
-    """Whether it is a complete event with a time that can be one."""
-    if not isinstance(event, Mapping) or event.get("ph") != "X" or not isinstance(event.get("name"), str):
-        return False
-    times = event.get("ts"), event.get("dur")
-    return all(isinstance(time, (int, float)) and 0 <= time < _MOST_US for time in times)
-
-
-def _on_device(
-    events: Sequence[Mapping[str, Any]], starts: Sequence[float], ends: Sequence[float]
-) -> list[tuple[float, float]]:
-    """From the first to the last kernel that each call launched, never into the next one; the calls without a GPU."""
-    call_of = {}
-    for event in events:
-        at = bisect_right(starts, event["ts"]) - 1
-        if event.get("cat") in LAUNCHES and at >= 0 and event["ts"] < ends[at]:
-            call_of[_correlation(event)] = at
-    first, last = [float("inf")] * len(starts), [0.0] * len(starts)
-    for event in events:
-        at = call_of.get(_correlation(event), -1) if event.get("cat") == "kernel" else -1
-        if at >= 0:
-            first[at] = min(first[at], event["ts"])
-            last[at] = max(last[at], event["ts"] + event["dur"])
-    if not any(last):
-        return [*zip(starts, ends, strict=True)]
-    begins = [start if kernel == float("inf") else kernel for start, kernel in zip(starts, first, strict=True)]
-    following = (*begins[1:], float("inf"))
-    return [(begin, max(min(end, after), begin)) for begin, end, after in zip(begins, last, following, strict=True)]
-
-
-def _correlation(event: Mapping[str, Any]) -> Any:
-    about = event.get("args")
-    found = about.get("correlation") if isinstance(about, Mapping) else None
-    return found if isinstance(found, int) else None
-
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pipette_launch.planning.picture import Picture
-
-PAGE = "report.html"
+# -- the report ---------------------------------------------------------------------------------------------------
 
 
 def page_path(plan: Path) -> Path:
-    """Return where the report of a plan file lies: `report.html` beside `plan.json`, else its own name with `.html`."""
+    """Return the path of a plan's report: `report.html` beside `plan.json`, else the file's name with `.html`."""
     return plan.with_name(PAGE) if plan.name == PLAN else plan.with_suffix(".html")
+
+
+def existing_page(plan: Path | None) -> Path | None:
+    """Return the path of a plan's report; None if there is no report."""
+    path = None if plan is None else page_path(plan)
+    return path if path is not None and path.exists() else None
 
 
 def write_page(
     path: Path, plan: Plan, measurements: Measurements | None, picture: Picture | None, *, shared: bool = False
 ) -> None:
-    """Write the report of a plan that was made from these measurements, with its picture.
-
-    Raises:
-        OSError: the file cannot be written.
-        PipetteError: jinja2 is not installed.
-
-    """
+    """Write the report of a plan; raises OSError, or PipetteError if jinja2 is not installed."""
     from pipette_launch.report.page import plan_page
 
     files.write_text(path, plan_page(plan, measurements, picture), shared=shared)
 
 
-def existing_page(plan: Path | None) -> Path | None:
-    """Return where the report of a plan file lies, if there is one."""
-    path = None if plan is None else page_path(plan)
-    return path if path is not None and path.exists() else None
-
-
 def add_outcome(path: Path | None, outcome: Outcome) -> str:
-    """Write what a run came to into the report of its plan, if there is one; returns why not, or nothing.
+    """Write the outcome of a run into the report of its plan; return why that failed, or an empty text.
 
-    Nothing of the page is worked out again, so this takes milliseconds. A page of another plan is left as it is.
+    Only the outcome's part of the page is written, which takes milliseconds. The page of another plan stays as it is.
     """
     from pipette_launch.report.page import with_outcome
 
@@ -166,32 +69,52 @@ def add_outcome(path: Path | None, outcome: Outcome) -> str:
         if after != before:
             files.write_text(path, after)
     except (OSError, UnicodeDecodeError, PipetteError) as error:
-        return f"{path} does not tell the outcome: {error}"
+        return f"{path} does not show the outcome: {error}"
     return ""
+
+
+# -- the trace ----------------------------------------------------------------------------------------------------
+
+
+def trace_path(plan: Path) -> Path:
+    """Return the path of a plan's trace: `trace.json` beside `plan.json`, else the file's name with `.trace.json`."""
+    return plan.with_name(TRACE) if plan.name == PLAN else plan.with_suffix(f".{TRACE}")
+
+
+def write_trace(
+    path: Path, plan: Plan, measurements: Measurements | None, picture: Picture | None, *, shared: bool = False
+) -> None:
+    """Write the trace of a plan; raises OSError."""
+    from pipette_launch.report.trace import trace_text
+
+    files.write_text(path, trace_text(plan, measurements, picture), shared=shared)
+
+
+# -- from the files of an earlier plan ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundFiles:
-    """A plan and what lies beside its file, as far as it fits."""
+    """A plan, and the files beside it that belong to it."""
 
     plan: Plan
     measurements: Measurements | None
     picture: Picture | None
     outcome: Outcome | None
     missing: str
-    """What a report of it lacks; empty for nothing."""
+    """Sentence about the parts that a report lacks; empty if it is complete."""
 
 
 def found_files(path: Path, cluster: Path | None) -> FoundFiles:
-    """Read a plan file, with what lies beside it: `cluster.json` and `outcome.json`.
+    """Read a plan file, and `cluster.json` and `outcome.json` beside it.
 
     Args:
         path: of the plan.
-        cluster: what the plan rests on; None for the file beside the plan, if there is one.
+        cluster: file of the measurements behind the plan; None for the file beside the plan, if there is one.
 
     Raises:
-        FileFormatError: a file that was named or is there cannot be read.
-        ClusterError: `cluster` is of other hosts.
+        FileFormatError: a file cannot be read.
+        ClusterError: `cluster` is about other hosts.
 
     """
     plan = files.read(path, Plan)
@@ -216,14 +139,33 @@ def found_files(path: Path, cluster: Path | None) -> FoundFiles:
 
 
 def page_of(found: FoundFiles) -> str:
-    """Return the report of what was found, HTML; raises PipetteError where jinja2 is not installed."""
+    """Return the report as HTML; raises PipetteError if jinja2 is not installed."""
     from pipette_launch.report.page import plan_page
 
     return plan_page(found.plan, found.measurements, found.picture, found.outcome)
 
 
+def trace_of(found: FoundFiles, profile: Path | None = None) -> str:
+    """Return the trace as JSON.
+
+    Args:
+        found: a plan, and the files beside it.
+        profile: folder of the traces that torch's profiler left of the plan's training; None for no measured passes.
+
+    Raises:
+        PipetteError: the profile cannot be read, or is of another configuration, or the plan has no timeline.
+
+    """
+    from pipette_launch.report.trace import trace_text
+
+    if profile is not None and found.picture is None:
+        raise PlanError(f"there is no predicted timeline to compare the measured passes with: {found.missing}")
+    profiled = () if profile is None else read_profile(profile)
+    return trace_text(found.plan, found.measurements, found.picture, found.outcome, profiled)
+
+
 def _picture(plan: Plan, measured: Measurements) -> Picture:
-    """Read the job anew from what the plan's file says of it."""
+    """Draw the plan for its job, which is read again from the flags in the plan's file."""
     from pipette_launch.planning.picture import picture_of
 
     setting = plan.setting
@@ -243,45 +185,95 @@ def _picture(plan: Plan, measured: Measurements) -> Picture:
     return picture_of(plan, job, measured)
 
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pipette_launch.facts import Measurements, Plan
-    from pipette_launch.launch.plan_reports import FoundFiles
-    from pipette_launch.planning.picture import Picture
-
-TRACE = "trace.json"
+# -- traces of torch's profiler -----------------------------------------------------------------------------------
+#
+# Megatron's `--profile --use-pytorch-profiler` records Python's calls (`with_stack`), and every pass is one call of
+# `forward_step` or `backward_step` in its schedules. The call belongs to the CPU. On a GPU a pass lasts from the first
+# to the last kernel that the call launched; this follows the format of torch's traces and was not tested on a GPU.
 
 
-def trace_path(plan: Path) -> Path:
-    """Return where the trace of a plan file lies: `trace.json` beside `plan.json`, else its name with `.trace.json`."""
-    return plan.with_name(TRACE) if plan.name == PLAN else plan.with_suffix(f".{TRACE}")
-
-
-def write_trace(
-    path: Path, plan: Plan, measurements: Measurements | None, picture: Picture | None, *, shared: bool = False
-) -> None:
-    """Write the trace of a plan that was made from these measurements, with its picture; raises OSError."""
-    from pipette_launch.report.trace import trace_text
-
-    files.write_text(path, trace_text(plan, measurements, picture), shared=shared)
-
-
-def trace_of(found: FoundFiles, profile: Path | None = None) -> str:
-    """Return the trace of what was found beside a plan file, JSON.
-
-    Args:
-        found: the plan, and what lies beside it.
-        profile: a folder with the traces that torch's profiler left of the plan's training.
+def read_profile(folder: Path) -> tuple[ProfiledRank, ...]:
+    """Read all traces in a folder, in the order of ranks; if a rank has several, the newest counts.
 
     Raises:
-        PipetteError: the profile cannot be read, is of another configuration, or there is nothing to set it beside.
+        MegatronError: there are no traces, or too many.
+        FileFormatError: a trace cannot be read, or has no passes.
 
     """
-    from pipette_launch.launch.plan_reports import read_profile
-    from pipette_launch.report.trace import trace_text
+    paths = sorted(folder.glob("*.pt.trace.json"), key=lambda path: path.stat().st_mtime)
+    if not 0 < len(paths) <= MOST_RANKS:
+        raise MegatronError(
+            f"{folder}: {len(paths)} files *.pt.trace.json, and 1 to {MOST_RANKS} are needed; name the "
+            f"--tensorboard-dir of a job that ran with --profile --use-pytorch-profiler"
+        )
+    found = {made.rank: made for made in map(_read, paths)}
+    return tuple(found[rank] for rank in sorted(found))
 
-    if profile is not None and found.picture is None:
-        raise PlanError(f"measured passes have nothing to stand beside: {found.missing}")
-    profiled = () if profile is None else read_profile(profile)
-    return trace_text(found.plan, found.measurements, found.picture, found.outcome, profiled)
+
+def _read(path: Path) -> ProfiledRank:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise FileFormatError(f"{path}: larger than {MOST_BYTES >> 30} GiB; profile fewer steps")
+        return profiled_rank(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path}: cannot be read as a trace of torch's profiler ({error})") from error
+
+
+def profiled_rank(whole: Any) -> ProfiledRank:
+    """Return the passes in a trace; raises ValueError if it is not a trace or has no passes."""
+    about = whole.get("distributedInfo") if isinstance(whole, Mapping) else None
+    if not isinstance(about, Mapping) or not all(type(about.get(name)) is int for name in ("rank", "world_size")):
+        raise ValueError("it does not name its rank")
+    events = whole.get("traceEvents")
+    lasting = [event for event in events if _lasts(event)] if isinstance(events, list) else []
+    calls = sorted(
+        (event["ts"], event["ts"] + event["dur"], found[1][0].upper())
+        for event in lasting
+        if (found := PASS.search(event["name"]))
+    )
+    if not calls:
+        raise ValueError("it has no forward_step or backward_step of Megatron's schedules")
+    spans = _on_device(lasting, [start for start, _, _ in calls], [end for _, end, _ in calls])
+    return ProfiledRank(
+        rank=about["rank"],
+        world_size=about["world_size"],
+        kind_A=tuple(kind for _, _, kind in calls),
+        start_s_A=tuple(start / 1e6 for start, _ in spans),
+        end_s_A=tuple(end / 1e6 for _, end in spans),
+    )
+
+
+def _lasts(event: Any) -> bool:
+    """Return whether this is a complete event with valid times."""
+    if not isinstance(event, Mapping) or event.get("ph") != "X" or not isinstance(event.get("name"), str):
+        return False
+    times = event.get("ts"), event.get("dur")
+    return all(isinstance(time, (int, float)) and 0 <= time < _MOST_US for time in times)
+
+
+def _on_device(
+    events: Sequence[Mapping[str, Any]], starts: Sequence[float], ends: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Return the time of each call: from its first to its last kernel, or of the call itself without a GPU."""
+    call_of = {}
+    for event in events:
+        at = bisect_right(starts, event["ts"]) - 1
+        if event.get("cat") in LAUNCHES and at >= 0 and event["ts"] < ends[at]:
+            call_of[_correlation(event)] = at
+    first, last = [float("inf")] * len(starts), [0.0] * len(starts)
+    for event in events:
+        at = call_of.get(_correlation(event), -1) if event.get("cat") == "kernel" else -1
+        if at >= 0:
+            first[at] = min(first[at], event["ts"])
+            last[at] = max(last[at], event["ts"] + event["dur"])
+    if not any(last):
+        return [*zip(starts, ends, strict=True)]
+    begins = [start if kernel == float("inf") else kernel for start, kernel in zip(starts, first, strict=True)]
+    following = (*begins[1:], float("inf"))
+    return [(begin, max(min(end, after), begin)) for begin, end, after in zip(begins, last, following, strict=True)]
+
+
+def _correlation(event: Mapping[str, Any]) -> int | None:
+    about = event.get("args")
+    found = about.get("correlation") if isinstance(about, Mapping) else None
+    return found if isinstance(found, int) else None

@@ -1,16 +1,19 @@
-"""The plan of a job for given hosts: read, searched for in what was measured, or fitted to the hosts that are left."""
+"""The planner of a job: reads the job for given hosts, and finds, keeps or refits its plan on the deciding node."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from pipette_launch import megatron
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
+from pipette_launch.facts import Host, Job, Measurements, Plan
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.measurements import without_hosts
+from pipette_launch.facts.messages import Decision, NodeRecord
 from pipette_launch.facts.plan import Shortage, in_order_of, lower
 from pipette_launch.launch.cache import (
     PLAN,
@@ -22,35 +25,29 @@ from pipette_launch.launch.cache import (
     named_plan,
     suited,
 )
+from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.plan_reports import page_path, trace_path, write_page, write_trace
 from pipette_launch.planning.plan_key import plan_key
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from pipette_launch.facts import Host, Job, Measurements, Plan
-    from pipette_launch.facts.messages import Decision, NodeRecord
-    from pipette_launch.launch.options import Options, Script
-    from pipette_launch.replan import UseTemplate
+from pipette_launch.planning.replan import UseFallback
 
 logger = logging.getLogger(__name__)
 
 CPU_PATCHES = ("cpu_backend",)
-"""What stock Megatron needs to train without a GPU."""
+"""Patches that stock Megatron needs to train without a GPU."""
+MADE_AHEAD = "the plan that was made ahead"
 
 
 class Planner:
-    """Knows the job and what was measured of its hosts; makes and keeps plans on the node that decides for all."""
+    """The job and the measurements of its hosts, on the node that decides for all."""
 
     def __init__(self, options: Options, script: Script, environ: Mapping[str, str], *, least_nodes: int) -> None:
         """Begin.
 
         Args:
-            options: what the user asked for.
+            options: settings of the user.
             script: as the user named it.
             environ: the user's own variables.
-            least_nodes: how few may train, MIN of --nnodes.
+            least_nodes: MIN of --nnodes.
 
         """
         self._options = options
@@ -59,51 +56,48 @@ class Planner:
         self._least_nodes = least_nodes
         self.versions: dict[str, str] = {}
         self.job: Job | None = None
-        """The job as it was read last; None where nothing is known of it."""
+        """The job as last read; None if it could not be read."""
         self.patches: tuple[str, ...] = ()
         self.device_kind = ""
         self.cache = Cache(None, "")
-        """The folder of the plan in force."""
+        """Folder of the plan in force."""
         self.measurements: Measurements | None = None
-        """What the plan in force rests on, where it is known."""
+        """Measurements behind the plan in force; None if unknown."""
         self.surveyed: Measurements | None = None
-        """The same of all hosts that were measured with its own, spares among them."""
+        """Measurements of all hosts that were measured together, with spares."""
         self.shortage: Shortage | None = None
-        """Which plan of this job ran out of memory, now or in an earlier job; None where none did."""
+        """Plan of this job that ran out of memory, now or in an earlier job; None if no plan did."""
         self._shortage_path: Path | None = None
 
     # -- the job, for given hosts ---------------------------------------------------------------------------------
 
     def read_job(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
-        """Read the job for so many ranks; raises what `megatron.read_job` does.
+        """Read the job for `world_size` ranks; raises what `megatron.read_job` does.
 
-        Args:
-            world_size: how many.
-            device_kind: `cuda` or `cpu`.
-            global_batch_size: that of the job so far; then its own configuration need not suit these ranks.
-
+        With the `global_batch_size` of the training so far, the user's own configuration need not be legal on these
+        ranks.
         """
         self.job = job = self._script.read(world_size, device_kind, global_batch_size=global_batch_size)
         self.device_kind = device_kind
-        # Known to be Megatron's: without a GPU it needs the patches, whatever becomes of the plan.
+        # The script uses Megatron, so without a GPU it needs the CPU patch even if planning fails.
         self.patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
         return job
 
     def read_keyed(self, hosts: Sequence[Host], *, global_batch_size: int | None = None) -> Job:
-        """Read the job for these hosts, and turn to the folder of its plan."""
+        """Read the job for these hosts, and set `cache` to the folder of its plan."""
         world_size, kind = len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind
         job = self.read_job(world_size, kind, global_batch_size=global_batch_size)
         settings = [*self._options.plan_settings]
-        num_templates = min(self._options.tolerate, len(hosts) - self._least_nodes)
-        if num_templates > 0:
-            settings += ["templates", num_templates]
+        num_fallbacks = min(self._options.tolerate, len(hosts) - self._least_nodes)
+        if num_fallbacks > 0:
+            settings += ["templates", num_fallbacks]
         self.cache = Cache(self._options.cache, plan_key(hosts, job, self.versions, settings, environ=self._environ))
         file = ShortageFile(self._options.cache, hosts[0], job, self.versions)
         self._shortage_path, self.shortage = file.path, lower(self.shortage, file.load())
         return job
 
     def read_with_spares(self, hosts: Sequence[Host], num_spares: int, *, global_batch_size: int | None) -> Job:
-        """Read the job for all hosts, though some stand by: its own configuration need not suit all of them."""
+        """Read the job for all hosts although some stand by: the own configuration need not be legal on all of them."""
         num_spares = min(num_spares, len(hosts) - self._least_nodes)
         try:
             return self.read_keyed(hosts, global_batch_size=global_batch_size)
@@ -115,7 +109,7 @@ class Planner:
         return self.read_keyed(hosts, global_batch_size=training.batch.global_batch_size)
 
     def why_not(self, hosts: Sequence[Host]) -> str:
-        """Say why the job cannot run on these hosts; empty where it can."""
+        """Return why the job cannot run on these hosts; empty if it can."""
         try:
             if self._options.plan is not None:
                 named_plan(self._options.plan, hosts)
@@ -127,7 +121,7 @@ class Planner:
     # -- its plan -------------------------------------------------------------------------------------------------
 
     def machine_measurements(self, hosts: Sequence[Host]) -> MachineMeasurements:
-        """What was measured of these hosts for whatever job."""
+        """Return the file of measurements of these hosts, shared by all jobs."""
         return MachineMeasurements(self._options.cache, hosts, self.versions, environ=self._environ)
 
     def from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
@@ -140,38 +134,32 @@ class Planner:
         return adopted
 
     def from_cache(self, job: Job, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
-        """Return the plan of an earlier job without what is known to run out of memory, and what there is to say.
+        """Return an earlier job's plan without candidates that are known to run out of memory, and a reason.
 
-        Args:
-            job: for these hosts.
-            hosts: those that run the plan.
-
-        Returns:
-            No plan where none was kept, it cannot be used, or all of its candidates need too much.
-
+        The plan is None if no plan was kept, it cannot be used, or all of its candidates need too much memory.
         """
         plan, trouble = self.cache.load(hosts)
         if plan is None or self.shortage is None:
             return plan, trouble
         leaner = self.shortage.leaner(plan)
         if leaner is None:
-            return None, f"{self.shortage.sentence}; the cached plan needs as much, so another one is looked for"
+            return None, f"{self.shortage.sentence}; the cached plan needs as much, so another plan is searched"
         if leaner.chosen == plan.chosen:
             return leaner, trouble
         words = leaner.chosen.layout.words()
-        told = f"{self.shortage.sentence}; of the cached plans {words} needs less and runs in its place"
+        told = f"{self.shortage.sentence}; of the cached plans {words} needs less and runs instead"
         leaner = self.without_what_cannot_load(replace(leaner, reasons=(f"{told}.",)), job)
         return leaner, f"{told} (to forget it, delete {self._shortage_path})"
 
     @property
     def options(self) -> Options:
-        """What the user asked for, with the memory that plans must leave free where one has run out of it."""
+        """The user's settings, with the larger memory margin that plans need after one ran out of memory."""
         if self.shortage is None:
             return self._options
         return replace(self._options, memory_margin=self.shortage.margin(self._options.memory_margin))
 
     def solve(self, job: Job, measurements: Measurements, *, surveyed: Measurements, spares: Sequence[str]) -> Plan:
-        """Search for a plan, and keep it; raises PlanError where there is none.
+        """Search for a plan, and keep it; raises PlanError if there is no plan.
 
         Args:
             job: for the hosts that train.
@@ -180,7 +168,8 @@ class Planner:
             spares: hosts that were measured with them and stand by.
 
         """
-        from pipette_launch.launch.planning import make_plan
+        # Imported here, because a start from the cache searches nothing.
+        from pipette_launch.planning.measured_plan import make_plan
         from pipette_launch.planning.plan import with_setting
         from pipette_launch.search.fallback_plans import TemplateNeeds
 
@@ -196,26 +185,15 @@ class Planner:
             ),
             continuation_of=lambda layout: megatron.continuation(words, job, layout),
         )
-        told = self._bound_words()
+        told = self._margin_words()
+        outcomes = self.cache.outcomes(measurements.cluster.hosts[0])
+        options = self.options.search_options()
         try:
-            plan = make_plan(
-                job,
-                measurements,
-                self.cache.outcomes(measurements.cluster.hosts[0]),
-                options=self.options,
-                key=self.cache.key,
-                needs=needs,
-            )
+            plan = make_plan(job, measurements, outcomes, options=options, key=self.cache.key, needs=needs)
         except PlanError as error:
             raise PlanError("; ".join(filter(None, (str(error), told)))) from error
-        plan = with_setting(
-            plan,
-            job,
-            measurements,
-            script=self._options.script,
-            arguments=words,
-            machines=f"measured at {measurements.taken_at}",
-        )
+        source = f"measured at {measurements.taken_at}"
+        plan = with_setting(plan, job, measurements, script=self._options.script, arguments=words, machines=source)
         notes = (*plan.notes, f"{told[0].upper()}{told[1:]}.") if told else plan.notes
         plan = replace(plan, other_hosts=tuple(spares), notes=notes)
         self.measurements, self.surveyed = measurements, surveyed
@@ -223,7 +201,7 @@ class Planner:
         return plan
 
     def keep(self, plan: Plan, job: Job) -> None:
-        """Keep a plan of the measurements in force, with report and trace; where that fails, the log says why."""
+        """Keep a plan in the cache, with report and trace; if these fail, the log says why."""
         self.cache.keep_plan(plan, self.measurements)
         path = self.cache.plan_path
         if path is None:
@@ -237,11 +215,11 @@ class Planner:
         except (OSError, PipetteError) as error:
             logger.warning("report or trace is missing beside %s: %s", path, error)
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
-            # Not every exception: one is a signal to the launcher, which must get through.
+            # Not every exception: a signal to the launcher raises one, which must get through.
             logger.exception("report or trace is missing beside %s; the job goes on with its plan", path)
 
-    def _bound_words(self) -> str:
-        """Say what new plans must leave free because one ran out of memory, and how to forget it; empty for none."""
+    def _margin_words(self) -> str:
+        """Return why new plans leave more memory free than the user asked, and how to undo that; else empty."""
         if self.shortage is None:
             return ""
         forget = ""
@@ -255,19 +233,19 @@ class Planner:
     # -- after a failure or the loss of a host --------------------------------------------------------------------
 
     def recall(self, held: Decision, records: Sequence[NodeRecord], *, global_batch_size: int | None) -> None:
-        """Look for what the plan in force rests on, if another node made it, and learn from it if memory ran out.
+        """Find the measurements behind the plan in force, and learn from the attempt if memory ran out.
 
         Args:
-            held: the decision under which the last attempt ran.
-            records: how it ended, one for each agent.
-            global_batch_size: that of the training so far.
+            held: decision under which the last attempt ran.
+            records: its end, one for each agent.
+            global_batch_size: of the training so far.
 
         """
         if self.surveyed is None and held.plan is not None:
             self.surveyed = Cache(self._options.cache, held.plan.provenance.key).measurements()
         self.shortage = lower(self.shortage, held.shortage)
         found = _shortage_of(held, records)
-        # What was predicted of a plan that the user named may be for other machines.
+        # The predictions of a plan that the user named may be for other machines.
         if found is None or held.plan is None or self._options.plan is not None:
             return
         self.shortage = lower(self.shortage, found)
@@ -282,26 +260,26 @@ class Planner:
         ShortageFile(self._options.cache, host, job, self.versions).keep(found)
 
     def surveyed_of(self, hosts: Sequence[str]) -> Measurements | None:
-        """What was measured of these hosts; None where one of them was not."""
+        """Return the measurements of these hosts; None if a host was not measured."""
         if self.surveyed is None:
             return None
         known = [host.name for host in self.surveyed.cluster.hosts]
         return without_hosts(self.surveyed, set(known) - set(hosts)) if set(hosts) <= set(known) else None
 
-    def fitted(self, step: UseTemplate, hosts: Sequence[Host], *, global_batch_size: int | None) -> tuple[Job, Plan]:
-        """Make a template the plan of the hosts that are left, with its ranks placed for the links between them.
+    def fitted(self, step: UseFallback, hosts: Sequence[Host], *, global_batch_size: int | None) -> tuple[Job, Plan]:
+        """Turn a fallback plan into the plan of the remaining hosts, with ranks placed for the links between them.
 
         Args:
-            step: the template, with these hosts in it.
-            hosts: those that run its ranks, in torchrun's order.
-            global_batch_size: that of the training so far.
+            step: the fallback plan, with these hosts in it.
+            hosts: hosts that run its ranks, in torchrun's order.
+            global_batch_size: of the training so far.
 
         Raises:
-            PipetteError: the job cannot run so, or its checkpoint cannot be loaded so.
+            PipetteError: the job cannot run this way, or cannot load its checkpoint.
 
         """
         job = self.read_keyed(hosts, global_batch_size=global_batch_size)
-        plan = suited(step.plan, job, self.cache.key, "the plan that was made ahead")
+        plan = suited(step.plan, job, self.cache.key, MADE_AHEAD)
         if self.shortage is not None:
             leaner = self.shortage.leaner(plan)
             if leaner is None:
@@ -310,21 +288,22 @@ class Planner:
         self.measurements = measurements = self.surveyed_of(plan.hosts)
         if measurements is None:
             return job, plan
-        from pipette_launch.launch.planning import placed_for
+        from pipette_launch.planning.measured_plan import placed_for
 
+        outcomes = self.cache.outcomes(hosts[0])
         try:
-            plan = placed_for(plan, job, measurements, self.cache.outcomes(hosts[0]), options=self.options)
+            plan = placed_for(plan, job, measurements, outcomes, options=self.options.search_options())
         except PipetteError as error:
-            logger.warning("ranks are not placed anew for the nodes that are left: %s", error)
+            logger.warning("the ranks keep their places on the remaining nodes: %s", error)
             plan = in_order_of(plan, [host.name for host in measurements.cluster.hosts])
-        return job, kept_together(plan, job, Domains.of(measurements.cluster), "the plan that was made ahead")
+        return job, kept_together(plan, job, Domains.of(measurements.cluster), MADE_AHEAD)
 
     def without_what_cannot_load(self, plan: Plan, job: Job) -> Plan:
-        """Leave out the templates that could not load what the plan saves; a note says how many they are.
+        """Remove fallback plans that cannot load the checkpoints of the chosen candidate; a note has their number.
 
         Args:
-            plan: with another candidate chosen than the one that its templates were made for.
-            job: what it runs.
+            plan: its fallback plans were made for another candidate.
+            job: that the plan runs.
 
         """
         layout = plan.chosen.layout
@@ -338,10 +317,10 @@ class Planner:
 
 
 def _shortage_of(held: Decision, records: Sequence[NodeRecord]) -> Shortage | None:
-    """Return what an attempt teaches that ran out of the memory that its plan was predicted to need."""
+    """Return the shortage of an attempt that ran out of memory although its plan was predicted to fit; else None."""
     if held.phase != "train" or held.plan is None:
         return None
-    # On GPUs a plan is judged by their memory, not by that of the hosts.
+    # A GPU plan predicts the memory of GPUs and not that of hosts.
     kinds = ("out-of-memory",) if held.plan.device_kind == "cuda" else ("out-of-memory", "out-of-host-memory")
     ended = [record.failure for record in records if record.failure and record.attempt == held.attempt]
     short = next((failure for failure in ended if failure.kind in kinds), None)

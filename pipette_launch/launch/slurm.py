@@ -12,17 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.rendezvous_handler import holder
 from pipette_launch.agent.signals import scontrol
 from pipette_launch.errors import ClusterError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 PORTS_FROM, NUM_PORTS = 20000, 10000
 STEP_STRIDE = 1009
@@ -208,12 +205,6 @@ def node_address(node: str) -> str:
     return found[1] if found else node
 
 
-if TYPE_CHECKING:
-    from argparse import ArgumentParser
-    from collections.abc import Collection, Mapping, Sequence
-
-    from pipette_launch.launch.slurm import Step
-
 RENDEZVOUS = (
     *("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
     *("node_rank", "master_addr", "master_port"),
@@ -283,9 +274,6 @@ def _see_that_it_is_free(step: Step) -> None:
             f"--rdzv-id {step.job}"
         ) from error
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 MEET_S = 300.0
 """How long a task waits for the first one to be there: imports on a busy file system take minutes."""

@@ -7,15 +7,17 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from pipette_launch import report
+from pipette_launch.facts import Measurements, Plan
+from pipette_launch.facts.messages import Decision
+from pipette_launch.launch.options import Options
 from pipette_launch.launch.trials import trial_words
+from pipette_launch.probe.messages import PhaseEnd, Sign
 from pipette_launch.text import printable
-
-if TYPE_CHECKING:
-    from pipette_launch.probe.messages import PhaseEnd, Sign
 
 HEAD = "pipette-launch: "
 REFRESH_S = 0.2
@@ -131,15 +133,6 @@ def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) 
 def _changes_lines(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from pipette_launch.facts import Measurements, Plan
-    from pipette_launch.facts.messages import Decision
-    from pipette_launch.launch.options import Options
-    from pipette_launch.probe.messages import Sign
 
 SHOWN_HOSTS = 4
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
 
 from pipette_launch import megatron
+from pipette_launch.facts import Choice
 from pipette_launch.facts.measurements import Samples
+from pipette_launch.facts.messages import Decision
 from pipette_launch.facts.outcome import Outcome, PeakReading
+from pipette_launch.megatron import Iteration, MemoryLine
 from pipette_launch.text import plural, seconds_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
-    from pipette_launch.facts import Choice
-    from pipette_launch.facts.messages import Decision
-    from pipette_launch.megatron import Iteration, MemoryLine
 
 ITERATIONS = 20
 """Least number of iterations of an outcome. One logged line may stand for several."""

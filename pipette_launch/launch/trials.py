@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pipette_launch.cost.learned import ERRORS_APART
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
-from pipette_launch.facts import Samples
+from pipette_launch.facts import Choice, Job, Layout, Plan, Samples
 from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
+from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.facts.plan import Trial, Trials
 from pipette_launch.launch.nodes import joined
-from pipette_launch.replan import why_to_give_up
+from pipette_launch.launch.options import Options, Script
+from pipette_launch.planning.replan import why_to_give_up
 from pipette_launch.text import seconds_text
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pipette_launch.facts import Choice, Job, Layout, Plan
-    from pipette_launch.facts.messages import Decision, Failure, TrialReport
-    from pipette_launch.launch.options import Options, Script
 
 CHECKED = "all-gather and reduce-scatter of 1 to 64 MB returned every value in its place"
 SEE = "see NVIDIA/nccl#1906"

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipette_launch.errors import FileFormatError, UsageError
 from pipette_launch.facts import Measurements, files
+from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.outcome import LiveJob
 from pipette_launch.launch.cache import CLUSTER, PLAN, default_root, distrust
 from pipette_launch.launch.metrics import KEPT, measured_beside
 from pipette_launch.launch.plan_reports import PAGE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 MOST_BYTES = 1 << 20
 SAMPLE = re.compile(r"(pipette_[a-z_]{1,80})(?:\{(.*)\})? ([-+.0-9e]{1,40})", re.ASCII)
@@ -133,10 +130,6 @@ def _labels(found: Samples, name: str) -> Mapping[str, str]:
 def _unescaped(match: re.Match[str]) -> str:
     return "\n" if match[1] == "n" else match[1]
 
-
-if TYPE_CHECKING:
-    from pipette_launch.facts.health import Verdict
-    from pipette_launch.facts.outcome import LiveJob
 
 MOST_STEPS = 40
 

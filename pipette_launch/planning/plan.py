@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from pipette_launch import megatron
 from pipette_launch.cost.layers.parameters import stage_parameters
+from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections
 from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import OptionError
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance, Setting
@@ -163,7 +165,7 @@ def search_plan(problem: PlanProblem) -> Plan:
     request, measured, machines = problem.request, problem.measurements, problem.machines
     schedules = schedule_names(request.schedules)
     settings: tuple[float | str, ...] = (request.margin, request.memory_margin, *schedules)
-    found = solve(
+    found = best_plan(
         problem.job,
         measured,
         options=SolveOptions(
@@ -175,12 +177,8 @@ def search_plan(problem: PlanProblem) -> Plan:
         ),
         # Other work on this machine makes the search slower, and must not end it sooner.
         clock=time.process_time,
-        provenance=Provenance(
-            key=plan_key(measured.cluster.hosts, problem.job, measured.versions, settings, environ=os.environ),
-            made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            versions=measured.versions,
-            source="imagined" if machines.measured is None else "file",
-        ),
+        key=plan_key(measured.cluster.hosts, problem.job, measured.versions, settings, environ=os.environ),
+        source="imagined" if machines.measured is None else "file",
     )
     return with_setting(
         found,
@@ -191,6 +189,33 @@ def search_plan(problem: PlanProblem) -> Plan:
         machines=machines.origin,
         network=machines.network,
     )
+
+
+def best_plan(
+    job: Job,
+    measurements: Measurements,
+    *,
+    options: SolveOptions,
+    clock: Callable[[], float],
+    key: str,
+    source: Literal["measured", "imagined", "file"],
+    corrections: Corrections = NOTHING_LEARNED,
+) -> Plan:
+    """Search for the best plan: every plan of API, commands and launcher is made here.
+
+    Args:
+        job: model, batch, the user's own layout and its pins.
+        measurements: that price the plan.
+        options: budget, margins, seed.
+        clock: the time that counts against the budget.
+        key: of the cache; the plan stores it.
+        source: where the measurements come from.
+        corrections: factors learned from earlier jobs.
+
+    """
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    provenance = Provenance(key=key, made_at=now, versions=measurements.versions, source=source)
+    return solve(job, measurements, options=options, clock=clock, provenance=provenance, corrections=corrections)
 
 
 def with_setting(

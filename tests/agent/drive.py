@@ -15,7 +15,6 @@ from typing import Any
 
 from torch.distributed.run import get_args_parser
 
-from pipette_launch import replan
 from pipette_launch.agent import elastic, trial
 from pipette_launch.agent.controller import Controller, Node, WorkerCommand
 from pipette_launch.agent.rendezvous import RendezvousSettings
@@ -23,6 +22,7 @@ from pipette_launch.agent.signals import end_at_once
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
 from pipette_launch.launch.nodes import unique_names
+from pipette_launch.planning import replan
 
 
 class ScriptedController(Controller):

@@ -217,7 +217,7 @@ class Watcher:
     def warmup_goes_on(self, *, leads: bool) -> None:
         pass
 
-    def warmup_is_over(self) -> None:
+    def workers_are_gone(self) -> None:
         self.is_over = True
 
 

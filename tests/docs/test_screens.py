@@ -20,7 +20,7 @@ from pipette_launch import report
 from pipette_launch.cli.pipette import COMMANDS
 from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.outcome import LiveJob, Outcome
-from pipette_launch.replan import UseTemplate
+from pipette_launch.planning.replan import UseFallback
 from pipette_launch.report.live import live_screen
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -60,7 +60,7 @@ def loss() -> str:
     """Draw the line about a lost host, of a job with a plan for three of its four hosts."""
     layout = choice(Layout(tp=2, dp=12, micro_batch_size=2), 3.41)
     three = replace(plan(tiny_cluster(3, 8), layout, layout), hosts=("n0", "n1", "n2"), other_hosts=("n3",))
-    lost = UseTemplate(plan=three, proven=False, lost=(("n3", "its agent is gone"),), came_back=(), put_in=())
+    lost = UseFallback(plan=three, proven=False, lost=(("n3", "its agent is gone"),), came_back=(), put_in=())
     return f"pipette-launch: {lost.reason}\n"
 
 

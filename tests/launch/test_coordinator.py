@@ -203,7 +203,7 @@ def test_a_signal_is_nobodys_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ([{"num_slots": 1}, {}], "unequal numbers of slots (node0 has 1, node1 has 2)"),
+        ([{"num_slots": 1}, {}], "different numbers of slots (node0 has 1, node1 has 2)"),
         ([{}, {"script_digest": "e"}], "script and arguments differ between node0 and node1"),
         ([{}, {"versions": {"torch": "2.6.0"}}], "versions differ between node0 and node1"),
         ([{}, {"trouble": "NVML shows no GPU"}], "node1: NVML shows no GPU"),

@@ -92,7 +92,7 @@ def test_without_a_template_a_plan_is_made_from_what_is_known(tmp_path: Path) ->
     assert held.plan is not None
     assert () == held.plan.templates
     assert ("train", ("node0", "node2"), False) == (after.phase, after.hosts, after.is_refitted)
-    assert "nothing is measured anew" in after.reason
+    assert "nothing is measured again" in after.reason
 
 
 def test_a_node_that_others_do_not_reach_stands_by(tmp_path: Path) -> None:

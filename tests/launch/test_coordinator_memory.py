@@ -109,8 +109,8 @@ def test_the_next_job_begins_with_a_leaner_plan(folder: Path, verdict: str) -> N
     assert ("train", "train") == (leaner.phase, again.phase)
     assert again.reason.startswith(FIRST)
     assert again.reason.endswith(
-        f"(rank 0 ended with exit code 1: {SHORT.cause}), although it was predicted to need only 800 B of 1000 B; "
-        f"of the cached plans tp1 pp2 dp3 mbs1 needs less and runs in its place (to forget it, delete {path})"
+        f"(rank 0 ended with exit code 1: {SHORT.cause}), though only 800 B of 1000 B were predicted to be needed; "
+        f"of the cached plans tp1 pp2 dp3 mbs1 needs less and runs instead (to forget it, delete {path})"
     )
     assert again.plan is not None
     assert again.reason.startswith(again.plan.reasons[0].rstrip("."))
@@ -127,7 +127,7 @@ def test_each_job_begins_where_the_one_before_ended(folder: Path) -> None:
             ran_out(one, held)
 
     assert ["tp2 pp1 dp3 mbs1", "tp1 pp2 dp3 mbs1", "tp1 pp1 dp3 cp2 mbs1", "warmup"] == begun
-    assert held.reason.endswith("the cached plan needs as much, so another one is looked for")
+    assert held.reason.endswith("the cached plan needs as much, so another plan is searched")
 
 
 def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
@@ -185,7 +185,7 @@ def test_where_no_template_needs_less_a_plan_is_made_of_what_is_known(folder: Pa
 
     assert ("train", False) == (after.phase, after.is_refitted)
     assert "the plan made for this cannot be used: it needs as much memory as a plan that ran out of it" in after.reason
-    assert "nothing is measured anew" in after.reason
+    assert "nothing is measured again" in after.reason
     assert after.plan is not None
     assert 1 - 0.92 * 0.799 == pytest.approx(after.plan.chosen.memory_shown.margin)
 

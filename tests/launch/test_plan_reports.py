@@ -158,9 +158,9 @@ def test_a_report_that_cannot_be_changed_is_told(tmp_path: Path) -> None:
     """The training goes on; without a report there is nothing to tell."""
     path = tmp_path / "report.html"
     assert "" == add_outcome(None, drawn().outcome)
-    assert f"{path} does not tell the outcome: " in add_outcome(path, drawn().outcome)
+    assert f"{path} does not show the outcome: " in add_outcome(path, drawn().outcome)
     path.write_bytes(b"\xff\xfe")
-    assert f"{path} does not tell the outcome: " in add_outcome(path, drawn().outcome)
+    assert f"{path} does not show the outcome: " in add_outcome(path, drawn().outcome)
 
 
 def test_without_jinja2_the_outcome_is_told_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,75 +1,69 @@
-"""A pure decision from what the agents report to what the job does next.
-
-Nothing here reads a clock, a file or a process: what is decided depends on the arguments alone.
-"""
+"""The next step of a job after a round: a pure decision from the agents' reports, without clock, files or processes."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from pipette_launch import megatron
+from pipette_launch.facts import Choice, Plan
+from pipette_launch.facts.messages import Decision, Failure, NodeRecord
 from pipette_launch.facts.plan import from_candidate, refit
 from pipette_launch.text import seconds_text
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pipette_launch.facts import Choice, Plan
-    from pipette_launch.facts.messages import Decision, Failure, NodeRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finish:
-    """All workers of all nodes ended well: the job is done."""
+    """All workers of all nodes succeeded: the job is done."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keep:
-    """Go on with the same candidate: same ranks, same arguments, fresh store."""
+    """Go on with the same candidate: same ranks, same arguments, new store."""
 
     proven: bool
-    """It has trained before."""
+    """Whether the candidate has trained before."""
     restarts_left: int = 0
     reason: str = ""
-    """Why workers start again; empty when only nodes on standby changed."""
+    """Why the workers start again; empty if only nodes on standby changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryNext:
-    """The candidate cannot start: run the next one, at last the user's own configuration."""
+    """The candidate cannot start: run the next one, and the user's own configuration last."""
 
     attempt: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UseTemplate:
+class UseFallback:
     """Hosts were lost or came back: run a plan that was made before, fitted to the hosts that are there."""
 
     plan: Plan
-    """Its first candidate is to run; those that could not start are left out."""
+    """Its first candidate runs; candidates that could not start are removed."""
     proven: bool
-    """That candidate has trained before, on as many hosts."""
+    """Whether that candidate has trained before, on the same number of hosts."""
     lost: tuple[tuple[str, str], ...]
-    """Hosts that are gone, each with why it is believed lost, or an empty text."""
+    """Lost hosts, each with the reason, or an empty text."""
     came_back: tuple[str, ...]
     put_in: tuple[str, ...]
-    """Hosts that stood by and train now."""
+    """Hosts that were on standby and train now."""
 
     @property
     def changes(self) -> str:
-        """Say who is lost, who is back, and who trains in place of others."""
+        """Name the hosts that are lost, that are back, and that train in place of others."""
         in_place = _listed(self.put_in, "takes its place", "take their places") if self.lost else ""
         changes = [lost_words(self.lost), _listed(self.came_back, "is back", "are back"), in_place]
         return ", ".join(filter(None, changes))
 
     @property
     def reason(self) -> str:
-        """Say what changed, how many nodes go on, and with which layout and step time."""
+        """Return the changes, and the number of nodes, layout and step time that the job goes on with."""
         runs = self.plan.chosen
         return (
             f"{self.changes}; going on with {len(self.plan.hosts)} of {len(self.plan.known_hosts)} "
@@ -79,21 +73,21 @@ class UseTemplate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """There is no plan for these hosts yet, or none that still holds."""
+    """Measure the hosts: no plan exists for them, or it is outdated."""
 
     reason: str
     anew: bool = False
-    """What was measured before holds no more."""
+    """Whether earlier measurements no longer hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
-    """Nothing that can be run would train: end the job."""
+    """End the job: no plan would train."""
 
     reason: str
 
 
-Step: TypeAlias = Finish | Keep | TryNext | UseTemplate | Measure | GiveUp
+Step: TypeAlias = Finish | Keep | TryNext | UseFallback | Measure | GiveUp
 
 
 def decide(
@@ -105,19 +99,19 @@ def decide(
     lost: Mapping[str, str] | None = None,
     least_nodes: int = 1,
 ) -> Step:
-    """Decide what a new round does with the plan of the round before.
+    """Decide what a new round does with the plan of the last round.
 
-    A plan is kept while all hosts that it runs on are there; one on standby may go. The loss of a host outweighs what
-    the others say: their workers died of it. It costs no restart, nor does a plan that cannot start; every other
-    failure costs one.
+    A plan is kept while all hosts that it runs on are there; a host on standby may leave. A lost host counts more than
+    the reports of the others, whose workers died because of it. Losing a host and a plan that cannot start cost no
+    restart; every other failure costs one.
 
     Args:
         records: one for each agent of the new round whose host can train.
         hosts: their host names, made unique.
-        held: what the round before had decided; None in the first round.
-        written: the user's own words for the script.
-        lost: hosts that cannot train any more, each with why.
-        least_nodes: how few may train, MIN of --nnodes.
+        held: decision of the last round; None in the first round.
+        written: the user's own arguments of the script.
+        lost: hosts that can no longer train, each with the reason.
+        least_nodes: MIN of --nnodes.
 
     """
     before = _hosts_of(held) if held else ()
@@ -128,56 +122,47 @@ def decide(
     if held is None:
         return Measure(reason="")
     slowed = next((record.slowed for record in records if record.slowed), "")
-    # A check of a device order comes before each training in that order, also after a loss.
+    # A device order is checked before each training with that order, also after a loss.
     has_plan = held.phase == "train" or held.checks_order
     if not has_plan or (slowed and all(host in held.standby_hosts for host, _ in gone)):
         return Measure(reason=lost_words(gone) or slowed, anew=bool(slowed))
     proven = held.proven or any(
         record.verdict == "after-first-iteration" for record in records if record.attempt == held.attempt
     )
-    if not Counter(held.hosts) <= Counter(hosts) <= Counter(_hosts_of(held)):
+    if not Counter(held.hosts) <= Counter(hosts) <= Counter(before):
         fitted = _refitted(held, hosts, least_nodes)
         if fitted is None:
             changed = f"the hosts changed from {', '.join(sorted(before))} to {', '.join(sorted(hosts))}"
             why = lost_words(tuple(one for one in gone if one[1]))
             return Measure(reason="; ".join(filter(None, [why, changed])))
         if set(fitted.hosts) != set(held.hosts):
-            return _use_template(fitted, hosts, held, gone, proven=proven)
+            return UseFallback(
+                plan=fitted,
+                proven=proven and len(fitted.hosts) == len(held.hosts),
+                lost=gone,
+                came_back=tuple(host for host in hosts if host not in before),
+                put_in=tuple(host for host in fitted.hosts if host in held.standby_hosts),
+            )
     return _on_same_hosts(records, hosts, held, proven=proven, written=written)
 
 
 def _hosts_of(held: Decision) -> tuple[str, ...]:
-    """Hosts of a round, those on standby among them."""
     return (*held.hosts, *held.standby_hosts)
 
 
 def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | None:
-    """Fit the plan in force or one of its templates to the hosts that are there; None where none is for them."""
+    """Fit the present plan or one of its fallback plans to the hosts that are there; None if no plan fits them."""
     if held.plan is None:
         return None
-    # A host that was left out for its sickness stood by already, and no plan knows it.
+    # A sick host was on standby before and belongs to no plan.
     known = set(held.plan.known_hosts)
     ran = from_candidate(held.plan, held.attempt)
     fitted = refit(ran, [host for host in hosts if host in known or host not in held.standby_hosts])
     return fitted if fitted and len(fitted.hosts) >= least_nodes else None
 
 
-def _use_template(
-    fitted: Plan, hosts: Sequence[str], held: Decision, gone: tuple[tuple[str, str], ...], *, proven: bool
-) -> UseTemplate:
-    is_same_size = len(fitted.hosts) == len(held.hosts)
-    came_back = tuple(host for host in hosts if host not in _hosts_of(held))
-    return UseTemplate(
-        plan=fitted,
-        proven=is_same_size and proven,
-        lost=gone,
-        came_back=came_back,
-        put_in=tuple(host for host in fitted.hosts if host in held.standby_hosts),
-    )
-
-
 def lost_words(lost: Sequence[tuple[str, str]]) -> str:
-    """Name hosts that are lost, each with why it is believed so; empty for none."""
+    """Name the lost hosts with their reasons; empty if no host is lost."""
     return ", ".join(f"{host} is lost ({why})" if why else f"{host} is lost" for host, why in lost)
 
 
@@ -188,7 +173,7 @@ def _listed(hosts: Sequence[str], does: str, do: str) -> str:
 def _on_same_hosts(
     records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision, *, proven: bool, written: Sequence[str]
 ) -> Finish | Keep | TryNext | GiveUp:
-    """Decide from how the attempt ended on the hosts that ran it."""
+    """Decide from the end of the attempt on the hosts that ran it."""
     ended = [record for record in records if record.attempt == held.attempt]
     ran = [record for record, host in zip(records, hosts, strict=True) if host in held.hosts]
     if all(record in ended and record.verdict == "done" for record in ran):
@@ -208,15 +193,15 @@ def _on_same_hosts(
     return Keep(
         proven=proven,
         restarts_left=held.restarts_left - 1,
-        # Without a plan nothing is said that torchrun would not say.
+        # Without a plan the launcher prints only what torchrun prints.
         reason=f"{sentence}; starting again under the same plan" if held.plan else "",
     )
 
 
 def _leaner(failures: Sequence[Failure], held: Decision) -> TryNext | None:
-    """Go on to a candidate that needs less memory where a plan that has trained ran out of it; None where none does.
+    """Return the next candidate that needs less memory, if a plan that has trained ran out of it; else None.
 
-    Each candidate is tried once, so that this ends; it costs no restart.
+    Each candidate is tried once, so this ends. It costs no restart.
     """
     short = next((failure for failure in failures if failure.ran_out_of_memory), None)
     if short is None or held.plan is None or held.choice is None:
@@ -227,13 +212,11 @@ def _leaner(failures: Sequence[Failure], held: Decision) -> TryNext | None:
 
 
 def _failures(ended: Sequence[NodeRecord]) -> list[Failure]:
-    """What the nodes say of the end, each sentence once."""
     return sorted({record.failure for record in ended if record.failure}, key=lambda one: one.sentence)
 
 
 def _after_death(failures: Sequence[Failure], plan: Plan, held: Decision, written: Sequence[str]) -> TryNext | GiveUp:
     """Go on to the next candidate, unless the script would die under every plan."""
-    short = any(failure.ran_out_of_memory for failure in failures)
     candidates = plan.candidates()
     layout = candidates[held.attempt].layout
     is_other = layout not in {candidate.layout for candidate in candidates[: held.attempt]}
@@ -241,6 +224,7 @@ def _after_death(failures: Sequence[Failure], plan: Plan, held: Decision, writte
     hopeless = why_to_give_up(failures, before=before, written=written, given=held.script_arguments)
     if hopeless:
         return GiveUp(reason=hopeless)
+    short = any(failure.ran_out_of_memory for failure in failures)
     attempt = _next_attempt(candidates, held.attempt, needs_less=short)
     return TryNext(attempt=attempt, reason=failures[0].sentence if failures else "the job died")
 
@@ -248,13 +232,13 @@ def _after_death(failures: Sequence[Failure], plan: Plan, held: Decision, writte
 def why_to_give_up(
     failures: Sequence[Failure], *, before: Sequence[Failure], written: Sequence[str], given: Sequence[str] | None
 ) -> str:
-    """Say why a script that died before its first iteration would die under every plan; empty where one may help.
+    """Return why a script that died before its first iteration would die under every plan; empty if a plan may help.
 
     Args:
-        failures: how it died, one of each node.
-        before: the same of deaths under other layouts.
-        written: the user's own words for the script.
-        given: the words that it was given; None for the user's own.
+        failures: of this attempt, one for each node.
+        before: failures under other layouts.
+        written: the user's own arguments of the script.
+        given: arguments that the script got; None for the user's own.
 
     """
     if any(failure.ran_out_of_memory for failure in failures):
@@ -267,7 +251,7 @@ def why_to_give_up(
 
 
 def _next_attempt(candidates: Sequence[Choice], attempt: int, *, needs_less: bool) -> int:
-    """The next candidate, of those that need less memory if that ran out; past the last, the user's own."""
+    """Return the index of the next candidate (`needs_less`: of memory); past the end is the user's own."""
     held = max(candidates[attempt].memory_shown.need_bytes)
     for index in range(attempt + 1, len(candidates)):
         if not needs_less or max(candidates[index].memory_shown.need_bytes) < held:

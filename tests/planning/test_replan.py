@@ -12,7 +12,7 @@ from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
 from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.facts.messages import Decision, Failure, NodeRecord
 from pipette_launch.facts.plan import refit
-from pipette_launch.replan import Finish, GiveUp, Keep, Measure, Step, TryNext, UseTemplate, decide
+from pipette_launch.planning.replan import Finish, GiveUp, Keep, Measure, Step, TryNext, UseFallback, decide
 
 SHORT = Failure(cause="out of memory: NCCL's buffers", kind="out-of-memory", rank=0, exit_code=1)
 
@@ -315,8 +315,8 @@ TRAINING: dict[str, type[Step]] = {
     "died later": Keep,
     "out of memory": Keep,
     "spare lost": Keep,
-    "host lost, spare there": UseTemplate,
-    "host lost, no spare": UseTemplate,
+    "host lost, spare there": UseFallback,
+    "host lost, no spare": UseFallback,
     "host came back": Keep,
     "too few": GiveUp,
     "unknown": Measure,
@@ -324,7 +324,7 @@ TRAINING: dict[str, type[Step]] = {
 EXPECTED["proven"] = EXPECTED["second candidate"] = TRAINING
 EXPECTED["unproven"] = {**TRAINING, "died early": TryNext, "out of memory": TryNext}
 EXPECTED["no restarts left"] = {**TRAINING, **dict.fromkeys(("died early", "died later", "out of memory"), GiveUp)}
-EXPECTED["on template"] = {**TRAINING, "host came back": UseTemplate}
+EXPECTED["on template"] = {**TRAINING, "host came back": UseFallback}
 
 
 def test_a_check_of_a_device_order_that_breaks_off_keeps_the_plan() -> None:
@@ -334,7 +334,7 @@ def test_a_check_of_a_device_order_that_breaks_off_keeps_the_plan() -> None:
     held = replace(permuted, phase="trial", checks_order=True, trial=1)
 
     assert Keep(proven=True, restarts_left=1) == decide([record(host) for host in "abcs"], [*"abcs"], held)
-    assert isinstance(decide([record(host) for host in "acs"], [*"acs"], held), UseTemplate)
+    assert isinstance(decide([record(host) for host in "acs"], [*"acs"], held), UseFallback)
 
 
 def test_too_few_nodes_are_left_at_the_first_meeting() -> None:
@@ -369,7 +369,7 @@ def test_every_event_in_every_state(state: str, event: str) -> None:
         failed = EVENTS[event][3] is not None
         assert held.restarts_left - failed == step.restarts_left
         assert failed == bool(step.reason)
-    if isinstance(step, UseTemplate):
+    if isinstance(step, UseFallback):
         there = [*EVENTS[event][state == "on template"]]
         assert {*step.plan.hosts} <= {*there}
         assert 2 <= len(step.plan.hosts)
@@ -379,7 +379,7 @@ def test_a_spare_takes_the_place_of_a_lost_host() -> None:
     """The plan, the candidate that ran and what is known of it stay; the sentence says who, why, and what comes."""
     step = happened("second candidate", "host lost, spare there")
 
-    assert isinstance(step, UseTemplate)
+    assert isinstance(step, UseFallback)
     assert (("a", "s", "c"), True) == (step.plan.hosts, step.proven)
     assert PLAN is not None
     assert (PLAN.alternatives[0], ()) == (step.plan.chosen, step.plan.alternatives)
@@ -393,7 +393,7 @@ def test_without_a_spare_fewer_hosts_go_on() -> None:
     """The template has not trained yet, and begins with its first candidate."""
     step = happened("second candidate", "host lost, no spare")
 
-    assert isinstance(step, UseTemplate)
+    assert isinstance(step, UseFallback)
     assert (("a", "c"), False) == (step.plan.hosts, step.proven)
     assert step.reason.startswith("b is lost (its agent is gone), s is lost; going on with 2 of 4 nodes: ")
 
@@ -402,7 +402,7 @@ def test_a_host_that_comes_back_brings_the_larger_plan_back() -> None:
     """The plan of before is a template of the one in force."""
     step = happened("on template", "host came back")
 
-    assert isinstance(step, UseTemplate)
+    assert isinstance(step, UseFallback)
     assert {"a", "b", "c"} == {*step.plan.hosts}
     assert step.reason.startswith("b is back; going on with 3 of 4 nodes: ")
 
@@ -419,7 +419,7 @@ def test_a_host_that_was_left_out_stays_out() -> None:
     held = replace(TRAINS, standby=("token-s", "token-z"), standby_hosts=("s", "z"))
     step = decide([record(name) for name in "acsz"], [*"acsz"], held)
 
-    assert isinstance(step, UseTemplate)
+    assert isinstance(step, UseFallback)
     assert {"a", "c", "s"} == {*step.plan.hosts}
 
 

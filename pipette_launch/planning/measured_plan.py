@@ -1,0 +1,106 @@
+"""The plan of a job that is about to run: from the measurements of its own hosts, corrected by earlier jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipette_launch.cost.compute.carried_over import with_extrapolated_times
+from pipette_launch.cost.learned import corrections_from
+from pipette_launch.facts import Choice, Job, Measurements, Plan
+from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.plan import in_order_of
+from pipette_launch.planning.plan import best_plan
+from pipette_launch.search.candidates import SearchInputs
+from pipette_launch.search.choose import choice_of
+from pipette_launch.search.fallback_plans import TemplateNeeds, placed_anew, with_cases_of, with_templates
+from pipette_launch.search.solve import SolveOptions
+
+PLACING_S = 0.5
+"""Longest time to place ranks again after the loss of a host: every GPU waits."""
+
+
+def make_plan(
+    job: Job,
+    measurements: Measurements,
+    outcomes: Sequence[Outcome],
+    *,
+    options: SolveOptions,
+    key: str,
+    needs: TemplateNeeds | None = None,
+) -> Plan:
+    """Search for a plan, and for its fallback plans; raises PlanError if no layout is legal, fits and can be priced.
+
+    Args:
+        job: model, batch, the user's own layout and its pins.
+        measurements: of the job's hosts.
+        outcomes: of earlier jobs on such machines.
+        options: budget, margins, seed.
+        key: of the cache; the plan stores it.
+        needs: conditions of the plans for fewer hosts; None makes no such plans.
+
+    """
+    corrections = corrections_from(outcomes)
+    plan = best_plan(
+        job,
+        with_extrapolated_times(job, measurements),
+        options=options,
+        clock=time.monotonic,
+        key=key,
+        source="measured",
+        corrections=corrections,
+    )
+    if needs is None:
+        return plan
+    return with_templates(plan, measurements, needs, options=options, clock=time.monotonic, corrections=corrections)
+
+
+def placed_for(
+    plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: SolveOptions
+) -> Plan:
+    """Place the ranks of a plan again for the hosts that it got, and predict its step on them.
+
+    The user's own configuration stays in torchrun's order.
+
+    Args:
+        plan: with these hosts in it.
+        job: for these hosts.
+        measurements: of these hosts.
+        outcomes: of earlier jobs on such machines.
+        options: margins, seed.
+
+    """
+    plan = in_order_of(plan, [host.name for host in measurements.cluster.hosts])
+    if plan.keeps_own:
+        return plan
+    ends_s = time.monotonic() + PLACING_S
+    inputs = _inputs(job, with_cases_of(job, measurements), outcomes, options)
+    chosen = placed_anew(inputs, plan.chosen, seed=options.seed, is_late=lambda: time.monotonic() >= ends_s)
+    return replace(plan, chosen=chosen)
+
+
+def priced_anew(
+    plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: SolveOptions
+) -> Plan:
+    """Predict the steps of a plan's candidates again, with their present placements; arguments as in `placed_for`."""
+    inputs = _inputs(job, measurements, outcomes, options)
+
+    def priced(one: Choice) -> Choice:
+        if not inputs.predictor.can_price(one.layout):
+            return one
+        bound, peaks = (one.bound_s, one.bound_reason), one.peak_memory_bytes
+        return choice_of(
+            inputs, one.layout, one.placement, priced=one.layout, peaks=peaks, bound=bound, schedule=one.order
+        )
+
+    return replace(plan, chosen=priced(plan.chosen), alternatives=tuple(map(priced, plan.alternatives)))
+
+
+def _inputs(job: Job, measurements: Measurements, outcomes: Sequence[Outcome], options: SolveOptions) -> SearchInputs:
+    return SearchInputs.of(
+        job,
+        with_extrapolated_times(job, measurements),
+        memory_margin=options.memory_margin,
+        corrections=corrections_from(outcomes),
+    )

@@ -104,7 +104,7 @@ def read_job(
     notes = [*assumed, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
     notes += [needless, *unknown_note(given)] if starts_nothing else []
     notes += [unseen_note(given)] if starts_nothing and for_planning else []
-    notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
+    notes += [f"The plan keeps these parts of your layout, as you asked: {', '.join(fixed)}."] if fixed else []
     job = Job(
         model=model,
         batch=batch,

@@ -199,7 +199,7 @@ def test_fix_pins_fields() -> None:
         "tp",
         "use_distributed_optimizer",
     )
-    assert asked.notes == (f"--pipette-fix: {', '.join(asked.pinned)} stay",)
+    assert asked.notes == (f"The plan keeps these parts of your layout, as you asked: {', '.join(asked.pinned)}.",)
 
 
 def test_unknown_fix_is_answered_with_the_nearest() -> None:

@@ -97,7 +97,7 @@ def test_training_installs_no_tool_of_the_tests(clone: Clone) -> None:
     """`scripts/smoke` installs the package alone and starts the launcher; a second time it only starts the launcher."""
     first = clone.run("scripts/smoke")
     assert (0, "pipette-launch sees GPUs:") == (first.returncode, first.stdout.splitlines()[-1]), first.stderr
-    assert ["venv", "pip ."] == clone.steps()
+    assert ["venv", "pip .[train]"] == clone.steps()
 
     again = clone.run("scripts/smoke")
     assert "pipette-launch sees GPUs:\n" == again.stdout
@@ -113,7 +113,7 @@ def test_tests_install_what_they_need(clone: Clone) -> None:
     """From nothing: packages once, and a sentence for each command that is missing and cannot be installed."""
     done = clone.run("scripts/test", "tests/cost")
     assert (0, "pytest tests/cost") == (done.returncode, done.stdout.splitlines()[-1]), done.stderr
-    assert ["venv", "pip .[test,docs]"] == clone.steps()
+    assert ["venv", "pip .[train,test,docs]"] == clone.steps()
     for command in ("ip", "chromium", "zsh", "tcsh", "slurmctld"):
         assert f"{command} is not installed: tests on " in done.stdout
 
@@ -124,7 +124,7 @@ def test_tests_complete_the_environment_of_training(clone: Clone) -> None:
     clone.run("scripts/setup", "test")
     clone.run("scripts/setup")
 
-    assert ["venv", "pip .", "pip .[test,docs]"] == clone.steps()
+    assert ["venv", "pip .[train]", "pip .[train,test,docs]"] == clone.steps()
 
 
 @pytest.mark.parametrize("changed", ["constraints.txt", "setup.cfg", "pipette_launch/search/assignment/_swaps.c"])
@@ -134,7 +134,7 @@ def test_other_requirements_are_installed(clone: Clone, changed: str) -> None:
     (clone.folder / changed).write_text("other")
     clone.run("scripts/setup")
 
-    assert ["venv", "pip .", "pip ."] == clone.steps()
+    assert ["venv", "pip .[train]", "pip .[train]"] == clone.steps()
 
 
 def test_an_interrupted_environment_is_made_anew(clone: Clone) -> None:
@@ -150,7 +150,7 @@ def test_an_interrupted_environment_is_made_anew(clone: Clone) -> None:
     (clone.folder / "offline").unlink()
     assert 0 == clone.run("scripts/smoke").returncode
 
-    assert ["venv", "pip ."] * 2 == clone.steps()
+    assert ["venv", "pip .[train]"] * 2 == clone.steps()
     assert not rest.exists()
 
 
@@ -160,7 +160,7 @@ def test_a_moved_environment_is_made_anew(clone: Clone) -> None:
     clone.folder = clone.folder.rename(clone.folder.parent / "moved")
     clone.run("scripts/setup")
 
-    assert ["venv", "pip ."] * 2 == clone.steps()
+    assert ["venv", "pip .[train]"] * 2 == clone.steps()
 
 
 def test_an_environment_whose_interpreter_is_gone_is_made_anew(clone: Clone) -> None:
@@ -172,7 +172,7 @@ def test_an_environment_whose_interpreter_is_gone_is_made_anew(clone: Clone) -> 
     done = clone.run("scripts/setup")
 
     assert 0 == done.returncode, done.stderr
-    assert ["venv", "pip ."] * 2 == clone.steps()
+    assert ["venv", "pip .[train]"] * 2 == clone.steps()
 
 
 def test_an_environment_of_the_users_own_is_completed(clone: Clone) -> None:
@@ -183,7 +183,7 @@ def test_an_environment_of_the_users_own_is_completed(clone: Clone) -> None:
     shutil.copy(clone.bin / "python3", own.parent / "bin" / "python")
     clone.run("scripts/setup")
 
-    assert ["pip ."] == clone.steps()
+    assert ["pip .[train]"] == clone.steps()
     assert own.exists()
 
 

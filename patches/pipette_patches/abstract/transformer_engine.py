@@ -175,10 +175,11 @@ class LayerNorm(torch.nn.Module):
 
     rms = False
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
+    def __init__(self, normalized_shape: int = 0, eps: float = 1e-5, hidden_size: int = 0, **options: Any) -> None:
         super().__init__()
         self.eps = eps
-        _add_norm(self, hidden_size, **options)
+        # megatron-core names the width `hidden_size` before 0.19, and `normalized_shape` from then on.
+        _add_norm(self, normalized_shape or hidden_size, **options)
 
     def forward(self, inp: torch.Tensor) -> Any:
         """Normalise."""
@@ -440,6 +441,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
         # FP8 is off.
         "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False, reset=_nothing),
         "fp8_autocast": _no_quantization,
+        "fp8_model_init": _no_quantization,
     },
     "transformer_engine.pytorch.module": {},
     "transformer_engine.pytorch.module.base": _named(get_dummy_wgrad),

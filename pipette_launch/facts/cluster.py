@@ -176,7 +176,7 @@ class Cluster(HostsOfJob):
 
     hosts: tuple[Host, ...]
     between_hosts: Links
-    """H x H, for each device while all devices of a host exchange messages with those of another host."""
+    """H x H, for each device while all devices of two hosts exchange messages."""
     within_host: tuple[Links, ...]
     """D x D for each host, between its devices."""
     slot_speed: tuple[float, ...]

@@ -77,7 +77,7 @@ LAYOUT = {
 
 WORDS = {
     "host": Meaning("One machine of the job. torchrun calls it a node."),
-    "device": Meaning("One GPU, or the share of a host's processors that one process uses."),
+    "device": Meaning("One GPU, or one process's share of a host's processors."),
     "slot": Meaning("A place for one process: a host and a local device."),
     "rank": Meaning("The number that Megatron gives a process (RANK). It decides which part of the model it computes."),
     "layout": Meaning(
@@ -86,7 +86,7 @@ WORDS = {
     "placement": Meaning("The slot of each rank. torchrun always puts the first ranks on the first host."),
     "plan": Meaning("Layout, schedule, placement and their predictions, stored in plan.json."),
     "yours": Meaning("Your own configuration: the flags of your script, on torchrun's placement."),
-    "ours": Meaning("The plan of pipette-launch, beside those of other planners."),
+    "ours": Meaning("The plan of pipette-launch, beside plans of other planners."),
     "iteration": Meaning("Megatron's word for a step: one update of the weights with one global batch."),
     "micro-batch": Meaning("Sequences that pass through the model together. A step sums the gradients of several."),
     "pass": Meaning("The forward or the backward of one micro-batch through one stage."),
@@ -144,7 +144,7 @@ SECTIONS = {
     "links": Meaning("Bandwidth of each link between hosts, with all links of a round in use, and inside hosts."),
     "groups": Meaning("Bandwidth and latency of whole collectives, as measured by the warm-up."),
     "took": Meaning(
-        "Duration of each phase of the warm-up. The phase search is a short search that decides what else to measure.",
+        "Duration of each phase of the warm-up. In the phase search, a short search selects further measurements.",
         "seconds",
         "wall clock of the workers",
         "docs/files.md, cluster.json",

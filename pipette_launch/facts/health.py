@@ -1,4 +1,4 @@
-"""Health of machines: what the driver reports, problems of hosts and devices, and the results of pipette doctor."""
+"""Health of machines: reports of the driver, problems of hosts and devices, and the results of pipette doctor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceCondition:
-    """One device before the job, as NVML and sysfs report it. Values that are not reported are None, never 0.
+    """One device before the job, as NVML and sysfs report it. Missing values are None, never 0.
 
     On CPU only the UUID is known.
     """
@@ -102,7 +102,7 @@ class Verdict:
     peers: str = ""
     """Figure of its peers, `18`; empty = no comparison needed."""
     advice: str = ""
-    """What to do: `exclude it with --exclude=node17`."""
+    """Remedy: `exclude it with --exclude=node17`."""
     is_sick: bool = True
     """True if the launcher may exclude the host because of it; False if it is only shown."""
 
@@ -125,11 +125,11 @@ class Finding:
 
     severity: Severity
     what: str
-    """What was checked: `open files`."""
+    """Name of the check: `open files`."""
     value: str
     """The result with its unit: `1024 for this process`."""
     advice: str = ""
-    """What to do; empty = nothing."""
+    """Remedy; empty = no remedy needed."""
 
     def words(self) -> str:
         """Return the result as a sentence."""

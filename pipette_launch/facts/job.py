@@ -15,10 +15,13 @@ MODELLED = ("--fp8", "--fp4", "--cuda-graph", "--window-size")
 NOT_TIMED = (*MODELLED, "--enable-cuda-graph", "--external-cuda-graph")
 """Prefixes of all flags that change a layer's time and that the warm-up's layers run without."""
 RING = "p2p"
-"""Megatron's default exchange of context parallelism (--cp-comm-type), and the only one that is measured and priced."""
+"""Megatron's default exchange of context parallelism (--cp-comm-type). Other exchanges are not measured or priced."""
 SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
 """Strategies of Megatron-FSDP that shard gradients (--data-parallel-sharding-strategy)."""
 
+
+OPTIMIZER_STATE_BYTES = {"adam": 8, "sgd": 4}
+"""Bytes of an optimizer's fp32 states for one parameter, without the fp32 copy of a 16-bit weight."""
 
 LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
 """Implementations of CUDA graphs (--cuda-graph-impl)."""
@@ -107,7 +110,7 @@ class PerformanceOptions:
     use_megatron_fsdp: bool = False
     use_torch_fsdp2: bool = False
 
-    # What is kept for the backward, and where.
+    # Activations kept for the backward, and their place.
     cpu_offloading_num_layers: int = 0
     defer_embedding_wgrad_compute: bool = False
     distribute_saved_activations: bool = False

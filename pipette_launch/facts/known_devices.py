@@ -68,18 +68,10 @@ _WRITTEN = {
     "RTX-5090": ("5090", "32GB PCIE"),
 }
 """Words of each device's names: the words in every name, and further words in some names."""
-_USUAL = {
-    "V100-SXM2-32GB",
-    "V100-SXM2-16GB",
-    "A100-40GB",
-    "A100-80GB",
-    "A800-80GB",
-    "H100-SXM",
-    "H200",
-    "H800-SXM",
-    "GH200-96GB",
-    "RTX-PRO-6000-Server",
-}
+_USUAL = frozenset(
+    "V100-SXM2-32GB V100-SXM2-16GB A100-40GB A100-80GB A800-80GB H100-SXM "
+    "H200 H800-SXM GH200-96GB RTX-PRO-6000-Server".split()
+)
 """Devices that a name means if it fits several devices, and only one of them is in this set."""
 _LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
 """A suggested name is at least this similar to the mistyped one, and at most this much less similar than the nearest
@@ -115,7 +107,7 @@ def device_named(name: str) -> DeviceSpec:
 
 
 def other_meanings(name: str) -> str:
-    """Return a sentence with the other devices that this name fits; empty if there are none."""
+    """Return a sentence that names the other devices with this name; empty if the name is unique."""
     fitting = _fitting(words_of(name))
     taken = device_named(name)
     others = [device.name for device in fitting if device != taken]

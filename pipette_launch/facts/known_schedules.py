@@ -1,6 +1,6 @@
 """Schedules whose order does not depend on measured times: Megatron's own, and those that a few counts define.
 
-Line numbers without a file are those of megatron-core's pipeline_parallel/schedules.py.
+Line numbers refer to megatron-core's pipeline_parallel/schedules.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pipette_launch.facts.files import ADDED_LATER, check_numbers, to_plain
 from pipette_launch.facts.health import DeviceCondition, Verdict
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import LETTERS, TRANSFORMER_KINDS, ModelSpec
+from pipette_launch.facts.model import LETTERS, TRANSFORMER_KINDS, LayerKind, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,18 +169,7 @@ scatter)."""
 LAYERS: tuple[str, ...] = (*TRANSFORMER_KINDS, *LETTERS.values())
 """The parts of a model that are layers."""
 
-Part: TypeAlias = Literal[
-    "layer",
-    "moe_layer",
-    "mamba_layer",
-    "attention_layer",
-    "mlp_layer",
-    "expert_layer",
-    "embedding",
-    "head",
-    "core_attention",
-    "prediction",
-]
+Part: TypeAlias = Literal[LayerKind, "embedding", "head", "core_attention", "prediction"]
 """Parts that are measured separately: `LAYERS`, both ends of the model, the core of attention, one depth of
 prediction."""
 

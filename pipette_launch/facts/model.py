@@ -91,7 +91,7 @@ class LatentAttention:
     qk_head_dim: int
     """Channels of one head without position."""
     qk_pos_emb_head_dim: int
-    """Channels with the rotary position; all heads share those of the key."""
+    """Channels with the rotary position. In the key, all heads share them."""
     v_head_dim: int
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ class ModelSpec:
     hybrid: HybridLayers | None = field(default=None, metadata=ADDED_LATER)
     """Layers of a hybrid model. In `moe_layer_freq` layers of experts are then 1, and all others 0."""
     attention_windows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    """Tokens that one token attends to in each layer, including itself; 0 = all earlier tokens. Empty = no windows."""
+    """Tokens visible to a token in each layer, including itself; 0 = all earlier tokens. Empty = no windows."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")

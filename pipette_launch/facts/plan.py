@@ -24,7 +24,7 @@ class Rate:
     """Speed of a job in tokens and FLOPs."""
 
     tokens_per_s: float
-    """Of the whole job."""
+    """For the whole job."""
     flops_per_s: float
     """FLOP/s of each rank, by Megatron's count of the model's FLOPs: its `TFLOP/s/GPU`."""
     mfu: float | None
@@ -291,8 +291,8 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
     """Fit the fastest of a plan and its fallback plans to the hosts that are present.
 
     Hosts in the chosen plan keep their places and ranks. The place of a missing host goes to a remaining host: first to
-    hosts that had ranks before, then in torchrun's order. Further hosts are on standby. Of equally fast plans the one
-    with the most hosts is taken. The other plans become its fallback plans.
+    hosts that had ranks before, then in torchrun's order. Further hosts are on standby. If several plans are
+    equally fast, the one for the most hosts is taken. The other plans become its fallback plans.
 
     Args:
         plan: the plan that ran before.
@@ -326,13 +326,7 @@ def _unchecked(plan: Plan) -> Plan:
 
 
 def from_candidate(plan: Plan, attempt: int) -> Plan:
-    """Remove the candidates that could not start, so that the plan begins with the one that ran.
-
-    Args:
-        plan: the plan that ran.
-        attempt: index of the candidate that ran; an index past the last means the user's own configuration.
-
-    """
+    """Remove the candidates that could not start: the result begins with the candidate that ran."""
     candidates = plan.candidates()
     if attempt == 0:
         return plan
@@ -386,7 +380,7 @@ class Shortage:
     free_bytes: int
     """Free memory of the fullest device before the job."""
     cause: str
-    """How the plan ended."""
+    """End of the plan, one sentence."""
     noticed_at: str
 
     def __post_init__(self) -> None:
@@ -436,7 +430,7 @@ class Shortage:
         return max(memory_margin, min(1 - (1 - memory_margin) * share, MOST_MARGIN))
 
     def rules_out(self, choice: Choice) -> bool:
-        """Return True if a plan's predicted share of the free memory is at least that of the failed plan."""
+        """Return True if a plan is predicted to need at least as large a share of memory as the failed plan."""
         memory = choice.memory
         return memory is not None and max(memory.need_bytes) * self.free_bytes >= self.need_bytes * memory.free_bytes
 

@@ -58,10 +58,10 @@ class Prediction:
     global_batch_size: int
     num_microbatches: int
     num_parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     tokens_per_step: int
     method: Literal["closed", "abstract"]
-    """How the model's tensors were counted: by formulas, or by abstract execution."""
+    """Source of the tensor sizes: formulas, or abstract execution."""
     stages: tuple[StageMemory, ...]
     """The requested stages, in the order of the pipeline."""
     capacity_bytes: int | None

@@ -318,7 +318,7 @@ def action_of(word: str) -> Action:
 
 
 class Message(NamedTuple):
-    """One tensor that one rank sends to another."""
+    """A tensor on its way between two ranks."""
 
     source: int
     """Pipeline rank."""

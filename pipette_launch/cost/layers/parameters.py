@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.layers import attention, experts
 from pipette_launch.cost.layers.activations import computes_in_fp8
 from pipette_launch.cost.layers.mamba import mamba_parameters
-from pipette_launch.facts.job import SHARDS_GRADIENTS, Job
+from pipette_launch.facts.job import OPTIMIZER_STATE_BYTES, SHARDS_GRADIENTS, Job
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind, ModelSpec
@@ -481,11 +481,9 @@ def state_bytes_per_parameter(job: Job) -> int:
     precision-aware optimizer keeps moments in chosen types, and of a bf16 weight's fp32 copy only the lower half, as
     the weight itself is the upper one (MC optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384).
     """
-    wide = job.model.params_dtype == "fp32"
-    if job.optimizer == "sgd":
-        return _FP32_BYTES + (0 if wide else _FP32_BYTES)
-    if not performance_options(job).use_precision_aware_optimizer:
-        return 2 * _FP32_BYTES + (0 if wide else _FP32_BYTES)
+    if job.optimizer == "sgd" or not performance_options(job).use_precision_aware_optimizer:
+        states = OPTIMIZER_STATE_BYTES.get(job.optimizer, OPTIMIZER_STATE_BYTES["adam"])
+        return states + (0 if job.model.params_dtype == "fp32" else _FP32_BYTES)
     return sum(_chosen_state_bytes(job)) + (_REMAINDER_BYTES if _keeps_remainders(job) else 0)
 
 

@@ -24,6 +24,7 @@ from pipette_launch.facts import (
     ModelSpec,
     StageReading,
 )
+from pipette_launch.facts.job import OPTIMIZER_STATE_BYTES
 from pipette_launch.facts.measurements import LAYERS, memory_digest
 from pipette_launch.facts.messages import StageCase
 from pipette_launch.probe.compute.slot_speeds import PaceTest
@@ -47,7 +48,6 @@ from pipette_patches import workload as patches_workload
 from pipette_patches.whole_stage import StageRun, stage_words
 from pipette_patches.workload import Workload, WorkloadError, case_words, is_out_of_memory, optimizer_step
 
-OPTIMIZER_BYTES = {"adam": 8, "sgd": 4}
 FP32_BYTES = 4
 """Of a main gradient, and of a master weight."""
 COMPUTE_SHARE = 0.45
@@ -112,7 +112,7 @@ def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
     gradient = 2 if job.grad_reduce_in_bf16 else FP32_BYTES
     master = FP32_BYTES if model.dtype_bytes == 2 else 0
     shards = layout.dp * layout.cp if layout.use_distributed_optimizer else 1
-    optimizer = (OPTIMIZER_BYTES.get(job.optimizer, 0) + master) // shards
+    optimizer = (OPTIMIZER_STATE_BYTES.get(job.optimizer, 0) + master) // shards
     return parameters * (model.dtype_bytes + gradient + optimizer)
 
 

@@ -1,12 +1,21 @@
-"""Which hosts, devices and links of an allocation have a fault, by driver figures and by measurements. Pure.
+"""Which hosts, devices and links have a fault, from driver figures and from measurements. Pure.
 
-Two rules avoid false alarms on idle machines. An idle device saves power, so its PCIe generation and its clock are
-ignored; of NVML's reasons for a clock only those count that say that something holds it down. And what all peers have
-in common is how the machines are built or run: it is a note, not a fault (`is_sick` of a Verdict is False).
+Links differ for good reasons: islands joined by slow links, tiers of a fat tree, hosts with slower NICs. In every such
+network the rate between two hosts is that of the narrowest point on the way, so a detour over a third host is not
+faster than the direct link: b[i, j] >= min(b[i, k], b[k, j]). A link that is much slower than its best detour has a
+fault of its own. If many links are slower than their detours, rates differ at random, as on the internet, and no link
+is suspected.
+
+A slow host obeys the same law, so hosts are compared by their best links. Some faults look like a design: a slow tier,
+with all links between two racks, or a host alone behind a narrow uplink. With two hosts, only the two directions can be
+compared. A suspicion must be measured again before it becomes a verdict.
+
+Two rules avoid false alarms about drivers. An idle device saves power, so its PCIe generation and clock are ignored,
+and only those reasons for a clock count that hold it down. A deviation that most peers share is how the machines are
+built or run: a note, not a fault (`is_sick` of a Verdict is False).
 """
 
-# H = hosts, S = slots; row sends to column; nan = not measured; logarithms are natural.
-# H = hosts, S = slots, host by host.
+# H = hosts, S = slots, host by host; row sends to column; nan = not measured; logarithms are natural.
 
 from __future__ import annotations
 
@@ -29,40 +38,61 @@ Vector = NDArray[np.float64]
 Pair = tuple[int, int]
 
 SUSPECT_RATIO = 0.8
-"""A link below this part of what its peers explain is worth a second measurement."""
+"""A link below this share of its peers' rate is worth a second measurement."""
 FAULT_RATIO = 0.75
-"""Both measurements together must be below this."""
+"""A fault: both measurements together are below this share."""
 RANDOM_SCALE = 0.2
-"""Where links scatter by more than this (logarithm) about what explains them, they differ at random."""
+"""Links that scatter by more than this (logarithm) around their detours differ at random."""
 MOST_SHARE = 0.25
-"""More than this share of the hosts or slots is no outlier but another kind."""
+"""More than this share of the hosts or slots are not outliers, but another type."""
 SUSPECT_SCALES = 2.0
-"""A link that is lower by twice the usual scatter is measured again, which is cheap."""
+"""A link that is slower by this number of usual scatters is measured again, which is cheap."""
 FALSE_ALARMS = 2e-4
-"""Chance that two measurements together name any of a healthy cluster's links as faulty."""
+"""Chance that two measurements together name any link of a healthy cluster as faulty."""
 MIN_SCALE = 0.02
 FEW = 12
-"""The scatter of fewer links, or hosts, than this cannot be estimated from them; then it is `FEW_SCALE`."""
+"""With fewer links or hosts than this, their scatter cannot be estimated; then it is `FEW_SCALE`."""
 FEW_SCALE = 0.12
 DETOUR_SHARE = 0.15
-"""The detours' part of the variance of a link against its detours; it remains if only the link is measured again."""
+"""The detours' share of the variance of a link against its detours; measuring only the link again does not reduce
+it."""
 MOST_LINKS = 4
 MOST_LINKS_SHARE = 1 / 16
-"""More slow links than `MOST_LINKS` and than this share are how the network is, not faults."""
+"""More slow links than `MOST_LINKS` and than this share are how the network is built, not faults."""
 ALIKE_SCATTERS = 4.0
-"""Detours that differ by less than so many scatters are as good as each other."""
+"""Detours that differ by less than this number of scatters count as equally good."""
 MAX_DETOURS = 64
-"""Of a sender's fastest links, so many are tried as detours."""
+"""Number of a sender's fastest links that are tried as detours."""
 RETRIED_LINKS = 3
-"""A slow host is measured again on so many of its links each way."""
+"""Number of links each way on which a slow host is measured again."""
 SUSPECT_SPEED = {"cuda": 0.92, "cpu": 0.75}
 FAULT_SPEED = {"cuda": 0.9, "cpu": 0.7}
 MIN_SLOT_SCALE = {"cuda": 0.01, "cpu": 0.05}
+BUSY_TOLERANCE_BYTES = 512 << 20
+"""Less memory than this is held by a display server or a monitoring agent, and is ignored."""
+IDLE_BYTES = 64 << 20
+"""An idle device holds less, at most 8 MiB on A100 (rust-nvml/nvml-wrapper#57). A CUDA context needs more."""
+BUSY_SHARE = 0.05
+"""Other processes that use more than this share of the memory or of the time are a fault; less is a note."""
+HELD_DOWN = {
+    "HwSlowdown": "hardware slowdown",
+    "HwThermalSlowdown": "too hot, by the hardware",
+    "HwPowerBrakeSlowdown": "power brake, by the power supply",
+    "SwThermalSlowdown": "too hot, by the driver",
+}
+"""Reasons that hold a clock down. Not among them: settings of users (ApplicationsClocksSetting, SyncBoost,
+DisplayClockSetting), GpuIdle, and SwPowerCap, which a GPU under load reports all the time."""
+WAYS = {
+    "switch": "by a PCIe switch",
+    "root": "by the PCIe root",
+    "node": "over the NUMA node",
+    "across": "across the sockets",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowLink:
-    """A direction between two hosts that is slower than a detour over a third one."""
+    """A direction between two hosts that is slower than a detour over a third host."""
 
     source: int
     target: int
@@ -72,18 +102,17 @@ class SlowLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowHost:
-    """A host whose best link is slower than other hosts' best."""
+    """A host whose best links are slower than other hosts' best links."""
 
     host: int
-    direction: str
-    """`sends` or `receives`."""
+    direction: Literal["sends", "receives"]
     bytes_per_s: float
     peers_bytes_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowSlot:
-    """A device that computes slower than the others of its kind."""
+    """A device that computes slower than others of its type."""
 
     slot: int
     seconds: float
@@ -91,9 +120,9 @@ class SlowSlot:
 
 
 def suspect_links(bandwidth_HH: Matrix) -> tuple[Pair, ...]:
-    """Name the directed links that ought to be measured again, worst first; for a slow host some of its links.
+    """Return the directed links to measure again, worst first; for a slow host, some of its links.
 
-    `bandwidth_HH` is in bytes/s from row to column, nan = not measured; the diagonal is ignored.
+    `bandwidth_HH` is in bytes/s; the diagonal is ignored.
     """
     known = _links(bandwidth_HH)
     excess, scale = _excess(known)
@@ -111,13 +140,14 @@ def suspect_links(bandwidth_HH: Matrix) -> tuple[Pair, ...]:
 
 
 def confirmed_links(bandwidth_HH: Matrix, again_HH: Matrix, *, times: int = 1) -> tuple[SlowLink, ...]:
-    """Return the links that all measurements together find slow, worst first; a slow host's links do not count.
+    """Return the links that all measurements together find slow, worst first; without links of slow hosts.
 
     Args:
         bandwidth_HH: the first measurement, as for `suspect_links`.
-        again_HH: the second, nan where there was none.
-        times: each entry of `again_HH` is the geometric mean of so many measurements. Where measurements scatter by
-            10 %, one finds half of the links of 0.6 of their peers, and three find four of five (bench_health).
+        again_HH: the second measurement.
+        times: number of measurements of which each entry of `again_HH` is the geometric mean. If measurements scatter
+            by 10 %, one finds half of the links at 0.6 of their peers' rate, and three find four of five
+            (bench_health).
 
     """
     known, second = _links(bandwidth_HH), _links(again_HH)
@@ -143,7 +173,11 @@ def confirmed_hosts(bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[SlowHost, .
     if _excess(known)[1] > RANDOM_SCALE:
         return ()
     found = []
-    for direction, first, again in (("sends", known, second), ("receives", known.T, second.T)):
+    directions: tuple[tuple[Literal["sends", "receives"], Matrix, Matrix], ...] = (
+        ("sends", known, second),
+        ("receives", known.T, second.T),
+    )
+    for direction, first, again in directions:
         best, best_again = _best(first), _best(again)
         usual = _centre(best)
         for host in _slow_hosts(first):
@@ -158,12 +192,12 @@ def confirmed_hosts(bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[SlowHost, .
 def suspect_slots(
     seconds_S: Vector, *, device_kind: Literal["cuda", "cpu"] = "cuda", alike_S: Sequence[str] = ()
 ) -> dict[int, float]:
-    """Name the slots that ought to be timed again, slowest first, each with the usual seconds of its peers.
+    """Return the slots to time again, slowest first, each with the usual seconds of its peers.
 
     Args:
-        seconds_S: the same work on every slot, nan = not measured.
+        seconds_S: time of the same work on every slot.
         device_kind: CPUs share cores and so differ more.
-        alike_S: names of the devices: only slots of one name are peers; empty = all are.
+        alike_S: device types; only slots of one type are peers; empty = all slots.
 
     """
     name_S = np.array(alike_S or [""] * len(seconds_S))
@@ -172,7 +206,7 @@ def suspect_slots(
         members = np.flatnonzero(name_S == name)
         logs = np.log(seconds_S[members])
         if len(members) >= FEW:
-            # Of many values the median of all is as good as that of the others.
+            # With many values the median of all equals that of the others.
             usual = np.full(len(members), _centre(logs))
         else:
             usual = np.array([_centre(np.delete(logs, at)) for at in range(len(members))])
@@ -190,15 +224,7 @@ def suspect_slots(
 def confirmed_slots(
     seconds_S: Vector, again_S: Vector, *, device_kind: Literal["cuda", "cpu"] = "cuda", alike_S: Sequence[str] = ()
 ) -> tuple[SlowSlot, ...]:
-    """Return the slots that two measurements find slow, slowest first.
-
-    Args:
-        seconds_S: the first measurement, as for `suspect_slots`.
-        again_S: the second, nan where there was none.
-        device_kind: as for `suspect_slots`.
-        alike_S: as for `suspect_slots`.
-
-    """
+    """Return the slots that two measurements find slow, slowest first; arguments as for `suspect_slots`."""
     found = []
     for slot, usual_s in suspect_slots(seconds_S, device_kind=device_kind, alike_S=alike_S).items():
         together_s = math.sqrt(seconds_S[slot] * again_S[slot])
@@ -210,7 +236,7 @@ def confirmed_slots(
 
 
 def _links(bandwidth_HH: Matrix) -> Matrix:
-    """Rates with nan wherever there is none."""
+    """Return a copy with nan for every missing rate and on the diagonal."""
     rates = np.array(bandwidth_HH, dtype=np.float64)
     np.fill_diagonal(rates, np.nan)
     rates[~(rates > 0)] = np.nan
@@ -218,10 +244,10 @@ def _links(bandwidth_HH: Matrix) -> Matrix:
 
 
 def _detours(known_HH: Matrix, scatter: float) -> Matrix:
-    """The usual rate of the best detours over one other host; nan where no way was measured.
+    """Return the usual rate of the best detours over one other host; nan if none was measured.
 
-    The best of many noisy detours is the best by chance, so the median of those counts that `scatter` does not
-    distinguish from it. With two hosts the only other link is the opposite direction.
+    The best of many noisy detours is the best by chance. So the median counts, of the detours that are equally good
+    within `scatter`. With two hosts the only other link is the opposite direction.
     """
     if len(known_HH) == 2:
         return np.array(known_HH.T)
@@ -242,14 +268,14 @@ def _detours(known_HH: Matrix, scatter: float) -> Matrix:
 
 
 def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
-    """Logarithm of each rate over that of its detours, centred, and how much that scatters."""
+    """Return the logarithm of each rate divided by that of its detours, centred, and how much that scatters."""
     scale = 0.0
-    # The first turn, with the best detours, estimates the scatter that the second turn needs to choose detours.
+    # The first turn estimates the scatter, with the best detours; the second turn needs it to choose detours.
     for _ in range(2):
         excess: Matrix = np.log(known_HH) - np.log(_detours(known_HH, scale))
         finite = excess[np.isfinite(excess)]
         if finite.size < FEW:
-            # Of two hosts' links each is compared with a single measurement, which scatters as much.
+            # With two hosts, each link is compared with a single measurement, which scatters as much.
             return excess, FEW_SCALE * (math.sqrt(2) if len(known_HH) == 2 else 1)
         # Detours that are slower than their links must not shift the centre.
         centre = min(0.0, float(np.median(finite)))
@@ -258,16 +284,16 @@ def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
 
 
 def _needed(excess_HH: Matrix, times: int) -> float:
-    """How many scales a mean must lie below its peers so that chance makes no healthy link look faulty."""
+    """Return how many scales a mean must lie below its peers, so that chance makes no healthy link look faulty."""
     count = max(1, int(np.isfinite(excess_HH).sum()))
-    # The scale is an estimate, and that of few links may be too small.
+    # The scale is an estimate, and may be too small with few links.
     doubt = 1 + 1.5 / math.sqrt(count) if count >= FEW else 1.0
     left = math.sqrt((1 - DETOUR_SHARE) / (1 + times) + DETOUR_SHARE)
     return -NormalDist().inv_cdf(FALSE_ALARMS / count) * left * doubt
 
 
 def _best(rates_HH: Matrix) -> Vector:
-    """Logarithm of the usual rate among each row's best links; nan for a row without any."""
+    """Return the logarithm of the usual rate among each row's best links; nan for a row without any."""
     logs = np.log(rates_HH)
     # The best of many rates is higher by chance than the best of few, so the median of the good ones counts.
     floor = np.nan_to_num(rates_HH).max(axis=1, keepdims=True) * SUSPECT_RATIO
@@ -276,7 +302,7 @@ def _best(rates_HH: Matrix) -> Vector:
 
 
 def _slow_hosts(rates_HH: Matrix) -> list[int]:
-    """Rows whose best rate is far below the others' best; none where many are."""
+    """Return the rows whose best rate is far below the others' best; empty if these are many."""
     best = _best(rates_HH)
     count = int(np.isfinite(best).sum())
     if count < 3:
@@ -288,37 +314,15 @@ def _slow_hosts(rates_HH: Matrix) -> list[int]:
 
 
 def _centre(values: Vector) -> float:
-    """The median of the known values; nan where there are none."""
+    """Return the median of the known values; nan without any."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else math.nan
 
 
 def _scatter(values: Vector, centre: float) -> float:
-    """A robust standard deviation: the median distance from the centre, scaled to a normal distribution's."""
+    """Return a robust standard deviation: the median distance from the centre, scaled as for a normal distribution."""
     finite = values[np.isfinite(values)]
     return 1.4826 * float(np.median(np.abs(finite - centre))) if finite.size else 0.0
-
-
-BUSY_TOLERANCE_BYTES = 512 << 20
-"""Less memory than this is held by a display server or a monitoring agent, and is ignored."""
-IDLE_BYTES = 64 << 20
-"""An idle device holds less, at most 8 MiB on A100 (rust-nvml/nvml-wrapper#57). A CUDA context needs more."""
-BUSY_SHARE = 0.05
-"""Other processes that use more than this part of the memory, or of the time, are a fault; less is a note."""
-HELD_DOWN = {
-    "HwSlowdown": "hardware slowdown",
-    "HwThermalSlowdown": "too hot, by the hardware",
-    "HwPowerBrakeSlowdown": "power brake, by the power supply",
-    "SwThermalSlowdown": "too hot, by the driver",
-}
-"""Reasons that say that a clock is held down. Users set ApplicationsClocksSetting, SyncBoost and DisplayClockSetting,
-and an idle GPU reports GpuIdle. A GPU under load reports SwPowerCap all the time, so it is not a fault."""
-WAYS = {
-    "switch": "by a PCIe switch",
-    "root": "by the PCIe root",
-    "node": "over the NUMA node",
-    "across": "across the sockets",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,17 +335,16 @@ class _PlacedDevice:
     condition: DeviceCondition
 
     def verdict(self, kind: str, figure: str, **more: object) -> Verdict:
-        """Return a verdict on this device."""
         facts: dict[str, object] = {"advice": exclude(self.host), **more}
         return Verdict(kind=kind, host=self.host, device=self.condition.uuid, figure=figure, **facts)  # type: ignore[arg-type]
 
 
 def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]) -> tuple[Verdict, ...]:
-    """Compare all devices by what their drivers reported before the job, and return the verdicts, faults first.
+    """Compare all devices by their drivers' reports before the job, and return the verdicts, faults first.
 
     Args:
         hosts: under their unique names.
-        conditions: for each host, its devices' in the order of the local ranks; empty where they are not known.
+        conditions: of each host's devices, in the order of the local ranks; empty = not known.
 
     """
     devices = [
@@ -359,7 +362,7 @@ def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]
 
 
 def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[Verdict, ...]:
-    """Return the hosts and links that two measurements found slow; matrices as for `suspects.confirmed_links`."""
+    """Return the hosts and links that two measurements find slow; matrices as for `confirmed_links`."""
     slow_hosts = confirmed_hosts(bandwidth_HH, again_HH)
     found = []
     for host in dict.fromkeys(one.host for one in slow_hosts):
@@ -396,7 +399,7 @@ def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) 
 
 
 def device_verdicts(hosts: Sequence[Host], slow: Sequence[SlowSlot]) -> tuple[Verdict, ...]:
-    """Return which devices compute slowly; a host all of whose devices do is one verdict."""
+    """Return the devices that compute slowly; if all devices of a host do, one verdict on the host."""
     devices = [(host, device) for host in hosts for device in host.devices]
     found = []
     for host in hosts:
@@ -431,7 +434,7 @@ def exclude(*hosts: str) -> str:
 
 
 def _busy(device: _PlacedDevice) -> Iterator[Verdict]:
-    """Other processes that hold memory or compute."""
+    """Report other processes that hold memory or compute."""
     condition = device.condition
     used = condition.used_bytes or 0
     # In a container NVML hides the size, or the whole process; then the device's own count is used.
@@ -445,7 +448,7 @@ def _busy(device: _PlacedDevice) -> Iterator[Verdict]:
     if not condition.holders and used > BUSY_TOLERANCE_BYTES:
         figure = f"{bytes_text(used)} are held by a process that NVML does not name (another container?)"
         yield device.verdict("busy", figure, advice=advice, is_sick=used > share_bytes)
-    # A busy device that nobody holds is one whose memory the driver still scrubs.
+    # A busy device without holders is one whose memory the driver still scrubs.
     is_held = bool(condition.holders) or used > IDLE_BYTES
     if not named and is_held and (condition.utilisation or 0) > BUSY_SHARE:
         yield device.verdict("busy", f"others keep it busy {condition.utilisation:.0%} of the time", advice=advice)
@@ -495,7 +498,7 @@ def _ecc(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 
 def _rows(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    """Rows of memory that wait to be replaced, or cannot be."""
+    """Report rows of memory that wait to be replaced, or cannot be."""
     for device in peers:
         if device.condition.rows_failed:
             yield device.verdict(
@@ -521,7 +524,7 @@ def _nvlinks(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 
 def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    """Fewer lanes than the slot allows, or a slot that allows less than others': both stay when the device idles."""
+    """Report fewer lanes than the slot allows, or a slot that allows less than others: idling changes neither."""
     lanes = _usual(peers, lambda condition: condition.pcie_width)
     best = _usual(peers, lambda condition: condition.pcie_generation_max)
     for device in peers:
@@ -546,7 +549,7 @@ def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 
 def _nics(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    """NICs farther away than that of the same device of other hosts; devices of one host may differ by design."""
+    """Report NICs farther away than those of the same device of other hosts; devices of one host may differ."""
     for index in dict.fromkeys(device.index for device in peers):
         same = [device for device in peers if device.index == index and device.condition.nic_distance is not None]
         ranks = [NEARNESS.index(device.condition.nic_distance) for device in same if device.condition.nic_distance]
@@ -563,7 +566,7 @@ def _nics(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 
 def _usual(peers: Sequence[_PlacedDevice], figure: Callable[[DeviceCondition], int | None]) -> float | None:
-    """The median of the peers' known figures, of two middle ones the higher; None where no figure is known."""
+    """Return the median (the higher of two middle ones) of the peers' known figures; None without any."""
     values = [value for value in (figure(device.condition) for device in peers) if value is not None]
     return statistics.median_high(values) if values else None
 

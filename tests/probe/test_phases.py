@@ -175,7 +175,7 @@ def test_what_nobody_measured_is_estimated_from_its_ends(tmp_path: Path) -> None
     assert 1e6 <= found.cluster.between_hosts.bandwidth_bytes_per_s[1][2] < 9e6
     assert found.survey
     assert ("-mm", "m-e", "me-") == found.survey.origin_HH
-    assert "links: 2 of 6 pairs between hosts were assumed from the others" in found.notes
+    assert "links: 2 of 6 pairs between hosts were estimated from the others" in found.notes
 
 
 def test_what_an_earlier_warm_up_measured_is_believed(tmp_path: Path) -> None:

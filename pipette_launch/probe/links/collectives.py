@@ -1,9 +1,9 @@
-"""Times collectives on the groups of ranks that plans use.
+"""Times collectives on the groups of slots that plans use.
 
-All groups of a dimension run at the same time, as they do in training, so the times contain contention between them.
-On CPUs every collective comes right after some computing, as in training: there the same processor sends, adds and
-computes, so a rank that was busy waits for the processor and then for its peers. On GPUs several calls run in a row
-between two events of the device, as launches and waits of the host are hidden in training.
+All groups of a dimension run at the same time, as in training, so the times contain contention between them. On CPUs
+every collective directly follows some computing, as in training: the same processor sends, adds and computes, so a busy
+rank waits for the processor and then for its peers. On GPUs several calls run in a row between two events of the
+device, because training hides launches and waits of the host.
 """
 
 from __future__ import annotations
@@ -25,29 +25,26 @@ from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import GroupSamples, WarmupOrder, WorkerResult
 
 COLLECTIVES_SHARE = 0.9
-"""No further dimension begins once this part of the budget is spent."""
+"""No other dimension begins after this share of the budget."""
 ELEMENT_BYTES = 4
 COMPUTED_S = 2e-3
-"""Processor time before each collective on CPUs. On hosts of 0.45 cores 164 kB between two of them took 1.7 ms without
+"""Processor time before each collective on CPUs. On hosts of 0.45 cores, 164 kB between two of them took 1.7 ms without
 it, 4.3 to 5.1 ms after 2, 5 or 15 ms, and about 6 ms in training."""
 SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
-"""Up to this size collectives on CPUs are repeated so many times as often: they cost little and scatter most."""
+"""Up to this size, collectives on CPUs are repeated twice as often: they cost little and scatter most."""
 MOST_CALLS, CALLS_S = 16, 10e-3
-"""On GPUs a value is the mean of this many calls in a row, and of fewer if they would take longer than this."""
+"""On GPUs a value is the mean of 16 calls in a row, or of fewer if they would take longer than 10 ms."""
 DEADLINE_SHARE = 0.8
-"""Part of the time limit after which a worker gives up, before NCCL's own watchdog ends it without a reason."""
+"""A worker gives up after this share of the time limit, before NCCL's own watchdog ends it without a reason."""
 REACH_REPEATS = 3
 REACH_S, REACH_SHARE = 1.5, 0.5
-"""The largest tensors of plans, gradients above all, may be many times the largest message between stages. A size near
-them is timed too: as large as passes in so many seconds, or in this share of the time that is left, with all repeats.
-(On links of 100 MB/s the times up to 2 MB gave 110 to 171 ms for an all-gather of 20 MB, which needs 157 at least and
-took 169.)"""
+"""The largest tensors of plans, above all gradients, may be many times the largest message between stages. So one size
+near them is timed too: the largest whose repeats fit into 1.5 s and into half of the time left. (On links of 100 MB/s
+the times up to 2 MB gave 110 to 171 ms for an all-gather of 20 MB, which needs at least 157 ms and took 169 ms.)"""
 REACH_LIMIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 REACH_LEAST = 2
-"""A size below so many times the largest message says nothing new."""
-
-
-_Call: TypeAlias = Callable[[], object]
+"""A size below this multiple of the largest message shows nothing new."""
+Call: TypeAlias = Callable[[], object]
 
 
 def padded_bytes(size_bytes: int, group_size: int) -> int:
@@ -64,18 +61,18 @@ def measure(
     lockstep: Lockstep,
     budget: Budget,
 ) -> tuple[WorkerResult, int]:
-    """Time each kind of each dimension; every rank calls this, whether or not it is in a group.
+    """Time each kind of each dimension; every rank calls this, even if it is in no group.
 
     Args:
         options: the order of the warm-up.
         dimensions: groups of slots, most important first.
-        first: the index of the first of these dimensions in the samples.
+        first: index of the first of these dimensions in the samples.
         lockstep: keeps the ranks in step.
         budget: the first dimension is timed in any case.
 
     Returns:
-        The samples, with notes on what could not be measured, and the number of groups of this worker beside that of
-        all ranks; they stay open until that one is closed.
+        Samples, with notes on what could not be measured; and the number of groups that this worker opened. Groups stay
+        open until the group of all ranks is closed.
 
     """
     found: list[GroupSamples] = []
@@ -85,7 +82,7 @@ def measure(
     for index, dimension in enumerate(dimensions):
         if index and not lockstep.agree(lambda: budget.allows(COLLECTIVES_SHARE)):
             skipped = ", ".join(skipped.name for skipped in dimensions[index:])
-            notes.append(f"collectives: groups of {skipped} were skipped, the budget was spent")
+            notes.append(f"collectives: groups of {skipped} were skipped, because the budget was spent")
             break
         members = next((group for group in dimension.groups if rank in group), ())
         lockstep.progress.step(index, len(dimensions), f"opening the groups of {dimension.name}")
@@ -93,10 +90,9 @@ def measure(
         group = opened if members else None
         num_groups += group is not None and group is not dist.group.WORLD
         for kind in dimension.kinds:
-            lockstep.progress.step(index, len(dimensions), f"{kind} of {dimension.name}")
-            timer = _Timer(
-                options, kind, size=len(members), group=group, queued=queued, place=f"{kind} of {dimension.name}"
-            )
+            place = f"{kind} of {dimension.name}"
+            lockstep.progress.step(index, len(dimensions), place)
+            timer = _Timer(options, kind, size=len(members), group=group, queued=queued, place=place)
             for asked_bytes in options.message_sizes_bytes:
                 timer.time(asked_bytes)
             reach_bytes = int(lockstep.broadcast(str(timer.reach_bytes(dimension.most_bytes, budget))))
@@ -111,11 +107,11 @@ def measure(
 
 
 def _open(members: tuple[int, ...], options: WarmupOrder) -> dist.ProcessGroup:
-    """Open a group for a dimension; every rank opens one, alone where it has no peers, and closes none.
+    """Open a group for a dimension; every rank opens one, alone if it has no peers, and closes none.
 
     With local synchronisation torch names a group by its members and by the number of groups that this process has
-    open. So all ranks must have opened equally many, or members would wait under different names. A group that was
-    closed would leave its name, and stale addresses in the store, to the next one of the same members.
+    open. So all ranks must have opened the same number, or members would wait under different names. A closed group
+    would leave its name, and stale addresses in the store, to the next group of the same members.
     """
     if len(members) == options.num_slots:
         world = dist.group.WORLD
@@ -128,10 +124,7 @@ def _open(members: tuple[int, ...], options: WarmupOrder) -> dist.ProcessGroup:
 
 
 class _Timer:
-    """Times one kind on the group of this rank, size by size; a rank without a group only waits for the others.
-
-    `refused` is the reason where the backend has no such collective, which is the same on all members.
-    """
+    """Times one kind on the group of this rank, size by size; a rank without a group only waits for the others."""
 
     def __init__(
         self,
@@ -143,27 +136,24 @@ class _Timer:
         queued: QueuedCalls | None = None,
         place: str = "",
     ) -> None:
-        self._options = options
-        self._kind = kind
-        self._size = size
-        self._group = group
-        self._queued = queued
-        self._place = place
+        self._options, self._kind, self._size, self._group = options, kind, size, group
+        self._queued, self._place = queued, place
         self._limit_s = DEADLINE_SHARE * options.wait_s()
         self.timed: dict[int, Samples] = {}
         """By bytes of the full tensor."""
         self.refused = ""
+        """The reason if the backend has no such collective; the same on all members."""
 
     def time(self, asked_bytes: int, repeats: int | None = None) -> None:
-        """Time one size, with its own number of repeats and no warm-up but the first, or as often as the options say.
+        """Time one size; all ranks call it with the same size.
 
-        All ranks call it with the same size.
+        With `repeats`, only the first call is a warm-up; None = repeats and warm-ups of the order.
         """
         size_bytes = padded_bytes(asked_bytes, max(self._size, 1))
         device, action = self._options.device_kind, None
         if self._group is not None and not self.refused:
             action = _action(self._kind, size_bytes // ELEMENT_BYTES, self._size, group=self._group, device=device)
-            self.refused = _try_once(action) or ""
+            self.refused = _first_try(action)
         action = None if self.refused else action
         try:
             # Also after a refusal and without a group: the dimension's other groups wait for all ranks here.
@@ -176,13 +166,13 @@ class _Timer:
                 times = [value_s(action) for _ in range(warmups + repeats)]
                 self.timed[size_bytes] = Samples(values_s=tuple(times[warmups:]), warmup_s=tuple(times[:warmups]))
         except TimeoutError as error:
-            raise ProbeError(f"collectives: no end of {self._place} ({error})") from error
+            raise ProbeError(f"collectives: {self._place} did not end ({error})") from error
 
-    def _on_gpu(self, action: _Call | None, queued: QueuedCalls) -> Callable[[_Call], float]:
-        """Return what times calls in a row, by events; all ranks agree on their number.
+    def _on_gpu(self, action: Call | None, queued: QueuedCalls) -> Callable[[Call], float]:
+        """Return a function that times calls in a row by events, in a number on which all ranks agree.
 
-        A single call comes first, with a wait for its end: the slowest rank's decides. Then untimed calls in a row show
-        for how long devices must be kept busy.
+        A single call, with a wait for its end, decides about the number: the slowest rank's counts. Then untimed calls
+        in a row show how long devices must be kept busy.
         """
         before_s = time.perf_counter()
         if action is not None:
@@ -197,7 +187,7 @@ class _Timer:
         return lambda call: queued.seconds(call, number, timeout_s=self._limit_s)
 
     def reach_bytes(self, most_bytes: int, budget: Budget) -> int:
-        """Return the bytes of the largest tensor that there is time for, by the largest size so far; 0 = none."""
+        """Return the bytes of the largest tensor for which there is time, by the largest size so far; 0 = none."""
         if not self.timed:
             return 0
         known_bytes, samples = list(self.timed.items())[-1]
@@ -209,10 +199,8 @@ class _Timer:
         return reach if reach >= REACH_LEAST * known_bytes else 0
 
 
-def _action(
-    kind: CollectiveKind, elements: int, size: int, *, group: dist.ProcessGroup, device: str
-) -> Callable[[], object]:
-    """Prepare one collective whose full tensor has so many elements."""
+def _action(kind: CollectiveKind, elements: int, size: int, *, group: dist.ProcessGroup, device: str) -> Call:
+    """Prepare one collective; `elements` are those of the full tensor."""
     full = torch.zeros(elements, device=device)
     if kind == "all_reduce":
         return lambda: dist.all_reduce(full, group=group)
@@ -225,20 +213,20 @@ def _action(
     return lambda: dist.reduce_scatter_tensor(share, full, group=group)
 
 
-def _try_once(action: Callable[[], object]) -> str | None:
-    """Run an untimed first collective, which opens connections; returns why the backend cannot do it at all."""
+def _first_try(action: Call) -> str:
+    """Run an untimed first collective, which opens connections; returns the reason if the backend lacks it, else ''."""
     try:
         action()
     except (NotImplementedError, RuntimeError, ValueError) as error:
         text = str(error).splitlines()[0]
-        # Backends say "does not support", "unsupported" or "not implemented"; anything else is a real failure.
+        # Backends write "does not support", "unsupported" or "not implemented"; anything else is a real failure.
         if isinstance(error, NotImplementedError) or "support" in text or "not implemented" in text:
             return text
         raise
-    return None
+    return ""
 
 
-def _on_cpu(action: _Call) -> float:
+def _on_cpu(action: Call) -> float:
     # Keep this thread's processor busy, however long that takes on the wall.
     end_s = time.thread_time() + COMPUTED_S
     while time.thread_time() < end_s:

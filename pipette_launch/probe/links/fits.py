@@ -1,4 +1,4 @@
-"""From timed messages and collectives to lines (latency and seconds per byte), and to matrices of links. Pure."""
+"""Lines (latency and seconds per byte) from timed messages and collectives, and matrices of links. Pure."""
 
 # H = hosts, D = devices of one host (rails), row sends to column.
 
@@ -22,21 +22,21 @@ from pipette_launch.probe.messages import GroupSamples, LinkSamples, WarmupOrder
 from pipette_launch.text import rate_text
 
 MAX_SEND_ENTRIES = 4096
-"""Where more pairs than this were measured, only the unstable ones get an entry of their own beside the matrices."""
+"""With more measured pairs than this, only unstable ones get an entry of their own beside the matrices."""
 UNEVEN_RAILS = 0.10
-"""Where pairs are that many, the rails are stored only of those whose rails differ by more than this."""
+"""With that many pairs, rails are stored only if their rates differ by more than this share."""
 
 
 def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
     """Fit a line through (bytes, seconds) that one disturbed size does not bend (the estimator of Theil and Sen).
 
-    The slope is the median over all pairs of sizes, weighted by the distance between the two sizes. The latency is what
-    the smallest message takes beyond the time of its bytes. Least squares of the relative error, tried first, gave
-    755 Mbit/s for a 300 Mbit/s link whose middle size was disturbed. Where time does not grow with size, the line is
-    the pessimistic one: the smallest time is the latency, and the largest message's whole time is its transfer time.
+    The slope is the median over all pairs of sizes, weighted by the distance between the two sizes. The latency is the
+    time of the smallest message without the time of its bytes. Least squares of the relative error, tried first, gave
+    755 Mbit/s for a 300 Mbit/s link whose middle size was disturbed. If time does not grow with size, the line is
+    pessimistic: the smallest time is the latency, and the largest message's whole time is its transfer time.
     """
-    # A smaller message takes no longer than a larger one. A disturbance that says otherwise is corrected first:
-    # it would count as latency, and the link would look infinitely fast.
+    # A smaller message takes no longer than a larger one. A disturbance that contradicts this is corrected first: it
+    # would count as latency, and the link would look infinitely fast.
     steady = reversed(list(accumulate(reversed(seconds), min)))
     points = list(zip(sizes_bytes, (max(value, 1e-9) for value in steady), strict=True))
     slopes = sorted(((b_s - a_s) / (b - a), b - a) for (a, a_s), (b, b_s) in combinations(points, 2))
@@ -58,24 +58,21 @@ class LinkFit(NamedTuple):
     """Of the largest message."""
     sizes_bytes: tuple[int, ...]
     together: Line | None = None
-    """Until the last of all rails had finished; None where there is one rail."""
+    """Until the last of all rails had finished; None = one rail."""
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate of a large message."""
+        """Rate of a large message."""
         return 1 / self.line.seconds_per_byte
 
     @property
     def hosts(self) -> LinkFit:
-        """The link between the hosts: the line until the last rail had finished, where there are several."""
+        """The link between the hosts: with several rails, the line until the last had finished."""
         return self._replace(line=self.together, together=None) if self.together else self
 
 
 def fit_link(link: LinkSamples) -> LinkFit:
-    """Fit lines through one link's medians, and take the spread of its largest message.
-
-    The slope is that of all sizes: that of the large ones alone scatters more, as it is a difference of long times.
-    """
+    """Fit lines through the medians of all sizes; large sizes alone give a slope that scatters more."""
     own, together = (
         fit_line(link.sizes_bytes, [each.median_s for each in samples]) if samples else None
         for samples in (link.samples, link.together)
@@ -86,11 +83,11 @@ def fit_link(link: LinkSamples) -> LinkFit:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkBook:
-    """The fits of every pair of slots that was measured."""
+    """Fits of every measured pair of slots."""
 
     first: Mapping[Pair, LinkFit]
     again: Mapping[Pair, LinkFit]
-    """Second measurements of what looked slow."""
+    """Second measurements of links that looked slow."""
 
     @classmethod
     def of(cls, links: Iterable[LinkSamples]) -> LinkBook:
@@ -103,7 +100,7 @@ class LinkBook:
         return cls(first=first, again=again)
 
     def best(self) -> dict[Pair, LinkFit]:
-        """The faster of the two measurements of each pair: a disturbance only slows a link down."""
+        """Return the faster measurement of each pair: a disturbance only slows a link down."""
         return {
             pair: max(fit, self.again.get(pair, fit), key=lambda one: one.hosts.bytes_per_s)
             for pair, fit in self.first.items()
@@ -111,11 +108,11 @@ class LinkBook:
 
 
 def host_fits(fits: Mapping[Pair, LinkFit], devices_per_host: int) -> dict[Pair, LinkFit]:
-    """One line for all rails of each pair of hosts that were measured: until the last of them had finished.
+    """Return one line for all rails of each measured pair of hosts: until the last of them had finished.
 
     Every transfer between two stages, and every ring that spans hosts, has a part on each rail and ends with the last.
     Rails that share a wire get uneven parts of it, so the median of their own lines would be too fast, and the slowest
-    of them too slow by chance. Rails that were measured together have the same line; of others the slowest counts.
+    too slow by chance. Rails measured together have the same line; otherwise the slowest counts.
     """
     found: dict[Pair, LinkFit] = {}
     for (source, target), fit in fits.items():
@@ -123,21 +120,6 @@ def host_fits(fits: Mapping[Pair, LinkFit], devices_per_host: int) -> dict[Pair,
         if pair[0] != pair[1]:
             found[pair] = min(found.get(pair, fit.hosts), fit.hosts, key=lambda one: one.bytes_per_s)
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundLinks:
-    """The part of the measurements that describes links."""
-
-    between: Links
-    within: tuple[Links, ...]
-    survey: LinkSurvey | None
-    sends: tuple[CollectiveTime, ...]
-    first_HH: NDArray[np.float64]
-    """Bytes/s as first measured; nan = not measured."""
-    again_HH: NDArray[np.float64]
-    """Bytes/s of second measurements; nan = none."""
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,29 +133,45 @@ class EarlierLinks:
 
     @classmethod
     def of(cls, earlier: Measurements, options: WarmupOrder) -> EarlierLinks | None:
-        """Find the hosts of this job in an earlier file, in any order; None where one of them is not in it."""
+        """Find the hosts of this job in an earlier file, in any order; None if one of them is not in it."""
         then = {host.name: index for index, host in enumerate(earlier.cluster.hosts)}
         size = options.devices_per_host
         if earlier.cluster.devices_per_host != size or any(host.name not in then for host in options.hosts):
             return None
         at = [then[host.name] for host in options.hosts]
         survey, links = earlier.survey, earlier.cluster.between_hosts
+
+        def line(links: Links, source: int, target: int) -> Line:
+            bandwidth = float(links.bandwidth_bytes_per_s[source, target])
+            return Line(float(links.latency_s[source, target]), 1 / bandwidth)
+
         return cls(
             between={
-                (a, b): _line(links, at[a], at[b])
+                (a, b): line(links, at[a], at[b])
                 for a, b in permutations(range(len(at)), 2)
                 if survey is None or survey.origin(at[a], at[b]) != "estimated"
             },
             within={
-                (host * size + a, host * size + b): _line(earlier.cluster.within_host[at[host]], a, b)
+                (host * size + a, host * size + b): line(earlier.cluster.within_host[at[host]], a, b)
                 for host in range(len(at))
                 for a, b in permutations(range(size), 2)
             },
         )
 
 
-def _line(links: Links, source: int, target: int) -> Line:
-    return Line(float(links.latency_s[source, target]), 1 / float(links.bandwidth_bytes_per_s[source, target]))
+@dataclass(frozen=True, kw_only=True)
+class FoundLinks:
+    """The part of the measurements that describes links."""
+
+    between: Links
+    within: tuple[Links, ...]
+    survey: LinkSurvey | None
+    sends: tuple[CollectiveTime, ...]
+    first_HH: NDArray[np.float64]
+    """Bytes/s of first measurements; nan = not measured."""
+    again_HH: NDArray[np.float64]
+    """Bytes/s of second measurements; nan = not measured."""
+    notes: tuple[str, ...]
 
 
 def found_links(
@@ -181,7 +179,7 @@ def found_links(
 ) -> FoundLinks:
     """Turn the samples of all workers into matrices of links.
 
-    Links of an earlier warm-up are used where none was measured now. The rest is estimated.
+    A link that was not measured now is taken from an earlier warm-up, or estimated.
 
     Raises:
         ProbeError: no link between hosts, or none within a host, was measured.
@@ -192,20 +190,18 @@ def found_links(
     hosts = host_fits(best, size)
     known = {**(earlier.between if earlier else {}), **{pair: fit.line for pair, fit in hosts.items()}}
     local = {**(earlier.within if earlier else {}), **{pair: fit.line for pair, fit in best.items()}}
-    for index, host in enumerate(options.hosts):
-        if host.shares_cores:
-            local |= _alike(local, range(index * size, (index + 1) * size))
     between, notes = _matrices(known, range(num_hosts), "between hosts", [host.place for host in options.hosts])
-    filled = [
-        _matrices(local, range(index * size, (index + 1) * size), f"within {host.name}")
-        for index, host in enumerate(options.hosts)
-    ]
+    filled = []
+    for index, host in enumerate(options.hosts):
+        slots = range(index * size, (index + 1) * size)
+        lines = {**local, **_alike(local, slots)} if host.shares_cores else local
+        filled.append(_matrices(lines, slots, f"within {host.name}"))
     first, again = (host_fits(fits, size) for fits in (book.first, book.again))
     survey = None
     if num_hosts > 1:
         survey = LinkSurvey(
             spread_HH=_by_pair({pair: fit.spread for pair, fit in hosts.items()}, num_hosts, 0.0),
-            origin_HH=_origin_HH(num_hosts, cached=earlier.between if earlier else (), measured=hosts, again=again),
+            origin_HH=_origin_HH(num_hosts, earlier.between if earlier else (), hosts, again),
             rails=_rails(best, hosts, size) if size > 1 else (),
             rounds=sum(results[0].link_rounds),
             rounds_again=sum(results[0].link_rounds_again),
@@ -217,12 +213,11 @@ def found_links(
         sends=_sends(best),
         first_HH=_by_pair({pair: fit.bytes_per_s for pair, fit in first.items()}, num_hosts, np.nan),
         again_HH=_by_pair({pair: fit.bytes_per_s for pair, fit in again.items()}, num_hosts, np.nan),
-        notes=(*notes, *(note for _, said in filled for note in said), *_unstable(best, options)),
+        notes=(*notes, *(note for _, of_host in filled for note in of_host), *_unstable(best, options)),
     )
 
 
 def _by_pair(values: Mapping[Pair, float], num_hosts: int, missing: float) -> NDArray[np.float64]:
-    """Values by (source, target) as a matrix."""
     matrix_HH = np.full((num_hosts, num_hosts), missing)
     for pair, value in values.items():
         matrix_HH[pair] = value
@@ -230,9 +225,9 @@ def _by_pair(values: Mapping[Pair, float], num_hosts: int, missing: float) -> ND
 
 
 def _origin_HH(
-    num_hosts: int, *, cached: Iterable[Pair], measured: Iterable[Pair], again: Iterable[Pair]
+    num_hosts: int, cached: Iterable[Pair], measured: Iterable[Pair], again: Iterable[Pair]
 ) -> tuple[str, ...]:
-    """The origin of each link: estimated, cached, measured or measured again; later ones override earlier ones."""
+    """Return a letter for each link: estimated, cached, measured, measured again; the last one that applies."""
     origin = np.full((num_hosts, num_hosts), "e")
     for letter, pairs in (("c", cached), ("m", measured), ("a", again)):
         for pair in pairs:
@@ -242,7 +237,7 @@ def _origin_HH(
 
 
 def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: int) -> tuple[RailRates, ...]:
-    """The rails of every pair of hosts; where pairs are many, only of those whose rails are uneven."""
+    """Return the rails of every pair of hosts; of many pairs, only uneven rails."""
     found = []
     for a, b in sorted(hosts):
         slots = [(a * size + rail, b * size + rail) for rail in range(size)]
@@ -264,15 +259,15 @@ def _matrices(
         raise ProbeError(f"no link {where} was measured; raise --pipette-budget")
     pairs = len(members) * (len(members) - 1)
     missing = pairs - len(known)
-    note = f"links: {missing} of {pairs} pairs {where} were assumed from the others"
+    note = f"links: {missing} of {pairs} pairs {where} were estimated from the others"
     return estimate(len(members), known, places).links, (note,) if missing else ()
 
 
 def _alike(lines: Mapping[Pair, Line], members: Iterable[int]) -> dict[Pair, Line]:
-    """Give all pairs of slots that share the same cores their median line.
+    """Return the median line for all pairs of slots that share the same cores.
 
     No slot is bound to a core, so no pair is nearer than another: the measured lines differ by which slot had to wait
-    for a core. With separate lines a ring that avoids one slow pair looked nine times as fast as the timed ring.
+    for a core. With separate lines, a ring that avoids one slow pair looked nine times as fast as the timed ring.
     """
     pairs = list(permutations(members, 2))
     known = [lines[pair] for pair in pairs if pair in lines]
@@ -281,7 +276,7 @@ def _alike(lines: Mapping[Pair, Line], members: Iterable[int]) -> dict[Pair, Lin
 
 
 def _sends(fits: Mapping[Pair, LinkFit]) -> tuple[CollectiveTime, ...]:
-    """One entry for each measured pair of slots, with its spread."""
+    """Return one entry for each measured pair of slots; of many pairs, only unstable ones."""
     return tuple(
         CollectiveTime(
             kind="send",
@@ -307,10 +302,7 @@ def _unstable(fits: Mapping[Pair, LinkFit], options: WarmupOrder) -> tuple[str, 
 
 
 def group_times(dimensions: Sequence[Dimension], results: Sequence[WorkerResult]) -> tuple[CollectiveTime, ...]:
-    """One line for each kind of collective and dimension, from what the members timed.
-
-    Of the groups of a dimension the median one counts, by the time of its largest message.
-    """
+    """Return one line for each kind of collective and dimension: that of the median group, by its largest message."""
     seen: dict[tuple[str, int], dict[int, GroupSamples]] = {}
     for result in results:
         for samples in result.collectives:
@@ -322,7 +314,7 @@ def _group_time(dimension: Dimension, by_slot: Mapping[int, GroupSamples]) -> Co
     timed = []
     for group in dimension.groups:
         if all(slot in by_slot for slot in group):
-            # A collective has finished when its last member has: of each size the largest of the members' medians.
+            # A collective ends with its last member: for each size the largest of the members' medians.
             sizes = zip(*([each.median_s for each in by_slot[slot].samples] for slot in group), strict=True)
             timed.append((tuple(map(max, sizes)), group))
     timed.sort(key=lambda entry: (entry[0][-1], entry))

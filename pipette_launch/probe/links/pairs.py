@@ -1,6 +1,18 @@
-"""Latency and bandwidth of every pair of hosts, or of a sample of them, and of local devices, both ways.
+"""Times messages between pairs of slots: between hosts, and between the devices of one host, both ways.
 
-Pairs are measured in rounds of disjoint pairs (`sampling`). What looks slow is measured a second time.
+Pairs are measured in rounds of disjoint pairs. Links that look slow are measured again.
+
+Both ends of a pair, and all pairs of a round, must agree on the next message. So a round is a row of steps. Before each
+step every sender wishes for messages of some sizes (`Tally`), and one small all-reduce takes the largest wish of each
+pair's rails. A round ends when no sender wants more.
+
+All rails of a pair of hosts are measured together: every message begins on all of them at once, and the time of the
+hosts is when the last rail has finished. Tensor-parallel ranks of one pipeline stage send to the next stage like that.
+All messages use the communicator of all ranks: one for each pair would cost far more than the measurement.
+
+Shaped links and clouds let a burst pass at line speed before they limit the rate (tc's token bucket: 128 kB, say). So
+every size begins with untimed messages of several bursts, messages follow each other without a pause, and the slope of
+a line comes from messages that are large against a burst.
 """
 
 # H = hosts, D = devices of one host, S = slots.
@@ -31,39 +43,53 @@ from pipette_launch.probe.links.selection import Pair, Round, all_pairs, rounds_
 from pipette_launch.probe.lockstep import Budget, Clock, Lockstep
 from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, WarmupOrder, WorkerResult
 
+Group: TypeAlias = tuple[Pair, ...]
+"""Pairs of slots that are measured together: the rails of a pair of hosts, or one pair of local devices."""
 FIRST_BYTES = 64 << 10
 """Larger messages wait until the time of this size is known."""
 EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20
-"""A GPU's value is the mean of 8 exchanges in a row of a small message, and of fewer if they would exceed 1 MiB."""
+"""A GPU's value is the mean of 8 exchanges in a row, or of fewer if they would exceed 1 MiB."""
 LEAD_S = 2e-3
 """Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges."""
 GROWTH = 16
-"""A size that is more than so many times the largest tried one waits until the time of that one is known."""
+"""A size more than 16 times the largest tried one waits until the time of that one is known."""
 TINY_REPEATS = 4
-"""A tiny message costs little and scatters most, so it is sent so many times as often."""
+"""A tiny message is sent this many times as often: it costs little and scatters most."""
 WARM_BYTES = 256 << 10
 MAX_WARMUPS = 4
 MIN_VALUES = 3
 MAX_VALUES = 24
 TARGET_SPREAD = 0.04
 """Values with a smaller spread suffice: even if three of five are disturbed, they are at most 9 % too slow."""
+PARTNER_SHARE = 0.8
+"""Share of the deadline within which the own partner must answer: a rank that knows the name must fail first."""
+LINKS_SHARE = 0.7
+"""Links may use the budget up to this share; the rest is for collectives."""
+MAX_DECISIONS = 32
+"""Limit of rank 0's decisions whether there is time left: each is a store access of every rank."""
+LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
+MOST_DIRECTION_S = 1.0
+AGREE = 1.25
+"""Two measurements agree if the later is faster by a smaller factor."""
+MAX_MEASUREMENTS = 4
+"""Limit of measurements of the first links inside hosts."""
 
 
 def ladder(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
-    """The sizes to send, ascending: those that are asked for, a tiny one, and a first step where theirs is high."""
+    """Return the sizes to send, ascending: the wanted ones, a tiny one, and a first step if the wanted are large."""
     first = (FIRST_BYTES,) if max(sizes_bytes) > FIRST_BYTES else ()
     return tuple(sorted({TINY_BYTES, *first, *sizes_bytes}))
 
 
 def num_exchanges(size_bytes: int) -> int:
-    """Return the number of exchanges of a message that a GPU times as one value; both ends know it by the size."""
+    """Return the number of exchanges of a message that a GPU times as one value."""
     return max(1, min(EXCHANGES, EXCHANGED_BYTES // size_bytes))
 
 
 def in_passes(counts: Sequence[int]) -> Iterator[int]:
-    """The order of so many messages of each size: passes over all sizes, the largest first.
+    """Yield the index of each size `counts` times: in passes over all sizes, the largest first.
 
-    With passes a disturbance of a second affects a value or two of every size, and not all values of one.
+    With passes, a disturbance of a second affects a value or two of every size, not all values of one.
     """
     regular = counts[1:] if any(counts[1:]) else counts
     passes = max(regular, default=0)
@@ -74,7 +100,7 @@ def in_passes(counts: Sequence[int]) -> Iterator[int]:
 
 
 def sending_order(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """The same order as (size, count), for rails that begin every message together; only tiny ones have counts."""
+    """Return the same order as (size, count) for rails that begin every message together; only tiny ones in a row."""
     found: list[tuple[int, int]] = []
     for index, run in groupby(in_passes(counts)):
         count = len(list(run))
@@ -83,7 +109,7 @@ def sending_order(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def quartile_spread(values: Sequence[float]) -> float:
-    """Half the distance between the quartiles over the median; of at least two values.
+    """Return half the distance between the quartiles, divided by the median; of at least two values.
 
     Stricter than the median absolute deviation, which calls (1, 1, 1, 2, 2) steady.
     """
@@ -92,32 +118,44 @@ def quartile_spread(values: Sequence[float]) -> float:
 
 
 def undisturbed(values: Sequence[float]) -> list[float]:
-    """The fastest quarter of the times of a tiny message.
+    """Return the fastest quarter of the times of a tiny message.
 
-    Where processes wait for a processor, the median contains that wait. A large message does not wait as long, as its
-    bytes travel meanwhile; so subtracting the median from its time made links look up to a fifth too fast.
+    If processes wait for a processor, the median contains that wait. A large message waits less, as its bytes travel
+    meanwhile. Subtracting the median from its time made links look up to a fifth too fast.
     """
     return sorted(values)[: max(1, len(values) // 4)]
 
 
 def condensed(samples: Samples) -> Samples:
-    """Three values around the lower quartile, with the spread of all values, and the last warm-up.
+    """Return three values around the lower quartile, with the spread of all values, and the last warm-up.
 
-    The lower quartile counts, because a disturbance only slows a message down: medians of the same messages were up to
-    a half further off the rates set on a laboratory's links, and the fastest value is too fast where a queue was empty.
-    Rank 0 gets three values only: with 64 hosts of 8 devices all values of all links would be 50 MB of text.
+    The lower quartile, because a disturbance only slows a message down. Medians of the same messages were up to a half
+    further off the rates set on a laboratory's links, and the fastest value is too fast if a queue was empty. Three
+    values, because with 64 hosts of 8 devices all values of all links would be 50 MB of text on rank 0.
     """
     values = samples.values_s
     quartile = statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
     away = quartile * samples.spread
+
+    def rounded(seconds: float) -> float:
+        return float(f"{seconds:.6g}")
+
     return Samples(
-        values_s=tuple(map(_rounded, (max(quartile - away, 0.0), quartile, quartile + away))),
-        warmup_s=tuple(map(_rounded, samples.warmup_s[-1:])),
+        values_s=tuple(map(rounded, (max(quartile - away, 0.0), quartile, quartile + away))),
+        warmup_s=tuple(map(rounded, samples.warmup_s[-1:])),
     )
 
 
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.6g}")
+def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
+    """Subtract the acknowledgement from each round trip; the first entry is the tiny message, which is two of them."""
+    back_s = round_trips[0].median_s / 2
+    return tuple(
+        Samples(
+            values_s=tuple(max(value - back_s, min(value, back_s)) for value in samples.values_s),
+            warmup_s=samples.warmup_s,
+        )
+        for samples in round_trips
+    )
 
 
 @dataclass(kw_only=True)
@@ -130,13 +168,13 @@ class Tally:
     """Number of values of each size before their spread is computed."""
     warmups: int
     bound_s: float
-    """Seconds that this direction may take; the least number of messages is sent in any case."""
+    """Time for this direction; the least number of messages is sent in any case."""
     is_queued: bool = False
     """Each value is a mean of `num_exchanges`, as on GPUs."""
     warm_s: list[list[float]] = field(init=False)
     values_s: list[list[float]] = field(init=False)
     own_s: list[list[float]] = field(init=False)
-    """The times of this rail alone, of the same messages as `values_s`."""
+    """Times of this rail alone, of the same messages as `values_s`."""
 
     def __post_init__(self) -> None:
         self.warm_s = [[] for _ in self.sizes]
@@ -146,7 +184,7 @@ class Tally:
     def add(self, index: int, own_s: float, all_s: float | None = None) -> None:
         """Record one message of size `index`: first its warm-ups, then its values.
 
-        `own_s` is the time of this rail, `all_s` that until all rails had finished; None = there is one rail.
+        `own_s` is the time of this rail, `all_s` until all rails had finished; None = one rail.
         """
         seconds = own_s if all_s is None else all_s
         if len(self.warm_s[index]) < self._num_warmups(index):
@@ -156,21 +194,23 @@ class Tally:
             self.own_s[index].append(own_s)
 
     def wish(self) -> tuple[int, ...]:
-        """How many messages of each size should follow; none when enough is known.
+        """Return the number of messages of each size that should follow; all 0 = enough is known.
 
-        Warm-ups come first, from small to large, and end below the first size that the time does not allow. Then as
-        many values as it allows, up to `repeats`; then twice as many where they still scatter, and so on.
+        Warm-ups come first, from small to large, up to the first size for which there is no time. Then the values that
+        fit into the time, up to `repeats`; then twice the number while they still scatter, and so on.
         """
         return self._next_warmups() or self._next_values() or (0,) * len(self.sizes)
 
     def samples(self, *, own: bool = False) -> tuple[tuple[int, ...], tuple[Samples, ...]]:
-        """The sizes that have values, and the values: until all rails had finished, or only this one."""
+        """Return sizes and values: until all rails had finished, or only of this rail."""
         values_s = self.own_s if own else self.values_s
         kept = [index for index, values in enumerate(values_s) if values]
-        counted = (undisturbed(values_s[i]) if self.sizes[i] == TINY_BYTES else values_s[i] for i in kept)
         samples = tuple(
-            Samples(values_s=tuple(values), warmup_s=tuple(self.warm_s[i]))
-            for i, values in zip(kept, counted, strict=True)
+            Samples(
+                values_s=tuple(undisturbed(values_s[i]) if self.sizes[i] == TINY_BYTES else values_s[i]),
+                warmup_s=tuple(self.warm_s[i]),
+            )
+            for i in kept
         )
         return tuple(self.sizes[index] for index in kept), samples
 
@@ -189,7 +229,7 @@ class Tally:
         return tuple(counts) if any(counts) else None
 
     def _affords(self, index: int, tried: int) -> bool:
-        """Whether the least number of messages of a size fits into the time, by the largest size that was tried."""
+        """Return whether the least number of messages of a size fits into the time, judged by a smaller size."""
         seconds = self.warm_s[tried][-1] * self.sizes[index] / self.sizes[tried]
         return self._took_s(index, seconds) * (self._num_warmups(index) + MIN_VALUES) <= self.bound_s
 
@@ -200,7 +240,7 @@ class Tally:
             return self._more(lacking, max(MIN_VALUES, self._affordable(lacking, self.repeats)))
         unsure = [index for index in kept if quartile_spread(self.values_s[index]) > TARGET_SPREAD]
         if any(self.sizes[index] != TINY_BYTES for index in unsure):
-            # The same disturbance may have affected all values of another size, which then show no scatter.
+            # The same disturbance may have affected all values of another size, which then do not scatter.
             unsure = kept
         had = max((len(self.values_s[index]) // self._factor(index) for index in unsure), default=MAX_VALUES)
         count = self._affordable(unsure, min(had, MAX_VALUES - had))
@@ -214,70 +254,46 @@ class Tally:
         return LEAD_S + num_exchanges(self.sizes[index]) * value_s if self.is_queued else value_s
 
     def _affordable(self, indices: Sequence[int], wanted: int) -> int:
-        """How many passes over these sizes the time still allows, at most `wanted`."""
-        latest = [
+        """Return the number of passes over these sizes that the time allows, at most `wanted`."""
+        pass_s = sum(
             self._took_s(index, (self.values_s[index] or self.warm_s[index])[-1]) * self._factor(index)
             for index in indices
-        ]
-        left_s = self.bound_s - sum(
+        )
+        spent_s = sum(
             self._took_s(index, value)
             for one_s in (self.warm_s, self.values_s)
             for index, values in enumerate(one_s)
             for value in values
         )
-        return min(wanted, int(left_s / max(sum(latest), 1e-9)))
+        return min(wanted, int((self.bound_s - spent_s) / max(pass_s, 1e-9)))
 
     def _more(self, indices: Sequence[int], count: int) -> tuple[int, ...]:
         return tuple(count * self._factor(index) if index in indices else 0 for index in range(len(self.sizes)))
 
 
-Group: TypeAlias = tuple[Pair, ...]
-"""Pairs of slots that are measured together: the rails of a pair of hosts, or one pair of local devices."""
-Mine: TypeAlias = tuple[int, Pair]
-"""The index of the group that this rank is in, and its pair in it."""
-PARTNER_SHARE = 0.8
-"""Part of the deadline within which the own partner must answer: a rank that knows the name must fail first."""
-
-
 def rail_groups(pairs: Sequence[Pair], devices_per_host: int) -> tuple[Group, ...]:
-    """All rails of each pair of hosts: device i of one talks to device i of the other, for all i at once."""
+    """Return all rails of each pair of hosts: device i of one host and device i of the other."""
     size = devices_per_host
     return tuple(tuple((a * size + rail, b * size + rail) for rail in range(size)) for a, b in pairs)
 
 
 def local_groups(pairs: Sequence[Pair], num_hosts: int, devices_per_host: int) -> tuple[Group, ...]:
-    """The same pairs of local devices in every host at once, each a group of its own."""
+    """Return the same pairs of local devices in every host, each a group of its own."""
     bases = range(0, num_hosts * devices_per_host, devices_per_host)
     return tuple(((base + a, base + b),) for base in bases for a, b in pairs)
-
-
-def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
-    """Turn times of message plus tiny acknowledgement into one-way times.
-
-    The first entry is the tiny message itself, so half of its median is what the acknowledgement took.
-    """
-    back_s = round_trips[0].median_s / 2
-    return tuple(
-        Samples(
-            values_s=tuple(max(value - back_s, min(value, back_s)) for value in samples.values_s),
-            warmup_s=samples.warmup_s,
-        )
-        for samples in round_trips
-    )
 
 
 @dataclass(kw_only=True)
 class LinkMeter:
     """Measures pairs of hosts, or of local devices; every rank calls the same methods in the same order.
 
-    Each rank returns what it sent. The caller decides whether there is time for another round.
+    Each rank returns its samples as a sender. The caller decides whether there is time for another round.
     """
 
     options: WarmupOrder
     lockstep: Lockstep
-    """Where this worker reports its progress."""
     bound_s: float
-    """Seconds that one direction of a pair may take."""
+    """Time for one direction of a pair, in seconds."""
     clock: Clock = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -294,64 +310,73 @@ class LinkMeter:
         """Measure pairs of hosts, all rails at once, or pairs of local devices, in every host at once.
 
         Args:
-            rounds: in each, pairs of hosts or of local devices; none of them appears twice in a round.
-            first: the number of the first round in error messages.
-            of: the number of all rounds in error messages; 0 = as many as `rounds`.
+            rounds: each of disjoint pairs of hosts or of local devices.
+            first: number of the first round in messages.
+            of: number of all rounds in messages; 0 = the length of `rounds`.
             within: the pairs are of local devices.
 
         Raises:
-            ProbeError: a partner did not answer by the deadline; the message names its slot and the round.
+            ProbeError: a partner did not answer by the deadline; the message has its slot and the round.
 
         """
         num_hosts, size = len(self.options.hosts), self.options.devices_per_host
-        found = []
+        found: list[LinkSamples] = []
         for number, pairs in enumerate(rounds, start=first):
             groups = local_groups(pairs, num_hosts, size) if within else rail_groups(pairs, size)
             self._place = f"round {number} of {of or len(rounds)} {'within' if within else 'between'} hosts"
-            peers = [slot for group in groups for pair in group if self._rank in pair for slot in pair]
-            self.lockstep.progress.step(number - 1, of or len(rounds), self._place, peers=set(peers) - {self._rank})
-            found.append(self._round(groups))
-        return tuple(link for link in found if link is not None)
+            peers = {slot for group in groups for pair in group if self._rank in pair for slot in pair}
+            self.lockstep.progress.step(number - 1, of or len(rounds), self._place, peers=peers - {self._rank})
+            found += self._round(groups)
+        return tuple(found)
 
-    def _round(self, groups: Sequence[Group]) -> LinkSamples | None:
-        """Measure both directions of all pairs, low ends first; returns what this rank sent, if it had a partner."""
+    def _round(self, groups: Sequence[Group]) -> list[LinkSamples]:
+        """Measure both directions of all pairs, low ends first; returns this rank's samples as a sender, if any."""
         mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self._rank in pair), None)
         with self._deadline("the others"):
             align(self.options.device_kind, self.options.wait_s(), self.clock)
-        if mine is not None:
-            # The first contact opens connections, which training does once; no timed message should pay for it.
-            self._swap(self._ack, self._ack.clone(), mine[1], sends_first=self._rank == mine[1][0])
-        found = None
-        for end in (0, 1):
-            tally = None
-            if mine is not None and self._rank == mine[1][end]:
-                options = self.options
-                tally = Tally(
-                    sizes=self.sizes,
-                    repeats=options.repeats,
-                    warmups=options.warmups,
-                    bound_s=self.bound_s,
-                    is_queued=self._queued is not None,
-                )
+        if mine is None:
+            for _ in range(2):
+                self._direction(groups, None, None)
+            return []
+        index, pair = mine
+        # The first contact opens connections, which training does once; no timed message should include it.
+        self._swap(self._ack, self._ack.clone(), pair, sends_first=self._rank == pair[0])
+        found = []
+        for sender, receiver in (pair, pair[::-1]):
+            if self._rank != sender:
+                self._direction(groups, mine, None)
+                continue
+            tally = Tally(
+                sizes=self.sizes,
+                repeats=self.options.repeats,
+                warmups=self.options.warmups,
+                bound_s=self.bound_s,
+                is_queued=self._queued is not None,
+            )
             self._direction(groups, mine, tally)
-            if tally is not None and mine is not None:
-                sizes, own = tally.samples(own=True)
-                _, together = tally.samples()
-                has_rails = len(groups[mine[0]]) > 1
-                found = LinkSamples(
-                    source=self._rank,
-                    target=mine[1][1 - end],
+            sizes, own = tally.samples(own=True)
+            _, together = tally.samples()
+            found.append(
+                LinkSamples(
+                    source=sender,
+                    target=receiver,
                     sizes_bytes=sizes,
                     samples=tuple(map(condensed, one_way(own))),
-                    together=tuple(map(condensed, one_way(together))) if has_rails else (),
+                    together=tuple(map(condensed, one_way(together))) if len(groups[index]) > 1 else (),
                 )
+            )
         return found
 
-    def _direction(self, groups: Sequence[Group], mine: Mine | None, tally: Tally | None) -> None:
-        """Let all senders of one direction send, step by step, until none wants more; only a sender has a tally.
+    def _direction(self, groups: Sequence[Group], mine: tuple[int, Pair] | None, tally: Tally | None) -> None:
+        """Let all senders of one direction send, step by step, until no sender wants more.
 
-        Every message begins on all rails at once, and counts until the last of them has finished. Without that, rails
-        that share a wire drift apart, and each finds the wire free while the others pause.
+        Without steps, rails that share a wire drift apart, and each finds the wire free while the others pause.
+
+        Args:
+            groups: of all ranks.
+            mine: index of this rank's group, and its pair there.
+            tally: of a sender; None on a receiver.
+
         """
         has_rails = any(len(group) > 1 for group in groups)
         while True:
@@ -382,7 +407,7 @@ class LinkMeter:
                         tally.add(index, seconds, slowest[mine[0]][0] if index else seconds)
 
     def _largest(self, wishes: torch.Tensor) -> list[list[float]]:
-        """For each group the largest numbers of its rails; all ranks leave this call at the same time."""
+        """Return for each group the largest numbers of its rails; all ranks leave this call at the same time."""
         shared = wishes.to(self.options.device_kind)
         with self._deadline("the others"):
             self._finish([dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)], self.options.wait_s())
@@ -394,10 +419,7 @@ class LinkMeter:
         return self._largest(torch.tensor([[number]], dtype=torch.float64))[0][0]
 
     def _message(self, index: int, pair: Pair, *, is_sender: bool) -> float:
-        """Send or answer a message of this size; returns the seconds until the answer was there.
-
-        Both ends of a pair queue the same number of exchanges on a GPU, as both know the size.
-        """
+        """Send or answer a message of this size; returns the seconds until the answer came."""
         if self._queued is None:
             before_s = self.clock()
             self._swap(*self._ends(index, is_sender=is_sender), pair, sends_first=is_sender)
@@ -431,7 +453,7 @@ class LinkMeter:
                 self._finish(dist.batch_isend_irecv([operation]), PARTNER_SHARE * self.options.wait_s())
 
     def _finish(self, works: Iterable[dist.Work | None], timeout_s: float) -> None:
-        """Wait until transfers are done, on the device too; raises RuntimeError or TimeoutError at the deadline."""
+        """Wait for transfers, on the device too; raises RuntimeError or TimeoutError at the deadline."""
         for work in works:
             assert work is not None, "every rank is in the world's communicator"
             # NCCL's wait only queues the work on the device, and its deadline does not reach the device.
@@ -444,16 +466,16 @@ class LinkMeter:
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ProbeError(f"links: no answer from {whom} in {self._place} ({said})") from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ProbeError(f"links: no answer from {whom} in {self._place} ({reason})") from error
 
 
 def _operations(
     outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, *, sends_first: bool
 ) -> tuple[dist.P2POp, dist.P2POp]:
-    """Return a send and a receive, each for a `batch_isend_irecv` of its own, in the order in which they run.
+    """Return a send and a receive in their order, each for its own `batch_isend_irecv`.
 
-    That function uses the world's communicator, where NCCL's plain send would open one for each pair.
+    That function uses the world's communicator; NCCL's plain send would open one for each pair.
     """
     send = dist.P2POp(dist.isend, outgoing, peer)
     receive = dist.P2POp(dist.irecv, incoming, peer)
@@ -474,20 +496,8 @@ def slowest_of_all(seconds: float, device_kind: str, timeout_s: float, clock: Cl
     return float(largest)
 
 
-LINKS_SHARE = 0.7
-"""Links may use the budget up to this part of it; the rest belongs to collectives."""
-MAX_DECISIONS = 32
-"""Rank 0 decides at most so often whether there is time left: each decision is a store access of every rank."""
-LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
-MOST_DIRECTION_S = 1.0
-AGREE = 1.25
-"""Two measurements agree if the later is faster by no more than this factor."""
-MAX_MEASUREMENTS = 4
-"""The first links inside hosts are measured so often at most."""
-
-
 def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
-    """Seconds that one direction of a pair may take, if so many rounds are to fit into what is left."""
+    """Return the seconds for one direction of a pair, if `num_rounds` rounds are to fit into the time left."""
     fair_s = left_s / (2 * max(num_rounds, 1))
     return min(max(fair_s, LEAST_DIRECTION_S[device_kind]), MOST_DIRECTION_S)
 
@@ -499,26 +509,22 @@ def measure(
     budget: Budget,
     between: Sequence[Round] | None = None,
 ) -> WorkerResult:
-    """Time pairs of local devices and pairs of hosts, and what looks slow once more; every rank calls this.
+    """Time pairs of local devices and pairs of hosts, and again what looks slow; every rank calls this.
 
-    The result has what this rank measured as a sender, and notes on what could not be measured.
+    The result has this rank's samples as a sender, and notes on rounds that were skipped.
 
     Args:
         options: the order of the warm-up.
         lockstep: keeps the ranks in step.
-        budget: at least one round of each kind is measured, and no further one once the share of links is spent.
-        between: the rounds between hosts; None = all pairs of hosts.
+        budget: at least one round of each kind is measured, and no other after the share of links is spent.
+        between: rounds between hosts; None = all pairs of hosts.
 
     """
     between = all_pairs(range(len(options.hosts))) if between is None else between
     within = all_pairs(range(options.devices_per_host))
     total = len(between) + len(within)
-    meter = LinkMeter(
-        options=options,
-        lockstep=lockstep,
-        bound_s=direction_s(budget.left_s(LINKS_SHARE), total, options.device_kind),
-    )
-    rank = lockstep.rank
+    bound_s = direction_s(budget.left_s(LINKS_SHARE), total, options.device_kind)
+    meter = LinkMeter(options=options, lockstep=lockstep, bound_s=bound_s)
     chunk = -(-total // MAX_DECISIONS)
     needed = bool(between) + bool(within)
     found: list[LinkSamples] = []
@@ -531,7 +537,7 @@ def measure(
 
     for done, (is_between, number, pairs) in enumerate(in_turns(between, within)):
         if done >= needed and done % chunk == 0 and not has_time():
-            notes = (f"links: {total - done} of {total} rounds were skipped, the budget was spent",)
+            notes = (f"links: {total - done} of {total} rounds were skipped, because the budget was spent",)
             break
         if is_between:
             found += meter.measure([pairs], first=number, of=len(between))
@@ -541,21 +547,21 @@ def measure(
         else:
             found += meter.measure([pairs], first=number, of=len(within), within=True)
     else:
-        again = suspect_rounds(options, rank, found)
+        again = suspect_rounds(options, lockstep.rank, found)
         if again and not has_time():
-            pairs_left = sum(map(len, again))
-            notes = (f"links: {pairs_left} suspect pairs of hosts were not measured again, the budget was spent",)
+            left = sum(map(len, again))
+            notes = (f"links: {left} suspect pairs of hosts were not measured again, because the budget was spent",)
             again = ()
     found += meter.measure(again)
     return WorkerResult(
-        slot=rank, links=tuple(found), link_rounds=(rounds,), link_rounds_again=(len(again),), notes=notes
+        slot=lockstep.rank, links=tuple(found), link_rounds=(rounds,), link_rounds_again=(len(again),), notes=notes
     )
 
 
 def in_turns(between: Sequence[Round], within: Sequence[Round]) -> Iterator[tuple[bool, int, Round]]:
-    """Alternate rounds between hosts and within them: (whether between, its number from 1, its pairs).
+    """Alternate rounds between hosts and within them: (whether between, number from 1, pairs).
 
-    A budget that runs out cuts both kinds, and leaves neither without a measurement.
+    So a budget that runs out leaves neither kind without a measurement.
     """
     for number, (outer, inner) in enumerate(zip_longest(between, within), start=1):
         if outer is not None:
@@ -569,23 +575,20 @@ def settled(
     largest: Callable[[float], float],
     has_time: Callable[[], bool],
 ) -> tuple[LinkSamples, ...]:
-    """Measure links until two measurements agree, as the first may be slow.
+    """Measure links until two measurements agree, as the first may be slow; returns the fastest of each link.
 
-    On a virtual machine that had been idle for a minute the first large messages inside hosts took two to four times as
-    long as a few seconds later, all of a round (5 MB: 39 to 113 MB/s, later 140 to 330). The reason is not known.
+    On a virtual machine that had been idle for a minute, the first large messages inside hosts took two to four times
+    as long as a few seconds later (5 MB: 39 to 113 MB/s, later 140 to 330). The reason is not known.
 
     Args:
         measure: measures the same links each time.
-        largest: returns the largest of all ranks' numbers; all ranks call it at the same time.
-        has_time: whether to measure again; the same answer on every rank.
-
-    Returns:
-        The fastest measurement of each link: a disturbance only slows a link down, so the last need not be the best.
+        largest: returns the largest of all ranks' numbers.
+        has_time: returns whether to measure again; the same answer on every rank.
 
     """
 
     def seconds_per_byte(link: LinkSamples) -> float:
-        # Of the largest message, whose size depends on the time that there was.
+        # Of the largest message, whose size depends on the available time.
         return link.samples[-1].median_s / link.sizes_bytes[-1]
 
     found = [measure()]
@@ -598,14 +601,14 @@ def settled(
 
 
 def suspect_rounds(options: WarmupOrder, rank: int, links: Sequence[LinkSamples]) -> tuple[Round, ...]:
-    """Pairs of hosts that look slower than the other links explain, in rounds; the same answer on every rank."""
+    """Return the pairs of hosts that look slow, in rounds; the same answer on every rank."""
     if len(options.hosts) < 2:
         return ()
     return rounds_of(suspect_links(shared_bandwidth_HH(options, rank, links)))
 
 
 def shared_bandwidth_HH(options: WarmupOrder, rank: int, links: Sequence[LinkSamples]) -> NDArray[np.float64]:
-    """Bytes/s between all hosts, as all ranks measured them; nan = not measured. The same numbers on every rank."""
+    """Return the measured bytes/s between all hosts on every rank; nan = not measured."""
     num_hosts, size = len(options.hosts), options.devices_per_host
     everyone = torch.zeros((options.num_slots, num_hosts), dtype=torch.float64)
     for link in links:

@@ -436,9 +436,9 @@ def test_a_direction_gets_its_share_of_the_time(left_s: float, rounds: int, seco
 @pytest.mark.parametrize(
     ("hosts", "devices", "times", "measured", "note"),
     [
-        (4, 1, [0.0, 0.0, 99.0], 2, ("links: 1 of 3 rounds were skipped, the budget was spent",)),
-        (4, 1, [0.0, 99.0], 1, ("links: 2 of 3 rounds were skipped, the budget was spent",)),
-        (2, 4, [0.0, 99.0, 99.0], 2, ("links: 2 of 4 rounds were skipped, the budget was spent",)),
+        (4, 1, [0.0, 0.0, 99.0], 2, ("links: 1 of 3 rounds were skipped, because the budget was spent",)),
+        (4, 1, [0.0, 99.0], 1, ("links: 2 of 3 rounds were skipped, because the budget was spent",)),
+        (2, 4, [0.0, 99.0, 99.0], 2, ("links: 2 of 4 rounds were skipped, because the budget was spent",)),
         (4, 1, [0.0, 0.0, 0.0], 3, ()),
     ],
 )
@@ -453,7 +453,7 @@ def test_a_spent_budget_cuts_rounds_but_not_the_first(
 ) -> None:
     """One round of each kind is measured whatever the clock says; it is asked before all others."""
     rounds: list[object] = []
-    monkeypatch.setattr(LinkMeter, "_round", lambda _, groups: rounds.append(groups))
+    monkeypatch.setattr(LinkMeter, "_round", lambda _, groups: rounds.append(groups) or [])
     monkeypatch.setattr(pairs, "suspect_rounds", lambda *_: ())
     clock = deque(times)
     found = pairs.measure(

@@ -1,7 +1,7 @@
-"""How often healthy clusters are accused, and how often a slow link or device is found, by simulation.
+"""Simulates how often a healthy cluster gets a false alarm, and how often a slow link or device is found.
 
-`python -m benchmarks.bench_health [--record] [--clusters N]`: networks of known rates, every measurement with lognormal
-noise, what is suspected measured again, and what is then confirmed. No network and no device is involved.
+`python -m benchmarks.bench_health [--record] [--clusters N]` draws networks with known rates and measures them with
+lognormal noise. Suspects are measured again, and then confirmed or not. No network and no device is involved.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from pipette_launch.probe.health.verdicts import (
 RESULTS = Path(__file__).parent / "results"
 SIZES = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 SLOW = 0.6
-"""A slow link's part of its proper rate."""
+"""Rate of a slow link, as a share of its proper rate."""
 SLOTS = {"cuda": (0.85, (0.01, 0.02)), "cpu": (0.6, (0.05, 0.1))}
-"""For each kind of device, the speed of a slow one and the noises of a timing."""
+"""By device kind: (speed of a slow device, noise levels of a timing)."""
 
 Matrix = NDArray[np.float64]
 Network = Callable[[int, np.random.Generator], Matrix]
 
 
 def uniform(num_hosts: int, _: np.random.Generator) -> Matrix:
-    """Every link alike."""
+    """Return equal links."""
     return np.ones((num_hosts, num_hosts))
 
 
 def islands(num_hosts: int, rng: np.random.Generator) -> Matrix:
-    """Two islands of at least two hosts; 0.1 to 0.8 of the rate between them."""
+    """Return two islands of at least two hosts, with 0.1 to 0.8 of the rate between them."""
     if num_hosts < 4:
         return uniform(num_hosts, rng)
     inside = rng.permutation(np.arange(num_hosts) < rng.integers(2, num_hosts - 1))
@@ -55,7 +55,7 @@ def islands(num_hosts: int, rng: np.random.Generator) -> Matrix:
 
 
 def fat_tree(num_hosts: int, rng: np.random.Generator) -> Matrix:
-    """Leaves of two to eight hosts, pods of two leaves; each tier has 0.3 to 0.9 of the one below."""
+    """Return leaves of two to eight hosts in pods of two leaves; each tier has 0.3 to 0.9 of the rate below it."""
     leaf = np.arange(num_hosts) // rng.integers(2, 9)
     leaf[leaf == leaf.max()] = max(0, leaf.max() - 1)
     leaf = rng.permutation(leaf)
@@ -64,7 +64,7 @@ def fat_tree(num_hosts: int, rng: np.random.Generator) -> Matrix:
 
 
 def nics(num_hosts: int, rng: np.random.Generator) -> Matrix:
-    """Half of the hosts have NICs of half the rate; of two or three hosts one would be an exception."""
+    """Return a network in which half of the hosts have NICs of half the rate; equal links below 4 hosts."""
     if num_hosts < 4:
         return uniform(num_hosts, rng)
     rates = np.where(rng.permutation(num_hosts) < num_hosts // 2, 0.5, 1.0)
@@ -72,27 +72,27 @@ def nics(num_hosts: int, rng: np.random.Generator) -> Matrix:
 
 
 def random_links(num_hosts: int, rng: np.random.Generator) -> Matrix:
-    """Each link has a rate of its own, 0.2 to 1."""
+    """Return links with random rates from 0.2 to 1."""
     return np.exp(rng.uniform(math.log(0.2), 0.0, (num_hosts, num_hosts)))
 
 
 @dataclass(frozen=True)
 class Score:
-    """What came of many clusters."""
+    """Results of many clusters."""
 
     clusters: int
     accused: int
-    """Clusters in which a link or host was accused that is well."""
+    """Number of clusters with a verdict on a healthy link or host."""
     found: int
-    """Clusters whose slow link was named."""
+    """Number of clusters whose slow link was named."""
     again: float
-    """Links measured a second time, in the mean."""
+    """Mean number of links measured a second time."""
 
 
 def links_score(
     network: Network, sizes: tuple[int, ...], *, noise: float, times: int, slow: float, clusters: int, seed: int
 ) -> Score:
-    """Judge many clusters, each with one slow direction unless `slow` is 1."""
+    """Judge the links of many clusters, each with one slow direction unless `slow` is 1."""
     rng = np.random.default_rng(seed)
     accused = found = again_count = 0
     for _ in range(clusters):
@@ -114,7 +114,7 @@ def links_score(
 
 
 def slots_score(kind: str, *, noise: float, slow: float, clusters: int, seed: int) -> Score:
-    """Judge the slots of many clusters of 2 to 64, the first of them slow unless `slow` is 1."""
+    """Judge many clusters of 2 to 64 slots; the first slot is slow unless `slow` is 1."""
     rng = np.random.default_rng(seed)
     accused = found = again_count = 0
     for _ in range(clusters):
@@ -131,7 +131,7 @@ def slots_score(kind: str, *, noise: float, slow: float, clusters: int, seed: in
 
 
 def link_table(clusters: int) -> Iterator[str]:
-    """Healthy networks, and the same with one slow direction."""
+    """Yield a table of healthy networks, and the same networks with one slow direction."""
     yield (
         f"| network | noise | again | healthy accused | measured again | slow direction ({SLOW}) found "
         "| others accused | ms a cluster |"
@@ -152,7 +152,7 @@ def link_table(clusters: int) -> Iterator[str]:
 
 
 def slot_table(clusters: int) -> Iterator[str]:
-    """Slots of 2 to 64 hosts with a device each, well and with one slow one."""
+    """Yield a table of 2 to 64 slots, all healthy or with one slow slot."""
     yield "| device | speed of the slow one | noise | healthy accused | timed again | slow one found | others accused |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for kind, (slow, noises) in SLOTS.items():
@@ -166,7 +166,7 @@ def slot_table(clusters: int) -> Iterator[str]:
 
 
 def report(clusters: int) -> Iterator[str]:
-    """The whole report, its conditions first."""
+    """Yield the report, conditions first."""
     yield f"# False alarms and findings, simulated, {datetime.now(tz=timezone.utc):%Y-%m-%d}"
     yield ""
     yield f"`python -m benchmarks.bench_health --clusters {clusters}`; no network and no device is involved."
@@ -175,11 +175,11 @@ def report(clusters: int) -> Iterator[str]:
     yield f"- load of the machine: {os.getloadavg()[0]:.1f}; times are processor time"
     yield ""
     yield (
-        f"{clusters} clusters in each figure, of {SIZES[0]} to {SIZES[-1]} hosts ({', '.join(map(str, SIZES))}; with a "
-        "slow link from 4 on, random links from 5 on). Noise is lognormal and independent; `again` is how many "
-        "measurements of a suspect its second figure is the mean of; accused are clusters in which a link or host that "
-        "is well was condemned by both measurements. A slow direction between the only two hosts of an island is told "
-        "as slow hosts, and counts as not found and as others accused."
+        f"Each figure is from {clusters} clusters of {SIZES[0]} to {SIZES[-1]} hosts ({', '.join(map(str, SIZES))}; at "
+        "least 4 hosts with a slow link, at least 5 with random links). Noise is lognormal and independent. `again`: "
+        "the second measurement of a suspect is the mean of this number of measurements. Accused: clusters in which "
+        "both measurements find a healthy link or host slow. If an island has two hosts, a slow direction between them "
+        "is reported as slow hosts; this counts as not found and as others accused."
     )
     yield ""
     yield from link_table(clusters)
@@ -188,7 +188,7 @@ def report(clusters: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the report, and keep it where that is asked for."""
+    """Print the report, and write it with --record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clusters", type=int, default=1000, help="clusters in each figure (default 1000)")
     parser.add_argument("--record", action="store_true", help="write the report into benchmarks/results")

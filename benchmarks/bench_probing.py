@@ -1,8 +1,8 @@
-"""What measuring few links costs a plan: the warm-up's adaptive scheme against measuring all pairs, on fabrics we know.
+"""Simulates how much slower a plan gets if few links are measured: the warm-up's rounds against all pairs.
 
-`python -m benchmarks.bench_probing [--record] [--quick]` prints a table for each kind of fabric. Rounds, samples,
-estimates and passes are the warm-up's own (`probe.links.sampling`, `estimate`, `adapt`); the planner is the placing of
-hosts alone, for one layout, and a measurement is exact.
+`python -m benchmarks.bench_probing [--record] [--quick]` prints a table for each kind of fabric. Rounds and estimates
+are the warm-up's own (`probe.links.selection`). The planner only places hosts, for one layout, and measurements are
+exact.
 """
 
 # H = hosts, N = links, Q = seats.
@@ -27,7 +27,7 @@ from benchmarks.mapping.swap_annealing import annealed
 from benchmarks.mapping.tiles import best_tiled
 from benchmarks.telling import processor, shown
 from pipette_launch.facts import Links
-from pipette_launch.probe.links.selection import MOST_ROUNDS, Line, Pair, Place, Round, adapt, blind_rounds, estimate
+from pipette_launch.probe.links.selection import MOST_ROUNDS, Line, Pair, Place, Round, blind_rounds, estimate, survey
 from pipette_launch.probe.messages import BLIND_ROUNDS
 from pipette_launch.search.assignment.problem import Flows
 from pipette_launch.search.near_hosts import tiers_of
@@ -37,31 +37,31 @@ Ints = NDArray[np.int64]
 RESULTS = Path(__file__).parent / "results"
 STAGES = 8
 IN_PASSES, AT_LAST = 100_000, 300_000
-"""Moves of the placing's annealer while links are still measured, and for the plan that counts."""
+"""Moves of the annealer that places hosts: while links are still measured, and for the final plan."""
 UNIT = 1e-10
-"""Seconds of a byte over the fastest link: 10 GB/s. Only ratios matter."""
+"""Seconds per byte of the fastest link: 10 GB/s. Only ratios matter."""
 WIRE_S, CONTACT_S = 0.008, (0.01, 0.1)
-"""Modelled seconds of a round: 6 messages of 64 MiB at 50 GB/s; and of the first contact with a new peer."""
+"""Modelled seconds of a round (6 messages of 64 MiB at 50 GB/s), and of the first contact with a peer."""
 LEAST_GAIN = 0.01
-"""Of less, shares are chance."""
+"""Shares of a smaller gain are chance."""
 Unlike = Callable[[int, np.random.Generator], Floats]
-"""Draws what part of its tier's bandwidth each link (H x H) of so many hosts has."""
+"""Draws the bandwidth of each link (H x H) as a share of its tier's, for a number of hosts."""
 
 
 def noisy(hosts: int, rng: np.random.Generator) -> Floats:
-    """Every link has its own noise: only measuring it tells (the fabric of the mapping benchmark)."""
+    """Return links with independent noise: only a measurement shows it (the fabric of the mapping benchmark)."""
     noise_HH = np.triu(np.abs(rng.normal(0, NOISE, (hosts, hosts))), 1)
     return _with_bad_hosts(1 - np.minimum(noise_HH + noise_HH.T, 0.9), rng)
 
 
 def of_ends(hosts: int, rng: np.random.Generator) -> Floats:
-    """A link is as fast as the slower of its hosts: a few rounds tell all."""
+    """Return links as fast as their slower host: a few rounds show everything."""
     speed_H = 1 - np.minimum(np.abs(rng.normal(0, NOISE, hosts)), 0.9)
     return _with_bad_hosts(np.minimum(speed_H[:, None], speed_H), rng)
 
 
 def resampled(hosts: int, rng: np.random.Generator) -> Floats:
-    """Noise drawn from the 240 directed links that Pipette's authors measured between 16 hosts, over their best."""
+    """Return links drawn from the 240 directed links that Pipette's authors measured between 16 hosts."""
     ms_HH = measured_ms_per_mb()
     rate_N = 1 / ms_HH[~np.eye(16, dtype=bool)]
     drawn_HH = np.triu(rng.choice(rate_N / rate_N.max(), (hosts, hosts)), 1)
@@ -77,7 +77,7 @@ def _with_bad_hosts(speed_HH: Floats, rng: np.random.Generator) -> Floats:
 
 
 def fabric(hosts: int, unlike: Unlike, seed: int) -> Fabric:
-    """Hosts in leaves and pods, in shuffled order."""
+    """Return hosts in leaves and pods, in shuffled order."""
     rng = np.random.default_rng(seed)
     leaf_H = np.arange(hosts) // LEAF
     pod_H = leaf_H // POD
@@ -91,7 +91,7 @@ def fabric(hosts: int, unlike: Unlike, seed: int) -> Fabric:
 
 @dataclass(kw_only=True)
 class World:
-    """An allocation that can be measured and planned for, and what that took."""
+    """A fabric that can be measured and planned for, with counts of both."""
 
     fabric: Fabric
     seed: int
@@ -101,13 +101,13 @@ class World:
 
     @property
     def places(self) -> list[Place]:
-        """Switches above each host, as a scheduler would name them."""
+        """The switches above each host, as a scheduler names them."""
         position_H = np.empty(len(self.fabric.sorted_H), dtype=np.int64)
         position_H[self.fabric.sorted_H] = np.arange(len(position_H))
         return [("root", f"pod{at // LEAF // POD}", f"leaf{at // LEAF}") for at in position_H.tolist()]
 
     def measure(self, rounds: Sequence[Round]) -> dict[Pair, Line]:
-        """Both ways of each pair, exactly."""
+        """Measure both directions of each pair exactly."""
         self.rounds += len(rounds)
         pairs = [pair for one in rounds for pair in one]
         self.pairs.update(pairs)
@@ -115,14 +115,14 @@ class World:
         return {way: Line(0.0, UNIT * float(seconds_HH[way])) for pair in pairs for way in (pair, pair[::-1])}
 
     def advise(self, links: Links) -> list[Pair]:
-        """What a plan made with these links would use."""
+        """Return the links that a plan made with these links uses."""
         self.plans += 1
         flows, place_Q = self.planned(links, moves=IN_PASSES)
         senders, receivers = place_Q[flows.sender_F].tolist(), place_Q[flows.receiver_F].tolist()
         return list(zip(senders, receivers, strict=True))
 
     def planned(self, links: Links, *, moves: int) -> tuple[Flows, Ints]:
-        """Place the grid of pipelines and replicas as if links were so."""
+        """Place the grid of pipelines and replicas, given these links."""
         flows = grid_flows(links.seconds_per_byte() / UNIT, STAGES)
         columns = flows.num_seats // STAGES
         start_Q = best_tiled(flows, tiers_of(links), rows=STAGES, columns=columns)
@@ -130,32 +130,32 @@ class World:
         return flows, annealed(flows, start_Q, moves=moves, rng=rng).place_Q
 
     def cost(self, place_Q: Ints) -> float:
-        """What the placement costs on the links as they are."""
+        """Return the cost of a placement on the true links."""
         return grid_flows(self.fabric.seconds_HH, STAGES).cost(place_Q)
 
     def cost_with(self, links: Links) -> float:
-        """What the plan costs that is made with these links."""
+        """Return the true cost of the plan made with these links."""
         return self.cost(self.planned(links, moves=AT_LAST)[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """A way to choose what to measure."""
+    """A way to choose the links to measure."""
 
     knows_switches: bool
     rounds: int = MOST_ROUNDS
     is_blind: bool = False
 
     def run(self, world: World) -> float:
-        """Measure, and return what the plan made with that costs."""
+        """Measure, and return the true cost of the plan."""
         places = world.places if self.knows_switches else []
         hosts = len(world.fabric.sorted_H)
-        # Where switches are not known, half as many are drawn as are asked for.
+        # If switches are not known, `blind_rounds` draws half of the rounds.
         blind = (1 if self.knows_switches else 2) * self.rounds if self.is_blind else BLIND_ROUNDS
         known = world.measure(blind_rounds(hosts, places, blind, np.random.default_rng([world.seed, 1])))
         if self.is_blind:
             return world.cost_with(estimate(hosts, known, places).links)
-        found = adapt(
+        found = survey(
             hosts,
             known,
             measure=world.measure,
@@ -164,7 +164,7 @@ class Scheme:
             places=places,
             seed=world.seed,
         )
-        return world.cost_with(found.estimate.links)
+        return world.cost_with(found.estimate().links)
 
 
 SCHEMES = {
@@ -177,7 +177,7 @@ SCHEMES = {
 
 
 def table(unlike: Unlike, sizes: Sequence[int], seeds: Sequence[int]) -> Iterator[str]:
-    """One row for each size and number of seeds: the gain of full probing, and what each scheme keeps of it."""
+    """Yield one row for each size: the gain of measuring all pairs, and the share of it that each scheme keeps."""
     names = " | ".join(SCHEMES)
     yield f"| hosts | seeds | rounds of full probing | its gain over sorted order | {names} | CPU s of one |"
     yield f"|--:|--:|--:|--:|{'---|' * len(SCHEMES)}--:|"
@@ -196,10 +196,10 @@ def table(unlike: Unlike, sizes: Sequence[int], seeds: Sequence[int]) -> Iterato
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What came of all schemes on one fabric."""
+    """Results of all schemes on one fabric."""
 
     gain: float
-    """What sorted order costs beyond the plan made with all links, as a part of that."""
+    """Extra cost of sorted order, relative to the plan made with all links."""
     excess: tuple[float, ...]
     """The same for each scheme's plan."""
     rounds: tuple[int, ...]
@@ -222,10 +222,10 @@ def _trial(drawn: Fabric, seed: int) -> Trial:
 
 
 def report(*, quick: bool) -> Iterator[str]:
-    """All of it, a line at a time."""
+    """Yield the report line by line."""
     sizes, seeds = ((128, 256), (1, 1)) if quick else ((128, 256, 512, 1024, 1280), (3, 2, 2, 1, 1))
     few = 1 if quick else 2
-    yield "# Probing: what few rounds keep of the gain of measuring every link"
+    yield "# Probing: how much of the gain of measuring every link a few rounds keep"
     yield ""
     yield (
         f"`python -m benchmarks.bench_probing{' --quick' if quick else ''}`, "
@@ -237,17 +237,17 @@ def report(*, quick: bool) -> Iterator[str]:
     yield ""
     yield (
         f"Fabrics: leaves of {LEAF} hosts, pods of {POD} leaves, bandwidths {TIERS}, {BAD_SHARE:.0%} bad hosts at "
-        f"{BAD_SPEED}; flows: data-parallel ring 1.0, pipeline 0.3. Gain: by what part topology-sorted order (it knows "
-        f"the switches and no link) costs more than the plan made with all links. Cells: what a scheme's plan keeps of "
-        f"that gain on the real links, mean (and worst seed), where there is a gain of {LEAST_GAIN:.0%} at least; by "
-        f"what part it costs more than the plan made with all links; in how many rounds at most. Less than 0 % is "
-        f"worse than sorted order, which nobody has who does not know the switches. Plans from the same links scatter "
-        f"by a percent or so, as the placing is a search."
+        f"{BAD_SPEED}; flows: data-parallel ring 1.0, pipeline 0.3. Gain: extra cost of topology-sorted order, "
+        f"which uses the switches and no link, relative to the plan made with all links. Cells: share of the gain "
+        f"that a scheme's plan keeps on the true links, mean (and worst seed), if the gain is at least "
+        f"{LEAST_GAIN:.0%}; its extra cost relative to the plan made with all links; the largest number of rounds. A "
+        f"share below 0 % is worse than sorted order, which needs the switches. Plans from the same links scatter by "
+        f"about a percent, as placing is a search."
     )
     for title, unlike, which in (
         (f"Independent noise of {NOISE:.0%} on each link (the hard case)", noisy, len(sizes)),
-        ("A link is as fast as the slower of its hosts, which differ", of_ends, few),
-        ("Noise of real links (Pipette's 16 hosts), drawn anew for each", resampled, few),
+        ("A link is as fast as its slower host", of_ends, few),
+        ("Noise of real links (drawn from Pipette's 16 hosts)", resampled, few),
     ):
         yield from ("", f"### {title}", "")
         yield from table(unlike, sizes[:which], seeds[:which])
@@ -256,12 +256,12 @@ def report(*, quick: bool) -> Iterator[str]:
 
 
 def modelled(sizes: Sequence[int]) -> Iterator[str]:
-    """What the rounds would take on a cluster: arithmetic, not measured."""
+    """Yield the time of the rounds on a cluster: arithmetic, not measured."""
     low, high = CONTACT_S
     yield (
-        f"A round: {WIRE_S * 1e3:.0f} ms on the wire (6 messages of 64 MiB at 50 GB/s), and the first contact with a "
-        f"peer, of which we know only that it may take {low * 1e3:.0f} to {high * 1e3:.0f} ms. The passes also plan "
-        f"(each at most 5 s) and gather what was measured, which is not in here."
+        f"A round: {WIRE_S * 1e3:.0f} ms on the wire (6 messages of 64 MiB at 50 GB/s), plus the first contact with a "
+        f"peer, assumed to take {low * 1e3:.0f} to {high * 1e3:.0f} ms. Not included: the adviser's plans (at most 5 s "
+        f"each), and gathering the measurements."
     )
     yield ""
     yield f"| hosts | all pairs | {MOST_ROUNDS} rounds |"
@@ -274,7 +274,7 @@ def modelled(sizes: Sequence[int]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the tables, and write them where asked."""
+    """Print the tables, and write them with --record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, two sizes")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/probing.md as well")

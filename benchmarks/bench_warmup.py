@@ -1,7 +1,7 @@
-"""The real warm-up on laboratories of namespaced hosts, whose links and faults are known.
+"""Runs the real warm-up on virtual hosts (network namespaces) with known links and faults.
 
 `python -m benchmarks.bench_warmup --part accuracy|faults|healthy|time|rounds [--runs K] [--out FILE]` runs
-`pipette-launch --pipette-dry-run` on every host, reads the cluster.json that it leaves, and prints Markdown; `--out`
+`pipette-launch --pipette-dry-run` on every host, reads the cluster.json that it writes, and prints Markdown. `--out`
 puts the part into its section of a report. Needs root and iproute2 (docs/netlab.md).
 """
 
@@ -26,20 +26,20 @@ PARTS: dict[str, tuple[str, Callable[..., Iterator[str]], int]] = {
     "time": ("How long it takes", parts.duration, 3),
     "rounds": ("Rounds", parts.rounds, 8),
 }
-"""Title, what yields its lines, and how many runs it makes by default."""
+"""(title, function that yields the lines, default number of runs)"""
 TITLE = "# The warm-up on namespaced hosts\n"
 
 
 def circumstances(part: str, runs: int) -> Iterator[str]:
-    """What must be known to doubt the figures."""
+    """Yield the conditions of the measurement."""
     known = conditions(None)
     yield f"`python -m benchmarks.bench_warmup --part {part} --runs {runs}`, {known['date']}, commit {known['commit']};"
     yield f"{known['versions']}, torch {version('torch')}, megatron-core {version('megatron-core')};"
-    yield f"{known['machine']}; load {os.getloadavg()[0]:.1f} at the start, which others caused."
+    yield f"{known['machine']}; load {os.getloadavg()[0]:.1f} at the start, caused by other processes."
 
 
 def put_section(report: str, title: str, text: str) -> str:
-    """Put a part into a report, in place of what it said before, else at the end."""
+    """Put a part into a report: in its section if there is one, else at the end."""
     head = f"## {title}\n"
     before, found, rest = (report or TITLE).partition(f"\n{head}")
     after = rest[rest.find("\n## ") :] if found and "\n## " in rest else ""
@@ -47,7 +47,7 @@ def put_section(report: str, title: str, text: str) -> str:
 
 
 def main() -> None:
-    """Measure, print, and file."""
+    """Measure, print, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=tuple(PARTS), required=True)
     parser.add_argument("--runs", type=int, help="fewer than the part's own number of warm-ups")

@@ -1,1 +1,1 @@
-"""Real warm-ups on laboratories of known links, and what they make of them."""
+"""Runs real warm-ups on virtual hosts with known links, and compares the results."""

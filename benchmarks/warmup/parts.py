@@ -1,4 +1,4 @@
-"""The parts of the warm-up's benchmark: each runs real warm-ups and tells what came out, line by line of Markdown."""
+"""Parts of the warm-up's benchmark: each runs real warm-ups and yields the results as lines of Markdown."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pipette_launch.facts import Measurements
 LEAST_MBIT, MOST_MBIT = 100.0, 1000.0
 USUAL_MBIT = 400.0
 ACCURACY = ((4, 1, True, 1), (8, 1, True, 2), (4, 1, False, 3), (8, 1, False, 4), (4, 2, False, 5))
-"""Hosts, slots of each, whether links are as fast both ways, seed."""
+"""(hosts, slots of each, whether both directions of a link are equally fast, seed)"""
 CHECKS = 4
-"""How often plain sockets may try to find the rates that were set, on a machine that others disturb."""
+"""Number of attempts of plain sockets to reach the set rates, on a machine with other load."""
 MOST_STOLEN = 0.02
-"""Of the processor time: where more was taken, a warm-up is run once more, and both rows stand."""
+"""If other machines took more than this share of the processor time, the warm-up is repeated; the table has both."""
 ATTEMPTS = 3
 
 
 def accuracy(*, runs: int) -> Iterator[str]:
-    """Unequal links: how far every measured bandwidth is off, and whether links rank as they should."""
+    """Measure unequal links: the error of each bandwidth, and whether the ranking of links is right."""
     rates = steps(LEAST_MBIT, MOST_MBIT, APART)
-    yield f"Rates from {rates[0]:g} to {rates[-1]:g} Mbit/s, each {APART - 1:.0%} above the last, dealt out by a seed."
-    yield "Equal rates are ties: their order does not count. Plain sockets met every rate within 10 % before each run,"
-    yield f"in one of at most {CHECKS} checks. Stolen = processor time that other virtual machines took meanwhile;"
-    yield f"above {MOST_STOLEN:.0%} the same case is run again, up to {ATTEMPTS} times, and all runs are shown."
-    yield "Slots of one host share its wires, so each should get its part of the rate while all send."
+    yield f"Rates from {rates[0]:g} to {rates[-1]:g} Mbit/s, each {APART - 1:.0%} above the last, shuffled by a seed."
+    yield "The order of equal rates does not count. Before each run, plain sockets reached every rate within 10 %,"
+    yield f"in one of at most {CHECKS} checks. Stolen = processor time that other virtual machines took during the run;"
+    yield f"above {MOST_STOLEN:.0%} the case runs again, up to {ATTEMPTS} times, and the table shows all runs."
+    yield "Slots of one host share its wires, so each should get its share of the rate while all send."
     yield ""
     yield (
         "| hosts x slots | links | seed | ways | off by 10 % | median error | worst | unequal pairs | misplaced | s "
@@ -60,10 +60,10 @@ def _accuracy(rows: Sequence[Compared]) -> str:
 
 
 def _checked(lab: Lab) -> int:
-    """Let plain sockets find the rates that were set; returns how many checks that took.
+    """Check the set rates with plain sockets; returns the number of checks.
 
     Raises:
-        LabError: none found them.
+        LabError: no check reached the rates.
 
     """
     for number in range(1, CHECKS):
@@ -84,17 +84,17 @@ FAULTS: tuple[tuple[int, str, tuple[Fault, ...]], ...] = (
     (4, "uniform", (Fault(host="n0", level=0.5),)),
     (4, "nearly uniform", (Fault(host="n1", peer="n2", level=100), Fault(host="n3", level=0.4))),
 )
-"""Hosts, network, faults. The usual rate is 400 Mbit/s; on two islands 800 within and 200 between.
+"""(hosts, network, faults). The usual rate is 400 Mbit/s; on two islands 800 within and 200 between.
 
-Islands have three hosts: of two, the one link that is left does not say what is usual.
+Islands have three hosts, because with two there is no other link to compare with.
 """
 
 
 def faults(*, runs: int) -> Iterator[str]:
-    """Throttled links and slowed devices: whether each is found and named, and nothing else is."""
-    yield "One slot on each host. Found = a verdict names that host's device, or that link in a slow direction."
+    """Measure throttled links and slowed devices: whether each fault is named, and nothing else."""
+    yield "One slot on each host. Found = a verdict names the slowed host's device, or the link in a slow direction."
     yield ""
-    yield "| hosts | network | made wrong | found | false | what was said |"
+    yield "| hosts | network | fault | found | false | verdicts |"
     yield "|--:|---|---|---|---|---|"
     for num_hosts, kind, wrong in FAULTS[:runs]:
         made = healthy(kind, num_hosts, rate_mbit=USUAL_MBIT)
@@ -122,10 +122,10 @@ def _inflict(lab: Lab, fault: Fault) -> None:
 
 
 def alarms(*, runs: int) -> Iterator[str]:
-    """Nothing is wrong: how many sick verdicts there are all the same."""
-    yield f"{runs} warm-ups, four hosts of one slot; verdicts that call something sick are false alarms."
+    """Measure healthy networks: the number of false alarms."""
+    yield f"{runs} warm-ups, four hosts with one slot each. Verdicts that report a fault are false alarms."
     yield ""
-    yield "| run | network | sick | other verdicts | off by 10 % | worst | wall s | what was said |"
+    yield "| run | network | faults | notes | off by 10 % | worst | wall s | verdicts |"
     yield "|--:|---|--:|--:|--:|---|--:|---|"
     total = failed = 0
     for run in range(runs):
@@ -152,12 +152,12 @@ def alarms(*, runs: int) -> Iterator[str]:
 
 
 def duration(*, runs: int) -> Iterator[str]:
-    """Eight hosts, one process each: how long a warm-up takes, by part."""
+    """Measure the time of a warm-up by phase, on eight hosts with one process each."""
     made = healthy("uniform", 8, rate_mbit=USUAL_MBIT)
     with Lab(made) as lab:
         _checked(lab)
         trials = [warm_up(lab, f"trial{run}") for run in range(runs)]
-    yield f"Eight hosts, one slot each, all links {USUAL_MBIT:g} Mbit/s; seconds, of each phase the slowest worker's."
+    yield f"Eight hosts, one slot each, all links {USUAL_MBIT:g} Mbit/s. Seconds of the slowest worker in each phase."
     yield ""
     phases = list(trials[0].need().phase_s)
     yield f"| run | {' | '.join(phases)} | warm-up | whole command | processor time |"
@@ -169,7 +169,7 @@ def duration(*, runs: int) -> Iterator[str]:
     yield ""
     middle_s = statistics.median(_warmup_s(trial) for trial in trials)
     yield f"Warm-up, median of {runs}: {middle_s:.1f} s (aim: under 60 s)."
-    yield "The whole command adds the launchers' imports, rendezvous, search and screen."
+    yield "The whole command also contains the launchers' imports, rendezvous, search and screen."
 
 
 def _warmup_s(trial: Trial) -> float:
@@ -177,8 +177,8 @@ def _warmup_s(trial: Trial) -> float:
 
 
 def rounds(*, runs: int) -> Iterator[str]:
-    """Two to nine hosts: how many rounds the links took."""
-    yield "Fewest: a host has one partner in a round, so N hosts need N-1 rounds, or N where N is odd and one rests."
+    """Measure the number of rounds for the links of two to nine hosts."""
+    yield "Fewest: a host has one partner in a round, so N hosts need N - 1 rounds, or N if N is odd."
     yield ""
     yield "| hosts | rounds | fewest | rounds again | links s | off by 10 % |"
     yield "|--:|--:|--:|--:|--:|--:|"

@@ -1,4 +1,4 @@
-"""What a warm-up got right and wrong about links whose rates are known. Pure."""
+"""Compares the measurements of a warm-up with the known rates and faults of a network. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipette_launch.facts import Measurements
 from pipette_launch.facts.health import Verdict
 
 APART = 1.15
-"""Rates that differ by less are a tie, whose order does not count."""
+"""Rates that differ by a smaller factor are a tie: their order does not count."""
 TOLERANCE = 0.10
 BITS_PER_MBIT = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """One direction of a link: the rate that was set, and the bandwidth that was measured."""
+    """One direction of a link: the set rate and the measured bandwidth."""
 
     sender: str
     receiver: str
@@ -27,20 +27,20 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the measurement, as a part of the rate set; negative = too slow."""
+        """Relative error of the measurement; negative = too slow."""
         return self.got_mbit / self.set_mbit - 1
 
     def words(self) -> str:
-        """For people."""
+        """Describe it on one line."""
         return (
             f"{self.sender} to {self.receiver}: set {self.set_mbit:g}, measured {self.got_mbit:.0f} ({self.error:+.1%})"
         )
 
 
 def compared(topology: Topology, measurements: Measurements) -> list[Compared]:
-    """Set the measured matrix beside the topology, by the hosts' names.
+    """Compare the measured matrix with the topology, by host names.
 
-    The matrix tells what each slot gets while all slots of its host send; here they share one wire.
+    The matrix has the bandwidth of each slot while all slots of its host send; here they share one wire.
     """
     places = {host.name: index for index, host in enumerate(measurements.cluster.hosts)}
     bandwidth = measurements.cluster.between_hosts.bandwidth_bytes_per_s
@@ -56,14 +56,14 @@ def compared(topology: Topology, measurements: Measurements) -> list[Compared]:
 
 
 def outside(rows: Sequence[Compared], tolerance: float = TOLERANCE) -> list[Compared]:
-    """Links whose error is beyond the tolerance, the worst first."""
+    """Return the links whose error exceeds the tolerance, worst first."""
     return sorted((row for row in rows if abs(row.error) > tolerance), key=lambda row: -abs(row.error))
 
 
 def ranked(rows: Sequence[Compared], apart: float = APART) -> tuple[int, list[tuple[Compared, Compared]]]:
-    """How many pairs of links have rates that are apart, and which of these pairs were measured the wrong way round.
+    """Return the number of link pairs whose rates are apart, and those pairs that were measured in the wrong order.
 
-    Rounding the rates to whole Mbit/s must not turn two neighbours into a tie, hence the half per cent.
+    The half per cent is for rates that were rounded to whole Mbit/s.
     """
     apart_pairs = [
         (slow, fast)
@@ -75,23 +75,23 @@ def ranked(rows: Sequence[Compared], apart: float = APART) -> tuple[int, list[tu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Something that is made wrong: a throttled link, or a slowed host where there is no second one."""
+    """An injected fault: a throttled link, or a slowed host if there is no peer."""
 
     host: str
     peer: str = ""
     one_way: bool = False
     level: float
-    """Mbit/s of the link, or the share of its processor that the host keeps."""
+    """Mbit/s of the link, or the share of the processor that the host keeps."""
 
     def words(self) -> str:
-        """For people."""
+        """Describe it on one line."""
         if not self.peer:
             return f"{self.host} gets {self.level:.0%} of its processor"
         return f"{self.host} {'to' if self.one_way else 'and'} {self.peer} at {self.level:g} Mbit/s"
 
 
 def names_fault(verdict: Verdict, fault: Fault) -> bool:
-    """Whether a verdict is about this fault: the device of the host, or the link in a direction that is slow."""
+    """Return whether a verdict names this fault: the host's device, or the link in a slow direction."""
     if not fault.peer:
         return verdict.kind in ("slow-device", "slow-host") and verdict.host == fault.host
     ways = [(fault.host, fault.peer)] + ([] if fault.one_way else [(fault.peer, fault.host)])
@@ -99,7 +99,7 @@ def names_fault(verdict: Verdict, fault: Fault) -> bool:
 
 
 def judged(verdicts: Sequence[Verdict], faults: Sequence[Fault]) -> tuple[list[Fault], list[Verdict]]:
-    """Which faults nobody named, and which sick verdicts are about nothing that was made wrong."""
+    """Return the faults that no verdict names, and the faulty verdicts that name no injected fault."""
     missed = [fault for fault in faults if not any(names_fault(verdict, fault) for verdict in verdicts)]
     false = [
         verdict for verdict in verdicts if verdict.is_sick and not any(names_fault(verdict, fault) for fault in faults)

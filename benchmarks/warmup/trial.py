@@ -1,4 +1,4 @@
-"""Runs the product's own warm-up on every host of a laboratory, as a user would, and reads what it measured."""
+"""Runs the product's warm-up on every virtual host, as a user would, and reads its measurements."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ class Trial:
     """One warm-up."""
 
     measurements: Measurements | None
-    """None where the launcher left no file."""
+    """None if the launcher wrote no file."""
     wall_s: float
-    """From the start of the launchers until all had ended: imports, rendezvous, warm-up, search, screen."""
+    """From the start of the launchers to the end of the last one: imports, rendezvous, warm-up, search, screen."""
     cpu_s: float
-    """What all processes of all hosts computed; over the number of cores it is the least that `wall_s` can be."""
+    """Processor time of all processes of all hosts; divided by the number of cores, a lower bound of `wall_s`."""
     code: int
     """The worst exit code."""
     screen: str
-    """What the first host printed."""
+    """Output of the first host."""
 
     @property
     def failure(self) -> str:
-        """The last thing that the first host said, where the warm-up failed; else empty."""
+        """Return the last line of the first host if the warm-up failed; else empty."""
         if self.measurements is not None and self.code == 0:
             return ""
-        return f"failed, exit code {self.code}: {(self.screen.splitlines() or ['no word'])[-1][:200]}"
+        return f"failed, exit code {self.code}: {(self.screen.splitlines() or ['no output'])[-1][:200]}"
 
     def need(self) -> Measurements:
-        """What was measured.
+        """Return the measurements.
 
         Raises:
-            RuntimeError: nothing was; the text holds what the first host printed.
+            RuntimeError: the warm-up failed; the text has the output of the first host.
 
         """
         if self.measurements is None or self.code != 0:
@@ -64,14 +64,7 @@ class Trial:
 
 
 def warm_up(lab: Lab, name: str, *, budget_s: float = 60.0) -> Trial:
-    """Measure and plan on all hosts of a lab, with a cache of its own.
-
-    Args:
-        lab: whose hosts.
-        name: of this run, new within the lab.
-        budget_s: `--pipette-budget`.
-
-    """
+    """Measure and plan on all hosts of a lab, with a new cache; `name` of the run must be new within the lab."""
     folder = lab.folder / name
     folder.mkdir()
     words = [sys.executable, "-m", "pipette_launch", "--pipette-dry-run", f"--pipette-budget={budget_s:g}"]
@@ -102,13 +95,13 @@ def warm_up(lab: Lab, name: str, *, budget_s: float = 60.0) -> Trial:
 
 
 def _batch(lab: Lab) -> int:
-    """A batch that the user's own configuration, plain data parallelism, divides."""
+    """Return a batch size that plain data parallelism divides evenly."""
     slots = sum(host.slots for host in lab.topology.hosts)
     return slots * -(-LEAST_BATCH // slots)
 
 
 def _children_s() -> float:
-    """Processor time of every process that has ended below this one, and was waited for."""
+    """Return the processor time of all ended descendants of this process."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -123,7 +116,7 @@ def _ended(job: subprocess.Popen[str], deadline_s: float) -> int:
 
 
 def steps(least: float, most: float, factor: float) -> list[float]:
-    """Rates from the least up to the most, each by the factor above the one before, whole numbers."""
+    """Return whole rates from the least to at most the most, each larger by the factor."""
     rates = [least]
     while rates[-1] * factor <= most:
         rates.append(rates[-1] * factor)
@@ -131,7 +124,7 @@ def steps(least: float, most: float, factor: float) -> list[float]:
 
 
 def healthy(kind: str, num_hosts: int, *, rate_mbit: float = 400.0, seed: int = 0) -> Topology:
-    """A network in which nothing is wrong: all links equal, two islands by design, or equal give or take 3 %."""
+    """Return a network without faults: equal links, two islands, or links that differ by up to 3 %."""
     if kind == "two islands":
         half = num_hosts // 2
         names = [f"n{index}" for index in range(num_hosts)]

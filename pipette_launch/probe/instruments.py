@@ -92,8 +92,8 @@ class CpuStopwatch:
     """Counts the processor time of this thread, and separately how much longer that took on the wall.
 
     A layer of a few milliseconds is preempted or not, so wall times of single runs scatter by a time slice. Over many
-    runs, other processes take a steady share. After `check_speed`, times are those of a usual core, and the speed of
-    this core is part of the stretch.
+    runs, other processes take a steady share. After `check_speed`, times are converted to a usual core, and the speed
+    of this core is part of the stretch.
     """
 
     def __init__(self, core_speed: CoreSpeed | None = None) -> None:
@@ -279,7 +279,7 @@ class CudaMeter:
         self._others_bytes = device_used_bytes(uuid)
 
     def peak(self, work: Callable[[], None]) -> Peak:
-        """Run the work and return its peak; NVML is read afterwards, as the allocator keeps what it reserved."""
+        """Run the work and return its peak; NVML is read afterwards, as the allocator keeps its reserve."""
         before = self.workspace_bytes()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

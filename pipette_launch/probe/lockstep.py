@@ -1,4 +1,4 @@
-"""How warm-up workers keep in step: rank 0 decides, every wait has a deadline, and nobody starts after the budget.
+"""Keeps warm-up workers in step: rank 0 decides, and every wait has a deadline.
 
 Imports no torch.
 """
@@ -24,7 +24,7 @@ Clock = Callable[[], float]
 LATER_S = 5.0
 """Extra wait of all ranks except rank 0, which gives up first and tells the others who is missing."""
 KEYS_PER_READ = 64
-"""Rank 0 reads results in portions, so that one answer of the store never holds the results of all ranks."""
+"""Rank 0 reads results in portions, so that a single answer of the store is never too large."""
 MOST_NAMED = 4
 ARRIVAL = "all workers to arrive"
 PR_SET_PDEATHSIG = 1
@@ -101,7 +101,7 @@ class Lockstep:
         """Return once every rank has called this; the phase of a rank may still take `left_s` seconds."""
         self._step += 1
         timeout_s, go = self._deadline_s(left_s), f"go/{self._step}"
-        # One key for each rank, whatever the number of steps, and a counter for each step.
+        # One key for each rank, even for many steps, and a counter for each step.
         self.store.set(f"at/{self.rank}", str(self._step))
         if self.store.add(f"here/{self._step}", 1) == self.world_size:
             self.store.set(go, "")

@@ -1,4 +1,4 @@
-"""What an agent and its warm-up workers exchange: the order, progress messages, results, and how long each may wait.
+"""Messages between an agent and its warm-up workers: order, progress, results; and the longest wait for each other.
 
 Imports no torch.
 """
@@ -278,7 +278,7 @@ class Sign:
     """Number of steps of the phase; 0 = not counted."""
     words: str = ""
     waits_for: str = ""
-    """What the worker waits for; empty while it works."""
+    """Name of the awaited thing; empty while the worker works."""
     peers: tuple[int, ...] = ()
     """Slots that it waits for, or exchanges messages with."""
     ended: tuple[PhaseEnd, ...] = ()

@@ -51,14 +51,14 @@ from pipette_launch.probe.links import collectives, pairs
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, LinkBook, found_links, group_times, host_fits
 from pipette_launch.probe.links.selection import (
     MOST_ROUNDS,
-    Adapted,
     Line,
     Lines,
     Measure,
     Pair,
     Round,
-    adapt,
+    Survey,
     blind_rounds,
+    survey,
 )
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import LinkSamples, WarmupOrder, WorkerResult, joined
@@ -205,9 +205,9 @@ class Phases:
         if self._has_adviser and self.lockstep.agree(lambda: earlier is not None and bool(earlier.between)):
             self._earlier = earlier
             with self.progress.during("search"):
-                advice, adapted = self._pass(is_cached=True)
+                advice, found = self._pass(is_cached=True)
             are_few = len(hosts) <= self.options.full_hosts
-            if not self.lockstep.agree(lambda: adapted is not None and adapted.is_stale(are_few=are_few)):
+            if not self.lockstep.agree(lambda: found is not None and found.is_stale(are_few=are_few)):
                 return self._shared(advice)
             self._earlier = None
         sample = None
@@ -234,7 +234,7 @@ class Phases:
         self._send()
         return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
 
-    def _pass(self, *, is_cached: bool) -> tuple[Advice | None, Adapted | None]:
+    def _pass(self, *, is_cached: bool) -> tuple[Advice | None, Survey | None]:
         """Measure the links that plans use; returns the last advice and all links on rank 0, None on the others."""
         self._send()
         options, budget = self.options, self._for_links()
@@ -242,7 +242,7 @@ class Phases:
         meter = pairs.LinkMeter(options=options, lockstep=self.lockstep, bound_s=bound_s)
         answers: list[Advice] = []
 
-        def decide(measure: Measure) -> Adapted:
+        def decide(measure: Measure) -> Survey:
             base = self._measurements()
             links = [link for result in self._gathered for link in result.links]
 
@@ -250,7 +250,7 @@ class Phases:
                 answers.append(self._ask(replace(base, cluster=replace(base.cluster, between_hosts=between))))
                 return [(one, other) for one, other in answers[-1].host_pairs]
 
-            return adapt(
+            return survey(
                 len(options.hosts),
                 self._earlier.between if is_cached and self._earlier else lines_of(links, options),
                 measure=measure,
@@ -262,7 +262,7 @@ class Phases:
                 allows=lambda: not answers or budget.allows(pairs.LINKS_SHARE),
             )
 
-        sent, adapted = in_step(
+        sent, found = in_step(
             self.lockstep,
             meter.measure,
             lambda links: lines_of(links, options),
@@ -270,9 +270,9 @@ class Phases:
             patience_s=ADVICE_PATIENCE_S,
         )
         self._add(links=sent)
-        if adapted is not None and adapted.passes:
-            self._add(link_rounds=(adapted.rounds,), notes=(adapted.words(),))
-        return answers[-1] if answers else None, adapted
+        if found is not None and found.passes:
+            self._add(link_rounds=(found.rounds,), notes=(found.words(),))
+        return answers[-1] if answers else None, found
 
     def _for_links(self) -> Budget:
         """Return a budget with time for links, even if compute took longer than its share."""

@@ -75,7 +75,7 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     meter = meter_of(options.device_kind, options.device(place.rank).uuid)
     if options.device_kind == "cuda":
         use_device(progress.local_rank, options.device(place.rank).uuid)
-    # Imports, compilation, the first lap and the rendezvous take the same time whatever is measured, so they come
+    # Imports, compilation, the first lap and the rendezvous do not depend on the order, so they come
     # before the budget begins.
     progress.step(0, 0, "imports")
     workload.load(options.device_kind)

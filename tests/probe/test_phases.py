@@ -24,7 +24,7 @@ from pipette_launch.facts.messages import Advice, Dimension
 from pipette_launch.probe import phases
 from pipette_launch.probe.health.nvml import LoadReading
 from pipette_launch.probe.links.fits import EarlierLinks
-from pipette_launch.probe.links.selection import Adapted, Line, Lines, Measure, Pair, Pass, Round, estimate
+from pipette_launch.probe.links.selection import Line, Lines, Measure, Pair, Pass, Round, Survey
 from pipette_launch.probe.lockstep import Lockstep
 from pipette_launch.probe.messages import LinkSamples, Pace, WarmupOrder, WorkerResult
 from pipette_launch.probe.phases import _groups_words, _links_words, assemble, in_step
@@ -329,14 +329,13 @@ def test_loading_is_that_of_the_median_slot(tmp_path: Path) -> None:
     assert loading(None, None, None) is None
 
 
-def adapted(new: int, changed: Sequence[Pair], *, is_settled: bool = True) -> Adapted:
-    """Passes in which so many links were measured again."""
-    lines = {(0, 1): Line(0.0, 1e-9)}
-    return Adapted(
-        estimate=estimate(len(tiny_cluster(2, 1).hosts), lines),
-        lines=lines,
-        passes=(Pass(asked=new, new=new, rounds=2),),
-        changed=tuple(changed),
+def surveyed(new: int, changed: Sequence[Pair], *, is_settled: bool = True) -> Survey:
+    """Return a pass that measured `new` links."""
+    return Survey(
+        num_hosts=2,
+        lines={(0, 1): Line(0.0, 1e-9)},
+        passes=[Pass(new=new, rounds=2)],
+        changed=list(changed),
         is_settled=is_settled,
     )
 
@@ -355,7 +354,7 @@ def test_earlier_links_are_stale_if_many_have_changed(
     new: int, changed: list[Pair], among_many: bool, among_few: bool
 ) -> None:
     """More than a quarter of those that were measured again, and more than one; of few hosts a single one."""
-    found = adapted(new, changed)
+    found = surveyed(new, changed)
 
     assert among_many == found.is_stale(are_few=False)
     assert among_few == found.is_stale(are_few=True)
@@ -365,10 +364,10 @@ def test_what_the_passes_did_is_said() -> None:
     """How much was measured in how many rounds, what had changed, and whether the plans wanted more."""
     whole = "links: 8 pairs of hosts that plans use, measured in 2 rounds"
 
-    assert whole == adapted(8, []).words()
+    assert whole == surveyed(8, []).words()
     assert (
         f"{whole}; 1 changed since the last warm-up; the last plans also use links that were not measured"
-    ) == adapted(8, [(0, 1)], is_settled=False).words()
+    ) == surveyed(8, [(0, 1)], is_settled=False).words()
 
 
 def sent(rank: int, rounds: Sequence[Round]) -> list[LinkSamples]:

@@ -49,7 +49,7 @@ from pipette_patches.whole_stage import StageRun, stage_words
 from pipette_patches.workload import Workload, WorkloadError, case_words, is_out_of_memory, optimizer_step
 
 FP32_BYTES = 4
-"""Of a main gradient, and of a master weight."""
+"""Size of an element of a main gradient or a master weight."""
 COMPUTE_SHARE = 0.45
 """Share of the budget for layers; the rest is for links and collectives."""
 AGAIN_SHARE = 0.25

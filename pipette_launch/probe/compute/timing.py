@@ -7,9 +7,9 @@ first launch on an idle device. Weight gradients and recompute are differences o
 On a CPU a stage also takes time that layers in a row do not show:
 
 - Waking: after a wait, as in a pipeline, a layer finds cold caches. On four hosts of 0.4 cores, forward and backward
-  took 1.2 to 1.7 ms of processor time more after waits of 20 ms, whatever the layer's size: 3 to 4 ms of each pass.
+  took 1.2 to 1.7 ms of processor time more after waits of 20 ms, for layers of any size: 3 to 4 ms of each pass.
 - Loading: the data loader's processes compute on the slot's cores. On the same hosts that took 12 ms of the first and
-  the last stage for each micro-batch, whatever its size. Beside GPUs the loader has its own cores.
+  the last stage for each micro-batch, of any size. Beside GPUs the loader has its own cores.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REST_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Habits:
-    """How parts are timed on a device kind."""
+    """Number and length of timed turns on a device kind."""
 
     warmups: int
     """Number of untimed turns after the first lap, in which autotuners and allocators adapt."""
@@ -123,7 +123,7 @@ def time_part(
         part=part.name,
         slot=slot,
         forward=samples(lambda turn: turn.forward_s),
-        # Without the median weight gradient, not that of the turn: so both medians add up to the whole backward.
+        # Less the median weight gradient, not the turn's own: so both medians add up to the whole backward.
         input_grad=samples(lambda turn: max(turn.backward_s - usual_s, 0.0) if part.source is not None else 0.0),
         weight_grad=weight,
         recompute=samples(lambda turn: turn.again_s) if timed_again else None,

@@ -1,1 +1,1 @@
-"""What a host brings to the job, and what is amiss with it."""
+"""Devices of a host, their condition, and faults of hosts, devices and links."""

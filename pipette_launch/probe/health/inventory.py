@@ -1,4 +1,4 @@
-"""What this host has: devices, memory, cores, versions, and the condition of its devices. Imports no torch.
+"""Inventory of this host: devices and their condition, memory, cores, versions. Imports no torch.
 
 NVML shows every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so this file applies the variable itself.
 NVML counts in PCI bus order; CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters if a host has different

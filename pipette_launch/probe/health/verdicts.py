@@ -1,7 +1,7 @@
-"""Which hosts, devices and links have a fault, from driver figures and from measurements. Pure.
+"""Finds faulty hosts, devices and links, from driver figures and from measurements. Pure.
 
 Links differ for good reasons: islands joined by slow links, tiers of a fat tree, hosts with slower NICs. In every such
-network the rate between two hosts is that of the narrowest point on the way, so a detour over a third host is not
+network the rate between two hosts is the rate of the narrowest point on the way, so a detour over a third host is not
 faster than the direct link: b[i, j] >= min(b[i, k], b[k, j]). A link that is much slower than its best detour has a
 fault of its own. If many links are slower than their detours, rates differ at random, as on the internet, and no link
 is suspected.
@@ -206,7 +206,7 @@ def suspect_slots(
         members = np.flatnonzero(name_S == name)
         logs = np.log(seconds_S[members])
         if len(members) >= FEW:
-            # With many values the median of all equals that of the others.
+            # With many values, leaving one out does not change the median.
             usual = np.full(len(members), _centre(logs))
         else:
             usual = np.array([_centre(np.delete(logs, at)) for at in range(len(members))])
@@ -268,7 +268,7 @@ def _detours(known_HH: Matrix, scatter: float) -> Matrix:
 
 
 def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
-    """Return the logarithm of each rate divided by that of its detours, centred, and how much that scatters."""
+    """Return ln(rate / rate of its detours) of each link, centred, and the scatter of these values."""
     scale = 0.0
     # The first turn estimates the scatter, with the best detours; the second turn needs it to choose detours.
     for _ in range(2):
@@ -379,7 +379,7 @@ def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) 
     slow_links = confirmed_links(bandwidth_HH, again_HH)
     by_pair = {(link.source, link.target): link for link in slow_links}
     for link in slow_links:
-        # Both directions of a pair make one verdict, that of the slower one.
+        # Both directions of a pair make one verdict, on the slower direction.
         back = by_pair.get((link.target, link.source))
         if back is not None and (back.bytes_per_s, back.source) < (link.bytes_per_s, link.source):
             continue
@@ -549,7 +549,7 @@ def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 
 def _nics(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    """Report NICs farther away than those of the same device of other hosts; devices of one host may differ."""
+    """Report a device whose NIC is farther away than on other hosts; devices of one host may differ."""
     for index in dict.fromkeys(device.index for device in peers):
         same = [device for device in peers if device.index == index and device.condition.nic_distance is not None]
         ranks = [NEARNESS.index(device.condition.nic_distance) for device in same if device.condition.nic_distance]

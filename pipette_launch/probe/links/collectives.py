@@ -200,7 +200,7 @@ class _Timer:
 
 
 def _action(kind: CollectiveKind, elements: int, size: int, *, group: dist.ProcessGroup, device: str) -> Call:
-    """Prepare one collective; `elements` are those of the full tensor."""
+    """Prepare one collective whose full tensor has `elements` elements."""
     full = torch.zeros(elements, device=device)
     if kind == "all_reduce":
         return lambda: dist.all_reduce(full, group=group)

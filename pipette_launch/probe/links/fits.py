@@ -28,7 +28,7 @@ UNEVEN_RAILS = 0.10
 
 
 def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
-    """Fit a line through (bytes, seconds) that one disturbed size does not bend (the estimator of Theil and Sen).
+    """Fit a line through (bytes, seconds) that tolerates one disturbed size (the estimator of Theil and Sen).
 
     The slope is the median over all pairs of sizes, weighted by the distance between the two sizes. The latency is the
     time of the smallest message without the time of its bytes. Least squares of the relative error, tried first, gave
@@ -55,7 +55,7 @@ class LinkFit(NamedTuple):
 
     line: Line
     spread: float
-    """Of the largest message."""
+    """Spread of the largest message."""
     sizes_bytes: tuple[int, ...]
     together: Line | None = None
     """Until the last of all rails had finished; None = one rail."""
@@ -227,7 +227,7 @@ def _by_pair(values: Mapping[Pair, float], num_hosts: int, missing: float) -> ND
 def _origin_HH(
     num_hosts: int, cached: Iterable[Pair], measured: Iterable[Pair], again: Iterable[Pair]
 ) -> tuple[str, ...]:
-    """Return a letter for each link: estimated, cached, measured, measured again; the last one that applies."""
+    """Return a letter for each link: estimated, cached, measured, measured again; the last that applies."""
     origin = np.full((num_hosts, num_hosts), "e")
     for letter, pairs in (("c", cached), ("m", measured), ("a", again)):
         for pair in pairs:
@@ -302,7 +302,7 @@ def _unstable(fits: Mapping[Pair, LinkFit], options: WarmupOrder) -> tuple[str, 
 
 
 def group_times(dimensions: Sequence[Dimension], results: Sequence[WorkerResult]) -> tuple[CollectiveTime, ...]:
-    """Return one line for each kind of collective and dimension: that of the median group, by its largest message."""
+    """Return one line for each kind of collective and dimension: the median group's, by its largest message."""
     seen: dict[tuple[str, int], dict[int, GroupSamples]] = {}
     for result in results:
         for samples in result.collectives:

@@ -52,7 +52,7 @@ EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20
 LEAD_S = 2e-3
 """Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges."""
 GROWTH = 16
-"""A size more than 16 times the largest tried one waits until the time of that one is known."""
+"""A size waits until the time of a size at least 1/16 as large is known."""
 TINY_REPEATS = 4
 """A tiny message is sent this many times as often: it costs little and scatters most."""
 WARM_BYTES = 256 << 10
@@ -588,7 +588,7 @@ def settled(
     """
 
     def seconds_per_byte(link: LinkSamples) -> float:
-        # Of the largest message, whose size depends on the available time.
+        # The largest message depends on the available time.
         return link.samples[-1].median_s / link.sizes_bytes[-1]
 
     found = [measure()]

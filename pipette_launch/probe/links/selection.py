@@ -1,4 +1,4 @@
-"""Which links between hosts are measured, and what is assumed about the others. Pure.
+"""Chooses the links between hosts to measure, and estimates the others. Pure.
 
 Few hosts: every pair is measured. Many hosts: about 30 rounds, of three kinds, in one pass.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -435,35 +435,43 @@ def _by_tier(value_HH: Floats, tier_HH: Ints, share: float) -> Floats:
     return filled
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """One scouting round, or the plan rounds after one answer of the adviser."""
 
-    asked: int
-    """Number of pairs that the plans use, or that a scouting round wants."""
     new: int
-    """Number of asked pairs that were measured now; the others were known, or did not fit into the rounds."""
+    """Number of wanted pairs that were measured; the others were known, or did not fit into the rounds."""
     rounds: int
     is_scouting: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Adapted:
-    """All links after the pass."""
+@dataclass(kw_only=True, eq=False)
+class Survey:
+    """The links known so far, and how they were measured."""
 
-    estimate: Estimate
-    lines: Lines
+    num_hosts: int
+    lines: dict[Pair, Line]
     """All measured links, new and cached, in both directions."""
-    passes: tuple[Pass, ...]
-    changed: tuple[Pair, ...]
+    places: Sequence[Place] = ()
+    is_cached: bool = False
+    """The first lines are from an earlier warm-up: their links may be measured again."""
+    passes: list[Pass] = field(default_factory=list)
+    changed: list[Pair] = field(default_factory=list)
     """Pairs whose cached links have changed, most important first."""
-    is_settled: bool
+    is_settled: bool = False
     """The plans use only links that were measured in this warm-up."""
+
+    def __post_init__(self) -> None:
+        # Pairs of this warm-up that were measured, or could not be.
+        self._done: set[Pair] = set() if self.is_cached else {ordered(pair) for pair in self.lines}
 
     @property
     def rounds(self) -> int:
         """Number of scouting and plan rounds."""
         return sum(one.rounds for one in self.passes)
+
+    def estimate(self) -> Estimate:
+        """Estimate the links that were not measured."""
+        return estimate(self.num_hosts, self.lines, self.places)
 
     def is_stale(self, *, are_few: bool) -> bool:
         """Return whether all cached links must be measured again.
@@ -489,102 +497,34 @@ class Adapted:
             f"{rounds} {plural('round', rounds)}{before}{changed}{end}"
         )
 
-
-def adapt(
-    num_hosts: int,
-    known: Lines,
-    *,
-    measure: Measure,
-    advise: Advise,
-    most_rounds: int,
-    places: Sequence[Place] = (),
-    is_cached: bool = False,
-    allows: Callable[[], bool] = lambda: True,
-    seed: int = 0,
-) -> Adapted:
-    """Scout, then measure the links of plans, until the plans use measured links only, or rounds or time are spent.
-
-    Args:
-        num_hosts: H.
-        known: links that were measured before, in both directions; not empty.
-        measure: see `Measure`.
-        advise: see `Advise`.
-        most_rounds: limit of rounds, which includes the rounds of `known` unless they are cached.
-        places: the switches above each host; if not known, scouting rounds find near hosts.
-        is_cached: `known` is from an earlier warm-up: plans see it without optimism, and may measure its links again.
-        allows: returns whether there is time for more rounds.
-        seed: of the random choice between pairs that show as much.
-
-    """
-    survey, left = _Survey(num_hosts, known, is_cached=is_cached, places=places, measure=measure), most_rounds
-    if not is_cached:
-        # As many rounds as the busiest host has pairs.
-        left -= max(Counter(host for pair in {ordered(pair) for pair in known} for host in pair).values(), default=0)
-        if num_hosts > FULL_HOSTS and not switch_groups(num_hosts, places):
-            left -= survey.scout(round(SCOUTING_SHARE * left), allows, np.random.default_rng(seed))
-    found = survey.estimate()
-    is_optimistic, is_settled = not is_cached, False
-    while left >= LEAST_ROUNDS and not is_settled and allows():
-        # The last plan rounds confirm links that the plan uses, the earlier ones explore.
-        is_optimistic = is_optimistic and left > PASS_ROUNDS
-        asked = advise(found.optimistic if is_optimistic else found.links)
-        rounds = survey.take(asked, min(PASS_ROUNDS, left), hope=None if is_cached else found.optimistic)
-        left -= rounds
-        if rounds:
-            found = survey.estimate()
-        else:
-            is_optimistic, is_settled = False, not is_optimistic
-    return Adapted(
-        estimate=found,
-        lines=survey.lines,
-        passes=tuple(survey.passes),
-        changed=tuple(survey.changed),
-        is_settled=is_settled,
-    )
-
-
-class _Survey:
-    """The links known so far."""
-
-    def __init__(
-        self, num_hosts: int, known: Lines, *, is_cached: bool, places: Sequence[Place], measure: Measure
-    ) -> None:
-        self.lines = dict(known)
-        self.passes: list[Pass] = []
-        self.changed: list[Pair] = []
-        # Pairs of this warm-up that were measured, or could not be.
-        self._done: set[Pair] = set() if is_cached else {ordered(pair) for pair in known}
-        self._num_hosts, self._places, self._measure = num_hosts, places, measure
-
-    def estimate(self) -> Estimate:
-        return estimate(self._num_hosts, self.lines, self._places)
-
-    def scout(self, most: int, allows: Callable[[], bool], rng: np.random.Generator) -> int:
+    def scout(self, most: int, measure: Measure, allows: Callable[[], bool], rng: np.random.Generator) -> int:
         """Take scouting rounds until few pairs would show something new; returns their number, at most `most`."""
         for taken in range(most):
-            pairs = scouting_round(self._num_hosts, self.lines, rng)
+            pairs = scouting_round(self.num_hosts, self.lines, rng)
             if not pairs and taken < BLIND_SCOUTING_ROUNDS:
-                order = rng.permutation(self._num_hosts).tolist()
+                order = rng.permutation(self.num_hosts).tolist()
                 drawn = (ordered(pair) for pair in zip(order[::2], order[1::2], strict=False))
                 pairs = tuple(sorted(pair for pair in drawn if pair not in self._done))
-            if 2 * len(pairs) < LEAST_SCOUTS * self._num_hosts or not allows():
+            if 2 * len(pairs) < LEAST_SCOUTS * self.num_hosts or not allows():
                 return taken
-            is_sparse = 4 * len(pairs) < self._num_hosts
-            self.take(pairs, 1, hope=self.estimate().optimistic if is_sparse else None, is_scouting=True)
+            is_sparse = 4 * len(pairs) < self.num_hosts
+            hope = self.estimate().optimistic if is_sparse else None
+            self.take(pairs, 1, measure, hope=hope, is_scouting=True)
         return most
 
-    def take(self, asked: Sequence[Pair], most: int, *, hope: Links | None, is_scouting: bool = False) -> int:
-        """Measure the asked pairs that are new, most important first; returns the number of rounds.
+    def take(
+        self, wanted: Sequence[Pair], most: int, measure: Measure, *, hope: Links | None, is_scouting: bool = False
+    ) -> int:
+        """Measure the wanted pairs that are new, most important first; returns the number of rounds, at most `most`.
 
         With `hope`, hosts that would be idle in a round measure the partner that may be fastest by these links.
         """
-        pairs = list(dict.fromkeys(ordered(pair) for pair in asked))
+        pairs = list(dict.fromkeys(ordered(pair) for pair in wanted))
         rounds = rounds_of((pair for pair in pairs if pair not in self._done), most=most)
-        new = sum(map(len, rounds))
-        self.passes.append(Pass(asked=len(pairs), new=new, rounds=len(rounds), is_scouting=is_scouting))
+        self.passes.append(Pass(new=sum(map(len, rounds)), rounds=len(rounds), is_scouting=is_scouting))
         if rounds:
             rounds = rounds if hope is None else _filled(rounds, hope, self._done)
-            measured = self._measure(rounds)
+            measured = measure(rounds)
             now = {pair for one in rounds for pair in one}
             self.changed += [pair for pair in pairs if pair in now and self._has_changed(pair, measured)]
             self.lines.update(measured)
@@ -611,3 +551,50 @@ def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tup
         filled.append(_matching(rates_HH, np.arange(len(rates_HH)), pairs))
         taken = list(filled[-1])
     return tuple(filled)
+
+
+def survey(
+    num_hosts: int,
+    known: Lines,
+    *,
+    measure: Measure,
+    advise: Advise,
+    most_rounds: int,
+    places: Sequence[Place] = (),
+    is_cached: bool = False,
+    allows: Callable[[], bool] = lambda: True,
+    seed: int = 0,
+) -> Survey:
+    """Scout, then measure the links of plans, until the plans use measured links only, or rounds or time are spent.
+
+    Args:
+        num_hosts: H.
+        known: links that were measured before, in both directions; not empty.
+        measure: see `Measure`.
+        advise: see `Advise`.
+        most_rounds: limit of rounds, which includes the rounds of `known` unless they are cached.
+        places: the switches above each host; if not known, scouting rounds find near hosts.
+        is_cached: `known` is from an earlier warm-up: plans see it without optimism, and may measure its links again.
+        allows: returns whether there is time for more rounds.
+        seed: of the random choice between pairs that show as much.
+
+    """
+    found, left = Survey(num_hosts=num_hosts, lines=dict(known), places=places, is_cached=is_cached), most_rounds
+    if not is_cached:
+        # As many rounds as the busiest host has pairs.
+        left -= max(Counter(host for pair in {ordered(pair) for pair in known} for host in pair).values(), default=0)
+        if num_hosts > FULL_HOSTS and not switch_groups(num_hosts, places):
+            left -= found.scout(round(SCOUTING_SHARE * left), measure, allows, np.random.default_rng(seed))
+    links, is_optimistic = found.estimate(), not is_cached
+    while left >= LEAST_ROUNDS and not found.is_settled and allows():
+        # The last plan rounds confirm links that the plan uses, the earlier ones explore.
+        is_optimistic = is_optimistic and left > PASS_ROUNDS
+        wanted = advise(links.optimistic if is_optimistic else links.links)
+        hope = None if is_cached else links.optimistic
+        rounds = found.take(wanted, min(PASS_ROUNDS, left), measure, hope=hope)
+        left -= rounds
+        if rounds:
+            links = found.estimate()
+        else:
+            is_optimistic, found.is_settled = False, not is_optimistic
+    return found

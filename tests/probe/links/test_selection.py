@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from pipette_launch.facts import Links
 from pipette_launch.probe.links.selection import (
-    Adapted,
     Estimate,
     Line,
     Lines,
@@ -21,7 +20,7 @@ from pipette_launch.probe.links.selection import (
     Pair,
     Place,
     Round,
-    adapt,
+    Survey,
     all_pairs,
     blind_rounds,
     estimate,
@@ -29,6 +28,7 @@ from pipette_launch.probe.links.selection import (
     lowest_level,
     rounds_of,
     scouting_round,
+    survey,
     switch_groups,
     tiers_between,
 )
@@ -392,11 +392,11 @@ def seconds(rates_HH: Floats, pairs: Sequence[Pair]) -> float:
     return sum(1 / float(rates_HH[pair]) for pair in pairs)
 
 
-def adapted(rates_HH: Floats, taken: list[Round], *, most_rounds: int = 14, seed: int = 0) -> Adapted:
+def adapted(rates_HH: Floats, taken: list[Round], *, most_rounds: int = 14, seed: int = 0) -> Survey:
     """Four blind rounds, then passes."""
     measure = meter(rates_HH, taken)
     blind = blind_rounds(len(rates_HH), (), 4, np.random.default_rng(seed))
-    return adapt(len(rates_HH), measure(blind), measure=measure, advise=ring, most_rounds=most_rounds)
+    return survey(len(rates_HH), measure(blind), measure=measure, advise=ring, most_rounds=most_rounds)
 
 
 @settings(max_examples=30)
@@ -412,7 +412,7 @@ def test_no_pair_is_measured_twice_and_the_rounds_are_kept(hosts: int, seed: int
     assert found.rounds <= most_rounds
     assert sorted(pairs) == sorted({(min(pair), max(pair)) for pair in found.lines})
     if found.is_settled:
-        assert all(pair in found.lines for pair in ring(found.estimate.links))
+        assert all(pair in found.lines for pair in ring(found.estimate().links))
 
 
 def test_passes_are_worth_more_than_as_many_blind_rounds() -> None:
@@ -425,9 +425,9 @@ def test_passes_are_worth_more_than_as_many_blind_rounds() -> None:
         blind_taken: list[Round] = []
         measure = meter(rates_HH, blind_taken)
         blind = measure(blind_rounds(40, (), len(taken), np.random.default_rng(seed)))
-        nothing = adapt(40, blind, measure=measure, advise=ring, most_rounds=0)
+        nothing = survey(40, blind, measure=measure, advise=ring, most_rounds=0)
         best = seconds(rates_HH, ring(Links(latency_s=np.zeros((40, 40)), bandwidth_bytes_per_s=rates_HH)))
-        one, other = (seconds(rates_HH, ring(way.estimate.links)) / best - 1 for way in (found, nothing))
+        one, other = (seconds(rates_HH, ring(way.estimate().links)) / best - 1 for way in (found, nothing))
         excess.append((one, other))
 
     adaptive, blindly = np.mean(excess, axis=0)
@@ -443,13 +443,13 @@ def test_cached_links_are_verified_where_plans_use_them() -> None:
     one, other = used[3]
     now_HH = rates_HH.copy()
     now_HH[one, other] = now_HH[other, one] = rates_HH[one, other] / 2
-    found = adapt(12, everything, measure=meter(now_HH, taken), advise=ring, most_rounds=12, is_cached=True)
+    found = survey(12, everything, measure=meter(now_HH, taken), advise=ring, most_rounds=12, is_cached=True)
 
-    assert ((min(one, other), max(one, other)),) == found.changed
+    assert [(min(one, other), max(one, other))] == found.changed
     assert found.is_settled
     assert 12 == found.passes[0].new
     assert len(taken) <= 9
-    assert (one, other) not in ring(found.estimate.links)
+    assert (one, other) not in ring(found.estimate().links)
 
 
 def test_unchanged_cached_links_take_one_pass() -> None:
@@ -457,9 +457,9 @@ def test_unchanged_cached_links_take_one_pass() -> None:
     rates_HH = noisy_rates(12, 1)
     taken: list[Round] = []
     everything = meter(rates_HH, [])([tuple((a, b) for a in range(12) for b in range(a + 1, 12))])
-    found = adapt(12, everything, measure=meter(rates_HH, taken), advise=ring, most_rounds=12, is_cached=True)
+    found = survey(12, everything, measure=meter(rates_HH, taken), advise=ring, most_rounds=12, is_cached=True)
 
-    assert found.changed == ()
+    assert found.changed == []
     assert found.is_settled
     assert len(taken) <= 3
     assert [12, 0] == [one.new for one in found.passes]
@@ -475,7 +475,7 @@ def test_a_link_that_cannot_be_measured_is_not_asked_for_again() -> None:
         calls.append(rounds)
         return {}
 
-    found = adapt(8, blind, measure=dead, advise=ring, most_rounds=30)
+    found = survey(8, blind, measure=dead, advise=ring, most_rounds=30)
 
     assert found.is_settled
     assert len(calls) <= 4
@@ -487,6 +487,6 @@ def test_a_spent_budget_ends_the_passes() -> None:
     rates_HH = noisy_rates(8, 2)
     known = meter(rates_HH, [])(blind_rounds(8, (), 2, np.random.default_rng(0)))
     taken: list[Round] = []
-    found = adapt(8, known, measure=meter(rates_HH, taken), advise=ring, most_rounds=9, allows=lambda: False)
+    found = survey(8, known, measure=meter(rates_HH, taken), advise=ring, most_rounds=9, allows=lambda: False)
 
-    assert ([], (), False) == (taken, found.passes, found.is_settled)
+    assert ([], [], False) == (taken, found.passes, found.is_settled)

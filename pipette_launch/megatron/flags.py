@@ -1,7 +1,7 @@
-"""Megatron's flags by release, and a command line cut into tokens by argparse, as Megatron's own parser cuts it.
+"""Megatron's flags by release, and a command line that argparse cuts into tokens exactly as Megatron's parser does.
 
-The table (`data/flags.json`) is made by `benchmarks/make_flag_table.py`. Tokens keep the user's own words, so that the
-command line can be written back unchanged but for what a plan changes.
+`benchmarks/make_flag_table.py` makes the table `data/flags.json`. Tokens keep the user's words, so that all words that a
+plan does not change are written back unchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, NoReturn
 
@@ -20,9 +20,9 @@ from pipette_launch.text import nearest_word
 
 OLDEST = (0, 14)
 CLOSE = 0.85
-"""difflib's ratio from which a word counts as a mistyped flag: 12 letters with two of them swapped have 0.92."""
+"""Similarity from which a word counts as a mistyped flag: 12 letters with two of them swapped have 0.92."""
 LEAST_BEGINNING = 8
-"""Characters of a flag's beginning from which a note names the flag; Megatron's parser takes no abbreviation."""
+"""Least characters of a shortened flag for which a note names the whole flag. Megatron accepts no shortened flags."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,42 +34,42 @@ class Flag:
     action: str
     nargs: int | str | None
     kind: str | None
-    """`int`, `float`, `bool`, or None for text and for what Megatron parses itself."""
+    """`int`, `float` or `bool`; None for text and for values that Megatron converts later."""
     default: Any
     choices: tuple[str | int, ...] | None = None
-    """Values that Megatron's parser takes; None for any."""
+    """Allowed values; None for any value."""
 
     @property
     def constant(self) -> bool:
-        """What is stored for a flag that takes no value."""
-        return (
-            not self.option.startswith("--no-") if self.action == "boolean_optional" else self.action != "store_false"
-        )
+        """Value that the parser stores for a flag without a value."""
+        if self.action == "boolean_optional":
+            return not self.option.startswith("--no-")
+        return self.action != "store_false"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Token:
-    """Some words of a command line that belong together: a flag with its values, or words that are no known flag."""
+    """A flag with its values, or one word that is no known flag."""
 
     words: tuple[str, ...]
     flag: Flag | None = None
     value: Any = None
-    """What Megatron's parser would store: a list where the flag takes several values."""
+    """Value that Megatron's parser would store; a list if the flag takes several values."""
 
     @property
     def dest(self) -> str | None:
-        """Where Megatron stores the value; None for what it does not know."""
+        """Name under which Megatron stores the value; None for an unknown word."""
         return self.flag.dest if self.flag else None
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """`0.16.1` -> (0, 16); raises MegatronError for what is no version and for releases before 0.14."""
+    """Return the release as numbers: `0.16.1` -> (0, 16); raises MegatronError for releases before 0.14."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match:
         raise MegatronError(f"Megatron version {version!r} is not of the form 0.16.1; see what the script imports")
     release = (int(match[1]), int(match[2]))
     if release < OLDEST:
-        raise MegatronError(f"Megatron {version} is older than core_v0.14, the oldest release that is understood")
+        raise MegatronError(f"Megatron {version} is older than core_v0.14, the oldest supported release")
     return release
 
 
@@ -81,24 +81,24 @@ def _data() -> dict[str, Any]:
 
 
 def releases() -> tuple[str, ...]:
-    """The releases that the table knows, oldest first."""
+    """Return the releases in the table, oldest first."""
     return tuple(_data()["releases"])
 
 
 def newest_release() -> str:
-    """The newest release that the table knows, as `0.20`."""
+    """Return the newest release in the table, as `0.20`."""
     return releases()[-1]
 
 
 def known_release(version: str) -> str:
-    """The newest release in the table that is not newer than `version`."""
+    """Return the newest release in the table that is not newer than `version`."""
     wanted = release_of(version)
     return [name for name in releases() if release_of(name) <= wanted][-1]
 
 
 @functools.cache
 def flag_defaults(version: str) -> Mapping[str, Any]:
-    """Each destination of a release and what Megatron stores there where no flag is given."""
+    """Return the defaults of a release by destination."""
     defaults: dict[str, Any] = {}
     for flag in flag_table(version).values():
         defaults.setdefault(flag.dest, flag.default)
@@ -107,7 +107,7 @@ def flag_defaults(version: str) -> Mapping[str, Any]:
 
 @functools.cache
 def flag_table(version: str) -> Mapping[str, Flag]:
-    """Every option string that Megatron registers in this release (newer ones: as in the newest known)."""
+    """Return every option string of a release; a release newer than the table has the flags of the newest known one."""
     place = releases().index(known_release(version))
     table = {}
     for option, rows in _data()["flags"].items():
@@ -118,17 +118,17 @@ def flag_table(version: str) -> Mapping[str, Flag]:
     return table
 
 
-def likely_flag(option: str, version: str) -> str | None:
-    """What a word that is no flag of this release was likely meant to be; None where nothing is close."""
+def likely_flag(option: str, version: str) -> str:
+    """Return the flag of this release that a mistyped or shortened flag probably means, or an empty string."""
     # A flag of another release is not a typing error.
     if option in _data()["flags"]:
-        return None
+        return ""
     begun = [flag for flag in flag_table(version) if flag.startswith(option)] if len(option) >= LEAST_BEGINNING else []
-    return (begun[0] if len(begun) == 1 else nearest_word(option, flag_table(version), cutoff=CLOSE)) or None
+    return begun[0] if len(begun) == 1 else nearest_word(option, flag_table(version), cutoff=CLOSE)
 
 
 class _Record(argparse.Action):
-    """Keeps option and value of each flag, in the order of the command line."""
+    """Record option and value of each flag, in the order of the command line."""
 
     def __call__(
         self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
@@ -137,12 +137,12 @@ class _Record(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Megatron's flags of one release; an error in the command line is raised, in argparse's words."""
+    """Parser for the flags of one release; it raises MegatronError for an error in the command line."""
 
     def __init__(self, table: Mapping[str, Flag]) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         kinds = {"int": int, "float": float, "bool": bool, None: str}
-        # Without -h, the only short one: to such a one argparse lets others be joined.
+        # Leave out -h, the only short flag: argparse would read any word that begins with it as -h.
         for flag in (flag for flag in table.values() if flag.option.startswith("--")):
             kind, choices = kinds[flag.kind], flag.choices
             self.add_argument(flag.option, dest=flag.dest, nargs=flag.nargs, type=kind, choices=choices, action=_Record)
@@ -150,7 +150,7 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = ", ".join(str(choice) for choice in action.choices)
-            raise MegatronError(f"{action.option_strings[0]} {value}: {value!r} is not understood; known are {known}")
+            raise MegatronError(f"{action.option_strings[0]} {value}: unknown value {value!r}; known are {known}")
 
     def error(self, message: str) -> NoReturn:
         text = message.removeprefix("argument ")
@@ -164,12 +164,12 @@ def _parser(version: str) -> _Parser:
 
 
 def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
-    """Cut a command line as argparse without abbreviations does; joined, the tokens' words are the input.
+    """Cut a command line as argparse does without shortened flags; the words of all tokens, joined, are the input.
 
-    Unknown flags, their values and stray words become tokens of one word each. After a bare `--` nothing is a flag.
+    Unknown flags, their values and stray words become tokens of one word each. No word after a bare `--` is a flag.
 
     Raises:
-        MegatronError: a known flag has too few values or one of another type, or a value where it takes none.
+        MegatronError: a known flag has too few values, a value of another type, or a value that it does not take.
 
     """
     end = list(words).index("--") if "--" in words else len(words)
@@ -193,7 +193,7 @@ def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """A user's command line, read by the table of one release, with edits that leave all other words alone."""
+    """A user's command line, read with the flags of one release; an edit leaves all other words unchanged."""
 
     tokens: tuple[Token, ...]
     version: str
@@ -213,58 +213,69 @@ class Arguments:
         """The command line."""
         return tuple(word for token in self.tokens for word in token.words)
 
+    @property
+    def unknown_words(self) -> list[str]:
+        """Words that are neither a flag of this release nor the value of one."""
+        return [token.words[0] for token in self.tokens if token.flag is None and token.words != ("--",)]
+
     def is_given(self, dest: str) -> bool:
-        """Whether the user wrote a flag for this destination."""
+        """Return True if the user wrote a flag for this destination."""
         return any(token.dest == dest for token in self.tokens)
 
     def get(self, dest: str) -> Any:
-        """What Megatron's parser would store: the last value wins; None for what this release does not know."""
+        """Return the value that Megatron would store (the last one counts); None if this release lacks the flag."""
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return token.value
         return flag_defaults(self.version).get(dest)
 
     def size(self, dest: str, *, default: int = 1) -> int:
-        """A whole number of at least 1, or the default where neither the user nor Megatron gives one."""
+        """Return a whole number of at least 1; `default` if neither the user nor Megatron gives a number."""
         value = self.get(dest)
         if value is None:
             return default
         if value < 1:
-            raise MegatronError(f"{self.shown(dest)}: must be at least 1")
+            raise self.refusal("must be at least 1", dest)
         if value >= 1 << 63:
             raise MegatronError(f"{self.shown(dest)[:80]}: does not fit into 64 bits")
         return int(value)
 
     def choice(self, dest: str, known: Collection[str]) -> str:
-        """Return one of some words; raises MegatronError for any other value."""
+        """Return a value that must be one of the known ones; raises MegatronError for any other."""
         value: str = self.get(dest)
         if value not in known:
-            raise MegatronError(f"{self.shown(dest)}: {value!r} is not understood; known are {', '.join(known)}")
+            raise self.refusal(f"unknown value {value!r}; known are {', '.join(known)}", dest)
         return value
 
     def shown(self, dest: str) -> str:
-        """The user's own words for a destination, for messages: `--micro-batch-size 4`; else its option string."""
+        """Return the user's own words for a destination, as `--micro-batch-size 4`; the bare flag if none is given."""
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return " ".join(token.words)
         return next((flag.option for flag in self.table.values() if flag.dest == dest), dest)
 
-    def with_flag(self, option: str, *values: str) -> Arguments:
-        """Give a flag, in place of its last occurrence if there is one, else at the end (but before a bare `--`)."""
-        (new,) = tokenise((option, *values), self.version)
+    def shown_given(self, *dests: str) -> str:
+        """Return the user's own words for those of these destinations that are given, joined by `and`."""
+        return " and ".join(self.shown(dest) for dest in dests if self.is_given(dest))
+
+    def refusal(self, reason: str, *dests: str) -> MegatronError:
+        """Return the error `FLAG VALUE and FLAG VALUE: reason`."""
+        return MegatronError(f"{' and '.join(map(self.shown, dests))}: {reason}")
+
+    def with_flag(self, option: str, *values: object) -> Arguments:
+        """Set a flag at the place of its last occurrence; without one at the end, but before a bare `--`."""
+        (new,) = tokenise((option, *map(str, values)), self.version)
         places = [i for i, token in enumerate(self.tokens) if token.dest == new.dest]
-        if places:
-            tokens = (*self.tokens[: places[-1]], new, *self.tokens[places[-1] + 1 :])
-        else:
-            end = next((i for i, token in enumerate(self.tokens) if token.words == ("--",)), len(self.tokens))
-            tokens = (*self.tokens[:end], new, *self.tokens[end:])
-        return Arguments(tokens=tokens, version=self.version)
+        ends = [i for i, token in enumerate(self.tokens) if token.words == ("--",)]
+        start = places[-1] if places else ends[0] if ends else len(self.tokens)
+        return replace(self, tokens=(*self.tokens[:start], new, *self.tokens[start + bool(places) :]))
 
     def without(self, *dests: str) -> Arguments:
         """Delete every flag of these destinations."""
-        kept = tuple(token for token in self.tokens if token.dest not in dests)
-        return Arguments(tokens=kept, version=self.version)
+        return replace(self, tokens=tuple(token for token in self.tokens if token.dest not in dests))
 
+
+# Words of a command line that Megatron's parser does not accept, with their likely cause.
 
 SHORT_SIZES = {
     "cp": "--context-parallel-size",
@@ -276,22 +287,19 @@ SHORT_SIZES = {
     "tp": "--tensor-model-parallel-size",
     "vpp": "--num-virtual-stages-per-pipeline-rank",
 }
-"""Short names of sizes, which Megatron's parser does not take: `--tp`, `-tp` and `--tp_size` by the letters `tp`."""
-NEW_NAMES = {
-    "--checkpoint-num-layers": "--recompute-num-layers",
-    "--use-custom-fsdp": "--use-megatron-fsdp",
-}
+"""Short names that Megatron's parser refuses: `--tp`, `-tp` and `--tp_size` by the letters `tp`."""
+NEW_NAMES = {"--checkpoint-num-layers": "--recompute-num-layers", "--use-custom-fsdp": "--use-megatron-fsdp"}
 """Flags that Megatron renamed before 0.14."""
 RECIPE = re.compile(r"(model)?(recipe|family|factory|config|yaml|exp|experiment)(name|file|path|dir)?|modelfamilyname")
 """Letters of flags that name a recipe or its file in Megatron-Bridge, NeMo, Primus and others."""
 PRETRAINED = re.compile(r"model(id|name|path|nameorpath)?|(hf|pretrained)(model)?(id|name|path|nameorpath)?")
 """Letters of flags that name a model of Hugging Face in ms-swift, Megatron-Bridge and others."""
 DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{FIGURE DASH}\N{EN DASH}\N{EM DASH}\N{HORIZONTAL BAR}\N{MINUS SIGN}"
-"""Signs that word processors and web pages put in the place of a dash."""
+"""Characters that word processors and web pages write instead of a dash."""
 
 
 def check_words(arguments: Arguments) -> None:
-    """Raise MegatronError for words that give a value of Megatron's in another spelling, naming all of them."""
+    """Raise MegatronError for values in a spelling that Megatron refuses; the error lists all of them."""
     spelt, overrides, valued = {}, {}, {}
     flag_before, value_taken = "", True
     for token in arguments.tokens:
@@ -300,15 +308,15 @@ def check_words(arguments: Arguments) -> None:
         if token.flag:
             flag_before, value_taken = word, token.flag.nargs != 0
         elif name.startswith(tuple(DASHES)):
-            spelt[name] = _same_letters(name, arguments.version)
+            spelt[name] = _by_letters(arguments.version).get(_letters(name), "")
             flag_before = ""
         elif equals:
-            flag = _same_letters(name.rpartition(".")[2], arguments.version)
+            flag = _by_letters(arguments.version).get(_letters(name.rpartition(".")[2]), "")
             overrides[word] = f"{flag} {value}" if flag and (flag_before or "." in name) else ""
         elif flag_before and not value_taken and re.fullmatch("(?i)true|false|yes|no|on|off|0|1", word):
             valued[f"{flag_before} {word}"] = f"{flag_before} alone, or leave it out,"
     if any(RECIPE.fullmatch(_letters(name)) for name in spelt):
-        # The rest of a job stands in the recipe, so other spellings do not help.
+        # The recipe contains the rest of the job, so other spellings would not help.
         return
     for found, rule in (
         (spelt, "Megatron's flags have plain dashes, not underscores or capitals"),
@@ -321,17 +329,11 @@ def check_words(arguments: Arguments) -> None:
 
 
 def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
-    """Return the likely reason why flags are missing, and what to do.
-
-    Args:
-        arguments: the user's own.
-        missing: flags that Megatron needs.
-
-    """
-    words = _unknown(arguments)
+    """Return the likely reason why the flags in `missing` are not given, and what to do."""
+    words = arguments.unknown_words
     for pattern, reason in (
         (RECIPE, "a recipe of another program, which is not read"),
-        (PRETRAINED, "a model, and its shape is read from flags alone"),
+        (PRETRAINED, "a model, but only flags can describe its shape"),
     ):
         for place, word in enumerate(words):
             name, equals, value = word.partition("=")
@@ -342,42 +344,34 @@ def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
     near = {word: likely_flag(word.partition("=")[0], arguments.version) for word in words}
     meant = [f"{flag} for {word}" for word, flag in near.items() if flag in missing]
     if meant:
-        # A script that is launched may take its own spelling alone.
+        # A launched script may accept only its own spelling.
         return f"only Megatron's own spelling is read: {', '.join(meant)}"
     for word in words:
         if re.match(r"\s*--\S+\s+\S", word):
-            return "several flags stand in one word, as zsh passes $ARGS; write ${=ARGS} there, and no quotes"
+            return "one word contains several flags, as zsh passes $ARGS; write ${=ARGS} there, without quotes"
         if re.fullmatch(r"[+~]*\w+(\.\w+)+=.*|@?.*\.(ya?ml|toml|json|txt|sh)", word):
             return f"{word} belongs to a recipe or file, which is not read; give Megatron-LM's own flags"
     return "add what is missing to the script's arguments"
 
 
 def unknown_note(arguments: Arguments) -> list[str]:
-    """Name the flags that this release does not have: the script's own, or typing errors.
+    """Return a note on flags that this release lacks: flags of the script itself, or typing errors.
 
-    A script that is launched refuses unknown flags itself; commands that launch none must name them.
+    A launched script refuses unknown flags itself. Commands that launch no script must report them.
     """
     version = arguments.version
-    found = dict.fromkeys(word.partition("=")[0] for word in _unknown(arguments) if re.match(r"\s*--?[^\W\d]", word))
+    found = dict.fromkeys(
+        word.partition("=")[0] for word in arguments.unknown_words if re.match(r"\s*--?[^\W\d]", word)
+    )
     if not found:
         return []
-    shown = (f"{word} (did you mean {flag}?)" if (flag := _meant(word, version)) else word for word in found)
-    names, stops = ", ".join(shown), "it stops at them unless the script adds them"
-    return [f"not flags of Megatron {version}, so without effect here: {names}; {stops}"]
-
-
-def _meant(word: str, version: str) -> str | None:
-    short, new = SHORT_SIZES.get(_letters(word).removesuffix("size")), NEW_NAMES.get(word)
-    return short or (new if new in flag_table(version) else likely_flag(word, version))
-
-
-def _unknown(arguments: Arguments) -> list[str]:
-    return [token.words[0] for token in arguments.tokens if token.flag is None and token.words != ("--",)]
-
-
-def _same_letters(name: str, version: str) -> str:
-    """Return the flag of this release that differs from a name in case and signs alone, or an empty string."""
-    return _by_letters(version).get(_letters(name), "")
+    shown = []
+    for word in found:
+        short, new = SHORT_SIZES.get(_letters(word).removesuffix("size")), NEW_NAMES.get(word)
+        meant = short or (new if new in flag_table(version) else likely_flag(word, version))
+        shown.append(f"{word} (did you mean {meant}?)" if meant else word)
+    stops = "the script stops at them unless it adds them itself"
+    return [f"not flags of Megatron {version}, so without effect here: {', '.join(shown)}; {stops}"]
 
 
 @functools.cache

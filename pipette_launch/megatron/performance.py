@@ -1,4 +1,4 @@
-"""Flags that change time, memory or legality and have no field of their own in a job."""
+"""Options that change time, memory or legality of a job beside its layout: Megatron's flags and torch's allocator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from pipette_launch.facts import Job
 from pipette_launch.facts.job import PerformanceOptions
 from pipette_launch.megatron.flags import Arguments, releases
 
-_NAMES = tuple(option.name for option in fields(PerformanceOptions))
-_ELEMENT_TYPES = {
-    name: get_args(hint)[0] for name, hint in get_type_hints(PerformanceOptions).items() if get_origin(hint) is tuple
+_ITEM_TYPES = {
+    name: get_args(hint)[0] if get_origin(hint) is tuple else None
+    for name, hint in get_type_hints(PerformanceOptions).items()
+    if name in {option.name for option in fields(PerformanceOptions)}
 }
+"""Type of each item of an option with several values; None for other options."""
 DESTS = {
-    *_NAMES,
-    # No rule and no price here reads these, but jobs that differ in them do not share plans and measurements.
+    *_ITEM_TYPES,
+    # No rule or price reads these, but jobs that differ in them must not share plans and measurements.
     "attention_output_gate",
     "bias_dropout_fusion",
     "bias_gelu_fusion",
@@ -55,11 +57,14 @@ DESTS = {
     "use_ring_exchange_p2p",
     "window_size",
 }
-"""Destinations of the flags that are kept as a job's performance flags."""
+"""Destinations of the flags that a job keeps as its performance flags."""
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""torch reads the first variable that is set, even to an empty text. ROCm reads the second, torch 2.9 the third."""
+EXPANDABLE = "expandable_segments"
 
 
 def performance_flags(arguments: Arguments) -> tuple[str, ...]:
-    """Each such flag as `--flag value`, as it counts (the last of several), sorted."""
+    """Return the performance flags as `--flag value`, sorted; the last of several counts."""
     last = {
         token.flag.dest: " ".join((*token.words[0].split("=", 1), *token.words[1:]))
         for token in arguments.tokens
@@ -69,39 +74,37 @@ def performance_flags(arguments: Arguments) -> tuple[str, ...]:
 
 
 def performance_options(job: Job) -> PerformanceOptions:
-    """Read a job's performance flags as the options that they set, the others at the defaults of its release.
+    """Return the options that a job's performance flags set, over the defaults of its release.
 
-    No command line of a release before 0.14 is read, but jobs of older published measurements are priced: by 0.14.
+    Published measurements contain jobs of releases before 0.14. These are read by the flags of 0.14.
     """
-    return _options(job.performance_flags, job.megatron_version)
+    return _options_of_job(job.performance_flags, job.megatron_version)
 
 
 @lru_cache(maxsize=64)
-def _options(flags: tuple[str, ...], version: str) -> PerformanceOptions:
+def _options_of_job(flags: tuple[str, ...], version: str) -> PerformanceOptions:
     words = [word for flag in flags for word in flag.split()]
     try:
-        arguments = Arguments.parse(words, version)
+        return options_of(Arguments.parse(words, version))
     except MegatronError:
-        arguments = Arguments.parse(words, releases()[0])
+        return options_of(Arguments.parse(words, releases()[0]))
+
+
+def options_of(arguments: Arguments) -> PerformanceOptions:
+    """Return the options of a command line; an option that the release lacks has its default."""
     values: dict[str, Any] = {}
-    for name in _NAMES:
+    for name, item_type in _ITEM_TYPES.items():
         value = arguments.get(name)
-        if name in _ELEMENT_TYPES and value is not None:
-            # A release may take one value only where others take several, or text where they take numbers.
-            value = tuple(_ELEMENT_TYPES[name](item) for item in (value if isinstance(value, list) else [value]))
-        # None is a release that does not know the option, or one that says nothing: the record's default.
-        values |= {} if value is None else {name: value}
+        if item_type and value is not None:
+            # Some releases take one value where others take several, or text where others take numbers.
+            value = tuple(map(item_type, value if isinstance(value, list) else [value]))
+        if value is not None:
+            values[name] = value
     return PerformanceOptions(**values)
 
 
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""torch takes the first that is set, even if it is empty; ROCm alone knows the second, and 2.9 and later the third."""
-EXPANDABLE = "expandable_segments"
-_OUTSIDE_LISTS = re.compile(r",(?![^\[]*\])")
-
-
 def allocator_config(environment: Mapping[str, str]) -> str:
-    """Return the options in effect without white space, which torch skips; empty where none is set.
+    """Return the allocator options that an environment sets, without white space; empty if it sets none.
 
     Raises:
         MegatronError: torch itself refuses the options when it is imported.
@@ -123,5 +126,5 @@ def allocator_config(environment: Mapping[str, str]) -> str:
 
 def allocator_options(config: str) -> dict[str, str]:
     """Split `a:1,b:[64:8,>:1]` into names and values; the last of several counts."""
-    items = (item.partition(":") for item in _OUTSIDE_LISTS.split(config))
+    items = (item.partition(":") for item in re.split(r",(?![^\[]*\])", config))
     return {name: value for name, _, value in items if name}

@@ -71,7 +71,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         ),
         ("--world-size 8", "the following arguments are required: SCRIPT"),
         ("--world-size 8 pretrain_gpt.py", "the command line lacks --num-layers"),
-        (f"--world-size 8 {JOB} --attention-backend warp", "--attention-backend warp: 'warp' is not understood"),
+        (f"--world-size 8 {JOB} --attention-backend warp", "--attention-backend warp: unknown value 'warp'"),
         (f"--world-size 8 {JOB} --num-layers -2", "--num-layers -2"),
         (f"--cluster nowhere.json {JOB}", "nowhere.json: cannot be read"),
     ],

@@ -170,14 +170,14 @@ def test_malformed_flags_are_named(argv: list[str], message: str) -> None:
         (
             "--softmax-type linear",
             "0.16.1",
-            "--softmax-type linear: 'linear' is not understood; known are vanilla, off-by-one",
+            "--softmax-type linear: unknown value 'linear'; known are vanilla, off-by-one",
         ),
-        ("--position-embedding-type yarn", "0.14.0", "--position-embedding-type yarn: 'yarn' is not understood"),
-        ("--moe-token-dispatcher-type alltoall_seq", "0.16.1", "'alltoall_seq' is not understood"),
-        ("--moe-router-load-balancing-type aux_loss even", "0.16.1", "'even' is not understood"),
-        ("--attention-backend xformers", "0.20", "'xformers' is not understood"),
-        ("--main-grads-dtype fp8", "0.18.0", "'fp8' is not understood"),
-        ("--timing-log-level 3", "0.19.0", "3 is not understood; known are 0, 1, 2"),
+        ("--position-embedding-type yarn", "0.14.0", "--position-embedding-type yarn: unknown value 'yarn'"),
+        ("--moe-token-dispatcher-type alltoall_seq", "0.16.1", "unknown value 'alltoall_seq'"),
+        ("--moe-router-load-balancing-type aux_loss even", "0.16.1", "unknown value 'even'"),
+        ("--attention-backend xformers", "0.20", "unknown value 'xformers'"),
+        ("--main-grads-dtype fp8", "0.18.0", "unknown value 'fp8'"),
+        ("--timing-log-level 3", "0.19.0", "unknown value 3; known are 0, 1, 2"),
     ],
 )
 def test_values_beside_the_choices_are_refused(argv: str, version: str, message: str) -> None:
@@ -305,8 +305,8 @@ def test_overrides_are_no_flags(words: str, pairs: str) -> None:
         ("--exp a.yaml", "--exp a.yaml names a recipe of another program"),
         ("conf.yaml", "conf.yaml belongs to a recipe or file"),
         ("model.foo=3", "model.foo=3 belongs to a recipe"),
-        ("--model Qwen/Qwen2.5-7B", "--model Qwen/Qwen2.5-7B names a model, and its shape is read from flags alone"),
-        ("--hf-path some/name", "--hf-path some/name names a model, and its shape is read from flags alone"),
+        ("--model Qwen/Qwen2.5-7B", "--model Qwen/Qwen2.5-7B names a model, but only flags can describe its shape"),
+        ("--hf-path some/name", "--hf-path some/name names a model, but only flags can describe its shape"),
         (
             "--num-layer 3 --hidden-sizes 4",
             "only Megatron's own spelling is read: --num-layers for --num-layer, --hidden-size for --hidden-sizes",
@@ -344,7 +344,7 @@ def test_switches_take_no_value(word: str) -> None:
 @pytest.mark.parametrize("words", [["--num-layers 32 --hidden-size 64"], ["\n --num-layers 32\n --hidden-size 64\n"]])
 def test_a_shell_that_splits_nothing_is_named(words: list[str]) -> None:
     """Zsh passes a variable with all flags as one word, and so does a shell where it is quoted."""
-    with pytest.raises(MegatronError, match="several flags stand in one word, as zsh passes"):
+    with pytest.raises(MegatronError, match="one word contains several flags, as zsh passes"):
         job(base=words, for_prediction=True)
 
 

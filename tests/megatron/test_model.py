@@ -86,8 +86,8 @@ def test_missing_flags_are_named_at_once() -> None:
         ("--num-experts 4 --moe-layer-freq [2]*8", "each must be 0 or 1"),
         ("--num-experts 4 --moe-layer-freq [1]*x", "neither a number nor a list"),
         ("--num-experts 4 --moe-layer-freq __import__('os')", "neither a number nor a list"),
-        ("--normalization BatchNorm", "'BatchNorm' is not understood; known are LayerNorm, RMSNorm"),
-        ("--position-embedding-type strange", "'strange' is not understood"),
+        ("--normalization BatchNorm", "unknown value 'BatchNorm'; known are LayerNorm, RMSNorm"),
+        ("--position-embedding-type strange", "unknown value 'strange'"),
         ("--num-layers 0", "--num-layers"),
     ],
 )

@@ -181,7 +181,7 @@ def _not_installed(name: str) -> str:
         ("--global-batch-size 7", {}, MegatronError, "must be a multiple of"),
         ("--num-layers -4", {}, MegatronError, "--num-layers -4"),
         ("--hidden-size 0", {}, MegatronError, "--hidden-size 0"),
-        ("--attention-backend quantum", {}, MegatronError, "--attention-backend quantum: 'quantum' is not understood"),
+        ("--attention-backend quantum", {}, MegatronError, "--attention-backend quantum: unknown value 'quantum'"),
         ("", {"rank": 8}, UsageError, "rank must be between 0 and 7, got 8"),
         ("", {"stage": 4}, UsageError, "stage must be between 0 and 3 for pp 4, got 4"),
         ("", {"memory_margin": 1.0}, UsageError, "memory_margin must be at least 0 and below 1"),

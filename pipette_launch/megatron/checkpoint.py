@@ -1,4 +1,4 @@
-"""Which fields of a layout a checkpoint keeps, by the format of its optimizer and its random state."""
+"""Fields of a layout that checkpoints fix: the checkpoint that a job loads, and the checkpoints that it will save."""
 
 from __future__ import annotations
 
@@ -10,67 +10,59 @@ from typing import Any
 
 from pipette_launch.errors import FileFormatError, LayoutError, MegatronError
 from pipette_launch.facts import Job, Layout, Plan, files
-from pipette_launch.megatron.checkpoint_files import (
-    RECORD_NAME,
-    Saved,
-    checkpoint_folder,
-    read_saved,
-    saved_layout,
-    saved_replicas,
-)
-from pipette_launch.megatron.chunks import Split
+from pipette_launch.megatron.checkpoint_files import RECORD_NAME, Saved, checkpoint_folder, read_saved
+from pipette_launch.megatron.chunks import LAYERS_PER_CHUNK, SPLIT_DESTS, STAGES, VPP, Split, read_chunks
 from pipette_launch.megatron.flags import Arguments, release_of
-from pipette_launch.megatron.pins import OPTIMIZER_FIELDS, Pin
+from pipette_launch.megatron.layout import DEGREES, OPTIMIZER_FIELDS, PP, TP
+from pipette_launch.megatron.pins import Pin
 
 MODEL_FIELDS = ("tp", "pp", *Split._fields, "ep", "etp")
-"""What cuts the model into shards."""
+"""Fields that divide the model into shards."""
 IN_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space")
-"""Types of sharding that save each gradient bucket by itself: the run that loads needs buckets of the same size."""
+"""Formats that save each gradient bucket separately: the run that loads needs buckets of the same sizes."""
 EQUAL_BUCKETS_DP = 40
 """Replicas up to which gradient buckets have the same size; with more they grow (core_v0.16 training.py:1317)."""
 REPLICA_ELEMENTS = 1_000_000
 """Elements of a bucket for each replica."""
 RNG_OF_EXPERTS = "0.16 loads expert-parallel random state only at the same dp and cp"
+RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?")
 
 
-def fixes_random_state(arguments: Arguments, ep: int) -> bool:
-    """Whether this release loads the random state of experts, and only where dp and cp are as they were."""
+def _fixes_random_state(arguments: Arguments, ep: int) -> bool:
+    """Return True for the release that loads the random state of experts only if dp and cp have not changed."""
     return ep > 1 and release_of(arguments.version) == (0, 16) and not arguments.get("no_load_rng")
 
 
-def kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:
-    """Return what another layout must keep to load the optimizer's state.
+def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:
+    """Return the fields that another layout must keep to load the optimizer's state.
 
     Args:
         arguments: of the run that loads or saves.
-        sharding: how a distributed optimizer was saved; None where the checkpoint does not tell: as its release does.
-        is_sharded: whether the optimizer is distributed.
+        sharding: format of a distributed optimizer; None = the default of the release.
+        is_sharded: True for a distributed optimizer.
 
     """
     usual = "fully_sharded_model_space" if release_of(arguments.version) < (0, 15) else "dp_reshardable"
-    # The plain optimizer's state follows its parameters.
+    # The state of a plain optimizer is sharded like its parameters.
     if not is_sharded or (sharding or usual) in ("fully_reshardable", "fully_sharded_model_space"):
         return ("use_distributed_optimizer",)
-    # Buckets must be equal too, and those depend on whether gradients are reduced early.
+    # Buckets must be equal too, and their sizes depend on whether gradients are reduced early.
     return (*MODEL_FIELDS, *OPTIMIZER_FIELDS)
-
-
-RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demands:
-    """What a checkpoint asks of the user's own layout, and of every plan."""
+    """Demands of a checkpoint on the user's own layout and on every plan."""
 
     own: Mapping[str, Any]
-    """Layout fields whose values the checkpoint dictates."""
+    """Values that the checkpoint sets for fields of the own layout."""
     pins: tuple[Pin, ...] = ()
     notes: tuple[str, ...] = ()
     doubt: str = ""
-    """Why the checkpoint may not load on these ranks under any plan; empty without such a reason."""
+    """Reason why the checkpoint may not load on these ranks under any plan; empty without such a reason."""
 
     def applied(self, own: Layout) -> Layout:
-        """The user's own layout as the checkpoint wants it; raises MegatronError if these ranks cannot have it."""
+        """Return the own layout with the checkpoint's values; raises MegatronError if the ranks do not allow them."""
         fields = dict(self.own)
         if not fields:
             return own
@@ -91,9 +83,9 @@ class Demands:
 
 
 def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
-    """What the checkpoint at `--load` pins, with the values it was written with.
+    """Return the demands of the checkpoint at `--load`.
 
-    The values come from the checkpoint itself where it tells them, then from the plan beside it, then from the flags.
+    Values come from the checkpoint if it holds them, else from the plan beside it, else from the flags.
 
     Raises:
         MegatronError: `--use-mp-args-from-checkpoint-args` is given, but the checkpoint's sizes cannot be read.
@@ -104,28 +96,27 @@ def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
         return Demands(own={})
     folder, reads_optimizer = found
     if (folder / "metadata.json").is_file():
-        return _distributed(arguments, own, folder, reads_optimizer=reads_optimizer, num_layers=num_layers)
+        return _of_torch_dist(arguments, own, folder, reads_optimizer=reads_optimizer, num_layers=num_layers)
     ranks = [match for match in (RANK_FOLDER.fullmatch(path.name) for path in folder.iterdir()) if match]
-    record, _ = _recorded(folder)
     if ranks:
-        written = saved_layout(read_saved(folder)[0], num_layers, arguments.version)
-        return _legacy(own, folder, ranks, record, written, reads_optimizer=reads_optimizer)
-    note = f"{folder}: a checkpoint of an unknown format; everything that cuts the model stays"
-    return Demands(own={}, pins=(Pin(fields=(*MODEL_FIELDS, "cp", *OPTIMIZER_FIELDS), note=note),))
+        written = _saved_layout(read_saved(folder)[0], num_layers, arguments.version)
+        return _of_torch(own, folder, ranks, written, reads_optimizer=reads_optimizer)
+    note = f"{folder}: a checkpoint of an unknown format; every field that divides the model stays"
+    return Demands(own={}, pins=(Pin((*MODEL_FIELDS, "cp", *OPTIMIZER_FIELDS), note),))
 
 
 def unseen_note(arguments: Arguments) -> str:
-    """Return a note on a checkpoint that may lie on other machines alone; empty where there is one here, or none."""
+    """Return a note on a checkpoint that may exist only on other machines; empty if it is here or none is named."""
     if not arguments.get("load") or checkpoint_folder(arguments):
         return ""
     return (
-        f"no checkpoint is at {arguments.shown('load')} here, so nothing is kept for one: on other machines it may fix "
-        f"tp, pp and more; --pipette-fix keeps them"
+        f"this machine has no checkpoint at {arguments.shown('load')}, so no field is kept for one: on other machines "
+        f"it may fix tp, pp and more; --pipette-fix keeps them"
     )
 
 
 def _recorded(folder: Path) -> tuple[Layout | None, str]:
-    """The layout of the plan beside the checkpoint, and a note where there is a file but no plan in it."""
+    """Return the layout of the plan beside the checkpoint, and a note if that file contains no plan."""
     path = folder.parent / RECORD_NAME
     if not path.is_file():
         return None, ""
@@ -135,25 +126,20 @@ def _recorded(folder: Path) -> tuple[Layout | None, str]:
         return None, f"the plan beside the checkpoint was not read: {error}"
 
 
-def _legacy(
-    own: Layout,
-    folder: Path,
-    ranks: list[re.Match[str]],
-    record: Layout | None,
-    written: Mapping[str, Any],
-    *,
-    reads_optimizer: bool,
+def _of_torch(
+    own: Layout, folder: Path, ranks: list[re.Match[str]], written: Mapping[str, Any], *, reads_optimizer: bool
 ) -> Demands:
-    """One file for each model-parallel rank: nothing that cuts the model can change."""
+    """Return the demands of the format torch: with one file for each rank, every field that divides the model stays."""
     tp = 1 + max(int(match[1]) for match in ranks)
     seconds, thirds = ({int(match[place]) for match in ranks if match[place]} for place in (2, 3))
-    # A single suffix is the pipeline rank, or the expert rank of an unpipelined model.
+    # A single suffix is the pipeline rank, or the expert rank of a model without a pipeline.
     is_expert_only = bool(seconds) and not thirds and own.ep > 1 and own.pp == 1
     sizes = {
         "tp": tp,
         "pp": 1 if is_expert_only else len(seconds) or 1,
         "ep": len(seconds) if is_expert_only else len(thirds) or 1,
     }
+    record, _ = _recorded(folder)
     base = record or own
     values = {name: getattr(base, name) for name in MODEL_FIELDS} | sizes
     if record is None:
@@ -163,20 +149,19 @@ def _legacy(
     fields = (*MODEL_FIELDS, *(OPTIMIZER_FIELDS if reads_optimizer else ()))
     if written.get("tp") == tp:
         values |= {name: written[name] for name in fields if name in written}
-    note = f"{folder} is of the format torch, one file for each rank: {', '.join(fields)} stay as it was written"
-    return Demands(own=values, pins=(Pin(fields=fields, note=note),))
+    note = f"{folder} has the format torch, one file for each rank: {', '.join(fields)} stay as it was written"
+    return Demands(own=values, pins=(Pin(fields, note),))
 
 
-def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optimizer: bool, num_layers: int) -> Demands:
-    """Weights reshard freely; the distributed optimizer's state only where it was saved so."""
+def _of_torch_dist(
+    arguments: Arguments, own: Layout, folder: Path, *, reads_optimizer: bool, num_layers: int
+) -> Demands:
+    """Return the demands of the format torch_dist: weights reshard freely, a distributed optimizer in some formats."""
     saved, sharding = read_saved(folder)
     record, problem = _recorded(folder)
-    written = saved_layout(saved, num_layers, arguments.version)
+    written = _saved_layout(saved, num_layers, arguments.version)
     if record and not written:
         written = {name: getattr(record, name) for name in (*MODEL_FIELDS, *OPTIMIZER_FIELDS)}
-    source = (
-        "the checkpoint" if "tensor_model_parallel_size" in saved else "the plan beside it" if record else "the flags"
-    )
     takes_sizes = arguments.get("use_checkpoint_args") and arguments.get("use_mp_args_from_checkpoint_args")
     if takes_sizes and not written:
         raise MegatronError(
@@ -184,38 +169,40 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
         )
     is_sharded = bool(written.get("use_distributed_optimizer", own.use_distributed_optimizer))
     reads_optimizer = reads_optimizer and not saved.get("no_save_optim")
-    keeps = kept_fields(arguments, sharding, is_sharded=is_sharded) if reads_optimizer else ()
-    # With --use-mp-args-from-checkpoint-args the user's own sizes are the checkpoint's, though a plan may change them.
+    keeps = _kept_fields(arguments, sharding, is_sharded=is_sharded) if reads_optimizer else ()
+    # With --use-mp-args-from-checkpoint-args the own sizes are the checkpoint's, though a plan may change them.
     values = {name: written[name] for name in (*keeps, *(MODEL_FIELDS if takes_sizes else ())) if name in written}
     doubt = ""
     if len(keeps) > 1 and (sharding is None or sharding in IN_BUCKETS):
-        replicas = saved_replicas(saved) or (record.dp * record.cp if record else 0)
+        replicas = _saved_replicas(saved) or (record.dp * record.cp if record else 0)
         reduces_early = {"overlap_grad_reduce": own.overlap_grad_reduce, **written, **saved}["overlap_grad_reduce"]
         if replicas and reduces_early:
             model_size = values.get("tp", own.tp) * values.get("pp", own.pp)
-            doubt = _other_buckets(arguments, saved, folder, replicas, world_size=own.world_size, model_size=model_size)
+            doubt = _doubt_of_buckets(
+                arguments, saved, folder, replicas, world_size=own.world_size, model_size=model_size
+            )
     pins = []
-    if keeps:
-        how = sharding or "a type that is taken for dp_reshardable"
+    source = "the checkpoint" if saved.get(TP) else "the plan beside it" if record else "the flags"
+    if len(keeps) > 1:
         note = (
-            f"{folder} holds optimizer state of {how}: {', '.join(keeps)} stay as {source} says "
+            f"{folder} holds optimizer state of {sharding or 'a type that is taken for dp_reshardable'}: "
+            f"{', '.join(keeps)} stay as in {source} "
             f"(--dist-ckpt-optim-fully-reshardable in the run that saves would free them)"
-            if len(keeps) > 1
-            else f"{folder} holds optimizer state: {keeps[0]} stays as {source} says"
         )
-        pins.append(Pin(fields=keeps, note=note))
-    if len(keeps) <= 1 and fixes_random_state(arguments, own.ep):
-        note = f"{RNG_OF_EXPERTS}: both stay (--no-load-rng frees them)"
-        pins.append(Pin(fields=("cp", "dp"), note=note))
+        pins.append(Pin(keeps, note))
+    elif keeps:
+        pins.append(Pin(keeps, f"{folder} holds optimizer state: {keeps[0]} stays as in {source}"))
+    if len(keeps) <= 1 and _fixes_random_state(arguments, own.ep):
+        pins.append(Pin(("cp", "dp"), f"{RNG_OF_EXPERTS}: both stay (--no-load-rng frees them)"))
     return Demands(own=values, pins=tuple(pins), notes=(problem,) if problem else (), doubt=doubt)
 
 
-def _other_buckets(
+def _doubt_of_buckets(
     arguments: Arguments, saved: Saved, folder: Path, replicas: int, *, world_size: int, model_size: int
 ) -> str:
-    """Return a sentence if gradient buckets are sized otherwise than in the run that saved its optimizer's state.
+    """Return a sentence if gradient buckets have other sizes than in the run that saved the optimizer's state.
 
-    Where single weights are larger than a bucket, both runs may still make the same buckets.
+    If single weights are larger than a bucket, both runs may still make the same buckets.
 
     Args:
         arguments: of the run that loads.
@@ -241,39 +228,72 @@ def _other_buckets(
     )
 
 
+def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:
+    """Return layout fields of the run that saved; empty if the checkpoint does not hold its TP and PP."""
+    sizes = {name: _saved_size(saved, dest) for name, dest in DEGREES.items() if name != "cp"}
+    if not sizes["tp"] or not sizes["pp"]:
+        return {}
+    words: list[str] = []
+    for dest in (*SPLIT_DESTS, "mtp_num_layers"):
+        value = saved.get(dest)
+        if value not in (None, False) and dest not in (LAYERS_PER_CHUNK, VPP):
+            words += [f"--{dest.replace('_', '-')}", *([] if value is True else [str(value)])]
+    vpp = _saved_size(saved, "virtual_pipeline_model_parallel_size")
+    if vpp and not saved.get(STAGES):
+        words += ["--num-virtual-stages-per-pipeline-rank", str(vpp)]
+    split = read_chunks(Arguments.parse(words, version), pp=sizes["pp"], num_layers=num_layers)
+    found = {**sizes, **split._asdict(), "ep": sizes["ep"] or 1, "etp": sizes["etp"] or sizes["tp"]}
+    return found | {name: saved[name] for name in OPTIMIZER_FIELDS if isinstance(saved.get(name), bool)}
+
+
+def _saved_replicas(saved: Saved) -> int | None:
+    """Return the ranks that shared the optimizer's state in the run that saved; None if the checkpoint lacks them."""
+    ranks, dp = _saved_size(saved, "world_size"), _saved_size(saved, "data_parallel_size")
+    if dp:
+        return dp * (_saved_size(saved, DEGREES["cp"]) or 1)
+    tp, pp = _saved_size(saved, TP), _saved_size(saved, PP)
+    return ranks // (tp * pp) if ranks and tp and pp else None
+
+
+def _saved_size(saved: Saved, name: str) -> int | None:
+    """Return a size of the run that saved; None without a number that a run can have."""
+    value = saved.get(name)
+    return value if type(value) is int and 0 < value < 1 << 20 else None
+
+
 FREEING_FLAG = {
     "dp_reshardable": "--dist-ckpt-optim-fully-reshardable",
     "dp_zero_gather_scatter": "a save without --no-ckpt-fully-parallel-save",
 }
-"""By how a distributed optimizer is saved, what the run that saves has to do for a plan to change everything."""
+"""Change in the run that saves after which a plan may change every field, by the format of the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continuation:
-    """What a start after the loss of hosts goes on from, and what that lets another layout change."""
+    """Freedom of a start after a loss of hosts, which loads the checkpoints that the job has saved."""
 
     kept: tuple[str, ...] = ()
-    """Fields of the layout that wrote the checkpoints which another layout must keep to load them."""
+    """Fields of the layout that saved which another layout must keep to load."""
     bucket_dp: int = 0
-    """Replicas up to which gradient buckets are equally large; 0 where their size does not matter."""
+    """Replicas up to which gradient buckets have the same size; 0 if their size does not matter."""
     note: str = ""
-    """What a loss would cost, or which flag would free what is kept; empty where neither is worth a word."""
+    """Cost of a loss, or the flag that would free the kept fields; empty if there is nothing to report."""
 
     def can_load(self, before: Layout, after: Layout) -> bool:
-        """Whether a job under one layout can load what another has written."""
+        """Return True if a job under one layout can load the checkpoints of another."""
         buckets = [max(self.bucket_dp, layout.dp * layout.cp) if self.bucket_dp else 0 for layout in (before, after)]
         return buckets[0] == buckets[1] and all(getattr(before, name) == getattr(after, name) for name in self.kept)
 
 
 def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation:
-    """Say what another layout must keep to go on from the checkpoints that a job writes under this one.
+    """Return what another layout must keep to load the checkpoints that a job saves under this one.
 
-    The run that saves decides: its format, and for the distributed optimizer how its state is sharded.
+    The run that saves decides, by its format and by the format of its distributed optimizer.
 
     Args:
         words: the user's own, behind the script's name.
-        job: as they were read.
-        layout: what the job runs under.
+        job: the job that these words describe.
+        layout: the layout that saves.
 
     """
     arguments = Arguments.parse(words, job.megatron_version)
@@ -281,11 +301,9 @@ def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation
     if not save:
         return Continuation(note="--save is not given: after the loss of a host the job starts over from iteration 0")
     if not load or Path(load) != Path(save):
-        again = f"from what {arguments.shown('load')} holds" if load else "from iteration 0"
-        return Continuation(
-            note=f"--load does not name the folder of --save: after the loss of a host the job starts over {again}; "
-            f"give --load {save}"
-        )
+        again = f"from the checkpoint of {arguments.shown('load')}" if load else "from iteration 0"
+        note = f"--load does not name the folder of --save: after the loss of a host the job starts over {again}"
+        return Continuation(note=f"{note}; give --load {save}")
     has_optimizer = not any(map(arguments.get, ("no_save_optim", "no_load_optim", "finetune")))
     is_sharded = layout.use_distributed_optimizer
     ckpt_format = arguments.get("ckpt_format")
@@ -295,23 +313,23 @@ def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation
         note = f"--ckpt-format {ckpt_format} fixes {', '.join(fields)}; --ckpt-format torch_dist{also} lets them change"
         return Continuation(kept=fields, note=note)
     sharding = _sharding_of_saves(arguments)
-    kept = kept_fields(arguments, sharding, is_sharded=is_sharded) if has_optimizer else ()
+    kept = _kept_fields(arguments, sharding, is_sharded=is_sharded) if has_optimizer else ()
     if len(kept) > 1:
         is_sized = any(map(arguments.get, ("ddp_bucket_size", "ddp_num_buckets")))
         # Without overlap all gradients lie in one bucket.
         counts_replicas = layout.overlap_grad_reduce and not is_sized and sharding in IN_BUCKETS
         note = (
             f"the distributed optimizer saves its state as {sharding}, which fixes {', '.join(kept)}; "
-            f"{FREEING_FLAG.get(sharding, '')} lets all of it change"
+            f"{FREEING_FLAG.get(sharding, '')} lets all of them change"
         )
         return Continuation(kept=kept, bucket_dp=EQUAL_BUCKETS_DP if counts_replicas else 0, note=note)
-    if fixes_random_state(arguments, layout.ep):
+    if _fixes_random_state(arguments, layout.ep):
         return Continuation(kept=(*kept, "cp", "dp"), note=f"{RNG_OF_EXPERTS}: both stay; --no-load-rng frees them")
     return Continuation(kept=kept)
 
 
 def _sharding_of_saves(arguments: Arguments) -> str:
-    """How the distributed optimizer's state will be saved (`distrib_optim_sharding_type`)."""
+    """Return the format in which a distributed optimizer will be saved (`distrib_optim_sharding_type`)."""
     if arguments.get("dist_ckpt_optim_fully_reshardable"):
         return "fully_reshardable"
     if release_of(arguments.version) >= (0, 15) and not arguments.get("dist_ckpt_save_pre_mcore_014"):

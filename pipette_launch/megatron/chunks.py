@@ -1,6 +1,6 @@
-"""How the layers are cut into chunks: Megatron's six ways to say it, read into one, and one written back.
+"""How flags split the layers into chunks: Megatron's six ways are read into one split, and a split is written as flags.
 
-A chunk is one model piece of one pipeline rank; chunk c, in model order, lies on pipeline rank c % pp.
+A chunk is one model piece of one pipeline rank: chunk c, in model order, lies on pipeline rank c % pp.
 """
 
 from __future__ import annotations
@@ -13,34 +13,30 @@ from typing import NamedTuple
 from pipette_launch.errors import MegatronError
 from pipette_launch.megatron.flags import Arguments, release_of
 
-SPLIT_DESTS = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-"""Every flag that says where the layers go, besides the pipeline size."""
+LAYERS_PER_CHUNK, VPP = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+STAGES = "pipeline_model_parallel_layout"
+ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Flags by which the embedding or the loss counts as one more layer."""
+SPLIT_DESTS = (LAYERS_PER_CHUNK, VPP, STAGES, *ENDS, *ACCOUNTS)
+"""Every flag for the split of the layers, except the number of pipeline ranks."""
 MOST_SHOWN = 1 << 14
-"""Characters of a layout that is written out, a few for each layer."""
+"""Most characters of a layout after its repetitions are written out."""
 PATTERN_DESTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""What names the layers of a hybrid model; from 0.17 on the first is the name of both."""
+"""Flags that name the layers of a hybrid model; from 0.17 on the first is the new name of the second."""
 RATIO_DESTS = {"*": "hybrid_attention_ratio", "-": "hybrid_mlp_ratio"}
-"""Shares of a hybrid model's layers by their letters; no release from 0.17 on has them."""
+"""Shares of a hybrid model's layers by their letters; releases from 0.17 on have no such flags."""
 HYBRID_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
-"""Megatron's own names of the layers of hybrid models, for `--spec`."""
+"""Megatron's own values of `--spec` for hybrid models."""
 FIRST_CUT_PATTERNS = (0, 17)
-"""The first release whose patterns say where stages begin; before, stages of hybrid models are equal."""
+"""First release whose patterns name the stages; before, all stages of a hybrid model have equally many layers."""
 FIRST_APART = (0, 16)
-"""The first release whose multi-token prediction may lie on another stage than the head."""
-_VIRTUAL_DESTS = (*SPLIT_DESTS[:3], *PATTERN_DESTS)
+"""First release in which multi-token prediction and the head may lie on different stages."""
 Chunks = tuple[int, ...]
 
 
 class Split(NamedTuple):
-    """Split of the model into chunks; its fields have the names that a layout gives them."""
+    """Split of the model into chunks, with the field names of a layout."""
 
     vpp: int = 1
     layers_per_chunk: Chunks = ()
@@ -49,7 +45,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridPattern:
-    """The layers of a hybrid model as its flags name them: `M-M*|M-M-/*E/*E`, stages by `|`, prediction behind `/`."""
+    """Layers of a hybrid model as flags name them: `M-M*|M-M-/*E/*E` has two stages and two prediction depths."""
 
     stages: tuple[str, ...]
     depths: tuple[str, ...]
@@ -64,7 +60,7 @@ def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
     """Return the pattern of a hybrid model; None for other models.
 
     Raises:
-        MegatronError: the flags contradict each other, or name no layers.
+        MegatronError: the flags contradict each other or name no layers.
 
     """
     given = [dest for dest in PATTERN_DESTS if arguments.get(dest)]
@@ -73,7 +69,7 @@ def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
         if is_old and specs & {*HYBRID_SPECS} and arguments.get("num_layers"):
             return HybridPattern(stages=(_pattern_of_ratios(arguments),), depths=())
         if arguments.get("is_hybrid_model"):
-            raise MegatronError(f"{arguments.shown('is_hybrid_model')}: needs {arguments.shown(PATTERN_DESTS[1])}")
+            raise arguments.refusal(f"needs {arguments.shown(PATTERN_DESTS[1])}", "is_hybrid_model")
         return None
     shown = arguments.shown(given[0])
     if len(given) > 1:
@@ -86,22 +82,22 @@ def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
     if older and not depths:
         depths = [older] * int(arguments.get("mtp_num_layers") or 0)
     if not layers.replace("|", "") or len(set(depths)) > 1:
-        raise MegatronError(f"{shown}: needs layers, and the same ones for each depth of multi-token prediction")
+        raise MegatronError(f"{shown}: needs layers, and the same layers in each depth of multi-token prediction")
     return HybridPattern(stages=tuple(layers.split("|")), depths=tuple(depths))
 
 
 def _pattern_of_ratios(arguments: Arguments) -> str:
-    """Spread attention and MLP evenly among Mamba layers, as shares of all (mamba_hybrid_layer_allocation.py)."""
+    """Spread attention and MLP layers evenly among Mamba layers (mamba_hybrid_layer_allocation.py)."""
     num_layers = arguments.size("num_layers")
     shares = {letter: float(arguments.get(dest) or 0.0) for letter, dest in RATIO_DESTS.items()}
     if num_layers > MOST_SHOWN or min(shares.values()) < 0 or sum(shares.values()) > 1:
-        shown = " and ".join(arguments.shown(dest) for dest in ("num_layers", *RATIO_DESTS.values()))
-        raise MegatronError(f"{shown}: shares of layers must be at least 0, and at most 1 together; change them")
+        reason = "shares of layers must be at least 0, and together at most 1; change them"
+        raise arguments.refusal(reason, "num_layers", *RATIO_DESTS.values())
     pattern = ["M"] * num_layers
     for (letter, share), first_run in zip(shares.items(), (1, 0), strict=True):
         places = [place for place, kind in enumerate(pattern) if kind == "M"]
         count = round(num_layers * share)
-        # Attention stands between runs of Mamba layers, each MLP behind its run.
+        # An attention layer stands between two runs of Mamba layers, an MLP layer behind each run.
         run = (len(places) - count) / (count + first_run) if count else len(places) + 1
         left = run
         for place in places:
@@ -112,81 +108,70 @@ def _pattern_of_ratios(arguments: Arguments) -> str:
     return "".join(pattern)
 
 
-def without_stages(arguments: Arguments) -> Arguments:
-    """Leave out every cut that flags name, those within a hybrid model's pattern too."""
-    bare = arguments.without(*SPLIT_DESTS)
-    pattern = hybrid_pattern(bare)
-    if pattern is None or len(pattern.stages) == 1:
-        return bare
-    return _with_pattern(bare, "/".join((pattern.layers, *pattern.depths)))
-
-
-def _with_pattern(arguments: Arguments, text: str) -> Arguments:
-    dest = next(dest for dest in PATTERN_DESTS if arguments.get(dest))
-    return arguments.with_flag(f"--{dest.replace('_', '-')}", text)
-
-
 def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> Split:
-    """Read virtual stages, the layers of each chunk, and the chunk of multi-token prediction.
+    """Read the virtual stages, the layers of each chunk and the chunk of multi-token prediction.
 
     Raises:
         MegatronError: the flags exclude each other or do not divide the layers.
 
     """
-    _check_exclusive(arguments)
+    ways = [dest for dest in SPLIT_DESTS[:3] if arguments.get(dest) is not None]
+    if len(ways) > 1:
+        raise MegatronError(f"{' and '.join(map(arguments.shown, ways))} exclude each other; keep one of them")
+    ends = [dest for dest in ENDS if arguments.get(dest) is not None]
+    accounts = [dest for dest in ACCOUNTS if arguments.get(dest)]
+    whole = ways if ways == [STAGES] else []
+    if bool(ends) + bool(accounts) + bool(whole) > 1:
+        clash = " and ".join(map(arguments.shown, (*whole, *ends, *accounts)))
+        raise MegatronError(f"{clash} exclude each other; keep one way to split the layers")
     pattern, after = hybrid_pattern(arguments), 0
     if pattern:
         vpp, chunks = _from_pattern(arguments, pattern, pp, num_layers)
-    elif arguments.get("pipeline_model_parallel_layout") is not None:
-        vpp, chunks, after = _from_layout(arguments, pp, num_layers)
+    elif whole:
+        vpp, chunks, after = _from_stages(arguments, pp, num_layers)
     else:
         vpp = _virtual_stages(arguments, pp, num_layers)
-        chunks = _from_stages(arguments, pp, num_layers, vpp)
+        chunks = _from_counts(arguments, pp, num_layers, vpp)
     if vpp > 1 and pp == 1:
-        raise MegatronError(
-            f"{vpp} virtual stages need --pipeline-model-parallel-size above 1; remove "
-            f"{' and '.join(arguments.shown(dest) for dest in _VIRTUAL_DESTS if arguments.is_given(dest))}"
-        )
+        shown = arguments.shown_given(*SPLIT_DESTS[:3], *PATTERN_DESTS)
+        raise MegatronError(f"{vpp} virtual stages need --pipeline-model-parallel-size above 1; remove {shown}")
     return Split(vpp, () if len(set(chunks)) == 1 else chunks, after)
 
 
 def write_chunks(arguments: Arguments, split: Split, *, pp: int, num_layers: int) -> Arguments:
-    """Write a split as flags, and delete the flags of any other; every release from 0.14 on has these flags.
-
-    Args:
-        arguments: the user's flags.
-        split: of the layers.
-        pp: pipeline ranks.
-        num_layers: of the model.
-
-    """
-    bare = without_stages(arguments)
+    """Write a split as flags that every release from 0.14 on has, and delete the flags of any other split."""
+    bare = arguments.without(*SPLIT_DESTS)
+    pattern = hybrid_pattern(bare)
+    if pattern and len(pattern.stages) > 1:
+        bare = _with_pattern(bare, "/".join((pattern.layers, *pattern.depths)))
     vpp, chunks, after = split
     pattern = hybrid_pattern(arguments)
     if pattern and release_of(arguments.version) >= FIRST_CUT_PATTERNS and pp > 1:
         sizes = chunks or (num_layers // (pp * vpp),) * (pp * vpp)
-        ends = [*accumulate(sizes)]
-        stages = [pattern.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        stages = [pattern.layers[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
         return _with_pattern(bare, "/".join(("|".join(stages), *pattern.depths)))
     if not chunks:
         if vpp == 1:
             return bare
-        if arguments.is_given("num_virtual_stages_per_pipeline_rank"):
-            return bare.with_flag("--num-virtual-stages-per-pipeline-rank", str(vpp))
-        return bare.with_flag("--num-layers-per-virtual-pipeline-stage", str(num_layers // (pp * vpp)))
-    # By Megatron's rules the counts of the first and the last stage say all where those between are equal.
+        if arguments.is_given(VPP):
+            return bare.with_value(VPP, vpp)
+        return bare.with_value(LAYERS_PER_CHUNK, num_layers // (pp * vpp))
+    # If all middle stages are equal, the counts of the first and the last stage define the split.
     if vpp == 1 and after == 0 and min(chunks) > 0 and len(set(chunks[1:-1])) <= 1:
-        bare = bare.with_flag("--decoder-first-pipeline-num-layers", str(chunks[0]))
-        return bare.with_flag("--decoder-last-pipeline-num-layers", str(chunks[-1]))
+        return bare.with_value(ENDS[0], chunks[0]).with_value(ENDS[1], chunks[-1])
     stages = ["t" * layers if layers < 3 else f"t*{layers}" for layers in chunks]
     stages[-1 - after] += "m" * int(arguments.get("mtp_num_layers") or 0)
-    return bare.with_flag("--pipeline-model-parallel-layout", f"E{'|'.join(stages)}L")
+    return bare.with_value(STAGES, f"E{'|'.join(stages)}L")
+
+
+def _with_pattern(arguments: Arguments, text: str) -> Arguments:
+    return arguments.with_value(next(dest for dest in PATTERN_DESTS if arguments.get(dest)), text)
 
 
 def nearly_even(num_layers: int, num_chunks: int) -> Chunks:
-    """Share layers among chunks, at most one more in some than in others; () if all have equally many.
+    """Divide layers among chunks so that sizes differ by at most 1; () if all sizes are equal.
 
-    The last chunk, which has the head, is the last to get one more, and the first one the last but one.
+    Middle chunks get the additional layers first, then the first chunk. The last chunk, with the head, gets none.
     """
     size, more = divmod(num_layers, num_chunks)
     larger = {*[*range(1, num_chunks - 1), 0][:more]}
@@ -194,158 +179,132 @@ def nearly_even(num_layers: int, num_chunks: int) -> Chunks:
 
 
 def stated_vpp(arguments: Arguments, pp: int) -> int | None:
-    """Virtual stages that flags name however the layers divide; None if that depends on the layers."""
-    layout = arguments.get("pipeline_model_parallel_layout")
-    if layout is not None:
-        stages, rest = divmod(
-            len(_written_out(layout, arguments.shown("pipeline_model_parallel_layout")).split("|")), pp
-        )
+    """Return the virtual stages that flags state directly; None if they follow from the number of layers."""
+    if arguments.get(STAGES) is not None:
+        stages, rest = divmod(_written_out(arguments).count("|") + 1, pp)
         return None if rest else stages
-    if arguments.get("num_layers_per_virtual_pipeline_stage") is not None:
-        return None
-    return arguments.size("num_virtual_stages_per_pipeline_rank")
-
-
-def _check_exclusive(arguments: Arguments) -> None:
-    ways = [dest for dest in SPLIT_DESTS[:3] if arguments.get(dest) is not None]
-    if len(ways) > 1:
-        raise MegatronError(
-            f"{' and '.join(arguments.shown(dest) for dest in ways)} exclude each other; keep one of them"
-        )
-    ends = [dest for dest in SPLIT_DESTS[3:5] if arguments.get(dest) is not None]
-    accounts = [dest for dest in SPLIT_DESTS[5:] if arguments.get(dest)]
-    whole = ways if ways == ["pipeline_model_parallel_layout"] else []
-    if bool(ends) + bool(accounts) + bool(whole) > 1:
-        clash = " and ".join(arguments.shown(dest) for dest in (*whole, *ends, *accounts))
-        raise MegatronError(f"{clash} exclude each other; keep one way to split the layers")
+    return None if arguments.get(LAYERS_PER_CHUNK) is not None else arguments.size(VPP)
 
 
 def _from_pattern(arguments: Arguments, pattern: HybridPattern, pp: int, num_layers: int) -> tuple[int, Chunks]:
-    """Read the stages that a hybrid model's pattern names, or cut equally, but for the ends from 0.17 on."""
+    """Read the stages of a hybrid model's pattern; without stages in it the split is equal, but for the ends."""
     stages, cuts = pattern.stages, release_of(arguments.version) >= FIRST_CUT_PATTERNS
-    clash = [dest for dest in SPLIT_DESTS if arguments.get(dest)]
-    if len(stages) == 1 and cuts:
-        clash = [dest for dest in clash if not dest.startswith("decoder_")]
+    may_stay = ENDS if len(stages) == 1 and cuts else ()
+    clash = [dest for dest in SPLIT_DESTS if arguments.get(dest) and dest not in may_stay]
     if clash:
-        shown = " and ".join(arguments.shown(dest) for dest in clash)
-        raise MegatronError(f"{shown}: the pattern of a hybrid model says where stages begin; remove it")
+        raise arguments.refusal("the pattern of a hybrid model says where stages begin; remove it", *clash)
     if len(stages) == 1:
-        return 1, _from_stages(arguments, pp, num_layers, 1)
+        return 1, _from_counts(arguments, pp, num_layers, 1)
     if not cuts:
-        raise MegatronError(f"{arguments.shown(PATTERN_DESTS[1])}: stages (|) can be named from 0.17 on")
+        raise arguments.refusal("stages (|) can be named from 0.17 on", PATTERN_DESTS[1])
     if len(stages) % pp:
-        raise MegatronError(
-            f"{arguments.shown(PATTERN_DESTS[0])}: {len(stages)} stages of the pattern are no multiple of "
-            f"--pipeline-model-parallel-size {pp}"
-        )
+        reason = f"{len(stages)} stages of the pattern are not a multiple of --pipeline-model-parallel-size {pp}"
+        raise arguments.refusal(reason, PATTERN_DESTS[0])
     return len(stages) // pp, tuple(map(len, stages))
 
 
-def _from_layout(arguments: Arguments, pp: int, num_layers: int) -> Split:
+def _from_stages(arguments: Arguments, pp: int, num_layers: int) -> Split:
     """Read `Et*3|(tt|)*2,mL` as stages "Ettt", "tt", "tt", "mL", by the rules of Megatron's own class.
 
     Source: PipelineParallelLayerLayout.validate_layer_layout (transformer/pipeline_parallel_layer_layout.py).
     """
-    shown = arguments.shown("pipeline_model_parallel_layout")
-    stages = _written_out(arguments.get("pipeline_model_parallel_layout"), shown).split("|")
+    stages = _written_out(arguments).split("|")
     layers, depths = "".join(stages), int(arguments.get("mtp_num_layers") or 0)
-    strange = set(layers) - set("EtmL")
-    if strange:
-        raise MegatronError(f"{shown}: {' '.join(sorted(strange))!r} is no layer; write E, t, m and L alone")
-    if len(stages) % pp:
-        raise MegatronError(f"{shown}: {len(stages)} stages are no multiple of --pipeline-model-parallel-size {pp}")
-    if not layers.startswith("E") or not layers.endswith("L"):
-        raise MegatronError(f"{shown}: needs E at the very front and L at the very end")
-    if layers.count("m") != depths:
-        raise MegatronError(f"{shown}: has {layers.count('m')} m, but --mtp-num-layers is {depths}; give as many")
-    if layers.count("t") != num_layers or len(layers) != num_layers + depths + 2:
-        found = ", ".join(f"{layers.count(letter)} {letter}" for letter in "EtL")
-        raise MegatronError(f"{shown}: has {found}; needs one E, one t for each of --num-layers {num_layers}, one L")
-    after = _after_prediction(stages, pp, release_of(arguments.version), shown) if depths else 0
+    found = ", ".join(f"{layers.count(letter)} {letter}" for letter in "EtL")
+    strange = sorted(set(layers) - set("EtmL"))
+    for is_wrong, reason in (
+        (strange, f"{' '.join(strange)!r} names no layer; write only E, t, m and L"),
+        (len(stages) % pp, f"{len(stages)} stages are not a multiple of --pipeline-model-parallel-size {pp}"),
+        (not layers.startswith("E") or not layers.endswith("L"), "needs E at the very front and L at the very end"),
+        (layers.count("m") != depths, f"has {layers.count('m')} m, but --mtp-num-layers is {depths}"),
+        (
+            layers.count("t") != num_layers or len(layers) != num_layers + depths + 2,
+            f"has {found}; needs one E, one t for each of --num-layers {num_layers}, one L",
+        ),
+    ):
+        if is_wrong:
+            raise arguments.refusal(reason, STAGES)
+    after = _chunks_after_prediction(arguments, stages, pp) if depths else 0
     return Split(len(stages) // pp, tuple(stage.count("t") for stage in stages), after)
 
 
-def _written_out(text: str, shown: str) -> str:
-    """Write out the repetitions of a layout, once each as Megatron does; commas are cosmetic."""
-    text = text.replace(",", "")
+def _written_out(arguments: Arguments) -> str:
+    """Write out the repetitions of `--pipeline-model-parallel-layout`, each once as in Megatron, without commas."""
+    text: str = arguments.get(STAGES).replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d{1,9})", r"(.)\*(\d{1,9})"):
-        # A pattern is tried at each place, and a few characters may stand for layers without end.
+        # A few characters may describe billions of layers, so measure the result first.
         sizes = (len(match[1]) * int(match[2]) for match in re.finditer(pattern, text[:MOST_SHOWN]))
         if len(text) > MOST_SHOWN or sum(sizes) > MOST_SHOWN:
-            raise MegatronError(f"{shown[:80]}: more than {MOST_SHOWN} characters when it is written out")
+            raise MegatronError(f"{arguments.shown(STAGES)[:80]}: more than {MOST_SHOWN} characters when written out")
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     return text
 
 
-def _after_prediction(stages: list[str], pp: int, release: tuple[int, ...], shown: str) -> int:
+def _chunks_after_prediction(arguments: Arguments, stages: list[str], pp: int) -> int:
     """Count the stages behind the depths of multi-token prediction (m)."""
     places = [place for place, stage in enumerate(stages) if "m" in stage]
-    layers = "".join(stages)
-    if "t" in layers[layers.index("m") :]:
-        raise MegatronError(f"{shown}: multi-token prediction (m) must stand behind all layers (t)")
-    if len(places) > 1:
-        raise MegatronError(f"{shown}: all depths of multi-token prediction (m) must stand in one stage")
-    if places[0] < len(stages) - pp:
-        raise MegatronError(f"{shown}: multi-token prediction (m) must stand in one of the last {pp} stages")
+    layers, release = "".join(stages), release_of(arguments.version)
     after = len(stages) - 1 - places[0]
-    # The tests of 0.14 pass a stage of its own, but its models build the depths on the last stage alone.
-    if release < (0, 15):
-        return 0
-    if after and release < FIRST_APART:
-        raise MegatronError(f"{shown}: before 0.16 multi-token prediction (m) must stand in the last stage")
-    return after
+    for is_wrong, reason in (
+        ("t" in layers[layers.index("m") :], "multi-token prediction (m) must stand behind all layers (t)"),
+        (len(places) > 1, "all depths of multi-token prediction (m) must stand in one stage"),
+        (after >= pp, f"multi-token prediction (m) must stand in one of the last {pp} stages"),
+        (
+            after and (0, 15) <= release < FIRST_APART,
+            "before 0.16 multi-token prediction (m) must stand in the last stage",
+        ),
+    ):
+        if is_wrong:
+            raise arguments.refusal(reason, STAGES)
+    # The checks of 0.14 accept another stage, but its models build the depths on the last stage.
+    return 0 if release < (0, 15) else after
 
 
 def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:
-    per_rank = arguments.get("num_virtual_stages_per_pipeline_rank")
-    if per_rank is not None:
-        return arguments.size("num_virtual_stages_per_pipeline_rank")
-    if arguments.get("num_layers_per_virtual_pipeline_stage") is None:
-        return 1
-    shown = arguments.shown("num_layers_per_virtual_pipeline_stage")
-    if any(arguments.get(dest) is not None for dest in SPLIT_DESTS[3:5]):
-        raise MegatronError(
-            f"{shown}: with --decoder-first/last-pipeline-num-layers use --num-virtual-stages-per-pipeline-rank instead"
-        )
-    per_chunk = arguments.size("num_layers_per_virtual_pipeline_stage")
-    counted = num_layers + sum(bool(arguments.get(dest)) for dest in SPLIT_DESTS[5:])
+    if arguments.get(VPP) is not None or arguments.get(LAYERS_PER_CHUNK) is None:
+        return arguments.size(VPP)
+    if any(arguments.get(dest) is not None for dest in ENDS):
+        reason = "with --decoder-first/last-pipeline-num-layers use --num-virtual-stages-per-pipeline-rank instead"
+        raise arguments.refusal(reason, LAYERS_PER_CHUNK)
+    per_chunk = arguments.size(LAYERS_PER_CHUNK)
+    counted = num_layers + sum(bool(arguments.get(dest)) for dest in ACCOUNTS)
     if counted % pp or counted // pp % per_chunk:
-        raise MegatronError(
-            f"{shown}: {counted} layers on --pipeline-model-parallel-size {pp} are {counted / pp:g} a rank, "
+        reason = (
+            f"{counted} layers on --pipeline-model-parallel-size {pp} are {counted / pp:g} per rank, "
             f"not a multiple of {per_chunk}"
         )
+        raise arguments.refusal(reason, LAYERS_PER_CHUNK)
     return counted // pp // per_chunk
 
 
-def _from_stages(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Chunks:
-    """Share each pipeline rank's layers among its chunks; embedding and loss count as layers where asked."""
-    ends = [(place, arguments.get(dest)) for place, dest in ((0, SPLIT_DESTS[3]), (pp - 1, SPLIT_DESTS[4]))]
+def _from_counts(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Chunks:
+    """Divide the layers equally, except for the ends that flags state; embedding and loss may count as layers."""
+    ends = [(place, arguments.get(dest)) for place, dest in zip((0, pp - 1), ENDS, strict=True)]
     named = [(place, int(layers)) for place, layers in ends if layers is not None]
     given = dict(named)
-    counted = num_layers + sum(bool(arguments.get(dest)) for dest in SPLIT_DESTS[5:])
+    counted = num_layers + sum(bool(arguments.get(dest)) for dest in ACCOUNTS)
     left, ranks = counted - sum(given.values()), pp - len(named)
     if pp == 1 and named and (ranks < 0 or left):
-        shown = " and ".join(arguments.shown(dest) for dest in SPLIT_DESTS[3:5] if arguments.is_given(dest))
+        shown = arguments.shown_given(*ENDS)
         raise MegatronError(f"{shown}: a pipeline of one rank has one stage with all {num_layers} layers; remove it")
-    # Before 0.16 the ranks between may have no layers.
+    # Before 0.16 middle ranks may have no layers.
     least = 0 if release_of(arguments.version) < (0, 16) or not given else 1
     uneven = left % ranks != 0 or left < least if ranks > 0 else left != 0
     if uneven or min(given.values(), default=1) < 1:
-        ends_shown = [arguments.shown(dest) for dest in SPLIT_DESTS[3:] if arguments.is_given(dest)]
+        shown = arguments.shown_given(*ENDS, *ACCOUNTS)
         raise MegatronError(
             f"--num-layers {num_layers} does not divide over --pipeline-model-parallel-size {pp}"
-            f"{' with ' + ' and '.join(ends_shown) if ends_shown else ''}: {left} layers for {ranks} ranks; "
+            f"{f' with {shown}' if shown else ''}: {left} layers for {ranks} ranks; "
             f"choose a pipeline size that divides them, or split them unevenly by --pipeline-model-parallel-layout"
         )
     stages = [given.get(rank, left // ranks if ranks else 0) for rank in range(pp)]
     for rank, layers in enumerate(stages):
         if layers % vpp:
             raise MegatronError(
-                f"{' '.join(arguments.shown(dest) for dest in SPLIT_DESTS[:2] if arguments.is_given(dest))}: "
-                f"{layers} layers of pipeline rank {rank} do not divide into {vpp} virtual stages; "
-                f"use --pipeline-model-parallel-layout for uneven chunks"
+                f"{arguments.shown_given(LAYERS_PER_CHUNK, VPP)}: {layers} layers of pipeline rank {rank} do not "
+                f"divide into {vpp} virtual stages; use --pipeline-model-parallel-layout for uneven chunks"
             )
     chunks = [layers // vpp for layers in stages] * vpp
-    chunks[0] -= bool(arguments.get(SPLIT_DESTS[5]))
-    chunks[-1] -= bool(arguments.get(SPLIT_DESTS[6]))
+    chunks[0] -= bool(arguments.get(ACCOUNTS[0]))
+    chunks[-1] -= bool(arguments.get(ACCOUNTS[1]))
     return tuple(chunks)

@@ -1,7 +1,7 @@
 """Megatron's flags by release, and a command line that argparse cuts into tokens exactly as Megatron's parser does.
 
-`benchmarks/make_flag_table.py` makes the table `data/flags.json`. Tokens keep the user's words, so that all words that a
-plan does not change are written back unchanged.
+`benchmarks/make_flag_table.py` makes the table `data/flags.json`. Tokens keep the user's own words, so a plan changes
+only the words that it means to change.
 """
 
 from __future__ import annotations
@@ -252,6 +252,10 @@ class Arguments:
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return " ".join(token.words)
+        return self.option(dest)
+
+    def option(self, dest: str) -> str:
+        """Return the first flag of a destination; the destination itself if this release has no such flag."""
         return next((flag.option for flag in self.table.values() if flag.dest == dest), dest)
 
     def shown_given(self, *dests: str) -> str:
@@ -269,6 +273,10 @@ class Arguments:
         ends = [i for i, token in enumerate(self.tokens) if token.words == ("--",)]
         start = places[-1] if places else ends[0] if ends else len(self.tokens)
         return replace(self, tokens=(*self.tokens[:start], new, *self.tokens[start + bool(places) :]))
+
+    def with_value(self, dest: str, *values: object) -> Arguments:
+        """Set the flag of a destination; a switch takes no value."""
+        return self.with_flag(self.option(dest), *values)
 
     def without(self, *dests: str) -> Arguments:
         """Delete every flag of these destinations."""

@@ -145,7 +145,7 @@ def test_optimizer_state_of_0_15_pins_what_cuts_the_model(tmp_path: Path) -> Non
 
     assert asked.pinned == KEPT
     assert asked.own == Layout(tp=2, pp=2, dp=2, etp=2, use_distributed_optimizer=True, overlap_grad_reduce=True)
-    assert any("dp_reshardable" in note and "as the checkpoint says" in note for note in asked.notes)
+    assert any("dp_reshardable" in note and "as in the checkpoint" in note for note in asked.notes)
     argv = (*SMALL, *load.split(), *SHARDED.split())
     sizes = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
     assert write_arguments(argv, job=asked, layout=asked.own)[len(argv) :] == sizes
@@ -232,7 +232,7 @@ def test_the_plan_beside_speaks_where_the_checkpoint_does_not(tmp_path: Path) ->
 
     asked = job(load, SHARDED)
     assert (4, 2, False) == (asked.own.tp, asked.own.pp, asked.own.overlap_grad_reduce)
-    assert any("as the plan beside it says" in note for note in asked.notes)
+    assert any("as in the plan beside it" in note for note in asked.notes)
     (tmp_path / "pipette-plan.json").write_text("{")
     asked = job(load, SHARDED)
     assert (1, 1, True) == (asked.own.tp, asked.own.pp, asked.own.overlap_grad_reduce)
@@ -336,10 +336,20 @@ RESHARDS = "--dist-ckpt-optim-fully-reshardable"
     [
         ("", "0.16.1", (), "starts over from iteration 0"),
         ("--save /ckpt", "0.16.1", (), "starts over from iteration 0; give --load /ckpt"),
-        ("--save /ckpt --load /base", "0.16.1", (), "starts over from what --load /base holds; give --load /ckpt"),
+        (
+            "--save /ckpt --load /base",
+            "0.16.1",
+            (),
+            "starts over from the checkpoint of --load /base; give --load /ckpt",
+        ),
         (SAVES, "0.16.1", ("use_distributed_optimizer",), ""),
         (f"{SAVES} --no-save-optim", "0.16.1", (), ""),
-        (f"{SAVES} {SHARDED}", "0.16.1", KEPT, f"as dp_reshardable, which fixes .*; {RESHARDS} lets all of it change"),
+        (
+            f"{SAVES} {SHARDED}",
+            "0.16.1",
+            KEPT,
+            f"as dp_reshardable, which fixes .*; {RESHARDS} lets all of them change",
+        ),
         (f"{SAVES} {SHARDED} {RESHARDS}", "0.16.1", ("use_distributed_optimizer",), ""),
         (f"{SAVES} {SHARDED} --dist-ckpt-save-pre-mcore-014", "0.16.1", ("use_distributed_optimizer",), ""),
         (f"{SAVES} {SHARDED}", "0.14.0", ("use_distributed_optimizer",), ""),
@@ -474,8 +484,8 @@ def test_every_difference_of_buckets_is_found(
 def test_a_checkpoint_that_is_not_here_is_a_note(tmp_path: Path) -> None:
     """A plan made on another machine cannot know what the checkpoint fixes; a prediction changes nothing."""
     note = (
-        f"no checkpoint is at --load {tmp_path} here, so nothing is kept for one: on other machines it may fix tp, pp "
-        "and more; --pipette-fix keeps them"
+        f"this machine has no checkpoint at --load {tmp_path}, so no field is kept for one: on other machines it may "
+        "fix tp, pp and more; --pipette-fix keeps them"
     )
 
     assert note in read(f"--load {tmp_path}", dp=4).notes

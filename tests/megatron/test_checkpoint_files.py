@@ -104,7 +104,7 @@ def test_the_checkpoint_says_the_model(tmp_path: Path, kind: str, purpose: str) 
         model.attention_dropout,
     )
     assert 1024 == model.padded_vocab_size(8)
-    assert f"--use-checkpoint-args: the model is that of {tmp_path / 'iter_0000010'}" in read.notes
+    assert f"--use-checkpoint-args: {tmp_path / 'iter_0000010'} describes the model" in read.notes
 
 
 def test_files_of_ranks_name_the_cut_of_the_layers(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_who_wins(tmp_path: Path, words: str, field: str, value: object, overrul
     read = job(load, words, base=RUN)
 
     assert value == getattr(read.model, field)
-    told = f", in place of your {overruled}" if overruled else ""
-    assert f"--use-checkpoint-args: the model is that of {tmp_path / 'iter_0000010'}{told}" in read.notes
+    told = f", instead of your {overruled}" if overruled else ""
+    assert f"--use-checkpoint-args: {tmp_path / 'iter_0000010'} describes the model{told}" in read.notes
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_cuts_are_read(words: str, pp: int, num_layers: int, expected: tuple[int
         ),
         ("--decoder-first-pipeline-num-layers 4", 1, 8, "4: a pipeline of one rank has one stage"),
         ("--decoder-last-pipeline-num-layers 4", 1, 8, "4: a pipeline of one rank has one stage"),
-        ("--pipeline-model-parallel-layout Et|t|tL", 2, 3, "3 stages are no multiple"),
+        ("--pipeline-model-parallel-layout Et|t|tL", 2, 3, "3 stages are not a multiple"),
         (
             "--pipeline-model-parallel-layout Et|tL",
             2,
@@ -120,8 +120,8 @@ def test_cuts_are_read(words: str, pp: int, num_layers: int, expected: tuple[int
         ("--pipeline-model-parallel-layout Et|mL", 2, 1, "has 1 m, but --mtp-num-layers is 0"),
         ("--pipeline-model-parallel-layout Et|LL", 2, 1, "has 1 E, 1 t, 2 L; needs one E"),
         ("--pipeline-model-parallel-layout EEt|L", 2, 1, "has 2 E, 1 t, 1 L; needs one E"),
-        ("--pipeline-model-parallel-layout Et|xL", 2, 1, "'x' is no layer; write E, t, m and L alone"),
-        ("--pipeline-model-parallel-layout et|l", 2, 1, "'e l' is no layer; write E, t, m and L alone"),
+        ("--pipeline-model-parallel-layout Et|xL", 2, 1, "'x' names no layer; write only E, t, m and L"),
+        ("--pipeline-model-parallel-layout et|l", 2, 1, "'e l' names no layer; write only E, t, m and L"),
     ],
 )
 def test_contradictions_are_named(words: str, pp: int, num_layers: int, message: str) -> None:
@@ -172,7 +172,7 @@ def test_hybrid_models_name_their_stages(
         (
             "--hybrid-layer-pattern M-M|*M-|M-",
             "0.17.1",
-            "--hybrid-layer-pattern M-M|*M-|M-: 3 stages of the pattern are no multiple",
+            "--hybrid-layer-pattern M-M|*M-|M-: 3 stages of the pattern are not a multiple",
         ),
         ("--hybrid-override-pattern M-M|*M-M-", "0.16.1", "stages (|) can be named from 0.17 on"),
         (
@@ -182,12 +182,12 @@ def test_hybrid_models_name_their_stages(
         ),
         ("--hybrid-layer-pattern M-M*M-M- --hybrid-override-pattern M-M*M-M-", "0.17.1", "exclude each other"),
         ("--hybrid-layer-pattern |/*E", "0.17.1", "needs layers"),
-        ("--hybrid-layer-pattern M-M*M-M-/*E/*-", "0.17.1", "the same ones for each depth"),
+        ("--hybrid-layer-pattern M-M*M-M-/*E/*-", "0.17.1", "the same layers in each depth"),
         ("--is-hybrid-model", "0.16.1", "needs --hybrid-override-pattern"),
         (
             f"{MAMBA} --num-layers 8 --hybrid-attention-ratio 0.6 --hybrid-mlp-ratio 0.5",
             "0.16.1",
-            "--hybrid-mlp-ratio 0.5: shares of layers must be at least 0, and at most 1 together",
+            "--hybrid-mlp-ratio 0.5: shares of layers must be at least 0, and together at most 1",
         ),
     ],
 )

@@ -123,7 +123,7 @@ def test_offloaded_scores_of_uneven_layers_are_refused() -> None:
 
     assert job(f"{mixed} --attention-backend fused")
     assert job(f"{EXPERTS} {words} --attention-backend unfused")
-    with pytest.raises(MegatronError, match="two layers are back at once"):
+    with pytest.raises(MegatronError, match="two layers return at once"):
         job(f"{mixed} --attention-backend unfused", for_prediction=True)
 
 

@@ -243,7 +243,8 @@ def test_unknown_flags_do_not_matter() -> None:
 def test_where_nothing_starts_unknown_flags_are_named(words: str, shown: str) -> None:
     """With the flag that was meant where one is close; a launched script would refuse them itself."""
     note = (
-        f"not flags of Megatron 0.16.1, so without effect here: {shown}; it stops at them unless the script adds them"
+        f"not flags of Megatron 0.16.1, so without effect here: {shown}; "
+        "the script stops at them unless it adds them itself"
     )
 
     assert (note,) == job(words, for_planning=True).notes == job(words, for_prediction=True).notes

@@ -1,4 +1,4 @@
-"""A rule that a layout breaks, and the sentence that names the user's own flags for it."""
+"""Facts that rules need beside the layout, and a broken rule with the sentence that names the user's own flags."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import NamedTuple, TypeAlias
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.job import PerformanceOptions
-from pipette_launch.megatron.chunks import PATTERN_DESTS, SPLIT_DESTS
 from pipette_launch.megatron.flags import Arguments
-from pipette_launch.megatron.layout import CP, EP, ETP, GROUP_SIZE, PP, TP
+from pipette_launch.megatron.layout import DEGREES, DESTS_OF, GROUP_SIZE
 from pipette_launch.megatron.performance import performance_options
+
+SIZES = {**DEGREES, "microbatch_group_size": GROUP_SIZE}
+"""Layout fields that a message shows even if the user's flags do not set them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
     """One job on one kind of device; `judge` applies the rules to its layouts.
 
-    Sources: `validate_args` (megatron/training/arguments.py) and TransformerConfig of core_v0.14.0 to v0.19.0, with
-    line numbers of v0.16.1, and what fails only at run time.
+    Sources: `validate_args` (megatron/training/arguments.py) and TransformerConfig of core_v0.14.0 to v0.19.0 (line
+    numbers are those of v0.16.1), and failures that appear only at run time.
     """
 
     job: Job
     release: tuple[int, ...]
-    """Megatron's release, read once from the job."""
     device_kind: str
     options: PerformanceOptions
-    rooms: Domains | None = None
-    """Hosts and domains that must hold the ranks that flags demand together; None on CPU and for Megatron's rules."""
+    rooms: Rooms | None = None
+    """Sizes of hosts and NVLink domains, for ranks that must share one; None on CPU and for Megatron's own rules."""
 
     @property
     def ramps_up(self) -> bool:
@@ -44,28 +45,17 @@ class Rules:
         return cls(job=job, release=job.release, device_kind=device_kind, options=options, rooms=rooms)
 
 
-SIZES = {"tp": TP, "pp": PP, "cp": CP, "ep": EP, "etp": ETP, "microbatch_group_size": GROUP_SIZE}
-"""Layout fields whose flag has another name."""
-SEVERAL = {
-    "dp": (),
-    "vpp": (*SPLIT_DESTS[:3], *PATTERN_DESTS),
-    "layers_per_chunk": (*SPLIT_DESTS, *PATTERN_DESTS),
-    "recompute": ("recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers"),
-}
-"""Layout fields that several flags can set, or no flag."""
-
-
 class BrokenRule(NamedTuple):
     """A rule that a layout breaks."""
 
     reason: str
-    """Countable: the same text for all layouts of a job that break the rule."""
+    """The same text for all layouts of a job, so that the planner can count it."""
     names: tuple[str, ...]
-    """Layout fields and Megatron's destinations that break the rule together."""
+    """Layout fields and Megatron's destinations that together break the rule."""
     remedy: str = "change one of them"
-    """It may name sizes of this layout."""
+    """Advice that may contain sizes of this layout."""
     is_refused: bool = True
-    """False if Megatron starts, and then hangs or computes wrong gradients: no plan has it, `predict` adds a note."""
+    """False if Megatron starts, and then hangs or computes wrong gradients. `predict` then only adds a note."""
 
     def sentence(self, arguments: Arguments, layout: Layout) -> str:
         """Return flags with their values, the reason and the remedy: `--tensor-model-parallel-size 3: ...; ...`."""
@@ -79,15 +69,13 @@ Broken: TypeAlias = Iterator[BrokenRule]
 
 
 def _shown(name: str, arguments: Arguments, layout: Layout) -> Iterator[str]:
-    """Flags behind a name in the user's words; a size that the user did not give as the flag would say it."""
-    if name in SIZES:
-        dest, size = SIZES[name], getattr(layout, name)
-        if arguments.get(dest) == size and arguments.is_given(dest):
-            yield arguments.shown(dest)
-        elif size > 1:
-            # A checkpoint may demand other sizes than the flags, and Megatron derives ETP from TP.
-            yield f"{arguments.without(dest).shown(dest)} {size}"
+    """Yield the flags behind a name in the user's words; a size that no flag sets is shown as its flag would set it."""
+    if name not in SIZES:
+        yield from (arguments.shown(dest) for dest in DESTS_OF.get(name, (name,)) if arguments.is_given(dest))
         return
-    for dest in SEVERAL.get(name, (name,)):
-        if arguments.is_given(dest):
-            yield arguments.shown(dest)
+    dest, size = SIZES[name], getattr(layout, name)
+    if arguments.get(dest) == size and arguments.is_given(dest):
+        yield arguments.shown(dest)
+    elif size > 1:
+        # A checkpoint may demand other sizes than the flags, and Megatron derives ETP from TP.
+        yield f"{arguments.option(dest)} {size}"

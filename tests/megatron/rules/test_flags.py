@@ -41,7 +41,7 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
         ("--squared-relu", "--squared-relu: has no kernel with its bias; add --no-bias-gelu-fusion"),
         (
             "--num-experts 4 --moe-router-topk 6 --disable-bias-linear",
-            "--moe-router-topk 6 and --num-experts 4: the router sends a token to more experts than the model has; change one",
+            "--moe-router-topk 6 and --num-experts 4: the router sends a token to more experts than the model has",
         ),
         ("--squared-relu --swiglu", "--squared-relu and --swiglu: exclude each other"),
         ("--cp-comm-type a2a+p2p", "--cp-comm-type a2a+p2p: a2a+p2p needs --hierarchical-context-parallel-sizes"),
@@ -147,7 +147,7 @@ def test_contradictions_that_no_drawn_line_has_are_refused(words: str, version: 
                 "--fine-grained-activation-offloading --offload-modules fused_group_mlp"
             ),
             "0.19",
-            "--offload-modules fused_group_mlp: what a fused grouped MLP offloads is not modelled",
+            "--offload-modules fused_group_mlp: offloading of a fused grouped MLP is not modelled",
         ),
     ],
 )

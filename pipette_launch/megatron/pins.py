@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from pipette_launch.errors import UsageError
+from pipette_launch.errors import OptionError
 from pipette_launch.facts import Layout
 from pipette_launch.megatron.chunks import HYBRID_SPECS, hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of

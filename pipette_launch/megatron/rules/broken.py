@@ -29,7 +29,7 @@ class Rules:
     release: tuple[int, ...]
     device_kind: str
     options: PerformanceOptions
-    rooms: Rooms | None = None
+    rooms: Domains | None = None
     """Sizes of hosts and NVLink domains, for ranks that must share one; None on CPU and for Megatron's own rules."""
 
     @property

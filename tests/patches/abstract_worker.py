@@ -50,7 +50,7 @@ def main() -> None:
     """Count each case in both ways, and the operations that it took."""
     warnings.simplefilter("ignore")
     execution.load()
-    execution.FEW_PASSES = 0
+    execution._FEW_PASSES = 0
     operations = [0]
     original = StorageMeter.__torch_dispatch__
 

@@ -1,7 +1,7 @@
-"""Execute ranks of training jobs abstractly: `python -m pipette_patches.abstract`, JSON in and out, one line each.
+"""Execute ranks of training jobs abstractly: `python -m pipette_patches.abstract`, with one JSON document on each line.
 
-A request is a line of `facts.messages.abstract_execution.ExecutionRequest`, an answer a line of `ExecutionAnswer`; the
-process goes on to the next line, and ends with exit code 0, or 1 when its last answer was an error.
+A line of stdin is an `ExecutionRequest`, a line of stdout an `ExecutionAnswer` (`facts.messages`). The process ends at
+the end of stdin. Its exit code is 0, or 1 if the last answer was an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipette_launch.facts.messages import ExecutionAnswer, ExecutionRequest
 
 
 def main() -> int:
-    """Answer every line of stdin on stdout; whatever megatron-core prints goes to stderr."""
+    """Answer every line of stdin on stdout; output of megatron-core goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     warnings.simplefilter("ignore")
@@ -26,7 +26,7 @@ def main() -> int:
 
 
 def serve(requests: IO[str], answers: IO[str]) -> int:
-    """Answer line by line; returns the exit code."""
+    """Answer line by line, and return the exit code."""
     failed = False
     for line in requests:
         given = answer(line)
@@ -37,7 +37,7 @@ def serve(requests: IO[str], answers: IO[str]) -> int:
 
 
 def answer(line: str) -> ExecutionAnswer:
-    """Execute what one line asks for; an error becomes the answer."""
+    """Execute the request of one line, and return the result or the error."""
     try:
         request: ExecutionRequest = from_plain(ExecutionRequest, json.loads(line), "request")
         from pipette_patches.abstract import execution
@@ -50,7 +50,7 @@ def answer(line: str) -> ExecutionAnswer:
     except ValueError as error:
         return ExecutionAnswer(error=_first_line(error))
     except (AssertionError, TypeError, RuntimeError, ImportError, AttributeError, KeyError, IndexError) as error:
-        # megatron-core refuses by any of these.
+        # megatron-core raises any of these for a job that it refuses.
         return ExecutionAnswer(error=f"megatron-core refuses it: {type(error).__name__}: {_first_line(error)}")
 
 

@@ -1,11 +1,11 @@
-"""From a small run to the job's own size, exactly: layers and micro-batches beyond a few bring nothing new.
+"""Execute a rank of a training job with abstract tensors: `load` once, then `run_rank` for each rank.
 
-A run is cut into stretches by its schedule: each forward, each backward (of the layers, then of the embedding), each
-step. Two runs that differ in layers alone have the same stretches, and in each the bytes at its peak grow by the same
-amount for each layer; so every stretch is carried on by itself, and the largest is the peak at full size, whichever it
-was at a small one. Weights, gradients and optimizer, whose padding is not linear, come from a run of full size that
-skips forward and backward. Micro-batches: past its warm-up a schedule repeats itself, and only the reports of the
-losses add up.
+A large job is scaled up exactly from small runs. A run consists of stretches: each forward, each backward (of the
+layers, then of the embedding) and each step. Two runs that differ only in their number of layers have the same
+stretches, and the peak of each stretch grows by the same bytes for each layer. So each stretch is extrapolated alone,
+and the largest is the peak. The padding of weights, gradients and optimizer is not linear, so their bytes come from a
+full-size run without forward and backward. After its warm-up a schedule repeats itself: more micro-batches only add
+reports of losses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
 from pipette_patches import megatron_config
 from pipette_patches.abstract import gpu_replacements, kernels, transformer_engine
-from pipette_patches.abstract.gpu_replacements import CORE, TORCH
 from pipette_patches.megatron_config import flags
 from pipette_patches.one_rank import Size, Trace, Trainer, enough_microbatches, full_size, one_rank
 from pipette_patches.replacements import Replacements
@@ -28,99 +27,24 @@ from pipette_patches.storage_meter import Stretch, metered
 
 Run = Callable[[Size, bool], Trace]
 """Runs a size, with or without forward and backward."""
-STATIC = ("weights", "gradients", "optimizer")
-FEW_PASSES = 48
-"""A rank with at most so many layers times micro-batches is run as it is."""
-
-
-def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
-    """Trace a rank at full size, from as small runs as are exact."""
-    full = full_size(job, layout)
-    # Deferred weight gradients of the output layer keep something of every micro-batch.
-    repeats = "--defer-embedding-wgrad-compute" not in flags(job)
-    enough = enough_microbatches(layout, pp_rank, full.num_microbatches) if repeats else full.num_microbatches
-    size = replace(full, num_microbatches=enough)
-    own = size.chunks[pp_rank :: layout.pp]
-    period, wanted = layer_period(job, layout), max(own)
-    small = smallest(layout, period, wanted)
-    few = sum(own) * size.num_microbatches <= FEW_PASSES
-    if not period or len(set(own)) > 1 or few or wanted <= 2 * small + period:
-        return _with_reports(run(size, True), full.num_microbatches - size.num_microbatches)
-    first, second = (
-        run(replace(size, chunks=(layers,) * len(size.chunks)), True) for layers in (small, small + period)
-    )
-    carried = _carried_on(first, second, (wanted - small) // period, bare=run(size, False))
-    return _with_reports(carried, full.num_microbatches - size.num_microbatches)
-
-
-def layer_period(job: Job, layout: Layout) -> int:
-    """Layers after which the layers of a chunk repeat; 0 where they do not."""
-    recompute = layout.recompute
-    if recompute.granularity == "full":
-        return recompute.num_layers if recompute.method == "uniform" else 1
-    if len(set(job.model.moe_layer_freq)) > 1 or "--window-attn-skip-freq" in flags(job):
-        return 0
-    return 1
-
-
-def smallest(layout: Layout, period: int, wanted: int) -> int:
-    """Layers of a chunk from which every period more is like the last, and so many that whole periods are missing.
-
-    Two at least: what is made once in the first backward (shared buffers) is there from the second layer on.
-    """
-    recompute = layout.recompute
-    if recompute.granularity == "full" and recompute.method == "block":
-        # The first layers of a chunk are recomputed, the rest is not.
-        return recompute.num_layers + 2
-    return 2 * period + wanted % period if period else wanted
-
-
-def _carried_on(first: Trace, second: Trace, steps: int, *, bare: Trace) -> Trace:
-    """Go on from two sizes to the one that is as many steps beyond the first; static bytes are the bare run's own."""
-    if [one.phase for one in first.stretches] != [one.phase for one in second.stretches]:
-        raise RuntimeError("runs of different sizes went different ways")
-
-    def carried(a: dict[str, int], b: dict[str, int], static: dict[str, int], names: tuple[str, ...]) -> dict[str, int]:
-        grown = {name: a.get(name, 0) + steps * (b.get(name, 0) - a.get(name, 0)) for name in {*a, *b} - set(names)}
-        return grown | {name: static.get(name, 0) for name in names}
-
-    statics = {stretch.phase: stretch.at_peak for stretch in bare.stretches}
-    of_step = (*STATIC, "optimizer_step")
-    setup = [stretch for stretch in bare.stretches if stretch.phase == "setup"]
-    stretches = [
-        Stretch(a.phase, carried(a.at_peak, b.at_peak, statics[a.phase], of_step if "step" in a.phase else STATIC))
-        for a, b in zip(first.stretches, second.stretches, strict=True)
-        if a.phase != "setup"
-    ]
-    left = carried(first.left, second.left, bare.left, of_step)
-    return replace(second, stretches=(*setup, *stretches), left=left)
-
-
-def _with_reports(trace: Trace, missing: int) -> Trace:
-    """Add the reports of micro-batches that were not run; each stretch has them, as the last ones do."""
-    if not missing or not trace.report_bytes:
-        return trace
-    more = missing * trace.report_bytes
-    return replace(
-        trace,
-        stretches=tuple(
-            Stretch(phase=one.phase, at_peak={**one.at_peak, "head": one.at_peak.get("head", 0) + more})
-            if one.phase not in ("setup", "end")
-            else one
-            for one in trace.stretches
-        ),
-    )
-
-
+_STATIC = ("weights", "gradients", "optimizer")
+_FEW_PASSES = 48
+"""A rank is not scaled up if its layers times micro-batches are at most this number."""
 _PART_OF = {"backward": "working", "head": "logits"}
-"""Labels of the meter that ExecutedParts names otherwise."""
+"""Labels of the meter that have other names in ExecutedParts."""
 
 
 @functools.cache
 def load() -> None:
-    """Make this process one that executes abstractly, and import megatron-core; there is no way back."""
+    """Turn this process into one that only executes abstractly, and import megatron-core."""
     transformer_engine.install()
-    Replacements((*TORCH, *CORE, *gpu_replacements.EXPERTS, *gpu_replacements.OFFLOADING)).apply()
+    replacements = (
+        gpu_replacements.TORCH,
+        gpu_replacements.CORE,
+        gpu_replacements.EXPERTS,
+        gpu_replacements.OFFLOADING,
+    )
+    Replacements([each for group in replacements for each in group]).apply()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import megatron.core.distributed
@@ -128,29 +52,29 @@ def load() -> None:
         import megatron.core.models.gpt.gpt_model
         import megatron.core.optimizer
         import megatron.core.pipeline_parallel.schedules  # noqa: F401
-    # What is loaded stays: looking for cycles in it after each rank takes longer than the rank.
+    # Imported objects stay. Without this call the collection after each rank takes longer than the rank.
     gc.freeze()
 
 
 def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> ExecutedMemory:
-    """Train one rank for two steps.
+    """Train the first rank of a pipeline rank for two steps.
 
     Args:
-        job: the job.
-        layout: how it is cut.
-        pp_rank: the pipeline rank; the first of its ranks is executed.
-        whole: run every layer and micro-batch, even where fewer tell the same.
+        job: the training job.
+        layout: the parallel layout, which may differ from the job's own.
+        pp_rank: the pipeline rank.
+        whole: True runs all layers and micro-batches, without scaling up.
 
     """
 
     def run(size: Size, forward_and_backward: bool) -> Trace:
         transformer_engine.forget_gradients()
         backend = job.model.attention_backend
-        transformer_engine.choose("fused" if backend in ("auto", "local") else backend)
-        # A job with Megatron's own layers is taken to have no Transformer Engine, and so no fused optimizer.
+        transformer_engine.choose_attention("fused" if backend in ("auto", "local") else backend)
+        # Jobs with Megatron's own layers are assumed to have no Transformer Engine, and so no fused optimizer.
         kernels.choose_optimizers(fused=job.model.transformer_impl == "transformer_engine")
-        kernels.choose(job)
-        gpu_replacements.forget()
+        kernels.choose_routing(job)
+        gpu_replacements.forget_offloaded()
         with metered() as meter:
             trainer = Trainer(job, layout, pp_rank, meter=meter, size=size)
             trace = trainer.train(forward_and_backward=forward_and_backward)
@@ -172,4 +96,85 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
         peak=peak.total,
         parts=ExecutedParts(**{_PART_OF.get(label, label): size for label, size in peak.at_peak.items()}),
         notes=megatron_config.differences(job),
+    )
+
+
+def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
+    """Return the trace of a rank at full size, from the smallest runs that give it exactly."""
+    full = full_size(job, layout)
+    # Deferred weight gradients of the output layer keep tensors of every micro-batch.
+    repeats = "--defer-embedding-wgrad-compute" not in flags(job)
+    enough = enough_microbatches(layout, pp_rank, full.num_microbatches) if repeats else full.num_microbatches
+    size = replace(full, num_microbatches=enough)
+    own = size.chunks[pp_rank :: layout.pp]
+    period, wanted = layer_period(job, layout), max(own)
+    small = smallest(layout, period, wanted)
+    few = sum(own) * size.num_microbatches <= _FEW_PASSES
+    if not period or len(set(own)) > 1 or few or wanted <= 2 * small + period:
+        trace = run(size, True)
+    else:
+        first, second = (
+            run(replace(size, chunks=(layers,) * len(size.chunks)), True) for layers in (small, small + period)
+        )
+        trace = _extrapolated(first, second, (wanted - small) // period, bare=run(size, False))
+    return _with_reports(trace, full.num_microbatches - size.num_microbatches)
+
+
+def layer_period(job: Job, layout: Layout) -> int:
+    """Return the number of layers after which the layers of a chunk repeat; 0 if they do not repeat."""
+    recompute = layout.recompute
+    if recompute.granularity == "full":
+        return recompute.num_layers if recompute.method == "uniform" else 1
+    if len(set(job.model.moe_layer_freq)) > 1 or "--window-attn-skip-freq" in flags(job):
+        return 0
+    return 1
+
+
+def smallest(layout: Layout, period: int, wanted: int) -> int:
+    """Return the number of layers in a chunk from which each further period adds the same bytes.
+
+    The difference to `wanted` is a whole number of periods. The result is at least two, because shared buffers that the
+    first backward makes exist from the second layer on.
+    """
+    recompute = layout.recompute
+    if recompute.granularity == "full" and recompute.method == "block":
+        # Only the first layers of a chunk are recomputed.
+        return recompute.num_layers + 2
+    return 2 * period + wanted % period if period else wanted
+
+
+def _extrapolated(first: Trace, second: Trace, steps: int, *, bare: Trace) -> Trace:
+    """Extrapolate two runs by a number of steps from the first; static bytes come from the bare run."""
+    if [one.phase for one in first.stretches] != [one.phase for one in second.stretches]:
+        raise RuntimeError("runs of different sizes have different stretches")
+
+    def grown(a: dict[str, int], b: dict[str, int], static: dict[str, int], names: tuple[str, ...]) -> dict[str, int]:
+        by_label = {name: a.get(name, 0) + steps * (b.get(name, 0) - a.get(name, 0)) for name in {*a, *b} - set(names)}
+        return by_label | {name: static.get(name, 0) for name in names}
+
+    statics = {stretch.phase: stretch.at_peak for stretch in bare.stretches}
+    of_step = (*_STATIC, "optimizer_step")
+    setup = [stretch for stretch in bare.stretches if stretch.phase == "setup"]
+    stretches = [
+        Stretch(a.phase, grown(a.at_peak, b.at_peak, statics[a.phase], of_step if "step" in a.phase else _STATIC))
+        for a, b in zip(first.stretches, second.stretches, strict=True)
+        if a.phase != "setup"
+    ]
+    left = grown(first.left, second.left, bare.left, of_step)
+    return replace(second, stretches=(*setup, *stretches), left=left)
+
+
+def _with_reports(trace: Trace, missing: int) -> Trace:
+    """Add the loss reports of micro-batches that were not run to each stretch of a step."""
+    if not missing or not trace.report_bytes:
+        return trace
+    more = missing * trace.report_bytes
+    return replace(
+        trace,
+        stretches=tuple(
+            Stretch(phase=one.phase, at_peak={**one.at_peak, "head": one.at_peak.get("head", 0) + more})
+            if one.phase not in ("setup", "end")
+            else one
+            for one in trace.stretches
+        ),
     )

@@ -1,4 +1,9 @@
-"""torch and megatron-core as on a GPU, with abstract tensors: `cuda` means the `meta` device, messages go nowhere."""
+"""Replacements for torch and megatron-core that imitate a GPU with abstract tensors.
+
+`cuda` means the `meta` device, and messages go nowhere. An abstract tensor has no values, so code that reads a value
+gets False, 0 or 1. Megatron's own router, dispatchers and experts run with balanced routing, so every shape is fixed.
+Megatron's own code decides which activations are offloaded and when they return; tensors in host memory do not count.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ import torch.distributed
 import torch.distributed.distributed_c10d
 import torch.nn.functional
 
-from pipette_patches.abstract.kernels import _routing, balanced, kernel
+from pipette_patches.abstract.kernels import balanced, kernel, routed_rows
 from pipette_patches.abstract.transformer_engine import LayerNorm, RMSNorm
 from pipette_patches.replacements import Replacement, answer, in_module, instead, nothing, wrapping
 from pipette_patches.storage_meter import as_one_kernel, current, recounting, under
@@ -30,43 +35,30 @@ _MESSAGES = (
 # fmt: on
 
 
-def for_abstract(successor: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Call `successor` for an abstract tensor or storage, which has no values, and the original for any other."""
+def _for_abstract(successor: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Call `successor` for an abstract tensor or storage, and the original for any other."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(given: Any, *args: Any, **kwargs: Any) -> Any:
-            return (successor if given.device.type == "meta" else original)(given, *args, **kwargs)
+    def call(original: Callable[..., Any], given: Any, *args: Any, **kwargs: Any) -> Any:
+        return (successor if given.device.type == "meta" else original)(given, *args, **kwargs)
 
-        return call
-
-    return make
+    return wrapping(call)
 
 
-def _cuda_module(_original: object) -> Callable[..., Any]:
-    """Move what a module made in host memory; a moved parameter keeps its marks."""
-
-    def move(module: Any, *_args: object) -> Any:
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None and parameter.device.type != "meta":
-                    moved = torch.nn.Parameter(parameter.detach().to(DEVICE), requires_grad=parameter.requires_grad)
-                    vars(moved).update(vars(parameter))
-                    part._parameters[name] = moved
-            for name, buffer in part._buffers.items():
-                part._buffers[name] = None if buffer is None else buffer.cuda()
-        return module
-
-    return move
-
-
-def _zeros(tensor: Any, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    """The values of an abstract tensor in host memory."""
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+def _cuda_module(module: Any, *_args: object) -> Any:
+    """Move the parameters and buffers of a module out of host memory; parameters keep their attributes."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.device.type != "meta":
+                moved = torch.nn.Parameter(parameter.detach().to(DEVICE), requires_grad=parameter.requires_grad)
+                vars(moved).update(vars(parameter))
+                part._parameters[name] = moved
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.cuda()
+    return module
 
 
 def _scalar(tensor: Any) -> Any:
-    """False, 0.0 or 1: no overflow was found, no norm is to be clipped, every count is one."""
+    """Return False, 0.0 or 1: no overflow was found, no norm exceeds its limit, and every count is one."""
     if tensor.dtype is torch.bool:
         return False
     return 0.0 if tensor.dtype.is_floating_point else 1
@@ -77,7 +69,7 @@ def _gather_own(objects: list[Any], own: Any, **_kwargs: Any) -> None:
 
 
 def _dropout(given: Any, p: float = 0.5, training: bool = True, *_inplace: bool, **_options: bool) -> Any:
-    """Drop out as the CUDA kernel does it: an output and a mask of one byte each element."""
+    """Make an output and a mask with one byte for each element, as the CUDA kernel does."""
     if not training or p == 0.0:
         return given
     return kernel(lambda given: (torch.empty_like(given), (torch.empty_like(given, dtype=torch.bool),)), given)
@@ -95,7 +87,7 @@ _DISTRIBUTED = {
     "all_gather_object": instead(_gather_own),
     "_coalescing_manager": instead(no_coalescing),
 }
-# Optimizers step on lists of tensors, as torch's do on CUDA and not on other devices.
+# On CUDA torch's optimizers step on lists of tensors, on other devices they do not.
 _STEP_ON_LISTS = {
     "_default_to_fused_or_foreach": instead(lambda _params, differentiable, **_fused: (False, not differentiable))
 }
@@ -116,20 +108,19 @@ TORCH = (
     *in_module(
         "torch",
         {
-            "Tensor.cpu": for_abstract(_zeros),
-            # An abstract tensor is asked for its value.
-            "Tensor.item": for_abstract(_scalar),
-            "Tensor.tolist": for_abstract(lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype).tolist()),
-            "Tensor.__bool__": for_abstract(lambda _: False),
-            "Tensor.__int__": for_abstract(lambda _: 1),
-            "Tensor.__float__": for_abstract(lambda _: 0.0),
+            "Tensor.cpu": _for_abstract(lambda tensor, *_, **__: torch.zeros(tensor.shape, dtype=tensor.dtype)),
+            "Tensor.item": _for_abstract(_scalar),
+            "Tensor.tolist": _for_abstract(lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype).tolist()),
+            "Tensor.__bool__": _for_abstract(lambda _: False),
+            "Tensor.__int__": _for_abstract(lambda _: 1),
+            "Tensor.__float__": _for_abstract(lambda _: 0.0),
             "Tensor.is_cuda": instead(property(lambda tensor: tensor.device.type == "meta")),
             "UntypedStorage.resize_": recounting,
-            "UntypedStorage.copy_": for_abstract(lambda storage, *_source: storage),
+            "UntypedStorage.copy_": _for_abstract(lambda storage, *_source: storage),
         },
     ),
-    Replacement(module="torch.nn", path="Module.cuda", make=_cuda_module),
-    Replacement(module="torch.nn.functional", path="dropout", make=for_abstract(_dropout)),
+    Replacement(module="torch.nn", path="Module.cuda", make=instead(_cuda_module)),
+    Replacement(module="torch.nn.functional", path="dropout", make=_for_abstract(_dropout)),
     *in_module("torch.optim.adam", _STEP_ON_LISTS),
     *in_module("torch.optim.sgd", _STEP_ON_LISTS),
     *in_module("torch.distributed", _DISTRIBUTED),
@@ -146,39 +137,32 @@ class _OfDtype(type):
 
 
 def _tensors_of(dtype: torch.dtype) -> Callable[[object], Any]:
-    """Put in the place of a tuple of tensor types one class: the tensors of a dtype, as `isinstance` sees them."""
+    """Replace a tuple of tensor types by a class whose instances, for `isinstance`, are the tensors of a dtype."""
     return instead((_OfDtype(f"Tensor of {dtype}", (), {"dtype": dtype}),))
 
 
 def _one_kernel(_original: object) -> Callable[[Any], Any]:
-    """Let a compiled function hold no intermediates, as on a GPU; compiling is not needed to count its outputs."""
+    """Run a compiled function without a compiler, but do not count its intermediates."""
     return lambda function=None, **_options: _one_kernel(None) if function is None else as_one_kernel(function)
 
 
-def _counted_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Count a backward pass under its label, and mark its beginning and its end."""
-    labelled = under("backward", original)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        meter = current()
-        if meter is None:
-            return original(*args, **kwargs)
-        meter.mark()
-        result = labelled(*args, **kwargs)
-        meter.mark()
-        return result
-
-    return run
+@wrapping
+def _counted_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Count a backward pass under its own label, and mark its beginning and end."""
+    meter = current()
+    if meter is None:
+        return original(*args, **kwargs)
+    meter.mark()
+    with meter.labelled("backward"):
+        result = original(*args, **kwargs)
+    meter.mark()
+    return result
 
 
-def _local_norm(_original: object) -> Any:
-    """Apex's and torch's norms keep what Transformer Engine's keep: input and fp32 statistics."""
-
-    def make(_cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_options: Any) -> Any:
-        norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-        return norm(hidden_size, eps, sequence_parallel=config.sequence_parallel, params_dtype=config.params_dtype)
-
-    return staticmethod(make)
+def _local_norm(_cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_options: Any) -> Any:
+    """Make a norm that keeps its input and fp32 statistics, as the norms of Apex and torch do."""
+    norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    return norm(hidden_size, eps, sequence_parallel=config.sequence_parallel, params_dtype=config.params_dtype)
 
 
 CORE = (
@@ -191,7 +175,9 @@ CORE = (
         },
     ),
     *in_module("megatron.core.jit", {"jit_fuser": _one_kernel}),
-    *in_module("megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": _local_norm}),
+    *in_module(
+        "megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": instead(staticmethod(_local_norm))}
+    ),
     *in_module(
         "megatron.core.tensor_parallel.random",
         {
@@ -208,63 +194,49 @@ CORE = (
     ),
     *in_module("megatron.core.utils", {"GlobalMemoryBuffer.get_tensor": functools.partial(under, "buffers")}),
 )
-"""Replacements in megatron-core for abstract execution."""
+"""Replacements in megatron-core for every model."""
 
 
 def _masked_select(given: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Select as many entries of each row of a mask as balanced routing sets; keeps what torch's own keeps.
-
-    Rows of the mask are experts, its columns tokens.
-    """
+    """Select the entries that balanced routing sets in a mask of (experts, tokens); keep the same tensors as torch."""
     experts, tokens = mask.shape
-    return kernel(lambda given: (given.new_empty(_routing[0].rows(tokens, experts)), (given, mask)), given)
+    return kernel(lambda given: (given.new_empty(routed_rows(tokens, experts)), (given, mask)), given)
 
 
 @wrapping
 def _with_balanced_counts(
     original: Callable[..., Any], experts: Any, rows: torch.Tensor, _counts: Any, probabilities: torch.Tensor
 ) -> Any:
-    """Run experts with as many tokens for each as balanced routing gives."""
+    """Run experts with a balanced number of tokens for each."""
     counts = torch.tensor(balanced(rows.shape[0], experts.num_local_experts))
     return original(experts, rows, counts, probabilities)
 
 
-def _all_to_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Send as many rows as come back."""
-    return lambda group, rows, *_splits, **_more: original(group, rows)
+@wrapping
+def _in_equal_parts(original: Callable[..., Any], rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Exchange the same number of rows with each rank, without the sizes of the parts."""
+    sizes = ("input_split_sizes", "output_split_sizes")
+    return original(rows, *args, **{name: value for name, value in kwargs.items() if name not in sizes})
 
 
-def _in_equal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather from, or scatter to, each rank as many rows: leave out the sizes of the parts."""
-
-    def exchange(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes = ("input_split_sizes", "output_split_sizes")
-        return original(rows, *args, **{name: value for name, value in kwargs.items() if name not in sizes})
-
-    return exchange
-
-
-def _sort_chunks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Sort equal chunks."""
-
-    def sort(rows: torch.Tensor, _sizes: Any, order: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(
-            rows, torch.tensor(balanced(rows.shape[0], len(order))), torch.arange(len(order)), *args, **kwargs
-        )
-
-    return sort
+@wrapping
+def _sort_equal_chunks(
+    original: Callable[..., Any], rows: torch.Tensor, _sizes: Any, order: Any, *args: Any, **kwargs: Any
+) -> Any:
+    sizes = torch.tensor(balanced(rows.shape[0], len(order)))
+    return original(rows, sizes, torch.arange(len(order)), *args, **kwargs)
 
 
 def _rope_for_key_value(
     both: Any, shared: Any, _cos: Any, _sin: Any, rope_width: int, width: int, value_width: int, *_: Any
 ) -> Any:
-    """Make keys and values of latent attention in one kernel: two new tensors."""
+    """Make the keys and values of latent attention in one kernel: two new tensors."""
     shapes = [(*both.shape[:-1], channels) for channels in (width + rope_width, value_width)]
     return kernel(lambda both, _: (tuple(both.new_empty(shape) for shape in shapes), ()), both, shared)
 
 
 EXPERTS = (
-    *in_module("torch", {"Tensor.masked_select": for_abstract(_masked_select)}),
+    *in_module("torch", {"Tensor.masked_select": _for_abstract(_masked_select)}),
     *in_module(
         "megatron.core.transformer.moe.experts",
         {"SequentialMLP.forward": _with_balanced_counts, "TEGroupedMLP.forward": _with_balanced_counts},
@@ -272,10 +244,11 @@ EXPERTS = (
     *in_module(
         "megatron.core.transformer.moe.token_dispatcher",
         {
-            "all_to_all": _all_to_all,
+            # Each rank receives the same number of rows that it sends.
+            "all_to_all": lambda original: lambda group, rows, *_splits, **_more: original(group, rows),
             "gather_from_sequence_parallel_region": _in_equal_parts,
             "reduce_scatter_to_sequence_parallel_region": _in_equal_parts,
-            "sort_chunks_by_idxs": _sort_chunks,
+            "sort_chunks_by_idxs": _sort_equal_chunks,
             "pad_routing_map": instead(lambda mapped, _multiple: mapped),
         },
     ),
@@ -288,41 +261,37 @@ EXPERTS = (
         },
     ),
 )
-"""Replacements in megatron-core, and one in torch, where the value of a tensor is asked for."""
+"""Replacements for experts and latent attention, which read values of tensors."""
+
+_OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
-_MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
-
-
-def forget() -> None:
-    """Drop what the last job has offloaded, as a new process would have nothing."""
-    module = sys.modules.get(_MODULE)
+def forget_offloaded() -> None:
+    """Drop the tensors that the last job offloaded."""
+    module = sys.modules.get(_OFFLOAD)
     if module is not None:
         module.PipelineOffloadManager.OFFLOAD_MGR = None
 
 
 def _to_host(_handler: Any, tensor: torch.Tensor, **_options: bool) -> tuple[Any, ...]:
-    """Say what lies in host memory; a tensor that is not contiguous is copied on the device first.
-
-    Megatron knows a tensor that has left by the tuple in its place.
-    """
+    """Return a tuple in place of the tensor, by which Megatron recognises a tensor in host memory."""
+    # A tensor that is not contiguous is first copied on the device.
     tensor.contiguous()
     return tensor.shape, tensor.dtype, tensor.device
 
 
 def _from_host(_handler: Any, state: tuple[Any, ...], **_options: bool) -> torch.Tensor:
-    """Make a new tensor on the device for one that had left."""
     shape, dtype, device = state
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 OFFLOADING = tuple(
-    # A release may lack one: then only jobs that offload cannot be executed.
-    Replacement(module=_MODULE, path=path, make=make, may_be_absent=True)
+    # A release may lack an attribute. Then only jobs that offload fail.
+    Replacement(module=_OFFLOAD, path=path, make=make, may_be_absent=True)
     for path, make in {
         "ChunkOffloadHandler.offload": instead(_to_host),
         "ChunkOffloadHandler.reload": instead(_from_host),
         "print_offload_summary_table": nothing,
     }.items()
 )
-"""Replacements in megatron-core."""
+"""Replacements for fine-grained activation offloading (megatron-core 0.16.1): copies between device and host."""

@@ -1,8 +1,9 @@
-"""Fused kernels and optimizers of Transformer Engine and Apex that make what the kernels make, and nothing else.
+"""Fused kernels of Transformer Engine and Apex for abstract tensors: each makes and keeps the same tensors, no more.
 
-The optimizer was read in TransformerEngine 2.8, optimizers/fused_adam.py: it makes states at the first step. With
-reduced precisions a state that is not fp32 is copied to fp32 for the kernel, all of a parameter group at once; 16-bit
-remainders of the weights in place of fp32 master weights are read and written as they are.
+Abstract tensors have no values to route by, so experts get balanced numbers of tokens. The optimizer follows
+TransformerEngine 2.8, optimizers/fused_adam.py: it makes its states at the first step. With reduced precision the
+kernel needs an fp32 copy of each smaller state, for a whole parameter group at once. It reads and writes 16-bit
+remainders of the weights (in place of fp32 master weights) without a copy.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pipette_launch.facts import Job
 from pipette_patches.megatron_config import NotModelledError, flags
 
 Gradients = tuple[Any, ...]
+_FP8_ROWS = 16
 
 
 class _Kernel(torch.autograd.Function):
@@ -42,26 +44,26 @@ class _Kernel(torch.autograd.Function):
 def kernel(
     run: Callable[..., tuple[Any, tuple[Any, ...]]], *given: Any, backward: Callable[..., Gradients] | None = None
 ) -> Any:
-    """Run one fused kernel of which autograd sees nothing but its outputs and what it keeps.
+    """Run a fused kernel; autograd sees only its outputs and the tensors that it keeps.
 
     Args:
-        run: from what is given to the outputs, and the tensors kept for backward.
-        given: tensors, or anything else that has no gradient.
-        backward: from the tensors kept and the outputs' gradients to a gradient for each thing given; without it each
-            tensor that needs a gradient gets a new one. It must refer to no tensor but parameters: what it refers to
-            lives as long as the graph.
+        run: receives `given` and returns the outputs and the tensors that are kept for backward.
+        given: tensors, or objects that have no gradient.
+        backward: receives the kept tensors and the gradients of the outputs, and returns one gradient for each object
+            in `given`. None makes a new gradient for each tensor that needs one. It must not refer to tensors other
+            than parameters, because these would live as long as the graph.
 
     """
     return _Kernel.apply(run, backward, *given)  # type: ignore[no-untyped-call]
 
 
 def apply_rotary_pos_emb(given: torch.Tensor, angles: torch.Tensor, **_options: Any) -> Any:
-    """Rotate queries or keys into a new tensor, and keep nothing but the angles."""
+    """Rotate queries or keys into a new tensor; keep only the angles."""
     return kernel(lambda given: (given.new_empty(given.shape), (angles,)), given)
 
 
 def apply_fused_qkv_rotary_pos_emb(*_args: Any, **_kwargs: Any) -> Any:
-    """Refuse: rotation before the split of queries, keys and values is an option that is not modelled."""
+    """Refuse to rotate queries, keys and values before they are split, which is not modelled."""
     raise NotModelledError("--fused-single-qkv-rope is not modelled")
 
 
@@ -75,7 +77,7 @@ def split_along_dim(given: torch.Tensor, dim: int, sections: Any, _squeeze: bool
 
 
 def parallel_cross_entropy(logits: torch.Tensor, _labels: torch.Tensor, *_options: Any) -> Any:
-    """One loss for each token; the gradient is written over the logits, in their own type."""
+    """Make one loss for each token; the gradient overwrites the logits in their own type."""
 
     def run(logits: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
         loss = logits.new_empty(logits.shape[:2], dtype=torch.float32)
@@ -86,7 +88,7 @@ def parallel_cross_entropy(logits: torch.Tensor, _labels: torch.Tensor, *_option
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Recompute a function in backward; keeps its tensor arguments."""
+    """Recompute a function in the backward; keep its tensor arguments."""
     import torch.utils.checkpoint as torch_checkpoint
 
     ours = ("distribute_saved_activations", "get_rng_state_tracker", "tp_group")
@@ -100,13 +102,13 @@ def multi_tensor_applier(operation: Any, overflow: Any, lists: Any, *args: Any) 
 
 
 def multi_tensor_l2norm(_chunk: int, _overflow: Any, lists: Any, per_tensor: bool = False) -> Any:
-    """Make one norm (or one for each tensor)."""
+    """Make one norm, and one for each tensor if `per_tensor` is True."""
     count = len(lists[0]) if per_tensor else 0
     return lists[0][0].new_empty(1, dtype=torch.float32), lists[0][0].new_empty(count, dtype=torch.float32)
 
 
 def get_batch_per_block(_rows: int, columns: int, _batch: int, _heads: int) -> int:
-    """Rows of scores that one block of the softmax kernel takes (fused_kernels/scaled_masked_softmax.h)."""
+    """Return the rows of scores in one block of the softmax kernel (fused_kernels/scaled_masked_softmax.h)."""
     power = 1 << math.ceil(math.log2(columns))
     return (128 // min(power, 32)) * (2 if power <= 128 else 1)
 
@@ -143,13 +145,11 @@ class FusedAdam(torch.optim.Optimizer):
     def initialize_state(self, parameter: Any, _store_param_remainders: bool = False) -> None:
         """Make the states of one parameter."""
         for name, dtype in self.dtypes.items():
-            kept = dtype
-            if name == "master_param" and self.store_param_remainders and parameter.dtype is torch.bfloat16:
-                kept = torch.int16
-            self.state[parameter][name] = torch.empty_like(parameter, dtype=kept)
+            has_remainder = name == "master_param" and self.store_param_remainders and parameter.dtype is torch.bfloat16
+            self.state[parameter][name] = torch.empty_like(parameter, dtype=torch.int16 if has_remainder else dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Free the gradients."""
         for parameter in (one for group in self.param_groups for one in group["params"]):
             if self.use_decoupled_grad:
                 parameter.decoupled_grad = None
@@ -157,7 +157,7 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.grad = None
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make states that are not there yet, and the fp32 copies of those that are kept smaller."""
+        """Make missing states, and fp32 copies of states in reduced precision."""
         del closure
         for group in self.param_groups:
             copies = []
@@ -175,8 +175,15 @@ class FusedAdam(torch.optim.Optimizer):
             del copies
 
 
+class FusedSGD(torch.optim.SGD):
+    """Stochastic gradient descent over lists of tensors; it makes the momentum at the first step."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, foreach=True)
+
+
 def choose_optimizers(*, fused: bool) -> None:
-    """Let megatron-core build fused optimizers from now on, or torch's, as it does without TE and Apex."""
+    """Let megatron-core build fused optimizers from now on, or torch's, as without Transformer Engine and Apex."""
     from megatron.core import optimizer
 
     optimizer.USING_PYTORCH_OPTIMIZER = not fused
@@ -184,19 +191,9 @@ def choose_optimizers(*, fused: bool) -> None:
     optimizer.SGD = FusedSGD if fused else torch.optim.SGD
 
 
-class FusedSGD(torch.optim.SGD):
-    """Stochastic gradient descent over lists of tensors; its momentum is made at the first step."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, foreach=True)
-
-
-_FP8_ROWS = 16
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Routing:
-    """How many rows of so many tokens go to so many experts, when every expert gets as many."""
+    """Balanced routing: every expert gets the same number of tokens."""
 
     num_experts: int = 1
     topk: int = 1
@@ -204,7 +201,7 @@ class Routing:
     pads_for_fp8: bool = False
 
     def rows(self, tokens: int, experts: int) -> int:
-        """Rows that `experts` of the model's experts get of `tokens` tokens."""
+        """Return the number of rows that `experts` of the model's experts get from `tokens` tokens."""
         each = tokens * self.topk / self.num_experts
         if self.capacity_factor is not None:
             each = min(each, math.ceil(each * self.capacity_factor))
@@ -216,8 +213,13 @@ class Routing:
 _routing = [Routing()]
 
 
-def choose(job: Job) -> None:
-    """Route as this job does from now on, and drop the losses that Megatron keeps of an earlier job."""
+def routed_rows(tokens: int, experts: int) -> int:
+    """Return the number of rows that `experts` experts get from `tokens` tokens in the current job."""
+    return _routing[0].rows(tokens, experts)
+
+
+def choose_routing(job: Job) -> None:
+    """Route as this job from now on, and drop the losses that Megatron keeps of an earlier job."""
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
 
@@ -234,7 +236,7 @@ def choose(job: Job) -> None:
 
 
 def balanced(rows: int, parts: int) -> list[int]:
-    """Cut a number of rows into parts that differ by one at most."""
+    """Split a number of rows into parts that differ by at most one row."""
     each, more = divmod(rows, parts)
     return [each + (part < more) for part in range(parts)]
 
@@ -242,14 +244,11 @@ def balanced(rows: int, parts: int) -> list[int]:
 def moe_permute_with_probs(
     tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, **_options: Any
 ) -> Any:
-    """Put rows of tokens, and their probabilities, into the order of experts.
-
-    Keeps and returns a map of 2 * experts + 1 entries for each token.
-    """
+    """Put token rows and probabilities into the order of experts; keep a map of 2 * experts + 1 for each token."""
 
     def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> Any:
         num_tokens, experts = routing_map.shape
-        rows = _routing[0].rows(num_tokens, experts)
+        rows = routed_rows(num_tokens, experts)
         row_map = routing_map.new_empty((num_tokens, 2 * experts + 1), dtype=torch.int32)
         permuted = None if probs is None else probs.new_empty(rows)
         return (tokens.new_empty((rows, tokens.shape[1])), permuted, row_map), (row_map,)
@@ -258,7 +257,7 @@ def moe_permute_with_probs(
 
 
 def moe_permute(tokens: torch.Tensor, routing_map: torch.Tensor, **_options: Any) -> Any:
-    """Permute tokens: returns them and the map for the way back."""
+    """Put token rows into the order of experts; return the rows and the map for the way back."""
     permuted, _, row_map = moe_permute_with_probs(tokens, None, routing_map)
     return permuted, row_map
 
@@ -266,17 +265,17 @@ def moe_permute(tokens: torch.Tensor, routing_map: torch.Tensor, **_options: Any
 def moe_unpermute(
     permuted: torch.Tensor, row_map: torch.Tensor, *_probs: Any, restore_shape: Any, **_options: Any
 ) -> Any:
-    """Add each token's rows up; keeps the map."""
+    """Sum the rows of each token; keep the map."""
     return kernel(lambda given: (given.new_empty(tuple(restore_shape)), (row_map,)), permuted)
 
 
 def moe_sort_chunks_by_index_with_probs(rows: torch.Tensor, probs: Any, _sizes: Any, _order: Any) -> Any:
-    """Sort chunks of rows and of their probabilities; keeps a map."""
+    """Sort chunks of rows and of their probabilities; keep a map."""
     row_map = rows.new_empty(rows.shape[0], dtype=torch.int32)
     return tuple(kernel(lambda given: (given.new_empty(given.shape), (row_map,)), given) for given in (rows, probs))
 
 
 def moe_sort_chunks_by_index(rows: torch.Tensor, _sizes: Any, _order: Any) -> Any:
-    """Sort chunks of rows; keeps a map."""
+    """Sort chunks of rows; keep a map."""
     row_map = rows.new_empty(rows.shape[0], dtype=torch.int32)
     return kernel(lambda given: (given.new_empty(given.shape), (row_map,)), rows)

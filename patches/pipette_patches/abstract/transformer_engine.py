@@ -1,9 +1,17 @@
-"""Transformer Engine's linear layers and norms: their parameters, what they keep for backward, and their temporaries.
+"""A stand-in for Transformer Engine and Apex: the same names, and for each name the tensors that the original holds.
 
-Read in TransformerEngine 2.8, module/{linear,layernorm_linear,grouped_linear}.py: the first two keep their own input
-(the norm's input, statistics and output too) before any gather, gather it again for the weight gradient, and free the
-gathered copy at once. With fused accumulation the weight gradient goes into `main_grad`; the layer returns an empty
-gradient in its place, which is made once for each shape and kept (module/base.py, get_dummy_wgrad).
+megatron-core wraps these names itself (extensions/transformer_engine.py), so its own classes, specifications and checks
+run. `STAND_INS` lists the modules and the names that megatron-core takes from each. Source: TransformerEngine 2.8.
+
+Linear layers (module/{linear,layernorm_linear,grouped_linear}.py) keep their own input before any gather; with a norm
+they also keep the norm's input, statistics and output. They gather the input again for the weight gradient and free the
+gathered copy at once. With fused accumulation the weight gradient goes into `main_grad`, and the layer returns an empty
+gradient, which is made once for each shape and kept (module/base.py, get_dummy_wgrad).
+
+Attention (attention/dot_product_attention/{backends,context_parallel}.py): cuDNN's fused kernel takes (s, b, heads,
+channels). FlashAttention needs (b, s, heads, channels), so with b > 1 it copies query, key, value and output. The
+unfused core writes every score. With context parallelism keys and values travel around a ring: each step takes one
+buffer forward and two pairs of buffers backward.
 """
 
 from __future__ import annotations
@@ -22,31 +30,18 @@ from pipette_patches.abstract.kernels import Gradients, kernel
 from pipette_patches.megatron_config import NotModelledError
 from pipette_patches.storage_meter import under
 
+VERSION = "2.8.0"
+"""The release of Transformer Engine that the code follows."""
 _dummy_gradients: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 def forget_gradients() -> None:
-    """Drop the kept empty gradients, as a new process would have none."""
+    """Free the kept empty gradients, because a new process has none."""
     _dummy_gradients.clear()
 
 
-def norm_output(given: torch.Tensor, *, rms: bool) -> tuple[torch.Tensor, ...]:
-    """Make a norm's output and its fp32 statistics: one or two numbers for each row."""
-    rows = given.numel() // given.shape[-1]
-    statistics = (given.new_empty(rows, dtype=torch.float32) for _ in range(1 if rms else 2))
-    return (torch.empty_like(given, memory_format=torch.contiguous_format), *statistics)
-
-
-def weight_gradient(weight: Any, *, fused: bool) -> torch.Tensor:
-    """Make a weight's gradient, or, where it goes into `main_grad`, find the empty one of its shape."""
-    if not (fused and hasattr(weight, "grad_added_to_main_grad")):
-        return torch.empty_like(weight)
-    weight.grad_added_to_main_grad = True
-    return get_dummy_wgrad(list(weight.shape), weight.dtype)
-
-
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """Find the empty gradient of a shape; megatron-core's own linear layers ask for it too."""
+    """Return the empty gradient of a shape; megatron-core's own linear layers also call it."""
     del zero
     key = (*shape, dtype)
     if key not in _dummy_gradients:
@@ -54,11 +49,53 @@ def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
     return _dummy_gradients[key].detach()
 
 
+def _weight_gradient(weight: Any, *, fused: bool) -> torch.Tensor:
+    if not (fused and hasattr(weight, "grad_added_to_main_grad")):
+        return torch.empty_like(weight)
+    weight.grad_added_to_main_grad = True
+    return get_dummy_wgrad(list(weight.shape), weight.dtype)
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+def _mark(parameter: Any, *, split: bool, dimension: int) -> None:
+    parameter.tensor_model_parallel = split
+    parameter.partition_dim = dimension if split else -1
+    parameter.partition_stride = 1
+
+
+def _norm_output(given: torch.Tensor, *, rms: bool) -> tuple[torch.Tensor, ...]:
+    """Make a norm's output and its fp32 statistics: one number for each row, or two without RMS."""
+    rows = given.numel() // given.shape[-1]
+    statistics = (given.new_empty(rows, dtype=torch.float32) for _ in range(1 if rms else 2))
+    return (torch.empty_like(given, memory_format=torch.contiguous_format), *statistics)
+
+
+def _add_norm(
+    layer: Any,
+    width: int,
+    *,
+    prefix: str = "",
+    sequence_parallel: bool = False,
+    params_dtype: torch.dtype = torch.float32,
+    device: Any = "cuda",
+    **_kernel_options: Any,
+) -> None:
+    """Give a layer the weight of a norm, and the bias unless it is an RMSNorm."""
+    for name in ("weight", "bias"):
+        parameter = None if name == "bias" and layer.rms else _parameter((width,), params_dtype, device)
+        if parameter is not None:
+            vars(parameter)["sequence_parallel"] = sequence_parallel
+        layer.register_parameter(f"{prefix}{name}", parameter)
+
+
 class _Product(torch.nn.Module):
-    """What a linear layer and a grouped one share: parameters, fused accumulation, a bias that the caller may add."""
+    """The common base of linear and grouped layers: parameters, fused accumulation, a bias that the caller may add."""
 
     save_original_input = False
-    """Megatron sets it; without FP8 the input is kept as it is anyway."""
+    """Megatron sets it, but without FP8 the layer keeps the original input in any case."""
 
     def __init__(
         self,
@@ -79,7 +116,7 @@ class _Product(torch.nn.Module):
         super().__init__()
         self.use_bias, self.returns_bias, self.fuses_accumulation = bias, return_bias, fuse_wgrad_accumulation
         self.parallel_mode, self._ranks, self._sequence_parallel = parallel_mode, tp_size, sequence_parallel
-        # Outputs and inputs of this rank's slice of a weight.
+        # Sizes of this rank's slice of a weight.
         outputs = out_features // (tp_size if parallel_mode == "column" else 1)
         inputs = in_features // (tp_size if parallel_mode == "row" else 1)
         for suffix in suffixes:
@@ -110,27 +147,26 @@ class Linear(_Product):
 
     @property
     def _exchange(self) -> str | None:
-        """`column`: the input is a slice of the sequence, to be gathered first; `row`: the output becomes such a slice.
+        """`column` if the layer gathers slices of the sequence before the product, `row` if it scatters them after.
 
-        Megatron takes the mode away from layers whose exchanges it does itself.
+        None if it does neither. Megatron removes the parallel mode from layers whose exchanges it does itself.
         """
         return self.parallel_mode if self._sequence_parallel and self._ranks > 1 else None
 
     def forward(self, inp: torch.Tensor, **_options: Any) -> Any:
-        """Normalise where there is a norm, and multiply; return the bias too where the caller adds it."""
+        """Normalise if the layer has a norm, then multiply; also return the bias if the caller adds it."""
         added = None if self.returns_bias else self.bias
         norm = (getattr(self, name, None) for name in ("layer_norm_weight", "layer_norm_bias"))
         out = kernel(self._product, inp, self.weight, added, *norm, backward=self._gradients)
         return (out, self.bias) if self.returns_bias else out
 
     def _gathered(self, given: torch.Tensor) -> torch.Tensor:
-        """Make the whole sequence from this rank's slice."""
         return given.new_empty((given.shape[0] * self._ranks, *given.shape[1:]))
 
     def _product(self, source: torch.Tensor, weight: torch.Tensor, _bias: Any, norm_weight: Any, _: Any) -> Any:
         given, statistics = source, ()
         if norm_weight is not None:
-            given, *statistics = norm_output(source, rms=self.rms)  # type: ignore[assignment]
+            given, *statistics = _norm_output(source, rms=self.rms)  # type: ignore[assignment]
         whole = self._gathered(given) if self._exchange == "column" else given
         out = whole.new_empty((*whole.shape[:-1], weight.shape[0]))
         del whole
@@ -146,7 +182,7 @@ class Linear(_Product):
         input_gradient = gradient.new_empty((*gradient.shape[:-1], weight.shape[1]))
         if gathers:
             input_gradient = torch.empty_like(given)
-        own = weight_gradient(weight, fused=self.fuses_accumulation) if weight.requires_grad else None
+        own = _weight_gradient(weight, fused=self.fuses_accumulation) if weight.requires_grad else None
         bias_gradient = None if self.returns_bias or self.bias is None else torch.empty_like(self.bias)
         del gradient, whole
         norm_gradients: list[torch.Tensor | None] = [None, None]
@@ -182,10 +218,10 @@ class LayerNorm(torch.nn.Module):
         _add_norm(self, normalized_shape or hidden_size, **options)
 
     def forward(self, inp: torch.Tensor) -> Any:
-        """Normalise."""
+        """Normalise; keep the input, the weight and the statistics."""
 
         def run(given: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None) -> Any:
-            out, *statistics = norm_output(given, rms=self.rms)
+            out, *statistics = _norm_output(given, rms=self.rms)
             return out, (given, weight, *statistics)
 
         return kernel(run, inp, self.weight, self.bias)
@@ -198,14 +234,14 @@ class RMSNorm(LayerNorm):
 
 
 class GroupedLinear(_Product):
-    """Transformer Engine's `GroupedLinear`: one product for each expert, in one kernel; its input is kept."""
+    """Transformer Engine's `GroupedLinear`: the products of all experts in one kernel, which keeps its input."""
 
     def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, suffixes=range(num_gemms), **options)
         self.num_gemms = num_gemms
 
     def forward(self, inp: torch.Tensor, m_splits: list[int], **_options: Any) -> Any:
-        """Multiply each expert's rows; return the biases too where the caller adds them."""
+        """Multiply the rows of each expert; also return the biases if the caller adds them."""
         if sum(m_splits) != inp.shape[0]:
             raise ValueError(f"{sum(m_splits)} rows of experts for {inp.shape[0]} rows given")
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
@@ -216,7 +252,7 @@ class GroupedLinear(_Product):
             given, *weights = kept
             gradient.contiguous()
             input_gradient = torch.empty_like(given)
-            own = [weight_gradient(weight, fused=self.fuses_accumulation) for weight in weights]
+            own = [_weight_gradient(weight, fused=self.fuses_accumulation) for weight in weights]
             return input_gradient, *own, *(torch.empty_like(bias) for bias in added)
 
         def run(given: torch.Tensor, *_weights_and_biases: Any) -> Any:
@@ -226,83 +262,55 @@ class GroupedLinear(_Product):
         return (out, biases) if self.returns_bias else out
 
 
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-
-
-def _add_norm(
-    layer: Any,
-    width: int,
-    *,
-    prefix: str = "",
-    sequence_parallel: bool = False,
-    params_dtype: torch.dtype = torch.float32,
-    device: Any = "cuda",
-    **_kernel_options: Any,
-) -> None:
-    """Give a layer the weight of a norm and, unless it is an RMSNorm, the bias."""
-    for name in ("weight", "bias"):
-        parameter = None if name == "bias" and layer.rms else _parameter((width,), params_dtype, device)
-        if parameter is not None:
-            vars(parameter)["sequence_parallel"] = sequence_parallel
-        layer.register_parameter(f"{prefix}{name}", parameter)
-
-
-def _mark(parameter: Any, *, split: bool, dimension: int) -> None:
-    parameter.tensor_model_parallel = split
-    parameter.partition_dim = dimension if split else -1
-    parameter.partition_stride = 1
-
-
-SCORES = ("flash", "fused", "unfused")
+_BACKENDS = ("flash", "fused", "unfused")
 _backend = ["fused"]
 
 
-def choose(backend: str) -> None:
-    """Let the cores made from now on be of this kind."""
-    if backend not in SCORES:
-        raise NotModelledError(f"attention backend {backend!r} is not modelled; known are {', '.join(SCORES)}")
+def choose_attention(backend: str) -> None:
+    """Set the backend of attention cores that are made from now on."""
+    if backend not in _BACKENDS:
+        raise NotModelledError(f"attention backend {backend!r} is not modelled; known are {', '.join(_BACKENDS)}")
     _backend[0] = backend
 
 
-def _output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, shaped as the query with the value's channels, and one fp32 number for each query and head."""
+def _attention_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the output, with the query's shape and the value's channels, and one fp32 number for each query and head."""
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 def _fused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-    """One fused kernel: keeps query, key, value, output and its statistics, and the state of the random numbers."""
-    out, statistics = _output(query, value)
+    """Run one fused kernel; keep its inputs, output and statistics, and the state of the random numbers."""
+    out, statistics = _attention_output(query, value)
     return out, (query, key, value, out, statistics, query.new_empty(2, dtype=torch.int64))
 
 
 def _ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, sequence: int) -> Any:
-    """Pass keys and values around `ranks` of them; keeps query, the last pair received, output and statistics.
+    """Pass keys and values around a ring of ranks; keep the query, the last received pair, output and statistics.
 
-    `sequence` is the dimension of the query that is cut.
+    `sequence` is the dimension of the query that the ranks share.
     """
     key_shape, value_shape = key.shape, value.shape
 
     def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        """Make the output in steps, whose results all wait for their correction."""
+        # The results of all steps stay until their correction at the end.
         pairs, outs = [key.new_empty(key.numel() + value.numel())], []
         for step in range(ranks):
             if step < ranks - 1:
                 pairs.append(torch.empty_like(pairs[0]))
             part = query
             if step:
-                # Later steps see half of the queries or of the keys (causal): this rank's queries here.
+                # Causal attention: later steps need half of the queries (as here) or half of the keys.
                 part = query.new_empty([size // 2 if at == sequence else size for at, size in enumerate(query.shape)])
                 outs.append(part)
-            outs += _output(part, value)
+            outs += _attention_output(part, value)
         statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         states = [query.new_empty(2, dtype=torch.int64) for _ in range(ranks)]
         return out, (query, pairs[-1], out, statistics, *states)
 
     def backward(kept: Any, _gradient: torch.Tensor) -> Any:
-        """Make the gradients in steps; pairs of key-value and gradient travel in two buffers."""
+        # Pairs of keys and values travel with their gradients in two buffers.
         query, pair, *_ = kept
         query_gradient = query.new_empty(query.shape)
         buffers = [pair.new_empty((2, *pair.shape)) for _ in range(2)]
@@ -318,10 +326,27 @@ def _ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return kernel(forward, query, key, value, backward=backward)
 
 
-def _softmax(scores: torch.Tensor) -> Any:
-    """Make the probabilities, which are kept too."""
-    out = torch.empty_like(scores)
-    return out, (out,)
+def _unfused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+    """Write the scores, the probabilities and the probabilities after dropout."""
+    (rows, batch, heads, _), columns = query.shape, key.shape[0]
+    if key.shape[2] != heads:
+        repeats = heads // key.shape[2]
+        key, value = (one.repeat_interleave(repeats, dim=2) for one in (key, value))
+    flat_query = query.reshape(rows, batch * heads, -1)
+    flat_key = key.reshape(columns, batch * heads, -1)
+    scores = query.new_empty(batch * heads, rows, columns)
+    scores = torch.baddbmm(scores, flat_query.transpose(0, 1), flat_key.permute(1, 2, 0), beta=0.0)
+
+    def softmax(scores: torch.Tensor) -> Any:
+        out = torch.empty_like(scores)
+        return out, (out,)
+
+    # The scaled, masked softmax keeps its result, and its backward overwrites the incoming gradient.
+    scores = kernel(softmax, scores, backward=lambda _kept, gradient: (gradient,))
+    scores = torch.nn.functional.dropout(scores, dropout, training=True)
+    flat_value = value.reshape(columns, batch * heads, -1)
+    out = torch.bmm(scores, flat_value.transpose(0, 1)).view(batch, heads, rows, -1)
+    return out.permute(2, 0, 1, 3).contiguous().flatten(2)
 
 
 class DotProductAttention(torch.nn.Module):
@@ -345,11 +370,11 @@ class DotProductAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_mask: Any, **_options: Any
     ) -> torch.Tensor:
-        """Attend; returns (s, b, heads * channels)."""
+        """Attend; return (s, b, heads * channels)."""
         query, key, value = (one.contiguous() for one in (query, key, value))
+        # Transformer Engine has context parallelism only for its kernels, not for the unfused core.
         if self.ring == 1 and self.backend == "unfused":
-            return unfused(query, key, value, self.attention_dropout)
-        # Without a ring there is no unfused core: Transformer Engine has context parallelism for its kernels only.
+            return _unfused_attention(query, key, value, self.attention_dropout)
         batch_first = self.backend == "flash"
         if batch_first:
             query, key, value = (one.transpose(0, 1).contiguous() for one in (query, key, value))
@@ -361,30 +386,8 @@ class DotProductAttention(torch.nn.Module):
         return flat.transpose(0, 1).contiguous() if batch_first else flat
 
 
-def unfused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Transformer Engine's unfused core: scores, probabilities and their dropped copy are all written."""
-    (rows, batch, heads, _), columns = query.shape, key.shape[0]
-    if key.shape[2] != heads:
-        repeats = heads // key.shape[2]
-        key, value = (one.repeat_interleave(repeats, dim=2) for one in (key, value))
-    flat_query = query.reshape(rows, batch * heads, -1)
-    flat_key = key.reshape(columns, batch * heads, -1)
-    scores = query.new_empty(batch * heads, rows, columns)
-    scores = torch.baddbmm(scores, flat_query.transpose(0, 1), flat_key.permute(1, 2, 0), beta=0.0)
-    # The scaled, masked softmax keeps its result, and its backward overwrites the gradient given.
-    scores = kernel(_softmax, scores, backward=lambda _kept, gradient: (gradient,))
-    scores = torch.nn.functional.dropout(scores, dropout, training=True)
-    flat_value = value.reshape(columns, batch * heads, -1)
-    out = torch.bmm(scores, flat_value.transpose(0, 1)).view(batch, heads, rows, -1)
-    return out.permute(2, 0, 1, 3).contiguous().flatten(2)
-
-
-VERSION = "2.8.0"
-"""The Transformer Engine whose code was read."""
-
-
-def not_modelled(name: str) -> type:
-    """Make a class that cannot be built, only named and subclassed."""
+def _not_modelled(name: str) -> type:
+    """Make a class that megatron-core can name and subclass, but not build."""
 
     def refuse(_self: Any, *_args: Any, **_kwargs: Any) -> None:
         raise NotModelledError(f"{name} of Transformer Engine is not modelled")
@@ -401,12 +404,11 @@ def _empty_classes(names: str) -> dict[str, type]:
 
 
 def _no_quantization(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    """Leave everything in its own type."""
     return contextlib.nullcontext()
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Do nothing: the kernel writes into tensors that it was given."""
+    """Do nothing, because the kernel writes into tensors that exist already."""
 
 
 _SOFTMAX = {
@@ -414,58 +416,52 @@ _SOFTMAX = {
     # It overwrites the gradient.
     "backward": lambda gradient, *_options: gradient,
 }
+_TE = "transformer_engine.pytorch"
 STAND_INS: dict[str, dict[str, Any]] = {
     "transformer_engine": {"__version__": VERSION},
     "transformer_engine.common": {},
     "transformer_engine.common.recipe": _empty_classes(
         "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling Format"
     ),
-    "transformer_engine.pytorch": {
-        **_named(Linear, LayerNormLinear, LayerNorm, RMSNorm, GroupedLinear),
-        "DotProductAttention": DotProductAttention,
-        **{name: not_modelled(name) for name in ("Fp8Padding", "Fp8Unpadding")},
-        "ops": SimpleNamespace(**{name: not_modelled(f"ops.{name}") for name in ("Sequential", "FusibleOperation")}),
+    _TE: {
+        **_named(Linear, LayerNormLinear, LayerNorm, RMSNorm, GroupedLinear, DotProductAttention),
+        **{name: _not_modelled(name) for name in ("Fp8Padding", "Fp8Unpadding")},
+        "ops": SimpleNamespace(**{name: _not_modelled(f"ops.{name}") for name in ("Sequential", "FusibleOperation")}),
     },
-    "transformer_engine.pytorch.attention": {"_SplitAlongDim": SimpleNamespace(apply=kernels.split_along_dim)},
-    "transformer_engine.pytorch.attention.rope": _named(
-        kernels.apply_rotary_pos_emb, kernels.apply_fused_qkv_rotary_pos_emb
-    ),
-    "transformer_engine.pytorch.cpu_offload": {"CPUOffloadEnabled": False},
-    "transformer_engine.pytorch.cross_entropy": _named(kernels.parallel_cross_entropy),
-    "transformer_engine.pytorch.distributed": {
+    f"{_TE}.attention": {"_SplitAlongDim": SimpleNamespace(apply=kernels.split_along_dim)},
+    f"{_TE}.attention.rope": _named(kernels.apply_rotary_pos_emb, kernels.apply_fused_qkv_rotary_pos_emb),
+    f"{_TE}.cpu_offload": {"CPUOffloadEnabled": False},
+    f"{_TE}.cross_entropy": _named(kernels.parallel_cross_entropy),
+    f"{_TE}.distributed": {
         "activation_recompute_forward": _no_quantization,
         "checkpoint": kernels.checkpoint,
         **_empty_classes("CudaRNGStatesTracker"),
     },
-    "transformer_engine.pytorch.fp8": {
-        # FP8 is off.
+    f"{_TE}.fp8": {
         "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False, reset=_nothing),
         "fp8_autocast": _no_quantization,
         "fp8_model_init": _no_quantization,
     },
-    "transformer_engine.pytorch.module": {},
-    "transformer_engine.pytorch.module.base": _named(get_dummy_wgrad),
-    "transformer_engine.pytorch.optimizers": {
+    f"{_TE}.module": {},
+    f"{_TE}.module.base": _named(get_dummy_wgrad),
+    f"{_TE}.optimizers": {
         **_named(kernels.FusedAdam, kernels.FusedSGD, kernels.multi_tensor_applier, kernels.multi_tensor_l2norm),
         "multi_tensor_scale": _nothing,
     },
-    "transformer_engine.pytorch.permutation": _named(
-        kernels.moe_permute,
-        kernels.moe_permute_with_probs,
-        kernels.moe_sort_chunks_by_index,
-        kernels.moe_sort_chunks_by_index_with_probs,
-        kernels.moe_unpermute,
+    f"{_TE}.permutation": _named(
+        *(kernels.moe_permute, kernels.moe_permute_with_probs, kernels.moe_unpermute),
+        *(kernels.moe_sort_chunks_by_index, kernels.moe_sort_chunks_by_index_with_probs),
     ),
-    "transformer_engine.pytorch.router": dict.fromkeys(
+    f"{_TE}.router": dict.fromkeys(
         ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
     ),
-    "transformer_engine.pytorch.tensor": _empty_classes("QuantizedTensor"),
-    "transformer_engine.pytorch.float8_tensor": _empty_classes("Float8Tensor"),
+    f"{_TE}.tensor": _empty_classes("QuantizedTensor"),
+    f"{_TE}.float8_tensor": _empty_classes("Float8Tensor"),
     "fused_weight_gradient_mlp_cuda": dict.fromkeys(("wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"), _nothing),
     "scaled_masked_softmax_cuda": {**_named(kernels.get_batch_per_block), **_SOFTMAX},
     "scaled_upper_triang_masked_softmax_cuda": _SOFTMAX,
 }
-"""Modules that exist on a GPU machine, and what of them is imitated."""
+"""Modules of a GPU machine, and the names that stand in for their contents."""
 
 
 def install() -> None:

@@ -1,1 +1,1 @@
-"""Execute pipeline schedules that Megatron lacks, on megatron-core as it is."""
+"""Optional: execute pipeline schedules that Megatron lacks. `registry.apply("schedules")` is the only entry."""

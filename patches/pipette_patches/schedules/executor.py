@@ -1,7 +1,14 @@
-"""Runs one training step, or one evaluation, by a program of passes and messages.
+"""Run one training step, or one evaluation, by a program of passes and messages.
 
-Around the passes it does what Megatron's own pipelined functions do (megatron/core/pipeline_parallel/schedules.py), and
-each pass is Megatron's own `forward_step` or `backward_step`.
+Around the passes it does the same as Megatron's own pipelined functions (megatron/core/pipeline_parallel/schedules.py).
+Each pass is Megatron's own `forward_step` or `backward_step`. Each message is posted alone, and a rank waits for it
+before it uses the tensor.
+
+Some schedules split a backward into I (gradient of the input) and W (gradients of the weights). torch's own split would
+compute gradients of the weights twice, because Megatron's linear layers are autograd functions that make both gradients
+at once (pytorch issues 166577, 174017). So the backward of this function is wrapped: it runs unchanged, including its
+communication, but without the product for the weights. Megatron has a switch that leaves this product out for the
+vocabulary (`--defer-embedding-wgrad-compute`), and the switch works for every layer.
 """
 
 from __future__ import annotations
@@ -22,13 +29,13 @@ from pipette_patches.schedules.v_placement import carry
 
 
 def runs_in_streams(group: Any) -> bool:
-    """Return True if messages of a pipeline go over NCCL, each way in a stream; elsewhere they do not wait in streams.
+    """Return True if the messages of a pipeline go over NCCL, with one stream for each direction.
 
-    PyTorch opens a communicator with a stream for each pair of ranks that exchange unbatched messages, in each process
-    group (ProcessGroupNCCL.cpp, pointToPoint). A group that was bound to a device at its start has one stream for all.
+    PyTorch opens a communicator with its own stream for each pair of ranks that exchange unbatched messages, in each
+    process group (ProcessGroupNCCL.cpp, pointToPoint). A group that is bound to a device has one stream for all pairs.
 
     Raises:
-        PatchError: all messages would share a stream, in which a late one holds up the others.
+        PatchError: all messages would share one stream, in which a late message delays the others.
 
     """
     if "nccl" not in dist.get_backend(group):
@@ -42,10 +49,10 @@ def runs_in_streams(group: Any) -> bool:
 
 
 def open_ways(group: Any, ways: Collection[tuple[int, int]]) -> None:
-    """Open the communicator of each way of a pipeline that begins or ends on this rank.
+    """Open the communicator of each way (source, target) of a pipeline that begins or ends on this rank.
 
-    The host waits for the other rank meanwhile. All ranks take their ways in the same order, so none wait in a circle;
-    pairs of neighbours that begin with an even rank come first, all at the same time.
+    The host waits for the other rank. All ranks open their ways in the same order, so no ranks wait in a circle.
+    Neighbour pairs that begin with an even rank come first and open at the same time.
     """
     rank = dist.get_rank(group)
     messages = PendingMessages(group, lambda: torch.empty(1, device=torch.cuda.current_device()), in_streams=True)
@@ -58,12 +65,12 @@ def open_ways(group: Any, ways: Collection[tuple[int, int]]) -> None:
 
 
 class PendingMessages:
-    """Posts messages with the other ranks of a pipeline, and keeps their tensors until they have arrived.
+    """Posts messages between the ranks of a pipeline and keeps their tensors until they have arrived.
 
     Args:
-        group: the ranks of the pipeline.
-        empty: makes the tensor that a message is received into.
-        in_streams: see `runs_in_streams`.
+        group: process group of the pipeline.
+        empty: makes the tensor that receives a message.
+        in_streams: result of `runs_in_streams`.
 
     """
 
@@ -77,12 +84,12 @@ class PendingMessages:
         self._under_way: dict[Message, tuple[Any, torch.Tensor, Callable[[], None]]] = {}
 
     def give(self, message: Message, tensor: torch.Tensor, *, then: Callable[[], None]) -> None:
-        """Keep a tensor until its message is posted; `then` is called once it has been sent."""
+        """Keep a tensor until its message is posted; call `then` after the tensor was sent."""
         self._outgoing[message] = tensor, then
 
     def post(self, message: Message) -> None:
-        """Hand a message to the network; nothing waits here."""
-        # The two ways of a pair lie in two process groups, as in Megatron's own `_p2p_ops` with two ranks.
+        """Start to send or receive a message, without waiting."""
+        # Two process groups carry the two directions of a pair, as in Megatron's own `_p2p_ops` with two ranks.
         goes_up = self._in_streams and message.source > message.target
         group = dist.group.WORLD if goes_up else self._group
         if message.source == self._rank:
@@ -94,25 +101,25 @@ class PendingMessages:
         self._under_way[message] = work, tensor, then
 
     def wait(self, message: Message) -> torch.Tensor:
-        """Wait for a message to arrive or to have left; returns its tensor."""
+        """Wait until a message was received or sent, and return its tensor."""
         work, tensor, then = self._under_way.pop(message)
         work.wait()
         then()
         return tensor
 
     def wait_for_sent(self, message: Message) -> None:
-        """Wait until a message has left, unless that was seen already."""
+        """Wait until a message was sent, unless an earlier call has seen this."""
         if message in self._under_way:
             self.wait(message)
 
     def reap(self) -> None:
-        """Let go of what has been sent by now."""
+        """Release the tensors of messages that have been sent."""
         for message in [one for one in self._under_way if one.source == self._rank]:
             if self._under_way[message][0].is_completed():
                 self.wait(message)
 
     def finish(self) -> None:
-        """Wait for all that is still under way."""
+        """Wait for all messages."""
         for message in list(self._under_way):
             self.wait(message)
 
@@ -121,17 +128,14 @@ def _nothing() -> None:
     pass
 
 
-LAYERS = "megatron.core.tensor_parallel.layers"
-FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
-OF_BIAS = 2
-"""Place of the bias among the gradients: behind those of input and weight."""
-
+_OF_BIAS = 2
+"""Index of the bias among the gradients of a linear layer, after input and weight."""
 Deferred = list[Callable[[], None]]
 """The products that a backward left out, in its order."""
 
 
 class _Open:
-    """Where the backward that now runs leaves its products; a backward of torch may run on a thread of its own."""
+    """The lists of the current split backward. torch may run it on another thread, so they are module state."""
 
     products: Deferred | None = None
     weights: list[Any] | None = None
@@ -142,7 +146,7 @@ _open = _Open()
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Deferred]:
-    """Collect the weights' gradients of the backward that runs in this block instead of making them."""
+    """Collect the products for weights during the block instead of computing them."""
     products: Deferred = []
     weights: list[Any] = []
     _open.products, _open.weights = products, weights
@@ -151,19 +155,19 @@ def deferred() -> Iterator[Deferred]:
     finally:
         _open.products = _open.weights = None
         for weight in weights:
-            # It kept the hooks of this backward from adding a gradient that is none; a whole backward may come next.
+            # True kept the hooks of this backward from adding a missing gradient. The next backward may be whole.
             weight.grad_added_to_main_grad = False
 
 
 def _splitting(original: Any) -> Any:
-    """Make the successor of Megatron's function: the same forward, a backward that can leave out one product."""
+    """Make a linear layer with the same forward, whose backward can leave out the product for the weights."""
 
     class Splitting(original):  # type: ignore[misc]
         @staticmethod
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             total_input, weight = ctx.saved_tensors
-            # Where Megatron itself defers, as for the vocabulary on request, it goes on doing so; from 0.19 on a weight
-            # may be in parts, which are put together for the backward alone.
+            # Keep Megatron's own deferral (for the vocabulary). From 0.19 on a weight may be in parts, which Megatron
+            # joins only for the backward.
             defers = ctx.grad_output_buffer is not None or getattr(ctx, "gtp_remat_size", 1) > 1
             # The head's product would keep the gradients of its logits, which are larger than all else of a layer.
             is_head = getattr(weight, "is_embedding_or_output_parameter", False)
@@ -178,8 +182,8 @@ def _splitting(original: Any) -> Any:
             has_bias, ctx.use_bias = ctx.use_bias, False
             gradients = list(original.backward(ctx, grad_output))
             if has_bias:
-                # Left to itself it would add up the tokens in two steps, which BF16 rounds otherwise.
-                gradients[OF_BIAS] = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
+                # The original would sum the tokens in two steps, which BF16 rounds differently.
+                gradients[_OF_BIAS] = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
             return tuple(gradients)
 
     return Splitting
@@ -192,13 +196,13 @@ def _add(
     grad_output: torch.Tensor,
     gather: Any,
 ) -> None:
-    """Add the weights' gradient of one layer and micro-batch, as the original's backward would.
+    """Add the weights' gradient of one layer and micro-batch, as the original backward would.
 
     Args:
-        product: adds the product of an output's gradient and an input to a weight's gradient.
-        layer_input: what the layer took in, the part of this rank under sequence parallelism.
-        grad_output: the gradient of what it put out.
-        gather: the ranks that hold the other parts of the input; None without sequence parallelism.
+        product: adds the product of the gradient of the output and the input to a weight's gradient.
+        layer_input: this rank's part of the input under sequence parallelism, otherwise the whole input.
+        grad_output: gradient of the output.
+        gather: process group that holds the other parts of the input; None without sequence parallelism.
 
     """
     from megatron.core.tensor_parallel.layers import dist_all_gather_func
@@ -224,12 +228,16 @@ def _fused_product(weight: Any, grad_output: torch.Tensor, layer_input: torch.Te
     add(layer_input, grad_output, weight.main_grad)
 
 
-REPLACEMENTS = (Replacement(module=LAYERS, path=FUNCTION, make=_splitting),)
+SPLITTING = Replacement(
+    module="megatron.core.tensor_parallel.layers",
+    path="LinearWithGradAccumulationAndAsyncCommunication",
+    make=_splitting,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What Megatron's pipelined functions are called with; the model and its data are lists of chunks."""
+    """The arguments of Megatron's pipelined functions, with model and data as lists of chunks."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: list[Any]
@@ -243,13 +251,13 @@ class Call:
     groups: Any
     """Process groups by Megatron's names."""
     finalize_arguments: Mapping[str, Any]
-    """What this release gives to `finalize_model_grads` by name."""
+    """Keyword arguments of `finalize_model_grads` in this release."""
     config: Any
     """Megatron's `TransformerConfig`."""
     in_streams: bool = False
-    """True if messages go over NCCL (`messages.runs_in_streams`)."""
+    """Result of `runs_in_streams`."""
     tied_weights: tuple[Any, ...] = ()
-    """Embedding and head of a model that ties them, where this rank has both."""
+    """Embedding and head of a model that ties them, if this rank has both."""
 
 
 def run(
@@ -258,14 +266,14 @@ def run(
     """Run a step and finalize its gradients.
 
     Args:
-        call: what Megatron was asked to run.
-        program: what this rank does.
-        rank_S: the pipeline rank of each stage.
+        call: the arguments of Megatron's pipelined function.
+        program: passes and messages of this rank.
+        rank_S: pipeline rank of each stage.
         schedules: the module megatron.core.pipeline_parallel.schedules.
-        begin: is told each step of the program before it is run, and nothing at its end.
+        begin: receives the name of each pass before it runs, and an empty string at the end.
 
     Returns:
-        What the last stage's forwards returned beside the loss; empty on other ranks.
+        The results of the last stage's forwards; empty on other ranks.
 
     """
     config, groups = call.config, call.groups
@@ -275,8 +283,11 @@ def run(
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     passes = PipelineStep(call, program, rank_S, schedules, begin)
-    # Gradients leave when a chunk's last one is made, which no hook of a backward sees where W comes later.
-    with _no_sync(config):
+    # A reduction starts after a chunk's last gradient. No hook of a backward sees this moment if W comes later.
+    with contextlib.ExitStack() as stack:
+        contexts = config.no_sync_func or []
+        for enter in contexts if isinstance(contexts, list) else [contexts]:
+            stack.enter_context(enter())
         passes.run()
     if rank_S[-1] != groups.pp.size() - 1:
         # Megatron reads losses on the last rank, and broadcasts the number of tokens from there.
@@ -284,38 +295,17 @@ def run(
         passes.results, passes.num_tokens = carried or ([], passes.num_tokens)
     if finalizes:
         schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
-        config.finalize_model_grads_func(
-            call.model,
-            passes.num_tokens if config.calculate_per_token_loss else None,
-            **call.finalize_arguments,
-        )
+        num_tokens = passes.num_tokens if config.calculate_per_token_loss else None
+        config.finalize_model_grads_func(call.model, num_tokens, **call.finalize_arguments)
     if config.timers is not None:
         config.timers("forward-backward").stop()
     return passes.results
 
 
-def _add_up(tied_weights: tuple[Any, ...]) -> None:
-    """Give the sum of their gradients to all weights that are tied, without a table beside theirs."""
-    total, *others = (weight.main_grad for weight in tied_weights)
-    for other in others:
-        total.add_(other)
-    for other in others:
-        other.copy_(total)
-
-
-@contextlib.contextmanager
-def _no_sync(config: Any) -> Iterator[None]:
-    contexts = config.no_sync_func or []
-    with contextlib.ExitStack() as stack:
-        for enter in contexts if isinstance(contexts, list) else [contexts]:
-            stack.enter_context(enter())
-        yield
-
-
 class PipelineStep:
-    """The passes of one step on this rank; tensors are kept by stage and micro-batch, so any order is served.
+    """The passes of one step on this rank, with the parameters of `run`.
 
-    Parameters are those of `run`.
+    Tensors are kept by stage and micro-batch, so the passes may come in any order.
     """
 
     def __init__(
@@ -325,9 +315,9 @@ class PipelineStep:
         self._config = call.config
         self._program = program
         self._rank_S = rank_S
-        # Releases before 0.17 ask for the kind of model too.
-        asks_type = "model_type" in inspect.signature(schedules.backward_step).parameters
-        self._model_type = (schedules.get_model_type(call.model[0]),) if asks_type else ()
+        # Releases before 0.17 also need the kind of model.
+        needs_type = "model_type" in inspect.signature(schedules.backward_step).parameters
+        self._model_type = (schedules.get_model_type(call.model[0]),) if needs_type else ()
         self._schedules = schedules
         self._begin = begin
         self._messages = PendingMessages(call.groups.pp, self._empty, in_streams=call.in_streams)
@@ -336,20 +326,20 @@ class PipelineStep:
         passes = [step for step in program if isinstance(step, Action)]
         self._first_forward = {action.stage: action for action in reversed(passes) if action.kind == "F"}
         self._last_gradient = {action.stage: action for action in passes if action.kind in "BW"}
-        self._in_turn = list(dict.fromkeys(self._chunk_of[action.stage] for action in passes))
-        """Chunks in the order in which they begin."""
-        self._made: list[int] = []
-        """Chunks whose gradients are made."""
+        self._chunks_in_order = list(dict.fromkeys(self._chunk_of[action.stage] for action in passes))
+        """Chunks in the order of their first pass."""
+        self._finished: list[int] = []
+        """Chunks that have all their gradients."""
         self._inputs: dict[tuple[int, int], Any] = {}
         self._outputs: dict[tuple[int, int], Any] = {}
         self._handed_over: dict[Message, Any] = {}
-        """What one stage makes for another on this rank."""
+        """Tensors that one stage makes for another stage on this rank."""
         self._weight_gradients: dict[tuple[int, int], Deferred] = {}
         self.results: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
     def run(self) -> None:
-        """Run every pass and every message of the program."""
+        """Run every pass and message of the program."""
         self._gather_parameters(0)
         for step in self._program:
             if not isinstance(step, Action):
@@ -365,7 +355,7 @@ class PipelineStep:
             else:
                 self._backward(step)
             if step == self._last_gradient.get(step.stage):
-                self._gradients_are_made(self._chunk_of[step.stage])
+                self._reduce_gradients(self._chunk_of[step.stage])
         self._begin("its last messages")
         self._messages.finish()
         self._begin("")
@@ -374,7 +364,7 @@ class PipelineStep:
         call, stage, microbatch = self._call, action.stage, action.microbatch
         chunk, is_first = self._chunk_of[stage], action == self._first_forward[stage]
         if is_first:
-            self._gather_parameters(self._in_turn.index(chunk) + 1)
+            self._gather_parameters(self._chunks_in_order.index(chunk) + 1)
         taken = self._take(stage - 1, microbatch, is_gradient=False) if stage > 0 else None
         output, num_tokens = self._schedules.forward_step(
             call.forward_step_func,
@@ -402,7 +392,7 @@ class PipelineStep:
         gradient = None
         if stage < len(self._rank_S) - 1:
             gradient = self._take(stage + 1, microbatch, is_gradient=True)
-            # The output is freed once it was sent, and Megatron's backward expects it to be.
+            # Megatron's backward expects that the output was freed, which happens after it was sent.
             self._messages.wait_for_sent(message_of(self._rank_S, stage, microbatch, is_gradient=False))
         taken, output = self._inputs.pop((stage, microbatch)), self._outputs.pop((stage, microbatch))
         with contextlib.ExitStack() as stack:
@@ -413,14 +403,14 @@ class PipelineStep:
             self._give(stage, microbatch, gradient, is_gradient=True)
 
     def _take(self, stage: int, microbatch: int, *, is_gradient: bool) -> Any:
-        """Return what a stage has made, once it is here."""
+        """Wait for the tensor of a stage and return it."""
         message = message_of(self._rank_S, stage, microbatch, is_gradient=is_gradient)
         if message.source == message.target:
             return self._handed_over.pop(message)
         return self._messages.wait(message)
 
     def _give(self, stage: int, microbatch: int, tensor: Any, *, is_gradient: bool) -> None:
-        """Hand over or keep for sending what a stage has made, and free an output as soon as nobody reads it."""
+        """Hand over the tensor of a stage or keep it for sending; free an output as soon as possible."""
         message = message_of(self._rank_S, stage, microbatch, is_gradient=is_gradient)
         release = partial(
             self._schedules.deallocate_output_tensor,
@@ -434,7 +424,7 @@ class PipelineStep:
             self._messages.give(message, tensor, then=release)
 
     def _empty(self) -> torch.Tensor:
-        """Make the tensor that a message is received into."""
+        """Make the tensor that receives a message."""
         config, groups = self._config, self._call.groups
         length = self._call.seq_length // groups.cp.size()
         if config.sequence_parallel:
@@ -447,21 +437,30 @@ class PipelineStep:
         )
 
     def _gather_parameters(self, turn: int) -> None:
-        """Start to gather the parameters of the chunk that begins so many chunks after the first."""
+        """Start to gather the parameters of the chunk with this place in the order of chunks."""
         gather = self._config.param_sync_func
-        if gather is not None and not self._call.forward_only and turn < len(self._in_turn):
-            chunk = self._in_turn[turn]
+        if gather is not None and not self._call.forward_only and turn < len(self._chunks_in_order):
+            chunk = self._chunks_in_order[turn]
             (gather[chunk] if isinstance(gather, list) else gather)(self._call.model[chunk].parameters())
 
-    def _gradients_are_made(self, chunk: int) -> None:
-        """Start to reduce the gradients of a chunk, where that is overlapped with other passes."""
+    def _reduce_gradients(self, chunk: int) -> None:
+        """Start to reduce the gradients of a finished chunk, if the job overlaps this with passes."""
         tied, model = self._call.tied_weights, self._call.model
-        self._made.append(chunk)
-        if tied and len(self._made) < len(model):
-            # Both ends of the model have a part of their common gradient.
+        self._finished.append(chunk)
+        if tied and len(self._finished) < len(model):
+            # Both chunks contribute to the common gradient of embedding and head.
             return
         if tied:
             _add_up(tied)
-        for one in self._made if tied else [chunk]:
+        for one in self._finished if tied else [chunk]:
             if getattr(getattr(model[one], "ddp_config", None), "overlap_grad_reduce", False):
                 model[one].start_grad_sync()
+
+
+def _add_up(tied_weights: tuple[Any, ...]) -> None:
+    """Write the sum of the gradients of all tied weights to each of them, without a temporary table."""
+    total, *others = (weight.main_grad for weight in tied_weights)
+    for other in others:
+        total.add_(other)
+    for other in others:
+        other.copy_(total)

@@ -1,7 +1,8 @@
 """The patch `schedules`: Megatron's pipelined functions follow the schedule of a file.
 
-The file is named by PIPETTE_SCHEDULE and is the same on every rank. Before the first step every rank checks that the
-schedule can run, and that all ranks have the same.
+PIPETTE_SCHEDULE names the file, which is the same on every rank. Before the first step every rank checks that the
+schedule can run and that all ranks have the same. A training may run its first step under Megatron's own schedule too:
+losses and gradients must agree.
 """
 
 from __future__ import annotations
@@ -28,15 +29,22 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts import files
 from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES
 from pipette_launch.facts.schedule import VARIABLE, Message, Program, Schedule, ScheduleFile, forward_passes, programs
-from pipette_patches.replacements import PatchError, Replacement, Replacements, megatron_core_version, wrapping
+from pipette_patches.replacements import PatchError, Replacements, in_module, megatron_core_version, wrapping
 from pipette_patches.schedules import executor, v_placement
 
 PATIENCE_S = 120.0
-"""Longer than any pass and its messages should take, and shorter than the half hour of NCCL's and gloo's deadlines."""
+"""Longer than a pass with its messages should take, and shorter than the half hour of NCCL's and gloo's deadlines."""
+TOLERANCE = 1e-3
+"""Ten times the effect of kernels that sum in any order, and less than the effect of one missing product."""
+
+
+def _print(words: str) -> None:
+    sys.stderr.write(f"pipette_patches.schedules: {words}\n")
+    sys.stderr.flush()
 
 
 class Watchdog:
-    """Keeps what a rank does now, and since when."""
+    """Prints the pass of a rank that has not moved for long, so that the user sees which ranks wait for which."""
 
     def __init__(
         self, rank: int, *, patience_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic
@@ -48,11 +56,11 @@ class Watchdog:
         self._since_s = 0.0
 
     def begin(self, doing: str) -> None:
-        """Note what the rank begins; empty where it leaves the pipeline."""
+        """Store the name of the pass that begins; an empty string after the last one."""
         self._doing, self._since_s = doing, self._clock()
 
     def complaint(self) -> str:
-        """Say what takes so long, once for each time; empty while nothing does."""
+        """Return a line for a pass that takes too long, once for each pass, otherwise an empty string."""
         taken_s = self._clock() - self._since_s
         if not self._doing or taken_s < self._patience_s:
             return ""
@@ -60,7 +68,7 @@ class Watchdog:
         return f"pipeline rank {self._rank} has been at {doing} for {taken_s:.0f} s"
 
     def start(self) -> None:
-        """Look now and then from a thread of its own, and complain on stderr."""
+        """Check in a thread, and print complaints on stderr."""
         threading.Thread(target=self._watch, name="schedule-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
@@ -68,16 +76,11 @@ class Watchdog:
             time.sleep(self._patience_s / 4)
             complaint = self.complaint()
             if complaint:
-                sys.stderr.write(f"pipette_patches.schedules: {complaint}\n")
-                sys.stderr.flush()
-
-
-TOLERANCE = 1e-3
-"""Kernels that add up in any order change a norm by a tenth of this; one product that is missing changes it by more."""
+                _print(complaint)
 
 
 class Replay:
-    """A data iterator that can give the same items again."""
+    """A data iterator that can return the same items again."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -100,16 +103,16 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a step gave on one rank."""
+    """Losses and gradients of a step on one rank."""
 
     losses: tuple[float, ...]
-    """Everything that the script's losses reported; on ranks of the last stage alone."""
+    """Each value that the script's losses reported; empty except on ranks of the last stage."""
     norms: tuple[float, ...]
-    """Of each buffer of gradients."""
+    """Norm of each gradient buffer."""
 
     @classmethod
     def of(cls, results: list[Any], chunks: list[Any]) -> Figures:
-        """Read the results of a step, and the gradients that it left."""
+        """Read the results of a step and its gradients."""
         reports = [each for result in results if isinstance(result, dict) for each in result.values()]
         buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return cls(
@@ -118,35 +121,34 @@ class Figures:
         )
 
     def difference(self, expected: Figures) -> str:
-        """Say what differs from what was expected; empty where nothing does."""
-        for what in ("losses", "norms"):
-            ours, theirs = getattr(self, what), getattr(expected, what)
+        """Describe the first difference to the expected figures; empty if they agree."""
+        for name in ("losses", "norms"):
+            ours, theirs = getattr(self, name), getattr(expected, name)
             if len(ours) != len(theirs):
-                return f"{len(ours)} {what} for {len(theirs)}"
+                return f"{len(ours)} {name} for {len(theirs)}"
             for one, other in zip(ours, theirs, strict=True):
                 is_same = math.isclose(one, other, rel_tol=TOLERANCE) or (math.isnan(one) and math.isnan(other))
                 if not is_same:
-                    return f"{'a loss' if what == 'losses' else 'a norm of gradients'} of {one:g} for {other:g}"
+                    return f"{'a loss' if name == 'losses' else 'a norm of gradients'} of {one:g} for {other:g}"
         return ""
 
 
-def compared(
-    chunks: list[Any],
-    data: list[Any],
-    ours: Callable[[list[Any]], list[Any]],
-    megatrons: Callable[[list[Any]], list[Any]],
-) -> tuple[list[Any], str]:
-    """Run a step twice from the same state.
+_Run = Callable[[list[Any]], list[Any]]
+"""Runs a step with a data iterator for each chunk, and returns its results."""
+
+
+def _compared(chunks: list[Any], data: list[Any], ours: _Run, megatrons: _Run) -> tuple[list[Any], str]:
+    """Run a step under our schedule and under Megatron's own, from the same state.
 
     Args:
-        chunks: of the model, in Megatron's `DistributedDataParallel`.
+        chunks: the model, in Megatron's `DistributedDataParallel`.
         data: an iterator for each chunk, or None on ranks that get their data from others.
-        ours: runs the step under our schedule, given the data.
-        megatrons: runs it under Megatron's own.
+        ours: runs the step under our schedule.
+        megatrons: runs the step under Megatron's own schedule.
 
     Returns:
-        Results of our schedule, whose gradients are left; where any rank has other figures, those of Megatron's own,
-        run once more, and what differs.
+        Results and an empty string if the figures of all ranks agree. Otherwise the results of Megatron's schedule,
+        which then ran once more, and the first difference. The gradients are those of the returned results.
 
     """
     from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states
@@ -154,7 +156,7 @@ def compared(
     replays = [None if each is None else Replay(each) for each in data]
     states = _get_all_rng_states()
 
-    def again(run: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    def again(run: _Run) -> list[Any]:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         for each in replays:
@@ -172,20 +174,9 @@ def compared(
     return (again(megatrons), found) if found else (results, "")
 
 
-def say(words: str) -> None:
-    """Print a line on RANK 0."""
-    if dist.get_rank() == 0:
-        sys.stderr.write(f"pipette_patches.schedules: {words}\n")
-        sys.stderr.flush()
-
-
-MODULE = "megatron.core.pipeline_parallel.schedules"
-PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
-
-
 @functools.lru_cache(maxsize=1)
 def _document(path: str) -> ScheduleFile:
-    """Read the file; raises PatchError where ranks have different ones."""
+    """Read the file; raise PatchError if another rank has a different file."""
     found = files.read(Path(path), ScheduleFile)
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, files.digest(found))
@@ -202,7 +193,7 @@ def _schedule(document: ScheduleFile) -> Schedule:
 
 @functools.lru_cache(maxsize=4)
 def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool, in_streams: bool) -> tuple[Program, ...]:
-    """Return what each rank does; raises PatchError where the schedule cannot run or is for other steps."""
+    """Return the program of each rank; raise PatchError if the schedule cannot run or does not fit the step."""
     if not forward_only and num_microbatches != known.num_microbatches:
         raise PatchError(
             f"the schedule {known.name} is for {known.num_microbatches} micro-batches a step; this one has "
@@ -217,29 +208,27 @@ def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool, in_
 
 @functools.lru_cache(maxsize=1)
 def _open_ways(path: str, group: Any) -> None:
-    """Open the communicators of a pipeline, once."""
+    """Open the communicators of a pipeline at the first step."""
     known = _schedule(_document(path))
-    ranks = programs(known.ranks, known.rank_S)
-    ways = {step.way for steps in ranks for step in steps if isinstance(step, Message)}
-    # Results leave the rank of the last stage for the last rank.
+    ways = {step.way for steps in programs(known.ranks, known.rank_S) for step in steps if isinstance(step, Message)}
+    # Results travel from the rank of the last stage to the last rank.
     executor.open_ways(group, ways | ({(known.rank_S[-1], known.pp - 1)} if known.placement == "v" else set()))
 
 
 @functools.lru_cache(maxsize=1)
 def _watchdog(rank: int) -> Watchdog:
-    """Return the one of this process, which is watching."""
     watchdog = Watchdog(rank)
     watchdog.start()
     return watchdog
 
 
 _follows: dict[str, bool] = {}
-"""By file: whether training follows its schedule, once its first step is checked; Megatron's own otherwise."""
+"""By file, after the first step was checked: True if training follows the schedule, False if it follows Megatron's."""
 
 
 @wrapping
 def _following(original: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
-    """Make the successor of a pipelined function of Megatron."""
+    """Run a step under the schedule of the file, in place of one of Megatron's pipelined functions."""
     import megatron.core.pipeline_parallel.schedules as megatron_schedules
 
     path = os.environ[VARIABLE]
@@ -248,18 +237,17 @@ def _following(original: Callable[..., list[Any]], **arguments: Any) -> list[Any
     document = _document(path)
     known = _schedule(document)
     call = _call(arguments, inspect.signature(original).parameters, megatron_schedules)
-    rank, attribute = call.groups.pp.rank(), megatron_schedules.get_attr_wrapped_model
+    rank = call.groups.pp.rank()
     _check_shapes(known, call, arguments)
     if known.placement == "v":
-        _check_fold(known, call.model, rank, attribute)
-        call = replace(call, tied_weights=_tied_weights(call.model, attribute))
+        call = _folded(known, call, rank, megatron_schedules.get_attr_wrapped_model)
     if call.in_streams:
         _open_ways(path, call.groups.pp)
-    program = _programs(known, call.num_microbatches, forward_only=call.forward_only, in_streams=call.in_streams)[rank]
+    by_rank = _programs(known, call.num_microbatches, forward_only=call.forward_only, in_streams=call.in_streams)
 
     def ours(data: list[Any]) -> list[Any]:
         step = replace(call, data_iterator=data)
-        return executor.run(step, program, known.rank_S, megatron_schedules, _watchdog(rank).begin)
+        return executor.run(step, by_rank[rank], known.rank_S, megatron_schedules, _watchdog(rank).begin)
 
     def megatrons(data: list[Any]) -> list[Any]:
         is_list = isinstance(arguments["data_iterator"], list)
@@ -267,21 +255,22 @@ def _following(original: Callable[..., list[Any]], **arguments: Any) -> list[Any
 
     if call.forward_only or not document.checks_first_step or path in _follows:
         return ours(call.data_iterator)
-    results, fault = compared(call.model, call.data_iterator, ours, megatrons)
+    results, fault = _compared(call.model, call.data_iterator, ours, megatrons)
     _follows[path] = not fault
-    say(
-        f"the first step under {known.name} has {fault} under Megatron's own schedule, which goes on training"
-        if fault
-        else f"the first step under {known.name} has the losses and gradients of Megatron's own schedule"
-    )
+    if dist.get_rank() == 0:
+        _print(
+            f"the first step under {known.name} has {fault} under Megatron's own schedule, which goes on training"
+            if fault
+            else f"the first step under {known.name} has the losses and gradients of Megatron's own schedule"
+        )
     return results
 
 
 def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedules: Any) -> executor.Call:
-    """Read what a pipelined function was called with, of what is known to it in this release."""
+    """Convert the arguments of a pipelined function; `known` are its parameters in this release."""
     data, model = arguments["data_iterator"], arguments["model"]
     chunks = model if isinstance(model, list) else [model]
-    # 0.14 has another name for it.
+    # Release 0.14 has another name for the process groups.
     collection = "pg_collection" if "pg_collection" in known else "grad_finalize_pgs"
     finalize_arguments = {collection: arguments.get(collection) or _groups(megatron_schedules)}
     if "force_all_reduce" in known:
@@ -304,7 +293,7 @@ def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedul
 
 
 def _check_shapes(known: Schedule, call: executor.Call, arguments: Mapping[str, Any]) -> None:
-    """Raise PatchError where the job is not what the schedule is for."""
+    """Raise PatchError if the schedule does not fit the job."""
     if arguments.get("adjust_tensor_shapes_fn") is not None or call.config.variable_seq_lengths:
         raise PatchError(f"the schedule {known.name} needs micro-batches of one shape")
     if (call.groups.pp.size(), len(call.model)) != (known.pp, known.vpp):
@@ -314,42 +303,44 @@ def _check_shapes(known: Schedule, call: executor.Call, arguments: Mapping[str, 
         )
 
 
-def _check_fold(known: Schedule, chunks: list[Any], rank: int, attribute: Callable[..., Any]) -> None:
-    """Raise PatchError where a model was not built, or cannot be, with both its ends on the first rank."""
-    heads = [bool(attribute(chunk, "post_process")) for chunk in chunks]
-    if heads != [False, rank == 0]:
+def _folded(known: Schedule, call: executor.Call, rank: int, attribute: Callable[..., Any]) -> executor.Call:
+    """Add embedding and head to the call if this rank ties them.
+
+    Raises:
+        PatchError: the script did not build the model with both ends on the first rank.
+
+    """
+    first, last = call.model[0], call.model[-1]
+    if [bool(attribute(chunk, "post_process")) for chunk in call.model] != [False, rank == 0]:
         raise PatchError(
             f"the schedule {known.name} has the model's head on the second chunk of pipeline rank 0; the script has "
             f"built its chunks without asking Megatron where the last stage is"
         )
-
-
-def _tied_weights(chunks: list[Any], attribute: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return the embedding and the head of a rank that has both of a model that ties them; else nothing."""
-    if not attribute(chunks[0], "share_embeddings_and_output_weights") or not attribute(chunks[0], "pre_process"):
-        return ()
-    return tuple(attribute(chunk, "shared_embedding_or_output_weight")() for chunk in chunks)
+    if not attribute(first, "share_embeddings_and_output_weights") or not attribute(first, "pre_process"):
+        return call
+    tied = tuple(attribute(chunk, "shared_embedding_or_output_weight")() for chunk in (first, last))
+    return replace(call, tied_weights=tied)
 
 
 def _groups(megatron_schedules: Any) -> Any:
     """Return the process groups as Megatron's pipelined functions collect them."""
     if hasattr(megatron_schedules, "_build_default_pg_collection"):
-        # From 0.19 on; 0.20 reads groups of weight shards too.
+        # It exists from 0.19 on. From 0.20 on Megatron also reads groups of weight shards.
         return megatron_schedules._build_default_pg_collection()
     from megatron.core import parallel_state
 
-    groups = SimpleNamespace()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return groups
+    return SimpleNamespace(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        embd=parallel_state.get_embedding_group(check_initialized=False),
+        pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False),
+    )
 
 
 class Schedules:
-    """Pipelines of more than one rank follow the named schedule."""
+    """The patch: pipelines with more than one rank follow the schedule of the file."""
 
     name = "schedules"
     supports = SpecifierSet(">={}.{},<{}.{}".format(*RELEASES[0], *RELEASES[1]))
@@ -358,11 +349,15 @@ class Schedules:
         self._replacements = Replacements(())
 
     def apply(self) -> None:
-        """Replace Megatron's functions as their modules are imported; raises PatchError where no file is named."""
+        """Replace Megatron's functions when their modules are imported; raise PatchError if no file is named."""
         if VARIABLE not in os.environ:
             raise PatchError(f"the patch 'schedules' follows a file that {VARIABLE} names; it is not set")
-        replacements = [Replacement(module=MODULE, path=path, make=_following) for path in PIPELINED]
-        replacements += executor.REPLACEMENTS
+        pipelined = ("with", "without")
+        paths = (f"forward_backward_pipelining_{each}_interleaving" for each in pipelined)
+        replacements = [
+            *in_module("megatron.core.pipeline_parallel.schedules", dict.fromkeys(paths, _following)),
+            executor.SPLITTING,
+        ]
         if files.read(Path(os.environ[VARIABLE]), ScheduleFile).placement == "v":
             version = megatron_core_version()
             if Version(version).release < FOLDING_RELEASE:
@@ -374,7 +369,7 @@ class Schedules:
         self._replacements.apply()
 
     def revert(self) -> None:
-        """Put every original object back."""
+        """Put every original back."""
         self._replacements.revert()
 
 

@@ -1,13 +1,13 @@
-"""Two chunks on each rank, folded: the first goes down the ranks and the second back up, so rank 0 holds both ends.
+"""Folded pipelines (V): each rank has two chunks, and rank 0 holds the first and the last stage of the model.
 
-Under Megatron's own placement chunk 1 of rank r is stage p + r; here it is stage 2p - 1 - r. So what Megatron asks of
-the rank of a second chunk is answered for rank p - 1 - r, and the last stage is where rank 0 is. Layers keep their
-numbers, so checkpoints are the same as under Megatron's own placement.
+In Megatron's own placement chunk 1 of rank r is stage p + r; here it is stage 2p - 1 - r. So Megatron's questions about
+the rank of a second chunk are answered for rank p - 1 - r, and the last stage is on rank 0. Layers keep their numbers,
+so checkpoints are the same as in Megatron's own placement. The results of a step travel from rank 0 to the last rank,
+where Megatron reads them.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import io
 import pickle
@@ -21,28 +21,26 @@ from pipette_patches.replacements import Replacement, instead, wrapping
 
 SECOND = 1
 """`vp_stage` of the chunk that goes back up."""
-STAGES = "megatron.core.parallel_state"
-LAYERS = "megatron.core.transformer.transformer_layer"
-GROUPS = "megatron.core.pipeline_parallel.utils"
-TRAINING = "megatron.training"
-COPIES = {
-    "is_pp_last_stage": (
-        "megatron.core.distributed.finalize_model_grads",
-        "megatron.core.models.common.language_module.language_module",
-    ),
-    "get_transformer_layer_offset": (
-        "megatron.core.models.gpt.gpt_layer_specs",
-        "megatron.core.transformer.transformer_block",
-    ),
-}
-"""Modules that may have imported these by name before they were replaced."""
+ALIGNMENT = 16
+"""Bytes. Each packed tensor begins at a multiple, because torch can view bytes as wider elements only there."""
+_TRAINING = "megatron.training"
+_LAST_STAGE_USERS = (
+    "megatron.core.pipeline_parallel.utils",
+    "megatron.core.distributed.finalize_model_grads",
+    "megatron.core.models.common.language_module.language_module",
+)
+_LAYER_OFFSET_USERS = (
+    "megatron.core.transformer.transformer_layer",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.transformer.transformer_block",
+)
 
 
 @wrapping
 def _is_pipeline_last_stage(
     original: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None
 ) -> bool:
-    """Of the virtual stages the last is rank 0's second chunk; without them the last rank stays the last."""
+    """Return whether this is the second chunk of rank 0; without virtual stages the last rank stays the last."""
     if ignore_virtual:
         return original(ignore_virtual, vp_stage)
     from megatron.core import parallel_state
@@ -51,7 +49,7 @@ def _is_pipeline_last_stage(
 
 
 def _is_pp_last_stage(group: Any) -> bool:
-    """Megatron asks it of a last virtual stage."""
+    # Megatron calls it only for the last virtual stage.
     return bool(group.rank() == 0)
 
 
@@ -59,7 +57,7 @@ def _is_pp_last_stage(group: Any) -> bool:
 def _layer_offset(
     original: Callable[..., int], config: Any, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> int:
-    """The layers before a second chunk are those before the same chunk of the rank on the other side of the fold."""
+    """Return the number of layers before a chunk; for a second chunk, that of rank p - 1 - r."""
     if vp_stage == SECOND:
         from megatron.core import parallel_state
 
@@ -70,40 +68,40 @@ def _layer_offset(
 
 @wrapping
 def _with_ends_on_the_first_rank(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Embedding and head are on one rank, so nobody exchanges their gradients; scripts may name other ranks."""
+    """Initialise process groups in which only rank 0 has embeddings, so that no ranks exchange their gradients."""
     given = inspect.signature(original).bind(*args, **kwargs)
-    given.arguments["get_embedding_ranks"] = _first_rank
+    given.arguments["get_embedding_ranks"] = lambda pp_ranks: pp_ranks[:1]
     original(*given.args, **given.kwargs)
 
 
-def _first_rank(pp_ranks: list[int]) -> list[int]:
-    return pp_ranks[:1]
+@wrapping
+def _whole_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Give rank 0 the labels too, as a rank that predicts several tokens gets them."""
+    from megatron.core import parallel_state
+
+    given = inspect.signature(original).bind(*args, **kwargs)
+    if parallel_state.get_pipeline_model_parallel_rank() == 0:
+        given.arguments["mtp_on_this_rank"] = True
+    return original(*given.args, **given.kwargs)
 
 
-def _whole_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The first rank needs the labels too: give it all, as where it predicts several tokens."""
-    signature = inspect.signature(original)
+class _Built:
+    """State of the model that a trainer builds."""
 
-    @functools.wraps(original)
-    def batch(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core import parallel_state
-
-        given = signature.bind(*args, **kwargs)
-        if parallel_state.get_pipeline_model_parallel_rank() == 0:
-            given.arguments["mtp_on_this_rank"] = True
-        return original(*given.args, **given.kwargs)
-
-    return batch
+    weight: Any = None
+    """Weights of the last embedding that was built; the second chunk of its rank is built next."""
+    now = False
+    """True while a trainer builds a model."""
 
 
 def _in_model_alone(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Answer for the fold while a model is built. Trainers from 0.19 on also ask which rank has losses: the last."""
+    """Answer for the fold while a model is built. From 0.19 on trainers also ask for the rank with the losses."""
     return lambda group: _is_pp_last_stage(group) if _Built.now else original(group)
 
 
 @wrapping
 def _noting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Note that a trainer builds its model."""
+    """Set `_Built.now` while a trainer builds its model."""
     _Built.now = True
     try:
         return original(*args, **kwargs)
@@ -111,18 +109,9 @@ def _noting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _Built.now = False
 
 
-class _Built:
-    """State of the model that a trainer builds."""
-
-    weight: Any = None
-    """Weights of the embedding that was built last; the second chunk of its rank is built next."""
-    now = False
-    """True while a trainer builds."""
-
-
 @wrapping
 def _set_up_ends(original: Callable[[Any], None], model: Any) -> None:
-    """Give a tied head the weights of the embedding: Megatron would ask the rank of the first stage for them."""
+    """Copy the embedding's weights to a tied head; Megatron would request them from the rank of the first stage."""
     original(model)
     if not model.share_embeddings_and_output_weights:
         return
@@ -138,38 +127,35 @@ REPLACEMENTS = (
         path="LanguageModule.setup_embeddings_and_output_layer",
         make=_set_up_ends,
     ),
-    Replacement(module=STAGES, path="is_pipeline_last_stage", make=_is_pipeline_last_stage),
-    Replacement(module=STAGES, path="initialize_model_parallel", make=_with_ends_on_the_first_rank),
-    Replacement(module=f"{TRAINING}.utils", path="get_batch_on_this_tp_rank", make=_whole_batch, versions="<0.18"),
+    Replacement(module="megatron.core.parallel_state", path="is_pipeline_last_stage", make=_is_pipeline_last_stage),
+    Replacement(
+        module="megatron.core.parallel_state", path="initialize_model_parallel", make=_with_ends_on_the_first_rank
+    ),
+    Replacement(module=f"{_TRAINING}.utils", path="get_batch_on_this_tp_rank", make=_whole_batch, versions="<0.18"),
     Replacement(module="megatron.core.utils", path="get_batch_on_this_tp_rank", make=_whole_batch, versions=">=0.18"),
-    Replacement(module=f"{TRAINING}.training", path="is_pp_last_stage", make=_in_model_alone),
-    Replacement(module=f"{TRAINING}.training", path="get_model", make=_noting),
+    Replacement(module=f"{_TRAINING}.training", path="is_pp_last_stage", make=_in_model_alone),
+    Replacement(module=f"{_TRAINING}.training", path="get_model", make=_noting),
     *(
         Replacement(module=module, path="is_pp_last_stage", make=instead(_is_pp_last_stage))
-        for module in (GROUPS, *COPIES["is_pp_last_stage"])
+        for module in _LAST_STAGE_USERS
     ),
     *(
         Replacement(module=module, path="get_transformer_layer_offset", make=_layer_offset)
-        for module in (LAYERS, *COPIES["get_transformer_layer_offset"])
+        for module in _LAYER_OFFSET_USERS
     ),
 )
-
-
-ALIGNMENT = 16
-"""Bytes. Every tensor begins at a multiple of it, because torch views bytes as wider elements only there."""
-
-Place = tuple[int, int, torch.dtype, tuple[int, ...], bool]
-"""First byte, byte after the last, type, shape, and whether the tensor belongs on the CPU."""
 
 
 def carry(results: Any, group: Any, source: int) -> Any:
     """Move results from one pipeline rank to the last, which returns them; other ranks return None at once.
 
-    Only the last rank waits for its device: it reads the number of bytes before it can receive them.
+    Tensors travel as bytes to the receiver's own GPU. torch would pickle a CUDA tensor with the number of its device
+    and restore it on this device (torch/serialization.py, `_deserialize`), which inside a host is the sender's GPU.
+    Only the last rank waits for its device, because it needs the number of bytes before it can receive them.
 
     Args:
-        results: any objects that pickle accepts, with tensors at any depth; used on the source alone.
-        group: the ranks of the pipeline.
+        results: objects that pickle accepts, with tensors at any depth; only the source reads it.
+        group: process group of the pipeline.
         source: pipeline rank that has the results.
 
     """
@@ -177,7 +163,7 @@ def carry(results: Any, group: Any, source: int) -> Any:
     peers, rank, last = dist.get_process_group_ranks(group), group.rank(), group.size() - 1
 
     def exchange(work: Callable[..., Any], tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        # Unbatched, as the first batch of a group over NCCL needs all its ranks (torch, `batch_isend_irecv`).
+        # Not batched: the first batch of a group over NCCL needs all ranks of the group (torch, `batch_isend_irecv`).
         work(tensor, peers[peer], group).wait()
         return tensor
 
@@ -195,7 +181,7 @@ def carry(results: Any, group: Any, source: int) -> Any:
 
 
 def pack(results: Any, device: Any) -> tuple[torch.Tensor, int]:
-    """Return results as bytes on a device, tensors first and their pickle last, and the length of the pickle."""
+    """Return results as bytes on a device, first tensors, then a pickle, and the length of the pickle."""
     pickled = io.BytesIO()
     packer = _Packer(pickled, device)
     packer.dump(results)
@@ -203,9 +189,13 @@ def pack(results: Any, device: Any) -> tuple[torch.Tensor, int]:
 
 
 def unpack(content: torch.Tensor, num_pickled: int) -> Any:
-    """Return what `pack` was given; tensors are views of the content, and lie on its device if they did on a GPU."""
+    """Return what `pack` received; tensors are views of `content`, and those from a GPU stay on its device."""
     num_tensors = content.numel() - num_pickled
     return _Unpacker(io.BytesIO(content[num_tensors:].cpu().numpy().tobytes()), content).load()
+
+
+_Place = tuple[int, int, torch.dtype, tuple[int, ...], bool]
+"""First byte, byte after the last, type, shape, and True if the tensor belongs on the CPU."""
 
 
 class _Packer(pickle.Pickler):
@@ -216,7 +206,7 @@ class _Packer(pickle.Pickler):
         self._num_bytes = 0
         self._padding = _on(device, bytes(ALIGNMENT))
 
-    def persistent_id(self, obj: Any) -> Place | None:
+    def persistent_id(self, obj: Any) -> _Place | None:
         if not isinstance(obj, torch.Tensor):
             return None
         there = obj.detach().to(self._device, non_blocking=True).contiguous()
@@ -231,7 +221,7 @@ class _Unpacker(pickle.Unpickler):
         super().__init__(file)
         self._content = content
 
-    def persistent_load(self, pid: Place) -> torch.Tensor:
+    def persistent_load(self, pid: _Place) -> torch.Tensor:
         first, end, dtype, shape, is_on_cpu = pid
         tensor = self._content[first:end].view(dtype).view(shape)
         return tensor.cpu() if is_on_cpu else tensor

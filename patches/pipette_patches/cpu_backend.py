@@ -25,11 +25,10 @@ import torch.utils.data
 from packaging.specifiers import SpecifierSet
 
 from pipette_patches.replacements import (
+    Patch,
     Replacement,
-    Replacements,
     in_module,
     instead,
-    megatron_core_version,
     nothing,
     wrapping,
 )
@@ -360,34 +359,15 @@ TRAINING = (
 )
 """Replacements in Megatron-LM's training programs."""
 
-_RANDOM_LOGGER = logging.getLogger(_RANDOM)
-
 
 def _hide_rng_warning(record: logging.LogRecord) -> bool:
     """Drop one warning: CPU and CUDA share a generator here, so the CPU's state does change."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
-class CpuBackend:
-    """The patch: the CPU serves as the CUDA device, and everything that needs a CUDA kernel is off."""
-
-    name = "cpu_backend"
-    supports = SpecifierSet(">=0.14,<0.21")
-
-    def __init__(self) -> None:
-        self._replacements = Replacements(())
-
-    def apply(self) -> None:
-        """Replace torch's CUDA calls now, and Megatron's functions when their modules are imported."""
-        version = megatron_core_version()
-        self._replacements = Replacements([r for r in (*TORCH, *CORE, *TRAINING) if r.fits(version)])
-        self._replacements.apply()
-        _RANDOM_LOGGER.addFilter(_hide_rng_warning)
-
-    def revert(self) -> None:
-        """Put every original back."""
-        self._replacements.revert()
-        _RANDOM_LOGGER.removeFilter(_hide_rng_warning)
+def _replacements() -> tuple[Replacement, ...]:
+    logging.getLogger(_RANDOM).addFilter(_hide_rng_warning)
+    return (*TORCH, *CORE, *TRAINING)
 
 
-PATCH = CpuBackend()
+PATCH = Patch(name="cpu_backend", supports=SpecifierSet(">=0.14,<0.21"), replacements=_replacements)

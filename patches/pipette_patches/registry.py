@@ -1,40 +1,16 @@
-"""Find a patch by name, apply it once, revert it, and apply it in spawned processes."""
+"""Find a patch by name, apply it once, and apply it in spawned processes."""
 
-import contextlib
 import functools
 import importlib
 import multiprocessing.spawn
-from collections.abc import Iterator
-from typing import Any, Protocol
-
-from packaging.specifiers import SpecifierSet
+from typing import Any
 
 from pipette_launch.text import did_you_mean
-from pipette_patches.replacements import PatchError, megatron_core_version
-
-
-class Patch(Protocol):
-    """A reversible change to megatron-core that only replaces named attributes."""
-
-    name: str
-    supports: SpecifierSet
-    """Versions of megatron-core that the patch supports."""
-
-    def apply(self) -> None:
-        """Make the change; the registry calls this only if the patch is not applied."""
-
-    def revert(self) -> None:
-        """Put every original back; the registry calls this only if the patch is applied."""
-
+from pipette_patches.replacements import Patch, PatchError, Replacements, megatron_core_version
 
 # Modules whose PATCH is the patch. Each is imported at first use, because it may import torch.
 _MODULES = {"cpu_backend": "pipette_patches.cpu_backend", "schedules": "pipette_patches.schedules.patch"}
-_applied: dict[str, Patch] = {}
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of all patches, sorted."""
-    return tuple(sorted(_MODULES))
+_applied: dict[str, Replacements] = {}
 
 
 def applied() -> tuple[str, ...]:
@@ -45,7 +21,7 @@ def applied() -> tuple[str, ...]:
 def find(name: str) -> Patch:
     """Return the patch with this name; raise PatchError if it does not exist."""
     if name not in _MODULES:
-        hint = did_you_mean(name, _MODULES, otherwise=f"there are {', '.join(names())}")
+        hint = did_you_mean(name, _MODULES, otherwise=f"there are {', '.join(sorted(_MODULES))}")
         raise PatchError(f"unknown patch {name!r}; {hint}")
     patch: Patch = importlib.import_module(_MODULES[name]).PATCH
     return patch
@@ -65,27 +41,9 @@ def apply(name: str) -> None:
             f"patch {patch.name!r} supports megatron-core {patch.supports}, but version {version} would be imported; "
             f"install a supported version, or leave the patch out"
         )
-    patch.apply()
-    _applied[name] = patch
-
-
-def revert(name: str) -> None:
-    """Revert a patch if it is applied."""
-    find(name)
-    if name in _applied:
-        _applied.pop(name).revert()
-
-
-@contextlib.contextmanager
-def use(name: str) -> Iterator[None]:
-    """Apply a patch during a `with` block; a patch that was applied before stays applied."""
-    before = name in applied()
-    apply(name)
-    try:
-        yield
-    finally:
-        if not before:
-            revert(name)
+    replacements = Replacements([each for each in patch.replacements() if each.fits(version)])
+    replacements.apply()
+    _applied[name] = replacements
 
 
 class _Patches:

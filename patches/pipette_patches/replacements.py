@@ -126,12 +126,11 @@ def instead(successor: Any) -> Callable[[object], Any]:
 
 def answer(value: Any) -> Callable[[object], Callable[..., Any]]:
     """Make a `Replacement.make` whose successor is a function that always returns `value`."""
-    return lambda _original: lambda *_args, **_kwargs: value
+    return instead(lambda *_args, **_kwargs: value)
 
 
-def nothing(_original: object) -> Callable[..., None]:
-    """Return a function that does nothing, as the successor of any function."""
-    return lambda *_args, **_kwargs: None
+nothing = answer(None)
+"""A `Replacement.make` whose successor is a function that does nothing."""
 
 
 def wrapping(successor: Callable[..., T]) -> Callable[[Callable[..., Any]], Callable[..., T]]:
@@ -189,6 +188,17 @@ class Replacements:
         self._replaced.append((owner, name, raw))
         self._original_of[id(successor)] = (successor, raw)
         setattr(owner, name, successor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patch:
+    """A named change to megatron-core that consists of replacements."""
+
+    name: str
+    supports: SpecifierSet
+    """Versions of megatron-core that the patch supports."""
+    replacements: Callable[[], Sequence[Replacement]]
+    """Makes the replacements for all supported versions when the patch is applied; may raise PatchError."""
 
 
 def megatron_core_version() -> str:

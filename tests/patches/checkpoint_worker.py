@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import patched
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -25,7 +26,6 @@ from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step
 from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_launch.facts import files
 from pipette_launch.facts.schedule import ScheduleFile
-from pipette_patches import registry
 
 PP, MICROBATCHES = 4, 8
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -90,7 +90,7 @@ def main() -> None:
             path = folder / f"{number}-{dist.get_rank()}.json"
             files.write(path, ScheduleFile.of(made))
             os.environ["PIPETTE_SCHEDULE"] = str(path)
-        with registry.use("schedules") if name else contextlib.nullcontext():
+        with patched.use("schedules") if name else contextlib.nullcontext():
             parts += train(
                 options,
                 first=number,

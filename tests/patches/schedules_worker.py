@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import patched
 import torch
 import torch.distributed as dist
 from gpu_rules.pickled_tensors import on_gpu
@@ -27,7 +28,6 @@ from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step,
 from pipette_launch.cost.pipeline.extra import named_schedule
 from pipette_launch.facts import files
 from pipette_launch.facts.schedule import PassTimes, ScheduleFile
-from pipette_patches import registry
 from pipette_patches.schedules import executor, patch
 from pipette_patches.schedules.executor import PendingMessages, PipelineStep
 from pipette_patches.storage_meter import metered
@@ -162,7 +162,7 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     if options.get("in_streams"):
         # Gloo stands in for NCCL: the same programs, process groups and greetings.
         streams = mock.patch.object(executor, "runs_in_streams", return_value=True)
-    with registry.use("schedules"), counted, broken, streams, on_gpu(dist.get_rank()) as restored:
+    with patched.use("schedules"), counted, broken, streams, on_gpu(dist.get_rank()) as restored:
         ours, gradients, held_bytes = train(options)
     furthest = max(
         (one[name] - other[name]).abs().max().item()

@@ -29,7 +29,7 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts import files
 from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES
 from pipette_launch.facts.schedule import VARIABLE, Message, Program, Schedule, ScheduleFile, forward_passes, programs
-from pipette_patches.replacements import PatchError, Replacements, in_module, megatron_core_version, wrapping
+from pipette_patches.replacements import Patch, PatchError, Replacement, in_module, megatron_core_version, wrapping
 from pipette_patches.schedules import executor, v_placement
 
 PATIENCE_S = 120.0
@@ -339,38 +339,24 @@ def _groups(megatron_schedules: Any) -> Any:
     )
 
 
-class Schedules:
-    """The patch: pipelines with more than one rank follow the schedule of the file."""
-
-    name = "schedules"
-    supports = SpecifierSet(">={}.{},<{}.{}".format(*RELEASES[0], *RELEASES[1]))
-
-    def __init__(self) -> None:
-        self._replacements = Replacements(())
-
-    def apply(self) -> None:
-        """Replace Megatron's functions when their modules are imported; raise PatchError if no file is named."""
-        if VARIABLE not in os.environ:
-            raise PatchError(f"the patch 'schedules' follows a file that {VARIABLE} names; it is not set")
-        pipelined = ("with", "without")
-        paths = (f"forward_backward_pipelining_{each}_interleaving" for each in pipelined)
-        replacements = [
-            *in_module("megatron.core.pipeline_parallel.schedules", dict.fromkeys(paths, _following)),
-            executor.SPLITTING,
-        ]
-        if files.read(Path(os.environ[VARIABLE]), ScheduleFile).placement == "v":
-            version = megatron_core_version()
-            if Version(version).release < FOLDING_RELEASE:
-                raise PatchError(
-                    "the patch 'schedules' folds pipelines from megatron-core {}.{} on".format(*FOLDING_RELEASE)
-                )
-            replacements += [each for each in v_placement.REPLACEMENTS if each.fits(version)]
-        self._replacements = Replacements(replacements)
-        self._replacements.apply()
-
-    def revert(self) -> None:
-        """Put every original back."""
-        self._replacements.revert()
+def _replacements() -> tuple[Replacement, ...]:
+    """Return the replacements for the file's schedule; raise PatchError if no file is named or it cannot run."""
+    if VARIABLE not in os.environ:
+        raise PatchError(f"the patch 'schedules' follows a file that {VARIABLE} names; it is not set")
+    pipelined = (f"forward_backward_pipelining_{each}_interleaving" for each in ("with", "without"))
+    replacements = (
+        *in_module("megatron.core.pipeline_parallel.schedules", dict.fromkeys(pipelined, _following)),
+        executor.SPLITTING,
+    )
+    if files.read(Path(os.environ[VARIABLE]), ScheduleFile).placement != "v":
+        return replacements
+    if Version(megatron_core_version()).release < FOLDING_RELEASE:
+        raise PatchError("the patch 'schedules' folds pipelines from megatron-core {}.{} on".format(*FOLDING_RELEASE))
+    return (*replacements, *v_placement.REPLACEMENTS)
 
 
-PATCH = Schedules()
+PATCH = Patch(
+    name="schedules",
+    supports=SpecifierSet(">={}.{},<{}.{}".format(*RELEASES[0], *RELEASES[1])),
+    replacements=_replacements,
+)

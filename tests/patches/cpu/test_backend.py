@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from patches import patched
 from pipette_patches import registry
 from pipette_patches.cpu_backend import TORCH
 from pipette_patches.replacements import owner_of
@@ -30,12 +31,12 @@ def torch_objects() -> list[Any]:
 def test_undo_apply_apply_undo_undo_gives_torch_back() -> None:
     """After the last undo every replaced object of torch is the very object that was there."""
     before = torch_objects()
-    registry.revert("cpu_backend")
+    patched.revert("cpu_backend")
     registry.apply("cpu_backend")
     registry.apply("cpu_backend")
     during = torch_objects()
-    registry.revert("cpu_backend")
-    registry.revert("cpu_backend")
+    patched.revert("cpu_backend")
+    patched.revert("cpu_backend")
     after = torch_objects()
 
     assert all(now is then for now, then in zip(after, before, strict=True))
@@ -44,7 +45,7 @@ def test_undo_apply_apply_undo_undo_gives_torch_back() -> None:
 
 def test_cuda_means_cpu() -> None:
     """Tensors asked for on a CUDA device, in any spelling, are on the CPU."""
-    with registry.use("cpu_backend"):
+    with patched.use("cpu_backend"):
         tensors = [
             torch.zeros(1, device="cuda"),
             torch.tensor([1.0], device="cuda:1", pin_memory=True),
@@ -61,7 +62,7 @@ def test_cuda_means_cpu() -> None:
 
 def test_a_device_that_is_not_cuda_stays() -> None:
     """The patch moves nothing else: meta tensors stay meta."""
-    with registry.use("cpu_backend"):
+    with patched.use("cpu_backend"):
         kinds = [torch.zeros(1, device="meta").device.type, torch.ones(1).to("meta").device.type]
 
     assert kinds == ["meta", "meta"]
@@ -69,7 +70,7 @@ def test_a_device_that_is_not_cuda_stays() -> None:
 
 def test_type_strings_read_and_convert_as_cuda() -> None:
     """The optimizers' comparison with `torch.cuda.FloatTensor` holds, and the string converts back."""
-    with registry.use("cpu_backend"):
+    with patched.use("cpu_backend"):
         names = [torch.ones(1).type(), torch.ones(1).bfloat16().type()]
         half = torch.ones(1).type("torch.cuda.HalfTensor").dtype
         double = torch.ones(1).type(torch.float64).dtype
@@ -80,7 +81,7 @@ def test_type_strings_read_and_convert_as_cuda() -> None:
 
 def test_random_state_is_the_generators() -> None:
     """Saving and restoring the CUDA state repeats the same numbers."""
-    with registry.use("cpu_backend"), torch.random.fork_rng(devices=[]):
+    with patched.use("cpu_backend"), torch.random.fork_rng(devices=[]):
         torch.cuda.manual_seed(3)
         state = torch.cuda.get_rng_state()
         first = torch.rand(4, device="cuda")
@@ -92,7 +93,7 @@ def test_random_state_is_the_generators() -> None:
 
 def test_events_measure_time() -> None:
     """What is timed by events has a duration in milliseconds."""
-    with registry.use("cpu_backend"):
+    with patched.use("cpu_backend"):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -1,4 +1,4 @@
-"""Packages that are not installed: which they are, and what each command says of them."""
+"""Tests of the messages for missing packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_packages_are_those_of_the_requirements() -> None:
 
 
 def test_what_may_be_missing_is_no_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside another missing package it is named with it."""
+    """If another package is missing, both are named."""
     monkeypatch.setitem(sys.modules, "torch", None)
     check_installed(but=frozenset({"torch"}))
     monkeypatch.setitem(sys.modules, "rich", None)
@@ -42,7 +42,7 @@ def test_what_may_be_missing_is_no_error_alone(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_command_says_what_is_missing(missing: str, words: list[str], named: str) -> None:
-    """One sentence; torch is not named where the command does without."""
+    """One sentence names the packages; torch is named only if the command needs it."""
     start = "from pipette_launch.cli.pipette import main; main()"
     code = f"import sys; sys.modules.update(dict.fromkeys({missing.split(',')})); {start}"
     done = subprocess.run(
@@ -64,7 +64,7 @@ def test_a_command_says_what_is_missing(missing: str, words: list[str], named: s
     ids=["python -m", "command"],
 )
 def test_the_launcher_says_what_is_missing(start: str, missing: str, words: list[str]) -> None:
-    """One sentence with the command that installs it, the exit code of what could not be done, and no traceback."""
+    """One sentence has the command that installs it, the exit code is 1, and there is no traceback."""
     code = f"import runpy, sys; sys.modules.update(dict.fromkeys({missing.split(',')})); {start}"
     done = subprocess.run(
         [sys.executable, "-c", code, *words], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60

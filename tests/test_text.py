@@ -1,4 +1,4 @@
-"""What others wrote reaches no terminal as a control sequence, on whatever line or screen of ours it stands."""
+"""Tests that text of others cannot control the terminal on any screen or line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOSTILE = "a\x1b]0;mine\x07\x9b31m\x7f\r\u202eb\ud800"
 
 @given(st.text())
 def test_nothing_is_left_that_a_terminal_obeys(text: str) -> None:
-    """Whatever the text; a text that can be printed stays as it is."""
+    """Unprintable characters of any text are escaped. Printable text is not changed."""
     shown = printable(text)
 
     assert shown.isprintable()
@@ -39,13 +39,13 @@ def test_nothing_is_left_that_a_terminal_obeys(text: str) -> None:
 
 
 def test_escapes_are_those_of_python() -> None:
-    """C0, C1, DEL, a bidi override, and half of a pair; line ends stay where they are meant."""
+    """C0, C1, DEL, a bidi override and half of a surrogate pair are escaped; line ends stay if requested."""
     assert r"a\x1b]0;mine\x07\x9b31m\x7f\r\u202eb\ud800" == printable(HOSTILE)
     assert "a\nb\\t" == printable("a\nb\t", keep="\n")
 
 
 def hostile(value: Any) -> Any:
-    """The same document with something behind each text that may be any text."""
+    """Return the document with hostile text appended to each free text."""
     if isinstance(value, dict):
         return {name: hostile(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -54,7 +54,7 @@ def hostile(value: Any) -> Any:
 
 
 def changed(document: Any) -> Any:
-    """The document with as many hostile texts as its reader takes."""
+    """Return the document with as many hostile texts as its reader accepts."""
     plain = json.loads(files.dumps(document))
     for name, value in list(plain.items()):
         if name not in ("kind", "schema_version"):
@@ -82,7 +82,7 @@ def changed(document: Any) -> Any:
     ids=["plan", "measured", "prediction", "comparison", "checkup"],
 )
 def test_screens_escape_what_they_quote(document: Any, screen: Any) -> None:
-    """Names, reasons, notes and titles."""
+    """Names, reasons, notes and titles are escaped."""
     shown = screen(changed(document))
 
     assert all(line.isprintable() for line in shown.splitlines())
@@ -92,7 +92,7 @@ def test_screens_escape_what_they_quote(document: Any, screen: Any) -> None:
 def test_an_error_quotes_a_file_without_its_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A kind of document that would change the terminal's title."""
+    """The kind of the document contains a sequence that would change the terminal's title."""
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"kind": HOSTILE}))
 
@@ -105,7 +105,7 @@ def test_an_error_quotes_a_file_without_its_control_characters(
 
 
 def test_log_lines_are_escaped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that Python prints by itself."""
+    """Python's default log lines are escaped."""
     assert logging.lastResort is not None
     monkeypatch.setattr(logging.lastResort, "formatter", None)
     escape_log_lines()

@@ -119,7 +119,7 @@ def pipette_s(job: Job, layout: Layout, measurements: Measurements, placement: S
         stages=layout.pp,
         microbatches=microbatches,
         pass_s=float((forward + backward + again).max()),
-        transfer_s=transfer_s(layout, cluster.seconds_per_byte_SS(), slot_W, messages.pipeline),
+        transfer_s=transfer_s(layout, slot_seconds_per_byte(cluster), slot_W, messages.pipeline),
         data_parallel_s=data_parallel_s(layout, cluster, slot_W, messages.data_parallel),
     )
 
@@ -170,8 +170,18 @@ def data_parallel_s(layout: Layout, cluster: Cluster, slot_W: NDArray[np.int64],
     return max(_two_level_s(cluster, group.tolist(), message_bytes) for group in groups_GK)
 
 
+def slot_seconds_per_byte(cluster: Cluster) -> Array:
+    """Return 1 / bandwidth from slot (row) to slot (column); 0 on the diagonal."""
+    size = cluster.devices_per_host
+    full_SS = np.repeat(np.repeat(cluster.between_hosts.seconds_per_byte(), size, axis=0), size, axis=1)
+    for host, links in enumerate(cluster.within_host):
+        place = slice(host * size, (host + 1) * size)
+        full_SS[place, place] = links.seconds_per_byte()
+    return full_SS
+
+
 def _two_level_s(cluster: Cluster, slots: Sequence[int], message_bytes: float) -> float:
-    seconds_per_byte_SS = cluster.seconds_per_byte_SS()
+    seconds_per_byte_SS = slot_seconds_per_byte(cluster)
     members: dict[int, list[int]] = {}
     for slot in slots:
         members.setdefault(cluster.host_of(slot), []).append(slot)

@@ -220,15 +220,6 @@ class Cluster(HostsOfJob):
         """Return host and local device of a slot: `node17:3`."""
         return f"{self.hosts[self.host_of(slot)].name}:{slot % self.devices_per_host}"
 
-    def seconds_per_byte_SS(self) -> NDArray[np.float64]:
-        """Return 1 / bandwidth from slot (row) to slot (column); 0 on the diagonal."""
-        size = self.devices_per_host
-        full = np.repeat(np.repeat(self.between_hosts.seconds_per_byte(), size, axis=0), size, axis=1)
-        for host, links in enumerate(self.within_host):
-            place = slice(host * size, (host + 1) * size)
-            full[place, place] = links.seconds_per_byte()
-        return full
-
 
 Ints = NDArray[np.int64]
 

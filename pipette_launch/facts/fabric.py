@@ -162,13 +162,6 @@ class FabricSpec:
         np.fill_diagonal(latency_s_HH, 0.0)
         return Links(latency_s=latency_s_HH, bandwidth_bytes_per_s=bandwidth_HH)
 
-    def switches_H(self, num_hosts: int, device: DeviceSpec) -> tuple[tuple[int, ...], ...]:
-        """Return the group of each host in every tier, outermost first; tiers with a single group are left out."""
-        names = self.host_names(num_hosts)
-        groups = [_groups_H(tier, names) for tier in reversed(self.tiers_on(device, num_hosts))]
-        dividing = [group_H.tolist() for group_H in groups if group_H.max() > group_H.min()]
-        return tuple(zip(*dividing, strict=True)) if dividing else ()
-
     def slot_speed(self, num_hosts: int, devices_per_host: int) -> tuple[float, ...]:
         """Return the speed of each slot relative to the median slot."""
         factor_H = _factors_H(self.compute_factor, self.host_names(num_hosts), "compute_factor")

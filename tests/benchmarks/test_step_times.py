@@ -68,7 +68,7 @@ def test_the_mapping_fixture(pp: int, milliseconds: float) -> None:
     layout = Layout(tp=8, pp=pp, dp=16 // pp, micro_batch_size=4, use_tp_pp_dp_mapping=True)
     slots = np.arange(128)
     messages = Messages.of(model, layout)
-    transfer_s = step_times.transfer_s(layout, cluster.seconds_per_byte_SS(), slots, messages.pipeline)
+    transfer_s = step_times.transfer_s(layout, step_times.slot_seconds_per_byte(cluster), slots, messages.pipeline)
     data_parallel_s = step_times.data_parallel_s(layout, cluster, slots, messages.data_parallel)
 
     assert milliseconds == round(1e3 * (transfer_s + data_parallel_s), 2)

@@ -1,4 +1,4 @@
-"""Words of names, and the capability of a chip by its name."""
+"""Tests of device names and compute capabilities."""
 
 import pytest
 from hypothesis import given
@@ -19,13 +19,13 @@ from pipette_launch.facts.accelerators import compute_capability, words_of
     ],
 )
 def test_names_are_taken_apart_into_words(name: str, words: tuple[str, ...]) -> None:
-    """However hyphens, spaces and units are written."""
+    """Hyphens, spaces and units do not matter."""
     assert words == words_of(name)
 
 
 @given(st.text(max_size=40))
 def test_words_of_words_are_the_same(name: str) -> None:
-    """A name that was taken apart once has nothing left to take apart."""
+    """Splitting the words of a name again changes nothing."""
     words = words_of(name)
 
     assert words == words_of(" ".join(words))
@@ -68,5 +68,5 @@ def test_words_of_words_are_the_same(name: str) -> None:
     ],
 )
 def test_capabilities_are_known_by_the_chip(name: str, capability: int | None) -> None:
-    """As drivers and people write it; a chip that only begins like another has none."""
+    """Names of people and drivers are known. A chip whose name only begins like a known one is unknown."""
     assert capability == compute_capability(name)

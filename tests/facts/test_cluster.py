@@ -1,4 +1,4 @@
-"""Hosts, slots and links."""
+"""Tests of hosts, slots, links and device orders."""
 
 from __future__ import annotations
 
@@ -17,24 +17,14 @@ from pipette_launch.facts.cluster import in_device_order, is_in_device_order, sh
 
 
 def test_slots_are_numbered_host_by_host() -> None:
-    """A slot knows its host, and is written as people write it."""
+    """A slot has a host and a name."""
     cluster = tiny_cluster(hosts=2, devices=3)
 
     assert (6, 1, "node1:2") == (cluster.num_slots, cluster.host_of(5), cluster.slot_name(5))
 
 
-def test_links_between_slots() -> None:
-    """Devices of one host use its own links, devices of two hosts the link between these, row sends to column."""
-    cluster = tiny_cluster(hosts=2, devices=2, bandwidth_bytes_per_s=10.0)
-    slow = Links(latency_s=((0.0, 1.0), (2.0, 0.0)), bandwidth_bytes_per_s=((0.0, 4.0), (5.0, 0.0)))
-    cluster = replace(cluster, between_hosts=slow)
-
-    expected = np.array([[0, 0.01, 0.25, 0.25], [0.01, 0, 0.25, 0.25], [0.2, 0.2, 0, 0.01], [0.2, 0.2, 0.01, 0]])
-    assert expected.tolist() == cluster.seconds_per_byte_SS().tolist()
-
-
 def test_free_memory_counts() -> None:
-    """What other processes hold is not the job's to plan with."""
+    """Memory of other processes is not available to the job."""
     cluster = tiny_cluster(hosts=1, devices=2, memory_bytes=100)
     host = cluster.hosts[0]
     busy = replace(host, devices=(host.devices[0], replace(host.devices[1], memory_free_bytes=60)))
@@ -51,13 +41,13 @@ def test_free_memory_counts() -> None:
     ],
 )
 def test_a_cluster_checks_itself(changes: dict[str, object], expected: str) -> None:
-    """Matrices and speeds must fit the hosts."""
+    """Matrices and speeds must match the hosts."""
     with pytest.raises(FactError, match=expected):
         replace(tiny_cluster(), **changes)  # type: ignore[arg-type]
 
 
 def test_hosts_must_be_alike_and_apart() -> None:
-    """Unequal device counts and equal names are named."""
+    """Unequal device counts and equal names are errors that name the hosts."""
     one, two = tiny_cluster().hosts
 
     with pytest.raises(FactError, match="node0: 2, node1: 1"):
@@ -67,13 +57,13 @@ def test_hosts_must_be_alike_and_apart() -> None:
 
 
 def test_a_link_needs_a_bandwidth() -> None:
-    """A link of no bandwidth is named by its ends."""
+    """The message names both ends."""
     with pytest.raises(FactError, match=re.escape("0 -> 1 has latency 0.0 s and bandwidth 0.0")):
         Links(latency_s=((0.0, 0.0), (0.0, 0.0)), bandwidth_bytes_per_s=((0.0, 0.0), (1.0, 0.0)))
 
 
 def test_links_are_equal_by_their_numbers() -> None:
-    """Rows and arrays make the same links, which nobody can change afterwards."""
+    """Rows and arrays give equal links, which are read-only."""
     rows = [[0.0, 1.0], [2.0, 0.0]]
     array = np.array(rows)
     one, two = (Links(latency_s=given, bandwidth_bytes_per_s=given) for given in (rows, array))
@@ -86,7 +76,7 @@ def test_links_are_equal_by_their_numbers() -> None:
 
 
 def test_the_slowest_and_the_fastest_link_by_hand() -> None:
-    """Of equal ones the first is the slowest and the last the fastest; one place has no link."""
+    """If all are equal, the first is the slowest and the last the fastest. A single place has no link."""
     rates = [[0.0, 3.0, 2.0], [2.0, 0.0, 5.0], [5.0, 4.0, 0.0]]
     links = Links(latency_s=np.zeros((3, 3)), bandwidth_bytes_per_s=rates)
 
@@ -96,14 +86,14 @@ def test_the_slowest_and_the_fastest_link_by_hand() -> None:
 
 @pytest.mark.parametrize("rows", [[[0.0, 1.0]], [[0.0, 1.0], [1.0]], [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]])
 def test_links_are_square(rows: list[list[float]]) -> None:
-    """Rows of other lengths than the matrix is high are refused."""
+    """Rows with another length than the number of rows are refused."""
     with pytest.raises(FactError, match="links: both matrices must be 2 x 2"):
         Links(latency_s=[[0.0, 1.0], [1.0, 0.0]], bandwidth_bytes_per_s=rows)
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan")])
 def test_the_first_bad_link_is_named(bad: float) -> None:
-    """A latency below 0, or none, is named by the first such pair in reading order; the diagonal is not looked at."""
+    """The first pair with a negative or missing latency is named. The diagonal is ignored."""
     latency = np.zeros((3, 3))
     latency[0, 0] = latency[1, 2] = latency[2, 0] = bad
 
@@ -112,14 +102,14 @@ def test_the_first_bad_link_is_named(bad: float) -> None:
 
 
 def test_hosts_that_are_alike_share_their_links() -> None:
-    """A cluster keeps one object for all hosts whose links are equal."""
+    """Hosts with equal links share one object."""
     cluster = tiny_cluster(hosts=3, devices=2)
 
     assert 1 == len({id(links) for links in cluster.within_host})
 
 
 def test_ranks_rise_with_devices() -> None:
-    """Each host keeps its ranks; they take its devices in order, or in another order that all hosts share."""
+    """Each host keeps its ranks, which take its devices in order or in a common other order."""
     scrambled = (6, 1, 4, 3, 5, 0, 7, 2)
 
     assert [1, 3, 4, 6, 0, 2, 5, 7] == in_device_order(scrambled, 4).tolist()
@@ -128,7 +118,7 @@ def test_ranks_rise_with_devices() -> None:
 
 
 def test_hosts_share_an_order_or_none() -> None:
-    """The order of the lowest rank's device, the next one's and so on; two hosts that differ have none in common."""
+    """The order lists the device of the lowest rank first. Two hosts with different orders have no common order."""
     assert (0, 2, 1, 3) == shared_order((1, 4, 3, 6, 0, 5, 2, 7), 4)
     assert shared_order((1, 0, 2, 3), 2) is None
     assert (True, False) == (is_in_device_order((2, 3, 0, 1), 2), is_in_device_order((3, 2, 1, 0), 2))
@@ -136,5 +126,5 @@ def test_hosts_share_an_order_or_none() -> None:
 
 @given(st.permutations(range(12)), st.permutations(range(4)))
 def test_an_order_is_read_as_it_was_written(placement: list[int], order_D: list[int]) -> None:
-    """Whatever the placement and the order."""
+    """Reading gives the written order, for any placement and order."""
     assert tuple(order_D) == shared_order(in_device_order(placement, 4, order_D), 4)

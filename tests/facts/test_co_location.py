@@ -1,4 +1,4 @@
-"""Hosts share an NVLink domain where their type has one and their links are as fast, and blocks are split or not."""
+"""Tests of NVLink domains and of blocks that a placement may split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IN_DOMAIN = RankBlock(size=4, within="domain", kind="expert-parallel", asked_by=
     [("NVIDIA GB200", (0, 0, 0, 1, 1, 1)), ("NVIDIA H100 80GB HBM3", tuple(range(6))), ("unheard of", tuple(range(6)))],
 )
 def test_domains_are_of_the_device(device: str, domain_H: tuple[int, ...]) -> None:
-    """The same fast links are a domain between trays of GB200 alone."""
+    """The same fast links form a domain for GB200, but not for other types."""
     fabric = fat_tree(6, sizes=(3,), bytes_per_s=(6e11, 5e10), noise=0.05, seed=2)
     found = Domains.of(named(on_gpus(cluster_with(fabric.links, devices=4)), device))
     places = [found.domain_H[host] for host in fabric.group_LH[0].argsort(kind="stable")]
@@ -57,7 +57,7 @@ def test_imagined_racks_are_domains() -> None:
     ],
 )
 def test_a_block_is_split_or_not(block: RankBlock, placement: tuple[int, ...], split: bool) -> None:
-    """Four hosts of two devices, of which the even ones are one domain and the odd ones another."""
+    """Four hosts of two devices: the even hosts are one domain, the odd hosts another."""
     rooms = Domains(devices_per_host=2, domain_H=(0, 1, 0, 1))
 
     assert (block if split else None) == rooms.split((block,), placement)
@@ -65,12 +65,12 @@ def test_a_block_is_split_or_not(block: RankBlock, placement: tuple[int, ...], s
 
 
 def test_what_is_not_known_splits_nothing() -> None:
-    """Without domains only hosts are judged."""
+    """Without known domains only hosts can split a block."""
     assert Domains(devices_per_host=2).split((IN_DOMAIN,), (0, 5, 6, 7, 2, 3, 4, 1)) is None
 
 
 def test_blocks_are_said_in_a_sentence() -> None:
-    """The plan repeats it."""
+    """The plan shows this sentence."""
     found = "Each of the blocks of 4 expert-parallel ranks lies inside an NVLink domain, as HybridEP requires."
 
     assert found == IN_DOMAIN.sentence
@@ -87,7 +87,7 @@ OVERLAP = PerformanceOptions(tp_comm_overlap=True)
 
 
 def flex(backend: str = "deepep", *, deepep: bool = False) -> PerformanceOptions:
-    """The flex dispatcher with a backend."""
+    """Return the flex dispatcher with a backend."""
     dispatcher = "flex"
     return PerformanceOptions(
         moe_token_dispatcher_type=dispatcher, moe_flex_dispatcher_backend=backend, moe_enable_deepep=deepep
@@ -107,7 +107,7 @@ def flex(backend: str = "deepep", *, deepep: bool = False) -> PerformanceOptions
 def test_what_lies_together_on_hosts(
     options: PerformanceOptions, layout: Layout, expected: tuple[tuple[int, str], ...]
 ) -> None:
-    """Of experts only where the model has any."""
+    """Expert blocks exist only for models with experts."""
     found = blocks_of(tiny_model(num_experts=64, moe_layer_freq=(1,) * 4), options, layout, HGX)
 
     assert expected == tuple((block.size, block.within) for block in found)
@@ -140,7 +140,7 @@ def test_what_lies_together_on_hosts(
 def test_the_blocks_of_each_dispatcher(
     options: PerformanceOptions, group: int, rooms: Domains, expected: tuple[int, str] | str | None
 ) -> None:
-    """DeepEP goes by hosts and 8 ranks, HybridEP and NCCL EP by NVLink domains; unknown domains refuse nothing."""
+    """DeepEP depends on hosts and 8 ranks, HybridEP and NCCL EP on NVLink domains. Unknown domains refuse nothing."""
     if isinstance(expected, str):
         with pytest.raises(LayoutError) as caught:
             expert_block(options, group, rooms)
@@ -151,7 +151,7 @@ def test_the_blocks_of_each_dispatcher(
 
 
 def test_userbuffers_want_hosts_that_are_filled() -> None:
-    """Three ranks fill no host of eight, sixteen none either."""
+    """Groups of 3 or 16 ranks do not fill a host of 8."""
     for tp in (3, 16):
         with pytest.raises(LayoutError, match="--tp-comm-overlap needs tp groups that fill hosts of 8"):
             blocks_of(tiny_model(), OVERLAP, Layout(tp=tp, dp=8), HGX)

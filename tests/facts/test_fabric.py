@@ -1,4 +1,4 @@
-"""Networks between hosts, as a file describes them."""
+"""Tests of networks that a file describes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TREE = FabricSpec(
 
 
 def rows(fabric: FabricSpec, hosts: int) -> list[float]:
-    """GB/s from host 0 to each."""
+    """Return GB/s from host 0 to each host."""
     return [rate / 1e9 for rate in np.asarray(fabric.links(hosts, H100).bandwidth_bytes_per_s)[0].tolist()]
 
 
 def test_the_innermost_common_tier_is_the_link() -> None:
-    """Leaves of two at the card's rate, pods of four at half of it, the rest at a rate of its own."""
+    """Leaves of two hosts have the card's rate, pods of four half of it, and other pairs a rate of their own."""
     links = TREE.links(6, H100)
 
     assert [0.0, 47.0, 23.5, 23.5, 5.0, 5.0] == rows(TREE, 6)
@@ -42,7 +42,7 @@ def test_the_innermost_common_tier_is_the_link() -> None:
 
 
 def test_slow_hosts_slow_their_links_and_slots() -> None:
-    """Both ends count, the slower one; devices are compared with the median."""
+    """The slower end of a link counts. Devices are compared with the median."""
     slow = FabricSpec(
         source="-", tiers=TREE.tiers, network_factor={"host1": 0.5, "host4": 0.8}, compute_factor={"host2": 0.75}
     )
@@ -52,7 +52,7 @@ def test_slow_hosts_slow_their_links_and_slots() -> None:
 
 
 def test_groups_may_be_named() -> None:
-    """An allocation that the scheduler scattered, in torchrun's own order."""
+    """The hosts of an allocation may be scattered over the groups."""
     scattered = FabricSpec(
         source="-",
         hosts=("a", "b", "c", "d"),
@@ -64,7 +64,7 @@ def test_groups_may_be_named() -> None:
 
 
 def test_an_nvlink_domain_comes_with_its_device() -> None:
-    """18 trays talk as within one; a fabric that has an NVLink tier of its own says it otherwise."""
+    """18 trays are linked as devices of one host are, unless the fabric has an NVLink tier."""
     near, far = 720e9, 47e9
     bandwidth = np.asarray(UNIFORM.links(36, GB200).bandwidth_bytes_per_s)
     narrow = FabricSpec(
@@ -83,7 +83,7 @@ def test_an_nvlink_domain_comes_with_its_device() -> None:
     ("hosts", "share"), [(2, 18), (18, 18), (32, 16), (36, 18), (64, 16), (100, 10), (97, 18), (38, 18), (128, 16)]
 )
 def test_a_job_gets_as_many_hosts_of_each_domain(hosts: int, share: int) -> None:
-    """Equal shares keep groups of hosts inside domains; numbers that have none of half a domain fill them in turn."""
+    """Equal shares keep groups of hosts inside domains. Without a large equal share domains are filled in turn."""
     words = UNIFORM.domain_words(GB200, hosts)
 
     assert [share] == [tier.hosts_per_group for tier in UNIFORM.tiers_on(GB200, hosts) if tier.link == "nvlink"]
@@ -92,7 +92,7 @@ def test_a_job_gets_as_many_hosts_of_each_domain(hosts: int, share: int) -> None
 
 
 def test_shares_of_domains_cut_no_declared_tier() -> None:
-    """Rows of other tiers stay whole: a share must divide them, and hosts that are named lie where they lie."""
+    """A share must divide the groups of other tiers. Named groups are not changed."""
     rows_of = {
         size: FabricSpec(source="-", tiers=(Tier(name="row", hosts_per_group=size), Tier(name="net")))
         for size in (32, 36)
@@ -105,7 +105,7 @@ def test_shares_of_domains_cut_no_declared_tier() -> None:
 
 @given(st.integers(1, 40), st.sampled_from([1, 2, 3, 4]))
 def test_links_agree_with_the_words_pair_by_pair(hosts: int, leaf: int) -> None:
-    """Symmetric, no link to itself, and never faster than the tier that both are in."""
+    """Links are symmetric, no host has a link to itself, and no link is faster than the common tier."""
     fabric = FabricSpec(source="-", tiers=(Tier(name="leaf", hosts_per_group=leaf), Tier(name="spine", share=0.25)))
     bandwidth = np.asarray(fabric.links(hosts, H100).bandwidth_bytes_per_s)
 
@@ -115,7 +115,7 @@ def test_links_agree_with_the_words_pair_by_pair(hosts: int, leaf: int) -> None:
 
 
 def test_built_in_names() -> None:
-    """`uniform` and any even or odd ratio; other names are files."""
+    """`uniform` and each ratio have built-in fabrics; other names are files."""
     assert built_in_fabric("uniform") is UNIFORM
     tree = built_in_fabric("fat-tree-2:1")
     assert tree is not None
@@ -125,7 +125,7 @@ def test_built_in_names() -> None:
 
 @pytest.mark.parametrize("name", ["fat-tree.json", "gb200-nvl72.json"])
 def test_examples_are_read_and_written_alike(name: str) -> None:
-    """What the examples say is what a plan is made of."""
+    """The examples survive reading and writing."""
     path = EXAMPLES / name
     fabric = files.read(path, FabricSpec)
 
@@ -159,7 +159,7 @@ def test_examples_are_read_and_written_alike(name: str) -> None:
     ],
 )
 def test_bad_files_are_refused(changes: dict[str, object], message: str) -> None:
-    """File and field are named."""
+    """The message names file and field."""
     plain = {"kind": "fabric", "schema_version": 1, "source": "-", "tiers": [{"name": "all"}], **changes}
     with pytest.raises(FileFormatError) as caught:
         files.loads(FabricSpec, json.dumps(plain), "f.json")
@@ -186,7 +186,7 @@ def test_bad_files_are_refused(changes: dict[str, object], message: str) -> None
     ],
 )
 def test_a_fabric_of_other_hosts_is_refused(fabric: FabricSpec, message: str) -> None:
-    """What is named must be there, and every pair must have a link."""
+    """Named hosts must be in the job, and each pair must have a link."""
     with pytest.raises(FactError) as caught:
         fabric.links(4, H100)
 

@@ -1,4 +1,4 @@
-"""The one file format: what is written is read back, and nothing else is."""
+"""Tests of the file format: documents survive a file, and bad files are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipette_launch.facts import Choice, Layout, Links, Measurements, ModelSpec,
 
 
 def plan(placement: tuple[int, ...] = (1, 0)) -> Plan:
-    """A plan for one host of two slots."""
+    """Return a plan for one host of two slots."""
     choice = Choice(
         layout=Layout(pp=2, vpp=2, layers_per_chunk=(1, 2, 2, 1)),
         placement=placement,
@@ -50,7 +50,7 @@ def plan(placement: tuple[int, ...] = (1, 0)) -> Plan:
 
 
 def changed(**changes: Any) -> str:
-    """A plan's text with some fields set; None removes a field."""
+    """Return a plan's text with some fields replaced; None removes a field."""
     plain = json.loads(files.dumps(plan()))
     for name, value in changes.items():
         if value is None:
@@ -62,7 +62,7 @@ def changed(**changes: Any) -> str:
 
 @given(st.permutations(range(2)))
 def test_a_plan_comes_back_as_it_was(placement: list[int]) -> None:
-    """Reading what was written gives an equal fact, nested ones included."""
+    """A plan read from its file is equal, with all nested facts."""
     made = plan(tuple(placement))
 
     assert made == files.loads(Plan, files.dumps(made), "here")
@@ -114,7 +114,7 @@ def test_a_bad_document_is_refused(text: str, expected: str) -> None:
 
 
 def test_an_error_quotes_no_more_than_a_line() -> None:
-    """However long the bad value is, and however deep."""
+    """The message stays short for a long or deeply nested value."""
     for value in ("x" * 100_000, [[[[["x" * 100_000] * 100]]]] * 100, 10**4200):
         with pytest.raises(FileFormatError) as caught:
             files.loads(Plan, changed(devices_per_host=value), "here")
@@ -122,7 +122,7 @@ def test_an_error_quotes_no_more_than_a_line() -> None:
 
 
 def test_a_file_that_is_too_large_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor read to its end: a device that has none is refused alike."""
+    """Reading stops at the limit, also for a device without an end."""
     path = tmp_path / "plan.json"
     files.write(path, plan())
     monkeypatch.setattr(files, "MOST_BYTES", 1000)
@@ -136,7 +136,7 @@ def test_a_file_that_is_too_large_is_not_parsed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_nested_fact_checks_itself() -> None:
-    """A placement that is no bijection is refused where it stands."""
+    """A placement with a rank twice is refused, and the message names its field."""
     plain = json.loads(files.dumps(plan()))
     plain["chosen"]["placement"] = [0, 0]
 
@@ -155,7 +155,7 @@ def test_a_nested_fact_checks_itself() -> None:
     ],
 )
 def test_a_choice_that_no_prediction_makes_is_refused(name: str, value: object, expected: str) -> None:
-    """Times and memory of a plan that somebody edited."""
+    """An edited plan with impossible times or memory is refused."""
     plain = json.loads(files.dumps(plan()))
     plain["chosen"][name] = value
 
@@ -177,7 +177,7 @@ def test_a_choice_that_no_prediction_makes_is_refused(name: str, value: object, 
     ],
 )
 def test_a_bad_matrix_is_refused(rows: object, expected: str) -> None:
-    """A matrix is a square list of rows of finite numbers; what is not is named by its place."""
+    """A matrix is a square list of rows of finite numbers. The message names the bad row or number."""
     good = [[0.0, 1], [1.0, 0.0]]
 
     assert Links(latency_s=good, bandwidth_bytes_per_s=good) == files.from_plain(
@@ -189,10 +189,10 @@ def test_a_bad_matrix_is_refused(rows: object, expected: str) -> None:
 
 
 def test_a_matrix_is_read_where_its_type_is_an_alias_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From numpy 2.5 on `NDArray[np.float64]` does not say that it is an `np.ndarray`; before that it does."""
+    """From numpy 2.5 on the origin of `NDArray[np.float64]` is not `np.ndarray`."""
 
     class NDArray:
-        """An alias whose origin is the alias itself."""
+        """An alias that is its own origin."""
 
     monkeypatch.setattr(files, "NDArray", NDArray)
     kind = types.GenericAlias(NDArray, (np.float64,))
@@ -201,7 +201,7 @@ def test_a_matrix_is_read_where_its_type_is_an_alias_of_its_own(monkeypatch: pyt
 
 
 def test_a_field_added_later_may_be_missing() -> None:
-    """A file of an earlier release is read, with the default that it meant."""
+    """A file of an earlier release is read with the default."""
     plain = files.to_plain(tiny_model())
     del plain["latent_attention"], plain["mtp_num_layers"], plain["qk_layernorm"]
 
@@ -209,13 +209,13 @@ def test_a_field_added_later_may_be_missing() -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """Reading never raises OSError."""
+    """Reading raises FileFormatError, never OSError."""
     with pytest.raises(FileFormatError, match=r"nowhere\.json: cannot be read"):
         files.read(tmp_path / "nowhere.json", Plan)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader sees the old document or the new one, and no temporary file stays behind."""
+    """The old document stays, and no temporary file remains."""
     path = tmp_path / "plan.json"
     files.write(path, plan())
     before = path.read_text()
@@ -235,7 +235,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     [(0o022, True, 0o644), (0o077, True, 0o600), (0o002, True, 0o664), (0o022, False, 0o600)],
 )
 def test_others_read_what_is_shared(tmp_path: Path, umask: int, shared: bool, mode: int) -> None:
-    """A file that the user named obeys the umask; all others are private."""
+    """A shared file follows the umask; all other files are private."""
     path = tmp_path / "plan.json"
     before = os.umask(umask)
     try:
@@ -247,7 +247,7 @@ def test_others_read_what_is_shared(tmp_path: Path, umask: int, shared: bool, mo
 
 
 def test_a_place_is_checked_before_it_is_written_to(tmp_path: Path) -> None:
-    """Missing folders are made and nothing else is left; a folder in the file's place is refused."""
+    """Missing folders are made, and no file is left. A folder at the file's path is an error."""
     files.check_writable(tmp_path / "a" / "b" / "plan.json")
 
     assert [] == list((tmp_path / "a" / "b").iterdir())
@@ -258,13 +258,13 @@ def test_a_place_is_checked_before_it_is_written_to(tmp_path: Path) -> None:
 
 
 def test_a_digest_follows_the_facts() -> None:
-    """Equal facts have equal digests, and any change shows."""
+    """Equal facts have equal digests; a changed fact has another digest."""
     assert files.digest(plan(), 1) == files.digest(plan(), 1)
     assert files.digest(plan(), 1) != files.digest(plan((0, 1)), 1)
 
 
 def test_the_kind_of_a_file_is_told_before_it_is_read(tmp_path: Path) -> None:
-    """What is no document has no kind, and reading it then says why."""
+    """A file that is not a document has no kind, and reading it raises an error."""
     document, other = tmp_path / "a.json", tmp_path / "b.json"
     document.write_text('{"kind": "plan", "schema_version": 1}')
     other.write_text("[1]")

@@ -1,4 +1,4 @@
-"""Performance options and the flags that set them."""
+"""Tests of performance options and their flags."""
 
 import pytest
 
@@ -15,11 +15,11 @@ from pipette_launch.facts.job import flag_of
     ],
 )
 def test_flag_of_an_option(option: str, flag: str) -> None:
-    """An option's flag is its name with dashes, or the one that its field names."""
+    """The flag is the option's name with dashes, or the flag in its field."""
     assert flag_of(option) == flag
 
 
 def test_an_unknown_option_is_refused() -> None:
-    """A name that is no option's cannot end in a sentence to the user."""
+    """An unknown option raises an error instead of appearing in a message."""
     with pytest.raises(FactError, match="no_such"):
         flag_of("no_such")

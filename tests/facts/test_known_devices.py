@@ -1,4 +1,4 @@
-"""Built-in devices, and what a device refuses to be."""
+"""Tests of built-in devices, their names, and device files."""
 
 import json
 import re
@@ -100,14 +100,14 @@ UNKNOWN = (
 
 @pytest.mark.parametrize(("written", "name"), NAMES.items())
 def test_a_device_is_found_by_names_of_people_and_drivers(written: str, name: str) -> None:
-    """Case, hyphens, vendors and the way to write a memory's size do not count."""
+    """Case, hyphens, vendor and the form of the memory size are ignored."""
     assert name == device_named(written).name
     assert known_devices()[name] == device_of_driver(written)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_no_other_chip_is_taken_for_an_unknown_one(name: str) -> None:
-    """A name counts by whole words, and no word of it may be left over."""
+    """Only whole words count, and each word must be known."""
     with pytest.raises(FactError, match="unknown device"):
         device_named(name)
     assert device_of_driver(name) is None
@@ -115,7 +115,7 @@ def test_no_other_chip_is_taken_for_an_unknown_one(name: str) -> None:
 
 @given(st.sampled_from(sorted(known_devices())), st.sampled_from("0123456789SXTG"), st.booleans())
 def test_one_letter_more_or_less_never_names_another_chip(name: str, letter: str, longer: bool) -> None:
-    """H20 is not H200, A10 is not A100, L4 is not L40: whatever a shorter or longer name finds, it writes so itself."""
+    """H20 is not H200, A10 is not A100, L4 is not L40. A changed name finds only a device that has this name."""
     chip, *rest = name.split("-")
     written = "-".join([chip + letter if longer else chip[:-1], *rest])
 
@@ -126,7 +126,7 @@ def test_one_letter_more_or_less_never_names_another_chip(name: str, letter: str
 
 @pytest.mark.parametrize("name", sorted(known_devices()))
 def test_each_device_is_found_by_its_own_name(name: str) -> None:
-    """The name of the table has one meaning, and needs no note."""
+    """A name of the table is unique and needs no note."""
     assert name == device_named(name.lower()).name
     assert not other_meanings(name)
 
@@ -143,7 +143,7 @@ def test_each_device_is_found_by_its_own_name(name: str) -> None:
     ],
 )
 def test_a_name_of_several_builds_is_taken_as_the_usual_one(name: str, taken: str, others: str) -> None:
-    """A sentence names the build that is taken, and the others."""
+    """A sentence names the chosen build and the others."""
     assert taken == device_named(name).name
     assert f"{name} is taken as {taken}, not as {others}." == other_meanings(name)
 
@@ -158,7 +158,7 @@ def test_a_name_of_several_builds_is_taken_as_the_usual_one(name: str, taken: st
     ],
 )
 def test_a_name_of_two_memories_must_say_more(name: str, meanings: str) -> None:
-    """Twice the memory is no detail: the error names the devices, and a driver's name of this kind is unknown."""
+    """The error names the devices. A driver's name of this kind is unknown."""
     with pytest.raises(FactError, match=f"'{name}' may be {meanings}; give the full name"):
         device_named(name)
     assert device_of_driver(name) is None
@@ -180,7 +180,7 @@ def test_a_name_of_two_memories_must_say_more(name: str, meanings: str) -> None:
     ],
 )
 def test_an_unknown_name_gets_the_nearest_three(name: str, hint: str) -> None:
-    """Builds of the same chip come first; a name that is like no other gets no hint."""
+    """Builds of the same chip come first. A very different name gets no hint."""
     with pytest.raises(FactError) as error:
         device_named(name)
 
@@ -188,7 +188,7 @@ def test_an_unknown_name_gets_the_nearest_three(name: str, hint: str) -> None:
 
 
 def test_builds_of_a_chip_are_alike() -> None:
-    """A part of an A100 has the ratios of an A100, whatever its peak; of no other chip."""
+    """A part of an A100 has the ratios of an A100, and no other chip matches."""
     alike = {device.name for device in devices_like("NVIDIA A100-SXM4-40GB MIG 1g.5gb")}
 
     assert {"A100-40GB", "A100-80GB", "A100-40GB-PCIe", "A100-80GB-PCIe"} == alike
@@ -197,7 +197,7 @@ def test_builds_of_a_chip_are_alike() -> None:
 
 @pytest.mark.parametrize("name", sorted({*known_devices()} - {"B300", "GB300-NVL72"}))
 def test_no_process_gets_the_data_sheets_memory(name: str) -> None:
-    """The driver keeps a part: what torch can have is 0.5 to 3 % less than nvidia-smi's total."""
+    """The driver uses 0.5 to 3 % of nvidia-smi's total."""
     smi_mib = {
         "V100-SXM2-32GB": 32768,
         "V100-SXM2-16GB": 16384,
@@ -248,7 +248,7 @@ def test_no_process_gets_the_data_sheets_memory(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(known_devices()))
 def test_known_devices_say_where_they_come_from(name: str) -> None:
-    """Every built-in figure has a source, and low precision is never slower."""
+    """Each device has a source, and a narrower format is never slower."""
     device = known_devices()[name]
 
     assert "data sheet" in device.source
@@ -264,7 +264,7 @@ def test_missing_peak_is_an_error() -> None:
 
 
 def test_shared_link_is_divided() -> None:
-    """One card of 12 GB/s for 8 devices leaves 1.5 GB/s for each."""
+    """One card of 12 GB/s for 8 devices is 1.5 GB/s for each."""
     assert Link(latency_s=1e-5, bytes_per_s=12e9, shared_by=8).fair_bytes_per_s == 1.5e9
 
 
@@ -276,7 +276,7 @@ def test_shares_lie_between_0_and_1(share: float) -> None:
 
 
 def test_negative_figures_are_refused() -> None:
-    """A negative latency, bandwidth, size or peak is an error that says so."""
+    """A negative latency, bandwidth, size or peak is an error that names it."""
     device = known_devices()["H200"]
 
     with pytest.raises(FactError, match="latency_s must be at least 0, got -1e-06"):
@@ -292,7 +292,7 @@ def test_negative_figures_are_refused() -> None:
 
 
 def test_only_modules_have_nvlink() -> None:
-    """No card is priced with more than 16 lanes of PCIe 5 to its neighbours, no module with less than NVLink 2."""
+    """A card has at most 16 lanes of PCIe 5 to its neighbours, and a module at least NVLink 2."""
     nvlink = {name: one.within_host.fair_bytes_per_s > 64e9 for name, one in known_devices().items()}
     cards = {name for name, has_nvlink in nvlink.items() if not has_nvlink}
 
@@ -324,7 +324,7 @@ def test_only_modules_have_nvlink() -> None:
     ],
 )
 def test_peaks_are_those_of_data_sheets_without_sparsity(name: str, bf16: float, fp8: float, memory: float) -> None:
-    """TFLOP/s with accumulation in FP32, and GB/s of the memory; 0 for a format that the chip does not have."""
+    """TFLOP/s with accumulation in FP32, and GB/s of the memory; 0 = the chip lacks the format."""
     device = known_devices()[name]
 
     assert bf16 == pytest.approx(device.flops_per_s["bf16"] / 1e12)
@@ -356,12 +356,12 @@ FEW: dict[str, Any] = {
 
 
 def read(**changes: Any) -> DeviceFile:
-    """Read a short file with other fields."""
+    """Read a short device file with changed fields."""
     return files.loads(DeviceFile, json.dumps(FEW | changes), "d.json")
 
 
 def test_a_short_file_is_a_known_device_with_other_figures() -> None:
-    """The source names what was taken over, by the names of the fields."""
+    """The source names the fields that come from the known device."""
     like, device = known_devices()["A100-80GB"], read().spec()
 
     assert device == replace(
@@ -394,7 +394,7 @@ def test_a_short_file_is_a_known_device_with_other_figures() -> None:
     ],
 )
 def test_every_field_counts(field: str, value: float, found: Any) -> None:
-    """A field that is given is the device's own, and is no longer named as taken over."""
+    """A given field replaces the known device's figure, and the source no longer names it."""
     device = read(**{field: value}).spec()
 
     assert value == pytest.approx(found(device))
@@ -404,7 +404,7 @@ def test_every_field_counts(field: str, value: float, found: Any) -> None:
 
 @pytest.mark.parametrize("name", sorted(known_devices()))
 def test_a_known_device_as_a_file_is_the_same_device(name: str) -> None:
-    """What `pipette devices NAME --json` prints is read back with the same figures, to a rounding."""
+    """The output of `pipette devices NAME --json` gives the same figures, except for rounding."""
     known = known_devices()[name]
     again = files.loads(DeviceFile, files.dumps(file_of(known)), "d.json").spec()
 
@@ -452,7 +452,7 @@ def test_a_known_device_as_a_file_is_the_same_device(name: str) -> None:
     ],
 )
 def test_a_bad_file_is_refused_by_the_field(changes: dict[str, Any], message: str) -> None:
-    """File, field and value."""
+    """The message names file, field and value."""
     with pytest.raises(FileFormatError) as error:
         read(**changes)
 
@@ -461,7 +461,7 @@ def test_a_bad_file_is_refused_by_the_field(changes: dict[str, Any], message: st
 
 @pytest.mark.parametrize("field", ["name", "source", "like", "flops_per_s", "memory_bytes", "memory_bytes_per_s"])
 def test_six_fields_are_needed(field: str) -> None:
-    """All others may be left out."""
+    """All other fields are optional."""
     few = {name: value for name, value in FEW.items() if name != field}
 
     with pytest.raises(FileFormatError, match=f"d.json: field '{field}' is missing"):
@@ -469,7 +469,7 @@ def test_six_fields_are_needed(field: str) -> None:
 
 
 def test_the_example_and_the_page_can_be_read() -> None:
-    """examples/mi300x.json, and the file that docs/planning.md shows."""
+    """examples/mi300x.json and the file in docs/planning.md are valid."""
     shown = [block.text for block in blocks(ROOT / "docs" / "planning.md") if '"kind": "device"' in block.text]
 
     assert "MI300X" == files.read(EXAMPLE, DeviceFile).spec().name
@@ -477,7 +477,7 @@ def test_the_example_and_the_page_can_be_read() -> None:
 
 
 def test_the_page_names_every_field() -> None:
-    """The table of docs/planning.md."""
+    """The table of docs/planning.md has all fields."""
     page = (ROOT / "docs" / "planning.md").read_text()
 
     assert [] == [one.name for one in fields(DeviceFile) if f"`{one.name}`" not in page]

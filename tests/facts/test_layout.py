@@ -1,4 +1,4 @@
-"""Degrees, chunks, and how cells become ranks."""
+"""Tests of degrees, chunks, and the ranks of cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = st.integers(1, 3)
 
 @given(tp=SIZES, cp=SIZES, dp=SIZES, pp=SIZES, swapped=st.booleans())
 def test_cells_and_ranks_are_one_to_one(tp: int, cp: int, dp: int, pp: int, swapped: bool) -> None:
-    """Every cell has one rank and every rank one cell, in both of Megatron's orders."""
+    """Each cell has one rank and each rank has one cell, in both of Megatron's orders."""
     layout = Layout(tp=tp, cp=cp, dp=dp, pp=pp, use_tp_pp_dp_mapping=swapped)
     cells = [Cell(*cell) for cell in itertools.product(range(pp), range(dp), range(cp), range(tp))]
 
@@ -27,7 +27,7 @@ def test_cells_and_ranks_are_one_to_one(tp: int, cp: int, dp: int, pp: int, swap
 
 
 def test_ranks_follow_megatrons_order() -> None:
-    """Tensor ranks are next to each other, then data, then pipeline ranks; the flag swaps the last two."""
+    """Tensor ranks are neighbours, then data-parallel, then pipeline ranks. The flag swaps the last two."""
     assert ((0, 1), (2, 3), (4, 5), (6, 7)) == groups_of(Layout(tp=2, dp=2, pp=2), "tp")
     assert ((0, 2), (1, 3), (4, 6), (5, 7)) == groups_of(Layout(tp=2, dp=2, pp=2), "dp")
     assert ((0, 4), (1, 5), (2, 6), (3, 7)) == groups_of(Layout(tp=2, dp=2, pp=2), "pp")
@@ -36,13 +36,13 @@ def test_ranks_follow_megatrons_order() -> None:
 
 
 def test_experts_overlay_data_parallel_ranks() -> None:
-    """EP runs over the ranks that share a pipeline rank, beside its own tensor parallel size."""
+    """EP covers the ranks with one pipeline rank, and has its own tensor parallel size."""
     assert ((0, 1), (2, 3), (4, 5), (6, 7)) == expert_groups(Layout(dp=4, pp=2, ep=2))
     assert ((0, 2), (1, 3), (4, 6), (5, 7)) == expert_groups(Layout(tp=2, dp=4, ep=2, etp=2))
 
 
 def test_layers_are_dealt_round_robin() -> None:
-    """Chunk c lies on pipeline rank c % pp; uneven chunks are summed as they are."""
+    """Chunk c is on pipeline rank c % pp. Uneven chunks are summed."""
     assert (4, 4) == Layout(pp=2, vpp=2).stage_layers(8)
     assert (2, 4) == Layout(pp=2, vpp=2, layers_per_chunk=(1, 2, 1, 2)).stage_layers(6)
 
@@ -61,7 +61,7 @@ def test_layers_are_dealt_round_robin() -> None:
     ],
 )
 def test_impossible_layouts_say_why(make: object, expected: str) -> None:
-    """The message names the sizes that do not go together."""
+    """The message names the sizes that do not match."""
     with pytest.raises(LayoutError) as caught:
         make()  # type: ignore[operator]
 
@@ -69,7 +69,7 @@ def test_impossible_layouts_say_why(make: object, expected: str) -> None:
 
 
 def test_words_are_what_people_say() -> None:
-    """Degrees always, the rest only where it differs from Megatron's default."""
+    """Degrees are always shown, other options only if they differ from Megatron's default."""
     layout = Layout(tp=2, pp=4, vpp=2, micro_batch_size=2, use_distributed_optimizer=True)
 
     assert "tp2 pp4 dp1 vpp2 mbs2 dist-opt" == layout.words()
@@ -93,7 +93,7 @@ WHOLE = Recompute(granularity="full", method="uniform", num_layers=1)
     ],
 )
 def test_which_recompute_runs_no_more_again(one: Recompute, others: list[Recompute]) -> None:
-    """Nothing within everything, fewer modules within more, fewer layers within more, and all within the whole."""
+    """No recompute is within everything, fewer modules within more, fewer layers within more, and all within full."""
     every = [NO_RECOMPUTE, SELECTIVE, MORE, *BLOCKS, WHOLE]
 
     assert others == [other for other in every if one.runs_no_more_than(other)]

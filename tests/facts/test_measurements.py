@@ -1,4 +1,4 @@
-"""What a warm-up's file says of its own completeness."""
+"""Tests of measurements, their links, and subsets of their hosts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size) for size in range(1
     ],
 )
 def test_timed_cases_are_counted(num_timed: int, num_modelled: int, expected: str) -> None:
-    """A case that a model priced, or that nobody came to, is wanted and not timed; fewer than half is a warning."""
+    """Modelled and unreached cases count as wanted but not as timed. Fewer than half timed is a warning."""
     known = CASES[: num_timed + num_modelled]
     measured = tiny_measurements(tiny_cluster(1, 1), known)
     compute = tuple(
@@ -55,14 +55,14 @@ def test_timed_cases_are_counted(num_timed: int, num_modelled: int, expected: st
 
 
 def test_a_communicator_takes_its_share_of_what_they_added() -> None:
-    """Four of them made 600 bytes of a context of 500: 150 each."""
+    """Four communicators add 600 bytes: 150 each."""
     overhead = DeviceOverhead(alone_bytes=500, together_bytes=1100, num_communicators=4, workspace_bytes=70)
 
     assert 150 == overhead.communicator_bytes
 
 
 def test_no_communicator_takes_nothing() -> None:
-    """A slot alone has none, and a driver that gave something back does not make one negative."""
+    """A single slot has no communicator, and a driver that released memory does not make the size negative."""
     assert (
         0 == DeviceOverhead(alone_bytes=5, together_bytes=5, num_communicators=0, workspace_bytes=0).communicator_bytes
     )
@@ -72,7 +72,7 @@ def test_no_communicator_takes_nothing() -> None:
 
 
 def reading(**changes: object) -> StageReading:
-    """A stage that held nothing."""
+    """Return the reading of a stage without memory."""
     fields = {
         "job_digest": "",
         "layout": Layout(pp=2),
@@ -86,7 +86,7 @@ def reading(**changes: object) -> StageReading:
 
 
 def test_nothing_is_negative() -> None:
-    """Neither overheads nor readings."""
+    """Negative overheads and readings are refused."""
     with pytest.raises(FactError, match="alone_bytes must be at least 0, got -1"):
         DeviceOverhead(alone_bytes=-1, together_bytes=0, num_communicators=0, workspace_bytes=0)
     with pytest.raises(FactError, match="allocator_peak_bytes must be at least 0, got -1"):
@@ -94,13 +94,13 @@ def test_nothing_is_negative() -> None:
 
 
 def test_a_reading_is_of_a_stage_that_exists() -> None:
-    """Two pipeline ranks have no third."""
+    """Two pipeline ranks have no third rank."""
     with pytest.raises(FactError, match="pp_rank=2 is not one of the layout's 2"):
         reading(pp_rank=2)
 
 
 def test_a_reading_is_of_one_job() -> None:
-    """Another batch or model holds other bytes; another layout or other pins of the same job are no other job."""
+    """The digest depends on batch and model, but not on layout and pins."""
     job = tiny_job(4)
 
     assert memory_digest(job) == memory_digest(replace(job, own=Layout(tp=4), pinned=("tp",), train_iters=99))
@@ -110,7 +110,7 @@ def test_a_reading_is_of_one_job() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """A document that is only a survey."""
+    """A document that holds only a survey."""
 
     KIND: ClassVar[str] = "paper"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -118,7 +118,7 @@ class Paper:
 
 
 def survey() -> LinkSurvey:
-    """Three hosts: one link measured again, one estimated, one cached."""
+    """Return three hosts: one link measured again, one estimated, one cached."""
     return LinkSurvey(
         spread_HH=np.array([[0, 0.01, 0.2], [0.02, 0, 0], [0.3, 0.04, 0]]),
         origin_HH=("-am", "m-e", "mc-"),
@@ -129,7 +129,7 @@ def survey() -> LinkSurvey:
 
 
 def test_a_survey_survives_its_file() -> None:
-    """Written and read it is the same, and hashes alike."""
+    """After writing and reading, the survey is equal and has the same hash."""
     read = files.loads(Paper, files.dumps(Paper(survey=survey())), "here").survey
 
     assert survey() == read
@@ -138,14 +138,14 @@ def test_a_survey_survives_its_file() -> None:
 
 
 def test_origins_have_names() -> None:
-    """Letters in the file, words for the reader."""
+    """The file has letters; `origin` returns words."""
     assert ["again", "measured", "estimated", "cached"] == [
         survey().origin(*pair) for pair in ((0, 1), (0, 2), (1, 2), (2, 1))
     ]
 
 
 def test_nobody_can_change_it() -> None:
-    """Its array is a copy, and read-only."""
+    """The array is a read-only copy."""
     with pytest.raises(ValueError, match="read-only"):
         survey().spread_HH[0, 1] = 1
 
@@ -167,7 +167,7 @@ def test_a_bad_survey_is_refused(spread: np.ndarray, origin: tuple[str, ...], me
 
 
 def test_a_bad_file_is_named() -> None:
-    """By document and field."""
+    """The message names document and field."""
     text = files.dumps(Paper(survey=survey())).replace('"-am"', '"-zz"')
 
     with pytest.raises(FileFormatError, match=r"here: survey.*-zz"):
@@ -178,7 +178,7 @@ CASES_of_test_some_hosts = tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=1) fo
 
 
 def drawn(rng: random.Random, hosts: int, devices: int) -> Measurements:
-    """Everything that a warm-up may leave, each figure its own; the first case was timed everywhere."""
+    """Draw measurements with all fields and different figures; the first case was timed on all slots."""
     cluster = drawn_cluster(rng, hosts=hosts, devices=devices)
     slots = range(cluster.num_slots)
 
@@ -237,7 +237,7 @@ def drawn(rng: random.Random, hosts: int, devices: int) -> Measurements:
 
 
 def drawn_survey(rng: random.Random, hosts: int, devices: int) -> LinkSurvey:
-    """Spread, origin and rails of every link, each its own."""
+    """Draw spread, origin and rails of each link."""
     every = range(hosts)
     return LinkSurvey(
         spread_HH=np.array([[rng.uniform(0, 1) for _ in every] for _ in every]),
@@ -252,7 +252,7 @@ def drawn_survey(rng: random.Random, hosts: int, devices: int) -> LinkSurvey:
 
 
 def slots_in(plain: Any) -> Iterator[int]:
-    """All numbers of slots in a document."""
+    """Return all numbers of slots in a document."""
     for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain if isinstance(plain, list) else ()):
         if key in ("slot", "slots"):
             yield from [value] if key == "slot" else value
@@ -261,14 +261,14 @@ def slots_in(plain: Any) -> Iterator[int]:
 
 
 def named(measurements: Measurements, slot: int) -> str:
-    """A slot by the name that it keeps."""
+    """Name a slot by its host and local index."""
     return measurements.cluster.slot_name(slot)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 3), st.randoms(use_true_random=False), st.data())
 def test_what_is_left_says_the_same(hosts: int, devices: int, rng: random.Random, data: st.DataObject) -> None:
-    """Links, speeds, groups, conditions, verdicts and the survey are those that the same hosts and slots had."""
+    """Links, speeds, groups, conditions, verdicts and the survey of the remaining hosts stay the same."""
     whole = drawn(rng, hosts, devices)
     gone = data.draw(
         st.sets(st.sampled_from([host.name for host in whole.cluster.hosts]), min_size=1, max_size=hosts - 1)
@@ -323,7 +323,7 @@ def test_what_is_left_says_the_same(hosts: int, devices: int, rng: random.Random
     assert [reading.allocator_peak_bytes for reading in whole.stages] == [
         reading.allocator_peak_bytes for reading in less.stages
     ]
-    # Whatever else is added to a warm-up's file: no slot is named that is not there.
+    # A field that is added to the file later must also name only slots that exist.
     assert max(slots_in(files.to_plain(less))) < less.cluster.num_slots
     assert less == files.loads(Measurements, files.dumps(less), "itself")
 
@@ -331,7 +331,7 @@ def test_what_is_left_says_the_same(hosts: int, devices: int, rng: random.Random
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 2), st.randoms(use_true_random=False))
 def test_nothing_that_was_timed_is_lost(hosts: int, devices: int, rng: random.Random) -> None:
-    """Every case is still there, and every slot still needs as long for it as its speed says."""
+    """Each case remains, and times follow the speed of the slots."""
     whole = drawn(rng, hosts, devices)
 
     less = without_hosts(whole, ["node0"])
@@ -356,7 +356,7 @@ def test_nothing_that_was_timed_is_lost(hosts: int, devices: int, rng: random.Ra
 
 
 def test_what_cannot_be_left_out() -> None:
-    """Nobody leaves out a stranger, or everybody; to leave out nobody changes nothing."""
+    """An unknown host or all hosts cannot be removed. Removing no host changes nothing."""
     whole = tiny_measurements(tiny_cluster())
 
     assert whole is without_hosts(whole, [])

@@ -1,4 +1,4 @@
-"""Which agent runs which ranks under a decision."""
+"""Tests of decisions and of measuring advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WHOLE = Decision(phase="warmup", tokens=("t0", "t1", "t2"), hosts=("a", "b", "c"
 
 
 def test_an_agent_on_standby_has_no_ranks() -> None:
-    """The others have all of them, without a gap, and stand before it."""
+    """The other agents have all ranks without a gap, and come before it."""
     less = WHOLE.leaving_out(["b"])
 
     assert (("t0", "t2"), ("a", "c"), (2, 2)) == (less.tokens, less.hosts, less.num_slots)
@@ -26,13 +26,13 @@ def test_an_agent_on_standby_has_no_ranks() -> None:
 
 
 def test_nobody_stands_by_and_works() -> None:
-    """A decision that says so is none."""
+    """An agent that runs workers and is on standby is an error."""
     with pytest.raises(FactError, match="on standby"):
         Decision(phase="train", tokens=("t0",), hosts=("a",), num_slots=(1,), standby=("t0",), standby_hosts=("a",))
 
 
 def test_advice_survives_its_file() -> None:
-    """What the adviser writes is what the workers read."""
+    """The workers read the same advice that was written."""
     advice = Advice(
         host_pairs=((0, 1),),
         dimensions=(Dimension(name="dp", kinds=("all_reduce",), groups=((0, 2), (1, 3))),),
@@ -45,19 +45,19 @@ def test_advice_survives_its_file() -> None:
 
 @pytest.mark.parametrize("groups", [((0,),), ((0, 1), (1, 2)), ((1, 0),)])
 def test_bad_groups_are_refused(groups: tuple[tuple[int, ...], ...]) -> None:
-    """Groups of one, slots in two groups, and slots that do not ascend are none that torch could form."""
+    """Groups of one slot, slots in two groups, and descending slots are errors."""
     with pytest.raises(FactError, match="dp: "):
         Dimension(name="dp", kinds=("all_reduce",), groups=groups)
 
 
 def test_a_stage_must_be_one_of_the_layout() -> None:
-    """The error names the rank and how many there are."""
+    """The message names the rank and the number of stages."""
     with pytest.raises(FactError, match="pp_rank=9 is not one of"):
         StageCase(layout=tiny_job(4).own, pp_rank=9)
 
 
 @pytest.mark.parametrize("pair", [(1, 0), (1, 1), (0, 1, 2)])
 def test_bad_host_pairs_are_refused(pair: tuple[int, ...]) -> None:
-    """A link has two ends, the lower first."""
+    """A link has two ends, the lower index first."""
     with pytest.raises(FactError, match="needs two hosts"):
         Advice(host_pairs=(pair,))

@@ -1,4 +1,4 @@
-"""The parameters and FLOPs of a transformer's parts, against published counts."""
+"""Tests of parameters and FLOPs of a transformer's parts against published numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipette_launch.facts.model import HybridLayers, LatentAttention
 
 
 def llama_7b() -> object:
-    """Llama-2-7B by Megatron's flags."""
+    """Return Llama-2-7B in Megatron's flags."""
     return tiny_model(
         num_layers=32,
         hidden_size=4096,
@@ -31,7 +31,7 @@ def llama_7b() -> object:
 
 
 def test_llama_has_as_many_parameters_as_published() -> None:
-    """Attention, MLP and norms of all layers, two embeddings and the last norm make 6,738,415,616."""
+    """Attention, MLP and norms of all layers, two embeddings and the last norm sum to 6,738,415,616."""
     model = llama_7b()
     layer = model.attention_parameters() + model.mlp_parameters() + 2 * model.norm_parameters()  # type: ignore[attr-defined]
 
@@ -47,7 +47,7 @@ def test_gpt_layer_is_twelve_h_squared() -> None:
 
 
 def test_flops_are_two_for_each_weight_and_the_scores() -> None:
-    """A token costs 2 FLOPs a weight, and 4 s h for scores and context."""
+    """A token costs 2 FLOPs per weight, and 4 s h for scores and context."""
     model = tiny_model(add_bias_linear=False)
 
     assert 2 * 12 * 64**2 + 4 * 32 * 64 == model.kind_flops_per_token("layer")
@@ -87,7 +87,7 @@ def test_latent_attention_has_flops_of_its_own() -> None:
     ],
 )
 def test_a_steps_flops_are_megatrons(changes: dict[str, object], flops: int) -> None:
-    """What core_v0.16's own count gives for 16 samples and tp 2."""
+    """The expected numbers come from core_v0.16's own count for 16 samples and tp 2."""
     assert flops == tiny_model(**changes).step_flops(16, tp=2)
 
 
@@ -131,13 +131,13 @@ DEEPSEEK_V3 = GATED | {
     ids=["Llama 8B", "Mixtral", "DeepSeek-V3"],
 )
 def test_flops_of_published_models_are_megatrons(tp: int, changes: dict[str, object], expected: int) -> None:
-    """What num_floating_point_operations of core_v0.16.1 says for a token of these models."""
+    """The expected numbers come from num_floating_point_operations of core_v0.16.1, for one token."""
     assert expected == tiny_model(**changes).step_flops(1, tp=tp) / 4096
 
 
 @pytest.mark.parametrize(("tp", "rows"), [(1, 256), (2, 256), (4, 512)])
 def test_the_vocabulary_is_padded_for_all_tensor_ranks(tp: int, rows: int) -> None:
-    """To a multiple of make_vocab_size_divisible_by * tp."""
+    """It is a multiple of make_vocab_size_divisible_by * tp."""
     assert rows == tiny_model(vocab_size=200).padded_vocab_size(tp)
 
 
@@ -154,7 +154,7 @@ EXPERTS = {"num_experts": 4, "moe_layer_freq": (0, 0, 0, 1)}
 
 
 def test_layers_have_kinds() -> None:
-    """A transformer's by their experts, a hybrid model's by letters; a depth of prediction has a pattern of its own."""
+    """Kinds follow from experts, in hybrid models from letters. Prediction depths have their own pattern."""
     hybrid = tiny_model(hybrid=HYBRID, mtp_num_layers=2, **EXPERTS)
 
     assert ("layer", "layer", "layer", "moe_layer") == tiny_model(**EXPERTS).layer_kinds
@@ -166,7 +166,7 @@ def test_layers_have_kinds() -> None:
 
 
 def test_a_hybrid_layer_has_the_flops_of_its_block() -> None:
-    """Attention and MLP add up to a layer; Mamba has two projections, and a scan of 7 a channel and state."""
+    """Attention and MLP sum to a layer. Mamba has two projections and a scan of 7 FLOPs per channel and state."""
     model = tiny_model(hybrid=HYBRID, **EXPERTS)
     one = model.kind_flops_per_token
 
@@ -185,13 +185,13 @@ def test_a_hybrid_layer_has_the_flops_of_its_block() -> None:
     ],
 )
 def test_hybrid_layers_check_themselves(changes: dict[str, Any], message: str) -> None:
-    """Letters that Megatron has but nobody here prices are refused too."""
+    """Letters that are not priced are refused, too."""
     with pytest.raises(FactError, match=message):
         replace(HYBRID, **changes)
 
 
 def test_patterns_fit_their_model() -> None:
-    """A letter for each layer; experts where there are layers of them."""
+    """The pattern has a letter for each layer, and experts need a model with experts."""
     with pytest.raises(FactError, match="4 letters for 3 layers"):
         tiny_model(num_layers=3, hybrid=HYBRID, num_experts=4, moe_layer_freq=(0, 0, 1))
     with pytest.raises(FactError, match="has no experts"):
@@ -199,7 +199,7 @@ def test_patterns_fit_their_model() -> None:
 
 
 def test_windows_leave_a_share_of_the_scores() -> None:
-    """Counted pair by pair; FLOPs of a layer follow, and those that Megatron counts do not know of windows."""
+    """The share is counted pair by pair. Megatron's count of a step's FLOPs ignores windows."""
     whole = tiny_model(seq_length=16)
     model = replace(whole, attention_windows=(3, 0) * (whole.num_layers // 2))
     pairs = sum(min(token + 1, 3) for token in range(16))

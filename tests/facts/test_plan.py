@@ -1,4 +1,4 @@
-"""Tokens and FLOPs a second follow from the step, and the part of the peak from the devices."""
+"""Tests of rates, fallback plans and memory shortages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipette_launch.facts.plan import (
 
 
 def named(name: str) -> Cluster:
-    """Two hosts of two such devices."""
+    """Return two hosts of two devices with this name."""
     cluster = tiny_cluster(2, 2)
     hosts = tuple(
         replace(host, devices=tuple(replace(device, name=name) for device in host.devices)) for host in cluster.hosts
@@ -36,7 +36,7 @@ def named(name: str) -> Cluster:
 
 
 def test_a_rate_is_of_all_tokens_and_of_each_ranks_flops() -> None:
-    """Eight sequences of 32 tokens in half a second are 512 tokens a second; four ranks share their FLOPs."""
+    """8 sequences of 32 tokens in 0.5 s are 512 tokens/s. Four ranks share the FLOPs."""
     job = tiny_job(4)
     rate = Rate.of(job, Layout(dp=4), 0.5, named("NVIDIA A100-SXM4-80GB"))
     flops_per_s = job.model.step_flops(8, tp=1) / 0.5 / 4
@@ -46,14 +46,14 @@ def test_a_rate_is_of_all_tokens_and_of_each_ranks_flops() -> None:
 
 
 def mixed() -> Cluster:
-    """A host of A100 and one of H200."""
+    """Return one host with A100 and one with H200."""
     first, second = named("NVIDIA A100-SXM4-80GB").hosts[0], named("NVIDIA H200").hosts[1]
     return replace(tiny_cluster(2, 2), hosts=(first, second))
 
 
 @pytest.mark.parametrize("cluster", [mixed(), named("AMD EPYC 9000")])
 def test_without_a_known_peak_there_are_flops_alone(cluster: Cluster) -> None:
-    """The devices are of several types, or of one whose peak nobody told."""
+    """The devices have several types, or an unknown type."""
     rate = Rate.of(tiny_job(4), Layout(dp=4), 0.5, cluster)
 
     assert rate is not None
@@ -62,7 +62,7 @@ def test_without_a_known_peak_there_are_flops_alone(cluster: Cluster) -> None:
 
 
 def test_no_time_has_no_rate() -> None:
-    """A step of 0 s is no step."""
+    """A step of 0 s gives no rate."""
     assert Rate.of(tiny_job(4), Layout(dp=4), 0.0, tiny_cluster(2, 2)) is None
 
 
@@ -70,7 +70,7 @@ NAMES = "abcdefg"
 
 
 def planned(hosts: str, *, spares: str = "", templates: tuple[int, ...] = ()) -> Plan:
-    """A plan of two devices a host, with templates for so many hosts."""
+    """Return a plan for two devices per host, with fallback plans for these numbers of hosts."""
     made = plan(Layout(dp=2 * len(hosts)), hosts=tuple(hosts))
     smaller = [plan(Layout(pp=2, dp=size), hosts=tuple(hosts)[:size]) for size in templates]
     whole = replace(made, templates=fallback_plans(smaller), other_hosts=tuple(spares))
@@ -79,7 +79,7 @@ def planned(hosts: str, *, spares: str = "", templates: tuple[int, ...] = ()) ->
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[Plan, list[str]]:
-    """A plan with templates and spares, and hosts in any order, all of which it knows."""
+    """Draw a plan with fallback plans and spares, and some of its hosts in any order."""
     count = draw(st.integers(2, 5))
     spares = NAMES[count : count + draw(st.integers(0, 2))]
     sizes = draw(st.sets(st.integers(1, count - 1)))
@@ -90,7 +90,7 @@ def situations(draw: st.DrawFn) -> tuple[Plan, list[str]]:
 
 @given(situations())
 def test_the_largest_plan_that_fits_is_fitted(situation: tuple[Plan, list[str]]) -> None:
-    """Each place has one host that is there, those that a plan names keep theirs, and every host stays known."""
+    """Each place has a present host, present hosts of the plan keep their places, and all hosts stay known."""
     made, there = situation
     sizes = [len(one.hosts) for one in (made, *made.templates)]
     fitted = refit(made, there)
@@ -109,7 +109,7 @@ def test_the_largest_plan_that_fits_is_fitted(situation: tuple[Plan, list[str]])
 
 
 def test_the_quickest_plan_that_fits_is_fitted() -> None:
-    """A plan for fewer hosts is taken where its step is shorter."""
+    """A plan for fewer hosts is taken if its step is shorter."""
     made = planned("abcde", templates=(4, 3))
     four, three = made.templates
     quick = replace(three, chosen=replace(three.chosen, step_time_s=four.chosen.step_time_s / 2))
@@ -122,7 +122,7 @@ def test_the_quickest_plan_that_fits_is_fitted() -> None:
 
 @given(situations())
 def test_all_hosts_bring_the_first_plan_back(situation: tuple[Plan, list[str]]) -> None:
-    """Whatever was lost in between; and fitting twice changes nothing."""
+    """After any losses, all hosts together run the first plan again. Fitting twice gives the same result."""
     made, there = situation
     fitted = refit(made, there)
     if fitted is None:
@@ -136,12 +136,12 @@ def test_all_hosts_bring_the_first_plan_back(situation: tuple[Plan, list[str]]) 
 
 
 def test_an_unknown_host_is_not_fitted() -> None:
-    """Nothing was measured of it."""
+    """An unknown host was not measured."""
     assert refit(planned("abc", templates=(2,)), ["a", "b", "x"]) is None
 
 
 def test_who_trained_before_comes_before_a_spare() -> None:
-    """A spare may stand by because it is sick."""
+    """A spare may be on standby because it is sick."""
     made = planned("abcd", spares="s", templates=(2,))
     fitted = refit(made, ["s", "d", "a"])
 
@@ -150,7 +150,7 @@ def test_who_trained_before_comes_before_a_spare() -> None:
 
 
 def test_candidates_that_could_not_start_are_left_out() -> None:
-    """What ran is the first of the plan; past the last candidate that is the user's own configuration."""
+    """The result begins with the candidate that ran, or has only the user's own configuration."""
     made = plan(Layout(pp=4), Layout(tp=2, dp=2), Layout(tp=4), Layout(pp=2, dp=2))
     made = replace(made, num_in_line=2)
     words = [[one.layout.words() for one in from_candidate(made, attempt).candidates()] for attempt in range(4)]
@@ -161,7 +161,7 @@ def test_candidates_that_could_not_start_are_left_out() -> None:
 
 
 def test_hosts_take_their_ranks_along() -> None:
-    """A plan that lists its hosts otherwise gives each the ranks that it had."""
+    """Each host keeps its ranks if the plan lists its hosts in another order."""
     made = planned("abc")
     turned = in_order_of(made, ["c", "a", "b"])
 
@@ -173,7 +173,7 @@ def test_hosts_take_their_ranks_along() -> None:
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)])
 def test_there_is_one_plan_for_each_number_of_hosts(sizes: tuple[int, ...]) -> None:
-    """Else it would be open which of them is taken."""
+    """Two plans for the same number of hosts would be ambiguous."""
     with pytest.raises(FactError, match="different numbers of hosts"):
         planned("abc", templates=sizes)
 
@@ -184,25 +184,25 @@ DP, PP, TP = Layout(dp=4), Layout(pp=2, dp=2), Layout(tp=2, dp=2)
 
 
 def needing(layout: Layout, need_bytes: int, *, free_bytes: int = FREE, limit_bytes: int = 920) -> Choice:
-    """A plan whose first stage is predicted to need so much."""
+    """Return a choice with this predicted need on its first stage."""
     need = MemoryNeed(need_bytes=(need_bytes, *(1,) * (layout.pp - 1)), free_bytes=free_bytes, limit_bytes=limit_bytes)
     return replace(choice(layout), memory=need)
 
 
 def shortage(need_bytes: int = 600, free_bytes: int = FREE) -> Shortage:
-    """A plan that ran out of memory."""
+    """Return a shortage of the plan DP."""
     return Shortage(layout=DP, need_bytes=need_bytes, free_bytes=free_bytes, cause="out of memory", noticed_at=AT)
 
 
 def of_needs(chosen: int, *others: int, own: int = 900) -> Plan:
-    """A plan whose candidates need so much, each under a layout of its own."""
+    """Return a plan whose candidates have these predicted needs and different layouts."""
     made = plan(PP, *(TP, Layout(tp=4), Layout(pp=4))[: len(others)])
     alternatives = tuple(needing(one.layout, need) for one, need in zip(made.alternatives, others, strict=True))
     return replace(made, chosen=needing(PP, chosen), alternatives=alternatives, own=needing(DP, own))
 
 
 def test_the_fullest_device_counts() -> None:
-    """Its need, overhead included, beside what was free."""
+    """The shortage has the need of the fullest device, with overhead, and its free memory."""
     found = Shortage.of(needing(PP, 600), cause="x" * 2 * MOST_CHARACTERS, noticed_at=AT)
 
     assert found is not None
@@ -210,19 +210,19 @@ def test_the_fullest_device_counts() -> None:
 
 
 def test_what_was_not_predicted_to_fit_teaches_nothing() -> None:
-    """The margin was right about it; of files of earlier releases nobody knows."""
+    """The margin was right about this plan. Files of earlier releases have no figures."""
     assert Shortage.of(needing(PP, 950), cause="", noticed_at=AT) is None
     assert Shortage.of(choice(PP), cause="", noticed_at=AT) is None
 
 
 def test_a_plan_that_was_to_need_little_was_not_to_blame() -> None:
-    """Something else took the memory, or a limit was set."""
+    """Another process or a memory limit caused the shortage."""
     assert Shortage.of(needing(PP, 499), cause="", noticed_at=AT) is None
     assert Shortage.of(needing(PP, 500), cause="", noticed_at=AT) is not None
 
 
 def test_predictions_are_taken_to_be_too_low() -> None:
-    """600 of 1000 were not enough: of 1000 free bytes 92 % of 600 are to be had, and of 2000 twice that."""
+    """600 of 1000 bytes were not enough: a new plan may need 92 % of 600, or twice as much with 2000 free bytes."""
     margin = shortage().margin(0.08)
 
     assert 0.92 * 0.599 == pytest.approx(1 - margin)
@@ -231,7 +231,7 @@ def test_predictions_are_taken_to_be_too_low() -> None:
 
 @given(free=st.integers(1, 1 << 40), part=st.floats(0, 1), memory_margin=st.sampled_from([0.0, 0.08, 0.995]))
 def test_the_plan_that_ran_out_of_memory_never_fits_again(free: int, part: float, memory_margin: float) -> None:
-    """Each shortage lowers the limit, so that tries come to an end; nor does a margin become smaller by it."""
+    """Each shortage lowers the limit, so the attempts end. The margin never becomes smaller."""
     need = max(int(part * free), 1)
     margin = shortage(need, free).margin(memory_margin)
 
@@ -240,7 +240,7 @@ def test_the_plan_that_ran_out_of_memory_never_fits_again(free: int, part: float
 
 
 def test_a_plan_is_ruled_out_by_its_part_of_what_is_free() -> None:
-    """Where twice as much is free twice as much may be needed; without figures nothing is known."""
+    """If twice as much memory is free, a plan may need twice as much. Plans without figures are not ruled out."""
     known = shortage()
 
     assert [False, True, True] == [known.rules_out(needing(PP, need)) for need in (599, 600, 601)]
@@ -249,7 +249,7 @@ def test_a_plan_is_ruled_out_by_its_part_of_what_is_free() -> None:
 
 
 def test_candidates_that_need_as_much_are_left_out() -> None:
-    """The next that needs less is chosen; where none does, nothing is."""
+    """The next candidate with a smaller need is chosen. Without such a candidate there is no plan."""
     leaner = shortage().leaner(of_needs(800, 500, 700, 400))
 
     assert leaner is not None
@@ -258,7 +258,7 @@ def test_candidates_that_need_as_much_are_left_out() -> None:
 
 
 def test_a_plan_whose_candidates_all_need_less_stays() -> None:
-    """The user's own configuration, its last resort, may need more; what trials put behind it stays there."""
+    """The user's own configuration as the last resort may need more. Later alternatives stay."""
     kept = of_needs(500, 400)
     settled = replace(of_needs(500, 400, 700), num_in_line=1)
 
@@ -267,7 +267,7 @@ def test_a_plan_whose_candidates_all_need_less_stays() -> None:
 
 
 def test_the_users_own_configuration_is_judged_where_it_is_the_plan() -> None:
-    """It is the only candidate then."""
+    """It is then the only candidate."""
     own = replace(of_needs(500, own=700), keeps_own=True)
 
     assert shortage().leaner(own) is None
@@ -275,7 +275,7 @@ def test_the_users_own_configuration_is_judged_where_it_is_the_plan() -> None:
 
 
 def test_the_lower_of_two_counts() -> None:
-    """By the part of what was free; the first where they are alike."""
+    """The lower share counts; the first shortage if both are equal."""
     one, other = shortage(600), shortage(800, 2 * FREE)
 
     assert other == lower(one, other) == lower(other, one)
@@ -285,7 +285,7 @@ def test_the_lower_of_two_counts() -> None:
 
 
 def test_says_which_plan_when_how_and_how_much() -> None:
-    """In one sentence."""
+    """One sentence has all of it."""
     assert (
         "the plan tp1 pp1 dp4 mbs1 ran out of memory at 2026-11-24T00:00:00+00:00 (out of memory), although it "
         "was predicted to need only 600 B of 1000 B"
@@ -296,6 +296,6 @@ def test_says_which_plan_when_how_and_how_much() -> None:
     "changes", [{"need_bytes": 0}, {"need_bytes": FREE + 1}, {"cause": "x" * 1001}, {"noticed_at": "x" * 1001}]
 )
 def test_a_file_that_nobody_wrote_is_refused(changes: dict[str, object]) -> None:
-    """A need of nothing, of more than was free, and prose without end."""
+    """A need of 0, a need above the free memory, and a very long text are errors."""
     with pytest.raises(FactError):
         replace(shortage(), **changes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Schedules are checked as words, against Megatron's rules and by their live passes."""
+"""Tests of schedules, their files, and the order of their messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from pipette_launch.facts.schedule import (
 
 
 def test_gpipe_runs_all_forwards_first() -> None:
-    """GPipe turns around once."""
+    """GPipe runs all forwards, then all backwards."""
     assert words(gpipe(2, 2).ranks[0]) == ["0F0", "0F1", "0B0", "0B1"]
 
 
@@ -65,7 +65,7 @@ def test_1f1b_of_three_stages() -> None:
 
 
 def test_zb_h1_of_three_stages() -> None:
-    """Rank r runs its W r passes late, so that the cool-down is a chain of I alone."""
+    """Rank r delays W by r passes, so that the cool-down has only I."""
     expected = [
         "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
         "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
@@ -77,24 +77,24 @@ def test_zb_h1_of_three_stages() -> None:
 
 @pytest.mark.parametrize(("microbatches", "group_size", "reason"), [(9, 2, "groups of 2"), (8, 0, "must be positive")])
 def test_groups_that_would_deadlock_are_refused(microbatches: int, group_size: int, reason: str) -> None:
-    """Two groups in a row must reach through the pipeline."""
+    """Two successive groups must fill the pipeline."""
     with pytest.raises(LayoutError, match=reason):
         grouped_split(8, 2, microbatches, group_size)
 
 
 def test_eager_runs_no_fewer_ahead() -> None:
-    """A negative number of forwards more is nonsense."""
+    """A negative number of extra forwards is refused."""
     with pytest.raises(LayoutError, match="-1"):
         eager_one_forward_one_backward(2, 2, -1)
 
 
 def test_1f1b_with_fewer_microbatches_than_ranks() -> None:
-    """The warm-up is capped by the number of micro-batches."""
+    """The number of micro-batches limits the warm-up."""
     assert to_words(one_forward_one_backward(3, 1)) == [["0F0", "0B0"], ["1F0", "1B0"], ["2F0", "2B0"]]
 
 
 def test_interleaved_of_two_ranks_and_two_chunks() -> None:
-    """Two micro-batches go through chunk 0, then chunk 1; backwards take the chunks the other way (Narayanan 2021)."""
+    """Two micro-batches go through chunk 0, then chunk 1; backwards take the chunks in reverse (Narayanan 2021)."""
     expected = [
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
@@ -104,7 +104,7 @@ def test_interleaved_of_two_ranks_and_two_chunks() -> None:
 
 
 def test_interleaved_groups_may_be_larger_than_the_pipeline() -> None:
-    """With groups of three, three micro-batches pass a chunk before the next one starts."""
+    """With groups of three, three micro-batches go through a chunk before the next chunk."""
     expected = ["0F0", "0F1", "0F2", "2F0", "2F1", "2F2", "0F3", "0F4", "0F5", "2F3", "2F4", "2F5"]
 
     forwards = [word for word in to_words(interleaved(2, 2, 6, 3))[0] if "F" in word]
@@ -122,7 +122,7 @@ def test_interleaved_groups_may_be_larger_than_the_pipeline() -> None:
     ],
 )
 def test_a_layout_has_its_schedule(layout: Layout, name: str) -> None:
-    """Stock Megatron chooses the schedule by pp and vpp alone."""
+    """Stock Megatron chooses the schedule by pp and vpp."""
     assert schedule_of(layout, 4).name == name
 
 
@@ -131,7 +131,7 @@ def test_a_layout_has_its_schedule(layout: Layout, name: str) -> None:
     [(4, 3, "between pp=4"), (4, 5, "between pp=4"), (9, 4, "last group of 1")],
 )
 def test_what_megatron_refuses_is_refused(microbatches: int, group_size: int, reason: str) -> None:
-    """The three rules of the interleaved schedule each have their own words."""
+    """Each of the three rules of the interleaved schedule has its own message."""
     with pytest.raises(LayoutError, match=reason):
         interleaved(4, 2, microbatches, group_size)
 
@@ -143,7 +143,7 @@ def test_interleaving_needs_a_pipeline() -> None:
 
 
 def test_where_stages_lie() -> None:
-    """A loop begins again on rank 0; a V turns round on the last rank."""
+    """`loop` begins again on rank 0; `v` turns around on the last rank."""
     assert [rank_of(stage, pp=3, placement="loop") for stage in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [rank_of(stage, pp=3, placement="v") for stage in range(6)] == [0, 1, 2, 2, 1, 0]
 
@@ -165,7 +165,7 @@ def test_where_stages_lie() -> None:
     ],
 )
 def test_an_incomplete_schedule_is_refused(ranks: list[list[str]]) -> None:
-    """Every rank runs each of its stages forward once, then backward once, whole or split."""
+    """Each rank runs each of its stages forward once, then backward once, whole or split."""
     with pytest.raises(FactError, match="1f1b"):
         from_words("1f1b", pp=2, vpp=1, ranks=ranks)
 
@@ -184,13 +184,13 @@ def test_an_incomplete_schedule_is_refused(ranks: list[list[str]]) -> None:
     ],
 )
 def test_live_passes(schedule: Schedule, expected: list[int]) -> None:
-    """Warm-up forwards and one more are alive at the peak."""
+    """At the peak, the warm-up forwards and one more are in flight."""
     assert expected == peak_live(schedule)
 
 
 @pytest.mark.parametrize("times", [None, replace(PassTimes.equal(6), forward=(3, 1, 4, 1, 5, 9))])
 def test_a_schedule_comes_back_from_its_file(times: PassTimes | None) -> None:
-    """Every action of every rank, the shape, and the times by which its messages are ordered."""
+    """All actions, the shape and the times survive."""
     schedule = replace(interleaved_zero_bubble(3, 2, 6), times=times)
     text = files.dumps(ScheduleFile.of(schedule))
 
@@ -199,13 +199,13 @@ def test_a_schedule_comes_back_from_its_file(times: PassTimes | None) -> None:
 
 @pytest.mark.parametrize("word", ["", "2B", "B1", "2X1", "2B1 "])
 def test_a_word_that_is_no_action_is_refused(word: str) -> None:
-    """The message shows one that is."""
+    """The message shows a correct action."""
     with pytest.raises(FactError, match="2B1"):
         action_of(word)
 
 
 def test_actions_that_are_no_schedule_are_refused() -> None:
-    """A rank that leaves out its last backward."""
+    """A rank without its last backward is refused."""
     found = ScheduleFile.of(interleaved_zero_bubble(2, 1, 2))
     short = replace(found, ranks=(found.ranks[0].rsplit(" ", 1)[0], *found.ranks[1:]))
 
@@ -224,19 +224,19 @@ def test_actions_that_are_no_schedule_are_refused() -> None:
     ],
 )
 def test_times_that_are_not_those_of_one_pipeline_are_refused(changes: dict[str, tuple[int, ...]], words: str) -> None:
-    """The message says how many there must be, or how small they may be."""
+    """The message names the needed number or the lower limit."""
     with pytest.raises(FactError, match=words):
         replace(PassTimes.equal(3), **changes)
 
 
 def test_times_of_another_pipeline_are_refused() -> None:
-    """A schedule of four stages takes four of each."""
+    """A schedule of four stages needs four times of each pass."""
     with pytest.raises(FactError, match="times of 3 stages for 4"):
         replace(interleaved_zero_bubble(2, 2, 4), times=PassTimes.equal(3))
 
 
 def drawn_times(num_stages: int, rng: random.Random) -> PassTimes:
-    """Times of a few units, so that some are equal, and of very unequal ones."""
+    """Draw short times, some of them equal, or very different times."""
     most = rng.choice((2, 5, 1000))
     forward, input_, weight = ([rng.randint(1, most) for _ in range(num_stages)] for _ in range(3))
     hops = [[rng.randint(0, most) for _ in range(num_stages - 1)] for _ in range(2)]
@@ -252,13 +252,13 @@ def drawn_times(num_stages: int, rng: random.Random) -> PassTimes:
 
 
 def drawn_seconds(rng: random.Random) -> Callable[[tuple[object, ...]], float]:
-    """Seconds of each pass or message, drawn when they are first asked for."""
+    """Draw the seconds of each pass or message at its first use."""
     seconds: dict[tuple[object, ...], float] = {}
     return lambda one: seconds.setdefault(one, rng.choice((0.0, 0.01, 1.0, rng.random())))
 
 
 def passes_of(program: Program) -> list[Action]:
-    """The passes of a rank, in its order."""
+    """Return the passes of a rank in its order."""
     return [step for step in program if isinstance(step, Action)]
 
 
@@ -275,9 +275,9 @@ def passes_of(program: Program) -> list[Action]:
 def test_every_schedule_runs_over_nccl(
     name: str, pp: int, vpp: int, microbatches: int, group: int, seed: int, one_queue: bool
 ) -> None:
-    """Whatever times its messages were ordered by, and whatever the passes take, with one queue of the device or more.
+    """Schedules run with any expected times, any real times, and any number of device queues.
 
-    The stand-in raises where ranks wait for each other, and where a pass runs before what it needs is there.
+    The stand-in for NCCL raises an error if ranks wait for each other, or if a pass runs too early.
     """
     known = SCHEDULES[name]
     chunks = {"one": 1, "two": 2, "several": max(vpp, 2)}[known.chunks]
@@ -303,7 +303,7 @@ def test_every_schedule_runs_over_nccl(
 @settings(max_examples=100, deadline=None)
 @given(pp=st.integers(2, 6), microbatches=st.integers(1, 14), seed=st.integers(0, 1 << 30))
 def test_both_ends_of_a_way_have_its_messages_in_one_order(pp: int, microbatches: int, seed: int) -> None:
-    """NCCL pairs sends and receives by their order alone."""
+    """NCCL pairs sends and receives by their order."""
     schedule = named_schedule("v-half", pp=pp, vpp=2, num_microbatches=microbatches)
     found = programs(schedule.ranks, schedule.rank_S, drawn_times(2 * pp, random.Random(seed)))
 
@@ -316,7 +316,7 @@ def test_both_ends_of_a_way_have_its_messages_in_one_order(pp: int, microbatches
 
 
 def test_a_receive_is_posted_before_the_pass_that_computes_when_its_message_is_ready() -> None:
-    """Rank 0 computes 0F2 for 9 units while rank 1 makes the gradient of micro-batch 0: behind it the receive waits."""
+    """Rank 0 computes 0F2 while rank 1 makes the gradient of micro-batch 0. After 0F2 the receive is late."""
     times = replace(PassTimes.equal(2), forward=(9, 3))
     schedule = named_schedule("eager-1f1b", pp=2, num_microbatches=4)
 
@@ -329,7 +329,7 @@ def test_a_receive_is_posted_before_the_pass_that_computes_when_its_message_is_r
 @settings(max_examples=40, deadline=None)
 @given(pp=st.integers(2, 5), vpp=st.integers(1, 3), microbatches=st.integers(1, 12))
 def test_an_evaluation_has_any_number_of_micro_batches(pp: int, vpp: int, microbatches: int) -> None:
-    """Each goes forward through each stage once, on Megatron's placement and on a V."""
+    """Each goes forward through each stage once, for both placements."""
     loop = tuple(stage % pp for stage in range(pp * vpp))
     folded = (*range(pp), *reversed(range(pp)))
     for rank_S in (loop, folded):
@@ -340,7 +340,7 @@ def test_an_evaluation_has_any_number_of_micro_batches(pp: int, vpp: int, microb
 
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:
-    """Rank 0 wants a gradient before it sends the forward from which rank 1 makes it."""
+    """Rank 0 waits for a gradient before it sends the forward that rank 1 needs for it."""
     first = (Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1))
     second = (Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(1, "B", 1))
     schedule = Schedule(name="broken", pp=2, vpp=1, num_microbatches=2, ranks=(first, second))
@@ -350,7 +350,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 
 
 def test_a_turn_on_one_rank_sends_nothing() -> None:
-    """A V hands over between its two chunks on the last rank."""
+    """In a `v`, the last rank has two successive stages, so no message is sent between them."""
     schedule = named_schedule("v-half", pp=2, vpp=2, num_microbatches=2)
     sent = {
         (message.stage, message.is_gradient)
@@ -364,7 +364,7 @@ def test_a_turn_on_one_rank_sends_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "gis"])
 def test_receives_over_gloo_come_early_in_the_order_of_their_sends(name: str) -> None:
-    """Gloo pairs the messages of two ranks by their order; each is asked for when the pass that makes it starts."""
+    """Gloo pairs messages by order. Each receive is posted when the pass that makes the message starts."""
     chunks = 2 if name in ("v-half", "gis") else 1
     schedule = named_schedule(name, pp=4, vpp=chunks, num_microbatches=8)
 
@@ -382,5 +382,5 @@ def test_receives_over_gloo_come_early_in_the_order_of_their_sends(name: str) ->
 
 
 def messages(program: Program) -> list[Message]:
-    """All messages of a rank, in its order."""
+    """Return all messages of a rank in its order."""
     return [step for step in program if isinstance(step, Message)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from facts_for_tests import drawn_cluster, tiny_cluster
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from pipette_launch.cost.communication import collectives
 from pipette_launch.cost.communication.collectives import (
@@ -38,18 +40,20 @@ def test_a_look_up_is_what_the_whole_matrix_says(seed: int, hosts: int, devices:
     sender, receiver = np.indices((cluster.num_slots, cluster.num_slots))
     links = table.links(sender, receiver)
 
-    between, within = cluster.between_hosts.latency_s, [links.latency_s for links in cluster.within_host]
-    by_hand = [
-        [
-            within[a // devices][a % devices, b % devices]
-            if a // devices == b // devices
-            else between[a // devices, b // devices]
-            for b in range(cluster.num_slots)
+    def between_slots(matrix: Callable[[Links], NDArray[np.float64]]) -> list[list[float]]:
+        between, within = matrix(cluster.between_hosts), [matrix(links) for links in cluster.within_host]
+        return [
+            [
+                float(within[a // devices][a % devices, b % devices])
+                if a // devices == b // devices
+                else float(between[a // devices, b // devices])
+                for b in range(cluster.num_slots)
+            ]
+            for a in range(cluster.num_slots)
         ]
-        for a in range(cluster.num_slots)
-    ]
-    assert by_hand == table.latency_s_L[links].tolist()
-    assert cluster.seconds_per_byte_SS().tolist() == table.seconds_per_byte_L[links].tolist()
+
+    assert between_slots(lambda links: links.latency_s) == table.latency_s_L[links].tolist()
+    assert between_slots(Links.seconds_per_byte) == table.seconds_per_byte_L[links].tolist()
 
 
 @given(st.integers(0, 10**6), st.integers(2, 5), st.booleans())

@@ -1,8 +1,9 @@
-"""Figures of a job as text for Prometheus: in the file that the user names, and in the job's folder of the cache.
+"""The state of a running job in files and spans: a JSON document, Prometheus text, and OpenTelemetry.
 
-node_exporter's textfile collector reads the one, `pipette watch` the other. The node that decides writes them. Where
-the last rank, whose output tells the step time, is on another node, that node writes what was measured into a file of
-its own beside it, so that two nodes with one file system write two files.
+The deciding node writes the document `live-job` into the job's folder of the cache, and beside the Prometheus file that
+the user named. `pipette watch` reads the document; node_exporter's textfile collector reads the text, which is made
+from the same document. If another node runs the last rank, whose output has the step times, that node writes its
+measurements into files of its own, so that two nodes with a common file system never write the same file.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -18,68 +19,33 @@ from typing import Any, NamedTuple
 
 from pipette_launch import __version__
 from pipette_launch.errors import FileFormatError
-from pipette_launch.facts import Choice, Plan, files
+from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision
-from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.launch.cache import Cache
 from pipette_launch.megatron.logs import Iteration
 from pipette_launch.probe.messages import Sign
 
 logger = logging.getLogger(__name__)
 
-KEPT = "metrics.prom"
-"""In the job's folder of the cache."""
+KEPT = "live.json"
+"""Name of the document in the job's folder of the cache."""
 REFRESH_S = 2.0
-"""What changes from step to step is written so often at most; a new phase at once."""
+"""Shortest time between two writes. A new phase is written at once."""
 ALIVE_S = 10.0
-"""What has not changed is written again after so long: the time of the file says that the launcher is there."""
+"""An unchanged document is written again after this time: its age shows whether the launcher runs."""
 PHASES = {"warmup": "warmup", "trial": "trials", "train": "training"}
+MEASURED = ("iteration", "iterations", "printed_s", "step_s", "tokens_per_s", "measured_memory_bytes")
+"""Fields that the node of the last rank reads in the output of the training."""
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobMetrics:
-    """What a node knows of the job; None is not known, and not written."""
-
-    script: str = ""
-    host: str = ""
-    """The first of those that run ranks."""
-    phase: str = ""
-    """`warmup`, `trials`, `training`, `succeeded` or `failed`; empty on a node that does not decide."""
-    began_s: float | None = None
-    """When the job began; this and what follows as seconds since 1970."""
-    phase_began_s: float | None = None
-    nodes: int = 0
-    plan: Plan | None = None
-    choice: Choice | None = None
-    """What runs, or ran last."""
-    trainings: int = 0
-    """How often the training was started."""
-    lost: frozenset[str] = frozenset()
-    """Hosts that were lost."""
-    warmup_s: float | None = None
-    search_s: float | None = None
-    sign: Sign | None = None
-    """How far the warm-up is."""
-    iteration: Iteration | None = None
-    """As the training printed it last."""
-    printed_s: float | None = None
-    """When it did, as seconds since 1970."""
-    memory_bytes: int | None = None
-    """Measured, of the fullest rank that was read."""
-
-
-class Family(NamedTuple):
-    """A metric: all its samples, each with its labels."""
-
-    name: str
-    kind: str
-    about: str
-    samples: Sequence[tuple[dict[str, str], float | None]]
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+NEEDED = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
+FLUSH_MS = 5000
+"""Longest time that the end of a job waits for a collector."""
 
 
 class MetricsFile:
-    """Keeps the files up to date; an error of the file system is logged once and costs the job nothing."""
+    """Keeps the files up to date. An error of the file system is logged once and does not stop the job."""
 
     def __init__(
         self, path: Path | None, *, script: str = "", keeps: bool = True, now: Callable[[], float] = time.time
@@ -87,27 +53,29 @@ class MetricsFile:
         """Begin.
 
         Args:
-            path: the file that the user named; None for none.
-            script: what is trained.
-            keeps: whether the job's folder in the cache gets them too; a job that trains nothing would replace those of
-                one that does.
+            path: Prometheus file that the user named; None if there is no such file.
+            script: name of the training script.
+            keeps: whether to write into the job's folder of the cache. A job that trains nothing would overwrite the
+                document of a training.
             now: seconds since 1970.
 
         """
         self._path = path
         self._keeps = keeps
         self._kept: Path | None = None
-        """Of the job's folder in the cache."""
+        """Document in the job's folder of the cache."""
         self._now = now
         self._decides = True
         self._broken: set[Path] = set()
-        self._written: tuple[str, float] = ("", 0.0)
+        self._written: tuple[LiveJob | None, float] = (None, 0.0)
         self._lock = Lock()
         self._is_over = Event()
-        self.known = JobMetrics(script=script, began_s=now())
+        self._lost: set[str] = set()
+        self._num_trainings = 0
+        self.known = LiveJob(read_s=0.0, written_s=0.0, script=script, began_s=now())
 
     def begin(self) -> None:
-        """Refresh the files from a thread of its own until the job has ended."""
+        """Start a thread that refreshes the files until the job has ended."""
         Thread(target=self._run, name="metrics", daemon=True).start()
 
     def _run(self) -> None:
@@ -115,63 +83,81 @@ class MetricsFile:
             self.refresh()
 
     def decided(self, decision: Decision, cache: Cache, *, decides: bool) -> None:
-        """Take note of a decision.
-
-        Args:
-            decision: for all nodes.
-            cache: the folder of what it decides.
-            decides: true on the one node that tells the user.
-
-        """
+        """Note a decision; `cache` is the folder of its plan, `decides` is true on the deciding node."""
         self._decides = decides
-        plan, known = decision.plan or self.known.plan, self.known
+        known = self.known
         phase = PHASES.get(decision.phase, known.phase) if decides else ""
+        self._num_trainings += decision.phase == "train"
         self.known = replace(
             known,
             host=decision.hosts[0] if decision.hosts else "",
             phase=phase,
             phase_began_s=known.phase_began_s if phase == known.phase == "trials" else self._now(),
             nodes=len(decision.hosts),
-            plan=plan,
-            choice=(decision.choice or decision.plan.own) if decision.plan else known.choice,
-            trainings=known.trainings + (decision.phase == "train"),
-            sign=None,
+            restarts=max(self._num_trainings - 1, 0),
+            warmup_phase="",
+            warmup_done=0,
+            warmup_total=0,
+            warmup_phase_s={},
             iteration=None,
+            iterations=None,
             printed_s=None,
+            step_s=None,
+            tokens_per_s=None,
+            **_plan_fields(decision),
         )
         self._keep_in(cache)
         self.refresh()
 
     def warming_up(self, sign: Sign | None) -> None:
-        """Take note of how far a warm-up is."""
-        self.known = replace(self.known, sign=sign or self.known.sign)
+        """Note the progress of a warm-up."""
+        if sign is not None:
+            self.known = replace(
+                self.known,
+                warmup_phase=sign.phase,
+                warmup_done=sign.done,
+                warmup_total=sign.total,
+                warmup_phase_s={one.phase: one.seconds for one in sign.ended},
+            )
 
     def planned(self, *, warmup_s: float, search_s: float) -> None:
-        """Take note of how long measuring and choosing took."""
+        """Note how long measuring and choosing took."""
         self.known = replace(self.known, warmup_s=warmup_s, search_s=search_s)
 
     def lost(self, hosts: Collection[str]) -> None:
-        """Take note of hosts that are gone."""
-        self.known = replace(self.known, lost=self.known.lost | frozenset(hosts))
+        """Note lost hosts."""
+        self._lost.update(hosts)
+        self.known = replace(self.known, lost_nodes=len(self._lost))
 
     def iterated(self, iteration: Iteration) -> None:
-        """Take note of a step that the training printed on this node."""
-        self.known = replace(self.known, iteration=iteration, printed_s=self._now())
+        """Note a step that the training printed on this node."""
+        known, step_s = self.known, iteration.step_time_s
+        predicted, tokens = known.predicted_tokens_per_s, None
+        if predicted and known.predicted_step_s and step_s:
+            tokens = predicted * known.predicted_step_s / step_s
+        self.known = replace(
+            known,
+            iteration=iteration.iteration,
+            iterations=iteration.total,
+            step_s=step_s,
+            tokens_per_s=tokens,
+            printed_s=self._now(),
+        )
 
     def measured(self, outcome: Outcome) -> None:
-        """Take note of what a training needed."""
+        """Note the memory that a training needed."""
         peak = outcome.fullest
-        self.known = replace(self.known, memory_bytes=peak.measured_bytes if peak else None)
+        self.known = replace(self.known, measured_memory_bytes=peak.measured_bytes if peak else None)
 
     def ended(self, *, failed: bool) -> None:
-        """Take note of the end of the job."""
+        """Note the end of the job."""
         self._is_over.set()
         phase = ("failed" if failed else "succeeded") if self._decides else ""
         self.known = replace(self.known, phase=phase, phase_began_s=self._now())
         self.refresh()
 
     def _keep_in(self, cache: Cache) -> None:
-        """Turn to the folder of another plan; nothing is left in that of the one before."""
+        """Move to the folder of another plan; the document in the last folder is deleted."""
         try:
             kept = cache.path(KEPT) if self._keeps else None
         except FileFormatError as error:
@@ -183,101 +169,129 @@ class MetricsFile:
             self._kept = kept
 
     def _own(self, path: Path) -> Path:
-        """Return the name of this node's file."""
+        """Return the file of this node."""
         return path if self._decides else measured_beside(path)
 
     def refresh(self) -> None:
-        """Write what is known, where that is news or was written long ago."""
+        """Write the files, if something changed or the last write is old."""
         with self._lock:
-            text, (before, written_s) = metrics_text(self.known, decides=self._decides), self._written
-            if not text or (text == before and self._now() - written_s < ALIVE_S):
+            job, now_s = self.known, self._now()
+            if not self._decides:
+                job = replace(LiveJob(read_s=0.0, written_s=0.0), **{name: getattr(job, name) for name in MEASURED})
+                if job == LiveJob(read_s=0.0, written_s=0.0):
+                    return
+            if job == self._written[0] and now_s - self._written[1] < ALIVE_S:
                 return
-            for path in filter(None, (self._path, self._kept)):
-                if path in self._broken:
+            document = files.dumps(replace(job, read_s=now_s, written_s=now_s))
+            contents = {self._kept: document}
+            if self._path is not None:
+                contents[self._path] = metrics_text(job, decides=self._decides)
+                contents[document_of(self._path)] = document
+            for path, text in contents.items():
+                if path is None or path in self._broken:
                     continue
                 try:
-                    files.write_text(self._own(path), text, shared=path == self._path)
+                    files.write_text(self._own(path), text, shared=path != self._kept)
                 except OSError as error:
-                    self._broken.add(path)
+                    self._broken.update((path, document_of(path)))
                     logger.warning("no metrics are written: %s: %s", path, error.strerror or error)
-            self._written = (text, self._now())
+            self._written = (job, now_s)
+
+
+def document_of(path: Path) -> Path:
+    """Return the JSON document beside a Prometheus file: `pipette.json` beside `pipette.prom`."""
+    return path.with_suffix(".json")
 
 
 def measured_beside(path: Path) -> Path:
-    """Return the file of the node of the last rank, where another one decides and writes `path`."""
+    """Return the file of the last rank's node, if the deciding node writes `path`."""
     return path.with_suffix(f".measured{path.suffix}")
 
 
-def metrics_text(known: JobMetrics, *, decides: bool) -> str:
-    """Write what is known in Prometheus' text format; a node that does not decide knows what it measured."""
-    families = (*(_decided(known) if decides else ()), *_measured(known))
-    return "".join(_family(one) for one in families)
+def _plan_fields(decision: Decision) -> dict[str, Any]:
+    """Return the fields of a decision's plan; empty without a plan, so that the last plan stays."""
+    plan = decision.plan
+    if plan is None:
+        return {}
+    choice = decision.choice or plan.own
+    rate, memory = choice.rate, choice.memory_shown
+    return {
+        "key": plan.provenance.key,
+        "layout": choice.layout.words(),
+        "schedule": choice.schedule,
+        "predicted_step_s": choice.step_time_s,
+        "own_predicted_step_s": None if plan.own_fault else plan.own.step_time_s,
+        "predicted_tokens_per_s": rate.tokens_per_s if rate else None,
+        "memory_need_bytes": max(memory.need_bytes),
+        "memory_limit_bytes": memory.limit_bytes,
+        "gap": plan.gap,
+    }
 
 
-def _decided(known: JobMetrics) -> Iterator[Family]:
-    """What the deciding node knows: the plan, and what became of it."""
-    phase, plan, choice = known.phase, known.plan, known.choice
-    about = {"script": known.script, "host": known.host}
-    yield Family("pipette_job_info", "gauge", "What is trained, and the first host.", [(about, 1)])
-    yield _figure("pipette_started_timestamp_seconds", "When the job began.", known.began_s)
-    yield Family("pipette_phase_info", "gauge", "What the job does.", [({"phase": phase}, 1 if phase else None)])
-    yield _figure("pipette_phase_started_timestamp_seconds", "When that began.", known.phase_began_s)
-    if known.sign is not None:
-        yield from _warmup(known.sign)
-    yield Family("pipette_nodes", "gauge", "Nodes that run ranks.", [({}, known.nodes)])
-    yield _figure("pipette_restarts_total", "Trainings that were started after the first.", max(known.trainings - 1, 0))
-    yield _figure("pipette_lost_nodes_total", "Nodes that were lost.", len(known.lost))
-    yield _figure("pipette_warmup_seconds", "What measuring took before the plan.", known.warmup_s)
-    yield _figure("pipette_search_seconds", "What choosing the plan took.", known.search_s)
-    if plan is None or choice is None:
+# -- Prometheus ---------------------------------------------------------------------------------------------------
+
+
+class Family(NamedTuple):
+    """A metric: all its samples, each with labels and a value; None is not written."""
+
+    name: str
+    about: str
+    samples: Sequence[tuple[dict[str, str], float | None]]
+
+
+def metrics_text(job: LiveJob, *, decides: bool) -> str:
+    """Return a job's state in Prometheus' text format; a node that does not decide writes its measurements only."""
+    text = ""
+    for family in (*(_decided(job) if decides else ()), *_measured(job)):
+        samples = [(labels, value) for labels, value in family.samples if value is not None]
+        if samples:
+            kind = "counter" if family.name.endswith("_total") else "gauge"
+            name = f"pipette_{family.name}"
+            text += f"# HELP {name} {family.about}\n# TYPE {name} {kind}\n"
+            text += "".join(f"{name}{_labels(labels)} {value!r}\n" for labels, value in samples)
+    return text
+
+
+def _decided(job: LiveJob) -> Iterator[Family]:
+    about = {"script": job.script, "host": job.host}
+    yield Family("job_info", "Training script, and first host.", [(about, 1)])
+    yield _figure("started_timestamp_seconds", "Start of the job.", job.began_s)
+    yield Family("phase_info", "Phase of the job.", [({"phase": job.phase}, 1 if job.phase else None)])
+    yield _figure("phase_started_timestamp_seconds", "Start of the phase.", job.phase_began_s)
+    if job.warmup_phase:
+        part = {"phase": job.warmup_phase}
+        yield Family("warmup_steps_done", "Steps done in this part of the warm-up.", [(part, job.warmup_done)])
+        yield Family("warmup_steps", "All steps of this part; 0 if they are not counted.", [(part, job.warmup_total)])
+        seconds = [({"phase": name}, took) for name, took in job.warmup_phase_s.items()]
+        yield Family("warmup_phase_seconds", "Duration of a part of the warm-up.", seconds)
+    yield _figure("nodes", "Nodes that run ranks.", job.nodes)
+    yield _figure("restarts_total", "Trainings that were started after the first.", job.restarts)
+    yield _figure("lost_nodes_total", "Nodes that were lost.", job.lost_nodes)
+    yield _figure("warmup_seconds", "Duration of the measurements before the plan.", job.warmup_s)
+    yield _figure("search_seconds", "Duration of the search for the plan.", job.search_s)
+    if not job.layout:
         return
-    about = {"layout": choice.layout.words(), "schedule": choice.schedule, "version": __version__}
-    yield Family("pipette_plan_info", "gauge", "What runs.", [({**about, "key": plan.provenance.key}, 1)])
-    rate, shown = choice.rate, choice.memory_shown
-    yield _figure("pipette_predicted_step_seconds", "Predicted time of a step.", choice.step_time_s)
-    own_s = None if plan.own_fault else plan.own.step_time_s
-    yield _figure("pipette_own_predicted_step_seconds", "The same of the user's own configuration.", own_s)
-    tokens = rate.tokens_per_s if rate else None
-    yield _figure("pipette_predicted_tokens_per_second", "Predicted tokens a second, of all ranks.", tokens)
-    yield _figure("pipette_memory_need_bytes", "Predicted peak of the fullest device.", max(shown.need_bytes))
-    yield _figure("pipette_memory_limit_bytes", "What a device may hold.", shown.limit_bytes)
-    yield _figure("pipette_gap_ratio", "By how much no other plan could be faster, at most.", plan.gap)
+    about = {"layout": job.layout, "schedule": job.schedule, "version": __version__, "key": job.key}
+    yield Family("plan_info", "Configuration that runs.", [(about, 1)])
+    yield _figure("predicted_step_seconds", "Predicted time of a step.", job.predicted_step_s)
+    yield _figure("own_predicted_step_seconds", "The same for the user's own configuration.", job.own_predicted_step_s)
+    yield _figure("predicted_tokens_per_second", "Predicted tokens per second, all ranks.", job.predicted_tokens_per_s)
+    yield _figure("memory_need_bytes", "Predicted peak of the fullest device.", job.memory_need_bytes)
+    yield _figure("memory_limit_bytes", "Memory that a plan may use on a device.", job.memory_limit_bytes)
+    yield _figure("gap_ratio", "Largest possible gain of any other plan.", job.gap)
 
 
-def _warmup(sign: Sign) -> Iterator[Family]:
-    """How far a warm-up is: where it stands in which phase, and what the phases took that have ended."""
-    counted = {"phase": sign.phase}
-    done, total, seconds = "pipette_warmup_steps_done", "pipette_warmup_steps", "pipette_warmup_phase_seconds"
-    yield Family(done, "gauge", "Steps of this phase that have ended.", [(counted, sign.done)])
-    yield Family(total, "gauge", "All its steps; 0 where they are not counted.", [(counted, sign.total)])
-    ended = {one.phase: one.seconds for one in sign.ended}
-    yield Family(seconds, "gauge", "What a phase took.", [({"phase": name}, took) for name, took in ended.items()])
-
-
-def _measured(known: JobMetrics) -> Iterator[Family]:
-    """What the node of the last rank reads in the output of the training."""
-    choice, line = known.choice, known.iteration
-    rate, step_s = choice.rate if choice else None, line.step_time_s if line else None
-    tokens = rate.tokens_per_s * choice.step_time_s / step_s if rate and choice and step_s else None
-    yield _figure("pipette_iteration", "The last iteration that was printed.", line.iteration if line else None)
-    yield _figure("pipette_iterations", "How many there are to be.", line.total if line else None)
-    yield _figure("pipette_iteration_timestamp_seconds", "When it was printed.", known.printed_s)
-    yield _figure("pipette_measured_step_seconds", "Time of a step, as it was printed last.", step_s)
-    yield _figure("pipette_measured_tokens_per_second", "Tokens a second at that time, of all ranks.", tokens)
-    yield _figure("pipette_measured_memory_bytes", "Peak of the fullest rank that was read.", known.memory_bytes)
+def _measured(job: LiveJob) -> Iterator[Family]:
+    yield _figure("iteration", "Last printed iteration.", job.iteration)
+    yield _figure("iterations", "Planned number of iterations.", job.iterations)
+    yield _figure("iteration_timestamp_seconds", "Time at which it was printed.", job.printed_s)
+    yield _figure("measured_step_seconds", "Last printed time of a step.", job.step_s)
+    yield _figure("measured_tokens_per_second", "Tokens per second of all ranks at that time.", job.tokens_per_s)
+    yield _figure("measured_memory_bytes", "Peak of the fullest rank that was read.", job.measured_memory_bytes)
 
 
 def _figure(name: str, about: str, value: float | None) -> Family:
-    return Family(name, "counter" if name.endswith("_total") else "gauge", about, [({}, value)])
-
-
-def _family(one: Family) -> str:
-    """Write a metric; one without a known value is left out."""
-    lines = [f"{one.name}{_labels(labels)} {value!r}" for labels, value in one.samples if value is not None]
-    if not lines:
-        return ""
-    head = [f"# HELP {one.name} {one.about}", f"# TYPE {one.name} {one.kind}"]
-    return "".join(f"{line}\n" for line in (*head, *lines))
+    return Family(name, about, [({}, value)])
 
 
 def _labels(labels: dict[str, str]) -> str:
@@ -285,14 +299,11 @@ def _labels(labels: dict[str, str]) -> str:
     return f"{{{inner}}}" if inner else ""
 
 
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-NEEDED = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
-FLUSH_MS = 5000
-"""How long the end of a job may wait for a collector."""
+# -- OpenTelemetry ------------------------------------------------------------------------------------------------
 
 
 class Spans:
-    """Begins and ends spans; does nothing without an endpoint."""
+    """Sends a span for each phase, if an endpoint is set; imports OpenTelemetry only then."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._is_wanted = any(environ.get(name) for name in ENDPOINTS)
@@ -300,7 +311,7 @@ class Spans:
         self._span: Any = None
 
     def begin(self, phase: str, about: Mapping[str, str | int | float]) -> None:
-        """End the span of the phase before, and begin that of this one, with these attributes."""
+        """End the last span, and begin the span of this phase with these attributes."""
         if self._span is not None:
             self._span.end()
             self._span = None
@@ -309,7 +320,7 @@ class Spans:
             self._span = self._provider.get_tracer("pipette_launch").start_span(phase, attributes=attributes)
 
     def end(self) -> None:
-        """End the last span, and send what is left."""
+        """End the last span, and send the remaining ones."""
         if self._span is not None:
             self._span.end()
             self._span = None
@@ -317,7 +328,7 @@ class Spans:
             self._provider.force_flush(FLUSH_MS)
 
     def _connect(self) -> bool:
-        """Make a provider of our own, so that no other code of this process gets one; false where that cannot be."""
+        """Make a private provider, which no other code of this process sees; return false if packages are missing."""
         try:
             exporter = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
             sdk, export = import_module("opentelemetry.sdk.trace"), import_module("opentelemetry.sdk.trace.export")
@@ -332,7 +343,7 @@ class Spans:
 
 
 def phase_attributes(decision: Decision) -> dict[str, str | int | float]:
-    """What a span says of its phase."""
+    """Return the attributes of a phase's span."""
     runs = decision.choice or (decision.plan.own if decision.plan else None)
     if runs is None:
         return {"nodes": len(decision.hosts)}

@@ -48,7 +48,6 @@ from pipette_launch.facts.prediction import Comparison, Entry, Explained, Explan
 from pipette_launch.facts.schedule import ScheduleFile
 from pipette_launch.launch.plan_reports import read_profile
 from pipette_launch.launch.training import OutcomeTracker
-from pipette_launch.launch.watch import samples_of
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.logs import (
@@ -352,7 +351,6 @@ READERS: dict[str, Reader] = {
     "machines": _machines,
     "rendezvous": _rendezvous,
     "slurm": _slurm,
-    "metrics": lambda data: samples_of(data.decode(errors="surrogateescape"), "x.prom"),
     "unpack": lambda data: unpack(data.decode(errors="surrogateescape")),
 }
 SEEDS: dict[str, tuple[bytes, ...]] = {
@@ -365,7 +363,6 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
     "machines": (b"4 8 32 h100-sxm fat-tree-2:1", b"2 2 4 gb200-nvl72 uniform"),
     "rendezvous": (b"host:29400 is_host=1,timeout=60", b"127.0.0.1 join_timeout=1"),
     "slurm": (b"switch.switch.node spine.leaf3.node17 node17",),
-    "metrics": (b'pipette_nodes 2\npipette_plan_info{layout="a\\"b",key="k"} 1\n',),
     "unpack": (pack("a text").encode(), base64.b64encode(b"no zlib")),
 }
 FOUND = HERE / "corpus"

@@ -14,13 +14,13 @@ import pytest
 from launch.worlds import plan, records
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipette_launch.facts import Layout, Samples
+from pipette_launch.facts import Layout, Samples, files
 from pipette_launch.facts.messages import Decision
-from pipette_launch.facts.outcome import Outcome, PeakReading
+from pipette_launch.facts.outcome import LiveJob, Outcome, PeakReading
 from pipette_launch.facts.plan import Rate
 from pipette_launch.launch import metrics as module
 from pipette_launch.launch.cache import Cache
-from pipette_launch.launch.metrics import ALIVE_S, KEPT, JobMetrics, MetricsFile, Spans, metrics_text
+from pipette_launch.launch.metrics import ALIVE_S, KEPT, MetricsFile, Spans, metrics_text
 from pipette_launch.megatron.logs import Iteration
 from pipette_launch.probe.messages import PhaseEnd, Sign
 
@@ -107,7 +107,7 @@ def test_the_deciding_node_tells_all(tmp_path: Path) -> None:
     }.items():
         assert value == pytest.approx(found[f"pipette_{name}"]), name
     assert 0o044 == path.stat().st_mode & 0o044
-    assert [path] == list(tmp_path.iterdir())
+    assert {path, path.with_suffix(".json")} == {*tmp_path.iterdir()}
 
 
 def test_the_end_stays_in_the_file(tmp_path: Path) -> None:
@@ -174,11 +174,12 @@ def test_the_folder_of_the_plan_has_the_figures_too(tmp_path: Path) -> None:
     metrics = MetricsFile(named)
     metrics.decided(TRAINING, Cache(root, "a"), decides=True)
     kept = root / "a" / KEPT
-    assert named.read_text() == kept.read_text()
+    assert "training" == files.read(kept, LiveJob).phase
+    assert kept.read_text() == named.with_suffix(".json").read_text()
     assert 0 == kept.stat().st_mode & 0o077
     metrics.decided(TRAINING, Cache(root, "b"), decides=True)
     metrics.ended(failed=False)
-    assert [root / "b" / KEPT] == [*root.rglob("*.prom")]
+    assert [root / "b" / KEPT] == [*root.rglob("*.json")]
 
 
 def test_a_job_that_trains_nothing_leaves_the_figures_of_one_that_did(tmp_path: Path) -> None:
@@ -210,8 +211,8 @@ def test_a_warm_up_tells_how_far_it_is(tmp_path: Path) -> None:
 
 def test_names_of_others_do_not_break_the_format() -> None:
     """Quotes, backslashes and line ends are escaped."""
-    odd = replace(RATED.chosen, schedule='a"b\\c\nd')
-    text = metrics_text(JobMetrics(phase="training", plan=RATED, choice=odd), decides=True)
+    job = LiveJob(read_s=0.0, written_s=0.0, layout="tp1", schedule='a"b\\c\nd')
+    text = metrics_text(job, decides=True)
 
     assert any('a"b\\c\nd' in name for name in parsed(text))
 

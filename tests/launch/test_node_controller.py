@@ -15,7 +15,7 @@ from pipette_launch.agent.controller import Node
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages import Decision
-from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.launch import node_controller as module
 from pipette_launch.launch.metrics import MetricsFile, Spans
 from pipette_launch.launch.node_controller import NodeController
@@ -104,7 +104,7 @@ def test_figures_are_kept_where_the_plan_is(tmp_path: Path) -> None:
     told.saw_line(LINE.format(8, 500.0))
     told._metrics.refresh()
 
-    assert "pipette_iteration 8\n" in (tmp_path / "cache" / "k" / "metrics.measured.prom").read_text()
+    assert 8 == files.read(tmp_path / "cache" / "k" / "live.measured.json", LiveJob).iteration
 
 
 def test_a_screen_that_fails_does_not_cost_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

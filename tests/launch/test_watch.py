@@ -14,7 +14,7 @@ from pipette_launch.errors import FileFormatError, UsageError
 from pipette_launch.facts import files
 from pipette_launch.launch.cache import Cache
 from pipette_launch.launch.metrics import KEPT, MetricsFile
-from pipette_launch.launch.watch import Watched, figures_at, read_job, samples_of
+from pipette_launch.launch.watch import Watched, document_at, read_job
 from pipette_launch.probe.messages import PhaseEnd, Sign
 
 
@@ -68,25 +68,11 @@ def test_what_another_node_measured_is_added(tmp_path: Path) -> None:
     other.iterated(printed(7, 0.5))
     other.refresh()
     path = tmp_path / "k" / KEPT
-    beside = tmp_path / "k" / "metrics.measured.prom"
+    beside = tmp_path / "k" / "live.measured.json"
 
     assert (7, 0.5, "training") == (read_job(path, 1.0).iteration, read_job(path, 1.0).step_s, "training")
     os.utime(beside, (999, 999))
     assert read_job(path, 1.0).iteration is None
-
-
-@pytest.mark.parametrize(
-    "text", ["pipette_nodes nan\n", "pipette_nodes 1e400\n", "pipette_nodes 1-2\n", "\x1b[2J\n", "other 1\n"]
-)
-def test_what_is_none_of_ours_is_named(text: str) -> None:
-    """By file and line, and without a traceback."""
-    with pytest.raises(FileFormatError, match=r"x\.prom: line 2 is no metric"):
-        samples_of(f"# HELP\n{text}", "x.prom")
-
-
-def test_a_metric_of_another_version_is_no_error() -> None:
-    """It is not shown."""
-    assert [({}, 1.0)] == samples_of("pipette_new_figure 1\n", "x.prom")["new_figure"]
 
 
 def test_a_job_is_found_by_all_its_names(tmp_path: Path) -> None:
@@ -97,19 +83,19 @@ def test_a_job_is_found_by_all_its_names(tmp_path: Path) -> None:
         os.utime(tmp_path / key / KEPT, (1000 - age, 1000 - age))
     found, old = tmp_path / "new" / KEPT, tmp_path / "old" / KEPT
 
-    assert found == figures_at(tmp_path)
-    assert {old} == {figures_at(old), figures_at(old.parent), figures_at(old.with_name("plan.json"))}
+    assert found == document_at(tmp_path)
+    assert {old} == {document_at(old), document_at(old.parent), document_at(old.with_name("plan.json"))}
 
 
 def test_where_there_is_no_job_a_sentence_says_so(tmp_path: Path) -> None:
     """A folder without figures, a file that is not there, and a cache that everybody may write."""
     for where in (tmp_path, tmp_path / "x.prom"):
-        with pytest.raises(UsageError, match="no job has written figures there"):
-            figures_at(where)
+        with pytest.raises(UsageError, match="no running job has left its state there"):
+            document_at(where)
     kept(tmp_path)
     (tmp_path / "k").chmod(0o777)
     with pytest.raises(UsageError, match="may be written by everybody"):
-        figures_at(tmp_path)
+        document_at(tmp_path)
 
 
 def test_each_step_counts_once(tmp_path: Path) -> None:
@@ -125,7 +111,7 @@ def test_each_step_counts_once(tmp_path: Path) -> None:
     metrics.ended(failed=True)
     watched.look(3.0)
     assert (0.5,) == watched.steps_s
-    metrics.known = replace(metrics.known, phase="training", phase_began_s=5000.0, iteration=None)
+    metrics.known = replace(metrics.known, phase="training", phase_began_s=5000.0, step_s=None, printed_s=None)
     metrics.refresh()
     watched.look(4.0)
     assert () == watched.steps_s
@@ -139,7 +125,6 @@ def test_it_goes_with_the_job_to_another_plan(tmp_path: Path) -> None:
     metrics.decided(TRAINING, Cache(tmp_path, "other"), decides=True)
     assert "training" == watched.look(2.0).phase
     watched.look(3.0)
-    assert tmp_path / "other" / "report.html" == watched.page
     (tmp_path / "other" / KEPT).write_text("broken")
     assert 4.0 == watched.look(4.0).read_s
     with pytest.raises(FileFormatError):

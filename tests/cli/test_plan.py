@@ -248,7 +248,7 @@ def test_a_plan_for_imagined_hosts_runs_on_real_ones(saved: tuple[Path, str]) ->
     taken = on_real_hosts(plan, hosts[:2])
 
     assert ("node0", "node1") == taken.hosts
-    assert "node0 to node1 take their places in torchrun's order" in taken.notes[-1]
+    assert "node0 to node1 replace them in torchrun's order" in taken.notes[-1]
     assert plan == on_real_hosts(plan, hosts)
     with pytest.raises(PlanError, match="the plan is for the hosts host0, host1; this job runs on node0, node1, node2"):
         check_belongs(on_real_hosts(plan, hosts), hosts, "plan.json")

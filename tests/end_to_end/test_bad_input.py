@@ -184,7 +184,7 @@ def test_a_damaged_cache_is_measured_anew(tmp_path: Path) -> None:
     second = pipette(tmp_path, *words, PYTHONPATH=jobs.WITHOUT_WARMUP)
 
     assert (0, 0) == (first.code, second.code), second.err
-    assert "the cached plan cannot be used, so the machines are measured anew" in second.err
+    assert "the cached plan cannot be used, so the machines are measured again" in second.err
     assert "plan" in path.read_text()
 
 

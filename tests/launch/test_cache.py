@@ -512,7 +512,7 @@ def test_a_plan_that_cannot_be_used_is_named_and_measured_anew(tmp_path: Path, s
     found, trouble = cache.load(HOSTS)
 
     assert found is None
-    assert trouble.startswith("the cached plan cannot be used, so the machines are measured anew")
+    assert trouble.startswith("the cached plan cannot be used, so the machines are measured again")
     assert expected in trouble
     assert str(path) in trouble
 

@@ -109,7 +109,7 @@ def test_the_next_job_begins_with_a_leaner_plan(folder: Path, verdict: str) -> N
     assert ("train", "train") == (leaner.phase, again.phase)
     assert again.reason.startswith(FIRST)
     assert again.reason.endswith(
-        f"(rank 0 ended with exit code 1: {SHORT.cause}), though only 800 B of 1000 B were predicted to be needed; "
+        f"(rank 0 ended with exit code 1: {SHORT.cause}), although it was predicted to need only 800 B of 1000 B; "
         f"of the cached plans tp1 pp2 dp3 mbs1 needs less and runs instead (to forget it, delete {path})"
     )
     assert again.plan is not None

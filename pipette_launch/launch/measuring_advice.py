@@ -1,10 +1,11 @@
-"""What the plans that may win would use: `python -m pipette_launch.launch.measuring_advice [SETTINGS] QUESTION ANSWER`.
+"""The adviser: `python -m pipette_launch.launch.measuring_advice [SETTINGS] QUESTION ANSWER`.
 
-A warm-up starts it between links and collectives. It plans for a few seconds with what was measured so far, and answers
-which links, groups and stages the shortlisted plans have, so that the warm-up measures these. It sees no torch.
+A warm-up starts this program between links and collectives. It plans for a few seconds with the measurements so far,
+and answers which links, groups and stages the shortlisted plans use, so that the warm-up measures these. It does not
+import torch.
 """
 
-# S = slots, G = groups, K = members of a group.
+# S = slots, G = groups, K = members of a group, W = ranks.
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +24,10 @@ from pipette_launch.cost.communication.groups import Groups
 from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import has_two_embeddings
 from pipette_launch.errors import PipetteError, PlanError
-from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
+from pipette_launch.facts import Choice, Job, Layout, Plan, files
 from pipette_launch.facts.messages import Advice, CollectiveKind, Dimension, MeasuringQuestion, StageCase
-from pipette_launch.search.solve import SolveOptions, solve
+from pipette_launch.planning.plan import best_plan
+from pipette_launch.search.solve import SolveOptions
 from pipette_launch.text import plural, printable
 
 Ints = NDArray[np.int64]
@@ -35,7 +36,7 @@ MOST_STAGES = 8
 
 
 def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
-    """Answer one question; returns the exit code, and says on stderr in one line why it failed."""
+    """Answer one question; return the exit code, and print an error on one line."""
     parser = ArgumentParser(prog="adviser", allow_abbrev=False)
     for name in ("--margin", "--memory-margin"):
         parser.add_argument(name, type=float, default=argparse.SUPPRESS)
@@ -54,32 +55,31 @@ def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
 
 
 def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[], float]) -> Advice:
-    """Plan shortly, and say what the shortlisted plans use; an empty Advice says why there is none."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    provenance = Provenance(key="", made_at=now, versions=question.measurements.versions, source="measured")
+    """Plan for a short time, and return what the shortlisted plans use; an empty Advice has the reason."""
+    job = question.job
     try:
-        measurements = with_extrapolated_times(question.job, question.measurements)
-        plan = solve(question.job, measurements, options=options, clock=clock, provenance=provenance)
+        measured = with_extrapolated_times(job, question.measurements)
+        plan = best_plan(job, measured, options=options, clock=clock, key="", source="measured")
     except PlanError as error:
-        return Advice(words=f"no plan could be made of what was measured so far: {error}")
+        return Advice(words=f"the measurements so far give no plan: {error}")
     shortlist = shortlisted(plan)
     first = shortlist[0].layout.words()
     return Advice(
-        host_pairs=host_pairs(question.job, shortlist, plan.devices_per_host),
-        dimensions=dimensions(question.job, shortlist),
+        host_pairs=host_pairs(job, shortlist, plan.devices_per_host),
+        dimensions=dimensions(job, shortlist),
         stages=fullest_stages(shortlist),
         words=f"{len(shortlist)} {plural('plan', len(shortlist))} shortlisted in {plan.solve_s:.1f} s, first {first}",
     )
 
 
 def shortlisted(plan: Plan) -> tuple[Choice, ...]:
-    """The choice, then the user's own, which it must beat, then the runners-up."""
+    """Return the chosen plan, then the user's own, which it must beat, then the runners-up, each once."""
     found = {(choice.layout, choice.placement): choice for choice in (*plan.alternatives[::-1], plan.own, plan.chosen)}
     return tuple(found.values())[::-1]
 
 
 def host_pairs(job: Job, shortlist: Sequence[Choice], devices_per_host: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of hosts, the lower first, whose link a plan uses in either direction; those of the first plan first."""
+    """Return pairs of hosts (lower first) whose link a plan uses in either direction; the first plan's pairs first."""
     found: dict[tuple[int, int], None] = {}
     for choice in shortlist:
         slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))
@@ -91,7 +91,7 @@ def host_pairs(job: Job, shortlist: Sequence[Choice], devices_per_host: int) -> 
 
 
 def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
-    """Groups of slots of each parallel dimension, those of the first plan first; what two plans share comes once."""
+    """Return the groups of slots of each parallel dimension, the first plan's first; equal groups come once."""
     kinds: dict[tuple[tuple[int, ...], ...], dict[CollectiveKind, None]] = {}
     names: dict[tuple[tuple[int, ...], ...], str] = {}
     most_bytes: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -111,11 +111,10 @@ def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
 
 
 def fullest_stages(shortlist: Sequence[Choice]) -> tuple[StageCase, ...]:
-    """The fullest pipeline rank of each layout, then the next fullest of each, and so on."""
+    """Return the fullest pipeline rank of each layout, then the second fullest of each, and so on."""
     ranked = [sorted(range(choice.layout.pp), key=lambda rank: -choice.peak_memory_bytes[rank]) for choice in shortlist]
-    turns = range(max(len(ranks) for ranks in ranked))
     found: dict[tuple[Layout, int], StageCase] = {}
-    for turn in turns:
+    for turn in range(max(map(len, ranked))):
         for choice, ranks in zip(shortlist, ranked, strict=True):
             if turn < len(ranks):
                 rank = ranks[turn]
@@ -125,11 +124,11 @@ def fullest_stages(shortlist: Sequence[Choice]) -> tuple[StageCase, ...]:
 
 
 def _talking(job: Job, choice: Choice) -> Iterator[Ints]:
-    """Pairs of ranks that exchange something: neighbours in pipelines and rings, and all that all-to-alls connect."""
+    """Yield pairs of ranks that exchange data: neighbours in pipelines and rings, and all pairs of an all-to-all."""
     layout, groups = choice.layout, Groups.of(choice.layout)
     if layout.pp > 1:
         lanes = layout.world_size // layout.pp
-        # From the last stage back to the first only where each holds several chunks.
+        # The last stage sends to the first only if each stage holds several chunks.
         yield groups.forward_hop if layout.vpp > 1 else groups.forward_hop[:-lanes]
         if has_two_embeddings(job.model):
             yield groups.embedding

@@ -1,4 +1,9 @@
-"""Reads a job step from its environment, and turns it into values of torchrun's flags."""
+"""SLURM: a step's variables in place of torchrun's flags, and the tasks of one node.
+
+With one task per GPU, the first task of a node is its agent. The others wait for the agent's end and exit with its
+code. They meet at a socket with an abstract Linux name, which leaves no file behind and closes however the agent ends.
+Each of them sends its cores to the agent, because SLURM may have bound every task to its own cores.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +28,28 @@ from pipette_launch.errors import ClusterError, UsageError
 
 PORTS_FROM, NUM_PORTS = 20000, 10000
 STEP_STRIDE = 1009
-"""Between the ports of a job's steps, so that the next step does not get the port of the next job."""
+"""Distance between the ports of a job's steps, so that the next step does not get the port of the next job."""
 LARGEST_STEP = 0xFFFFFFF0
-"""Step ids from here on are no steps of srun: the batch script, a shell of salloc."""
+"""Step ids from here on are not steps of srun: the batch script, a shell of salloc."""
 PART = r"[^\[\],]+|\[[0-9,-]+\]"
-"""Of a name in a list of nodes: text, or numbers to choose from."""
+"""Part of a name in a list of nodes: text, or numbers to choose from."""
+RENDEZVOUS = (
+    *("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
+    *("node_rank", "master_addr", "master_port"),
+)
+"""Flags that say which nodes meet where. If the user gives one of them, nothing is taken from SLURM."""
+WITH_RENDEZVOUS = ("nproc_per_node", "local_addr")
+MEET_S = 300.0
+"""Longest wait of a task for the first one: imports from a busy file system take minutes."""
+LATE_S = 60.0
+"""Longest wait of an ended agent for tasks that have not come yet."""
+POLL_S = 0.2
+CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a peer, as the kernel reports them."""
+NOT_OUR_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+# -- the step -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,37 +59,37 @@ class Step:
     job: int
     step: int
     restart: int
-    """How often the job was requeued."""
+    """Number of times that the job was requeued."""
     hosts: tuple[str, ...]
     node: str
     num_tasks: int
-    """On this node."""
+    """Tasks on this node."""
     local_id: int
-    """Of this task among those of its node."""
+    """Number of this task on its node."""
     num_gpus: int | None
-    """Of the step on this node; None where it asked for none."""
+    """GPUs of the step on this node; None if the step asked for none."""
     visible_devices: str | None
 
     @property
     def name(self) -> str:
-        """What no other step, and no earlier run of this one, is called."""
+        """Unique name of this run of the step."""
         return f"{self.job}.{self.step}.{self.restart}"
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the node that the others meet at."""
+        """Whether the nodes meet at this node."""
         return self.node == self.hosts[0]
 
     @property
     def port(self) -> int:
-        """Where the nodes meet; all of them work it out alike."""
+        """Port where the nodes meet; every node computes the same."""
         return PORTS_FROM + (self.job + STEP_STRIDE * self.step) % NUM_PORTS
 
     def processes(self) -> int | None:
-        """Return how many workers this node gets: one for each task, else one for each GPU; None: as torchrun.
+        """Return the number of workers of this node: one for each task, else for each GPU; None: torchrun's default.
 
         Raises:
-            UsageError: SLURM lets the task that starts all workers see fewer GPUs than there are tasks.
+            UsageError: the task that starts all workers sees fewer GPUs than there are tasks.
 
         """
         if self.num_tasks == 1:
@@ -83,12 +105,7 @@ class Step:
         return self.num_tasks
 
     def flags(self, address_of: Callable[[str], str]) -> dict[str, str]:
-        """Return torchrun's flags for the nodes of this step, by name; none on one node, as torchrun needs none there.
-
-        Args:
-            address_of: what other nodes call a node.
-
-        """
+        """Return torchrun's flags for the nodes of this step; empty on one node. `address_of` names a node."""
         if len(self.hosts) == 1:
             return {}
         return {
@@ -96,20 +113,20 @@ class Step:
             "rdzv_backend": "c10d",
             "rdzv_endpoint": f"{address_of(self.hosts[0])}:{self.port}",
             "rdzv_id": self.name,
-            # torch would guess it from the host name, which need not be what SLURM calls the node.
+            # torch would guess this from the host name, which may differ from SLURM's name of the node.
             "rdzv_conf": f"is_host={str(self.is_first).lower()}",
         }
 
 
 def current_step(environ: Mapping[str, str], expand: Callable[[str], tuple[str, ...]]) -> Step | None:
-    """Return the step that this process is a task of; None where there is none that could say what the job is.
+    """Return the step of this process; None if this process is not part of a step that describes the job.
 
-    A shell on a terminal (`srun --pty`) is none: what is started there by hand runs on its node alone. Nor is a step
-    of a heterogeneous job, whose list of nodes holds one component only.
+    A shell on a terminal (`srun --pty`) does not: a command typed there runs on its node alone. A step of a
+    heterogeneous job does not either, because its list of nodes covers one component only.
 
     Args:
-        environ: the variables of this process.
-        expand: turns a list of nodes in SLURM's notation into their names.
+        environ: variables of this process.
+        expand: turns a list of nodes in SLURM's notation into names.
 
     """
     number = environ.get("SLURM_STEP_ID", "")
@@ -136,7 +153,7 @@ def current_step(environ: Mapping[str, str], expand: Callable[[str], tuple[str, 
 
 
 def tasks_on(index: int, words: str) -> int:
-    """Return how many tasks a node has: `2(x3),1` means two on each of the first three nodes, one on the fourth."""
+    """Return the number of tasks of a node: `2(x3),1` means two on each of the first three nodes, one on the fourth."""
     counts: list[int] = []
     for word in words.split(","):
         count, _, repeats = word.partition("(x")
@@ -145,7 +162,7 @@ def tasks_on(index: int, words: str) -> int:
 
 
 def several_launchers(environ: Mapping[str, str]) -> str:
-    """Return the end of a sentence: this step starts several tasks on the node, and each a launcher; else empty."""
+    """Return the end of a sentence if this step starts several tasks on the node, each with a launcher; else empty."""
     number = environ.get("SLURM_STEP_ID", "")
     index = environ.get("SLURM_NODEID", "0")
     if not number.isdigit() or int(number) >= LARGEST_STEP or not index.isdigit():
@@ -159,8 +176,11 @@ def several_launchers(environ: Mapping[str, str]) -> str:
     )
 
 
+# -- names of nodes -----------------------------------------------------------------------------------------------
+
+
 def expand(nodes: str) -> tuple[str, ...]:
-    """Return the names in a list such as `a[1-3,07],b`, by scontrol; containers often lack it, then by `parse`."""
+    """Return the names in a list such as `a[1-3,07],b`, by scontrol, or by `parse` in a container without scontrol."""
     try:
         done = scontrol("show", "hostnames", nodes)
     except (OSError, subprocess.SubprocessError):
@@ -169,14 +189,9 @@ def expand(nodes: str) -> tuple[str, ...]:
 
 
 def parse(nodes: str) -> tuple[str, ...]:
-    """Return the names in a list such as `a[1-3,07],b`.
-
-    Raises:
-        UsageError: it is no such list.
-
-    """
+    """Return the names in a list such as `a[1-3,07],b`; raises UsageError if it is not such a list."""
     if not re.fullmatch(f"(?:{PART})+(?:,(?:{PART})+)*", nodes):
-        raise UsageError(f"{nodes!r} is no list of nodes that SLURM writes; give --nnodes and --rdzv-endpoint")
+        raise UsageError(f"{nodes!r} is not a list of nodes that SLURM writes; give --nnodes and --rdzv-endpoint")
     found: list[str] = []
     for word in re.findall(f"(?:{PART})+", nodes):
         names = [""]
@@ -196,74 +211,63 @@ def _numbers(ranges: str) -> list[str]:
     return found
 
 
-def node_address(node: str) -> str:
-    """Return the address that SLURM uses for a node; its name where it will not say."""
-    try:
-        found = re.search(r"\bNodeAddr=(\S+)", scontrol("show", "node", node))
-    except (OSError, subprocess.SubprocessError):
+def _reachable(node: str) -> str:
+    """Return a name of a node that other nodes can resolve, or the address that SLURM uses."""
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(node, None)
         return node
-    return found[1] if found else node
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = re.search(r"\bNodeAddr=(\S+)", scontrol("show", "node", node))
+        return found[1] if found else node
+    return node
 
 
-RENDEZVOUS = (
-    *("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
-    *("node_rank", "master_addr", "master_port"),
-)
-"""Who gives one of these says himself which nodes meet where: then nothing is taken from SLURM."""
-WITH_RENDEZVOUS = ("nproc_per_node", "local_addr")
+# -- flags from a step --------------------------------------------------------------------------------------------
 
 
 def given_flags(parser: ArgumentParser, words: Sequence[str], environ: Mapping[str, str]) -> set[str]:
-    """Return which of the flags above were given_flags, on the command line or as torchrun's PET_ variables."""
+    """Return which of the flags above the user gave, on the command line or as torchrun's PET_ variables."""
     unset = object()
     names = (*RENDEZVOUS, *WITH_RENDEZVOUS)
-    # argparse leaves an attribute that is there already, unless its flag is given_flags.
+    # argparse keeps an attribute that exists already, unless its flag is given.
     read = parser.parse_args(list(words), Namespace(**dict.fromkeys(names, unset)))
     return {name for name in names if getattr(read, name) is not unset or f"PET_{name.upper()}" in environ}
 
 
-def take_flags(args: Namespace, given_flags: Collection[str], environ: Mapping[str, str]) -> Step | None:
-    """Fill in `args` what was not given_flags, say so on the first node, and return the step.
+def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, str]) -> Step | None:
+    """Set the flags in `args` that were not given, print them on the first node, and return the step.
 
-    None where nothing was taken: there is no step, or the user has said which nodes meet where.
+    Returns None if nothing was taken: there is no step, or the user said which nodes meet where.
     """
-    step = None if set(given_flags) & set(RENDEZVOUS) else current_step(environ, expand)
+    step = None if set(given) & set(RENDEZVOUS) else current_step(environ, expand)
     if step is None:
         return None
     flags = step.flags(_reachable)
     processes = step.processes()
     if processes is not None:
         flags["nproc_per_node"] = str(processes)
+    speaks = step.is_first and step.local_id == 0
     if "rdzv_endpoint" in flags:
-        if step.is_first and step.local_id == 0:
-            _see_that_it_is_free(step)
+        if speaks:
+            _check_port(step)
         address = _own_address(flags["rdzv_endpoint"])
         flags |= {"local_addr": address} if address else {}
-    taken = {name: value for name, value in flags.items() if name not in given_flags}
+    taken = {name: value for name, value in flags.items() if name not in given}
     vars(args).update(taken)
-    if taken and step.is_first and step.local_id == 0:
+    if taken and speaks:
         words = " ".join(f"--{name.replace('_', '-')}={value}" for name, value in taken.items())
         sys.stderr.write(f"pipette-launch: taken from SLURM step {step.job}.{step.step}: {words}\n")
     return step
 
 
-def _reachable(node: str) -> str:
-    """What to call a node: its name in SLURM need not be a host name."""
-    try:
-        socket.getaddrinfo(node, None)
-    except OSError:
-        return node_address(node)
-    return node
-
-
 def _own_address(endpoint: str) -> str:
-    """Return the address of this node towards the endpoint; empty where it is a loopback address or cannot be told."""
+    """Return this node's address towards the endpoint; empty if it is unknown or a loopback address."""
     found = RendezvousSettings(endpoint=endpoint, node_rank=-1, may_host_store=False).own_address()
     return found if found != socket.getfqdn() and not found.startswith("127.") else ""
 
 
-def _see_that_it_is_free(step: Step) -> None:
-    """Raise ClusterError where another program holds the port; the other nodes could not know of another one."""
+def _check_port(step: Step) -> None:
+    """Raise ClusterError if another program holds the port: the other nodes cannot learn another port."""
     try:
         with socket.create_server(("", step.port)):
             pass
@@ -275,14 +279,7 @@ def _see_that_it_is_free(step: Step) -> None:
         ) from error
 
 
-MEET_S = 300.0
-"""How long a task waits for the first one to be there: imports on a busy file system take minutes."""
-LATE_S = 60.0
-"""How long an agent that has ended waits for tasks that are not there yet."""
-POLL_S = 0.2
-CREDENTIALS = struct.Struct("3i")
-"""What the kernel says of a peer: process, user, group."""
-NOT_OUR_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# -- the tasks of one node ----------------------------------------------------------------------------------------
 
 
 class Siblings:
@@ -296,7 +293,7 @@ class Siblings:
         self._cores: set[int] = set()
 
     def open(self, name: str, count: int) -> None:
-        """Let `count` other tasks come, and give this process their cores too."""
+        """Let `count` other tasks connect, and give this process their cores too."""
         self._awaited = count
         self._cores = set(os.sched_getaffinity(0))
         self._door = _socket()
@@ -318,13 +315,13 @@ class Siblings:
                 peer.close()
                 continue
             self._cores |= {int(core) for core in cores.split(",")}
-            # By the process id: the main thread's cores are what workers inherit.
+            # By process id, because workers inherit the cores of the main thread.
             os.sched_setaffinity(os.getpid(), self._cores)
             self._met.append(peer)
         self._all_met.set()
 
     def tell(self, code: int) -> None:
-        """Tell the others which code to exit with."""
+        """Send the exit code to the other tasks."""
         if self._door is None:
             return
         self._all_met.wait(LATE_S)
@@ -334,7 +331,7 @@ class Siblings:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """Tell the others how the block ends; an exception is an exit with 1, as is the agent's sudden end."""
+        """Send the end of the block to the other tasks; after an exception they exit with 1."""
         try:
             yield
         except SystemExit as end:
@@ -347,13 +344,9 @@ class Siblings:
 
 
 def await_agent(name: str, *, clock: Callable[[], float] = time.monotonic) -> int:
-    """Wait for the end of this node's agent; returns its exit code.
+    """Wait for the end of this node's agent, and return its exit code; raises ClusterError if there is no agent.
 
-    Signals to the step are the agent's business: it may still save a checkpoint when this task, too, is told to end.
-
-    Raises:
-        ClusterError: there is no agent.
-
+    Signals to the step are ignored here: the agent handles them, and may still save a checkpoint.
     """
     for number in NOT_OUR_END:
         signal.signal(number, signal.SIG_IGN)
@@ -377,7 +370,7 @@ def await_agent(name: str, *, clock: Callable[[], float] = time.monotonic) -> in
 
 
 def _socket() -> socket.socket:
-    # In packets: one write is one read.
+    # Packets: each write is read as one piece.
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -386,6 +379,5 @@ def _address(name: str) -> str:
 
 
 def _is_ours(peer: socket.socket) -> bool:
-    """Whether the process at the other end is this user's."""
     found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return bool(CREDENTIALS.unpack(found)[1] == os.getuid())

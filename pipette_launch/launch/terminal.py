@@ -1,4 +1,4 @@
-"""How far a warm-up, a search or a trial is: a line that changes on a terminal, now and then a line in a log."""
+"""The lines that one node prints about a job: decisions, plans, and the progress of a phase."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ from pipette_launch.text import printable
 HEAD = "pipette-launch: "
 REFRESH_S = 0.2
 LOG_S = 10.0
-"""A log gets at most a line in so many seconds."""
+"""Shortest time between two progress lines in a log."""
 CLEAR = "\r\x1b[K"
-"""Back to the first column, and nothing on the line."""
+"""Moves to the first column and clears the line."""
+SHOWN_HOSTS = 4
+
+
+# -- progress -----------------------------------------------------------------------------------------------------
 
 
 class ProgressLine:
-    """Shows what goes on at present."""
+    """One line that changes on a terminal; in a log, a new line now and then."""
 
     def __init__(
         self,
@@ -42,16 +46,17 @@ class ProgressLine:
         self._head = head
         self._clock = clock
         self._began_s = self._shown_s = clock()
-        self._is_terminal = _changes_lines(stream) if is_terminal is None else is_terminal
+        changes = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._is_terminal = changes if is_terminal is None else is_terminal
         self._num_ended = 0
         self._line = ""
 
     def show(self, running: Callable[[float], str], ended: Sequence[str] = ()) -> None:
-        """Show it, now or soon; cheap to call often.
+        """Show the progress now or soon; cheap to call often.
 
         Args:
-            running: says what goes on, when it is told for how many seconds.
-            ended: what has ended so far, in order; a log gets these in place of what goes on.
+            running: returns the line for a number of elapsed seconds.
+            ended: lines of the parts that have ended, in order. A log prints these instead of the running part.
 
         """
         now_s = self._clock()
@@ -63,7 +68,7 @@ class ProgressLine:
             if not self._log(ended):
                 self._stream.write(f"{words}\n")
         else:
-            # A line that is too long would wrap, and then it could not be taken back.
+            # A line longer than the terminal would wrap, and could not be cleared.
             line = words[: shutil.get_terminal_size().columns - 1]
             if line != self._line:
                 self._stream.write(f"{CLEAR}{line}")
@@ -71,7 +76,7 @@ class ProgressLine:
         self._stream.flush()
 
     def close(self, ended: Sequence[str] = ()) -> None:
-        """Take the line off the screen; a log gets what has ended and is not in it."""
+        """Clear the line; a log gets the ended parts that it does not have yet."""
         if self._line:
             self._stream.write(CLEAR)
             self._line = ""
@@ -80,7 +85,7 @@ class ProgressLine:
         self._stream.flush()
 
     def _log(self, ended: Sequence[str]) -> bool:
-        """Write what has ended since the last line, on one; false where nothing has."""
+        """Print the newly ended parts on one line; return false if there are none."""
         news = ended[self._num_ended :]
         self._num_ended = len(ended)
         if news:
@@ -89,7 +94,7 @@ class ProgressLine:
 
 
 class Ticker:
-    """Shows a progress line again and again from a thread of its own, while the caller's works."""
+    """Shows a progress line again and again from its own thread, while the caller works."""
 
     def __init__(self, line: ProgressLine, running: Callable[[float], str]) -> None:
         self._line = line
@@ -99,7 +104,7 @@ class Ticker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take the line off the screen."""
+        """Clear the line."""
         self._is_over.set()
         self._thread.join()
         self._line.close()
@@ -110,7 +115,7 @@ class Ticker:
 
 
 def running_words(sign: Sign, elapsed_s: float, budget_s: float) -> str:
-    """What a terminal shows while the warm-up runs; the budget counts from when all workers have started."""
+    """Return the progress of a warm-up. Its budget starts when all workers have started."""
     if not sign.ended:
         return f"{sign.where()}, {elapsed_s:.0f} s"
     of_budget = f"{max(elapsed_s - sign.ended[0].seconds, 0.0):.0f} of about {budget_s:.0f} s"
@@ -119,37 +124,33 @@ def running_words(sign: Sign, elapsed_s: float, budget_s: float) -> str:
 
 
 def ended_words(ended: PhaseEnd) -> str:
-    """What a log keeps of a phase of the warm-up."""
+    """Return the log line of an ended part of the warm-up."""
     words = f": {ended.words}" if ended.words else ""
     return f"{ended.phase} {ended.seconds:.1f} s{words}"
 
 
 def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) -> str:
-    """What the warm-up took, and its parts; what lies between them is what it took to start and end processes."""
+    """Return the duration of a warm-up and of its parts. The difference is the start and end of processes."""
     parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phase_s.items())
     return f"the warm-up took {total_s:.1f} s: {parts}, plan {plan_s:.1f}"
 
 
-def _changes_lines(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-SHOWN_HOSTS = 4
+# -- decisions ----------------------------------------------------------------------------------------------------
 
 
 class Kept(NamedTuple):
-    """Where a plan lies."""
+    """Files of a plan."""
 
     plan: Path | None = None
-    """Its file, if there is one."""
+    """None if the plan has no file."""
     page: Path | None = None
-    """Its report, an HTML file, if there is one."""
+    """HTML report; None if there is none."""
     unsaved: str = ""
-    """Why there is no file, and what to do; empty where none was wanted."""
+    """Why there is no file and what to do; empty if no file was wanted."""
 
 
 class Terminal:
-    """Prints to stderr, as much as the user asked for; every line outside a screen begins alike."""
+    """Prints to stderr as much as the user asked for. Every line outside a screen begins with `HEAD`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -159,28 +160,28 @@ class Terminal:
         self._ticker: Ticker | None = None
 
     def warn(self, words: str) -> None:
-        """Print what nobody should miss."""
+        """Print a line that --pipette-quiet does not hide."""
         sys.stderr.write(f"{HEAD}{printable(words)}\n")
         sys.stderr.flush()
 
     def say(self, words: str) -> None:
-        """Print what --pipette-quiet leaves out."""
+        """Print a line, unless --pipette-quiet hides it."""
         if not self._is_quiet:
             self.warn(words)
 
     def tell(self, decision: Decision, measurements: Measurements | None, kept: Kept) -> None:
-        """Print what was decided; `measurements` are what the plan rests on, where that is known."""
-        # Without a plan torch's own words of a failure are all.
+        """Print a decision; `measurements` are those behind its plan, or None if unknown."""
+        # Without a plan torch's own message about a failure is enough.
         if decision.reason and not (decision.failed and self._shown is None):
             is_trial = decision.phase == "trial" and not decision.checks_order
             (self.say if is_trial else self.warn)(decision.reason)
         options = self._options
         if decision.phase == "warmup":
             self._warmup = ProgressLine(sys.stderr)
+            others = " and others" if len(decision.hosts) > SHOWN_HOSTS else ""
             self.say(
-                f"measuring {sum(decision.num_slots)} slots on {', '.join(decision.hosts[:SHOWN_HOSTS])}"
-                f"{' and others' if len(decision.hosts) > SHOWN_HOSTS else ''}, "
-                f"about {options.budget_s:.0f} s at most once their imports are done"
+                f"measuring {sum(decision.num_slots)} slots on {', '.join(decision.hosts[:SHOWN_HOSTS])}{others}, "
+                f"about {options.budget_s:.0f} s at most after their imports"
             )
         elif decision.phase == "trial" and decision.plan is not None:
             self.say(trial_words(decision, asked=options.trials))
@@ -195,7 +196,7 @@ class Terminal:
             return
         self._shown = (plan, decision.attempt)
         if decision.is_refitted:
-            return  # The reason names it, and whoever waits for the job to go on needs no more.
+            return  # The reason of the decision names the plan, and the job should go on soon.
         if decision.attempt > 0:
             choice = decision.choice
             what = (
@@ -220,25 +221,25 @@ class Terminal:
             sys.stderr.flush()
 
     def warmup_goes_on(self, sign: Sign | None) -> None:
-        """Show how far a warm-up is, by what the worker of RANK 0 said last; cheap to call often."""
+        """Show the progress of a warm-up, from the last sign of RANK 0; cheap to call often."""
         if sign is not None and not self._is_quiet:
             told, budget_s = sign, self._options.budget_s
             ended = [ended_words(one) for one in sign.ended]
             self._warmup.show(lambda elapsed_s: running_words(told, elapsed_s, budget_s), ended)
 
     def warmup_is_over(self, sign: Sign | None) -> None:
-        """Take its line off the screen."""
+        """Clear the line of the warm-up."""
         if not self._is_quiet:
             self._warmup.close([ended_words(one) for one in sign.ended] if sign else ())
 
     def begin(self, running: Callable[[float], str]) -> None:
-        """Show how far something else is until `end`; `running` says it, told for how many seconds it has gone on."""
+        """Show another progress line until `end`; `running` returns it for a number of elapsed seconds."""
         self.end()
         if not self._is_quiet:
             self._ticker = Ticker(ProgressLine(sys.stderr), running)
 
     def end(self) -> None:
-        """Take that line off the screen, if there is one."""
+        """Clear that line, if there is one."""
         if self._ticker is not None:
             self._ticker.stop()
             self._ticker = None

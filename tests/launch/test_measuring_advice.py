@@ -172,7 +172,7 @@ def test_without_a_plan_the_answer_says_why() -> None:
     )
 
     assert ((), (), ()) == (found.host_pairs, found.dimensions, found.stages)
-    assert found.words.startswith("no plan could be made of what was measured so far: ")
+    assert found.words.startswith("the measurements so far give no plan: ")
 
 
 def test_the_process_answers_without_torch(tmp_path: Path) -> None:

@@ -18,14 +18,11 @@ from pipette_launch.probe.health.inventory import device_used_bytes
 
 BUSY_BYTES = 64 << 20
 """Tensor that is written to keep a GPU busy: one pass takes about 25 us on an H100 and 80 us on a V100."""
-FIRST_PASSES, MOST_PASSES = 64, 256
-"""CUDA queues about 1,000 launches; then the host waits."""
+FIRST_PASSES, MOST_PASSES = 64, 256  # CUDA queues about 1,000 launches; then the host waits
 USUAL_CORE_S = 1.5e-3
 """Time of the fixed computation of `CoreSpeed` on a usual core; times of all slots are converted to this core."""
-CHECK_EVERY_S = 0.1
-"""A check of the core's speed is valid for this wall time."""
-CHECK_REPEATS = 3
-"""A check is the median of this number: the first repeat follows a layer, with cold caches."""
+CHECK_EVERY_S = 0.1  # A check of the core's speed is valid for this wall time
+CHECK_REPEATS = 3  # A check is the median of this number: the first repeat follows a layer, with cold caches
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
@@ -206,12 +203,8 @@ class QueuedCalls:
     ) -> float:
         """Return the device's seconds for one of `number` calls in a row.
 
-        Args:
-            call: queues one collective or exchange on the device.
-            number: of timed calls, equal on all ranks that take part.
-            timeout_s: raises TimeoutError if the device is not done by then.
-            first: an untimed call before, in which the ranks wait for each other; None = `call`.
-
+        `call` queues one collective or exchange; `number` must be equal on all ranks. `first` is an untimed call in
+        which ranks wait for each other; None = `call`. Raises TimeoutError if the device is not done after `timeout_s`.
         """
         for _ in range(self.passes):
             self._keep_busy()

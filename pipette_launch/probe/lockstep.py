@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 Clock = Callable[[], float]
-LATER_S = 5.0
-"""Extra wait of all ranks except rank 0, which gives up first and tells the others who is missing."""
-KEYS_PER_READ = 64
-"""Rank 0 reads results in portions, so that a single answer of the store is never too large."""
+LATER_S = 5.0  # Extra wait of all ranks except rank 0, which gives up first and tells the others who is missing
+KEYS_PER_READ = 64  # Rank 0 reads results in portions, so that a single answer of the store is never too large
 MOST_NAMED = 4
 ARRIVAL = "all workers to arrive"
 PR_SET_PDEATHSIG = 1

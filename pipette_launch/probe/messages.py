@@ -36,26 +36,17 @@ from pipette_launch.probe.health.nvml import LoadReading
 LEAST_S = 60.0
 RANKS_PER_S = 20.0
 """Each wait grows by one second for this number of ranks: a cold file system serves them one after the other."""
-START_S = 120.0
-"""Time for imports, compilation and the first lap of a worker; not part of the budget."""
-FULL_HOSTS = 64
-"""Up to this number of hosts, every pair is measured, in one round less than there are hosts."""
-BLIND_ROUNDS = 8
-"""With more hosts, rounds of a random sample before the adviser plans for the first time."""
-TINY_BYTES = 8
-"""Message that shows the latency; as large as an acknowledgement."""
-MIN_SIZES = 3
-"""Least number of message sizes for a line."""
+START_S = 120.0  # Time for imports, compilation and the first lap of a worker; not part of the budget
+FULL_HOSTS = 64  # Up to this number of hosts, every pair is measured, in one round less than there are hosts
+BLIND_ROUNDS = 8  # With more hosts, rounds of a random sample before the adviser plans for the first time
+TINY_BYTES = 8  # Message that shows the latency; as large as an acknowledgement
+MIN_SIZES = 3  # Least number of message sizes for a line
 
 
 def wait_s(num_ranks: int, left_s: float = 0.0, *, least_s: float = LEAST_S) -> float:
     """Return the longest wait for another worker, in seconds.
 
-    Args:
-        num_ranks: number of workers.
-        left_s: time that the other worker's phase may still take; below 0 counts as 0.
-        least_s: wait in a small job after the end of the phase.
-
+    In a small job, after the end of the phase, it is `least_s`. The phase may still take `left_s`; below 0 counts as 0.
     """
     return least_s + num_ranks / RANKS_PER_S + max(left_s, 0.0)
 
@@ -241,10 +232,8 @@ def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
     return WorkerResult(**{each.name: both(each.name, each.default) for each in fields(WorkerResult)})  # type: ignore[arg-type]
 
 
-START = "start"
-"""The phase before and between the others: imports, rendezvous, gathering."""
-SIGN_S = 60.0
-"""Longest time between two progress messages, while no phase has set another limit."""
+START = "start"  # The phase before and between the others: imports, rendezvous, gathering
+SIGN_S = 60.0  # Longest time between two progress messages, while no phase has set another limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

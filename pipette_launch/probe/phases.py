@@ -67,19 +67,15 @@ from pipette_patches.replacements import megatron_core_version
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-START_S = 30.0
-"""Time of the adviser beside its search: to start, read and write, on cores that may be busy."""
+START_S = 30.0  # Time of the adviser beside its search: to start, read and write, on cores that may be busy
 QUESTION, ANSWER = "question.json", "advice.json"
 LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
 """Least shares of the budget for links and collectives, even after a long compute phase."""
-ADVICE_SHARE = 0.8
-"""The adviser may search until this share of the budget is spent."""
-ADVICE_S = (1.0, 5.0)
-"""Shortest and longest time of its search, in seconds."""
+ADVICE_SHARE = 0.8  # The adviser may search until this share of the budget is spent
+ADVICE_S = (1.0, 5.0)  # Shortest and longest time of its search, in seconds
 ADVICE_PATIENCE_S = ADVICE_S[1] + START_S
 PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
-MAX_NAMED = 5
-"""A note names this number of slots and counts the others."""
+MAX_NAMED = 5  # A note names this number of slots and counts the others
 
 
 @dataclass(kw_only=True)
@@ -360,12 +356,8 @@ def in_step(
 ) -> tuple[tuple[LinkSamples, ...], T | None]:
     """Let rank 0 choose rounds that all ranks measure; every rank calls this.
 
-    Args:
-        lockstep: keeps the ranks in step.
-        meter: measures rounds of host pairs on this rank, at the same time as on the others.
-        merge: turns the samples of all slots into links between hosts.
-        decide: runs on rank 0 only, and may call its `Measure` any number of times.
-        patience_s: longest time of rank 0 between two of these calls.
+    `meter` measures rounds on this rank, and `merge` turns the samples of all slots into links between hosts. `decide`
+    runs on rank 0 only, and may call its `Measure` any number of times, with at most `patience_s` between two calls.
 
     Returns:
         Samples that this rank sent, and on rank 0 the result of `decide`.
@@ -404,13 +396,7 @@ def lines_of(links: Sequence[LinkSamples], options: WarmupOrder) -> dict[Pair, L
 def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder: Path, budget_s: float) -> Advice:
     """Start the adviser and wait for its answer; if it fails, the Advice is empty and has the reason.
 
-    Args:
-        command: from the order, without the two files.
-        job: to plan for.
-        measurements: all so far.
-        folder: for both files.
-        budget_s: seconds that the adviser may search.
-
+    `command` comes from the order; the names of both files, in `folder`, are appended. `budget_s` limits its search.
     """
     question, answer = folder / QUESTION, folder / ANSWER
     try:

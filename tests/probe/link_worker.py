@@ -24,7 +24,7 @@ DEADLINE_S = 3.0
 
 
 def main(order: str, port: str, rank_text: str, silent: str) -> None:
-    """Measure all pairs once; then once more, with one worker that falls silent in the midst of an exchange."""
+    """Measure all pairs once, and again with one worker that goes silent during an exchange."""
     options, rank = files.read(Path(order), WarmupOrder), int(rank_text)
     store = dist.TCPStore("127.0.0.1", int(port), wait_for_workers=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_slots)

@@ -22,7 +22,7 @@ LOOPS = 20_000
 
 
 class FolderStore:
-    """A store whose keys are files; who waits sleeps in between, as one that waits for a socket does."""
+    """A store whose keys are files; a waiting rank sleeps in between, like one that waits for a socket."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -35,7 +35,7 @@ class FolderStore:
         temporary.replace(path)
 
     def get(self, key: str) -> bytes:
-        """Read a value that is there."""
+        """Read an existing value."""
         self.wait([key], timedelta(seconds=LIMIT_S))
         return self._path(key).read_bytes()
 
@@ -44,18 +44,18 @@ class FolderStore:
         return [self.get(key) for key in keys]
 
     def add(self, key: str, amount: int) -> int:
-        """Count: every call leaves a byte, and whoever sees the last one is told so."""
+        """Count: every call adds a byte, and the last caller gets the full count."""
         with self._path(key).open("ab") as file:
             file.write(b"." * amount)
             file.flush()
             return file.tell()
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Return whether all keys exist."""
         return all(self._path(key).exists() for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Sleep until all are there."""
+        """Sleep until all keys exist."""
         end_s = time.monotonic() + timeout.total_seconds()
         while not self.check(keys):
             if time.monotonic() > end_s:
@@ -67,13 +67,13 @@ class FolderStore:
 
 
 def work() -> None:
-    """About a millisecond of Python."""
+    """Compute for about a millisecond."""
     for _ in range(LOOPS):
         pass
 
 
 def main(folder: Path, slot: int, runs: int) -> None:
-    """Take part so many times."""
+    """Take part a number of times."""
     options = files.read(folder / "options.json", WarmupOrder)
     found = []
     for run in range(runs):

@@ -1,4 +1,4 @@
-"""Tests of how the warm-up times work on a GPU, on a simulated device."""
+"""Tests of clocks and memory meters, on a simulated GPU and on the CPU."""
 
 import math
 from collections import deque
@@ -28,27 +28,27 @@ PASS_S = 50e-6
 
 
 def queued_on(device: SimulatedDevice) -> QueuedCalls:
-    """The product's stopwatch, whose device is kept busy by passes of 50 us."""
+    """Return the product's queued calls; one pass keeps the device busy for 50 us."""
     return QueuedCalls(device.clock, keep_busy=lambda: device.launch(PASS_S))
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
-    """A device whose launches take longer than its calls."""
+    """Return a device whose launches take longer than its calls."""
     device = SimulatedDevice(launch_s=LAUNCH_S, wake_s=WAKE_S)
     device.install(monkeypatch)
     return device
 
 
 def test_calls_in_a_row_take_the_devices_time_and_not_the_hosts(device: SimulatedDevice) -> None:
-    """Calls of 12 us whose launches take 20 us and whose wake-up takes 10 us are timed as 12 us."""
+    """Calls of 12 us with launches of 20 us and a wake-up of 10 us are timed as 12 us."""
     found_s = queued_on(device).seconds(lambda: device.launch(CALL_S), 16, timeout_s=1.0)
 
     assert CALL_S == pytest.approx(found_s)
 
 
 def test_one_call_at_a_time_would_count_launch_and_wake_up(device: SimulatedDevice) -> None:
-    """A call on an idle device with a wait for its end takes 42 us on the host: the stand-in shows the difference."""
+    """A single call on an idle device takes 42 us on the host: the simulation shows the difference."""
     before_s = device.clock()
     device.launch(CALL_S)
     torch.cuda.synchronize()
@@ -57,7 +57,7 @@ def test_one_call_at_a_time_would_count_launch_and_wake_up(device: SimulatedDevi
 
 
 def test_a_device_that_was_idle_too_early_should_be_busy_for_longer(device: SimulatedDevice) -> None:
-    """64 passes end before the host has queued 256 calls, so launches count; with the wanted 128 passes none does."""
+    """64 passes are too few for 256 calls, so launches count; the wanted 128 passes are enough."""
     queued = queued_on(device)
     first_s = queued.seconds(lambda: device.launch(1e-6), 256, timeout_s=1.0)
     wanted = queued.wanted
@@ -79,7 +79,7 @@ def test_the_ranks_meet_before_the_first_timed_call(device: SimulatedDevice) -> 
 
 
 def test_a_peer_that_hangs_ends_the_wait(device: SimulatedDevice) -> None:
-    """Work that never ends is a TimeoutError after the time limit, and not a wait for ever."""
+    """Work that never ends raises TimeoutError after the time limit."""
     with pytest.raises(TimeoutError, match="waited 2 s for the device"):
         queued_on(device).seconds(lambda: device.launch(math.inf), 8, timeout_s=2.0)
 
@@ -96,7 +96,7 @@ def test_a_wait_for_the_device_ends_with_its_work(device: SimulatedDevice) -> No
 
 @given(launch_s=st.floats(0, 100e-6), wake_s=st.floats(0, 100e-6), work_s=st.floats(1e-6, 1.0))
 def test_events_do_not_depend_on_the_host(launch_s: float, wake_s: float, work_s: float) -> None:
-    """Work between two events on a busy device takes the same time whatever launches and wake-ups take."""
+    """Work between two events takes the same time with any launch and wake-up times."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         device = SimulatedDevice(launch_s=launch_s, wake_s=wake_s)
         device.install(monkeypatch)
@@ -113,7 +113,7 @@ MIB = 1 << 20
 
 
 def test_the_peak_counts_what_was_freed_again() -> None:
-    """64 MiB that live only during the work are seen, and little else is."""
+    """64 MiB that live only during the work are in the peak, and little else is."""
 
     def work() -> None:
         torch.ones(64 * MIB // 4).sum()
@@ -125,14 +125,14 @@ def test_the_peak_counts_what_was_freed_again() -> None:
 
 
 def test_idle_work_has_no_peak() -> None:
-    """Doing nothing grows nothing, though this process once held more."""
+    """Idle work grows nothing, although this process once held more."""
     torch.ones(64 * MIB // 4).sum()
 
     assert CpuMeter().peak(lambda: None).allocator_bytes < MIB
 
 
 def test_a_host_has_no_overhead() -> None:
-    """Context, communicators and workspaces are a GPU's burden."""
+    """Only a GPU has context, communicators and workspaces."""
     assert 0 == CpuMeter().overhead_bytes() == CpuMeter().workspace_bytes()
 
 
@@ -148,7 +148,7 @@ def test_the_kernels_own_peak_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 class FakeCuda:
-    """torch.cuda of a device whose allocator holds 5 bytes, 7 while working, of a reserve of 8."""
+    """torch.cuda of a device whose allocator holds 5 bytes, 7 at the peak, and reserves 8."""
 
     allocated = 5
 
@@ -184,7 +184,7 @@ class FakeCuda:
 
 
 def test_a_gpus_overhead_is_what_nvml_sees_beyond_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others held 100 bytes before; now 120 are in use, 8 of them the allocator's: 12 are overhead."""
+    """120 bytes in use, 100 by others and 8 by the allocator: 12 are overhead."""
     used = deque([100, 120, 120])
     cuda = FakeCuda()
     monkeypatch.setattr(instruments, "device_used_bytes", lambda uuid: used.popleft())

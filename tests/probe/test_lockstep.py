@@ -1,4 +1,4 @@
-"""Tests of the budget, the fit, and how workers stay in step."""
+"""Tests of the budget, the fit of a line, and how workers keep in step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SIZES = (8, 65536, 1 << 20)
 
 
 def lockstep(store: OneRankStore, rank: int, world_size: int = 2) -> Lockstep:
-    """One rank over the fake store."""
+    """Return one rank with the fake store."""
     return Lockstep(store=store, rank=rank, world_size=world_size, timeout_s=7)
 
 
 @given(latency_s=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e6, 1e11))
 def test_the_fit_recovers_a_planted_line(latency_s: float, bandwidth: float) -> None:
-    """Exact timings give back the latency and bandwidth they were made from."""
+    """Exact times give the latency and bandwidth from which they were made."""
     line = fit_line(SIZES, [latency_s + size / bandwidth for size in SIZES])
 
     assert line.latency_s + SIZES[-1] * line.seconds_per_byte == pytest.approx(
@@ -41,7 +41,7 @@ def test_the_fit_recovers_a_planted_line(latency_s: float, bandwidth: float) -> 
 
 
 def test_a_disturbed_small_message_is_no_latency() -> None:
-    """Two milliseconds for eight bytes, when more bytes took a tenth of it, do not make a link infinitely fast."""
+    """A small message slower than a large one does not make the link infinitely fast."""
     line = fit_line((8, 64 << 10, 1 << 20), (2.0e-3, 0.2e-3, 2.0e-3))
 
     assert line.latency_s <= 0.2e-3
@@ -50,7 +50,7 @@ def test_a_disturbed_small_message_is_no_latency() -> None:
 
 @pytest.mark.parametrize("disturbed", range(4))
 def test_one_disturbed_size_does_not_bend_the_line(disturbed: int) -> None:
-    """A size that took five times as long leaves the latency unless it is the smallest, the slope unless largest."""
+    """A size at five times its time keeps the latency (unless smallest) and the slope (unless largest)."""
     sizes = (8, 65536, 1 << 19, 1 << 21)
     times = [1e-3 + size / 1e8 for size in sizes]
     times[disturbed] *= 5
@@ -62,7 +62,7 @@ def test_one_disturbed_size_does_not_bend_the_line(disturbed: int) -> None:
 
 @given(seconds=st.lists(st.floats(0, 10), min_size=3, max_size=3))
 def test_the_fit_is_never_negative(seconds: list[float]) -> None:
-    """Whatever noise gives, latency is not below 0 and a byte takes some time."""
+    """With any noise, latency is at least 0 and a byte takes some time."""
     line = fit_line(SIZES, seconds)
 
     assert line.latency_s >= 0
@@ -70,12 +70,12 @@ def test_the_fit_is_never_negative(seconds: list[float]) -> None:
 
 
 def test_a_flat_line_is_taken_pessimistically() -> None:
-    """Where large messages seem faster, all of the largest one's time counts as transfer."""
+    """If large messages look faster, the largest one's whole time counts as transfer."""
     assert Line(1.0, 0.5 / 100) == fit_line((1, 10, 100), (3.0, 2.0, 0.5))._replace(latency_s=1.0)
 
 
 def test_the_budget_counts_shares_from_the_start() -> None:
-    """Of 60 s begun at 100, the 40 % share ends at 124."""
+    """Of 60 s that began at 100, the 40 % share ends at 124."""
     budget = Budget(started_s=100, budget_s=60, clock=lambda: 120)
 
     assert 4 == budget.left_s(0.4)
@@ -87,7 +87,7 @@ def test_the_budget_counts_shares_from_the_start() -> None:
 
 
 def test_everyone_follows_rank_0() -> None:
-    """Rank 1 takes rank 0's answers in order, whatever it would have said itself."""
+    """Rank 1 gets rank 0's answers in order, not its own."""
     store = OneRankStore()
     answers = [lockstep(store, 0).agree(lambda: True)]
     first = lockstep(store, 0)
@@ -99,7 +99,7 @@ def test_everyone_follows_rank_0() -> None:
 
 
 def test_rank_0_tells_all() -> None:
-    """Every rank gets rank 0's text, empty ones and long ones too."""
+    """Every rank gets rank 0's text, also empty and long ones."""
     store = OneRankStore()
     first, second = lockstep(store, 0), lockstep(store, 1)
     texts = ["", "plan", "x" * 100_000]
@@ -109,14 +109,14 @@ def test_rank_0_tells_all() -> None:
 
 
 def test_a_missing_decision_has_a_deadline() -> None:
-    """When rank 0 is gone, the others say for what they waited, and how long."""
+    """Without rank 0, the others report what they waited for, and how long."""
     with pytest.raises(ProbeError, match="waited 7 s in vain for rank 0's decision"):
         lockstep(OneRankStore(), 1).agree(lambda: True)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_those_who_are_missing_are_named_to_all(steps: int, tmp_path: Path) -> None:
-    """Rank 0 waits as long as all may rightly take, names whom it misses by slot, and the others hear it from it."""
+    """Rank 0 waits for the allowed time and names missing slots; the others read it from rank 0."""
     store = OneRankStore()
     progress = Progress(folder=tmp_path, local_rank=1)
     ranks_of_job = [
@@ -147,7 +147,7 @@ def test_those_who_are_missing_are_named_to_all(steps: int, tmp_path: Path) -> N
 
 
 def test_whoever_comes_in_the_last_moment_is_not_missed() -> None:
-    """Between the deadline and the look at who is missing, the last one may come."""
+    """The last rank may come between the deadline and the check."""
 
     class LateStore(OneRankStore):
         def wait(self, keys: list[str], timeout: timedelta) -> None:
@@ -158,7 +158,7 @@ def test_whoever_comes_in_the_last_moment_is_not_missed() -> None:
 
 
 def test_a_lost_store_is_no_deadline() -> None:
-    """When the store's host is gone, that is said, and nobody is asked who is missing."""
+    """A lost store is reported, and missing ranks are not searched."""
 
     class LostStore(OneRankStore):
         def wait(self, keys: list[str], timeout: timedelta) -> None:
@@ -207,7 +207,7 @@ class CountingStore(OneRankStore):
 
 
 def test_store_traffic_is_linear_in_ranks() -> None:
-    """A rank costs 4 operations for a barrier, 2 for a decision or a text, 1 for a result, however many there are."""
+    """A rank needs 4 operations for a barrier, 2 for a decision or a text, 1 for a result."""
     counts: dict[int, dict[str, tuple[float, float]]] = {}
     for ranks in (2, 4, 8, 32, 128, 512):
         found = counts[ranks] = {}
@@ -232,7 +232,7 @@ def test_store_traffic_is_linear_in_ranks() -> None:
 
 
 def test_results_come_home_in_rank_order() -> None:
-    """Rank 0 gets everyone's text, the others nothing."""
+    """Rank 0 gets everyone's text, the others None."""
     store = OneRankStore()
 
     assert lockstep(store, 1).gather("b", left_s=0) is None
@@ -249,13 +249,13 @@ ENVIRON = {
 
 
 def test_the_place_is_read_from_torchruns_environment() -> None:
-    """The values of torchrun's contract."""
+    """The values follow torchrun's contract."""
     assert WorkerPlace(3, 4, "10.0.0.1", 29500, agent_hosts_store=True) == worker_place(ENVIRON)
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", None), ("WORLD_SIZE", "four"), ("MASTER_PORT", "")])
 def test_a_bad_environment_is_named(name: str, value: str | None) -> None:
-    """A missing or malformed variable is named with its value."""
+    """The error has the variable and its value."""
     environ = {key: text for key, text in {**ENVIRON, name: value}.items() if text is not None}
 
     with pytest.raises(ProbeError, match=f"{name}={value!r}"):
@@ -273,7 +273,7 @@ PARENT = (
 
 
 def test_a_worker_ends_with_a_parent_that_is_killed() -> None:
-    """SIGKILL leaves the parent no time to end anyone; the kernel does it."""
+    """After SIGKILL of the parent, the kernel ends the worker."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))

@@ -1,4 +1,4 @@
-"""How long workers wait for each other."""
+"""Tests of the messages between agent and warm-up workers, and of their waits."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from pipette_launch.probe.messages import (
     ("num_ranks", "left_s", "expected"), [(2, 0.0, 60.1), (2, -9.0, 60.1), (4096, 0.0, 264.8), (4096, 30.0, 294.8)]
 )
 def test_a_wait_by_hand(num_ranks: int, left_s: float, expected: float) -> None:
-    """A minute, a second for every 20 ranks, and what the phase may still take."""
+    """A minute, a second for every 20 ranks, and the rest of the phase."""
     assert pytest.approx(expected) == wait_s(num_ranks, left_s)
 
 
 def test_imports_may_take_three_minutes_in_a_small_job() -> None:
-    """The start of a worker on a cold file system is waited for longer than a phase that is over."""
+    """The wait for a start on a cold file system is longer than after a phase."""
     assert 180 < wait_s(8, START_S) < 181
 
 
@@ -44,12 +44,12 @@ def test_imports_may_take_three_minutes_in_a_small_job() -> None:
     ranks=st.integers(1, 20_000), more=st.integers(0, 20_000), left_s=st.floats(-1e3, 1e4), later_s=st.floats(0, 1e3)
 )
 def test_more_ranks_and_more_work_are_waited_for_longer(ranks: int, more: int, left_s: float, later_s: float) -> None:
-    """No wait shrinks with ranks or remaining time, or falls below the least one."""
+    """A wait never shrinks with ranks or remaining time, and never falls below the minimum."""
     assert 5.0 <= wait_s(ranks, left_s, least_s=5.0) <= wait_s(ranks + more, left_s + later_s, least_s=5.0)
 
 
 def test_groups_of_two_hosts_by_hand(tmp_path: Path) -> None:
-    """Two hosts of two: everyone, each host, and one device of each host."""
+    """Two hosts of two: all slots, each host, and one device of each host."""
     groups = {one.name: one.groups for one in tiny_options(tmp_path, hosts=2, devices=2).dimensions()}
 
     assert {
@@ -62,7 +62,7 @@ def test_groups_of_two_hosts_by_hand(tmp_path: Path) -> None:
 
 @given(hosts=st.integers(1, 12), devices=st.integers(1, 8))
 def test_groups_of_a_dimension_cover_every_slot_once(hosts: int, devices: int) -> None:
-    """All groups of a dimension can be timed at the same time; a single slot has no dimension."""
+    """All groups of a dimension can be timed together; a single slot has no dimension."""
     dimensions = tiny_options(Path("unused"), hosts=hosts, devices=devices).dimensions()
 
     for dimension in dimensions:
@@ -71,7 +71,7 @@ def test_groups_of_a_dimension_cover_every_slot_once(hosts: int, devices: int) -
 
 
 def test_options_survive_their_file(tmp_path: Path) -> None:
-    """What the agent writes is what the worker reads."""
+    """The worker reads what the agent wrote."""
     options = tiny_options(tmp_path, hosts=2, devices=2)
     files.write(tmp_path / "options.json", options)
 
@@ -91,7 +91,7 @@ def test_options_survive_their_file(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_are_refused(changes: dict[str, object], message: str) -> None:
-    """Each contradiction is named with its values."""
+    """The error names each contradiction with its values."""
     fields = {
         "job": tiny_job(1),
         "hosts": tiny_cluster(1, 1).hosts,
@@ -106,7 +106,7 @@ def test_bad_options_are_refused(changes: dict[str, object], message: str) -> No
 
 
 def test_parts_of_a_result_are_joined() -> None:
-    """Lists grow, and of single figures the later one counts."""
+    """Tuples are joined, and of single values the later counts."""
     first = WorkerResult(slot=1, notes=("a",), phase_s={"links": 1.0}, optimizer_s_per_parameter=5.0)
     second = WorkerResult(slot=1, notes=("b",), phase_s={"compute": 2.0}, optimizer_s_per_parameter=3.0)
 
@@ -116,7 +116,7 @@ def test_parts_of_a_result_are_joined() -> None:
 
 
 def test_progress_is_a_file_and_a_clock(tmp_path: Path) -> None:
-    """The agent reads the phase; an inner phase takes its time from the outer one."""
+    """The agent reads the phase; an inner phase does not count in the outer one."""
     times = deque([0.0, 1.0, 3.0, 10.0])
     progress = Progress(folder=tmp_path, local_rank=3, clock=times.popleft)
     with progress.during("compute"), progress.during("memory"):
@@ -128,7 +128,7 @@ def test_progress_is_a_file_and_a_clock(tmp_path: Path) -> None:
 
 
 def test_a_failing_phase_stays_on_display(tmp_path: Path) -> None:
-    """What the agent finds after a failure is the phase at fault, and the reason beside it."""
+    """After a failure the file has the failed phase, and the reason is in a second file."""
     progress = Progress(folder=tmp_path, local_rank=0)
     with pytest.raises(ZeroDivisionError), progress.during("links"):
         progress.step(1, 7 // 0)
@@ -140,7 +140,7 @@ def test_a_failing_phase_stays_on_display(tmp_path: Path) -> None:
 
 
 def test_a_sign_says_what_how_far_and_on_whom_it_waits(tmp_path: Path) -> None:
-    """Each sign replaces the last, and knows when the next one is due."""
+    """Each message replaces the last, and has the time limit of the next."""
     progress = Progress(folder=tmp_path, local_rank=0, limit_s=5.0)
     assert last_sign(tmp_path, 0) is None
     before_s = time.monotonic()
@@ -164,7 +164,7 @@ def test_a_sign_says_what_how_far_and_on_whom_it_waits(tmp_path: Path) -> None:
 
 
 def test_phases_that_are_over_are_kept(tmp_path: Path) -> None:
-    """With their seconds, inner phases included, and what came of them; the counts of one are not the next one's."""
+    """Each ended phase keeps its seconds and its summary; counts do not carry over."""
     times = deque([0.0, 1.0, 3.0, 10.0, 10.0, 12.0])
     progress = Progress(folder=tmp_path, local_rank=0, clock=times.popleft, phase_s={"start": 4.0})
     with progress.during("compute"):
@@ -183,7 +183,7 @@ def test_phases_that_are_over_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_damaged_sign_is_none(tmp_path: Path) -> None:
-    """A full disk or a killed writer costs the sign, not the agent."""
+    """A damaged progress message is None and no error."""
     (tmp_path / "0.sign").write_text("{")
 
     assert last_sign(tmp_path, 0) is None

@@ -1,4 +1,4 @@
-"""Tests of the worker that checks a device order."""
+"""Tests of the check of a device order."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ dist.destroy_process_group()
 
 
 def test_devices_in_order_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's order of devices is the order of ranks there."""
+    """NCCL's order of devices equals the order of ranks."""
     assert [None] * 4 == BusOrder((0, 1, 2, 3), monkeypatch).run(lambda: check_order("cpu", sizes_bytes=SIZES_BYTES))
 
 
 @given(st.permutations(range(4)).filter(lambda order: order != [0, 1, 2, 3]))
 def test_any_other_order_of_devices_fails(device_R: list[int]) -> None:
-    """At least one rank sees a wrong value, whatever the permutation."""
+    """With any permutation at least one rank finds a wrong value."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         found = BusOrder(device_R, monkeypatch).run(lambda: check_order("cpu", sizes_bytes=SIZES_BYTES))
 
@@ -47,7 +47,7 @@ def test_any_other_order_of_devices_fails(device_R: list[int]) -> None:
 
 
 def test_a_mismatch_names_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two swapped devices: rank 0 finds the first element of rank 1's share, 16 elements on."""
+    """Two swapped devices: rank 0 finds the first element of rank 1's share, 16 elements further."""
     found = BusOrder((1, 0), monkeypatch).run(lambda: check_order("cpu", sizes_bytes=(128,)))
     first = Mismatch(collective="all_gather", size_bytes=128, position=0, expected=0, found=16)
 
@@ -56,7 +56,7 @@ def test_a_mismatch_names_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_sum_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduce-scatter is checked where all-gather is right."""
+    """Reduce-scatter is checked even if all-gather is right."""
     host = BusOrder((1, 0), monkeypatch)
     monkeypatch.setattr(dist, "all_gather_into_tensor", lambda full, *_, **__: full.copy_(torch.arange(len(full))))
     found = host.run(lambda: check_order("cpu", sizes_bytes=(128,)))
@@ -67,7 +67,7 @@ def test_a_wrong_sum_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.processes
 def test_gloo_passes(tmp_path: Path) -> None:
-    """Two processes over gloo, which has no such order."""
+    """Two processes over gloo, which has no device order."""
     words = [sys.executable, "-c", TWO_RANKS, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
 
@@ -76,7 +76,7 @@ def test_gloo_passes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A store as an agent hosts it."""
+    """Host a store like the agent's."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
     del store
@@ -84,7 +84,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The environment of rank 3 of four, and a store that no other process reaches."""
+    """Set the environment of rank 3 of four, with a private store."""
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(order_check, "connect_store", lambda *_: dist.HashStore())
@@ -95,7 +95,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 def test_a_wrong_value_is_the_last_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent tells the user that line, and the worker fails."""
+    """The worker fails, and its last line is for the user."""
     wrong = Mismatch(collective="all_gather", size_bytes=8 << 20, position=0, expected=0, found=16)
     monkeypatch.setattr(order_check, "check_order", lambda *_, **__: wrong)
 
@@ -105,7 +105,7 @@ def test_a_wrong_value_is_the_last_line(monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.usefixtures("alone")
 def test_whatever_breaks_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A communicator that cannot be opened fails the check too."""
+    """A communicator that cannot be opened also fails the check."""
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("NCCL error\nin ring.cc")
@@ -129,7 +129,7 @@ def test_whatever_breaks_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_each_rank_is_checked_on_the_device_that_trains_it(
     ranks: tuple[int, ...], is_numa_bound: bool, is_virtual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Local rank and visible devices decide, as in the training; the residue of RANK may name another device."""
+    """Local rank and visible devices decide, as in the training."""
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(order_check, "check_order", lambda *_, **__: None)
@@ -151,7 +151,7 @@ def test_each_rank_is_checked_on_the_device_that_trains_it(
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("tp", "sizes"), [(1, [4]), (2, [4, 2]), (4, [4]), (8, [4])])
 def test_tensor_parallel_groups_are_checked_too(tp: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL may take another algorithm for them than for all ranks of a host; the first wrong value counts."""
+    """NCCL may use another algorithm for them; the first wrong value counts."""
     checked: list[int] = []
     wrong = Mismatch(collective="all_gather", size_bytes=8 << 20, position=0, expected=0, found=16)
 
@@ -169,7 +169,7 @@ def test_tensor_parallel_groups_are_checked_too(tp: int, sizes: list[int], monke
 
 @pytest.mark.processes
 def test_each_host_is_checked_by_itself(port: int) -> None:
-    """Two hosts of two workers each over gloo, one with its ranks in another order."""
+    """Two hosts of two workers over gloo, one with its ranks in another order."""
     workers = []
     for rank, ranks in enumerate((("0", "2"), ("3", "1"), ("0", "2"), ("3", "1"))):
         told = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

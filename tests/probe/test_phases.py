@@ -1,4 +1,4 @@
-"""What a warm-up says of each of its phases."""
+"""Tests of the phases of a warm-up: the adviser, the joined results, notes and summaries."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ HEAD = "import sys; from pathlib import Path; question, answer = map(Path, sys.a
 
 
 def ask(folder: Path, program: str) -> Advice:
-    """Ask a little Python program."""
+    """Run a small Python program as the adviser."""
     measurements = tiny_measurements(tiny_cluster(1, 2), (REFERENCE,))
     return phases.ask((sys.executable, "-c", HEAD + program), tiny_job(2), measurements, folder=folder, budget_s=1.0)
 
 
 def test_an_answer_is_read(tmp_path: Path) -> None:
-    """The adviser finds a question that can be read, and what it writes comes back."""
+    """The adviser can read the question, and its answer is returned."""
     program = (
         "from pipette_launch.facts import files; from pipette_launch.facts.messages import Advice; "
         "from pipette_launch.facts.messages import MeasuringQuestion; "
@@ -59,7 +59,7 @@ def test_an_answer_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_failure_is_an_empty_advice_that_says_so(tmp_path: Path, program: str, words: str) -> None:
-    """The warm-up goes on with its usual groups."""
+    """The warm-up continues with its default groups."""
     found = ask(tmp_path, program)
 
     assert () == found.dimensions
@@ -67,14 +67,14 @@ def test_a_failure_is_an_empty_advice_that_says_so(tmp_path: Path, program: str,
 
 
 def test_an_adviser_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its time the warm-up goes on without it."""
+    """After its time the warm-up continues without it."""
     monkeypatch.setattr(phases, "START_S", 0.0)
 
     assert "the adviser did not answer within 1 s" == ask(tmp_path, "import time; time.sleep(60)").words
 
 
 def test_an_adviser_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """The command is in the sentence."""
+    """The reason has the command."""
     measurements = tiny_measurements(tiny_cluster(1, 2), (REFERENCE,))
     found = phases.ask(("/no/such/adviser",), tiny_job(2), measurements, folder=tmp_path, budget_s=1.0)
 
@@ -82,7 +82,7 @@ def test_an_adviser_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_one_group_tells_for_all_of_its_shape() -> None:
-    """Hosts of two slots: only kinds, sizes or numbers of hosts that nobody measured are new."""
+    """Only kinds, sizes or numbers of hosts that were not measured are new."""
     measured = Dimension(name="tp", kinds=("all_reduce",), groups=((0, 1), (2, 3)))
     across = Dimension(name="dp", kinds=("all_reduce",), groups=((0, 2), (1, 3)))
     within = Dimension(name="dp", kinds=("all_reduce", "all_gather"), groups=((4, 5),))
@@ -111,13 +111,13 @@ def link(source: int, target: int, bandwidth: float, jitter: float = 0.0) -> Lin
 
 
 def layer(slot: int, seconds: float, jitter: float = 0.0) -> ComputeTime:
-    """A layer's times, a third each."""
+    """Return a layer's times, a third in each pass."""
     sample = Samples(values_s=tuple(seconds / 3 * (1 + sign * jitter) for sign in (-1, 0, 1)))
     return ComputeTime(case=REFERENCE, part="layer", slot=slot, forward=sample, input_grad=sample, weight_grad=sample)
 
 
 def result(slot: int, **changes: object) -> WorkerResult:
-    """A worker that found nothing yet."""
+    """Return a worker's empty result."""
     empty = WorkerResult(
         slot=slot,
         links=(),
@@ -135,7 +135,7 @@ def result(slot: int, **changes: object) -> WorkerResult:
 
 
 def three_hosts(tmp_path: Path) -> WarmupOrder:
-    """Three hosts with a device each."""
+    """Return an order for three hosts with a device each."""
     return tiny_options(tmp_path, hosts=3, devices=1, message_sizes_bytes=SIZES)
 
 
@@ -163,7 +163,7 @@ def test_links_become_a_matrix_with_the_sender_in_the_row(tmp_path: Path) -> Non
 
 
 def test_what_nobody_measured_is_estimated_from_its_ends(tmp_path: Path) -> None:
-    """Host 2 is slow to reach; the unmeasured 1 -> 2 is taken to be slower than 0 -> 1, and a note says so."""
+    """Host 2 receives slowly, so the unmeasured 1 -> 2 is estimated slower than 0 -> 1, with a note."""
     links = [(link(0, 1, 9e6), link(0, 2, 1e6)), (link(1, 0, 9e6),), (link(2, 0, 1e6),)]
     found = assemble(
         three_hosts(tmp_path),
@@ -179,7 +179,7 @@ def test_what_nobody_measured_is_estimated_from_its_ends(tmp_path: Path) -> None
 
 
 def test_what_an_earlier_warm_up_measured_is_believed(tmp_path: Path) -> None:
-    """Hosts came in another order then; what was measured now counts more, and each entry says where it is from."""
+    """Cached links are used for hosts in another order, new ones replace them, and each has its origin."""
     options = three_hosts(tmp_path)
     rates = [[0.0 if i == j else 1e6 * (3 * i + j) for j in range(3)] for i in range(3)]
     cluster = tiny_cluster(3, 1)
@@ -206,7 +206,7 @@ def test_what_an_earlier_warm_up_measured_is_believed(tmp_path: Path) -> None:
 
 
 def test_no_link_at_all_is_an_error(tmp_path: Path) -> None:
-    """Inventing a network would be worse than none."""
+    """Without any link there is no estimate."""
     with pytest.raises(ProbeError, match="no link between hosts was measured"):
         assemble(three_hosts(tmp_path), [result(slot) for slot in range(3)], versions={}, taken_at="now")
 
@@ -225,7 +225,7 @@ def test_unstable_links_are_counted_and_the_worst_is_named(tmp_path: Path) -> No
 
 
 def test_uneven_sharing_of_cores_falls_on_no_case(tmp_path: Path) -> None:
-    """Three workers were stretched by 1.9, 2 and 2.1: that is chance, and all count as 2."""
+    """Stretches of 1.9, 2 and 2.1 are chance, and all count as 2."""
     links = tuple(tuple(link(a, b, 1e9) for b in range(3) if b != a) for a in range(3))
     results = [result(slot, links=links[slot], stretch=1.9 + slot / 10) for slot in range(3)]
     found = assemble(three_hosts(tmp_path), results, versions={}, taken_at="now")
@@ -235,7 +235,7 @@ def test_uneven_sharing_of_cores_falls_on_no_case(tmp_path: Path) -> None:
 
 
 def test_a_throttled_slot_is_slow_named_and_comparable(tmp_path: Path) -> None:
-    """A worker that got a third of the others' work done, twice, is slow; its times agree with theirs by its speed."""
+    """A slot at a third of the speed in two turns is slow; its times agree with the others by its speed."""
     links = tuple(tuple(link(a, b, 1e9) for b in range(4) if b != a) for a in range(4))
     options = tiny_options(tmp_path, hosts=4, devices=1, message_sizes_bytes=SIZES)
     slow = tuple(Pace(turn=turn, seconds=9.0) for turn in (0, 1, 2))
@@ -252,7 +252,7 @@ def test_a_throttled_slot_is_slow_named_and_comparable(tmp_path: Path) -> None:
 
 
 def test_no_compute_at_all_is_an_error(tmp_path: Path) -> None:
-    """There is nothing to plan with, and the workers' notes say why."""
+    """The error has the workers' notes."""
     options = tiny_options(tmp_path, hosts=1, devices=1)
 
     with pytest.raises(ProbeError, match="no slot could measure a layer: out of luck"):
@@ -260,7 +260,7 @@ def test_no_compute_at_all_is_an_error(tmp_path: Path) -> None:
 
 
 def test_skipped_cases_are_counted(tmp_path: Path) -> None:
-    """Of two cases one was measured."""
+    """One of two cases was measured."""
     other = replace(REFERENCE, micro_batch_size=2)
     options = tiny_options(tmp_path, hosts=1, devices=1, cases=(REFERENCE, other))
     found = assemble(options, [result(0)], versions={}, taken_at="now")
@@ -269,7 +269,7 @@ def test_skipped_cases_are_counted(tmp_path: Path) -> None:
 
 
 def test_clocks_under_load_are_noted(tmp_path: Path) -> None:
-    """One line for all slots: the range of clocks and power, and how many slots are held back by what."""
+    """One note for all slots: ranges of clocks and power, and how many slots each reason holds back."""
     options = tiny_options(tmp_path, hosts=1, devices=2)
     slow = LoadReading(sm_clock_hz=1.605e9, sm_clock_max_hz=1.98e9, power_w=698.4, clock_reasons=("SwPowerCap",))
     fast = replace(slow, sm_clock_hz=1.98e9, power_w=590.0, clock_reasons=())
@@ -282,7 +282,7 @@ def test_clocks_under_load_are_noted(tmp_path: Path) -> None:
 
 
 def test_what_is_amiss_goes_on_file(tmp_path: Path) -> None:
-    """A throttled device and a link that was slow twice, beside the conditions that the driver told."""
+    """A throttled device and a slow link are verdicts, and the conditions are kept."""
     conditions = tuple(DeviceCondition(uuid=f"cpu-{slot}", nvlinks_up=18 - slot // 2) for slot in range(3))
     options = replace(three_hosts(tmp_path), conditions=conditions)
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
@@ -301,7 +301,7 @@ def test_what_is_amiss_goes_on_file(tmp_path: Path) -> None:
 
 
 def test_a_link_that_scatters_accuses_nobody(tmp_path: Path) -> None:
-    """Slow twice, but by 30 % up and down: that says more of the machine than of the cable."""
+    """A link that is slow twice but scatters by 30 % gets no verdict."""
     options = three_hosts(tmp_path)
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     slow = link(0, 1, 1e6, jitter=0.3)
@@ -312,12 +312,12 @@ def test_a_link_that_scatters_accuses_nobody(tmp_path: Path) -> None:
 
 
 def test_loading_is_that_of_the_median_slot(tmp_path: Path) -> None:
-    """It was timed on the wall, so nothing scales it; a slot that could not time it has no say."""
+    """It is wall time, so nothing scales it; slots without it do not count."""
     options = tiny_options(tmp_path, hosts=1, devices=3, message_sizes_bytes=SIZES)
     links = [(link(slot, (slot + 1) % 3, 1e6),) for slot in range(3)]
 
     def loading(*times: LoadingTime | None) -> LoadingTime | None:
-        """What the file says of it."""
+        """Return the loading time in the file."""
         found = [
             result(slot, loading=time, stretch=2.0, links=mine)
             for slot, (time, mine) in enumerate(zip(times, links, strict=True))
@@ -353,7 +353,7 @@ def surveyed(new: int, changed: Sequence[Pair], *, is_settled: bool = True) -> S
 def test_earlier_links_are_stale_if_many_have_changed(
     new: int, changed: list[Pair], among_many: bool, among_few: bool
 ) -> None:
-    """More than a quarter of those that were measured again, and more than one; of few hosts a single one."""
+    """More than a quarter of the remeasured links, and at least two; with few hosts a single one."""
     found = surveyed(new, changed)
 
     assert among_many == found.is_stale(are_few=False)
@@ -361,7 +361,7 @@ def test_earlier_links_are_stale_if_many_have_changed(
 
 
 def test_what_the_passes_did_is_said() -> None:
-    """How much was measured in how many rounds, what had changed, and whether the plans wanted more."""
+    """Measured pairs, rounds, changed links, and whether plans wanted more."""
     whole = "links: 8 pairs of hosts that plans use, measured in 2 rounds"
 
     assert whole == surveyed(8, []).words()
@@ -371,20 +371,20 @@ def test_what_the_passes_did_is_said() -> None:
 
 
 def sent(rank: int, rounds: Sequence[Round]) -> list[LinkSamples]:
-    """What a rank sends in these rounds, with times that name it."""
+    """Return a rank's samples in these rounds, with times that identify the rank."""
     peers = [other for one in rounds for pair in one for other in pair if rank in pair and other != rank]
     samples = Samples(values_s=(1.0 + rank,))
     return [LinkSamples(source=rank, target=peer, sizes_bytes=(8,), samples=(samples,)) for peer in peers]
 
 
 def merged(links: Sequence[LinkSamples]) -> Lines:
-    """One device on each host: slots are hosts."""
+    """Merge samples of hosts with one device."""
     return {(link.source, link.target): Line(0.0, link.samples[0].median_s) for link in links}
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_all_ranks_measure_what_rank_0_chooses(turns: int) -> None:
-    """Every rank goes through the same rounds, rank 0 gets everybody's links, and all of them come back at its end."""
+    """Every rank measures the same rounds, rank 0 gets all links, and all ranks end with it."""
     store = HashStore()
     rounds: tuple[Round, ...] = (((0, 1), (2, 3)), ((0, 2),))
     heard: dict[int, list[Sequence[Round]]] = {rank: [] for rank in range(4)}
@@ -411,7 +411,7 @@ def test_all_ranks_measure_what_rank_0_chooses(turns: int) -> None:
 
 
 def run_all(works: Sequence[Callable[[], None]]) -> None:
-    """Run everything at the same time, and to its end."""
+    """Run all functions at the same time, to their end."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()
@@ -421,7 +421,7 @@ def run_all(works: Sequence[Callable[[], None]]) -> None:
 
 
 def test_one_thing_is_not_called_several() -> None:
-    """Rounds, collectives and sets of groups are counted in words that fit the number."""
+    """Nouns after a number are singular or plural."""
     one, more = WorkerResult(slot=0, link_rounds=(1,)), WorkerResult(slot=0, link_rounds=(3, 4), link_rounds_again=(2,))
 
     assert "2 hosts in 1 round" == _links_words(one, 2)

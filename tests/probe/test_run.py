@@ -1,4 +1,4 @@
-"""Whole warm-ups: real workers over gloo, as the agent starts them."""
+"""Tests of whole warm-ups: real workers over gloo, as the agent starts them."""
 
 import sys
 from dataclasses import replace
@@ -31,7 +31,7 @@ MIXED_MODEL = tiny_model(
 
 
 def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
-    """Four workers bring home every link, collective and case of a model with dense and MoE layers."""
+    """Four workers measure every link, collective and case of a model with dense and MoE layers."""
     job = replace(tiny_job(4), model=MIXED_MODEL)
     options = tiny_options(tmp_path, hosts=2, devices=2, job=job, cases=(REFERENCE, TP2, CP2))
     outcome = run_workers(options, tmp_path)
@@ -120,7 +120,7 @@ files.write(Path(sys.argv[3]), Advice(host_pairs=tuple(pairs)))
 
 
 def test_many_hosts_measure_what_plans_would_use_and_check_it_the_next_time(tmp_path: Path) -> None:
-    """One blind round, then the ring that the adviser asks for; another warm-up measures that ring alone anew."""
+    """One blind round, then the adviser's ring; the next warm-up measures only that ring again."""
     adviser = (sys.executable, "-c", ADVISER, str(tmp_path / "turns"))
     options = tiny_options(tmp_path, hosts=4, devices=1, full_hosts=3, blind_rounds=1, adviser=adviser)
     outcome = run_workers(options, tmp_path)
@@ -145,7 +145,7 @@ def test_many_hosts_measure_what_plans_would_use_and_check_it_the_next_time(tmp_
 
 
 def test_a_slot_alone_with_no_time_measures_the_least(tmp_path: Path) -> None:
-    """One worker has no links and no groups; with its budget spent it still measures the reference case."""
+    """One worker without links and groups measures the reference case with a spent budget."""
     options = tiny_options(tmp_path, hosts=1, devices=1, cases=(REFERENCE, TP2), budget_s=0.001)
     outcome = run_workers(options, tmp_path)
     assert [0] == outcome.codes, outcome.errors
@@ -158,7 +158,7 @@ def test_a_slot_alone_with_no_time_measures_the_least(tmp_path: Path) -> None:
 
 
 def test_a_missing_worker_ends_the_others_in_time(tmp_path: Path) -> None:
-    """Rank 1 never comes: rank 0 says so within its deadline, on stderr and in its progress file."""
+    """If rank 1 never comes, rank 0 reports it within its deadline, on stderr and in its progress file."""
     options = tiny_options(tmp_path, hosts=1, devices=2, timeout_s=2.0, start_s=0.0)
     outcome = run_workers(options, tmp_path, missing=(1,))
 
@@ -171,7 +171,7 @@ def test_a_missing_worker_ends_the_others_in_time(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_imports_for_long_is_waited_for(tmp_path: Path) -> None:
-    """Rank 1 is 8 s late where a phase would wait for 6 s: its imports have a minute more."""
+    """Rank 1 is 8 s late; a phase would wait 6 s, but imports have a minute more."""
     options = tiny_options(tmp_path, hosts=1, devices=2, timeout_s=6.0, start_s=60.0)
     outcome = run_workers(options, tmp_path, late=(1,))
 
@@ -195,7 +195,7 @@ def test_an_order_for_another_job_is_refused(
 def test_a_damaged_order_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file and its fault are in the one line on stderr."""
+    """The line on stderr has the file and its fault."""
     order = tmp_path / "options.json"
     order.write_text("{")
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():

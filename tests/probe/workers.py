@@ -24,7 +24,7 @@ REFERENCE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 
 
 def tiny_options(folder: Path, *, hosts: int, devices: int, **changes: object) -> WarmupOrder:
-    """Options for a tiny model on CPU hosts, with small messages."""
+    """Return an order for a tiny model on CPU hosts, with small messages."""
     fields: dict[str, object] = {
         "job": tiny_job(world_size=hosts * devices),
         "hosts": tiny_cluster(hosts, devices).hosts,
@@ -40,7 +40,7 @@ def tiny_options(folder: Path, *, hosts: int, devices: int, **changes: object) -
 
 
 class OneRankStore:
-    """A store for a rank that is alone: all that it waits for is there."""
+    """A store for a single rank: every awaited key exists."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -63,7 +63,7 @@ class OneRankStore:
         return int(self.values[key])
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Return whether all keys exist."""
         return all(key in self.values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
@@ -74,7 +74,7 @@ class OneRankStore:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the workers ended, by rank."""
+    """Exit codes and output of the workers, by rank."""
 
     codes: list[int]
     errors: list[str]
@@ -112,7 +112,7 @@ def _run(command: list[str], variables: dict[str, str]) -> subprocess.CompletedP
 
 
 def environment(rank: int, options: WarmupOrder, port: int) -> dict[str, str]:
-    """The variables that torch's agent gives to a worker."""
+    """Return the variables that torch's agent gives to a worker."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % options.devices_per_host),

@@ -48,23 +48,18 @@ from pipette_patches import workload as patches_workload
 from pipette_patches.whole_stage import StageRun, stage_words
 from pipette_patches.workload import Workload, WorkloadError, case_words, is_out_of_memory, optimizer_step
 
-FP32_BYTES = 4
-"""Size of an element of a main gradient or a master weight."""
-COMPUTE_SHARE = 0.45
-"""Share of the budget for layers; the rest is for links and collectives."""
-AGAIN_SHARE = 0.25
-"""After this share of the budget, recompute is timed in the reference case only."""
+FP32_BYTES = 4  # Size of an element of a main gradient or a master weight
+COMPUTE_SHARE = 0.45  # Share of the budget for layers; the rest is for links and collectives
+AGAIN_SHARE = 0.25  # After this share of the budget, recompute is timed in the reference case only
 WORK_UP_S, WORK_UP_SHARE = 4.0, 0.07
 """Seconds of work on all GPUs before the first timing, and the largest share of the budget for it."""
-HASTE = 4.0
-"""Cases other than the reference, and parts other than layers, get this factor less time."""
+HASTE = 4.0  # Cases other than the reference, and parts other than layers, get this factor less time
 SWEEPS = {"cpu": 3, "cuda": 1}
 """Number of times that a slot goes through its cases, while the budget lasts. A core
 changes its pace from one second to the next: on four slots that share two cores, ten warm-ups of one sweep measured 8
 to 16 ms for the same layer."""
 STAGES_SHARE = 1.0
-LEFT_BYTES = 64 * MIB
-"""Memory beside workspaces, before a stage runs, from which a note reports it."""
+LEFT_BYTES = 64 * MIB  # Memory beside workspaces, before a stage runs, from which a note reports it
 HEAP_FACTOR = 1.6
 """On a CPU the resident set grows by 1.12 to 1.61 times the bytes of the tensors
 (benchmarks/results/memory_cpu_*.md)."""

@@ -30,14 +30,11 @@ WINDOW_S = {"cpu": 0.5, "cuda": 0.3}
 """Length of a window in seconds; a CPU gives out its time in slices of a few milliseconds."""
 RETESTS = 2
 SCHEDULE = Path("/proc/thread-self/schedstat")
-SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}
-"""Slots whose times differ by a smaller factor count as equally fast."""
-NUM_CONTROLS = 3
-"""Number of slots of each device type that do not differ and work again beside those that do."""
+SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}  # Slots whose times differ by a smaller factor count as equally fast
+NUM_CONTROLS = 3  # Number of slots of each device type that do not differ and work again beside those that do
 
 Floats = NDArray[np.float64]
-Paces = Sequence[Sequence[Pace]]
-"""Times of each slot, turn by turn."""
+Paces = Sequence[Sequence[Pace]]  # Times of each slot, turn by turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

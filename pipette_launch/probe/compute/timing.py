@@ -34,11 +34,9 @@ from pipette_patches.workload import Part, workload
 MAX_VALUES = 20
 TOKENS = 32
 """Tokens of the short layer on each rank: the overheads do not grow with them, and are small beside a long layer."""
-WAIT_S = 0.02
-"""Wait before each timed pass; other processes compute meanwhile."""
+WAIT_S = 0.02  # Wait before each timed pass; other processes compute meanwhile
 WARMUPS, VALUES = 1, 7
-QUEUED = 2
-"""Batches that each process of a loader prepares ahead (torch's `prefetch_factor`)."""
+QUEUED = 2  # Batches that each process of a loader prepares ahead (torch's `prefetch_factor`)
 TURNS, BATCHES = 3, 8
 REST_S = 0.05
 """Time in which the loader's processes fill their queues, so that they do not compute during the next timing."""
@@ -294,13 +292,7 @@ def time_loading(
     too small: with part of a core, a slot saves up computing time while the call waits (7 to 10 ms, but stages took
     14).
 
-    Args:
-        layer: runs forward and backward.
-        load: returns the next batch.
-        ahead: number of batches that are ready after a pause; they are used up before time counts.
-        clock: returns wall time in seconds.
-        sleep: waits for a number of seconds.
-
+    `ahead` batches are ready after a pause, and are used up before time counts.
     """
 
     def run(times: int, *, loads: bool) -> tuple[float, float]:

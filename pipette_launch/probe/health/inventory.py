@@ -32,8 +32,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CPU_INFO = Path("/proc/cpuinfo")
 SYSFS = Path("/sys")
-SECOND_LOOK_S = 1.0
-"""Longest sample period of a device's utilisation (manual of nvidia-smi)."""
+SECOND_LOOK_S = 1.0  # Longest sample period of a device's utilisation (manual of nvidia-smi)
 DEADLINE_S = 50.0
 POLL_S = 0.5
 
@@ -363,13 +362,8 @@ def await_memory(
     A driver frees the memory of a process some time after its end, and a child that a worker left behind may hold
     memory for ever.
 
-    Args:
-        host: this machine as it was before the warm-up.
-        deadline_s: longest wait, in seconds.
-        used_bytes: returns the memory in use on the GPU with a UUID.
-        holders: returns a sentence for each process that holds memory of a host's devices.
-        clock: returns seconds.
-        sleep: waits for a number of seconds.
+    `host` describes this machine before the warm-up. Functions: `used_bytes` returns the memory in use on the GPU with
+    a UUID, `holders` a sentence for each process that holds memory of a host's devices.
 
     Returns:
         A sentence for each device that stayed full, and for each process that holds its memory. Empty if all is well,

@@ -163,10 +163,7 @@ def text(value: str | bytes) -> str:
 def read_under_load(uuid: str, work: Callable[[], object]) -> LoadReading | None:
     """Read clock, power and clock reasons of a GPU at work; None if NVML does not answer.
 
-    Args:
-        uuid: of the device.
-        work: launches the work. NVML starts before, as that may take longer than the work.
-
+    `work` launches the work. NVML starts before, as that may take longer than the work.
     """
     with session() as nvml:
         if nvml is None:

@@ -37,21 +37,14 @@ Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
 Pair = tuple[int, int]
 
-SUSPECT_RATIO = 0.8
-"""A link below this share of its peers' rate is worth a second measurement."""
-FAULT_RATIO = 0.75
-"""A fault: both measurements together are below this share."""
-RANDOM_SCALE = 0.2
-"""Links that scatter by more than this (logarithm) around their detours differ at random."""
-MOST_SHARE = 0.25
-"""More than this share of the hosts or slots are not outliers, but another type."""
-SUSPECT_SCALES = 2.0
-"""A link that is slower by this number of usual scatters is measured again, which is cheap."""
-FALSE_ALARMS = 2e-4
-"""Chance that two measurements together name any link of a healthy cluster as faulty."""
+SUSPECT_RATIO = 0.8  # A link below this share of its peers' rate is worth a second measurement
+FAULT_RATIO = 0.75  # A fault: both measurements together are below this share
+RANDOM_SCALE = 0.2  # Links that scatter by more than this (logarithm) around their detours differ at random
+MOST_SHARE = 0.25  # More than this share of the hosts or slots are not outliers, but another type
+SUSPECT_SCALES = 2.0  # A link that is slower by this number of usual scatters is measured again, which is cheap
+FALSE_ALARMS = 2e-4  # Chance that two measurements together name any link of a healthy cluster as faulty
 MIN_SCALE = 0.02
-FEW = 12
-"""With fewer links or hosts than this, their scatter cannot be estimated; then it is `FEW_SCALE`."""
+FEW = 12  # With fewer links or hosts than this, their scatter cannot be estimated; then it is `FEW_SCALE`
 FEW_SCALE = 0.12
 DETOUR_SHARE = 0.15
 """The detours' share of the variance of a link against its detours; measuring only the link again does not reduce
@@ -59,12 +52,9 @@ it."""
 MOST_LINKS = 4
 MOST_LINKS_SHARE = 1 / 16
 """More slow links than `MOST_LINKS` and than this share are how the network is built, not faults."""
-ALIKE_SCATTERS = 4.0
-"""Detours that differ by less than this number of scatters count as equally good."""
-MAX_DETOURS = 64
-"""Number of a sender's fastest links that are tried as detours."""
-RETRIED_LINKS = 3
-"""Number of links each way on which a slow host is measured again."""
+ALIKE_SCATTERS = 4.0  # Detours that differ by less than this number of scatters count as equally good
+MAX_DETOURS = 64  # Number of a sender's fastest links that are tried as detours
+RETRIED_LINKS = 3  # Number of links each way on which a slow host is measured again
 SUSPECT_SPEED = {"cuda": 0.92, "cpu": 0.75}
 FAULT_SPEED = {"cuda": 0.9, "cpu": 0.7}
 MIN_SLOT_SCALE = {"cuda": 0.01, "cpu": 0.05}
@@ -342,10 +332,7 @@ class _PlacedDevice:
 def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]) -> tuple[Verdict, ...]:
     """Compare all devices by their drivers' reports before the job, and return the verdicts, faults first.
 
-    Args:
-        hosts: under their unique names.
-        conditions: of each host's devices, in the order of the local ranks; empty = not known.
-
+    `conditions` has those of each host's devices, in the order of the local ranks; empty = not known.
     """
     devices = [
         _PlacedDevice(host.name, index, *figures)

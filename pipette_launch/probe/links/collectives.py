@@ -24,8 +24,7 @@ from pipette_launch.probe.links.pairs import align, slowest_of_all
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import GroupSamples, WarmupOrder, WorkerResult
 
-COLLECTIVES_SHARE = 0.9
-"""No other dimension begins after this share of the budget."""
+COLLECTIVES_SHARE = 0.9  # No other dimension begins after this share of the budget
 ELEMENT_BYTES = 4
 COMPUTED_S = 2e-3
 """Processor time before each collective on CPUs. On hosts of 0.45 cores, 164 kB between two of them took 1.7 ms without
@@ -42,8 +41,7 @@ REACH_S, REACH_SHARE = 1.5, 0.5
 near them is timed too: the largest whose repeats fit into 1.5 s and into half of the time left. (On links of 100 MB/s
 the times up to 2 MB gave 110 to 171 ms for an all-gather of 20 MB, which needs at least 157 ms and took 169 ms.)"""
 REACH_LIMIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-REACH_LEAST = 2
-"""A size below this multiple of the largest message shows nothing new."""
+REACH_LEAST = 2  # A size below this multiple of the largest message shows nothing new
 Call: TypeAlias = Callable[[], object]
 
 
@@ -63,12 +61,8 @@ def measure(
 ) -> tuple[WorkerResult, int]:
     """Time each kind of each dimension; every rank calls this, even if it is in no group.
 
-    Args:
-        options: the order of the warm-up.
-        dimensions: groups of slots, most important first.
-        first: index of the first of these dimensions in the samples.
-        lockstep: keeps the ranks in step.
-        budget: the first dimension is timed in any case.
+    The most important dimensions come first, and the first one is timed in any case. `first` is its index in the
+    samples.
 
     Returns:
         Samples, with notes on what could not be measured; and the number of groups that this worker opened. Groups stay

@@ -23,8 +23,7 @@ from pipette_launch.text import rate_text
 
 MAX_SEND_ENTRIES = 4096
 """With more measured pairs than this, only unstable ones get an entry of their own beside the matrices."""
-UNEVEN_RAILS = 0.10
-"""With that many pairs, rails are stored only if their rates differ by more than this share."""
+UNEVEN_RAILS = 0.10  # With that many pairs, rails are stored only if their rates differ by more than this share
 
 
 def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:

@@ -45,16 +45,12 @@ from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, Wa
 
 Group: TypeAlias = tuple[Pair, ...]
 """Pairs of slots that are measured together: the rails of a pair of hosts, or one pair of local devices."""
-FIRST_BYTES = 64 << 10
-"""Larger messages wait until the time of this size is known."""
+FIRST_BYTES = 64 << 10  # Larger messages wait until the time of this size is known
 EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20
 """A GPU's value is the mean of 8 exchanges in a row, or of fewer if they would exceed 1 MiB."""
-LEAD_S = 2e-3
-"""Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges."""
-GROWTH = 16
-"""A size waits until the time of a size at least 1/16 as large is known."""
-TINY_REPEATS = 4
-"""A tiny message is sent this many times as often: it costs little and scatters most."""
+LEAD_S = 2e-3  # Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges
+GROWTH = 16  # A size waits until the time of a size at least 1/16 as large is known
+TINY_REPEATS = 4  # A tiny message is sent this many times as often: it costs little and scatters most
 WARM_BYTES = 256 << 10
 MAX_WARMUPS = 4
 MIN_VALUES = 3
@@ -63,16 +59,12 @@ TARGET_SPREAD = 0.04
 """Values with a smaller spread suffice: even if three of five are disturbed, they are at most 9 % too slow."""
 PARTNER_SHARE = 0.8
 """Share of the deadline within which the own partner must answer: a rank that knows the name must fail first."""
-LINKS_SHARE = 0.7
-"""Links may use the budget up to this share; the rest is for collectives."""
-MAX_DECISIONS = 32
-"""Limit of rank 0's decisions whether there is time left: each is a store access of every rank."""
+LINKS_SHARE = 0.7  # Links may use the budget up to this share; the rest is for collectives
+MAX_DECISIONS = 32  # Limit of rank 0's decisions whether there is time left: each is a store access of every rank
 LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
 MOST_DIRECTION_S = 1.0
-AGREE = 1.25
-"""Two measurements agree if the later is faster by a smaller factor."""
-MAX_MEASUREMENTS = 4
-"""Limit of measurements of the first links inside hosts."""
+AGREE = 1.25  # Two measurements agree if the later is faster by a smaller factor
+MAX_MEASUREMENTS = 4  # Limit of measurements of the first links inside hosts
 
 
 def ladder(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
@@ -309,11 +301,8 @@ class LinkMeter:
     ) -> tuple[LinkSamples, ...]:
         """Measure pairs of hosts, all rails at once, or pairs of local devices, in every host at once.
 
-        Args:
-            rounds: each of disjoint pairs of hosts or of local devices.
-            first: number of the first round in messages.
-            of: number of all rounds in messages; 0 = the length of `rounds`.
-            within: the pairs are of local devices.
+        `rounds` has disjoint pairs of hosts, or of local devices with `within`. Messages count rounds from `first`,
+        `of` all.
 
         Raises:
             ProbeError: a partner did not answer by the deadline; the message has its slot and the round.
@@ -372,11 +361,7 @@ class LinkMeter:
 
         Without steps, rails that share a wire drift apart, and each finds the wire free while the others pause.
 
-        Args:
-            groups: of all ranks.
-            mine: index of this rank's group, and its pair there.
-            tally: of a sender; None on a receiver.
-
+        `mine` is the index of this rank's group, and its pair there. A receiver has no tally.
         """
         has_rails = any(len(group) > 1 for group in groups)
         while True:
@@ -513,12 +498,8 @@ def measure(
 
     The result has this rank's samples as a sender, and notes on rounds that were skipped.
 
-    Args:
-        options: the order of the warm-up.
-        lockstep: keeps the ranks in step.
-        budget: at least one round of each kind is measured, and no other after the share of links is spent.
-        between: rounds between hosts; None = all pairs of hosts.
-
+    At least one round of each kind is measured, and no other after the share of links is spent. `between` has the
+    rounds between hosts; None = all pairs.
     """
     between = all_pairs(range(len(options.hosts))) if between is None else between
     within = all_pairs(range(options.devices_per_host))
@@ -580,11 +561,7 @@ def settled(
     On a virtual machine that had been idle for a minute, the first large messages inside hosts took two to four times
     as long as a few seconds later (5 MB: 39 to 113 MB/s, later 140 to 330). The reason is not known.
 
-    Args:
-        measure: measures the same links each time.
-        largest: returns the largest of all ranks' numbers.
-        has_time: returns whether to measure again; the same answer on every rank.
-
+    `largest` returns the largest of all ranks' numbers, and `has_time` the same answer on every rank.
     """
 
     def seconds_per_byte(link: LinkSamples) -> float:

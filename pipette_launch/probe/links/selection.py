@@ -33,8 +33,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Pair = tuple[int, int]
 Round = tuple[Pair, ...]
-Place = tuple[str, ...]
-"""The switches above a host, outermost first; empty if not known."""
+Place = tuple[str, ...]  # The switches above a host, outermost first; empty if not known
 
 
 class Line(NamedTuple):
@@ -44,27 +43,21 @@ class Line(NamedTuple):
     seconds_per_byte: float
 
 
-Lines = Mapping[Pair, Line]
-"""By (sender, receiver)."""
+Lines = Mapping[Pair, Line]  # By (sender, receiver)
 Measure = Callable[[Sequence[Round]], Lines]
 """Measures rounds of host pairs, and returns both directions of each pair that could be measured."""
 Advise = Callable[[Links], Sequence[Pair]]
 """Plans with these links, and returns the host pairs that the plans use, most important first."""
 
-MOST_ROUNDS = 30
-"""Blind, scouting and plan rounds together."""
+MOST_ROUNDS = 30  # Blind, scouting and plan rounds together
 PASS_ROUNDS = 5
 """Plan rounds before the adviser plans again. A ring and a path through every host are 4 links of each host."""
-LEAST_ROUNDS = 2
-"""With fewer rounds left, the adviser does not plan again."""
-SCOUTING_SHARE = 0.8
-"""Scouting rounds take at most this share of the rounds that are left after the blind ones."""
-LEAST_SCOUTS = 0.05
-"""Scouting ends when fewer than this share of the hosts are in a pair that would show something new."""
+LEAST_ROUNDS = 2  # With fewer rounds left, the adviser does not plan again
+SCOUTING_SHARE = 0.8  # Scouting rounds take at most this share of the rounds that are left after the blind ones
+LEAST_SCOUTS = 0.05  # Scouting ends when fewer than this share of the hosts are in a pair that would show something new
 BLIND_SCOUTING_ROUNDS = 4
 """Number of scouting rounds that may measure random pairs, while no groups of hosts are visible."""
-CHANGED = 0.10
-"""A cached link has changed if its time per byte differs by more than this share."""
+CHANGED = 0.10  # A cached link has changed if its time per byte differs by more than this share
 STALE, STALE_LEAST = 0.25, 2
 """All cached links are discarded if more than this share of those measured again have changed, and at least this
 number: a single changed link says nothing about the others."""
@@ -74,24 +67,17 @@ GRID, BLUR = 0.005, 0.01
 a tier of switches."""
 VALLEY = 0.5
 """Two tiers are distinct if the density between them is below this share of the lower peak (less its uncertainty)."""
-LEAST_LINKS, LEAST_SEEN = 6, 200
-"""A tier needs this number of links, and no tier is inferred from fewer links in total."""
-FAR_SHARE = 0.1
-"""Groups are split only if more than this share of the links inside them are far."""
+LEAST_LINKS, LEAST_SEEN = 6, 200  # A tier needs this number of links, and no tier is inferred from fewer links in total
+FAR_SHARE = 0.1  # Groups are split only if more than this share of the links inside them are far
 MOST_LEVELS = 3
-SMALL = 0.3
-"""A group smaller than this share of the usual group is dissolved into the group with the best links to it."""
+SMALL = 0.3  # A group smaller than this share of the usual group is dissolved into the group with the best links to it
 SEVERAL = 3
-SURE = 2
-"""Majority of links, far over near or near over far, that decides about two groups: one link may be disturbed."""
+SURE = 2  # Majority of links, far over near or near over far, that decides about two groups: one link may be disturbed
 
-HOST_QUANTILE = 0.75
-"""The rate of a host shows in its better links: other links may be slow because of their other end."""
-SHRINKAGE = 2.0
-"""The estimated factor of a host with n measured links counts n / (n + SHRINKAGE)."""
+HOST_QUANTILE = 0.75  # The rate of a host shows in its better links: other links may be slow because of their other end
+SHRINKAGE = 2.0  # The estimated factor of a host with n measured links counts n / (n + SHRINKAGE)
 SWEEPS = 3
-OPTIMISTIC_QUANTILE = 0.9
-"""An optimistic estimate equals this quantile of the measured links of its tier."""
+OPTIMISTIC_QUANTILE = 0.9  # An optimistic estimate equals this quantile of the measured links of its tier
 
 
 def ordered(pair: Pair) -> Pair:
@@ -117,10 +103,8 @@ def all_pairs(hosts: Sequence[int]) -> tuple[Round, ...]:
 def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round, ...]:
     """Put each pair into the first round in which both hosts are free.
 
-    Args:
-        pairs: most important first, in either direction; a pair that comes twice is measured once.
-        most: limit of rounds; pairs that do not fit are left out. None = no limit.
-
+    The most important pairs come first, in either direction. Pairs that do not fit into `most` rounds are left out;
+    None = no limit.
     """
     rounds: list[list[Pair]] = []
     busy: list[set[int]] = []
@@ -143,12 +127,7 @@ def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.ra
     between take the higher tiers in turn. Unknown switches: pairs at random, and neighbours in the order of the hosts,
     because host names often follow the racks. Then only half of the rounds are drawn, as scouting rounds choose better.
 
-    Args:
-        num_hosts: H.
-        places: the switches above each host; empty, or with empty entries, if not known.
-        count: number of rounds; few hosts may have fewer.
-        rng: source of randomness.
-
+    Few hosts may have fewer than `count` rounds.
     """
     groups = switch_groups(num_hosts, places)
     tier_HH = tiers_between(num_hosts, groups)
@@ -362,11 +341,8 @@ def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Esti
 
     All parameters are quantiles of logarithms, because each host has few measured links, and some are disturbed.
 
-    Args:
-        num_hosts: H, two or more.
-        lines: measured lines, of one direction or both; at least one.
-        places: the switches above each host; inferred from the links if not known.
-
+    `lines` has at least one line, of one or both directions of a pair. `places` has the switches above each host; if
+    not known, tiers are inferred from the links.
     """
     latency_HH, seconds_HH = (np.full((num_hosts, num_hosts), np.nan) for _ in range(2))
     ends = np.array(list(lines), dtype=np.int64).T
@@ -567,17 +543,9 @@ def survey(
 ) -> Survey:
     """Scout, then measure the links of plans, until the plans use measured links only, or rounds or time are spent.
 
-    Args:
-        num_hosts: H.
-        known: links that were measured before, in both directions; not empty.
-        measure: see `Measure`.
-        advise: see `Advise`.
-        most_rounds: limit of rounds, which includes the rounds of `known` unless they are cached.
-        places: the switches above each host; if not known, scouting rounds find near hosts.
-        is_cached: `known` is from an earlier warm-up: plans see it without optimism, and may measure its links again.
-        allows: returns whether there is time for more rounds.
-        seed: of the random choice between pairs that show as much.
-
+    `known` has links in both directions and is not empty. If it is cached, from an earlier warm-up, plans see it
+    without optimism and may measure its links again; otherwise its rounds count towards `most_rounds`. `allows` returns
+    whether there is time for more rounds.
     """
     found, left = Survey(num_hosts=num_hosts, lines=dict(known), places=places, is_cached=is_cached), most_rounds
     if not is_cached:

@@ -1,4 +1,4 @@
-"""Tests of how cases are dealt out, what happens to those that fail, and how times become samples."""
+"""Tests of the compute benches: which slot measures which case, failures, and how times become samples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CASES = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size) for size in (1, 2, 
 
 
 def test_two_slots_share_four_cases_by_hand() -> None:
-    """Both measure the reference; the others are dealt out in order, and who has none left repeats one."""
+    """Both slots measure the reference. The others go round in order, and a slot without a case repeats one."""
     assert (CASES[0], CASES[1], CASES[3]) == case_rounds(CASES, 0, 2)
     assert (CASES[0], CASES[2], CASES[1]) == case_rounds(CASES, 1, 2)
     assert (CASES[0],) == case_rounds(CASES[:1], 5, 8)
@@ -55,7 +55,7 @@ def test_two_slots_share_four_cases_by_hand() -> None:
 
 @given(num_cases=st.integers(1, 20), slots=st.integers(1, 8))
 def test_every_case_is_dealt_and_all_slots_stay_busy(num_cases: int, slots: int) -> None:
-    """The reference goes to all slots, every other case to at least one, and all have equally many."""
+    """All slots get the reference and the same number of cases; every other case goes to at least one slot."""
     cases = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size + 1) for size in range(num_cases))
     hands = [case_rounds(cases, slot, slots) for slot in range(slots)]
 
@@ -65,19 +65,19 @@ def test_every_case_is_dealt_and_all_slots_stay_busy(num_cases: int, slots: int)
 
 
 def bench(folder: Path, **changes: object) -> LayerBench:
-    """A slot that is alone on its host."""
+    """Return the bench of a slot that is alone on its host."""
     options = tiny_options(folder, hosts=1, devices=1, **{"cases": CASES[:2], **changes})
     return LayerBench(options=options, slot=0, meter=CpuMeter())
 
 
 def measure(slot: LayerBench, now_s: float = 0.0) -> None:
-    """Run it, with ten seconds to spare unless told otherwise."""
+    """Run the bench, with ten seconds left by default."""
     lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1)
     slot.measure(lockstep, Budget(started_s=0, budget_s=10, clock=lambda: now_s))
 
 
 def failing_workload(error: Exception, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for megatron-core: the first builds fail, the others have no parts."""
+    """Stand in for megatron-core: the first builds fail, and the others have no parts."""
     left = deque([error] * times)
 
     @contextmanager
@@ -111,7 +111,7 @@ def failing_workload(error: Exception, times: int, monkeypatch: pytest.MonkeyPat
 def test_a_case_that_cannot_be_had_is_noted_and_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, note: str
 ) -> None:
-    """The next case is measured all the same."""
+    """The bench measures the next case after a failure."""
     failing_workload(error, 1, monkeypatch)
     slot = bench(tmp_path)
     measure(slot)
@@ -122,7 +122,7 @@ def test_a_case_that_cannot_be_had_is_noted_and_passed_over(
 
 
 def test_a_spent_budget_leaves_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two cases is not begun."""
+    """The second of two cases does not begin."""
     failing_workload(RuntimeError(), 0, monkeypatch)
     monkeypatch.setattr(benches, "optimizer_step", lambda *_: compute_nothing())
     slot = bench(tmp_path)
@@ -132,7 +132,7 @@ def test_a_spent_budget_leaves_the_reference(tmp_path: Path, monkeypatch: pytest
 
 
 def test_cases_are_gone_through_again_while_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of all sweeps stand together, the memory is read once, and a slot keeps to its budget."""
+    """Values of all sweeps are joined, memory is read once, and a slot keeps to its budget."""
     failing_workload(RuntimeError(), 0, monkeypatch)
     monkeypatch.setattr(benches, "optimizer_step", lambda *_: compute_nothing())
     # Else a machine that is busy for a moment takes fewer.
@@ -150,7 +150,7 @@ def test_cases_are_gone_through_again_while_time_is_left(tmp_path: Path, monkeyp
 
 
 def test_a_case_that_was_refused_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is noted once, though the slot goes through its cases three times and a third build would work."""
+    """Each failure is noted once, although the slot goes through its cases three times."""
     failing_workload(WorkloadError("megatron-core refuses it"), 2, monkeypatch)
     slot = bench(tmp_path)
     measure(slot)
@@ -160,7 +160,7 @@ def test_a_case_that_was_refused_is_not_tried_again(tmp_path: Path, monkeypatch:
 
 
 def test_an_optimizer_that_is_not_known_refuses_no_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case itself was measured; that its optimizer was not is a note."""
+    """The case itself is measured; a note names the optimizer."""
     failing_workload(RuntimeError(), 0, monkeypatch)
 
     def refuse(*_: object) -> OptimizerStep:
@@ -179,7 +179,7 @@ def test_an_optimizer_that_is_not_known_refuses_no_case(tmp_path: Path, monkeypa
 def test_recompute_is_timed_while_there_is_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now_s: float, expected: list[bool]
 ) -> None:
-    """In the reference case always, in the others until a quarter of the budget is spent."""
+    """The reference always times recompute; other cases do so until a quarter of the budget is spent."""
     failing_workload(RuntimeError(), 0, monkeypatch)
     monkeypatch.setattr(benches, "optimizer_step", lambda *_: compute_nothing())
     slot = bench(tmp_path)
@@ -189,7 +189,7 @@ def test_recompute_is_timed_while_there_is_time(
 
 
 def test_the_pace_of_the_reference_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once where the slot differs from nobody; a reference that cannot run has none."""
+    """A slot without slow peers has one pace; a reference that cannot run has no pace."""
     failing_workload(torch.OutOfMemoryError("CUDA out of memory"), 1, monkeypatch)
     refused, usual = bench(tmp_path), bench(tmp_path)
     monkeypatch.setattr(benches, "optimizer_step", lambda *_: compute_nothing())
@@ -200,12 +200,12 @@ def test_the_pace_of_the_reference_is_told(tmp_path: Path, monkeypatch: pytest.M
 
 
 def compute_nothing() -> OptimizerStep:
-    """A step of no work."""
+    """Return an optimizer step without work."""
     return OptimizerStep(run=lambda: None, run_on_single_elements=lambda: None, num_parameters=1, gradient_bytes=4)
 
 
 def test_what_the_optimizer_does_for_each_tensor_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes 3 s for 10 parameters of 40 bytes, and 1 s of that for as many tensors of one element each."""
+    """3 s for 10 parameters of 40 bytes; 1 s of it also for the same number of one-element tensors."""
     failing_workload(RuntimeError(), 0, monkeypatch)
     step = OptimizerStep(run=nothing, run_on_single_elements=nothing, num_parameters=10, gradient_bytes=40)
     monkeypatch.setattr(benches, "optimizer_step", lambda *_: step)
@@ -222,7 +222,7 @@ def nothing() -> None:
 
 
 def test_any_other_error_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of the machine must not pass for a lack of memory."""
+    """An error of the machine is not treated as a lack of memory."""
     failing_workload(RuntimeError("illegal instruction"), 1, monkeypatch)
 
     with pytest.raises(RuntimeError, match="illegal instruction"):
@@ -230,7 +230,7 @@ def test_any_other_error_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_layer_larger_than_the_memory_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel would kill a worker without a word; so the needed and the free bytes are compared first."""
+    """The kernel would kill the worker, so the bench compares needed and free bytes first."""
     failing_workload(RuntimeError("must not be built"), 1, monkeypatch)
     huge = replace(tiny_job(1), model=tiny_model(hidden_size=1 << 17, ffn_hidden_size=1 << 19))
     slot = bench(tmp_path, job=huge, cases=CASES[:1])
@@ -249,7 +249,7 @@ def test_weight_bytes_by_hand() -> None:
 
 
 def test_weight_bytes_of_one_ranks_share_of_the_experts() -> None:
-    """Half of four experts of 2 * 64 * 32 + 96 parameters, also in a depth of prediction; tp cuts none."""
+    """Half of four experts with 2 * 64 * 32 + 96 parameters, also with multi-token prediction; tp splits none."""
     experts = {"num_experts": 4, "moe_layer_freq": (1,) * 4, "moe_ffn_hidden_size": 32}
     job = replace(tiny_job(1), model=tiny_model(mtp_num_layers=1, **experts), own=Layout(dp=2, ep=2))
 
@@ -263,7 +263,7 @@ LAYER_S = 5e-3
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Reads the device's clock."""
+    """Reads the simulated device's clock."""
 
     device: CompilingDevice
 
@@ -287,7 +287,7 @@ class Stopwatch:
 
 @dataclass
 class Meter:
-    """Counts a byte for the weight of each case that is not gone."""
+    """Counts one byte for each living weight."""
 
     weights: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     before_each_case: list[int] = field(default_factory=list)
@@ -313,7 +313,7 @@ class Meter:
 
 
 def layer_on(device: CompilingDevice, case: ComputeCase) -> Part:
-    """A layer with two fused functions; its code differs by gradient mode and by frozen weights."""
+    """Return a layer with two fused functions; its code depends on gradient mode and on frozen weights."""
     weight = torch.nn.Parameter(torch.ones(1))
     source = torch.ones(1, requires_grad=True)
     shape: Shape = (128 // case.tp, case.micro_batch_size)
@@ -342,7 +342,7 @@ def measured(
     cases: tuple[ComputeCase, ...] = CASES_IN_TURN,
     meter: Meter | None = None,
 ) -> LayerBench:
-    """A slot that is alone, after its first lap and all that 60 s allow."""
+    """Return the bench of a single slot after its first lap and 60 s of measuring."""
     meter = meter or Meter()
 
     @contextmanager
@@ -384,7 +384,7 @@ def measured(
 def test_a_slow_first_call_leaves_time_for_half_of_the_cases(
     import_s: float, compile_s: float, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The budget of 60 s begins behind imports and the first lap, and only other cases forecast the next one."""
+    """The budget begins after imports and the first lap, and only other cases predict the next one."""
     device = CompilingDevice(import_s=import_s, compile_s=compile_s, limit=MOST_VARIANTS)
     bench = measured(device, tmp_path, monkeypatch)
 
@@ -393,7 +393,7 @@ def test_a_slow_first_call_leaves_time_for_half_of_the_cases(
 
 
 def test_a_case_that_compiles_is_no_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second micro-batch compiles for 15 s of the 27 s; then sizes are dynamic, and the other five are timed."""
+    """The second micro-batch compiles for 15 of 27 s; then sizes are dynamic, and the other five are timed."""
     device = CompilingDevice(import_s=15.0, compile_s=2.5, limit=MOST_VARIANTS)
     sizes = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=1 << power) for power in range(7))
     bench = measured(device, tmp_path, monkeypatch, sizes)
@@ -413,7 +413,7 @@ def test_no_case_runs_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_boost_clocks_are_over_before_the_first_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two seconds at a clock that is 8 % faster are in no timed value: GPUs work for four seconds before the first."""
+    """GPUs work for four seconds first, so two seconds of an 8 % faster clock are in no value."""
     device = CompilingDevice(import_s=0.0, compile_s=0.0, limit=MOST_VARIANTS, boost_s=2.0, boost=0.92)
     bench = measured(device, tmp_path, monkeypatch)
 
@@ -422,7 +422,7 @@ def test_boost_clocks_are_over_before_the_first_timing(tmp_path: Path, monkeypat
 
 
 def test_the_layers_of_a_case_end_before_the_next_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first lap leaves no layer that would count as a workspace, and no case is built beside another one."""
+    """The first lap leaves no layer that would count as a workspace, and no two cases exist at the same time."""
     device, meter = CompilingDevice(import_s=0.0, compile_s=0.0, limit=MOST_VARIANTS), Meter()
     measured(device, tmp_path, monkeypatch, meter=meter)
 
@@ -437,7 +437,7 @@ STAGE_BYTES = 1024 * MIB
 
 
 def stage_bytes(bench: StageBench, allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The peak that a stage of 1 GiB without linears is read to have."""
+    """Return the measured peak of a stage of 1 GiB without linear layers."""
 
     def run_stage(*_: object, **__: object) -> StageRun:
         allocator.train(STAGE_BYTES)
@@ -450,7 +450,7 @@ def stage_bytes(bench: StageBench, allocator: Allocator, monkeypatch: pytest.Mon
 
 
 def bench_after(allocator: Allocator, folder: Path, *, layer_leaves: bool) -> StageBench:
-    """A slot whose libraries hold their workspaces, and that has timed a layer in between."""
+    """Return the bench of a slot with library workspaces, after it has timed a layer."""
     allocator.train(MIB)
     meter = CudaMeter("GPU")
     workspace_bytes = meter.workspace_bytes()
@@ -462,7 +462,7 @@ def bench_after(allocator: Allocator, folder: Path, *, layer_leaves: bool) -> St
 
 
 def test_a_workload_leaves_no_empty_gradient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The layer's empty gradients go with the layer, so a stage is measured beside cuBLAS' workspace alone."""
+    """The layer's empty gradients end with the layer, so only cuBLAS' workspace is left beside a stage."""
     allocator = Allocator(monkeypatch)
     monkeypatch.setattr(workload, "one_rank", lambda _: nullcontext())
     monkeypatch.setattr(workload, "_build", lambda *_: None)
@@ -477,7 +477,7 @@ def test_a_workload_leaves_no_empty_gradient(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_what_earlier_layers_left_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where something else keeps 448 MiB, neither peak has them, so the allocator's reserve is not blamed for them."""
+    """Memory of 448 MiB kept by earlier layers is in neither peak of the stage."""
     allocator = Allocator(monkeypatch)
     bench = bench_after(allocator, tmp_path, layer_leaves=True)
 
@@ -493,7 +493,7 @@ FIRST, SECOND = (StageCase(layout=Layout(pp=2), pp_rank=rank) for rank in range(
 
 @given(num_cases=st.integers(0, 30), num_slots=st.integers(1, 9))
 def test_every_case_is_dealt_once_and_the_best_come_first(num_cases: int, num_slots: int) -> None:
-    """In each turn all slots make a call, and what is measured in a turn is more promising than what follows."""
+    """All slots take part in each turn, and earlier turns have more promising cases."""
     cases = [StageCase(layout=Layout(dp=number + 1), pp_rank=0) for number in range(num_cases)]
     hands = [stage_turns(cases, slot, num_slots) for slot in range(num_slots)]
     turns = list(zip(*hands, strict=True))
@@ -512,7 +512,7 @@ def test_every_case_is_dealt_once_and_the_best_come_first(num_cases: int, num_sl
 )
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4, "moe_layer_freq": (1,) * 8}])
 def test_the_least_that_a_stage_holds_is_never_too_much(layout: Layout, experts: dict[str, object]) -> None:
-    """It is below the true count of states, and no norm or bias more than a fifth below."""
+    """The lower bound is at most the true bytes of states, and at least four fifths of them."""
     model = tiny_model(num_layers=8, params_dtype="bf16", untie_embeddings_and_output_weights=True, **experts)
     job = tiny_job(layout.world_size, model=model, own=layout)
     shards = layout.dp if layout.use_distributed_optimizer else 1
@@ -523,7 +523,7 @@ def test_the_least_that_a_stage_holds_is_never_too_much(layout: Layout, experts:
 
 
 class StageMeter:
-    """A device whose allocator kept 5 bytes of workspaces, holds 100 more at the peak, of 128 reserved."""
+    """A device with 5 bytes of workspaces and a peak of 100 more, of 128 reserved."""
 
     def peak(self, work: Callable[[], None]) -> Peak:
         """Do the work."""
@@ -540,7 +540,7 @@ class StageMeter:
 
 
 def on_gpu(options: WarmupOrder, free_bytes: int = 8 * GIB) -> WarmupOrder:
-    """The same on hosts of GPUs."""
+    """Return the same order for hosts with GPUs."""
     device = Device(kind="cuda", uuid="GPU", name="H100", memory_total_bytes=80 * GIB, memory_free_bytes=free_bytes)
     hosts = (Host(name="node0", address="10.0.0.1", cores=1, devices=(device,)),)
     return replace(options, hosts=hosts)
@@ -549,7 +549,7 @@ def on_gpu(options: WarmupOrder, free_bytes: int = 8 * GIB) -> WarmupOrder:
 def found(
     options: WarmupOrder, *cases: StageCase, clock: Callable[[], float] = lambda: 0.0
 ) -> tuple[list[StageReading], list[str]]:
-    """What a slot alone finds."""
+    """Return the readings and notes of a single slot."""
     bench = StageBench(options=options, slot=0, meter=StageMeter(), workspace_bytes=5)
     lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1.0)
     bench.measure(cases, lockstep, Budget(started_s=0.0, budget_s=60.0, clock=clock))
@@ -558,7 +558,7 @@ def found(
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Layout, int]]:
-    """The stages that were run, each of which holds 77 bytes of tensors."""
+    """Return the stages that were run, each with 77 bytes of tensors."""
     done: list[tuple[Layout, int]] = []
 
     def run_stage(job: object, layout: Layout, pp_rank: int, *, device_kind: str) -> StageRun:
@@ -570,7 +570,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Layout, int]]:
 
 
 def test_a_gpu_reads_allocator_and_driver(tmp_path: Path, ran: list[tuple[Layout, int]]) -> None:
-    """Workspaces that were there before belong to the peak: a training has them too."""
+    """Workspaces from before count in the peak, because a training has them too."""
     readings, notes = found(on_gpu(tiny_options(tmp_path, hosts=1, devices=1)), SECOND)
 
     assert [(Layout(pp=2), 1)] == ran
@@ -589,7 +589,7 @@ def test_a_gpu_reads_allocator_and_driver(tmp_path: Path, ran: list[tuple[Layout
 
 
 def test_a_cpu_counts_tensors(tmp_path: Path, ran: list[tuple[Layout, int]]) -> None:
-    """The tensors' own bytes stand for the allocator's, the resident set for the device's."""
+    """On a CPU the tensors' bytes replace the allocator's, and the resident set replaces the device's."""
     ((reading,), _) = found(tiny_options(tmp_path, hosts=1, devices=1), FIRST)
 
     assert (77, 500) == (reading.allocator_peak_bytes, reading.device_peak_bytes)
@@ -597,7 +597,7 @@ def test_a_cpu_counts_tensors(tmp_path: Path, ran: list[tuple[Layout, int]]) -> 
 
 @pytest.mark.usefixtures("ran")
 def test_running_out_of_memory_is_a_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a stage that does not fit is known not to; the next one is measured all the same."""
+    """On a GPU a stage that runs out of memory is a result, and the next stage is measured."""
 
     def run_stage(job: object, layout: Layout, pp_rank: int, *, device_kind: str) -> StageRun:
         if pp_rank == 0:
@@ -613,7 +613,7 @@ def test_running_out_of_memory_is_a_reading(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("ran")
 def test_a_stage_that_megatron_refuses_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its words reach the user, and there is no reading."""
+    """The note has Megatron's message, and there is no reading."""
 
     def refuse(*_args: object, **_kwargs: object) -> StageRun:
         raise WorkloadError("megatron-core refuses it")
@@ -624,7 +624,7 @@ def test_a_stage_that_megatron_refuses_is_a_note(tmp_path: Path, monkeypatch: py
 
 
 def test_what_cannot_fit_is_not_begun(tmp_path: Path, ran: list[tuple[Layout, int]]) -> None:
-    """On CPU by the prediction, for the kernel kills without a word; on a GPU by the states alone."""
+    """A CPU compares the prediction with the free memory, a GPU only the states."""
     options = tiny_options(tmp_path, hosts=1, devices=1)
     large = replace(FIRST, predicted_bytes=7 * GIB)
     readings, notes = found(options, large)
@@ -638,7 +638,7 @@ def test_what_cannot_fit_is_not_begun(tmp_path: Path, ran: list[tuple[Layout, in
 
 
 def test_the_budget_ends_it(tmp_path: Path, ran: list[tuple[Layout, int]]) -> None:
-    """A turn took 40 s of 60: a second one would not end in time, and that is said."""
+    """A turn took 40 of 60 s, so a second one does not begin, and a note reports that."""
     options = tiny_options(tmp_path, hosts=1, devices=1)
     readings, notes = found(options, FIRST, SECOND, clock=lambda: 40.0 * len(ran))
 
@@ -647,5 +647,5 @@ def test_the_budget_ends_it(tmp_path: Path, ran: list[tuple[Layout, int]]) -> No
 
 
 def test_no_stages_cost_nothing(tmp_path: Path) -> None:
-    """Without advice there is nothing to load and nobody to meet."""
+    """Without advice nothing is loaded, and ranks do not meet."""
     assert ([], []) == found(tiny_options(tmp_path, hosts=1, devices=1))

@@ -1,4 +1,4 @@
-"""Tests of the pace test: by hand on a clock of its own, and with real processes that are stopped or starved."""
+"""Tests of the pace test: on a simulated clock, and with real processes that are stopped or starved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VICTIM = 2
 
 
 def alone(tmp_path: Path) -> tuple[PaceTest, Lockstep, list[float], Callable[[], None]]:
-    """A slot that is alone, on a clock that its work moves by an eighth of a second."""
+    """Return the test of a single slot; each work moves the clock by an eighth of a second."""
     now = [0.0]
 
     def work() -> None:
@@ -44,7 +44,7 @@ def alone(tmp_path: Path) -> tuple[PaceTest, Lockstep, list[float], Callable[[],
 
 
 def test_a_window_counts_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second of work in eighths is four runs; a slot that is alone differs from nobody."""
+    """A window of half a second has four works of an eighth; a single slot differs from nobody."""
     monkeypatch.setattr(slot_speeds, "queued_s", lambda: 0.0)
     test, lockstep, now, work = alone(tmp_path)
     test.first(work, lockstep, 0.0)
@@ -55,7 +55,7 @@ def test_a_window_counts_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_who_had_to_wait_for_a_core_began_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All had begun three eighths of a second before; so of the window one run is left, which took all of it."""
+    """The others began three eighths of a second before, so the window has one work, of the whole time."""
     waited = iter((1.0, 1.375))
     monkeypatch.setattr(slot_speeds, "queued_s", lambda: next(waited))
     test, lockstep, _, work = alone(tmp_path)
@@ -65,7 +65,7 @@ def test_who_had_to_wait_for_a_core_began_late(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_slot_without_work_stays_in_step(tmp_path: Path) -> None:
-    """It has no pace, and goes through the same meetings."""
+    """A slot without work has no pace, and takes part in the same meetings."""
     test, lockstep, _, _ = alone(tmp_path)
     test.first(None, lockstep, 0.0)
     test.again(None, lockstep, 0.0)
@@ -74,7 +74,7 @@ def test_a_slot_without_work_stays_in_step(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_core_is_counted() -> None:
-    """The kernel tells, or says nothing; it never runs backwards."""
+    """The kernel's counter never decreases; it is 0 if the kernel has none."""
     before_s = queued_s()
 
     assert 0 <= before_s <= queued_s()
@@ -103,7 +103,7 @@ def stopping(worker: subprocess.Popen[bytes], share: float) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(worker: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leave it alone."""
+    """Do nothing."""
     assert worker.pid
     yield
 
@@ -112,7 +112,7 @@ Disturbance = Callable[[subprocess.Popen[bytes]], AbstractContextManager[None]]
 
 
 def order(folder: Path) -> WarmupOrder:
-    """Hosts of one slot each, which share this machine's cores."""
+    """Return an order for hosts of one slot each, which share this machine's cores."""
     options = tiny_options(folder, hosts=SLOTS, devices=1)
     return replace(options, hosts=tuple(replace(host, cores=os.cpu_count() or 1) for host in options.hosts))
 
@@ -120,7 +120,7 @@ def order(folder: Path) -> WarmupOrder:
 def crowd(
     folder: Path, runs: int, disturbance: Callable[[subprocess.Popen[bytes]], AbstractContextManager[None]]
 ) -> list[Speeds]:
-    """Let real processes go through the pace test so many times; one of them is disturbed."""
+    """Run the pace test several times with real processes, one of them disturbed."""
     options = order(folder)
     files.write(folder / "options.json", options)
     path = os.pathsep.join(str(ROOT / part) for part in (".", "patches", "tests"))
@@ -149,7 +149,7 @@ def crowd(
 
 @pytest.mark.processes
 def test_a_slot_that_is_stopped_most_of_the_time_is_found(tmp_path: Path) -> None:
-    """Nine tenths of its time are gone: in one of three runs at least it is slow and named, and never is another."""
+    """A slot stopped for nine tenths of the time is named in at least one of three runs; no other slot is."""
     found = crowd(tmp_path, 3, lambda worker: stopping(worker, 0.1))
 
     assert any([VICTIM] == [slow.slot for slow in run.slow] for run in found)
@@ -158,14 +158,14 @@ def test_a_slot_that_is_stopped_most_of_the_time_is_found(tmp_path: Path) -> Non
 
 @pytest.mark.processes
 def test_healthy_slots_are_not_called_slow(tmp_path: Path) -> None:
-    """Four processes share the cores of this machine, whoever else does: nobody is named."""
+    """Four processes share the cores of this machine, and no slot is named."""
     found = crowd(tmp_path, 3, undisturbed)
 
     assert [()] * 3 == [run.slow for run in found]
 
 
 def test_a_store_of_files_is_a_store(tmp_path: Path) -> None:
-    """What the workers above meet through."""
+    """The store of these workers behaves like torch's."""
     store = FolderStore(tmp_path)
     store.set("a/1", "x")
 

@@ -1,4 +1,4 @@
-"""Tests of how fast slots are beside each other, who is slow, and who is measured again."""
+"""Tests of slot speeds: relative speeds, slow slots, and slots that are measured again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAN = math.nan
 
 
 def hosts(number: int, devices: int = 1, *, cores: int = 2, names: Sequence[str] = ()) -> WarmupOrder:
-    """So many hosts; `names` of their devices, host by host, if they differ."""
+    """Return an order with this number of hosts; `names` are their device types, host by host."""
     options = tiny_options(Path("/nowhere"), hosts=number, devices=devices)
     kinds = iter(names)
     return replace(
@@ -37,7 +37,7 @@ def hosts(number: int, devices: int = 1, *, cores: int = 2, names: Sequence[str]
 
 
 def paces(*turns: Sequence[float]) -> list[tuple[Pace, ...]]:
-    """Seconds of each slot, turn by turn; nan where it was not measured."""
+    """Return paces from the seconds of each slot, turn by turn; nan = not measured."""
     return [
         tuple(Pace(turn=turn, seconds=seconds) for turn, seconds in enumerate(mine) if not math.isnan(seconds))
         for mine in zip(*turns, strict=True)
@@ -45,7 +45,7 @@ def paces(*turns: Sequence[float]) -> list[tuple[Pace, ...]]:
 
 
 def test_a_slot_that_is_slow_every_time_is_slow() -> None:
-    """Half the speed twice, two thirds the third time: usually half; it is named with its peers."""
+    """Half the speed in two turns, two thirds in the third: the median counts, and the slot is named."""
     turns = paces((1, 1, 1, 2, 1, 1), (1, 1, NAN, 2, NAN, 1), (1, 1, NAN, 1.5, NAN, 1))
     found = speeds(hosts(6), turns)
 
@@ -55,7 +55,7 @@ def test_a_slot_that_is_slow_every_time_is_slow() -> None:
 
 
 def test_a_slot_that_was_slow_once_was_unlucky() -> None:
-    """At another moment it was like the others; and so was one that is quicker now and slower then."""
+    """A slot that is slow in one turn and usual or fast in another counts as usual."""
     once = speeds(hosts(4), paces((1, 1, 1, 2), (1, 1, NAN, 1.1)))
     both = speeds(hosts(4), paces((1, 1, 1, 2), (1, 1, NAN, 0.5)))
 
@@ -64,7 +64,7 @@ def test_a_slot_that_was_slow_once_was_unlucky() -> None:
 
 
 def test_a_slot_that_is_fast_every_time_is_fast_and_no_news() -> None:
-    """Its speed is known; nobody is blamed."""
+    """Its speed is known, and there is no note."""
     found = speeds(hosts(4), paces((1, 1, 1, 0.5), (1, 1, NAN, 0.5), (1, 1, NAN, 0.5)))
 
     assert (1.0, 1.0, 1.0, 2.0) == found.speed_S
@@ -72,14 +72,14 @@ def test_a_slot_that_is_fast_every_time_is_fast_and_no_news() -> None:
 
 
 def test_less_company_makes_nobody_slow_or_fast() -> None:
-    """Beside three others all are twice as fast as beside eleven; what counts is beside whom a slot works."""
+    """Slots are compared only with slots of the same turn: beside three others all are twice as fast."""
     found = speeds(hosts(4), paces((4, 4, 4, 8), (2, 2, 2, 4), (2, 2, 2, 4)))
 
     assert (1.0, 1.0, 1.0, 0.5) == found.speed_S
 
 
 def test_another_kind_of_device_is_not_sick() -> None:
-    """Two A100 beside four H100 are half as fast, which is how they are; one of them that is slower still is named."""
+    """Two A100 beside four H100 at half the speed are healthy; a slower one of them is named."""
     options = hosts(8, names=["H100"] * 4 + ["A100"] * 4)
     kinds = speeds(options, paces((1, 1, 1, 1, 2, 2, 2, 2)))
     sick = speeds(options, paces(*[(1, 1, 1, 1, 2, 2, 2, 6)] * 3))
@@ -91,7 +91,7 @@ def test_another_kind_of_device_is_not_sick() -> None:
 
 
 def test_of_two_slots_the_slower_one_is_named() -> None:
-    """Speeds are told from the middle, and the verdict from the other."""
+    """Speeds are relative to the middle of both, and the verdict compares with the other slot."""
     found = speeds(hosts(2), paces((1, 4), (1, 4), (1, 4)))
 
     assert pytest.approx((2.0, 0.5)) == found.speed_S
@@ -99,7 +99,7 @@ def test_of_two_slots_the_slower_one_is_named() -> None:
 
 
 def test_without_the_reference_speeds_are_assumed_and_said_to_be() -> None:
-    """It ran out of memory everywhere, say; where it did so on one slot, that one counts as usual."""
+    """If no slot measured the reference, all count as equal with a note; a single such slot counts as usual."""
     assert (1.0, 1.0, 1.0) == speeds(hosts(3), paces((1, 1, NAN))).speed_S
     nobody = speeds(hosts(2), [(), ()])
 
@@ -108,18 +108,18 @@ def test_without_the_reference_speeds_are_assumed_and_said_to_be() -> None:
 
 
 def test_healthy_slots_are_not_measured_again() -> None:
-    """A difference within what cores shared unevenly make of it is none."""
+    """Differences that shared cores explain do not count."""
     assert () == slots_to_repeat(hosts(4), paces((1, 1.1, 0.9, 1.25)))
     assert () == slots_to_repeat(hosts(4), paces((1, 1, 1, 2), (NAN, 1, 1, 1.1)))
 
 
 def test_a_few_others_work_beside_the_odd_one() -> None:
-    """Three, of hosts of their own, and the most usual of them."""
+    """Three controls, on other hosts, with the most usual times."""
     assert (0, 1, 4, 5) == slots_to_repeat(hosts(6), paces((1, 1.01, 1.2, 0.8, 5, 1)))
 
 
 def test_no_more_work_on_a_host_than_have_a_core() -> None:
-    """On one host of two cores one other; with one core nobody, and alone on its host it may be slow for the host."""
+    """A host of two cores has one control beside the slow slot; a host of one core has none."""
     seconds = (1, 1, 1, 1, 1, 1, 1, 3)
 
     assert (0, 7) == slots_to_repeat(hosts(1, 8, cores=2), paces(seconds))
@@ -127,7 +127,7 @@ def test_no_more_work_on_a_host_than_have_a_core() -> None:
 
 
 def test_controls_are_of_the_same_kind() -> None:
-    """A slow A100 is measured beside A100."""
+    """The controls of a slow A100 are A100."""
     options = hosts(8, names=["H100"] * 4 + ["A100"] * 4)
 
     assert (4, 5, 6, 7) == slots_to_repeat(options, paces((1, 1, 1, 1, 2, 2, 2, 6)))
@@ -135,7 +135,7 @@ def test_controls_are_of_the_same_kind() -> None:
 
 @given(seconds=st.lists(st.floats(0.01, 100), min_size=1, max_size=8), scale=st.floats(0.01, 100))
 def test_speeds_are_relative(seconds: list[float], scale: float) -> None:
-    """Slower work on all slots changes nothing; one turn alone already tells who is measured again."""
+    """Slower work on all slots changes nothing; one turn is enough to choose the slots to repeat."""
     options = hosts(len(seconds))
     near = any(
         abs(math.log(a / b)) > 0 and abs(abs(math.log(a / b)) - math.log(SAME_SPEED["cpu"])) < 1e-6
@@ -151,14 +151,14 @@ def test_speeds_are_relative(seconds: list[float], scale: float) -> None:
 
 
 def result(slot: int, seconds: float, stretch: float) -> WorkerResult:
-    """A worker whose reference layer computes so long, a third in each pass."""
+    """Return a worker's result whose reference layer takes this time, a third in each pass."""
     sample = Samples(values_s=(seconds / 3,))
     layer = ComputeTime(case=REFERENCE, part="layer", slot=slot, forward=sample, input_grad=sample, weight_grad=sample)
     return WorkerResult(slot=slot, compute=(layer,), stretch=stretch)
 
 
 def told(speed_S: tuple[float, ...]) -> Speeds:
-    """Speeds without stragglers."""
+    """Return speeds without stragglers."""
     return Speeds(speed_S=speed_S, straggle=1.0, slow=(), notes=())
 
 
@@ -170,7 +170,7 @@ def test_what_others_took_is_the_same_for_all() -> None:
 
 
 def test_steps_wait_for_the_slowest_of_equal_slots() -> None:
-    """All are priced like it, and one that is really slow takes its own time and no more."""
+    """All equal slots have the price of the slowest; a really slow slot has only its own."""
     found = speeds(hosts(5), paces((1, 1.1, 1, 1.2, 3), (NAN, 1, 1, 1, 3), (NAN, 1, 1, 1, 3)))
     peers_s, slow_s = 1.1, 3
     results = [result(slot, 3.0, 1.0) for slot in range(4)] + [result(4, 3.0 * slow_s / peers_s, 1.0)]
@@ -182,7 +182,7 @@ def test_steps_wait_for_the_slowest_of_equal_slots() -> None:
 
 
 def test_of_slots_that_share_cores_their_host_straggles() -> None:
-    """They are slow by turns: what counts is what they get done together."""
+    """Slots that share cores are slow in turns, so the work of the host counts."""
     by_turns = (0.9, 1.125, 1.125, 0.9)
     assert pytest.approx(1.0) == speeds(hosts(2, 2, cores=1), paces(by_turns)).straggle
     assert pytest.approx(1.2) == speeds(hosts(3, 2, cores=1), paces((*by_turns, 1.08, 1.35))).straggle
@@ -191,7 +191,7 @@ def test_of_slots_that_share_cores_their_host_straggles() -> None:
 
 
 def test_a_slow_slots_times_agree_by_its_speed() -> None:
-    """Whether it computes more slowly or has its core half of the time: half the speed either way."""
+    """Slow computing and a core for half of the time both give half the speed."""
     computes = [result(0, 3.0, 1.0), result(1, 3.0, 1.0), result(2, 6.0, 1.0)]
     is_stopped = [result(0, 3.0, 1.0), result(1, 3.0, 1.0), result(2, 3.0, 2.0)]
 

@@ -1,4 +1,4 @@
-"""Tests of how runs become the times of one layer, on a clock that the parts themselves move."""
+"""Tests of how runs become the times of one layer, on a simulated clock that the parts move."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Core:
 
 @dataclass
 class FakeClock:
-    """Tells what time the parts say it is; stands in for a stopwatch too."""
+    """A clock that the parts move, and a stopwatch."""
 
     now_s: float = 0.0
     lengths: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class FakeClock:
 
 
 class Pass(torch.autograd.Function):
-    """Moves the clock in the backward by so much."""
+    """Moves the clock in the backward by `seconds`."""
 
     @staticmethod
     def forward(
@@ -103,7 +103,7 @@ class Pass(torch.autograd.Function):
 
 
 def part_on(clock: FakeClock, *, chains: bool = True, scale: float = 1.0) -> Part:
-    """A layer that takes exact times, and half a second more to enter, forward and backward."""
+    """Return a layer with exact times, plus half a second to enter each direction."""
     source, weight = torch.ones(1, requires_grad=True), torch.nn.Parameter(torch.ones(1))
 
     def chain(length: int, extra_s: float) -> torch.Tensor:
@@ -126,13 +126,13 @@ def part_on(clock: FakeClock, *, chains: bool = True, scale: float = 1.0) -> Par
 
 
 def timed(part: Part, clock: FakeClock, *, again: bool = True, **changes: float) -> ComputeTime:
-    """Time it as on a CPU, whatever long layers are."""
+    """Time a part with CPU habits and any length of layers."""
     habits = timing.replace(HABITS["cpu"], **{"long_layer_s": 100.0, **changes})  # type: ignore[arg-type]
     return time_part(part, CASE, slot=3, stopwatch=clock, habits=habits, again=again)
 
 
 def test_what_entering_costs_is_nobodys() -> None:
-    """Every pass of a layer is told to the digit, though each chain takes half a second more."""
+    """The times of a layer are exact, although each chain takes half a second more."""
     clock = FakeClock()
     found = timed(part_on(clock), clock)
 
@@ -147,7 +147,7 @@ def test_what_entering_costs_is_nobodys() -> None:
 
 
 def test_warmups_are_kept_and_kept_apart() -> None:
-    """One short turn, entering included, and one of both lengths; then at least five that count."""
+    """Warm-ups are a short turn and a turn of both lengths; then at least five values count."""
     clock = FakeClock()
     found = timed(part_on(clock), clock)
 
@@ -157,7 +157,7 @@ def test_warmups_are_kept_and_kept_apart() -> None:
 
 
 def test_a_long_layer_and_a_part_without_a_chain_are_timed_singly() -> None:
-    """What entering costs does not count in seconds of a layer; a head cannot follow a head."""
+    """A layer of seconds, and a head, run in short chains only."""
     clock = FakeClock()
     long = timed(part_on(clock), clock, long_layer_s=1.0)
     head = timed(part_on(clock, chains=False), clock)
@@ -167,14 +167,14 @@ def test_a_long_layer_and_a_part_without_a_chain_are_timed_singly() -> None:
 
 
 def test_recompute_is_timed_where_it_is_asked_for() -> None:
-    """Otherwise it is unknown, not zero."""
+    """Without the request, recompute is None, not 0."""
     clock = FakeClock()
 
     assert timed(part_on(clock), clock, again=False).recompute is None
 
 
 def test_less_time_takes_fewer_values_but_three() -> None:
-    """A tenth of the time for cases that are not the reference; short runs still come often."""
+    """Cases other than the reference get a tenth of the time; short runs still have many values."""
     hasty = HABITS["cpu"].hastier(10)
 
     assert 3 == num_values(1.0, hasty)
@@ -183,18 +183,18 @@ def test_less_time_takes_fewer_values_but_three() -> None:
 
 
 def test_a_gpus_chain_is_long_before_it_counts() -> None:
-    """Two layers keep the device busy while the host runs ahead; six tell what four more cost."""
+    """Two layers keep the device busy while the host runs ahead; six show the cost of four more."""
     assert (2, 6) == HABITS["cuda"].chains
 
 
 def noisy(rng: random.Random, seconds: float, drift: float) -> float:
-    """A run that is disturbed: by a tenth usually, and by a good deal more once in twenty."""
+    """Disturb a run: usually by a tenth, and by much more once in twenty."""
     spike = rng.expovariate(2.0) if rng.random() < 0.05 else 0.0
     return seconds * (1 + drift + 0.1 * rng.gauss(0, 1) / seconds**0.5) * (1 + spike)
 
 
 def errors(entry_s: float, turns: int) -> tuple[float, float, float]:
-    """Root mean square errors of a layer of one second: single runs, slope of medians, median of slopes; equal time."""
+    """Return the root mean square errors for a layer of one second: single runs, slope of medians, median of slopes."""
     rng = random.Random(7)
     single, of_medians, median_of = [], [], []
     for _ in range(300):
@@ -212,7 +212,7 @@ def errors(entry_s: float, turns: int) -> tuple[float, float, float]:
 
 
 def test_the_median_of_slopes_is_no_worse_than_the_slope_of_medians() -> None:
-    """In the same time, with drift and disturbed runs; and better than single runs once entering costs a tenth."""
+    """With drift and disturbed runs; and better than single runs if entering costs a tenth."""
     single, of_medians, median_of = errors(entry_s=0.1, turns=11)
 
     assert median_of < 1.05 * of_medians
@@ -223,7 +223,7 @@ def test_the_median_of_slopes_is_no_worse_than_the_slope_of_medians() -> None:
 
 
 def test_preemption_is_counted_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run of 1 s computed in 1 s, one in 3 s: both took 1 s of computing, and all times stretch by 2."""
+    """Two runs compute for 1 s in 1 s and in 3 s: both count 1 s, and all times stretch by 2."""
     walls, threads = deque([0.0, 1.0, 5.0, 8.0]), deque([0.0, 1.0, 1.0, 2.0])
     monkeypatch.setattr(timing.time, "perf_counter", walls.popleft)
     monkeypatch.setattr(timing.time, "thread_time", threads.popleft)
@@ -237,7 +237,7 @@ def test_preemption_is_counted_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_others_share_counts_while_all_work() -> None:
-    """Of a core that two slots share each has half, until one is done: the other's later runs say nothing of that."""
+    """The share of a core counts while both slots work, not after one of them is done."""
     stopwatch = CpuStopwatch()
     stopwatch.seconds((0.0, 0.0), (6.0, 3.0))
     stopwatch.keep_share()
@@ -247,7 +247,7 @@ def test_others_share_counts_while_all_work() -> None:
 
 
 def test_times_are_those_of_a_usual_core() -> None:
-    """A core that is half as fast for a while makes no run dearer; how it usually was is in the stretch."""
+    """A core at half speed makes no run longer; its usual speed is in the stretch."""
     core = Core(USUAL_CORE_S, 2 * USUAL_CORE_S, 2 * USUAL_CORE_S)
     stopwatch = CpuStopwatch(core.speed)
     found = []
@@ -261,7 +261,7 @@ def test_times_are_those_of_a_usual_core() -> None:
 
 
 class FakeEvent:
-    """A CUDA event of a device that is at the clock's time whenever one is recorded."""
+    """A CUDA event of a device at the time of the simulated clock."""
 
     clock = FakeClock()
 
@@ -281,7 +281,7 @@ class FakeEvent:
 
 
 def test_events_tell_seconds_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same layer, timed by events in chains of two and six, to the digit."""
+    """The same layer has exact times from events, in chains of two and six."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     FakeEvent.clock = clock = FakeClock()
     habits = timing.replace(HABITS["cuda"], long_layer_s=100.0)
@@ -296,23 +296,23 @@ def test_events_tell_seconds_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(seconds=st.floats(0, 100))
 def test_the_number_of_values_is_bounded(seconds: float) -> None:
-    """Long runs are few but not one, short runs many but not endless."""
+    """Long runs have at least a few values, short runs at most MAX_VALUES."""
     assert HABITS["cpu"].min_values <= num_values(seconds, HABITS["cpu"]) <= MAX_VALUES
 
 
 @given(lengths=st.sampled_from([(1, 3), (2, 6)]), entry_s=st.floats(0, 10), layer_s=st.floats(0, 10))
 def test_the_slope_is_the_layer(lengths: tuple[int, int], entry_s: float, layer_s: float) -> None:
-    """Whatever entering costs."""
+    """The cost of entering does not matter."""
     assert pytest.approx(layer_s, abs=1e-9) == slope(lengths, [entry_s + length * layer_s for length in lengths])
 
 
 def test_noise_makes_no_layer_negative() -> None:
-    """A longer chain that took less time says nothing."""
+    """A longer chain that took less time gives 0."""
     assert 0.0 == slope((1, 3), (2.0, 1.0))
 
 
 def test_a_check_is_the_median_of_a_few() -> None:
-    """The first finds cold caches."""
+    """The first repeat has cold caches."""
     core = Core(2 * USUAL_CORE_S, first_s=9.0)
     assert 1.0 == core.speed.now == core.speed.usual
     core.speed.check()
@@ -321,7 +321,7 @@ def test_a_check_is_the_median_of_a_few() -> None:
 
 
 def test_a_check_holds_for_a_while() -> None:
-    """A check costs time, so a recent one counts; the usual pace is the median of all checks."""
+    """A recent check counts, because a check costs time; the usual pace is the median of all checks."""
     core = Core(USUAL_CORE_S, 3 * USUAL_CORE_S, 2 * USUAL_CORE_S)
     for now_s in (0.0, CHECK_EVERY_S / 2, CHECK_EVERY_S, 1.5 * CHECK_EVERY_S):
         core.now_s = now_s
@@ -335,7 +335,7 @@ def test_a_check_holds_for_a_while() -> None:
 
 
 def test_a_real_core_takes_some_milliseconds() -> None:
-    """Neither nothing nor a tenth of a second, whatever else runs."""
+    """A check takes more than nothing and less than a tenth of a second."""
     speed = CoreSpeed()
     speed.check()
 
@@ -347,7 +347,7 @@ STAGE_FORWARD_S, BACKWARD_S = 1.0, 2.0
 
 
 class Stage:
-    """A layer beside a loader whose processes make the layer slower while they compute, if they share its core."""
+    """A layer beside a loader whose processes may slow it down while they compute."""
 
     def __init__(self, clock: FakeClock, *, wait_s: float, steals_s: float = 0.0) -> None:
         self.clock = clock
@@ -382,27 +382,27 @@ class Stage:
 
 
 def found_s(stage: Stage) -> float:
-    """What is found."""
+    """Return the measured seconds."""
     return time_loading(stage, stage.load, ahead=4, clock=lambda: stage.clock.now_s, sleep=stage.sleep)  # type: ignore[arg-type]
 
 
 def test_what_the_stage_waits_counts_once_nothing_lies_ready() -> None:
-    """Batches of a queue that filled during a pause are no measure of what one takes."""
+    """Batches that were ready after a pause do not count."""
     assert pytest.approx(0.5) == found_s(Stage(FakeClock(), wait_s=0.5))
 
 
 def test_what_the_loader_takes_from_the_layer_counts() -> None:
-    """Where the queue is always full, the loader's processes cost the layer and not the call."""
+    """If the queue is always full, the loader slows the layer, not the call."""
     assert pytest.approx(0.25) == found_s(Stage(FakeClock(), wait_s=0.0, steals_s=0.25))
 
 
 def test_a_loader_on_cores_of_its_own_costs_nothing() -> None:
-    """It neither makes the stage wait nor the layer slower."""
+    """Such a loader neither delays the stage nor slows the layer."""
     assert 0.0 == found_s(Stage(FakeClock(), wait_s=0.0))
 
 
 def test_samples_are_those_of_megatrons_gpt_dataset() -> None:
-    """Labels are the next tokens, and the mask says what a token may not see."""
+    """Labels are the next tokens, and the mask hides later tokens."""
     sample = GptSamples(num_samples=2, seq_length=3, has_mask=True)[1]
 
     assert [1, 2, 3] == sample["tokens"].tolist()
@@ -414,7 +414,7 @@ def test_samples_are_those_of_megatrons_gpt_dataset() -> None:
 
 
 def test_only_the_loader_of_megatron_lms_own_trainer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout beside the script has `megatron.training`, megatron-core alone has not; `external` is the user's."""
+    """A Megatron-LM checkout has `megatron.training`, megatron-core has not; `external` is the user's own loader."""
     found = {"megatron.training": object()}
     monkeypatch.setattr(timing.importlib.util, "find_spec", found.get)
     external = tiny_job(performance_flags=("--dataloader-type external",))
@@ -427,7 +427,7 @@ def test_only_the_loader_of_megatron_lms_own_trainer_is_known(monkeypatch: pytes
 
 @dataclass
 class Layer:
-    """Takes exact times, each direction `cold_s` more after a wait, and `entry_s` to enter a row of layers."""
+    """Takes exact times, `cold_s` more for each direction after a wait, and `entry_s` to enter a row of layers."""
 
     clock: FakeClock
     cold_s: float
@@ -459,17 +459,17 @@ class Layer:
 
 
 def wake_s(cold_s: float, entry_s: float = 0.0) -> float:
-    """What is found."""
+    """Return the measured seconds."""
     layer = Layer(FakeClock(), cold_s, entry_s)
     return time_wake(layer, layer.clock, layer.sleep)  # type: ignore[arg-type]
 
 
 def test_both_directions_wake_and_sleep_does_not_count() -> None:
-    """Beside a layer behind another, so that what entering costs is in it too."""
+    """A layer in a row is the comparison, so the cost of entering counts too."""
     assert pytest.approx(0.25) == wake_s(0.125)
     assert pytest.approx(0.5) == wake_s(0.125, entry_s=0.25)
 
 
 def test_noise_does_not_make_it_negative() -> None:
-    """A layer that is faster after waits costs nothing for them."""
+    """A layer that is faster after waits has an overhead of 0."""
     assert 0.0 == wake_s(-0.5)

@@ -1,4 +1,4 @@
-"""Tests of what a host says of itself, with a stand-in for NVIDIA's library where there is no GPU."""
+"""Tests of a host's inventory and condition, with a stand-in for NVIDIA's library."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[3]
 
 
 def uuids(num_devices: int) -> list[str]:
-    """UUIDs of the devices that this host would lend."""
+    """Return the UUIDs of the devices of this host."""
     host = inventory.host(name="n", address="10.0.0.1", num_devices=num_devices, device="cuda")
     return [device.uuid for device in host.devices]
 
 
 def test_a_cpu_host_shares_its_memory_equally() -> None:
-    """Two workers get half each of what the machine has, and all cores are counted once."""
+    """Two workers get half of the memory each, and all cores count once."""
     host = inventory.host(name="n", address="10.0.0.1", num_devices=2, device="cpu")
     first, second = host.devices
 
@@ -41,7 +41,7 @@ def test_a_cpu_host_shares_its_memory_equally() -> None:
 
 
 def test_a_container_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    """A control group of 1 GiB leaves half of it for each of two workers; `max` means no limit."""
+    """Each of two workers gets half of a control group's 1 GiB; `max` means no limit."""
     limit = tmp_path / "memory.max"  # type: ignore[operator]
     monkeypatch.setattr(inventory, "CGROUP_LIMIT", limit)
     limit.write_text(f"{GIB}\n")
@@ -57,7 +57,7 @@ def _memory_of_a_share() -> int:
 
 
 def test_auto_takes_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a GPU the host is a CUDA host, without it is a CPU host, and NVML is closed again."""
+    """With a GPU the host is a CUDA host, without one a CPU host, and NVML is closed again."""
     nvml = install(monkeypatch, FakeNvml(1))
     with_gpu = inventory.host(name="n", address="a", num_devices=1)
     install(monkeypatch, FakeNvml(0))
@@ -94,7 +94,7 @@ def test_visible_devices_are_taken_as_cuda_takes_them(
 
 @pytest.mark.parametrize("visible", ["", "GPU-a", "-1"])
 def test_no_visible_gpu_is_an_error_when_gpus_are_asked_for(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
-    """An empty list, an ambiguous prefix, or -1 hides all; the error shows the variable."""
+    """An empty list, an ambiguous prefix, or -1 hides all GPUs; the error shows the variable."""
     install(monkeypatch, FakeNvml(3), visible)
 
     with pytest.raises(UsageError, match=f"CUDA_VISIBLE_DEVICES is {visible!r}"):
@@ -110,7 +110,7 @@ def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_versions_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packages that are there with their versions, the driver where there is one, and nothing else."""
+    """Only installed packages and an existing driver have a version."""
     install(monkeypatch, FakeNvml(1))
     found = inventory.versions()
 
@@ -120,7 +120,7 @@ def test_versions_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_inventory_needs_no_torch() -> None:
-    """Agents take stock before anything heavy is imported."""
+    """Agents call this before anything heavy is imported."""
     code = (
         "import sys; from pipette_launch.probe import run; from pipette_launch.probe.health import inventory; "
         "inventory.versions(); "
@@ -147,21 +147,21 @@ def test_the_inventory_needs_no_torch() -> None:
 def test_slurm_names_the_switches_above_a_node(
     environ: dict[str, str], hostname: str, switches: tuple[str, ...]
 ) -> None:
-    """They are read from the address, unless it is another node's, whose environment was handed on."""
+    """Switches come from the address, unless the environment was copied from another node."""
     assert switches == inventory.switches(environ, hostname)
 
 
 def told(
     nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, sysfs: Path = Path("/nowhere")
 ) -> tuple[DeviceCondition, ...]:
-    """Conditions of all GPUs of such a machine."""
+    """Return the conditions of all GPUs of a machine."""
     install(monkeypatch, nvml)
     host = inventory.host(name="n", address="a", num_devices=nvml.num_gpus, device="cuda")
     return inventory.conditions(host, sysfs=sysfs)
 
 
 def machine(tmp_path: Path, gpus: dict[str, str], nics: dict[str, str], nodes: dict[str, int]) -> Path:
-    """Make a sysfs: GPUs (address to way) and InfiniBand ports (name to way), and the NUMA nodes of root complexes."""
+    """Make a sysfs with GPUs, InfiniBand ports and the NUMA nodes of root complexes."""
     for address, way in gpus.items():
         device = _device(tmp_path, f"{way}/{address}", nodes)
         link = tmp_path / "bus/pci/devices" / address
@@ -184,7 +184,7 @@ def _device(root: Path, way: str, nodes: dict[str, int]) -> Path:
 
 
 def test_everything_that_nvml_tells_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle, healthy GPU, in SI units; without a sysfs there is no NIC to be near."""
+    """An idle, healthy GPU in SI units; without sysfs no NIC is near."""
     (found,) = told(FakeNvml(1), monkeypatch)
     address = "0000:10:00.0"
 
@@ -192,7 +192,7 @@ def test_everything_that_nvml_tells_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_a_device_does_not_support_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refusal is None, never 0, and the rest is told all the same."""
+    """An unsupported figure is None, never 0, and the others are kept."""
     nvml = FakeNvml(1)
     nvml.answers = {(name, 0): nvml.NVMLError for name in ("EccVolatile", "EccAggregate", "RemappedRows", "NvLinks")}
     (found,) = told(nvml, monkeypatch)
@@ -207,7 +207,7 @@ def test_what_a_device_does_not_support_is_not_told(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_a_binding_lacks_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvidia-ml-py of another year: no temperature, and the clock's reasons under their former name."""
+    """An old nvidia-ml-py has no temperature, and clock reasons under their former name."""
 
     class OldNvml(FakeNvml):
         """A binding of 2020."""
@@ -226,7 +226,7 @@ def test_what_a_binding_lacks_is_not_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_others_are_named_and_we_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pid, name and size; a size that a container hides is None."""
+    """Pid, name and size of other processes; the size is None if a container hides it."""
     parent = os.getppid()
     nvml = FakeNvml(
         1,
@@ -259,7 +259,7 @@ def test_a_link_that_sleeps_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_nearest_nic_is_found_by_the_way_to_the_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Four GPUs: below one switch with a NIC, at its root, in its NUMA node, and across the sockets."""
+    """Four GPUs: below the NIC's switch, at its root, in its NUMA node, and across the sockets."""
     sysfs = machine(
         tmp_path,
         gpus={
@@ -279,7 +279,7 @@ def test_the_nearest_nic_is_found_by_the_way_to_the_processor(monkeypatch: pytes
 
 
 def test_a_port_that_is_down_is_no_nic(tmp_path: Path) -> None:
-    """Its neighbour counts, however far; without InfiniBand an interface that is up does."""
+    """Then the next NIC counts; without InfiniBand, an interface that is up counts."""
     sysfs = machine(
         tmp_path,
         gpus={"0000:10:00.0": "pci0000:0f/0000:0f:01.0"},
@@ -298,7 +298,7 @@ def test_a_port_that_is_down_is_no_nic(tmp_path: Path) -> None:
 
 
 def test_without_numa_nodes_the_distance_is_not_told(tmp_path: Path) -> None:
-    """A virtual machine writes -1 for all; another root may be next door or across."""
+    """A virtual machine has -1 for all nodes, so the distance is unknown."""
     sysfs = machine(
         tmp_path,
         gpus={"0000:10:00.0": "pci0000:0f/0000:0f:01.0"},
@@ -310,14 +310,14 @@ def test_without_numa_nodes_the_distance_is_not_told(tmp_path: Path) -> None:
 
 
 def test_a_cpu_host_tells_nothing() -> None:
-    """Only the names of its shares."""
+    """Only the names of its devices."""
     host = inventory.host(name="n", address="a", num_devices=2, device="cpu")
 
     assert (DeviceCondition(uuid="cpu-0"), DeviceCondition(uuid="cpu-1")) == inventory.conditions(host)
 
 
 def test_a_driver_that_went_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There were GPUs a moment ago: no silence."""
+    """The host had GPUs a moment ago."""
     install(monkeypatch, FakeNvml(1))
     host = inventory.host(name="n", address="a", num_devices=1, device="cuda")
     install(monkeypatch, FakeNvml(0))
@@ -327,7 +327,7 @@ def test_a_driver_that_went_away_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_condition_survives_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written is read back, names of reasons and None included."""
+    """Reasons and None are equal after writing and reading."""
     nvml = FakeNvml(1)
     nvml.answers = {("EccVolatile", 0): nvml.NVMLError}
     (found,) = told(nvml, monkeypatch)
@@ -336,7 +336,7 @@ def test_a_condition_survives_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reading_conditions_needs_no_torch() -> None:
-    """Agents and the doctor ask before anything heavy is imported."""
+    """Agents and the doctor call this before anything heavy is imported."""
     code = "import sys; from pipette_launch.probe.health import inventory, verdicts; sys.exit('torch' in sys.modules)"
 
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode
@@ -344,7 +344,7 @@ def test_reading_conditions_needs_no_torch() -> None:
 
 @dataclass
 class Machine:
-    """A host whose GPUs report memory in use as listed, the last value for ever; time passes in sleep alone."""
+    """A host whose GPUs report memory in use as listed, the last value for ever; time passes only in sleep."""
 
     host: Host
     used: dict[str, Sequence[int]]
@@ -377,7 +377,7 @@ class Machine:
 
 
 def gpu_host(num_devices: int) -> Host:
-    """A host of idle GPUs."""
+    """Return a host of idle GPUs."""
     names = [f"GPU-{index}" for index in range(num_devices)]
     devices = tuple(
         Device(kind="cuda", uuid=name, name="H100", memory_total_bytes=80 * GIB, memory_free_bytes=80 * GIB)
@@ -387,13 +387,13 @@ def gpu_host(num_devices: int) -> Host:
 
 
 def filled(*used: Sequence[int]) -> Machine:
-    """A host of as many GPUs."""
+    """Return a host with these readings of used memory for each GPU."""
     host = gpu_host(len(used))
     return Machine(host, {device.uuid: values for device, values in zip(host.devices, used, strict=True)})
 
 
 def test_free_memory_is_not_waited_for() -> None:
-    """Each device is asked once, and no time passes; what was in use before the warm-up counts as free."""
+    """Each device is queried once, and no time passes; memory from before the warm-up counts as free."""
     idle = filled([0], [BUSY_TOLERANCE_BYTES])
 
     assert () == idle.wait()
@@ -402,7 +402,7 @@ def test_free_memory_is_not_waited_for() -> None:
 
 
 def test_memory_that_comes_back_late_is_waited_for() -> None:
-    """Two looks later it is there: nothing to say, and only the device that was full was asked again."""
+    """The memory is free after two more queries, and only the full device is queried again."""
     slow = filled([0], [4 * GIB, 2 * GIB, 0])
 
     assert () == slow.wait()
@@ -411,7 +411,7 @@ def test_memory_that_comes_back_late_is_waited_for() -> None:
 
 
 def test_memory_that_never_comes_back_is_named_with_its_holder() -> None:
-    """After the deadline: the device, how much, and who; the free device is not mentioned."""
+    """After the deadline: the device, the missing memory and the process; the free device is not named."""
     stuck = filled([0], [3 * GIB])
     free, full = (device.uuid for device in stuck.host.devices)
     said = stuck.wait()
@@ -424,14 +424,14 @@ def test_memory_that_never_comes_back_is_named_with_its_holder() -> None:
 
 
 def test_a_cpu_has_nothing_to_give_back() -> None:
-    """No driver is asked."""
+    """The driver is not called."""
     host = tiny_cluster(1, 2).hosts[0]
 
     assert () == await_memory(host, used_bytes=pytest.fail, sleep=pytest.fail)
 
 
 def test_a_driver_that_no_longer_answers_is_one_sentence() -> None:
-    """The training is not held up by it."""
+    """The training is not delayed."""
 
     def dead(uuid: str) -> int:
         raise ClusterError(f"NVML no longer answers for {uuid}")

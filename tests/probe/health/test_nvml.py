@@ -1,4 +1,4 @@
-"""NVML by its documented rules: reserved memory, hidden and lost devices, MIG, and a driver that has just started."""
+"""Tests of NVML's documented rules: reserved memory, hidden and lost devices, MIG, a driver that has just started."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MIB = 1 << 20
 
 
 def host_of(num_devices: int) -> Host:
-    """The host as its agent describes it."""
+    """Return the host as its agent describes it."""
     return inventory.host(name="n", address="a", num_devices=num_devices, device="cuda")
 
 
 def verdicts(num_devices: int) -> list[tuple[str, bool]]:
-    """Kinds of all verdicts on this host, and whether they are faults."""
+    """Return (kind, whether a fault) of all verdicts on this host."""
     host = host_of(num_devices)
     return [(one.kind, one.is_sick) for one in judge([host], [inventory.conditions(host, sleep=lambda _: None)])]
 
@@ -32,7 +32,7 @@ def verdicts(num_devices: int) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("reserved_mib", [328, 516, 700, 763])
 @pytest.mark.parametrize("lacks", ["nothing", "driver", "binding"])
 def test_the_drivers_reserve_makes_nobody_busy(monkeypatch: pytest.MonkeyPatch, reserved_mib: int, lacks: str) -> None:
-    """Idle H100, H200 and A100 are well, also where the driver or the binding cannot separate the reserve."""
+    """Idle H100, H200 and A100 are healthy, even if driver or binding cannot separate the reserve."""
     library = install(monkeypatch, FakeNvml(8))
     library.reserved, library.used = reserved_mib * MIB, 0
     library.has_memory_v2 = lacks != "driver"
@@ -44,7 +44,7 @@ def test_the_drivers_reserve_makes_nobody_busy(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("has_memory_v2", [True, False])
 def test_memory_of_others_is_still_seen(monkeypatch: pytest.MonkeyPatch, has_memory_v2: bool) -> None:
-    """9 GiB that NVML attributes to no process are a fault beside the reserve, too."""
+    """9 GiB that NVML attributes to no process are a fault, also beside the reserve."""
     library = install(monkeypatch, FakeNvml(1))
     library.used, library.has_memory_v2 = 9 * GIB, has_memory_v2
 
@@ -53,7 +53,7 @@ def test_memory_of_others_is_still_seen(monkeypatch: pytest.MonkeyPatch, has_mem
 
 @given(st.integers(0, 60 * GIB), st.integers(0, GIB), st.booleans())
 def test_held_memory_is_what_processes_hold(used: int, reserved: int, includes_reserve: bool) -> None:
-    """The manual of driver 525 includes the reserve in `used` of version 2, later ones do not: both give the same."""
+    """Both definitions of `used` in version 2 (driver 525, and later) give the same value."""
     library = FakeNvml(1)
     library.used, library.reserved = used, reserved
     of_version = library.nvmlDeviceGetMemoryInfo
@@ -68,7 +68,7 @@ def test_held_memory_is_what_processes_hold(used: int, reserved: int, includes_r
 
 
 def test_the_capacity_is_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device's free memory is without the reserve, and differences of used memory do not contain it."""
+    """Free memory and differences of used memory do not contain the reserve."""
     library = install(monkeypatch, FakeNvml(1))
     (device,) = host_of(1).devices
     before = inventory.device_used_bytes(device.uuid)
@@ -84,7 +84,7 @@ def test_the_capacity_is_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hidden_devices_have_no_number(
     monkeypatch: pytest.MonkeyPatch, error: str, visible: str | None, expected: list[int]
 ) -> None:
-    """A control group leaves four of eight GPUs: CUDA numbers these, and nothing is said of the others."""
+    """A control group leaves four of eight GPUs: CUDA numbers these, and the others are not reported."""
     library = install(monkeypatch, FakeNvml(8), visible)
     library.hidden = {0, 1, 2, 5}
     library.NVMLError_NoPermission = getattr(library, error)  # type: ignore[misc]
@@ -94,7 +94,7 @@ def test_hidden_devices_have_no_number(
 
 
 def test_lost_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven of eight are lent; the eighth stands in a sentence, and in the error where all eight were wanted."""
+    """Seven of eight GPUs are usable; a sentence and the error name the eighth."""
     library = install(monkeypatch, FakeNvml(8))
     library.lost = {2}
     sentence = "GPU 2 of 8 cannot be used (NVML: GPU is lost); reset it or reboot the node"
@@ -108,7 +108,7 @@ def test_lost_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_host_that_lost_all_gpus_is_no_cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `auto` too: the training would look for GPUs."""
+    """Also with `auto`, because the training would use GPUs."""
     library = install(monkeypatch, FakeNvml(2))
     library.lost = {0, 1}
 
@@ -125,7 +125,7 @@ def test_a_host_whose_gpus_are_hidden_is_a_cpu_host(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("visible", [None, "0", "MIG-one"])
 def test_cuda_uses_the_first_mig_device(monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
-    """The memory of the whole GPU needs privileges; that of its MIG devices does not."""
+    """Reading the memory of the whole GPU needs privileges; reading a MIG device's does not."""
     install(monkeypatch, FakeNvml(1), visible).mig = {0: ["MIG-one", "MIG-two"]}
 
     assert ["MIG-one"] == [device.uuid for device in host_of(1).devices]
@@ -133,7 +133,7 @@ def test_cuda_uses_the_first_mig_device(monkeypatch: pytest.MonkeyPatch, visible
 
 
 def test_a_gpu_whose_memory_is_secret_ends_planning_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A MIG device that the container hides leaves a GPU that NVML shows and does not describe."""
+    """If a container hides the MIG device, NVML shows the GPU but not its memory."""
     install(monkeypatch, FakeNvml(1)).mig = {0: []}
 
     with pytest.raises(ClusterError, match=r"GPU 0 of 1 cannot be used \(NVML: Insufficient Permissions\)"):
@@ -141,7 +141,7 @@ def test_a_gpu_whose_memory_is_secret_ends_planning_in_words(monkeypatch: pytest
 
 
 def test_a_driver_that_has_just_started_makes_nobody_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first reading is 100 % while the driver scrubs the memory; the second counts, a second later."""
+    """The first reading is 100 % while the driver scrubs memory; the second one counts."""
     library = install(monkeypatch, FakeNvml(1))
     library.is_asleep, library.used = True, GIB // 8
     waits: list[float] = []
@@ -151,7 +151,7 @@ def test_a_driver_that_has_just_started_makes_nobody_busy(monkeypatch: pytest.Mo
 
 
 def test_a_device_that_nobody_holds_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both readings are 100 %: without processes and memory nobody computes there; with a context somebody does."""
+    """At 100 % without processes and memory nobody computes; with a context somebody does."""
     library = install(monkeypatch, FakeNvml(1))
     library.answers, library.used = {("UtilizationRates", 0): 100}, 7 * MIB
     assert [] == verdicts(1)
@@ -170,7 +170,7 @@ def test_a_device_that_nobody_holds_is_not_busy(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_uuids_are_compared_without_nvmls_prefix(ours: str, cudas: str | None, is_same: bool) -> None:
-    """MIG devices cannot be compared, nor can a device whose UUID torch does not report."""
+    """MIG devices, and devices without a UUID in torch, cannot be compared."""
     assert is_same == nvml.is_same_device(ours, cudas)
 
 
@@ -190,7 +190,7 @@ def test_a_capped_gpu_in_si_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_device_is_read_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML starts before the work does: the work of one layer would be over by then."""
+    """NVML starts before the work, because one layer would end earlier."""
     nvml = install(monkeypatch, FakeNvml(1))
 
     def work() -> None:
@@ -204,7 +204,7 @@ def test_the_device_is_read_while_it_works(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_a_driver_does_not_report_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused power is 0 W, and no driver gives no reading: a figure for a note costs no measurement."""
+    """An unsupported power is 0 W, and without a driver there is no reading."""
     nvml = FakeNvml(1)
     nvml.answers = {("PowerUsage", 0): nvml.NVMLError}
     install(monkeypatch, nvml)

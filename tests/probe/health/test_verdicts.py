@@ -1,4 +1,4 @@
-"""Tests of what is said of devices, hosts and links: who is accused of what, and who is left in peace."""
+"""Tests of verdicts on devices, hosts and links, on networks and devices with known faults."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ BAD_NOISE = 0.1
 
 
 def flat(num_hosts: int) -> NDArray[np.float64]:
-    """Every link alike."""
+    """Return equal links."""
     return np.full((num_hosts, num_hosts), RATE)
 
 
 def test_one_slow_direction_is_suspected() -> None:
-    """Of four equal hosts' twelve links only the throttled direction is measured again, and confirmed."""
+    """Of the twelve links of four hosts, only the throttled direction is measured again, and confirmed."""
     rates = flat(4)
     rates[1, 2] *= 0.5
     again = np.full((4, 4), np.nan)
@@ -51,7 +51,7 @@ def test_one_slow_direction_is_suspected() -> None:
 
 
 def test_a_second_measurement_clears() -> None:
-    """What was slow once and is well the second time is no verdict."""
+    """A link that is slow only the first time gets no verdict."""
     rates = flat(4)
     rates[1, 2] *= 0.5
     again = np.full((4, 4), np.nan)
@@ -61,7 +61,7 @@ def test_a_second_measurement_clears() -> None:
 
 
 def test_a_slow_host_is_one_finding_each_way() -> None:
-    """All links of host 2 at half the rate accuse the host, not the links."""
+    """All links of host 2 at half the rate: the host is named, not the links."""
     rates = flat(5)
     rates[2], rates[:, 2] = RATE / 2, RATE / 2
     again = np.full((5, 5), np.nan)
@@ -74,7 +74,7 @@ def test_a_slow_host_is_one_finding_each_way() -> None:
 
 
 def test_a_slow_slot_is_found_among_its_own_kind() -> None:
-    """Another type of device is slower by nature; one of the same type is not."""
+    """Another device type may be slower; a slower device of the same type is named."""
     seconds = np.array([1.0, 1.0, 1.3, 1.0, 2.0, 2.0])
     names = ["new"] * 4 + ["old"] * 2
     again = np.array([math.nan, math.nan, 1.3, math.nan, math.nan, math.nan])
@@ -85,13 +85,13 @@ def test_a_slow_slot_is_found_among_its_own_kind() -> None:
 
 
 def islands(num_hosts: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Two islands of at least two hosts, joined by slower links."""
+    """Return two islands of at least two hosts, joined by slower links."""
     inside = rng.permutation(np.arange(num_hosts) < rng.integers(2, num_hosts - 1))
     return np.where(inside[:, None] == inside, RATE, RATE * rng.uniform(0.1, 0.8))
 
 
 def fat_tree(num_hosts: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Leaves of two to eight hosts, two leaves to a pod, each tier slower than the one below."""
+    """Return leaves of two to eight hosts, two leaves in a pod, each tier slower than the one below."""
     leaf = np.arange(num_hosts) // rng.integers(2, 9)
     leaf[leaf == leaf.max()] = max(0, leaf.max() - 1)
     leaf = rng.permutation(leaf)
@@ -103,7 +103,7 @@ def fat_tree(num_hosts: int, rng: np.random.Generator) -> NDArray[np.float64]:
 def measured(
     truth: NDArray[np.float64], noise: float, rng: np.random.Generator, *, times: int = 1
 ) -> tuple[set[tuple[int, int]], set[int]]:
-    """Links and hosts that are still accused after what is suspected was measured again so many times."""
+    """Return the links and hosts with a verdict after a number of further measurements."""
     first = truth * np.exp(rng.normal(0, noise, truth.shape))
     again = np.full_like(truth, np.nan)
     for pair in suspect_links(first):
@@ -114,7 +114,7 @@ def measured(
 
 @st.composite
 def trees(draw: st.DrawFn) -> NDArray[np.float64]:
-    """Any network in which the narrowest point on the only way decides: a random tree, and NICs of unequal speed."""
+    """Draw a random tree with unequal NICs: the narrowest point on the only path decides."""
     count = draw(st.integers(2, 10))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     groups, rates = [[host] for host in range(count)], np.zeros((count, count))
@@ -130,13 +130,13 @@ def trees(draw: st.DrawFn) -> NDArray[np.float64]:
 @given(trees())
 @settings(max_examples=60, deadline=None)
 def test_no_link_of_a_tree_is_accused(rates: NDArray[np.float64]) -> None:
-    """However unequal tiers, islands and NICs are: what the narrowest point explains is no fault of a link."""
+    """Unequal tiers, islands and NICs are not faults of links."""
     assert () == confirmed_links(rates, rates)
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3, 4, 8, 16])
 def test_a_healthy_uniform_cluster_raises_no_alarm(num_hosts: int) -> None:
-    """Twelve clusters with typical and twelve with bad noise, none accused; benchmarks.bench_health judges more."""
+    """12 clusters with typical and 12 with bad noise have no verdict (more in benchmarks.bench_health)."""
     rng = np.random.default_rng(num_hosts)
 
     for noise in (TYPICAL_NOISE, BAD_NOISE):
@@ -145,7 +145,7 @@ def test_a_healthy_uniform_cluster_raises_no_alarm(num_hosts: int) -> None:
 
 @pytest.mark.parametrize("network", [islands, fat_tree])
 def test_islands_and_tiers_raise_no_alarm(network: object) -> None:
-    """Twenty networks of 4 to 24 hosts under typical noise, none accused."""
+    """20 networks of 4 to 24 hosts with typical noise have no verdict."""
     rng = np.random.default_rng(5)
     truths = [network(int(count), rng) for count in rng.integers(4, 25, 20)]  # type: ignore[operator]
 
@@ -154,7 +154,7 @@ def test_islands_and_tiers_raise_no_alarm(network: object) -> None:
 
 @pytest.mark.parametrize("num_hosts", [3, 4, 5, 8, 16])
 def test_a_slow_link_is_found(num_hosts: int) -> None:
-    """At half the rate of its peers, under typical noise: found each time, and nothing else."""
+    """A link at half of its peers' rate is always found with typical noise, and no other link."""
     rng = np.random.default_rng(num_hosts)
     for _ in range(20):
         truth = flat(num_hosts)
@@ -176,7 +176,7 @@ def test_a_slow_link_inside_an_island_is_found() -> None:
 
 
 def test_three_more_measurements_find_what_bad_noise_hides() -> None:
-    """A link at 0.5 among 16 hosts whose measurements scatter by 10 %."""
+    """A link at 0.5 among 16 hosts, with 10 % noise."""
     rng = np.random.default_rng(3)
     for _ in range(10):
         truth = flat(16)
@@ -186,7 +186,7 @@ def test_three_more_measurements_find_what_bad_noise_hides() -> None:
 
 
 def test_links_that_differ_at_random_accuse_nobody() -> None:
-    """Where each link has a rate of its own, as on the internet, none is an exception; told from 5 hosts on."""
+    """If every link has its own rate, as on the internet, none is an exception (from 5 hosts on)."""
     rng = np.random.default_rng(9)
     for count in rng.integers(5, 20, 30):
         truth = RATE * np.exp(rng.uniform(math.log(0.2), 0, (count, count)))
@@ -195,7 +195,7 @@ def test_links_that_differ_at_random_accuse_nobody() -> None:
 
 
 def test_of_two_hosts_only_the_directions_can_be_compared() -> None:
-    """A slow pair has no peers; a slow direction has the other."""
+    """A slow pair has no peers; a slow direction has the other direction."""
     both = np.array([[0, 1e9], [1e9, 0]])
     one = np.array([[0, 1e9], [4e9, 0]])
 
@@ -205,7 +205,7 @@ def test_of_two_hosts_only_the_directions_can_be_compared() -> None:
 
 
 def test_of_three_hosts_a_slow_pair_and_a_slow_host_differ() -> None:
-    """A detour over the third is faster than the link, or it is not: then the third host is to blame."""
+    """If the detour over the third host is faster, the link is slow; otherwise the host is."""
     pair, host = flat(3), flat(3)
     pair[0, 1] = pair[1, 0] = RATE / 2
     host[0] = host[:, 0] = RATE / 2
@@ -217,7 +217,7 @@ def test_of_three_hosts_a_slow_pair_and_a_slow_host_differ() -> None:
 
 
 def test_many_slow_links_are_how_the_network_is() -> None:
-    """A tenth of all links at half the rate is no tenth of all links broken."""
+    """A tenth of all links at half the rate is a property of the network."""
     rng = np.random.default_rng(1)
     truth = np.where(rng.random((16, 16)) < 0.1, 0.5, 1.0) * RATE
 
@@ -225,7 +225,7 @@ def test_many_slow_links_are_how_the_network_is() -> None:
 
 
 def test_only_a_few_hosts_can_be_exceptions() -> None:
-    """Half of the hosts with slower NICs are another kind of host."""
+    """If half of the hosts have slower NICs, they are another type of host."""
     nics = np.array([1.0] * 4 + [0.4] * 4) * RATE
 
     assert () == confirmed_hosts(np.minimum.outer(nics, nics), np.minimum.outer(nics, nics))
@@ -233,7 +233,7 @@ def test_only_a_few_hosts_can_be_exceptions() -> None:
 
 @pytest.mark.parametrize(("kind", "speed", "noise"), [("cuda", 0.85, 0.01), ("cpu", 0.6, 0.05)])
 def test_a_slow_slot_is_found_and_healthy_ones_are_not(kind: str, speed: float, noise: float) -> None:
-    """One of 2 to 32 slots at the least speed that matters, among slots that scatter as theirs do."""
+    """One of 2 to 32 slots at the speed limit, among slots with typical scatter."""
     rng = np.random.default_rng(7)
     for count in rng.integers(2, 33, 100):
         truth = np.ones(count)
@@ -248,7 +248,7 @@ def test_a_slow_slot_is_found_and_healthy_ones_are_not(kind: str, speed: float, 
 
 
 def test_a_second_timing_clears_a_slot() -> None:
-    """A neighbour's burst is gone; a slot that was not timed again is not accused."""
+    """A short disturbance is over; a slot that was not timed again gets no verdict."""
     first = np.array([1.0, 1.0, 1.0, 1.4])
 
     for again in (1.0, math.nan):
@@ -256,14 +256,14 @@ def test_a_second_timing_clears_a_slot() -> None:
 
 
 def test_a_slot_that_was_not_timed_is_not_suspected() -> None:
-    """Only the slow one is."""
+    """Only the slow slot is suspected."""
     seconds = np.array([1.0, 1.0, 1.0, 1.15, math.nan])
 
     assert [3] == list(suspect_slots(seconds))
 
 
 def test_what_was_not_measured_is_not_judged() -> None:
-    """Without a detour nothing accuses a link."""
+    """A link without a detour gets no verdict."""
     rates = np.full((4, 4), np.nan)
     rates[0, 1], rates[2, 3] = RATE / 3, RATE
 
@@ -272,7 +272,7 @@ def test_what_was_not_measured_is_not_judged() -> None:
 
 
 def test_a_large_cluster_is_judged_in_a_moment() -> None:
-    """1,280 hosts of which each was measured with 30 others: one bad direction whose ends share a third host."""
+    """1,280 hosts with 30 links each, and one bad direction whose hosts share a third host."""
     rng = np.random.default_rng(2)
     rates = np.full((1280, 1280), np.nan)
     for step in range(1, 31):
@@ -284,7 +284,7 @@ def test_a_large_cluster_is_judged_in_a_moment() -> None:
 
 
 def hosts(count: int = 3, devices: int = 2) -> tuple[Host, ...]:
-    """Hosts of equal GPUs with 80 GiB."""
+    """Return hosts of equal GPUs with 80 GiB."""
     return tuple(
         Host(
             name=f"node{index}",
@@ -308,7 +308,7 @@ def hosts(count: int = 3, devices: int = 2) -> tuple[Host, ...]:
 def judged(
     changes: dict[tuple[int, int], dict[str, object]], *, count: int = 3, devices: int = 2
 ) -> tuple[Verdict, ...]:
-    """Verdicts on healthy hosts of which some devices, (host, device), tell something else."""
+    """Return the verdicts on healthy hosts, with changed conditions of some devices (host, device)."""
     allocation = hosts(count, devices)
     conditions = [
         [
@@ -321,18 +321,18 @@ def judged(
 
 
 def everywhere(count: int = 3, devices: int = 2, **change: object) -> dict[tuple[int, int], dict[str, object]]:
-    """The same change of all devices."""
+    """Return the same change for all devices."""
     return {(h, d): change for h in range(count) for d in range(devices)}
 
 
 def test_idle_machines_are_well() -> None:
-    """Power saving, PCIe generation 1, an idle clock and a display's memory are nobody's fault."""
+    """Power saving, PCIe generation 1, an idle clock and a display's memory are not faults."""
     assert () == judged({})
 
 
 @pytest.mark.parametrize("reason", ["ApplicationsClocksSetting", "SwPowerCap", "SyncBoost", "DisplayClockSetting"])
 def test_a_wished_for_clock_is_no_sickness(reason: str) -> None:
-    """Somebody's setting, or a GPU at the power that it is allowed."""
+    """A user's clock setting, or a GPU at its power limit."""
     assert () == judged({(1, 1): {"clock_reasons": (reason,)}})
 
 
@@ -419,7 +419,7 @@ def test_a_wished_for_clock_is_no_sickness(reason: str) -> None:
     ],
 )
 def test_a_sick_device_is_named(change: dict[str, object], kind: str, words: str) -> None:
-    """Host, UUID, figure, peers' figure and what to do, in one sentence."""
+    """One sentence has host, UUID, figure, peers' figure and advice."""
     (verdict,) = judged({(1, 1): change})
 
     assert (kind, "node1", "GPU-11", True) == (verdict.kind, verdict.host, verdict.device, verdict.is_sick)
@@ -438,7 +438,7 @@ def test_a_sick_device_is_named(change: dict[str, object], kind: str, words: str
     ],
 )
 def test_what_is_only_odd_is_a_note(change: dict[str, object], words: str) -> None:
-    """It is told, and nobody acts upon it."""
+    """It is shown, but changes nothing."""
     (verdict,) = judged({(1, 1): change})
 
     assert words in verdict.words()
@@ -446,7 +446,7 @@ def test_what_is_only_odd_is_a_note(change: dict[str, object], words: str) -> No
 
 
 def test_what_all_share_is_how_the_machines_are() -> None:
-    """A rack that is hot, slots with 8 lanes, fewer NVLinks, far NICs: no device is worse than its peers."""
+    """A hot rack, 8 lanes, fewer NVLinks, far NICs: no fault if all devices share it."""
     hot = judged(everywhere(clock_reasons=("SwThermalSlowdown",)))
     narrow = judged(everywhere(pcie_width=8))
 
@@ -458,12 +458,12 @@ def test_what_all_share_is_how_the_machines_are() -> None:
 
 
 def test_a_hosts_devices_may_lie_differently_by_design() -> None:
-    """Half of each host's GPUs are far from the NIC: as everywhere else."""
+    """Half of each host's GPUs are far from the NIC, on all hosts."""
     assert () == judged({(host, 1): {"nic_distance": "across"} for host in range(3)})
 
 
 def test_unlike_devices_are_no_peers() -> None:
-    """An older GPU has fewer links than a newer one by nature."""
+    """An older GPU type may have fewer links."""
     first, second = hosts(2, 1)
     old = replace(second, devices=(replace(second.devices[0], name="Old GPU"),))
     fewer = replace(HEALTHY, nvlinks_up=12, pcie_generation_max=4, pcie_width=8, pcie_width_max=8)
@@ -472,21 +472,21 @@ def test_unlike_devices_are_no_peers() -> None:
 
 
 def test_nothing_told_is_nothing_amiss() -> None:
-    """A CPU host, or a driver that says nothing: no verdict, and no error."""
+    """A CPU host, or a driver without figures, has no verdict and no error."""
     bare = [[DeviceCondition(uuid=device.uuid) for device in host.devices] for host in hosts()]
 
     assert () == judge(hosts(), bare) == judge(hosts(), [(), (), ()])
 
 
 def test_a_lone_device_is_held_against_what_it_could_be() -> None:
-    """Without peers lanes count against the slot's own, and fewer NVLinks cannot be told."""
+    """Without peers, lanes are compared with the slot's own, and NVLinks cannot be judged."""
     (verdict,) = judged({(0, 0): {"pcie_width": 4, "nvlinks_up": 6}}, count=1, devices=1)
 
     assert ("pcie", True, "") == (verdict.kind, verdict.is_sick, verdict.peers)
 
 
 def test_one_slow_direction_is_named_as_such() -> None:
-    """Sender, receiver, both figures, and that the way back is well."""
+    """Sender, receiver, both figures, and that the other direction is healthy."""
     rates = np.full((4, 4), 10e9)
     rates[1, 2] = 5e9
     again = np.full((4, 4), math.nan)
@@ -501,7 +501,7 @@ def test_one_slow_direction_is_named_as_such() -> None:
 
 
 def test_both_directions_of_a_pair_are_one_verdict() -> None:
-    """The slower one leads."""
+    """The slower direction leads."""
     rates = np.full((5, 5), 10e9)
     again = np.full((5, 5), math.nan)
     for pair, rate in (((1, 2), 5e9), ((2, 1), 4e9)):
@@ -512,7 +512,7 @@ def test_both_directions_of_a_pair_are_one_verdict() -> None:
 
 
 def test_a_host_with_slow_links_is_one_verdict() -> None:
-    """Not one for each link of it."""
+    """Not one verdict for each link."""
     rates = np.full((5, 5), 10e9)
     rates[3] = rates[:, 3] = 4e9
     (verdict,) = link_verdicts("abcde", rates, rates)
@@ -532,7 +532,7 @@ def test_a_slow_device_is_named_by_host_and_uuid() -> None:
 
 
 def test_a_host_of_slow_devices_is_one_verdict() -> None:
-    """All devices of node1 are slow: a power limit, or a fan."""
+    """All devices of node1 are slow, as with a power limit."""
     slow = [SlowSlot(slot=slot, seconds=0.0125, peers_seconds=0.01) for slot in (2, 3)]
     (verdict,) = device_verdicts(hosts(), slow)
 
@@ -541,7 +541,7 @@ def test_a_host_of_slow_devices_is_one_verdict() -> None:
 
 
 def test_the_sick_come_first_and_once() -> None:
-    """Notes follow, each in the order found; what was said twice is said once."""
+    """Notes follow faults, each in the order found, and duplicates are dropped."""
     sick = Verdict(kind="ecc", host="a", figure="x")
     note = Verdict(kind="nic", host="b", figure="y", is_sick=False)
 

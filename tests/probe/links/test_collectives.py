@@ -1,4 +1,4 @@
-"""Tests of what is timed on a group."""
+"""Tests of timing collectives on a group."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ def test_sizes_divide_among_the_members() -> None:
 
 
 def test_only_experts_exchange_all_to_all(tmp_path: Path) -> None:
-    """A dense model never needs it."""
+    """A dense model has no all-to-all."""
     options = tiny_options(tmp_path, hosts=1, devices=2)
     moe = replace(tiny_job(2), model=tiny_model(num_experts=4, moe_layer_freq=(1, 1, 1, 1)))
 
@@ -41,7 +41,7 @@ class _Refuses(collectives._Timer):
 
 
 def test_a_spent_budget_keeps_the_first_dimension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everyone's group is measured whatever the clock says, the others are named; what gloo lacks is named, too."""
+    """The first dimension is measured with any budget, a note names the others and what gloo lacks."""
     monkeypatch.setattr(collectives, "_open", lambda *_: object())
     monkeypatch.setattr(collectives, "_Timer", _Refuses)
     options = tiny_options(tmp_path, hosts=2, devices=2)
@@ -69,7 +69,7 @@ def test_a_spent_budget_keeps_the_first_dimension(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_what_a_backend_lacks_is_a_reason(error: Exception, reason: str) -> None:
-    """The first line of the refusal."""
+    """The reason is the first line of the error."""
 
     def refuse() -> None:
         raise error
@@ -78,7 +78,7 @@ def test_what_a_backend_lacks_is_a_reason(error: Exception, reason: str) -> None
 
 
 def test_a_broken_connection_is_no_lack_of_support() -> None:
-    """A real failure stays one."""
+    """A real failure is raised."""
 
     def fail() -> None:
         raise RuntimeError("Connection closed by peer")
@@ -100,7 +100,7 @@ def test_a_broken_connection_is_no_lack_of_support() -> None:
 def test_a_large_tensor_is_timed_as_far_as_there_is_time(
     tmp_path: Path, most_bytes: int, left_s: float, reach_bytes: int
 ) -> None:
-    """Judged by the largest size so far: 1 MiB that took 25 ms."""
+    """The largest size so far predicts the time: 1 MiB took 25 ms."""
     timer = collectives._Timer(tiny_options(tmp_path, hosts=2, devices=1), "all_gather", size=2, group=None)
     timer.timed = {8: Samples(values_s=(1e-3,)), 1 << 20: Samples(values_s=(0.025,))}
     budget = Budget(started_s=0, budget_s=left_s / collectives.COLLECTIVES_SHARE, clock=lambda: 0.0)
@@ -109,14 +109,14 @@ def test_a_large_tensor_is_timed_as_far_as_there_is_time(
 
 
 def test_a_rank_without_a_group_names_no_size(tmp_path: Path) -> None:
-    """It has timed nothing that it could judge by."""
+    """It has no times from which it could predict."""
     timer = collectives._Timer(tiny_options(tmp_path, hosts=2, devices=1), "all_gather", size=0, group=None)
 
     assert 0 == timer.reach_bytes(1 << 30, Budget(started_s=0, budget_s=60, clock=lambda: 0.0))
 
 
 class OnGpu(collectives._Timer):
-    """A timer on a simulated GPU; an all-reduce over the slots carries numbers and takes no time."""
+    """A timer on a simulated GPU; an all-reduce over the slots takes no time."""
 
     def __init__(
         self, folder: Path, device: SimulatedDevice, *, call_s: float, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +149,7 @@ class OnGpu(collectives._Timer):
 
 
 def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call_s: float) -> OnGpu:
-    """A collective of this duration, whose launch takes 20 us and whose host wakes up after 10."""
+    """Return a collective of this duration, with a launch of 20 us and a wake-up of the host of 10 us."""
     device = SimulatedDevice(launch_s=20e-6, wake_s=10e-6)
     device.install(monkeypatch)
     return OnGpu(tmp_path, device, call_s=call_s, monkeypatch=monkeypatch)
@@ -159,7 +159,7 @@ def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call_s: float) -> On
 def test_a_collective_takes_what_the_device_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call_s: float
 ) -> None:
-    """Launch and wake-up of the host, 30 us, are in no value, however short the collective is."""
+    """Launch and wake-up of the host, 30 us, are in no value, even of short collectives."""
     timer = on_gpu(tmp_path, monkeypatch, call_s)
     timer.time(4096)
 
@@ -178,7 +178,7 @@ def test_a_collective_takes_what_the_device_needs(
 def test_all_ranks_make_the_calls_that_the_slowest_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call_s: float, slowest_s: float, expected: int
 ) -> None:
-    """The number comes from the slowest rank's single call, so members of a group cannot wait for different ones."""
+    """The slowest rank's single call sets the number, so members of a group make equally many calls."""
     timer = on_gpu(tmp_path, monkeypatch, call_s)
     timer.slowest_s = slowest_s
     timer.time(4096)
@@ -187,7 +187,7 @@ def test_all_ranks_make_the_calls_that_the_slowest_allows(
 
 
 def test_all_ranks_keep_their_devices_busy_for_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups that share links begin at the same time: the rank whose host is slowest decides."""
+    """The rank with the slowest host sets the passes, so groups that share links begin together."""
     timer = on_gpu(tmp_path, monkeypatch, 60e-6)
     timer.most_passes = 200
     timer.time(4096)
@@ -196,7 +196,7 @@ def test_all_ranks_keep_their_devices_busy_for_as_long(tmp_path: Path, monkeypat
 
 
 def test_a_collective_whose_peer_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker gives up after 0.8 of the time limit of 5 s, before NCCL's watchdog ends it without a reason."""
+    """The worker gives up after 0.8 of its time limit of 5 s, before NCCL's watchdog ends it without a reason."""
     timer = on_gpu(tmp_path, monkeypatch, math.inf)
 
     with pytest.raises(ProbeError, match=r"all_gather of 2 x stride 1 did not end .waited 4 s for the device"):
@@ -204,7 +204,7 @@ def test_a_collective_whose_peer_hangs_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_ranks_are_aligned_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smallest all-reduce of a GPU ends with a TimeoutError where a rank hangs."""
+    """The smallest all-reduce of a GPU raises TimeoutError if a rank hangs."""
     device = SimulatedDevice()
     device.install(monkeypatch)
     monkeypatch.setattr(torch, "tensor", lambda *_, **__: torch.zeros(1, dtype=torch.float64))

@@ -32,23 +32,23 @@ def link(source: int, target: int, rate: float, jitter: float = 0.0) -> LinkSamp
 
 
 def rail(source: int, target: int, own: float, together: float) -> LinkSamples:
-    """A rail that would reach `own`, and `together` until the last of all rails was through."""
+    """Return a rail that reaches `own` alone, and `together` until the last rail had finished."""
     return replace(link(source, target, own), together=link(source, target, together).samples)
 
 
 def both_ways(a: int, b: int, rate: float) -> list[LinkSamples]:
-    """A link that is alike in both directions."""
+    """Return a link with equal directions."""
     return [link(a, b, rate), link(b, a, rate)]
 
 
 def sent(links: Sequence[LinkSamples], *, rounds: int, rounds_again: int = 0) -> list[WorkerResult]:
-    """All samples as one worker's result; who measured them does not matter."""
+    """Return all samples as one worker's result; the sender does not matter."""
     again = (rounds_again,) if rounds_again else ()
     return [WorkerResult(slot=0, links=tuple(links), link_rounds=(rounds,), link_rounds_again=again)]
 
 
 def test_two_hosts_of_two_by_hand(tmp_path: Path) -> None:
-    """Rails of 4 and 2 MB/s one way, 3 and 3 the other, the last through at 2 and 3; local links of 9 and 8."""
+    """Rails of 4 and 2 MB/s one way, 3 and 3 the other, with 2 and 3 MB/s together; local links of 9 and 8."""
     options = tiny_options(tmp_path, hosts=2, devices=2)
     rails = [rail(0, 2, 4e6, 2e6), rail(1, 3, 2e6, 2e6), rail(2, 0, 3e6, 3e6), rail(3, 1, 3e6, 3e6)]
     found = found_links(options, sent([*rails, *both_ways(0, 1, 9e6), *both_ways(2, 3, 8e6)], rounds=1))
@@ -66,7 +66,7 @@ def test_two_hosts_of_two_by_hand(tmp_path: Path) -> None:
 
 
 def test_rails_on_one_wire_count_by_the_last(tmp_path: Path) -> None:
-    """The first takes all of the wire and the second what is left: a device gets half, not three quarters."""
+    """The first rail takes the whole wire and the second the rest: a device gets half, not three quarters."""
     options = tiny_options(tmp_path, hosts=2, devices=2)
     local = [*both_ways(0, 1, 9e6), *both_ways(2, 3, 9e6)]
     rails = [rail(a, b, own, 1e6) for a, b, own in ((0, 2, 2e6), (1, 3, 1e6), (2, 0, 1e6), (3, 1, 2e6))]
@@ -77,7 +77,7 @@ def test_rails_on_one_wire_count_by_the_last(tmp_path: Path) -> None:
 
 @given(rates=st.lists(st.floats(1e3, 1e9), min_size=1, max_size=8))
 def test_rails_that_were_not_measured_together_count_by_the_slowest(rates: list[float]) -> None:
-    """In whatever order they come."""
+    """In any order."""
     size = len(rates)
     fits = {(index, size + index): LinkFit(Line(0.0, 1 / rate), 0.0, SIZES) for index, rate in enumerate(rates)}
 
@@ -85,7 +85,7 @@ def test_rails_that_were_not_measured_together_count_by_the_slowest(rates: list[
 
 
 def test_the_better_of_two_measurements_stands(tmp_path: Path) -> None:
-    """Host 0 to 1 was disturbed the first time, 1 to 0 the second; both stay on record for a verdict."""
+    """Each direction was disturbed once; both measurements are kept for a verdict."""
     options = tiny_options(tmp_path, hosts=3, devices=1)
     healthy = [*both_ways(0, 2, 4e6), *both_ways(1, 2, 4e6)]
     found = found_links(
@@ -101,7 +101,7 @@ def test_the_better_of_two_measurements_stands(tmp_path: Path) -> None:
 
 
 def test_links_that_scatter_are_marked(tmp_path: Path) -> None:
-    """Both ways of a pair, of which one scatters by 30 %."""
+    """One direction of the pair scatters by 30 %."""
     options = tiny_options(tmp_path, hosts=2, devices=1)
     found = found_links(options, sent([link(0, 1, 1e6, jitter=0.3), link(1, 0, 1e6)], rounds=1))
     assert found.survey
@@ -111,7 +111,7 @@ def test_links_that_scatter_are_marked(tmp_path: Path) -> None:
 
 
 def test_one_host_has_no_survey(tmp_path: Path) -> None:
-    """There is nothing between hosts."""
+    """There are no links between hosts."""
     found = found_links(tiny_options(tmp_path, hosts=1, devices=1), sent([], rounds=0))
 
     assert found.survey is None
@@ -122,14 +122,14 @@ LADDER = ladder((8, 64 << 10, 512 << 10, 2 << 20))
 
 
 def timed(times: Sequence[float]) -> LinkSamples:
-    """A link whose sizes took so long, always the same."""
+    """Return a link with these constant times for its sizes."""
     samples = tuple(Samples(values_s=(seconds,) * 3) for seconds in times)
     return LinkSamples(source=0, target=1, sizes_bytes=LADDER, samples=samples)
 
 
 @pytest.mark.parametrize("disturbed", range(3))
 def test_one_disturbed_size_leaves_the_rate(disturbed: int) -> None:
-    """Of four sizes any but the largest may take five times as long, all its values: the rate stays within 10 %."""
+    """Any size except the largest may take five times as long: the rate stays within 10 %."""
     times = [1e-4 + size / 1e8 for size in LADDER]
     times[disturbed] *= 5
 
@@ -138,7 +138,7 @@ def test_one_disturbed_size_leaves_the_rate(disturbed: int) -> None:
 
 @pytest.mark.parametrize(("cores", "expected"), [(3, 3e6), (2, 2e6)])
 def test_pairs_of_slots_that_take_turns_on_cores_are_alike(tmp_path: Path, cores: int, expected: float) -> None:
-    """Three slots: on three cores each pair keeps its own 3, 1 or 2 MB/s, on two all have the usual 2."""
+    """Three slots on three cores keep 3, 1 and 2 MB/s; on two cores all pairs have the median of 2."""
     options = tiny_options(tmp_path, hosts=1, devices=3)
     options = replace(options, hosts=tuple(replace(host, cores=cores) for host in options.hosts))
     measured = [*both_ways(0, 1, 3e6), *both_ways(0, 2, 1e6), *both_ways(1, 2, 2e6)]
@@ -149,13 +149,13 @@ def test_pairs_of_slots_that_take_turns_on_cores_are_alike(tmp_path: Path, cores
 
 
 def collective(bandwidth: float) -> tuple[GroupSamples, ...]:
-    """What a member saw of an all-reduce with 1 ms latency."""
+    """Return a member's samples of an all-reduce with 1 ms latency."""
     samples = tuple(Samples(values_s=(1e-3 + size / bandwidth,)) for size in SIZES)
     return (GroupSamples(kind="all_reduce", dimension=0, sizes_bytes=SIZES, samples=samples),)
 
 
 def test_a_collective_is_done_when_its_last_member_is() -> None:
-    """Of two groups the middle one by time stands for the dimension; in it the slower member counts."""
+    """The median group stands for the dimension, and its slower member counts."""
     results = [result(slot, collectives=collective(bandwidth)) for slot, bandwidth in enumerate((4e6, 3e6, 9e5, 1e6))]
     (found,) = group_times((PAIRS,), results)
 
@@ -164,7 +164,7 @@ def test_a_collective_is_done_when_its_last_member_is() -> None:
 
 
 def test_a_group_that_lacks_a_member_does_not_count() -> None:
-    """What only one of two members timed is no time of the group."""
+    """A group that only one of two members timed has no time."""
     results = [result(slot, collectives=collective(1e6) if slot != 1 else ()) for slot in range(4)]
     (found,) = group_times((PAIRS,), results)
 

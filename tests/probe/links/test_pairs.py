@@ -1,4 +1,4 @@
-"""Tests of the phase that measures links."""
+"""Tests of timing links: numbers of messages, the link meter, and rounds."""
 
 import json
 import math
@@ -53,7 +53,7 @@ SIZES = (8, 65536, 1 << 19, 1 << 21)
 
 
 def sent(tally: Tally, rate: float, noise: list[float] | None = None, latency_s: float = 1e-4) -> list[tuple[int, ...]]:
-    """Send what a tally wishes over a link of so many bytes/s until it wishes nothing; returns the wishes."""
+    """Send the wished messages over a link of `rate` bytes/s until there is no wish; returns the wishes."""
     factors = iter(noise or [])
     wishes = []
     while any(wish := tally.wish()):
@@ -65,19 +65,19 @@ def sent(tally: Tally, rate: float, noise: list[float] | None = None, latency_s:
 
 
 def tally(bound_s: float = 1.0, sizes: tuple[int, ...] = SIZES) -> Tally:
-    """A fresh one."""
+    """Return a new tally."""
     return Tally(sizes=sizes, repeats=5, warmups=1, bound_s=bound_s)
 
 
 def test_a_quiet_link_takes_few_messages() -> None:
-    """Warm-ups from small to large, then five values of each size, tiny ones four times as often; nothing more."""
+    """Warm-ups from small to large, then five values of each size, and 20 of tiny ones."""
     wishes = sent(tally(), 1e9)
 
     assert [(4, 4, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (20, 5, 5, 5)] == wishes
 
 
 def test_a_noisy_link_takes_more_until_its_spread_is_known_or_its_time_is_up() -> None:
-    """With every other value 30 % off, the count goes up to the cap, and warm-ups are no values."""
+    """If every other value is 30 % off, the number of values grows to the limit."""
     noisy = tally(bound_s=10.0)
     sent(noisy, 1e9, noise=[1.0, 1.3] * 500)
     sizes, samples = noisy.samples()
@@ -89,13 +89,13 @@ def test_a_noisy_link_takes_more_until_its_spread_is_known_or_its_time_is_up() -
 
 
 def test_two_disturbed_values_of_five_leave_doubt() -> None:
-    """The median absolute deviation of these is 0."""
+    """The median absolute deviation of these values is 0."""
     assert 0 == quartile_spread([1, 1, 1, 1, 2])
     assert 0.5 == quartile_spread([1, 1, 1, 2, 2])
 
 
 def test_a_disturbance_that_passes_is_outvoted() -> None:
-    """After two disturbed values of five, more are taken of the sizes that still scatter."""
+    """With two disturbed values of five, sizes that scatter get more values."""
     disturbed = tally()
     sent(disturbed, 1e9, noise=[*[1.0] * 10, *[1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0], *[2.0] * 14])
     _, samples = disturbed.samples()
@@ -104,7 +104,7 @@ def test_a_disturbance_that_passes_is_outvoted() -> None:
 
 
 def test_a_slow_link_keeps_to_its_time() -> None:
-    """At 1 MB/s half a second holds the three smallest sizes, three values each, and no 2 MiB."""
+    """At 1 MB/s half a second is enough for three values of the three smallest sizes, not for 2 MiB."""
     slow = tally(bound_s=0.5)
     sent(slow, 1e6)
     sizes, samples = slow.samples()
@@ -120,7 +120,7 @@ def test_a_slow_link_keeps_to_its_time() -> None:
     noise=st.lists(st.floats(0.5, 5.0), max_size=300),
 )
 def test_the_least_is_always_measured(rate: float, latency_s: float, bound_s: float, noise: list[float]) -> None:
-    """Whatever the link, at least three values of at least three sizes, and never more than the cap."""
+    """Any link gets at least three values of at least three sizes, and at most the limit."""
     any_link = tally(bound_s=bound_s)
     sent(any_link, rate, noise=noise, latency_s=latency_s)
     sizes, samples = any_link.samples()
@@ -150,7 +150,7 @@ def test_a_passing_disturbance_does_not_bend_the_fit(begin_s: float, factor: flo
 
 @given(rate=st.floats(1e6, 1e11), bound_s=st.floats(0.01, 2.0))
 def test_beyond_the_least_the_time_is_kept(rate: float, bound_s: float) -> None:
-    """What was spent is within the bound, or no more than the least of what was sent."""
+    """The time spent is within the bound, or only the least number of messages was sent."""
     steady = tally(bound_s=bound_s)
     sent(steady, rate, latency_s=0)
     spent_s = sum(map(sum, (*steady.warm_s, *steady.values_s)))
@@ -162,28 +162,28 @@ def test_beyond_the_least_the_time_is_kept(rate: float, bound_s: float) -> None:
 
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=6))
 def test_passes_hold_what_was_asked_for(counts: list[int]) -> None:
-    """Every message of every size appears as often as wished."""
+    """Every size appears as often as wished."""
     assert {index: count for index, count in enumerate(counts) if count} == Counter(in_passes(counts))
 
 
 def test_passes_go_over_all_sizes() -> None:
-    """Largest first, and the tiny ones in equal parts."""
+    """Largest first, with tiny ones in equal parts."""
     assert [2, 1, 0, 0, 2, 1, 0, 0] == list(in_passes((4, 2, 2)))
 
 
 def test_rails_go_message_by_message() -> None:
-    """Only tiny ones follow each other without a pause."""
+    """Only tiny messages follow each other without a pause."""
     assert [(2, 1), (1, 1), (0, 4), (2, 1), (1, 1), (0, 4)] == sending_order((8, 2, 2))
 
 
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=6))
 def test_rails_go_the_same_way(counts: list[int]) -> None:
-    """Spelt out, it is the order of the passes."""
+    """Written out, the order equals that of the passes."""
     assert list(in_passes(counts)) == [index for index, count in sending_order(counts) for _ in range(count)]
 
 
 def test_what_all_rails_took_decides_and_what_one_took_is_kept() -> None:
-    """Tiny messages have no rails to wait for."""
+    """Tiny messages do not wait for other rails."""
     rails = tally(sizes=(8, 4096))
     for _ in range(6):
         rails.add(1, 1.0, 2.0)
@@ -197,13 +197,13 @@ def test_what_all_rails_took_decides_and_what_one_took_is_kept() -> None:
 
 
 def test_the_ladder_begins_low() -> None:
-    """A tiny message for the latency, and a first step before sizes that might take long."""
+    """A tiny message for the latency, and a first step before large sizes."""
     assert (8, 65536, 1 << 24, 1 << 26) == ladder((1 << 24, 1 << 26))
     assert (8, 100, 1000) == ladder((8, 100, 1000))
 
 
 def test_the_latency_is_that_of_undisturbed_messages() -> None:
-    """A tiny message that waits for a processor says nothing of the link; of large ones all values count."""
+    """Slow tiny messages, which waited for a processor, do not count; of large messages all values count."""
     assert [1.0, 2.0] == undisturbed([9.0, 2.0, 8.0, 7.0, 1.0, 6.0, 5.0, 4.0])
     busy = tally(sizes=(8, 4096))
     for index, seconds in ((0, 9.0), (0, 1.0), (0, 8.0), (1, 3.0), (1, 4.0), (1, 5.0)):
@@ -214,7 +214,7 @@ def test_the_latency_is_that_of_undisturbed_messages() -> None:
 
 @given(values=st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=30))
 def test_few_values_say_as_much_as_many(values: list[float]) -> None:
-    """Their median is the lower quartile of all, the spread stays, both to five digits, and no value falls below 0."""
+    """Three values have the lower quartile as median and the spread of all, and none is below 0."""
     samples = Samples(values_s=tuple(values), warmup_s=(3.0, 2.0))
     few = condensed(samples)
 
@@ -224,12 +224,12 @@ def test_few_values_say_as_much_as_many(values: list[float]) -> None:
 
 
 def test_a_gpus_value_is_the_mean_of_a_few_small_messages() -> None:
-    """Eight exchanges of a small message, and no more than 1 MiB in a row."""
+    """Eight exchanges of a small message, and at most 1 MiB in a row."""
     assert [8, 8, 4, 1, 1] == [num_exchanges(size) for size in (8, 128 << 10, 256 << 10, 1 << 20, 1 << 26)]
 
 
 def test_what_a_value_takes_on_a_gpu_counts() -> None:
-    """Exchanges in a row and the time before them are in the bound: within 40 ms they leave fewer values."""
+    """The bound covers exchanges in a row and the time before them."""
     plain, queued = (
         Tally(sizes=SIZES, repeats=5, warmups=1, bound_s=0.04, is_queued=is_queued) for is_queued in (False, True)
     )
@@ -290,7 +290,7 @@ def _run(options: WarmupOrder, folder: Path) -> None:
 
 
 class LateEvent:
-    """An event of a device that is done after so many looks; None = never."""
+    """A device's event that completes after a number of queries; None = never."""
 
     looks: int | None = None
 
@@ -308,14 +308,14 @@ class LateEvent:
 
 @pytest.fixture
 def event(monkeypatch: pytest.MonkeyPatch) -> type[LateEvent]:
-    """The device's events are late ones."""
+    """Return the class of late events of the device."""
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(LateEvent, "looks", None)
     return LateEvent
 
 
 def test_a_device_is_awaited(event: type[LateEvent], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is done at the third look, before the deadline."""
+    """The event completes at the third query, before the deadline."""
     monkeypatch.setattr(event, "looks", 3)
     clock = iter(range(9))
     await_device(5.0, lambda: float(next(clock)))
@@ -334,7 +334,7 @@ def test_a_device_that_hangs_is_given_up(event: type[LateEvent]) -> None:
 def test_work_on_a_device_has_a_deadline_too(
     tmp_path: Path, event: type[LateEvent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL's wait takes no time limit that reaches the device: the meter looks at an event until the deadline."""
+    """NCCL's wait has no limit on the device, so the meter queries an event until the deadline."""
     clock = iter(range(99))
     meter = LinkMeter(
         options=tiny_options(tmp_path, hosts=2, devices=1),
@@ -356,7 +356,7 @@ def test_work_on_a_device_has_a_deadline_too(
 
 
 def meter_on(device: SimulatedDevice, folder: Path, monkeypatch: pytest.MonkeyPatch, *, hop_s: float) -> LinkMeter:
-    """A meter whose messages and acknowledgements take the device `hop_s` each, over NCCL's stream."""
+    """Return a meter whose messages and acknowledgements take the device `hop_s` each."""
     device.install(monkeypatch)
 
     def batch(operations: list[object]) -> list[SimpleNamespace]:
@@ -382,7 +382,7 @@ def meter_on(device: SimulatedDevice, folder: Path, monkeypatch: pytest.MonkeyPa
 def test_a_message_between_gpus_takes_what_the_devices_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hop_s: float, *, is_sender: bool
 ) -> None:
-    """There and back is two hops; launches of 20 us and wake-ups of 10 us are in no value once the host is ahead."""
+    """A round trip is two hops; launches and wake-ups of the host are in no value."""
     meter = meter_on(SimulatedDevice(launch_s=20e-6, wake_s=10e-6), tmp_path, monkeypatch, hop_s=hop_s)
     times_s = [meter._message(index, (0, 1), is_sender=is_sender) for index in (0, 0, 1, 2)]
 
@@ -390,7 +390,7 @@ def test_a_message_between_gpus_takes_what_the_devices_need(
 
 
 def test_all_rails_keep_their_devices_busy_for_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rails that share a wire begin at the same time: the rank that wants the most passes decides for all."""
+    """The rank that wants most passes decides, so rails that share a wire begin together."""
     meter = meter_on(SimulatedDevice(), tmp_path, monkeypatch, hop_s=1e-5)
     wanted: list[list[float]] = []
 
@@ -418,7 +418,7 @@ TWO_SIZES = (8, 5 << 20)
 
 
 def test_one_way_takes_the_acknowledgement_off() -> None:
-    """A tiny message of 2 s there and back costs 1 s; so a round trip of 5 s is a message of 4 s."""
+    """A tiny round trip of 2 s has an acknowledgement of 1 s, so a round trip of 5 s is a message of 4 s."""
     tiny, large = one_way([Samples(values_s=(2.0,)), Samples(values_s=(5.0, 1.5), warmup_s=(9.0,))])
 
     assert Samples(values_s=(1.0,)) == tiny
@@ -429,7 +429,7 @@ def test_one_way_takes_the_acknowledgement_off() -> None:
     ("left_s", "rounds", "seconds"), [(24.0, 24, 0.5), (24.0, 2, 1.0), (-5.0, 7, 0.1), (1.0, 0, 0.5)]
 )
 def test_a_direction_gets_its_share_of_the_time(left_s: float, rounds: int, seconds: float) -> None:
-    """Half a round's share, no more than a second, and something even when nothing is left."""
+    """Half a round's share, at most a second, and a minimum even without time."""
     assert seconds == direction_s(left_s, rounds, "cpu")
 
 
@@ -451,7 +451,7 @@ def test_a_spent_budget_cuts_rounds_but_not_the_first(
     measured: int,
     note: tuple[str, ...],
 ) -> None:
-    """One round of each kind is measured whatever the clock says; it is asked before all others."""
+    """One round of each kind is measured with any budget."""
     rounds: list[object] = []
     monkeypatch.setattr(LinkMeter, "_round", lambda _, groups: rounds.append(groups) or [])
     monkeypatch.setattr(pairs, "suspect_rounds", lambda *_: ())
@@ -478,7 +478,7 @@ def test_local_pairs_of_two_hosts_by_hand() -> None:
 
 @given(hosts=st.integers(1, 9), devices=st.integers(1, 9))
 def test_slots_never_do_two_things_at_once(hosts: int, devices: int) -> None:
-    """No slot appears twice in a round, and every rail and every local pair is there once."""
+    """No slot is twice in a round, and every rail and local pair appears once."""
     rounds = [
         rail_groups(pairs, devices) if is_between else local_groups(pairs, hosts, devices)
         for is_between, _, pairs in in_turns(all_pairs(range(hosts)), all_pairs(range(devices)))
@@ -492,14 +492,14 @@ def test_slots_never_do_two_things_at_once(hosts: int, devices: int) -> None:
 
 
 def test_rounds_between_and_within_hosts_take_turns() -> None:
-    """Three rounds between hosts, one within: the second is the one within."""
+    """Three rounds between hosts and one within: the second is the one within."""
     order = [(is_between, number) for is_between, number, _ in in_turns(all_pairs(range(4)), all_pairs(range(2)))]
 
     assert [(True, 1), (False, 1), (True, 2), (True, 3)] == order
 
 
 def measured(rate: float) -> tuple[LinkSamples]:
-    """One link whose large message goes at so many bytes/s."""
+    """Return one link whose large message has this rate."""
     samples = tuple(Samples(values_s=(size / rate,)) for size in TWO_SIZES)
     return (LinkSamples(source=0, target=1, sizes_bytes=TWO_SIZES, samples=samples),)
 
@@ -517,7 +517,7 @@ def measured(rate: float) -> tuple[LinkSamples]:
 def test_a_transfer_that_is_slow_at_first_is_repeated_until_two_agree(
     rates: list[float], count: int, best: float
 ) -> None:
-    """A steady link is measured twice, one that was cold until two measurements agree, and none without end."""
+    """A steady link is measured twice, a cold link until two measurements agree, with a limit."""
     left = iter(rates)
     (found,) = settled(lambda: measured(next(left)), lambda own: own, lambda: True)
 
@@ -526,7 +526,7 @@ def test_a_transfer_that_is_slow_at_first_is_repeated_until_two_agree(
 
 
 def test_what_another_rank_saw_counts() -> None:
-    """The link of one rank is steady; as long as another rank's became faster, all measure again."""
+    """While another rank's link becomes faster, all ranks measure again."""
     left, others = iter([3e8] * 9), iter([3.0, 1.0])
     settled(lambda: measured(next(left)), lambda own: max(own, next(others)), lambda: True)
 
@@ -542,5 +542,5 @@ def test_without_time_links_are_measured_once() -> None:
 
 
 def test_a_slot_without_a_partner_has_nothing_to_tell() -> None:
-    """Of three slots one sits out each round."""
+    """One of three slots rests in each round."""
     assert () == settled(lambda: (), lambda own: own, lambda: True)

@@ -37,18 +37,18 @@ PAIRS = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 13)), max_size=90)
 
 
 def are_matchings(rounds: Sequence[Round]) -> bool:
-    """No host is in two pairs of a round."""
+    """Return whether no host is in two pairs of a round."""
     return all(max(Counter(host for pair in one for host in pair).values(), default=0) <= 1 for one in rounds)
 
 
 def degree(pairs: Sequence[Pair]) -> int:
-    """Pairs of the busiest host."""
+    """Return the number of pairs of the busiest host."""
     return max(Counter(host for pair in pairs for host in pair).values(), default=0)
 
 
 @given(pairs=PAIRS)
 def test_every_pair_is_in_one_round(pairs: list[Pair]) -> None:
-    """Rounds are matchings, and fewer than twice as many as the busiest host has pairs."""
+    """Rounds are matchings, and fewer than twice the number of pairs of the busiest host."""
     rounds = rounds_of(pairs)
 
     wanted = sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
@@ -82,7 +82,7 @@ def test_a_plan_of_many_hosts_takes_few_rounds() -> None:
 
 @pytest.mark.parametrize(("hosts", "rounds"), [(0, 0), (1, 0), (2, 1), (3, 3), (4, 3), (5, 5), (8, 7), (9, 9)])
 def test_all_pairs_take_the_fewest_rounds(hosts: int, rounds: int) -> None:
-    """The circle method needs N-1 rounds, N where N is odd, and meets every pair once."""
+    """N hosts need N - 1 rounds, or N if N is odd, and meet every pair once."""
     found = all_pairs(range(hosts))
 
     assert rounds == len(found)
@@ -92,7 +92,7 @@ def test_all_pairs_take_the_fewest_rounds(hosts: int, rounds: int) -> None:
 
 @given(hosts=st.integers(2, 40), count=st.integers(1, 12), seed=st.integers(0, 99), tier=st.sampled_from([0, 1, 2]))
 def test_blind_rounds_are_new_matchings(hosts: int, count: int, seed: int, tier: int) -> None:
-    """Whatever is known of the switches: matchings, no pair twice, no round empty, and no more than asked for."""
+    """With or without switches: matchings, no pair twice, no empty round, at most `count` rounds."""
     places = [("root", f"pod{host // 16}", f"leaf{host // 4}")[: tier + 1] for host in range(hosts)] if tier else []
     rounds = blind_rounds(hosts, places, count, np.random.default_rng(seed))
 
@@ -104,7 +104,7 @@ def test_blind_rounds_are_new_matchings(hosts: int, count: int, seed: int, tier:
 
 
 def test_every_tier_of_switches_gets_its_rounds() -> None:
-    """Of 8 rounds, 4 stay under the leaves and 2 for each tier above, and in all nearly all hosts are busy."""
+    """Four of eight rounds stay below the leaves, two use each higher tier, and nearly all hosts are busy."""
     places = [("root", f"pod{host // 64}", f"leaf{host // 8}") for host in range(256)]
     rounds = blind_rounds(256, places, 8, np.random.default_rng(1))
 
@@ -115,7 +115,7 @@ def test_every_tier_of_switches_gets_its_rounds() -> None:
 
 
 def test_switches_that_tell_nothing_are_no_tier() -> None:
-    """A switch over all hosts, one above each host alone, and a tier equal to the one above it are left out."""
+    """Left out: a switch over all hosts, one above each host alone, and a tier equal to the one above."""
     places = [("root", f"leaf{host // 2}", f"leaf{host // 2}", f"port{host}") for host in range(4)]
 
     assert [[0, 0, 1, 1]] == [group_H.tolist() for group_H in switch_groups(4, places)]
@@ -139,12 +139,12 @@ def inferred_tiers(hosts: int, lines: Lines) -> Ints:
 
 
 def racks(rng: np.random.Generator, hosts: int = HOSTS, size: int = 16) -> list[Place]:
-    """Hosts of racks, in no order."""
+    """Return hosts of racks, in random order."""
     return [("root", f"rack{at // size}") for at in rng.permutation(hosts).tolist()]
 
 
 def fabric(places: list[Place], rng: np.random.Generator, *, noise: float = 0.05, slow: int = 0) -> Floats:
-    """Seconds of a byte: 10 GB/s in a rack and 7 between them, noise on every link, and some slow hosts."""
+    """Return seconds per byte: 10 GB/s in a rack, 7 between racks, with noise and some slow hosts."""
     hosts = len(places)
     noise_HH = np.triu(np.abs(rng.normal(0, noise, (hosts, hosts))), 1)
     speed_H = np.ones(hosts)
@@ -155,12 +155,12 @@ def fabric(places: list[Place], rng: np.random.Generator, *, noise: float = 0.05
 
 
 def measured(seconds_HH: Floats, pairs: list[Pair]) -> dict[Pair, Line]:
-    """Both ways of each."""
+    """Return the lines of both directions of each pair."""
     return {way: Line(0.0, float(seconds_HH[way])) for pair in pairs for way in (pair, pair[::-1])}
 
 
 def scouted(seconds_HH: Floats, rng: np.random.Generator, rounds: int) -> tuple[dict[Pair, Line], int]:
-    """Four blind rounds, then scouting until nothing is left to find out; and how many rounds that took."""
+    """Measure four blind rounds, and scout until nothing is open; returns lines and number of scouting rounds."""
     hosts = len(seconds_HH)
     blind = [pair for one in blind_rounds(hosts, (), 8, rng) for pair in one]
     lines = measured(seconds_HH, blind)
@@ -175,7 +175,7 @@ def scouted(seconds_HH: Floats, rng: np.random.Generator, rounds: int) -> tuple[
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 999), slow=st.integers(0, 3))
 def test_racks_are_found_in_few_rounds(seed: int, slow: int) -> None:
-    """Of 128 hosts in 8 racks, nearly all pairs are told right after at most 20 rounds instead of 127."""
+    """128 hosts in 8 racks: 98 % of the pairs are right after at most 20 instead of 127 rounds."""
     rng = np.random.default_rng(seed)
     places = racks(rng)
     lines, _ = scouted(fabric(places, rng, slow=slow), rng, 16)
@@ -186,7 +186,7 @@ def test_racks_are_found_in_few_rounds(seed: int, slow: int) -> None:
 
 
 def test_tiers_within_tiers_are_found() -> None:
-    """Racks in pods come out as two tiers, the wider one first; the names say so as a scheduler's would."""
+    """Racks in pods are found as two tiers, the wider one first."""
     rng = np.random.default_rng(1)
     places: list[Place] = [("root", f"pod{host // 64}", f"rack{host // 8}") for host in range(256)]
     tier_HH = tiers_of(places)
@@ -198,7 +198,7 @@ def test_tiers_within_tiers_are_found() -> None:
 
 
 def test_a_disturbed_link_does_not_join_racks() -> None:
-    """One link between two racks that seems as fast as those within misplaces a host at most."""
+    """One link between racks that looks fast misplaces at most one host."""
     rng = np.random.default_rng(2)
     places = racks(rng)
     seconds_HH = fabric(places, rng)
@@ -215,7 +215,7 @@ def test_a_disturbed_link_does_not_join_racks() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.08])
 def test_a_flat_network_has_no_tiers(noise: float) -> None:
-    """Noise alone makes no groups, so that nothing is scouted and all links are estimated alike."""
+    """Noise alone makes no groups, so there is nothing to scout."""
     rng = np.random.default_rng(3)
     seconds_HH = fabric([()] * HOSTS, rng, noise=noise)
     lines = measured(seconds_HH, [pair for one in blind_rounds(HOSTS, (), 16, rng) for pair in one])
@@ -226,7 +226,7 @@ def test_a_flat_network_has_no_tiers(noise: float) -> None:
 
 @given(hosts=st.integers(2, 40), seed=st.integers(0, 99), count=st.integers(1, 8))
 def test_scouting_rounds_are_new_matchings(hosts: int, seed: int, count: int) -> None:
-    """Whatever is known, no host is in two pairs, and no group is tested twice for nothing."""
+    """No host is in two pairs, and no known pair is measured again."""
     rng = np.random.default_rng(seed)
     seconds_HH = fabric(racks(rng, hosts, 4), rng, noise=0.02)
     lines = measured(seconds_HH, [pair for one in blind_rounds(hosts, (), count, rng) for pair in one])
@@ -238,7 +238,7 @@ def test_scouting_rounds_are_new_matchings(hosts: int, seed: int, count: int) ->
 
 
 def test_the_lowest_valley_is_where_far_ends() -> None:
-    """Three heaps: the slowest is far, the other two are near; few slow links below make no heap of their own."""
+    """Three peaks: the slowest is far, the other two are near; a few slow links below are no peak."""
     rng = np.random.default_rng(4)
     heaps = [rng.normal(np.log(rate), 0.02, count) for rate, count in ((3e9, 5), (5e9, 300), (7e9, 80), (10e9, 40))]
     level = lowest_level(np.concatenate(heaps))
@@ -253,12 +253,12 @@ TIER_HH = tiers_of(PLACES)
 
 
 def in_tiers(ends_HH: Floats) -> Floats:
-    """Bytes/s: each tier of switches is slower than the one below it, and ends have their say."""
+    """Return bytes/s: each tier of switches is slower than the one below, times the factors of the ends."""
     return np.array([40e9, 25e9, 10e9])[TIER_HH] * ends_HH
 
 
 def seen(rates_HH: Floats, count: int, places: list[Place], seed: int = 0) -> dict[tuple[int, int], Line]:
-    """What so many blind rounds measure: latency 1 us for each tier, both ways."""
+    """Return the lines of `count` blind rounds: latency of 1 us for each tier, both directions."""
     pairs = [pair for one in blind_rounds(NUM_HOSTS, places, count, np.random.default_rng(seed)) for pair in one]
     return {
         (a, b): Line(1e-6 * (1 + int(TIER_HH[a, b])), 1 / float(rates_HH[a, b]))
@@ -268,7 +268,7 @@ def seen(rates_HH: Floats, count: int, places: list[Place], seed: int = 0) -> di
 
 
 def errors(found: Estimate, rates_HH: Floats) -> Floats:
-    """By what part the estimates are off, of the links that were not measured."""
+    """Return the relative errors of the estimated links."""
     estimated_HH = ~found.measured_HH & ~np.eye(NUM_HOSTS, dtype=bool)
     return np.abs(found.links.bandwidth_bytes_per_s / rates_HH - 1)[estimated_HH]
 
@@ -280,7 +280,7 @@ def errors(found: Estimate, rates_HH: Floats) -> Floats:
     bad=st.sets(st.integers(0, NUM_HOSTS - 1), max_size=2),
 )
 def test_a_fabric_of_tiers_and_slow_hosts_is_recovered(count: int, seed: int, bad: set[int]) -> None:
-    """Where every link is its tier's, and that of its slower end, few rounds tell nearly all links to 15 %."""
+    """If tier and slower end decide, few rounds estimate 90 % of the links to 1 %."""
     speed_H = np.array([0.5 if host in bad else 1.0 for host in range(NUM_HOSTS)])
     rates_HH = in_tiers(np.minimum(speed_H[:, None], speed_H))
     off = errors(estimate(NUM_HOSTS, seen(rates_HH, count, PLACES, seed), PLACES), rates_HH)
@@ -291,18 +291,18 @@ def test_a_fabric_of_tiers_and_slow_hosts_is_recovered(count: int, seed: int, ba
 
 
 def of_slower_end(speed_H: Floats) -> Floats:
-    """A link is as fast as its slower end."""
+    """Return links as fast as their slower end."""
     return np.minimum(speed_H[:, None], speed_H)
 
 
 def of_both_ends(speed_H: Floats) -> Floats:
-    """Each end has its share in a link, and sends better than it receives."""
+    """Return links with a share of each end; hosts send better than they receive."""
     return speed_H[:, None] * speed_H**0.5
 
 
 @pytest.mark.parametrize("ends", [of_slower_end, of_both_ends])
 def test_ends_are_told_either_way(ends: Callable[[Floats], Floats]) -> None:
-    """Two kinds of hosts, and all kinds of hosts: half of the unmeasured links are estimated to 3 %."""
+    """With both models half of the unmeasured links are estimated to 3 %."""
     rng = np.random.default_rng(3)
     speed_H = rng.choice([0.5, 1.0], NUM_HOSTS) if ends is of_slower_end else rng.uniform(0.5, 1.0, NUM_HOSTS)
     rates_HH = in_tiers(ends(speed_H))
@@ -312,7 +312,7 @@ def test_ends_are_told_either_way(ends: Callable[[Floats], Floats]) -> None:
 
 
 def test_what_was_measured_stays_as_it_is() -> None:
-    """Measured links are taken over, each way for itself, and only they are marked as measured."""
+    """Measured links are kept for each direction, and only they are marked as measured."""
     lines = {(0, 1): Line(1e-6, 1e-9), (1, 0): Line(2e-6, 2e-9), (2, 3): Line(1e-6, 1e-9)}
     found = estimate(4, lines)
 
@@ -323,7 +323,7 @@ def test_what_was_measured_stays_as_it_is() -> None:
 
 
 def test_latencies_are_those_of_the_tier() -> None:
-    """A link that was not measured has the latency that is usual between such switches."""
+    """An estimated link has the median latency of its tier."""
     found = estimate(
         NUM_HOSTS,
         seen(in_tiers(np.ones((NUM_HOSTS, NUM_HOSTS))), 6, PLACES),
@@ -336,7 +336,7 @@ def test_latencies_are_those_of_the_tier() -> None:
 
 
 def test_hope_is_above_what_is_likely_and_only_for_what_was_not_measured() -> None:
-    """Among noisy links an unmeasured one may be as good as the good ones, a measured one is what it is."""
+    """An optimistic estimate is higher than the likely one; measured links are equal in both."""
     rng = np.random.default_rng(5)
     rates_HH = in_tiers(1 - np.minimum(np.abs(rng.normal(0, 0.08, (NUM_HOSTS, NUM_HOSTS))), 0.5))
     found = estimate(NUM_HOSTS, seen(rates_HH, 12, PLACES), PLACES)
@@ -349,7 +349,7 @@ def test_hope_is_above_what_is_likely_and_only_for_what_was_not_measured() -> No
 
 
 def test_a_tier_without_a_measurement_is_like_its_neighbour() -> None:
-    """Only links under leaves were measured: the others are taken to be no worse, for want of anything better."""
+    """If only links below leaves were measured, the others get the same rate."""
     lines = {
         pair: line
         for pair, line in seen(in_tiers(np.ones((NUM_HOSTS, NUM_HOSTS))), 8, PLACES).items()
@@ -361,13 +361,13 @@ def test_a_tier_without_a_measurement_is_like_its_neighbour() -> None:
 
 
 def noisy_rates(hosts: int, seed: int) -> Floats:
-    """Bytes/s of links that differ at random."""
+    """Return bytes/s of links that differ at random."""
     rates_HH = np.random.default_rng(seed).uniform(1e9, 4e9, (hosts, hosts))
     return np.minimum(rates_HH, rates_HH.T)
 
 
 def meter(rates_HH: Floats, taken: list[Round]) -> Measure:
-    """Measures exactly, and keeps what it was asked for."""
+    """Return a function that measures exactly and records the rounds."""
 
     def measure(rounds: Sequence[Round]) -> Lines:
         taken.extend(rounds)
@@ -378,7 +378,7 @@ def meter(rates_HH: Floats, taken: list[Round]) -> Measure:
 
 
 def ring(links: Links) -> list[Pair]:
-    """A ring through all hosts: always on to the fastest link that is left."""
+    """Return a ring through all hosts: each goes to the fastest link that is left."""
     order = [0]
     while len(order) < links.size:
         rates_H = links.bandwidth_bytes_per_s[order[-1]].copy()
@@ -388,12 +388,12 @@ def ring(links: Links) -> list[Pair]:
 
 
 def seconds(rates_HH: Floats, pairs: Sequence[Pair]) -> float:
-    """Seconds of a byte around the ring."""
+    """Return the seconds per byte around the ring."""
     return sum(1 / float(rates_HH[pair]) for pair in pairs)
 
 
 def adapted(rates_HH: Floats, taken: list[Round], *, most_rounds: int = 14, seed: int = 0) -> Survey:
-    """Four blind rounds, then passes."""
+    """Measure four blind rounds, then scout and plan."""
     measure = meter(rates_HH, taken)
     blind = blind_rounds(len(rates_HH), (), 4, np.random.default_rng(seed))
     return survey(len(rates_HH), measure(blind), measure=measure, advise=ring, most_rounds=most_rounds)
@@ -402,7 +402,7 @@ def adapted(rates_HH: Floats, taken: list[Round], *, most_rounds: int = 14, seed
 @settings(max_examples=30)
 @given(hosts=st.integers(8, 24), seed=st.integers(0, 99), most_rounds=st.integers(0, 20))
 def test_no_pair_is_measured_twice_and_the_rounds_are_kept(hosts: int, seed: int, most_rounds: int) -> None:
-    """Passes end by themselves or by the limit, rounds are matchings, and a settled plan rests on measured links."""
+    """Rounds are matchings within the limit, and a settled plan uses measured links only."""
     taken: list[Round] = []
     found = adapted(noisy_rates(hosts, seed), taken, most_rounds=most_rounds, seed=seed)
 
@@ -416,7 +416,7 @@ def test_no_pair_is_measured_twice_and_the_rounds_are_kept(hosts: int, seed: int
 
 
 def test_passes_are_worth_more_than_as_many_blind_rounds() -> None:
-    """On 40 hosts with links that all differ, rings planned after passes beat those after as many blind rounds."""
+    """On 40 hosts with random links, rings planned after plan rounds beat those after blind rounds."""
     excess: list[tuple[float, float]] = []
     for seed in range(20):
         rates_HH = noisy_rates(40, seed)
@@ -435,7 +435,7 @@ def test_passes_are_worth_more_than_as_many_blind_rounds() -> None:
 
 
 def test_cached_links_are_verified_where_plans_use_them() -> None:
-    """Of 12 hosts only the ring's 12 links are measured again; one that lost half its rate is told, and avoided."""
+    """Only the ring's 12 links are measured again; a link at half its rate is found and avoided."""
     rates_HH = noisy_rates(12, 1)
     taken: list[Round] = []
     everything = meter(rates_HH, [])([tuple((a, b) for a in range(12) for b in range(a + 1, 12))])
@@ -453,7 +453,7 @@ def test_cached_links_are_verified_where_plans_use_them() -> None:
 
 
 def test_unchanged_cached_links_take_one_pass() -> None:
-    """Where nothing changed, one pass of at most 3 rounds confirms the links in use."""
+    """Without changes, at most 3 rounds confirm the links in use."""
     rates_HH = noisy_rates(12, 1)
     taken: list[Round] = []
     everything = meter(rates_HH, [])([tuple((a, b) for a in range(12) for b in range(a + 1, 12))])
@@ -466,7 +466,7 @@ def test_unchanged_cached_links_take_one_pass() -> None:
 
 
 def test_a_link_that_cannot_be_measured_is_not_asked_for_again() -> None:
-    """A measurement that brings nothing does not keep the passes going."""
+    """A measurement without a result does not repeat for ever."""
     rates_HH = noisy_rates(8, 2)
     blind = meter(rates_HH, [])(blind_rounds(8, (), 2, np.random.default_rng(0)))
     calls: list[Sequence[Round]] = []
@@ -483,7 +483,7 @@ def test_a_link_that_cannot_be_measured_is_not_asked_for_again() -> None:
 
 
 def test_a_spent_budget_ends_the_passes() -> None:
-    """Nothing is asked or measured once the budget does not allow it."""
+    """Without time the adviser does not plan, and nothing is measured."""
     rates_HH = noisy_rates(8, 2)
     known = meter(rates_HH, [])(blind_rounds(8, (), 2, np.random.default_rng(0)))
     taken: list[Round] = []

@@ -1,6 +1,6 @@
 """Peaks of single ranks of large jobs, each run for real under a fake process group, beside what was foretold.
 
-The warm-up's own stage probe (`probe.compute.whole_stages`) measures. On CUDA torch's allocator and NVML count; on a
+The warm-up's own stage probe (`probe.compute.benches`) measures. On CUDA torch's allocator and NVML count; on a
 CPU tensors are counted one by one in the place of the allocator, and there is nothing in the place of NVML.
 """
 

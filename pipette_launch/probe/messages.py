@@ -60,7 +60,7 @@ class WarmupOrder(HostsOfJob):
 
     job: Job
     hosts: tuple[Host, ...]
-    """In the order of torchrun's ranks, with the same number of devices each."""
+    """Hosts in the order of torchrun's ranks, with the same number of devices each."""
     cases: tuple[ComputeCase, ...]
     """Most promising first; the first is the reference case, which every slot measures."""
     output: str

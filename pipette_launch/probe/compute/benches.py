@@ -132,7 +132,7 @@ class Bench:
             )
 
     def note_out_of_memory(self, words: str) -> None:
-        """Note that a case ran out of memory here."""
+        """Add a note that a case ran out of memory on this slot."""
         self.notes.append(f"{self.PHASE}: {words} ran out of memory on slot {self.options.slot_name(self.slot)}")
 
     @contextmanager
@@ -312,7 +312,7 @@ class LayerBench(Bench):
         return stack.enter_context(patches_workload.workload(self.options.job, case, device_kind=kind))
 
     def _overheads(self, case: ComputeCase) -> None:
-        """Measure waking and loading on a CPU."""
+        """Measure the overheads of a CPU stage: waking after a wait, and loading micro-batches."""
         job, wakes = self.options.job, self.options.num_slots > 1
         loads = loads_as_megatron_lm(job)
         if self.options.device_kind == "cuda" or not self.times or not (wakes or loads):
@@ -327,7 +327,7 @@ class LayerBench(Bench):
                     self.loading = loading_time(job, layer, case.micro_batch_size)
 
     def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
-        """Measure the reference case, with paces before and after it, and the optimizer last."""
+        """Measure the reference case: the pace, the parts, the pace of slow slots again, and the optimizer."""
         case, left_s = self.options.cases[0], budget.left_s()
         self._work_up(work, lockstep, budget)
         lap = None if work is None else partial(self._lap, work)

@@ -108,14 +108,14 @@ def slots_to_repeat(options: WarmupOrder, paces_S: Paces) -> tuple[int, ...]:
 
 
 def factors(options: WarmupOrder, results: Sequence[WorkerResult], found: Speeds) -> tuple[float, ...]:
-    """Return one factor for each slot: its times, times this factor and its speed, are the times that steps wait for.
+    """Return one factor for each slot: time * factor * speed is the time that a training step waits for.
 
     Slots share cores unevenly by chance, which must not make one case look slower than another. So the time that other
     processes took is the same for all slots. If a slot differs, its reference case shows how much of the difference its
     times contain.
     """
     wall = on_the_wall(results, found)
-    # Layers of the reference case, forward and backward; 0 = not measured.
+    # Seconds of the layers of the reference case, forward and backward; 0 = not measured.
     layer_s_S = [
         sum(
             samples.median_s
@@ -205,7 +205,7 @@ def _centre(values: Floats) -> float:
 
 @dataclass(kw_only=True)
 class PaceTest:
-    """One slot's part in the test."""
+    """The pace test of one slot."""
 
     options: WarmupOrder
     slot: int

@@ -56,7 +56,8 @@ class Habits:
     min_values: int
     """Least number of timed turns of a part, however long they take."""
     long_layer_s: float
-    """A layer whose forward and backward take longer runs in short chains only: entering is under 1 % of it."""
+    """A layer whose forward and backward take longer runs in short chains only: entering a chain is under 1 % of its
+    time."""
 
     def hastier(self, factor: float) -> Habits:
         """Return habits that spend `factor` times less time, with at least three timed turns."""

@@ -58,7 +58,7 @@ class LoadReading:
     sm_clock_hz: float
     sm_clock_max_hz: float
     power_w: float
-    """Mean over the last second (nvml.h, nvmlDeviceGetPowerUsage)."""
+    """Mean power over the last second (nvml.h, nvmlDeviceGetPowerUsage)."""
     clock_reasons: tuple[str, ...]
 
 

@@ -134,12 +134,12 @@ class _Timer:
         self._queued, self._place = queued, place
         self._limit_s = DEADLINE_SHARE * options.wait_s()
         self.timed: dict[int, Samples] = {}
-        """By bytes of the full tensor."""
+        """Times by the size of the full tensor, in bytes."""
         self.refused = ""
         """The reason if the backend has no such collective; the same on all members."""
 
     def time(self, asked_bytes: int, repeats: int | None = None) -> None:
-        """Time one size; all ranks call it with the same size.
+        """Time the collective of one size; all ranks call this with the same size.
 
         With `repeats`, only the first call is a warm-up; None = repeats and warm-ups of the order.
         """

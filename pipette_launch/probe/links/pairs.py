@@ -103,7 +103,7 @@ def sending_order(counts: Sequence[int]) -> list[tuple[int, int]]:
 def quartile_spread(values: Sequence[float]) -> float:
     """Return half the distance between the quartiles, divided by the median; of at least two values.
 
-    Stricter than the median absolute deviation, which calls (1, 1, 1, 2, 2) steady.
+    This is stricter than the median absolute deviation, which calls (1, 1, 1, 2, 2) steady.
     """
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / (2 * middle) if middle else 0.0
@@ -301,8 +301,8 @@ class LinkMeter:
     ) -> tuple[LinkSamples, ...]:
         """Measure pairs of hosts, all rails at once, or pairs of local devices, in every host at once.
 
-        `rounds` has disjoint pairs of hosts, or of local devices with `within`. Messages count rounds from `first`,
-        `of` all.
+        `rounds` has disjoint pairs of hosts, or of local devices with `within`. Progress and error messages have the
+        round as `first` of `of`; 0 = the length of `rounds`.
 
         Raises:
             ProbeError: a partner did not answer by the deadline; the message has its slot and the round.
@@ -414,7 +414,7 @@ class LinkMeter:
         def exchange(index: int) -> None:
             for operation in _operations(*self._ends(index, is_sender=is_sender), peer, sends_first=is_sender):
                 for work in dist.batch_isend_irecv([operation]):
-                    # Only the stream waits.
+                    # This wait blocks the stream, not the host.
                     work.wait()
 
         with self._deadline(self.options.slot_name(peer)):

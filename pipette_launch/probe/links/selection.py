@@ -224,8 +224,8 @@ def groupings_of(num_hosts: int, lines: Lines) -> tuple[Grouping, ...]:
 def scouting_round(num_hosts: int, lines: Lines, rng: np.random.Generator) -> Round:
     """Choose the pairs that show most about which hosts are near; empty if no groups are visible, or all is known.
 
-    Each host tests one group that may be its own, at the widest level where that is open. No two hosts test the same
-    two groups.
+    Each pair tests whether the groups of both hosts are one group, at the widest level where that is open. No two
+    pairs test the same two groups.
     """
     pairs: list[Pair] = []
     idle_H = np.ones(num_hosts, dtype=bool)
@@ -257,10 +257,10 @@ def lowest_level(log_N: Floats) -> float | None:
     for peak in (np.flatnonzero((density[1:-1] > density[:-2]) & (density[1:-1] >= density[2:])) + 1).tolist():
         valley = top + int(density[top : peak + 1].argmin())
         below = int((log_N < grid[valley]).sum())
-        # A peak of few far links contains the links of slow hosts.
+        # If few links are far, they belong to slow hosts.
         enough = below >= max(FAR_SHARE * len(log_N), LEAST_LINKS) and len(log_N) - below >= LEAST_LINKS
         rare = min(density[top], density[peak])
-        # The count at a peak is random: one standard deviation fewer is as likely.
+        # Counts are random, so the lower peak may be one standard deviation smaller.
         if enough and density[valley] < VALLEY * (rare - np.sqrt(rare)):
             return float(grid[valley])
         if density[peak] > density[top]:
@@ -429,7 +429,7 @@ class Survey:
     """All measured links, new and cached, in both directions."""
     places: Sequence[Place] = ()
     is_cached: bool = False
-    """The first lines are from an earlier warm-up: their links may be measured again."""
+    """The initial lines are from an earlier warm-up: their links may be measured again."""
     passes: list[Pass] = field(default_factory=list)
     changed: list[Pair] = field(default_factory=list)
     """Pairs whose cached links have changed, most important first."""

@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu.jobs import DeviceKind
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import Shape, job_of, layer_of
-from pipette_launch.cost.compute.device_work import layer_loads
+from pipette_launch.cost.layers.kinds import kind_loads
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Layout
 from pipette_launch.probe.compute.timing import Habits, time_calls, time_part
@@ -95,7 +95,7 @@ def bandwidth(book: Notebook, watch: Stopwatch, habits: Habits) -> None:
 def host_bound(book: Notebook, watch: Stopwatch, habits: Habits, has_te: bool) -> None:
     """A layer too small for the device: its time is the host's, and over its kernels `launch_s`. Then as a graph."""
     job = job_of(TINY, Layout(), has_te=has_te)
-    loads = layer_loads(job, Layout(), moe=False)
+    loads = kind_loads(job, Layout(), "layer")
     with workload.workload(job, ComputeCase(tp=1, cp=1, micro_batch_size=1), device_kind=book.kind) as work:
         layer = layer_of(work)
         found = time_part(layer, ComputeCase(tp=1, cp=1, micro_batch_size=1), slot=0, stopwatch=watch, habits=habits)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Fabric, Kind
+from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.exchanges import exchanges
 from pipette_launch.cost.communication.groups import Groups
 from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.layers.block import Collective
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout
@@ -105,7 +106,7 @@ class UnitPrices:
         idle_2U = np.array([[unit.forward_idle_s for unit in passes], [unit.backward_idle_s for unit in passes]])
         slots_GK = slot_W[Groups.of(layout).tp]
         exchanged_2U = np.zeros_like(compute_2U)
-        priced: dict[tuple[Kind, float], float] = {}
+        priced: dict[tuple[Collective, float], float] = {}
         for item in exchanges(self._job, each, self._table.hiding(each)):
             if item.group == "tp":
                 key = (item.kind, item.size_bytes)

@@ -29,7 +29,7 @@ from benchmarks.rivals.pick import (
     torchrun_order,
     variant,
 )
-from pipette_launch.cost.compute.device_work import is_flash
+from pipette_launch.cost.layers.attention import is_flash
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.job import Job

@@ -1,1 +1,29 @@
 """Prediction of the seconds of one training step and the bytes on each device, for a layout on given slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_MOST = 1 << 15
+
+
+class Memo(Generic[T]):
+    """Values by key, for figures that many layouts share; all are forgotten when there are too many."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._values: dict[Hashable, T] = {}
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the value of a key; `make` computes a missing value, from the key's facts only."""
+        if key not in self._values:
+            if len(self._values) >= self._most:
+                self._values.clear()
+            self._values[key] = make()
+        return self._values[key]

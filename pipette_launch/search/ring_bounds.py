@@ -19,8 +19,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Kind, Scale, chunk_share, num_steps, spanning_tree
+from pipette_launch.cost.communication.collectives import Scale, chunk_share, num_steps, spanning_tree
 from pipette_launch.cost.communication.groups import group_sizes
+from pipette_launch.cost.layers.block import Collective
 from pipette_launch.cost.layers.parameters import experts_lie_in_stages
 from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.cost.step.work import LayoutWork
@@ -209,7 +210,7 @@ class Places:
         chosen = self.links.latency_s[~np.eye(len(self), dtype=bool)]
         return float(chosen.min()), float(chosen.max())
 
-    def factors(self, kind: Kind, size: int, fewest: int) -> tuple[float, float, float]:
+    def factors(self, kind: Collective, size: int, fewest: int) -> tuple[float, float, float]:
         """Least latency factor, extra latency and byte factor of a group on `fewest` places or more."""
         scale: Scale = self.model.fabric.scale(kind, size)
         is_within = len(self.model.fabric.cluster.hosts) == 1
@@ -220,7 +221,7 @@ class Places:
             float(scale.least_bytes_factor[counts].min()),
         )
 
-    def link_s_HH(self, kind: Kind, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
+    def link_s_HH(self, kind: Collective, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
         """Least seconds of a collective if a link is its slowest; infinite from a place to itself; rows send.
 
         Args:
@@ -244,7 +245,7 @@ class Tour:
     """Groups of one kind that pass through several places; every block of ranks lies on one place and in one group."""
 
     places: Places
-    kind: Kind
+    kind: Collective
     members: int
     size_bytes: float
     """Of one collective; others over the same links are priced by `seconds`."""
@@ -294,7 +295,7 @@ class Tour:
             through_H=self.through_s_H,
         )
 
-    def seconds(self, kind: Kind, size_bytes: float, slowest_s: float) -> float:
+    def seconds(self, kind: Collective, size_bytes: float, slowest_s: float) -> float:
         """Least seconds of another collective over a link over which this one takes `slowest_s`.
 
         The link's time per byte is least where its latency is largest. A collective in the other direction uses other
@@ -336,7 +337,7 @@ class Ring:
             self._beyond(work.gather_kind, work.parameter_bytes_S2[:, self.column], slowest_s),
         )
 
-    def _beyond(self, kind: Kind, bytes_S: Floats, slowest_s: float) -> Floats:
+    def _beyond(self, kind: Collective, bytes_S: Floats, slowest_s: float) -> Floats:
         tour, fabric = self.tour, self.tour.places.model.fabric
         more = {
             size: max(tour.seconds(kind, size, slowest_s) - fabric.bound_s(kind, tour.members, size), 0.0)

@@ -16,14 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipette_launch.cost.communication.collectives import (
-    Kind,
-    chunk_share,
-    links_together,
-    num_steps,
-    spread_over_hosts,
-)
-from pipette_launch.cost.communication.exchanges import Exchange
+from pipette_launch.cost.communication.collectives import chunk_share, links_together, num_steps, spread_over_hosts
+from pipette_launch.cost.layers.block import Collective, Exchange
 from pipette_launch.cost.pipeline.engine import critical_counts
 from pipette_launch.cost.step.assemble import pipelines, step_end, total_s
 from pipette_launch.cost.step.predictor import PlacementCost
@@ -126,7 +120,7 @@ class View:
             return 0.0
         return self.model.fabric.seconds("send", (0, 1), size_bytes)
 
-    def seconds_HH(self, kind: Kind, spread: OnHosts, size_bytes: float) -> Floats:
+    def seconds_HH(self, kind: Collective, spread: OnHosts, size_bytes: float) -> Floats:
         """Seconds of a collective if a link between two hosts is its slowest (as in `Fabric.seconds_G`): shape (H, H).
 
         Args:
@@ -146,7 +140,7 @@ class View:
         seconds += num_steps(kind, size) * float(scale.extra_latency_s[spans])
         return seconds
 
-    def links(self, kind: Kind, ranks_GK: Ints) -> LinksBetweenHosts:
+    def links(self, kind: Collective, ranks_GK: Ints) -> LinksBetweenHosts:
         """Links between hosts that groups of ranks use."""
         host_GK = self.host_W[ranks_GK]
         size = host_GK.shape[1]
@@ -395,7 +389,7 @@ def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
         yield _priced(view, kind, links, sizes_S2[:, column].reshape(-1, work.layout.pp))
 
 
-def _priced(view: View, kind: Kind, links: LinksBetweenHosts, size_bytes_CP: Floats) -> _Rings:
+def _priced(view: View, kind: Collective, links: LinksBetweenHosts, size_bytes_CP: Floats) -> _Rings:
     """Price the chunks of each pipeline rank together; ranks of other sizes share a matrix where there are too many."""
     total_P = size_bytes_CP.sum(axis=0)
     sizes = np.array(sorted(set(map(tuple, size_bytes_CP.T.tolist())))).T

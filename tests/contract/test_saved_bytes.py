@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.layers import attention, experts
-from pipette_launch.cost.layers.parameters import layer_parameters, stage_parameters
+from pipette_launch.cost.layers import attention, mlp
+from pipette_launch.cost.layers.ends import depth_bytes, embedding_bytes
+from pipette_launch.cost.layers.kinds import kind_parameters
+from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.facts import Job, LatentAttention, Layout
 
 ROOT = Path(__file__).parents[2]
@@ -165,7 +167,7 @@ def found() -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("name", EXPERT_CASES)
 def test_experts_save_what_the_closed_form_says(name: str, found: dict[str, dict[str, int]]) -> None:
     """To a few bytes for each expert and sequence: the losses' own counts and results."""
-    kept = experts.expert_activations(EXPERT_CASES[name].job, LAYOUT)
+    kept = mlp.expert_activations(EXPERT_CASES[name].job, LAYOUT)
 
     assert pytest.approx(kept.routed + kept.shared, abs=32 * 4) == found[name]["saved"]
 
@@ -173,7 +175,7 @@ def test_experts_save_what_the_closed_form_says(name: str, found: dict[str, dict
 @pytest.mark.parametrize("name", EXPERT_CASES)
 def test_experts_weigh_what_the_closed_form_says(name: str, found: dict[str, dict[str, int]]) -> None:
     """Every parameter of the layer, router and shared expert included."""
-    assert layer_parameters(EXPERT_CASES[name].job.model, LAYOUT, moe=True).count == found[name]["parameters"]
+    assert kind_parameters(EXPERT_CASES[name].job.model, LAYOUT, "moe_layer").count == found[name]["parameters"]
 
 
 @pytest.mark.parametrize("name", LATENT_CASES)
@@ -181,11 +183,11 @@ def test_latent_attention_is_what_the_closed_form_says(name: str, found: dict[st
     """Every parameter, and every byte but the statistics of the latents' norms."""
     model = LATENT_CASES[name].job.model
     assert model.latent_attention is not None
-    kept = attention.attention_activations(model, model.latent_attention, LAYOUT, fused_rope=False)
+    kept = attention.latent_bytes(model, model.latent_attention, LAYOUT, fused_rope=False)
     statistics = 2 * NORM_STATISTICS if model.qk_layernorm else 0
 
-    assert layer_parameters(model, LAYOUT, moe=False).count == found[name]["parameters"]
-    assert kept.latents + kept.projected + kept.context + statistics == found[name]["saved"]
+    assert kind_parameters(model, LAYOUT, "layer").count == found[name]["parameters"]
+    assert sum(kept) + statistics == found[name]["saved"]
 
 
 def test_multi_token_prediction_weighs_what_the_closed_form_says(found: dict[str, dict[str, int]]) -> None:
@@ -202,7 +204,7 @@ def test_multi_token_prediction_saves_what_the_closed_form_says(found: dict[str,
     ids = 8 * TOKENS * BATCH
     own = found["predicts"]["saved"] - found["one layer"]["saved"] - layer - head
 
-    expected = attention.prediction_activations(PREDICTS.job.model, LAYOUT) + ids + 3 * NORM_STATISTICS
+    expected = depth_bytes(PREDICTS.job, LAYOUT) - embedding_bytes(PREDICTS.job, LAYOUT) + ids + 3 * NORM_STATISTICS
     assert pytest.approx(expected, rel=0.03) == own
 
 

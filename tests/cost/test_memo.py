@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipette_launch.cost.memo import Memo
+from pipette_launch.cost import Memo
 
 
 def test_a_value_is_made_once_until_there_are_too_many() -> None:

@@ -12,7 +12,8 @@ from labs import needs_lab
 from probe.workers import ROOT
 
 from benchmarks.netlab import Lab, everywhere, topology
-from pipette_launch.cost.communication.collectives import Kind, num_steps, ring_shift
+from pipette_launch.cost.communication.collectives import num_steps, ring_shift
+from pipette_launch.cost.layers.block import Collective
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes, needs_lab]
 WORKER = Path(__file__).parent / "ring_worker.py"
@@ -31,7 +32,7 @@ def test_rings_go_the_way_that_they_are_priced(tmp_path: Path, fast_shift: int) 
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
 
     assert (0, "") == failed
-    assert found[0].keys() <= set(get_args(Kind))
+    assert found[0].keys() <= set(get_args(Collective))
     for kind in found[0]:
         took_s = max(one[kind] for one in found)
         # Half of what the slow links would take for the bytes of a ring, with which bursts have nothing to do.

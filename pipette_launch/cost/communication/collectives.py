@@ -1,7 +1,8 @@
-"""Seconds for an all-reduce, all-gather, reduce-scatter, all-to-all or send over given links.
+"""Seconds for collectives and sends over the links of an allocation.
 
-Every collective is a sequence of equal steps in which each member sends one chunk, and each step takes as long as its
-slowest link (alpha-beta model; Thakur, Rabenseifner, Gropp 2005, sections 4.1 to 4.5):
+Every collective is a sequence of equal steps. In each step every member sends one chunk, and the step takes as long as
+its slowest link (alpha-beta model; Thakur, Rabenseifner, Gropp 2005, sections 4.1 to 4.5). `COLLECTIVES` has the steps
+of each kind for k members and a tensor of `bytes`:
 
     all_reduce      2(k - 1) steps of bytes / k around the ring
     all_gather       (k - 1) steps of bytes / k around the ring
@@ -9,22 +10,20 @@ slowest link (alpha-beta model; Thakur, Rabenseifner, Gropp 2005, sections 4.1 t
     all_to_all       (k - 1) steps of bytes / k, over every pair
     send                   1 step of bytes
 
-`bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. Where a group of the same or of a
-near shape was measured, its fit corrects this formula, so that a measured group costs what was measured. Time per byte
-is corrected by a factor: slower links still cost more, and the links of all members on a host count together. Latency
-beyond that of the links comes from the library, so it is added: to each step or, over gloo, to the whole operation. A
-send is not corrected: the links themselves are measured by sends. Groups that run at the same time are priced each by
-itself: their contention is in the price as far as it was in the measurement.
+`bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. If a group of the same or a
+similar shape was measured, its result corrects the formula, so a measured group costs what was measured. A factor
+corrects the time per byte: slower links still cost more, and the links of all members on a host count together. Latency
+beyond that of the links comes from the library, so it is added to each step. Sends are not corrected, because links are
+measured by sends. Groups that run at the same time are priced separately; a measurement includes their contention.
 """
 
-# S = slots, H = hosts, D = devices of one host, U = different matrices within hosts, L = all links that are kept.
-# H = hosts, M = measured groups.
-# G = groups of one kind, K = members of a group in ring order, L = links of a group, T = groups of any kinds.
+# G = groups of one kind, K = members of a group in ring order, L = links, T = groups of any kinds, S = slots,
+# H = hosts, D = devices of one host.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -32,45 +31,86 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.layers.block import Collective
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster, Links
 from pipette_launch.facts.co_location import Domains
+from pipette_launch.facts.layout import Ints
 from pipette_launch.facts.measurements import CollectiveTime
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Floats = NDArray[np.float64]
 
-_DOWNWARDS: dict[str, tuple[Kind, ...]] = {"cpu": ("all_reduce", "reduce_scatter"), "cuda": ()}
-"""Rings in which each member sends to the one before it. So gloo reduces, and gathers the other way: on four hosts
-whose links carry 25 MB/s to the next and 100 MB/s back, an all-gather of 20 MB takes 630 ms, where links of 100 MB/s
-both ways give 170; a reduce-scatter takes its 340 as ever. NCCL's direction has not been measured."""
-
-
-def ring_shift(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> int:
-    """To which member of a ring each sends, counted from itself: 1 = the next, -1 = the one before."""
-    return -1 if kind in _DOWNWARDS[device_kind] else 1
+LINKS_AT_ONCE = 1 << 19
+"""An all-to-all is priced in pieces of about this many links, some tens of MB."""
+LIBRARYS_SHARE = 2.0
+"""NCCL may send up to twice the bytes of a ring."""
 
 
-def num_steps(kind: Kind, size: int) -> int:
-    """How many chunks each member of a group of `size` sends, one after the other."""
-    if size < 2:
-        return 0
-    if kind == "send":
-        return 1
-    return 2 * (size - 1) if kind == "all_reduce" else size - 1
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Steps:
+    """Steps of one kind of collective, and how measurements of it are used."""
+
+    num_steps: Callable[[int], int]
+    """Steps of a group by its number of members, two or more."""
+    moves_all: bool = False
+    """Each step moves the whole tensor, not one member's part."""
+    is_ring: bool = True
+    """Members send around a ring. A ring uses the links of all members on a host at the same time."""
+    stand_ins: tuple[Collective, ...] = ()
+    """Kinds whose measurements are used if this kind was not measured: the same ring, run once or twice."""
+    gloo_runs: float = 1.0
+    """Number of rings that gloo runs: its reduce-scatter is an all-reduce."""
+    gloo_shift: int = 1
+    """Ring neighbour to which each member sends over gloo: 1 = the next, -1 = the previous."""
 
 
-def library_share(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
-    """How many times the steps of a ring the library is known to take: gloo runs a reduce-scatter as an all-reduce."""
-    return 2.0 if device_kind == "cpu" and kind == "reduce_scatter" else 1.0
+COLLECTIVES: dict[Collective, _Steps] = {
+    "all_reduce": _Steps(
+        num_steps=lambda size: 2 * (size - 1), stand_ins=("reduce_scatter", "all_gather"), gloo_shift=-1
+    ),
+    "all_gather": _Steps(num_steps=lambda size: size - 1, stand_ins=("reduce_scatter", "all_reduce")),
+    "reduce_scatter": _Steps(
+        num_steps=lambda size: size - 1, stand_ins=("all_gather", "all_reduce"), gloo_runs=2.0, gloo_shift=-1
+    ),
+    "all_to_all": _Steps(num_steps=lambda size: size - 1, is_ring=False),
+    "send": _Steps(num_steps=lambda _: 1, moves_all=True),
+}
+"""Every kind of collective. Directions of gloo's rings are measured: on four hosts whose links carry 25 MB/s to the
+next and 100 MB/s back, an all-gather of 20 MB takes 630 ms, but 170 ms with 100 MB/s both ways; a reduce-scatter takes
+340 ms in both cases. NCCL's direction has not been measured, and counts as 1."""
 
 
-def chunk_share(kind: Kind, size: int) -> float:
-    """The part of the tensor that one step moves."""
-    return 1.0 if kind == "send" else 1.0 / size
+def num_steps(kind: Collective, size: int) -> int:
+    """Return the number of chunks that each member of a group of `size` sends, one after the other."""
+    return 0 if size < 2 else COLLECTIVES[kind].num_steps(size)
 
 
-def spread_over_hosts(host_GK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count the hosts of each group, and its members on the host with the fewest of them; 1 on a single host.
+def chunk_share(kind: Collective, size: int) -> float:
+    """Return the share of the tensor that one step moves."""
+    return 1.0 if COLLECTIVES[kind].moves_all else 1.0 / size
+
+
+def _ring_shift(kind: Collective, device_kind: str) -> int:
+    return COLLECTIVES[kind].gloo_shift if device_kind == "cpu" else 1
+
+
+def _library_runs(kind: Collective, device_kind: str) -> float:
+    return COLLECTIVES[kind].gloo_runs if device_kind == "cpu" else 1.0
+
+
+def most_from_within(kind: Collective, device_kind: Literal["cuda", "cpu"]) -> float:
+    """Return the largest factor on time per byte that groups inside hosts may pass on to groups across hosts.
+
+    It is used if no group across hosts was measured. The library's algorithm explains a factor up to this value: gloo's
+    reduce-scatter is an all-reduce, its other rings send what a ring must, and NCCL's algorithm is not known. A larger
+    factor comes from processors that share a host and does not hold for links between hosts: with it, a step of 8 CPU
+    ranks on slow links was predicted to take 22 s, and took 2.9 s.
+    """
+    return LIBRARYS_SHARE if device_kind == "cuda" else _library_runs(kind, device_kind)
+
+
+def spread_over_hosts(host_GK: Ints) -> tuple[Ints, Ints]:
+    """Count the hosts of each group, and its members on the host with the fewest; 1 for a group on one host.
 
     Args:
         host_GK: the host of every member of every group.
@@ -84,7 +124,7 @@ def spread_over_hosts(host_GK: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
     if hosts_G.max(initial=1) == 1 or host_GK.shape[1] == 2:
         return hosts_G, np.ones_like(hosts_G)
     first = np.flatnonzero(begins_GK)
-    # In place: placements are priced by the million.
+    # In place, because placements are priced by the million.
     members = np.empty_like(first)
     members[:-1] = first[1:]
     members[-1] = host_GK.size
@@ -94,8 +134,8 @@ def spread_over_hosts(host_GK: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
     return hosts_G, fewest_G
 
 
-def links_together(kind: Kind, fewest: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many links between two hosts carry a group's traffic at the same time.
+def links_together(kind: Collective, fewest: Ints) -> Ints:
+    """Return the number of links between two hosts that carry a group's traffic at the same time.
 
     Links are measured while all slots of two hosts send, so the rate of a link is one slot's share. A ring crosses each
     pair of hosts over the links of all members on a host: one wire that they share, or their own network cards. Each
@@ -103,39 +143,38 @@ def links_together(kind: Kind, fewest: NDArray[np.int64]) -> NDArray[np.int64]:
     network card. Unequal shares of one wire are therefore priced too high. In an all-to-all all members send at once.
 
     Args:
-        kind: of the collective.
+        kind: kind of the collective.
         fewest: members on the host that has the fewest, from `spread_over_hosts`.
 
     """
-    return np.ones_like(fewest) if kind == "all_to_all" else fewest
+    return fewest if COLLECTIVES[kind].is_ring else np.ones_like(fewest)
 
 
-def most_links_together(kind: Kind, size: int, num_hosts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the largest `links_together` of any group of this size, by hosts: members in equal shares."""
+def most_links_together(kind: Collective, size: int, num_hosts: Ints) -> Ints:
+    """Return the largest `links_together` of any group of this size, by number of hosts: members in equal shares."""
     return links_together(kind, np.where(num_hosts > 1, np.maximum(size // np.maximum(num_hosts, 1), 1), 1))
-
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkTable:
-    """H * H links between hosts, and behind them D * D for each different matrix within a host, in one row."""
+    """H * H links between hosts, followed by D * D links for each different matrix within a host, in one row.
+
+    There is no matrix of all slots by all slots.
+    """
 
     latency_s_L: Floats
     """0 from a place to itself, as in `seconds_per_byte_L`."""
     seconds_per_byte_L: Floats
     host_S: Ints
     _between_S: Ints
-    """Where the links of a slot's host to other hosts begin."""
+    """First link from a slot's host to other hosts."""
     _within_S: Ints
-    """Where the links of a slot to those of its own host begin."""
+    """First link from a slot to the slots of its own host."""
     _local_S: Ints
 
     @classmethod
     def of(cls, cluster: Cluster) -> LinkTable:
-        """Lay out the links of a cluster."""
+        """Return the table of a cluster."""
         hosts, devices = len(cluster.hosts), cluster.devices_per_host
         kinds: dict[Links, int] = {}
         kind_H = np.array([kinds.setdefault(links, len(kinds)) for links in cluster.within_host], dtype=np.int64)
@@ -165,19 +204,26 @@ class LinkTable:
 
 
 def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
-    """(latency, seconds per byte) of the links that no other beats in both, by rising latency."""
-    # From a place to itself there is no link.
+    """Return (latency, seconds per byte) of the links that no other link beats in both, by rising latency."""
+    # The diagonal is no link.
     different = [(links, ~np.eye(len(links.latency_s), dtype=bool)) for links in dict.fromkeys(matrices)]
     latency_s = np.concatenate([links.latency_s[apart] for links, apart in different])
     byte_s = np.concatenate([links.seconds_per_byte()[apart] for links, apart in different])
-    return _front(latency_s, byte_s)
+    front: list[tuple[float, float]] = []
+    while len(latency_s):
+        least_s = latency_s.min()
+        per_byte = byte_s[latency_s == least_s].min()
+        front.append((float(least_s), float(per_byte)))
+        left = byte_s < per_byte
+        latency_s, byte_s = latency_s[left], byte_s[left]
+    return tuple(front)
 
 
 def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
-    """Return the links that join all hosts, cheapest first: those of a minimum spanning tree (Prim 1957).
+    """Return (cost, host, host) of the links of a minimum spanning tree, cheapest first (Prim 1957).
 
-    Hosts that are apart in it without the links above some cost are apart without any link above that cost. A pair of
-    hosts counts by its cheaper way, so what is apart here is apart for every ring.
+    If two hosts are not connected in the tree by links up to some cost, no links up to this cost connect them. A pair
+    of hosts counts with its cheaper direction, so the statement holds for every ring.
     """
     cost: Floats = np.minimum(cost_HH, cost_HH.T)
     hosts = len(cost)
@@ -199,7 +245,7 @@ def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
 
 
 class Bottlenecks:
-    """How slow the slowest link is, at least, of a group that has members on several places."""
+    """Lower bound of the slowest link of a group that has members on several places."""
 
     def __init__(self, links: Links) -> None:
         byte_s_HH = np.where(np.eye(len(links.latency_s), dtype=bool), np.inf, links.seconds_per_byte())
@@ -208,13 +254,13 @@ class Bottlenecks:
         self._known: dict[int, Floats] = {}
 
     def slowness_H(self, fewest: int) -> Floats:
-        """Seconds per byte of the slowest link, at least, of a group that lies on each place, and on `fewest` or more.
+        """Return, by place, a bound on the seconds per byte of the slowest link of a group with a member there.
 
         A group leaves each of its places and comes back, and links no slower than its slowest one connect them all. So
-        each of its places lies in a connected part of so many places at least.
+        each of its places is in a connected part of at least `fewest` places.
 
         Args:
-            fewest: places, two or more.
+            fewest: least number of places of the group, two or more.
 
         """
         if fewest not in self._known:
@@ -232,52 +278,18 @@ class Bottlenecks:
         return self._known[fewest]
 
 
-def _front(latency_s: Floats, byte_s: Floats) -> tuple[tuple[float, float], ...]:
-    front: list[tuple[float, float]] = []
-    while len(latency_s):
-        least_s = latency_s.min()
-        per_byte = byte_s[latency_s == least_s].min()
-        front.append((float(least_s), float(per_byte)))
-        left = byte_s < per_byte
-        latency_s, byte_s = latency_s[left], byte_s[left]
-    return tuple(front)
-
-
-# Which kind stands in where one was not measured: the same ring, only run once or twice.
-_STAND_IN: dict[Kind, tuple[Kind, ...]] = {
-    "all_reduce": ("reduce_scatter", "all_gather"),
-    "all_gather": ("reduce_scatter", "all_reduce"),
-    "reduce_scatter": ("all_gather", "all_reduce"),
-    "all_to_all": (),
-    "send": (),
-}
-LIBRARYS_SHARE = 2.0
-"""NCCL may send up to so many times the bytes of a ring."""
-
-
-def most_from_within(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
-    """Return the largest factor on time per byte that groups inside hosts may give to groups across hosts.
-
-    It is asked for where no group across hosts was measured. The factor counts as far as the library's algorithm
-    explains it: gloo's reduce-scatter is an all-reduce, its other rings send what a ring must, and NCCL's algorithm is
-    not known. A larger factor comes from processors that share a host and does not hold for links between hosts: with
-    it, a step of 8 CPU ranks on slow links was predicted to take 22 s, and took 2.9.
-    """
-    return LIBRARYS_SHARE if device_kind == "cuda" else library_share(kind, device_kind)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How a collective was measured to differ from the formula; entry h is for groups on h hosts, 0 is unused."""
+    """Measured difference between a collective and the formula; entry h is for groups on h hosts, entry 0 is unused."""
 
-    latency_factor: NDArray[np.float64]
-    """On each link's latency, at most 1."""
-    extra_latency_s: NDArray[np.float64]
-    """Of each step, on top of its link's."""
-    bytes_factor: NDArray[np.float64]
-    """On each link's time per byte, which a group's `links_together` divide."""
-    least_bytes_factor: NDArray[np.float64]
-    """The same, divided by the most links that a group can use together: a lower bound for any group."""
+    latency_factor: Floats
+    """Factor on each link's latency, at most 1."""
+    extra_latency_s: Floats
+    """Latency of each step beyond that of its link."""
+    bytes_factor: Floats
+    """Factor on each link's time per byte, to be divided by a group's `links_together`."""
+    least_bytes_factor: Floats
+    """`bytes_factor` divided by the most links that a group can use together: a lower bound for any group."""
     is_measured: bool
 
 
@@ -286,11 +298,10 @@ class MeasuredGroups:
 
     def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime], table: LinkTable) -> None:
         self._hosts = len(cluster.hosts)
-        self._devices = cluster.devices_per_host
         self._device_kind = cluster.device_kind
         self._table = table
         self._collectives = tuple(collectives)
-        self._scales: dict[tuple[Kind, int], Scale] = {}
+        self._scales: dict[tuple[Collective, int], Scale] = {}
         self._corrections: dict[int, tuple[float, float, float]] = {}
         self._spreads: dict[int, tuple[int, int]] = {}
         for measured in self._collectives:
@@ -303,22 +314,22 @@ class MeasuredGroups:
 
     @property
     def any(self) -> bool:
-        """Whether any collective was measured, sends apart: these are never corrected."""
+        """True if any collective other than a send was measured."""
         return any(measured.kind != "send" for measured in self._collectives)
 
-    def scale(self, kind: Kind, size: int) -> Scale:
-        """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
+    def scale(self, kind: Collective, size: int) -> Scale:
+        """Return the correction of the nearest measured group for groups of this kind and size, by number of hosts."""
         if (kind, size) in self._scales:
             return self._scales[kind, size]
         rows = np.tile([1.0, 0.0, 1.0], (self._hosts + 1, 1))
         candidates: list[CollectiveTime] = []
-        for name in (kind, *_STAND_IN[kind]) if kind != "send" else ():
+        for name in (kind, *COLLECTIVES[kind].stand_ins) if kind != "send" else ():
             candidates = candidates or [measured for measured in self._collectives if measured.kind == name]
         for counts, across in ((np.arange(1, 2), False), (np.arange(2, self._hosts + 1), True)):
             if candidates and len(counts):
                 nearest = self._nearest(candidates, size, across=across)
                 corrections = np.array([self._carried(measured, kind, size) for measured in nearest])
-                spans = np.array([self._num_hosts(measured) for measured in nearest])
+                spans = np.array([self._spread(measured)[0] for measured in nearest])
                 rows[counts] = corrections[np.abs(np.log(spans / counts[:, None])).argmin(axis=1)]
                 if across and spans.max() == 1:
                     rows[counts, 2] = np.minimum(rows[counts, 2], most_from_within(kind, self._device_kind))
@@ -333,17 +344,14 @@ class MeasuredGroups:
         return self._scales[kind, size]
 
     def _nearest(self, candidates: Sequence[CollectiveTime], size: int, *, across: bool) -> list[CollectiveTime]:
-        """Within a host or across hosts first, then members; what is left is in the order of its slots.
+        """Prefer groups inside a host or across hosts, then the nearest size; sort the rest by slots.
 
-        So of those that are on equally near numbers of hosts the slots decide, not the order in which they were given.
+        Sorted, groups on equally near numbers of hosts do not depend on the order in which they were given.
         """
-        same = [measured for measured in candidates if (self._num_hosts(measured) > 1) == across] or candidates
+        same = [measured for measured in candidates if (self._spread(measured)[0] > 1) == across] or candidates
         distances = [abs(np.log(len(measured.slots) / size)) for measured in same]
         near = [measured for measured, distance in zip(same, distances, strict=True) if distance == min(distances)]
         return sorted(near, key=lambda measured: measured.slots)
-
-    def _num_hosts(self, measured: CollectiveTime) -> int:
-        return self._spread(measured)[0]
 
     def _spread(self, measured: CollectiveTime) -> tuple[int, int]:
         """Return the hosts of a measured group, and its members on the host with the fewest."""
@@ -354,25 +362,25 @@ class MeasuredGroups:
             self._spreads[key] = int(hosts[0]), int(fewest[0])
         return self._spreads[key]
 
-    def _carried(self, measured: CollectiveTime, kind: Kind, size: int) -> tuple[float, float, float]:
-        """What a measured group says of each step of another operation."""
+    def _carried(self, measured: CollectiveTime, kind: Collective, size: int) -> tuple[float, float, float]:
+        """Carry the correction of a measured group over to each step of another operation."""
         if id(measured) not in self._corrections:
             self._corrections[id(measured)] = self._correction(measured)
         latency_factor, extra_s, bytes_factor = self._corrections[id(measured)]
-        more = library_share(kind, self._device_kind) / library_share(measured.kind, self._device_kind)
+        more = _library_runs(kind, self._device_kind) / _library_runs(measured.kind, self._device_kind)
         bytes_factor *= more
         if self._device_kind == "cpu":
-            # What members wait for each other grows with the steps, but less: all-reduces of 4 slots on 2 hosts took
-            # 10 ms as those of 2 slots took 7, reduce-scatters of 4 hosts 9 as those of 2 hosts took 3.
+            # Waiting of members for each other grows with the steps, but less: all-reduces of 4 slots on 2 hosts took
+            # 10 ms, those of 2 slots 7 ms; reduce-scatters of 4 hosts took 9 ms, those of 2 hosts 3 ms.
             longer = max(num_steps(kind, size), 1) / num_steps(measured.kind, len(measured.slots))
             extra_s *= math.sqrt(longer * more) / longer
         return latency_factor, extra_s, bytes_factor
 
     def _correction(self, measured: CollectiveTime) -> tuple[float, float, float]:
-        """Latency factor, extra latency of a step and byte factor that make the formula give the measured times."""
+        """Return the latency factor, extra latency of a step and byte factor that explain a measurement."""
         slots, size = np.array(measured.slots), len(measured.slots)
-        is_ring = measured.kind != "all_to_all"
-        shifts = [ring_shift(measured.kind, self._device_kind)] if is_ring else range(1, size)
+        is_ring = COLLECTIVES[measured.kind].is_ring
+        shifts = [_ring_shift(measured.kind, self._device_kind)] if is_ring else range(1, size)
         used = np.concatenate([self._table.links(slots, np.roll(slots, -shift)) for shift in shifts])
         # The slowest of the links that the group used.
         link_s = float(self._table.latency_s_L[used].max(initial=0.0))
@@ -385,44 +393,38 @@ class MeasuredGroups:
         return factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s
 
 
-__all__ = ["Fabric", "Kind", "Routes", "chunk_share", "num_steps"]
-
-LINKS_AT_ONCE = 1 << 19
-"""An all-to-all is priced in pieces of about so many links, some tens of MB."""
-
-
-_Spread: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Number of hosts of each group, and number of its members on the host with the fewest."""
+_Spread: TypeAlias = tuple[Ints, Ints]
+"""Hosts of each group, and its members on the host with the fewest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
-    """The links of rings or sends, looked up once and priced for any number of sizes."""
+    """Links of rings or sends, looked up once and priced for any number of sizes."""
 
-    hosts_G: NDArray[np.int64]
-    """Hosts that each group lies on; 0 where no measurement asks for it."""
-    fewest_G: NDArray[np.int64]
-    """Members on the host that has the fewest; 1 on a single host, and where no measurement asks for it."""
-    latency_s_GL: NDArray[np.float64]
-    seconds_per_byte_GL: NDArray[np.float64]
+    hosts_G: Ints
+    """Hosts of each group; 0 if no measurement needs it."""
+    fewest_G: Ints
+    """Members on the host that has the fewest; 1 on a single host, and if no measurement needs it."""
+    latency_s_GL: Floats
+    seconds_per_byte_GL: Floats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupsOnHosts:
-    """What is known of where some groups lie."""
+    """Known facts about the hosts of groups whose placement is not decided."""
 
-    size_T: NDArray[np.int64]
-    """Members of each."""
-    fewest_T: NDArray[np.int64]
-    """Hosts that it lies on, at least."""
-    among_T: NDArray[np.int64]
-    """It has a slot on one of so many of the hosts, those with the slowest links; of no matter if one host may do."""
+    size_T: Ints
+    """Members of each group."""
+    fewest_T: Ints
+    """Least number of hosts of the group."""
+    among_T: Ints
+    """The group has at least one slot on the N slowest hosts. Ignored if the group can fit on one host."""
 
 
 class Fabric:
-    """The links of an allocation, with what was measured on groups of them.
+    """Links of an allocation, corrected by the collectives measured on it.
 
-    It holds the H x H links between hosts and the D x D within each different one, never S x S.
+    It holds the H x H links between hosts and the D x D links within each different host, never S x S links.
     """
 
     def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime] = ()) -> None:
@@ -434,29 +436,27 @@ class Fabric:
         self._best_across = best_links([cluster.between_hosts])
         self._best_within = best_links(cluster.within_host)
         self._measured = MeasuredGroups(cluster, collectives, self._table)
-        self._bound_lines: dict[tuple[Kind, int, int, int | None], list[tuple[float, float]]] = {}
+        self._bound_lines: dict[tuple[Collective, int, int, int | None], list[tuple[float, float]]] = {}
 
     @cached_property
     def _bottlenecks(self) -> Bottlenecks:
         return Bottlenecks(self.cluster.between_hosts)
 
     @cached_property
-    def _slowest_first_H(self) -> NDArray[np.int64]:
+    def _slowest_first_H(self) -> Ints:
         return np.argsort(-self._bottlenecks.slowness_H(2), kind="stable")
 
     @cached_property
-    def slowness_falling_H(self) -> NDArray[np.float64]:
-        """Seconds per byte of each host's best link out or in, whichever is slower; the slowest host first."""
+    def slowness_falling_H(self) -> Floats:
+        """Seconds per byte of each host's best link out or in, the slower of the two; the slowest host first."""
         return self._bottlenecks.slowness_H(2)[self._slowest_first_H]
 
-    def seconds(self, kind: Kind, slots: Sequence[int], size_bytes: float) -> float:
+    def seconds(self, kind: Collective, slots: Sequence[int], size_bytes: float) -> float:
         """Price one group; its ring runs in the order of `slots`."""
         return float(self.seconds_G(kind, np.array([slots], dtype=np.int64), size_bytes)[0])
 
-    def seconds_G(
-        self, kind: Kind, slots_GK: NDArray[np.int64], size_bytes: float | NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """Price groups of one size, each by itself; `size_bytes` may differ from group to group."""
+    def seconds_G(self, kind: Collective, slots_GK: Ints, size_bytes: float | Floats) -> Floats:
+        """Price groups of one size separately; `size_bytes` may differ from group to group."""
         size = slots_GK.shape[1]
         if num_steps(kind, size) == 0:
             return np.zeros(slots_GK.shape[0])
@@ -466,14 +466,14 @@ class Fabric:
         step_s_G = np.zeros(len(slots_GK))
         at_once = max(1, LINKS_AT_ONCE // max(slots_GK.size, 1))
         for first in range(1, size, at_once):
-            # To the receivers of each member, shift by shift.
+            # Links to the receivers of each member, shift by shift.
             shifts = range(first, min(first + at_once, size))
             receiver_GL = np.concatenate([np.roll(slots_GK, -shift, axis=1) for shift in shifts], axis=1)
             routes = self._routes(spread, np.tile(slots_GK, (1, len(shifts))), receiver_GL)
             step_s_G = np.maximum(step_s_G, self._step_s_G(kind, size, routes, size_bytes))
         return self._steps_s(kind, size, spread[0], step_s_G)
 
-    def send_s(self, sender: NDArray[np.int64], receiver: NDArray[np.int64], size_bytes: float) -> NDArray[np.float64]:
+    def send_s(self, sender: Ints, receiver: Ints, size_bytes: float) -> Floats:
         """Price sends from slots to slots of equal shape."""
         links = self._table.links(sender, receiver)
         seconds = self._table.seconds_per_byte_L.take(links)
@@ -481,27 +481,25 @@ class Fabric:
         seconds += self._table.latency_s_L.take(links)
         return seconds
 
-    def routes(self, kind: Kind, slots_GK: NDArray[np.int64]) -> Routes:
+    def routes(self, kind: Collective, slots_GK: Ints) -> Routes:
         """Look up the links of rings, or of sends from the first to the second of each pair.
 
-        Rings over the same slots have the same routes where `ring_shift` is the same. An all-to-all has too many links
-        for this; `seconds_G` prices it piece by piece.
+        Rings over the same slots have the same routes if `ring_shift` is the same. An all-to-all has too many links for
+        this; `seconds_G` prices it in pieces.
         """
         if kind == "send":
-            return self._routes(_not_asked(len(slots_GK)), slots_GK[:, :1], slots_GK[:, 1:2])
+            return self._routes(_unknown_spread(len(slots_GK)), slots_GK[:, :1], slots_GK[:, 1:2])
         return self._routes(self._spread(slots_GK), slots_GK, np.roll(slots_GK, -self.ring_shift(kind), axis=1))
 
-    def ring_shift(self, kind: Kind) -> int:
-        """To which member of a ring each sends: 1 = the next, -1 = the one before."""
-        return ring_shift(kind, self.cluster.device_kind)
+    def ring_shift(self, kind: Collective) -> int:
+        """Return the ring neighbour to which each member sends: 1 = the next, -1 = the previous."""
+        return _ring_shift(kind, self.cluster.device_kind)
 
-    def routed_s_G(
-        self, kind: Kind, size: int, routes: Routes, size_bytes: float | NDArray[np.float64]
-    ) -> NDArray[np.float64]:
+    def routed_s_G(self, kind: Collective, size: int, routes: Routes, size_bytes: float | Floats) -> Floats:
         """Price groups of `size` slots whose links were looked up by `routes`."""
         return self._steps_s(kind, size, routes.hosts_G, self._step_s_G(kind, size, routes, size_bytes))
 
-    def _routes(self, spread: _Spread, sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> Routes:
+    def _routes(self, spread: _Spread, sender: Ints, receiver: Ints) -> Routes:
         links = self._table.links(sender, receiver)
         return Routes(
             hosts_G=spread[0],
@@ -510,10 +508,8 @@ class Fabric:
             seconds_per_byte_GL=self._table.seconds_per_byte_L.take(links),
         )
 
-    def _step_s_G(
-        self, kind: Kind, size: int, routes: Routes, size_bytes: float | NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """Slowest link of one step."""
+    def _step_s_G(self, kind: Collective, size: int, routes: Routes, size_bytes: float | Floats) -> Floats:
+        """Return the seconds of the slowest link of one step."""
         scale = self.scale(kind, size)
         latency_s, per_byte_s = routes.latency_s_GL, routes.seconds_per_byte_GL
         if scale.is_measured:
@@ -525,31 +521,29 @@ class Fabric:
         step_s_GL += latency_s
         return np.asarray(step_s_GL.max(axis=1))
 
-    def _steps_s(
-        self, kind: Kind, size: int, hosts_G: NDArray[np.int64], step_s_G: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
+    def _steps_s(self, kind: Collective, size: int, hosts_G: Ints, step_s_G: Floats) -> Floats:
         scale = self.scale(kind, size)
         if scale.is_measured:
             step_s_G = step_s_G + scale.extra_latency_s[hosts_G]
         return num_steps(kind, size) * step_s_G
 
-    def bound_s(self, kind: Kind, size: int, size_bytes: float) -> float:
-        """No group of `size` slots, wherever it lies, is faster than this: its slowest link is at best the best one.
+    def bound_s(self, kind: Collective, size: int, size_bytes: float) -> float:
+        """Return a lower bound of the seconds of any group of `size` slots: its slowest link is the best link.
 
-        A group on one host has only links within hosts; one on several crosses hosts at least once.
+        A group on one host has only links within hosts; a group on several crosses hosts at least once.
         """
         return min(fixed_s + byte_s * size_bytes for fixed_s, byte_s in self._bound_lines_of(kind, size))
 
     def bounds_s(
-        self, kind: Kind, size: int, size_bytes: NDArray[np.int64 | np.float64], *, fewest: int = 1
-    ) -> NDArray[np.float64]:
-        """Return `bound_s` of many sizes at once; what has nothing to send takes no time.
+        self, kind: Collective, size: int, size_bytes: NDArray[np.int64 | np.float64], *, fewest: int = 1
+    ) -> Floats:
+        """Return `bound_s` of many sizes at once; 0 s for 0 bytes.
 
         Args:
-            kind: of the collective.
+            kind: kind of the collective.
             size: members of each group.
-            size_bytes: of any shape.
-            fewest: hosts that each group lies on, at least.
+            size_bytes: sizes in an array of any shape.
+            fewest: least number of hosts of each group.
 
         """
         found = np.full(size_bytes.shape, np.inf)
@@ -557,8 +551,8 @@ class Fabric:
             found = np.minimum(found, fixed_s + byte_s * size_bytes)
         return np.where(size_bytes > 0, found, 0.0)
 
-    def groups_bound_s(self, kind: Kind, lie: GroupsOnHosts, bytes_TVP: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the bounds of groups of many kinds, by those of the first axis of `bytes_TVP`."""
+    def groups_bound_s(self, kind: Collective, lie: GroupsOnHosts, bytes_TVP: Ints) -> Floats:
+        """Return the bounds of groups of many shapes, one for each entry of the first axis of `bytes_TVP`."""
         if not (lie.size_T.max() > 1 and bytes_TVP.any()):
             return np.zeros(bytes_TVP.shape)
         keys = [*zip(lie.size_T.tolist(), lie.fewest_T.tolist(), lie.among_T.tolist(), strict=True)]
@@ -573,18 +567,20 @@ class Fabric:
         return np.where(bytes_TVP > 0, found, 0.0)
 
     def _bound_lines_of(
-        self, kind: Kind, size: int, fewest: int = 1, among: int | None = None
+        self, kind: Collective, size: int, fewest: int = 1, among: int | None = None
     ) -> list[tuple[float, float]]:
-        """Return fixed seconds and seconds per byte of some lines, the lowest of which is the bound at every size.
+        """Return (fixed seconds, seconds per byte) of lines whose minimum is the bound at every size.
 
-        Without `among` these are of the best link alone: it does not count that a group's slowest link joins its hosts.
+        Without `among` the lines use the best link alone: they ignore that a group's slowest link joins its hosts.
         """
         key = kind, size, fewest, among
         if key not in self._bound_lines:
             self._bound_lines[key] = self._new_bound_lines(*key)
         return self._bound_lines[key]
 
-    def _new_bound_lines(self, kind: Kind, size: int, fewest: int, among: int | None) -> list[tuple[float, float]]:
+    def _new_bound_lines(
+        self, kind: Collective, size: int, fewest: int, among: int | None
+    ) -> list[tuple[float, float]]:
         steps, hosts = num_steps(kind, size), len(self.cluster.hosts)
         if steps == 0:
             return [(0.0, 0.0)]
@@ -594,7 +590,7 @@ class Fabric:
         if among is None or fewest < 2:
             ways = [(slice(fewest, 2), self._best_within), (across, self._best_across)]
         else:
-            # Which of these hosts it lies on is not known: the fastest counts.
+            # The group may be on the fastest of the `among` slowest hosts.
             slowest = float(self._bottlenecks.slowness_H(fewest)[self._slowest_first_H[:among]].min())
             ways = [(across, tuple((latency_s, max(byte_s, slowest)) for latency_s, byte_s in self._best_across))]
         pieces = []
@@ -604,18 +600,18 @@ class Fabric:
                 per_byte_s = byte_s * scale.least_bytes_factor[counts] * chunk_share(kind, size)
                 pieces.append(np.stack([fixed_s, per_byte_s]))
         lines_2L = steps * np.unique(np.concatenate(pieces, axis=1), axis=1)
-        # Sorted by the fixed part: a line counts where it is cheaper by the byte than all before it.
+        # Sorted by the fixed part, a line is needed if it is cheaper by the byte than all lines before it.
         cheaper_L = np.append(True, lines_2L[1, 1:] < np.minimum.accumulate(lines_2L[1])[:-1])
         return [(fixed_s, byte_s) for fixed_s, byte_s in lines_2L[:, cheaper_L].T.tolist()]
 
-    def scale(self, kind: Kind, size: int) -> Scale:
-        """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
+    def scale(self, kind: Collective, size: int) -> Scale:
+        """Return the correction for groups of this kind and size, by number of hosts."""
         return self._measured.scale(kind, size)
 
-    def _spread(self, slots_GK: NDArray[np.int64]) -> _Spread:
-        """Count each group's hosts, and its members on the host with the fewest, where a measurement asks for them."""
-        return spread_over_hosts(self.host_S[slots_GK]) if self._measured.any else _not_asked(len(slots_GK))
+    def _spread(self, slots_GK: Ints) -> _Spread:
+        """Count each group's hosts and its members on the host with the fewest, if a measurement needs them."""
+        return spread_over_hosts(self.host_S[slots_GK]) if self._measured.any else _unknown_spread(len(slots_GK))
 
 
-def _not_asked(num_groups: int) -> _Spread:
+def _unknown_spread(num_groups: int) -> _Spread:
     return np.zeros(num_groups, dtype=np.int64), np.ones(num_groups, dtype=np.int64)

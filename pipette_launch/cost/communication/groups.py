@@ -1,4 +1,4 @@
-"""Which ranks talk to each other under a layout, as index arrays: one row for each group, in ring order."""
+"""The communication groups of a layout as index arrays: one row for each group, in ring order."""
 
 # W = ranks, P = pipeline ranks, D = data-parallel replicas, C = cp, T = tp, E = ep, X = etp, Y = expert data-parallel.
 # G = groups of one kind, K = members of a group.
@@ -28,13 +28,13 @@ class Groups:
     ep: Ranks
     etp: Ranks
     ep_etp: Ranks
-    """Experts and their tensor slices together: over these the all-gather dispatcher works."""
+    """Experts and their tensor slices together: the groups of the all-gather dispatcher."""
     dp_cp: Ranks
     """Rows ordered by (pp, tp)."""
     expert_dp: Ranks
     """Rows ordered by (pp, ep, etp)."""
     shard: Ranks
-    """Of `dp_cp` those that share one copy of what FSDP shards."""
+    """Parts of `dp_cp` that share one copy of FSDP's shards."""
     expert_shard: Ranks
     embedding: Ranks
     """First and last pipeline rank of each lane."""
@@ -43,7 +43,7 @@ class Groups:
 
     @classmethod
     def of(cls, layout: Layout, *, instances: int = 1) -> Groups:
-        """List the groups of a layout whose shards have so many copies."""
+        """Return the groups of a layout; `instances` = number of copies of FSDP's shards."""
         grid = rank_grid(layout)
         expert = _grid(layout, expert_dp(layout), layout.ep, layout.etp)
         dp_cp = grid.transpose(0, 3, 1, 2).reshape(layout.pp * layout.tp, -1)
@@ -59,7 +59,7 @@ class Groups:
             ep_etp=expert.reshape(-1, layout.ep * layout.etp),
             dp_cp=dp_cp,
             expert_dp=expert_dp_rows,
-            # Each copy lies on consecutive members (parallel_state.py, intra_partial_data_parallel_group).
+            # Each copy is on consecutive members (parallel_state.py, intra_partial_data_parallel_group).
             shard=dp_cp.reshape(-1, sizes["shard"]),
             expert_shard=expert_dp_rows.reshape(-1, sizes["expert_shard"]),
             embedding=np.stack([grid[0], grid[-1]], axis=-1).reshape(-1, 2),
@@ -67,10 +67,9 @@ class Groups:
         )
 
     def met_PDL(self, groups_GK: Ranks) -> NDArray[np.int64]:
-        """Return the groups, as rows, of the ranks of each pipeline rank of each replica.
+        """Return, for each pipeline rank of each replica, the rows of the groups that its ranks belong to.
 
-        Each group comes once where that is easily seen: all ranks along the tensor axis, or all along the context
-        axis, may lie in one; then one of them stands for the others.
+        If all ranks along the tensor axis, or all along the context axis, are in one group, it is listed once.
         """
         group_W = np.empty(self.grid_PDCT.size, dtype=np.int64)
         group_W[groups_GK] = np.arange(len(groups_GK))[:, None]
@@ -83,7 +82,7 @@ class Groups:
 
 
 def group_sizes(layout: Layout, *, instances: int = 1) -> dict[str, int]:
-    """Members of each group of a layout, by its name in `Groups`; see `Groups.of`."""
+    """Return the number of members of each group by its name in `Groups`; `instances` as for `Groups.of`."""
     replicas, expert_replicas = layout.dp * layout.cp, expert_dp(layout)
     return {
         "tp": layout.tp,
@@ -93,19 +92,19 @@ def group_sizes(layout: Layout, *, instances: int = 1) -> dict[str, int]:
         "ep_etp": layout.ep * layout.etp,
         "dp_cp": replicas,
         "expert_dp": expert_replicas,
-        # No layout that Megatron takes is left with a rest.
+        # Megatron accepts only layouts in which this division leaves no rest.
         "shard": replicas // math.gcd(replicas, instances),
         "expert_shard": expert_replicas // math.gcd(expert_replicas, instances),
     }
 
 
 def rank_grid(layout: Layout) -> Ranks:
-    """RANK of each cell (pp, dp, cp, tp): order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp (parallel_state.py)."""
+    """Return the RANK of each cell (pp, dp, cp, tp): order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp (parallel_state.py)."""
     return _grid(layout, layout.dp, layout.cp, layout.tp)
 
 
 def _grid(layout: Layout, replicas: int, outer: int, inner: int) -> Ranks:
-    """RANK of each (pp, replica, outer, inner); experts have a grid of their own over the same ranks."""
+    """Return the RANK of each (pp, replica, outer, inner); experts have a grid of their own over the same ranks."""
     ranks = np.arange(layout.world_size, dtype=np.int64)
     if layout.use_tp_pp_dp_mapping:
         return np.asarray(ranks.reshape(replicas, layout.pp, outer, inner).transpose(1, 0, 2, 3).copy())
@@ -113,5 +112,5 @@ def _grid(layout: Layout, replicas: int, outer: int, inner: int) -> Ranks:
 
 
 def _rows(grid: Ranks, axes: tuple[int, int, int, int]) -> Ranks:
-    """Lay the last of `axes` along the rows."""
+    """Put the last of `axes` along the rows."""
     return np.asarray(grid.transpose(axes).reshape(-1, grid.shape[axes[-1]]))

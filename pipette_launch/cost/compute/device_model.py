@@ -1,4 +1,4 @@
-"""How long a device of a known type takes for what a pass asks of it.
+"""A model of devices of known types, and the measurements that it gives in place of a warm-up.
 
 seconds of a pass = max(host, device), with
     host   = kernels * launch_s
@@ -6,10 +6,11 @@ seconds of a pass = max(host, device), with
              + attention flops / (peak * attention_share) + exponentials / their rate
              + bytes / (bandwidth * memory_share) + bytes of the scan / (bandwidth * scan_share)
 
-Peak and share of a product are those of the format in which it runs. With FP8 or FP4 these are the linears of
-Transformer Engine inside transformer layers; each casts its input once forward and the gradient of its output once
-backward, each as a copy by rows and one by columns. Everything else stays in 16 bits: attention's products, embedding,
-output layer, router, norms, activations, dispatch, and what reduces gradients (megatron-core, fp8_utils.py).
+Peak and share of a product belong to the format in which it runs. With FP8 or FP4 the linears of Transformer Engine
+inside transformer layers run in this format. Each casts its input once in the forward and the gradient of its output
+once in the backward, as a copy by rows and one by columns. Everything else stays in 16 bits: attention's products,
+embedding, output layer, router, norms, activations, dispatch, and the reduction of gradients (megatron-core,
+fp8_utils.py).
 """
 
 from __future__ import annotations
@@ -19,18 +20,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipette_launch.cost.communication.collectives import Kind, chunk_share, num_steps
+from pipette_launch.cost.communication.collectives import chunk_share, num_steps
 from pipette_launch.cost.communication.groups import group_sizes
-from pipette_launch.cost.compute.device_work import (
-    GRADIENT_PASSES,
-    core_attention_loads,
-    embedding_loads,
-    head_loads,
-    is_flash,
-    kind_loads,
-    prediction_loads,
-)
-from pipette_launch.cost.compute.loads import Load, PassLoads, Product
+from pipette_launch.cost.layers.attention import core_loads, is_flash
+from pipette_launch.cost.layers.block import Collective, Load, PassLoads, Product
+from pipette_launch.cost.layers.ends import depth_loads, embedding_loads, head_loads
+from pipette_launch.cost.layers.kinds import KINDS, kind_loads
+from pipette_launch.cost.layers.mlp import EXPERTS
 from pipette_launch.cost.layers.parameters import shard_copies, step_bytes_per_parameter
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import DeviceSpec
@@ -39,18 +35,23 @@ from pipette_launch.facts.fabric import UNIFORM, FabricSpec
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Part, Samples
-from pipette_launch.facts.model import KINDS_WITH_EXPERTS, LayerKind
+from pipette_launch.facts.model import LayerKind
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.text import rate_text
 
 CAST_BYTES = {"delayed": 4.0, "tensorwise": 6.0, "blockwise": 4.1, "mxfp8": 4.1, "fp4": 5.1, "custom": 4.1}
-"""Read and written to cast one 16-bit element, by recipe (TransformerEngine v2.18, pytorch/csrc/quantizer.cpp): read to
-cast, two narrow copies with their scales, and read once more for the largest value where scaling is not delayed and the
-scale is that of the whole tensor. Casts that pass in a norm's own kernel are not taken off."""
+"""Bytes read and written to cast one 16-bit element, by recipe (TransformerEngine v2.18, pytorch/csrc/quantizer.cpp):
+one read, two narrow copies with their scales, and another read for the largest value if scaling is not delayed and the
+scale belongs to the whole tensor. Casts inside a norm's own kernel are not deducted."""
 _ONE_COPY_BYTES = 1.0
-"""What a recipe with one scale a tensor saves where one copy serves both products, as Blackwell's do."""
+"""Bytes that a recipe with one scale a tensor saves if one copy serves both products, as on Blackwell."""
 _ONE_SCALE = ("delayed", "tensorwise")
 _BLACKWELL = 10
+_GRADIENT_PASSES = 4
+"""Number of times a step reads or writes each byte of the gradient buffers, which no optimizer shards: cleared
+(megatron-core, DistributedDataParallel.zero_grad_buffer), read for NaN, read and written by the division by the
+replicas (ParamAndGradBuffer, start_grad_sync; one replica needs no division)."""
+_COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,17 +59,17 @@ class Precision:
     """The formats in which a job computes."""
 
     dtype: str
-    """Of all that is not narrow."""
+    """Format of everything that is not narrow."""
     narrow: str = ""
-    """`fp8` or `fp4`, of the linears of transformer layers; empty where they run as all else."""
+    """`fp8` or `fp4` for the linears of transformer layers; empty if they run in `dtype`."""
     cast_bytes: float = 0.0
-    """Moved to bring one element into the narrow format."""
+    """Bytes moved to cast one element to the narrow format."""
     narrow_layers: float = 0.0
     """Share of the layers whose linears run narrow."""
 
     @classmethod
     def of(cls, job: Job, device: DeviceSpec) -> Precision:
-        """Read them from the job's flags."""
+        """Read the formats from the job's flags."""
         model, options = job.model, performance_options(job)
         if model.transformer_impl != "transformer_engine" or not (options.fp8 or options.fp4):
             return cls(dtype=model.params_dtype)
@@ -85,63 +86,60 @@ class Precision:
 
 
 def pass_s(device: DeviceSpec, precision: Precision, load: Load) -> float:
-    """Seconds of one pass of one part."""
+    """Return the seconds of one pass of one part."""
     return max(host_s(device, load), device_s(device, precision, load))
 
 
 def host_s(device: DeviceSpec, load: Load) -> float:
-    """Seconds in which the host asks for all kernels of a pass."""
+    """Return the seconds in which the host launches all kernels of a pass."""
     return load.kernels * device.efficiency.launch_s
 
 
 def device_s(device: DeviceSpec, precision: Precision, load: Load) -> float:
-    """Seconds of a pass on a device that never waits for the host."""
-    attention_s = load.attention_flops / (device.peak_flops_per_s(precision.dtype) * device.efficiency.attention_share)
+    """Return the seconds of a pass on a device that never waits for the host."""
+    efficiency = device.efficiency
+    attention_s = load.attention_flops / (device.peak_flops_per_s(precision.dtype) * efficiency.attention_share)
     attention_s += load.exponentials / device.exponentials_per_s
     narrow_share = precision.narrow_layers if precision.narrow else 0.0
     moved_bytes = load.moved_bytes + narrow_share * precision.cast_bytes * load.cast_elements
     products_s = 0.0
     for product in load.products:
         share = narrow_share if product.is_linear else 0.0
-        products_s += (1 - share) * product_s(device, precision.dtype, product) if share < 1 else 0.0
-        products_s += share * product_s(device, precision.narrow, product) if share else 0.0
-    scan_s = load.scan_bytes / (device.memory_bytes_per_s * scan_share(device))
-    return products_s + attention_s + moved_bytes * moved_byte_s(device) + scan_s
+        products_s += (1 - share) * _product_s(device, precision.dtype, product) if share < 1 else 0.0
+        products_s += share * _product_s(device, precision.narrow, product) if share else 0.0
+    scan_s = load.scan_bytes / (device.memory_bytes_per_s * _scan_share(device))
+    return products_s + attention_s + moved_bytes * _moved_byte_s(device) + scan_s
 
 
-def product_s(device: DeviceSpec, dtype: str, product: Product) -> float:
-    """Seconds of a matrix product in a format."""
+def _product_s(device: DeviceSpec, dtype: str, product: Product) -> float:
     return product.flops / (device.peak_flops_per_s(dtype) * matmul_efficiency(device, dtype, product) * product.rate)
 
 
 def matmul_efficiency(device: DeviceSpec, dtype: str, product: Product) -> float:
-    """Share of the peak that a product reaches, above 0 and at most that of its format."""
+    """Return the share of the peak that a product reaches, above 0 and at most the share of its format."""
     efficiency = device.efficiency
     ends = 1 / product.m + 1 / product.n + 1 / product.k
     return efficiency.share_of(dtype) / (1 + efficiency.half_size * ends)
 
 
-def scan_share(device: DeviceSpec) -> float:
-    """Share of the memory bandwidth that the scan of Mamba-2 layers reaches."""
+def _scan_share(device: DeviceSpec) -> float:
+    """Return the share of the memory bandwidth that the scan of Mamba-2 layers reaches."""
     return device.efficiency.scan_share or device.efficiency.memory_share
 
 
-def optimizer_s_per_parameter(device: DeviceSpec, job: Job) -> float:
-    """Seconds of the optimizer's step for each parameter whose state a device holds."""
-    return step_bytes_per_parameter(job) * moved_byte_s(device)
-
-
-def gradient_s_per_byte(device: DeviceSpec) -> float:
-    """Seconds that clearing, checking and scaling take once a step for each byte of gradients that a device holds."""
-    return GRADIENT_PASSES * moved_byte_s(device)
-
-
-def moved_byte_s(device: DeviceSpec) -> float:
-    """Seconds to read or write a byte in a kernel that computes next to nothing."""
+def _moved_byte_s(device: DeviceSpec) -> float:
+    """Return the seconds to read or write a byte in a kernel that computes almost nothing."""
     return 1 / (device.memory_bytes_per_s * device.efficiency.memory_share)
 
 
-_COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
+def optimizer_s_per_parameter(device: DeviceSpec, job: Job) -> float:
+    """Return the seconds of the optimizer's step for each parameter whose state a device holds."""
+    return step_bytes_per_parameter(job) * _moved_byte_s(device)
+
+
+def gradient_s_per_byte(device: DeviceSpec) -> float:
+    """Return the seconds for clearing, checking and scaling each byte of gradients once a step."""
+    return _GRADIENT_PASSES * _moved_byte_s(device)
 
 
 def case_of(layout: Layout) -> ComputeCase:
@@ -158,19 +156,19 @@ def imagined(
     layouts: Iterable[Layout],
     fabric: FabricSpec = UNIFORM,
 ) -> Measurements:
-    """Return what the warm-up would measure on equal hosts of one device type, to be priced by the ordinary Predictor.
+    """Return what a warm-up would measure on equal hosts of one device type.
 
     Args:
-        job: whose model is computed.
-        device: type of all devices; see `facts.machines.known_devices.known_devices`.
-        num_hosts: hosts of the allocation.
-        devices_per_host: devices of each.
-        layouts: those that will be priced; their shapes of computation and group sizes are covered.
-        fabric: what lies between the hosts.
+        job: gives the model and the flags.
+        device: type of all devices.
+        num_hosts: number of hosts, 1 or more.
+        devices_per_host: devices of each host, 1 or more.
+        layouts: layouts to be priced; the result covers their shapes of computation and group sizes.
+        fabric: network between the hosts.
 
     Raises:
-        FactError: the numbers are not positive, there is no layout, the device has no peak for the model's type, or
-            the fabric is none of so many hosts.
+        FactError: a number is not positive, there is no layout, the device has no peak for the model's type, or the
+            fabric has another number of hosts.
 
     """
     chosen = tuple(layouts)
@@ -179,7 +177,7 @@ def imagined(
             f"an imagined cluster needs hosts, devices and a layout, got {num_hosts} hosts of {devices_per_host} "
             f"devices and {len(chosen)} layouts"
         )
-    cluster = imagined_cluster(device, num_hosts=num_hosts, devices_per_host=devices_per_host, fabric=fabric)
+    cluster = _imagined_cluster(device, num_hosts, devices_per_host, fabric)
     return Measurements(
         cluster=cluster,
         compute=modelled_compute(job, device, chosen),
@@ -198,10 +196,10 @@ def imagined(
 
 
 def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) -> tuple[ComputeTime, ...]:
-    """Return the times of every part of the model in each shape of computation that the layouts have, by the model.
+    """Return the modelled times of every part of the model in each shape of computation of the layouts.
 
-    How many experts lie on a rank, and so how few tokens each has, is no part of such a shape: parts with experts stand
-    there once more for each way to share them, where there are several.
+    A shape does not say how many experts a rank has, and so how few tokens each expert gets. If the layouts share the
+    experts in several ways, parts with experts are listed once more for each way.
     """
     kinds = frozenset((*job.model.layer_kinds, *job.model.prediction_kinds))
     first: dict[ComputeCase, Layout] = {}
@@ -211,9 +209,9 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
         shares.setdefault((case_of(layout), layout.ep, layout.etp), layout)
     found = [time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds)]
     if job.model.num_experts and len(shares) > len(first):
-        with_experts = kinds.intersection(KINDS_WITH_EXPERTS)
+        with_experts = frozenset(kind for kind in kinds if EXPERTS in KINDS[kind])
         for key in sorted(shares):
-            times = _compute_times(job, device, shares[key], with_experts, shared=True)
+            times = _compute_times(job, device, shares[key], with_experts, only_experts=True)
             found += [replace(time, ep=key[1], etp=key[2]) for time in times]
     return tuple(found)
 
@@ -221,64 +219,49 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
 def assumptions(
     job: Job, device: DeviceSpec, fabric: FabricSpec = UNIFORM, num_hosts: int | None = None
 ) -> tuple[str, ...]:
-    """Say in sentences what an imagined measurement rests on."""
-    efficiency, inside = device.efficiency, device.within_host
+    """Return sentences about the assumptions behind imagined measurements."""
+    efficiency, inside, precision = device.efficiency, device.within_host, Precision.of(job, device)
     peak = f"{device.peak_flops_per_s(job.model.params_dtype) / 1e12:.0f} TFLOP/s ({job.model.params_dtype})"
     memory = rate_text(device.memory_bytes_per_s)
-    links = (
-        f"Links within hosts: {inside.latency_s * 1e6:g} us, {rate_text(inside.fair_bytes_per_s)} each.",
-        f"Links between hosts: {fabric.words(device, num_hosts)}. {fabric.source}",
-        *filter(None, [fabric.domain_words(device, num_hosts or 1)]),
-    )
-    return (
-        f"Nothing was measured: times come from a model of {device.name}. {device.source}",
-        f"Matrix products reach {efficiency.matmul_share:.0%} of {peak}, half if a side is {efficiency.half_size:g}.",
-        *_narrow_words(job, device),
-        *_window_words(job),
-        f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",
-        f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
-        *(
-            [f"The scan of Mamba layers moves bytes at {scan_share(device):.0%} of {memory}."]
-            if job.model.hybrid
-            else []
-        ),
-        f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
-        f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",
-        *links,
-        *_host_words(job, device),
-        "Collectives are rings; a group with several members on each host uses the links of all of them.",
-        *([] if fabric.compute_factor else ["All devices are equally fast."]),
-        *fabric.laggards(),
-    )
-
-
-def _narrow_words(job: Job, device: DeviceSpec) -> Iterator[str]:
-    precision = Precision.of(job, device)
+    narrow, windows, scan, host = "", "", "", ""
     if precision.narrow:
-        share, peak = device.efficiency.share_of(precision.narrow), device.peak_flops_per_s(precision.narrow)
-        yield (
-            f"Matrix products of transformer layers reach {share:.0%} of {peak / 1e12:.0f} TFLOP/s "
+        share, narrow_peak = efficiency.share_of(precision.narrow), device.peak_flops_per_s(precision.narrow)
+        narrow = (
+            f"Matrix products of transformer layers reach {share:.0%} of {narrow_peak / 1e12:.0f} TFLOP/s "
             f"({precision.narrow}), and casts move {precision.cast_bytes:g} bytes an element."
         )
-
-
-def _window_words(job: Job) -> Iterator[str]:
-    windows = [window for window in job.model.attention_windows if window]
-    if windows and is_flash(job.model):
-        yield (
-            f"{len(windows)} of {job.model.num_layers} layers attend to a window of {max(windows)} tokens; each layer "
-            f"is priced at the mean of all."
+    sizes = [window for window in job.model.attention_windows if window]
+    if sizes and is_flash(job.model):
+        windows = (
+            f"{len(sizes)} of {job.model.num_layers} layers attend to a window of {max(sizes)} tokens; each layer is "
+            f"priced at the mean of all."
         )
-
-
-def _host_words(job: Job, device: DeviceSpec) -> Iterator[str]:
+    if job.model.hybrid:
+        scan = f"The scan of Mamba layers moves bytes at {_scan_share(device):.0%} of {memory}."
     if performance_options(job).fine_grained_activation_offloading and device.host_bytes_per_s:
-        yield f"Activations go to the host and come back at {rate_text(device.host_bytes_per_s)} each way."
+        host = f"Activations go to the host and come back at {rate_text(device.host_bytes_per_s)} each way."
+    sentences = (
+        f"Nothing was measured: times come from a model of {device.name}. {device.source}",
+        f"Matrix products reach {efficiency.matmul_share:.0%} of {peak}, half if a side is {efficiency.half_size:g}.",
+        narrow,
+        windows,
+        f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",
+        f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
+        scan,
+        f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
+        f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",
+        f"Links within hosts: {inside.latency_s * 1e6:g} us, {rate_text(inside.fair_bytes_per_s)} each.",
+        f"Links between hosts: {fabric.words(device, num_hosts)}. {fabric.source}",
+        fabric.domain_words(device, num_hosts or 1),
+        host,
+        "Collectives are rings; a group with several members on each host uses the links of all of them.",
+        "" if fabric.compute_factor else "All devices are equally fast.",
+        *fabric.laggards(),
+    )
+    return tuple(filter(None, sentences))
 
 
-def imagined_cluster(
-    device: DeviceSpec, *, num_hosts: int, devices_per_host: int, fabric: FabricSpec = UNIFORM
-) -> Cluster:
+def _imagined_cluster(device: DeviceSpec, num_hosts: int, devices_per_host: int, fabric: FabricSpec) -> Cluster:
     """Return hosts of equal devices, with the device's usual links within and the fabric's between them."""
     inside = device.within_host
     within = Links.uniform(devices_per_host, latency_s=inside.latency_s, bandwidth_bytes_per_s=inside.fair_bytes_per_s)
@@ -306,18 +289,20 @@ def imagined_cluster(
 
 
 def _compute_times(
-    job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[LayerKind], *, shared: bool = False
+    job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[LayerKind], *, only_experts: bool = False
 ) -> Iterator[ComputeTime]:
-    """Time every part of the model, or with `shared` those that have experts; `kinds` are those of its layers."""
+    """Time layers of these kinds and the other parts of the model, or `only_experts` the parts with experts."""
     case, precision = case_of(layout), Precision.of(job, device)
     parts: dict[Part, PassLoads] = {kind: kind_loads(job, layout, kind) for kind in sorted(kinds)}
-    if job.model.mtp_num_layers and (not shared or kinds.intersection(job.model.prediction_kinds)):
-        parts["prediction"] = prediction_loads(job, layout)
-    if not shared:
+    prediction = job.model.prediction_kinds
+    if job.model.mtp_num_layers and (not only_experts or kinds.intersection(prediction)):
+        layers = sum((kind_loads(job, layout, kind) for kind in prediction), PassLoads())
+        parts["prediction"] = depth_loads(job, layout, layers)
+    if not only_experts:
         parts |= {
             "embedding": embedding_loads(job, layout),
             "head": head_loads(job, layout),
-            "core_attention": core_attention_loads(job.model, layout),
+            "core_attention": core_loads(job.model, layout),
         }
     for name, loads in parts.items():
         # The two passes of a backward run as one: the host is ahead in one of them while the other is short.
@@ -341,26 +326,24 @@ def _compute_times(
 def _collective_times(
     device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout], instances: int
 ) -> Iterator[CollectiveTime]:
-    """Price rings of equal steps; between hosts each member of a host brings its own share of the network cards.
+    """Price rings of equal steps; between hosts each member of a host adds its own share of the network cards.
 
-    A group of one size may lie on as few hosts as possible, doubled up to one member a host. An all-to-all is not a
-    ring: each member sends its pieces for other hosts through its own share alone, while those for its own host pass
-    inside.
+    A group of one size is priced on the fewest hosts, then on twice as many, up to one member a host. An all-to-all is
+    not a ring: each member sends its pieces for other hosts through its own share alone, while pieces for its own host
+    stay inside.
     """
     latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
     byte_s_HH = cluster.between_hosts.seconds_per_byte()
     inside_latency_s, inside_byte_s = device.within_host.latency_s, 1 / device.within_host.fair_bytes_per_s
     shapes = {(one.tp, one.cp, one.ep, one.etp, one.dp, one.pp): one for one in layouts}
     groups = [(*group_sizes(layout, instances=instances).values(), min(layout.pp, 2)) for layout in shapes.values()]
-    sizes = {size for each in groups for size in each}
-    for size in sorted(sizes - {1}):
+    for size in sorted({size for each in groups for size in each} - {1}):
         fewest, most = -(-size // cluster.devices_per_host), min(size, len(cluster.hosts))
         doubled = (fewest << power for power in range(most.bit_length()))
         for hosts in sorted({most, *(spans for spans in doubled if spans <= most)}):
             first, second = np.arange(hosts), np.roll(np.arange(hosts), -1)
-            slots = [
-                host * cluster.devices_per_host + local for host in range(hosts) for local in range(-(-size // hosts))
-            ]
+            per_host = range(-(-size // hosts))
+            slots = [host * cluster.devices_per_host + local for host in range(hosts) for local in per_host]
             members = max(1, size // hosts)
             for kind in _COLLECTIVES:
                 steps = num_steps(kind, size)

@@ -1,4 +1,4 @@
-"""Seconds that a stage computes for one micro-batch, from the warm-up's times of its parts, on a slot of speed 1."""
+"""Seconds that a stage computes for one micro-batch on a slot of speed 1, from the warm-up's times of its parts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from pipette_launch.cost.communication.exchanges import Hiding
 from pipette_launch.cost.compute.carried_over import repriced
 from pipette_launch.cost.compute.device_model import case_of
-from pipette_launch.cost.compute.flop_shares import attention_core_share, column_share, recompute_share
-from pipette_launch.cost.layers.activations import recompute_modules
-from pipette_launch.cost.layers.offloading import offloaded
+from pipette_launch.cost.layers.block import Hiding, recompute_modules
+from pipette_launch.cost.layers.kinds import attention_core_share, column_share, offloaded, recompute_share
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements
-from pipette_launch.facts.model import KINDS_WITH_EXPERTS, LayerKind
+from pipette_launch.facts.model import LayerKind
 from pipette_launch.megatron.performance import performance_options
 
 _CORE, _PREDICTION = "core_attention", "prediction"
@@ -34,17 +32,17 @@ class Passes:
     forward_s: float = 0.0
     backward_s: float = 0.0
     recompute_s: float = 0.0
-    """Forward passes run again inside the backward; not in `backward_s`."""
+    """Forward passes that the backward runs again; not part of `backward_s`."""
     weight_grad_s: float = 0.0
-    """The part of `backward_s` that the weights' gradients take, as far as a schedule can put them off."""
+    """Part of `backward_s` for the weights' gradients that a schedule can delay."""
     forward_idle_s: float = 0.0
-    """Of the forward, while the device waits for the host."""
+    """Part of the forward in which the device waits for the host."""
     backward_idle_s: float = 0.0
-    """The same of backward and recompute."""
+    """The same part of backward and recompute."""
 
     def __add__(self, other: Passes) -> Passes:
         """Add the passes of two parts that run one after the other."""
-        # Written out, as a search adds up ten thousand of them.
+        # Written out, because a search adds up ten thousand of them.
         return Passes(
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
@@ -67,29 +65,27 @@ class Passes:
 
     def again(self, share: float) -> Passes:
         """Run a share of the forward once more in the backward."""
-        return replace(
-            self,
-            recompute_s=self.forward_s * share,
-            backward_idle_s=self.backward_idle_s + self.forward_idle_s * share,
-        )
+        idle_s = self.backward_idle_s + self.forward_idle_s * share
+        return replace(self, recompute_s=self.forward_s * share, backward_idle_s=idle_s)
 
 
 class ComputeTable:
-    """The measured compute times of a job, and the stated way to get one that was not measured.
+    """Measured compute times of a job, and times of unmeasured cases derived from them.
 
-    A case that was not measured is taken from the measured one of equal tp that is nearest in tokens, in proportion to
-    the tokens (micro-batch over cp). No time is carried over to another tp: kernels of other widths were not seen.
+    The time of an unmeasured case is that of the measured case with the same tp and the nearest number of tokens, in
+    proportion to the tokens (micro-batch over cp). No time is carried over to another tp, because kernels of other
+    widths were not measured.
     """
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
         self._job = job
         self.device_kind = measurements.cluster.device_kind
-        """Of all slots: `cuda` or `cpu`."""
+        """`cuda` or `cpu`, the same for all slots."""
         self._repriced = repriced(job, measurements)
         compute = self._repriced.compute
         medians = _median_passes(compute, measurements.cluster.slot_speed)
         self._passes = {(case, part): one for (case, part, ep, _), one in medians.items() if not ep}
-        # Of parts with experts by EP and ETP, where these were told apart.
+        # Parts with experts by EP and ETP, if these were timed separately.
         self._shared: dict[tuple[ComputeCase | None, int, int], dict[str, Passes]] = {}
         for (case, part, ep, etp), one in medians.items():
             if ep:
@@ -100,37 +96,36 @@ class ComputeTable:
             if time.recompute and time.recompute.median_s and time.forward.median_s:
                 share = time.recompute.median_s / time.forward.median_s
                 shares.setdefault((time.case, time.part), []).append(share)
-        # What full recompute of a layer took, in forwards of that layer: median over the slots that measured it.
+        # Time of a layer's full recompute in forwards of this layer: median over the slots that measured it.
         self._again = {key: statistics.median(each) for key, each in shares.items()}
-        offloads = performance_options(job).fine_grained_activation_offloading
-        self._host_bytes_per_s = measurements.host_bytes_per_s if offloads else 0.0
-        self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
-        self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
         self._usual_again = {
             part: statistics.median([share for (_, name), share in self._again.items() if name == part] or [1.0])
             for part in LAYERS
         }
-        kinds = {*job.model.layer_kinds, *job.model.prediction_kinds}
-        self._parts = ("embedding", "head", *sorted(kinds)[::-1])
+        offloads = performance_options(job).fine_grained_activation_offloading
+        self._host_bytes_per_s = measurements.host_bytes_per_s if offloads else 0.0
+        self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
+        self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
+        self._parts = ("embedding", "head", *sorted({*job.model.layer_kinds, *job.model.prediction_kinds})[::-1])
         self._sources: dict[ComputeCase, ComputeCase | None] = {}
         self._scaled: dict[ComputeCase, dict[str, Passes]] = {}
-        # By tp and tokens: of cases with equally many tokens the first stands for all.
+        # By tp and tokens: the first of the cases with equal numbers of tokens stands for all.
         self._complete: dict[int, dict[Fraction, ComputeCase]] = {}
         for measured in sorted({measured for measured, _ in self._passes}):
             if all((measured, part) in self._passes for part in self._parts):
                 tokens = Fraction(measured.micro_batch_size, measured.cp)
                 self._complete.setdefault(measured.tp, {}).setdefault(tokens, measured)
-                # A case that was measured stands for itself; the rest are looked for when they are asked for.
+                # A measured case is its own source; `source` finds the others when they are needed.
                 self._sources[measured] = measured
 
     @property
     def copies_to_host(self) -> bool:
-        """Whether passes depend on the bytes that a layer moves to the host, and so on all that cuts its tensors."""
+        """True if passes depend on the bytes that a layer moves to the host, and so on all degrees that cut tensors."""
         return self._host_bytes_per_s > 0
 
     @property
     def knows_shares(self) -> bool:
-        """Whether passes depend on how many experts lie on a rank."""
+        """True if passes depend on the number of experts on a rank."""
         return bool(self._shared)
 
     def source(self, case: ComputeCase) -> ComputeCase | None:
@@ -144,7 +139,7 @@ class ComputeTable:
         return self._sources[case]
 
     def note(self, case: ComputeCase) -> str | None:
-        """Say in a sentence how the time of a case came about, where it was not measured."""
+        """Return a sentence about the source of a case's time; None if it was measured or has no source."""
         source = self.source(case)
         if source is None:
             return None
@@ -157,7 +152,7 @@ class ComputeTable:
         )
 
     def flags_note(self, case: ComputeCase) -> str | None:
-        """Report in a sentence which flags the timed layers did not have, and the factor of these flags."""
+        """Return a sentence about the flags that the timed layers did not have, and their factor; None without any."""
         _, factors, flags, origin = self._repriced
         source = self.source(case)
         if not flags or source is None:
@@ -167,7 +162,7 @@ class ComputeTable:
         return f"Layers were timed without {flags}, and priced at {factors[source]:.2f} of that by a model of {origin}."
 
     def chunk_passes(self, layout: Layout) -> tuple[Passes, ...]:
-        """Seconds of one micro-batch on each chunk in model order, without communication, with recompute.
+        """Return the passes of one micro-batch on each chunk in model order, with recompute, without communication.
 
         Raises:
             PlanError: no case of this tp was measured.
@@ -176,8 +171,7 @@ class ComputeTable:
         model = self._job.model
         part = self._passes_of(layout)
         loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
-        chunks = []
-        first = 0
+        chunks, first = [], 0
         seen: dict[tuple[LayerKind, ...], Passes] = {}
         for layers in layout.chunk_layers(model.num_layers):
             kinds = model.layer_kinds[first : first + layers]
@@ -186,23 +180,23 @@ class ComputeTable:
                 layers_passes = (self._layer(layout, part, index, kind) for index, kind in enumerate(kinds))
                 seen[kinds] = sum(layers_passes, Passes())
             chunks.append(seen[kinds])
-        # The weights' gradients of the model's ends are never put off: the head's would keep its logits' gradients.
+        # The weight gradients of the model's ends are never delayed: the head would have to keep its logits' gradients.
         chunks[0] += replace(part["embedding"], weight_grad_s=0.0) + loaded
         # A single stage has loaded the labels with the tokens.
         head, prediction = self._ends(layout, part)
         chunks[-1] += head + (loaded if layout.pp > 1 else Passes())
         chunks[layout.mtp_chunk] += prediction + (loaded if layout.chunks_after_mtp else Passes())
-        # In pipelines each pass of a chunk comes after a wait; elsewhere the first of each step, after the exchange of
-        # gradients. A step of four ranks on two cores took 24.2 ms of processor time, the same passes without any
-        # exchange 19.6 ms.
+        # In pipelines each pass of a chunk follows a wait. Elsewhere only the first pass of each step does, after the
+        # exchange of gradients. A step of four ranks on two cores took 24.2 ms of processor time, and 19.6 ms without
+        # any exchange.
         waits = 1.0 if layout.pp > 1 else 1 / layout.num_microbatches(self._job.batch.global_batch_size)
         return tuple(chunk + self.wake * waits for chunk in chunks)
 
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
-        """Return what `chunk_passes` adds up; of layers that the model has none of, passes of 0 s.
+        """Return the units that `chunk_passes` adds up; 0 s for kinds that the model does not have.
 
-        These are, for each kind of layer that the model may have, one that full recompute leaves alone (selective
-        recompute is in it) and one that it runs again; then embedding, heads, and the depths of multi-token prediction.
+        For each kind of layer that the model may have: one that full recompute skips (with selective recompute) and one
+        that it runs again. Then embedding, heads, and the depths of multi-token prediction.
 
         Raises:
             PlanError: no case of this tp was measured.
@@ -217,7 +211,7 @@ class ComputeTable:
         return (*layers, part["embedding"], *self._ends(layout, part))
 
     def hiding(self, layout: Layout) -> Hiding:
-        """Return what collectives pass behind in one layer: of the first layer, or of a hybrid model's mean."""
+        """Return the compute of one layer that can hide collectives: the first layer, or a hybrid model's mean."""
         model = self._job.model
         part = self._passes_of(layout)
         kinds = model.layer_kinds if model.hybrid else model.layer_kinds[:1]
@@ -225,10 +219,9 @@ class ComputeTable:
         layer = sum((part[kind] * share for kind, share in shares.items()), Passes())
         column = sum((part[kind] * (share * column_share(model, kind)) for kind, share in shares.items()), Passes())
         whole = {kind: self._whole_layer(layout, part, kind) for kind in model.possible_kinds}
+        core = part.get(_CORE)
         return Hiding(
-            core_attention_s=part[_CORE].forward_s
-            if _CORE in part
-            else layer.forward_s * attention_core_share(model, kinds[0]),
+            core_attention_s=core.forward_s if core else layer.forward_s * attention_core_share(model, kinds[0]),
             input_grad_s=column.backward_s - column.weight_grad_s,
             weight_grad_s=column.weight_grad_s,
             forward_s=column.forward_s,
@@ -238,13 +231,13 @@ class ComputeTable:
         )
 
     def part_seconds(self, case: ComputeCase) -> dict[str, float] | None:
-        """Seconds of forward and backward of each part, by its name (`layer`, `head`, ..); None where it is unknown."""
+        """Return the seconds of forward and backward of each part, by its name (`layer`, ..); None if unknown."""
         if self.source(case) is None:
             return None
         return {name: passes.forward_s + passes.backward_s for name, passes in self._part_passes(case).items()}
 
     def _passes_of(self, layout: Layout) -> dict[str, Passes]:
-        """Passes of each part in the shape of a layout, with its share of the experts."""
+        """Return the passes of each part in the shape of a layout, with its share of the experts."""
         case = case_of(layout)
         passes, source = self._part_passes(case), self.source(case)
         shared = self._shared.get((source, layout.ep, layout.etp))
@@ -267,12 +260,12 @@ class ComputeTable:
         return self._scaled[case]
 
     def _ends(self, layout: Layout, part: dict[str, Passes]) -> tuple[Passes, Passes]:
-        """Return the passes of all heads, and of all depths of multi-token prediction without theirs.
+        """Return the passes of all heads, and of all depths of multi-token prediction without their heads.
 
-        Every depth has a head beside the model's own, where that is (gpt_model.py:611-660; DeepSeek-V3, section 2.2).
-        Where no depth was timed as a whole, each is its layers. These layers are recomputed as all others are, but for
-        method block, which leaves them alone (multi_token_prediction.py, _checkpointed_forward). No schedule puts off
-        the weight gradients of either.
+        Every depth has a head beside the model's own, on the same stage (gpt_model.py:611-660; DeepSeek-V3, section
+        2.2). If no depth was timed as a whole, it counts as its layers. These are recomputed like all layers, except
+        that method block skips them (multi_token_prediction.py, _checkpointed_forward). No schedule delays the weight
+        gradients of heads or depths.
         """
         model, head = self._job.model, replace(part["head"], weight_grad_s=0.0)
         if not model.mtp_num_layers:
@@ -280,17 +273,16 @@ class ComputeTable:
         kinds = model.prediction_kinds
         plain = sum((part[kind] for kind in kinds), Passes())
         layers = sum((self._layer(layout, part, layout.recompute.num_layers, kind) for kind in kinds), Passes())
-        whole = part.get(_PREDICTION)
-        timed = ("forward_s", "backward_s", "forward_idle_s", "backward_idle_s")
-        depth = (
-            Passes(**{name: max(0.0, getattr(whole, name) - getattr(head, name)) for name in timed}) if whole else plain
-        )
+        depth, whole = plain, part.get(_PREDICTION)
+        if whole:
+            timed = ("forward_s", "backward_s", "forward_idle_s", "backward_idle_s")
+            depth = Passes(**{name: max(0.0, getattr(whole, name) - getattr(head, name)) for name in timed})
         idle_s = depth.backward_idle_s + layers.backward_idle_s - plain.backward_idle_s
         depth = replace(depth, recompute_s=layers.recompute_s, backward_idle_s=idle_s, weight_grad_s=0.0)
         return head * (1 + model.mtp_num_layers), depth * model.mtp_num_layers
 
     def _whole_layer(self, layout: Layout, part: dict[str, Passes], kind: LayerKind, *, again: bool = False) -> Passes:
-        """Return a layer that method block leaves alone, or that it runs `again`; 0 s where the model has none."""
+        """Return a layer that method block skips, or runs `again`; 0 s if the model has none of this kind."""
         if kind not in self._parts:
             return Passes()
         return self._layer(layout, part, 0 if again else layout.recompute.num_layers, kind)
@@ -299,8 +291,8 @@ class ComputeTable:
         model, layer, source = self._job.model, part[kind], self.source(case_of(layout))
         share = recompute_share(model, layout, index_in_chunk, kind)
         if layout.recompute.granularity == "full" and source:
-            # 1 where the warm-up timed no recompute. Where it timed that in other cases alone, they stand for this one:
-            # it hardly differs between shapes.
+            # 1 if the warm-up timed no recompute. If it timed recompute in other cases only, their median stands for
+            # this case: the value hardly differs between shapes.
             share *= self._again.get((source, kind), self._usual_again[kind])
         if _CORE in part and "core_attn" in recompute_modules(layout):
             core_share = attention_core_share(model, kind)
@@ -308,10 +300,10 @@ class ComputeTable:
         layer = layer.again(share)
         if not self.copies_to_host or (layout.recompute.granularity == "full" and share):
             return layer
-        # Each module's backward asks for the tensors of the layer below, so a layer's come back behind one backward;
-        # nothing waits for a copy to the host (megatron-core, pipeline_parallel/fine_grained_activation_offload.py).
-        has_experts = kind in KINDS_WITH_EXPERTS
-        moved = offloaded(self._job, layout, moe=has_experts, recomputed=recompute_modules(layout)).moved
+        # Each module's backward requests the tensors of the layer below, so one backward hides the way back of a
+        # layer's tensors. Nothing waits for a copy to the host (megatron-core, pipeline_parallel/
+        # fine_grained_activation_offload.py).
+        moved = offloaded(self._job, layout, kind).moved
         exposed_s = moved / self._host_bytes_per_s - layer.backward_s - layer.recompute_s
         return replace(layer, backward_s=layer.backward_s + max(0.0, exposed_s))
 
@@ -319,7 +311,7 @@ class ComputeTable:
 def _median_passes(
     compute: Sequence[ComputeTime], speed: Sequence[float]
 ) -> dict[tuple[ComputeCase, str, int, int], Passes]:
-    """Median over the slots that measured a part under some EP and ETP, each brought to speed 1 first."""
+    """Return the median over the slots that measured a part under some EP and ETP, each brought to speed 1 first."""
     times: dict[tuple[ComputeCase, str, int, int], list[ComputeTime]] = {}
     for time in compute:
         times.setdefault((time.case, time.part, time.ep, time.etp), []).append(time)
@@ -341,7 +333,7 @@ def _median_passes(
 
 
 def _tokens(case: ComputeCase, source: ComputeCase) -> float:
-    """How many times the tokens of `source` a case has on each slot."""
+    """Return the tokens of a case on each slot, divided by those of `source`."""
     return (case.micro_batch_size * source.cp) / (case.cp * source.micro_batch_size)
 
 

@@ -1,42 +1,54 @@
-"""What the two ends of the model keep and need: the embedding in front, the head and the loss behind.
+"""The two ends of a model: embedding in front, head and loss behind, and the depths of multi-token prediction.
 
-MC = megatron/core of core_v0.16.1, TE = TransformerEngine v2.8.
+MC = megatron/core of core_v0.16.1, TE = TransformerEngine v2.8, MTP = MC transformer/multi_token_prediction.py,
+GPT = MC models/gpt/gpt_model.py.
 """
 
-# T = tokens of one micro-batch on a rank, V = padded vocabulary, p = pipeline ranks.
+# T = tokens of one micro-batch on a rank, V = padded vocabulary, t = tp, c = cp.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from pipette_launch.cost.layers.attention import local_tokens, tokens
+from pipette_launch.cost.layers.block import (
+    FP32_BYTES,
+    MASK_BYTES,
+    Exchange,
+    Load,
+    PassLoads,
+    local_tokens,
+    matrix,
+    residual_bytes,
+    tokens,
+)
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
+from pipette_launch.facts.model import ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
-_FP32_BYTES = 4
-_MASK_BYTES = 1
 _TOKEN_ID_BYTES = 8
 
 
 def embedding_bytes(job: Job, layout: Layout) -> int:
     """Count token ids of one micro-batch and the embedding's dropout mask: 8*s*b + s*b*h."""
     model = job.model
-    mask = local_tokens(model, layout) * model.hidden_size * _MASK_BYTES if model.hidden_dropout > 0 else 0
+    mask = local_tokens(model, layout) * model.hidden_size * MASK_BYTES if model.hidden_dropout > 0 else 0
     return _TOKEN_ID_BYTES * tokens(model, layout) + mask
 
 
 def attention_mask_bytes(job: Job, layout: Layout) -> int:
     """Count the mask b * s/c * s of one byte that the first and the last pipeline rank load for a forward pass.
 
-    Megatron's data loader makes it unless told not to, though causal attention has no use for it (datasets/
+    Megatron's data loader makes it unless a flag forbids it, although causal attention does not use it (datasets/
     gpt_dataset.py, _get_ltor_masks_and_position_ids). On the golden rows: 7B, micro-batch 2 of 8192 tokens, 128 MiB;
-    the test without it holds 4 MiB less than its twin, which is its size there.
+    the same test without the mask holds 4 MiB less, which is the mask's size there.
     """
     options = performance_options(job)
     if not options.create_attention_mask_in_dataloader or options.dataloader_inter_document_masking:
         return 0
-    return _MASK_BYTES * tokens(job.model, layout) * job.model.seq_length
+    return MASK_BYTES * tokens(job.model, layout) * job.model.seq_length
 
 
 def whole_mask_bytes(job: Job, layout: Layout) -> int:
@@ -45,7 +57,7 @@ def whole_mask_bytes(job: Job, layout: Layout) -> int:
 
 
 def loaded_mask_bytes(job: Job, layout: Layout) -> int:
-    """Count the mask while a micro-batch is loaded: the whole of it, and then this rank's part beside it.
+    """Count the whole mask while a micro-batch is loaded, and with context parallelism this rank's part beside it.
 
     Every rank of the first and of the last pipeline stage moves the whole mask to its device, or receives it there,
     before context parallelism copies its part (training/utils.py, get_batch_on_this_tp_rank; MC utils.py,
@@ -58,32 +70,32 @@ def loaded_mask_bytes(job: Job, layout: Layout) -> int:
 def head_bytes(job: Job, layout: Layout) -> int:
     """Count final norm, logits and loss of one micro-batch: 4*s*b*h/c (/t) + 6*s*b*V/(t*c) in bf16.
 
-    Each depth of multi-token prediction computes a loss of its own, whose copy is kept, and one of their logits is a
-    variable that lives as long as the head's (MC models/gpt/gpt_model.py:611-660).
+    Each depth of multi-token prediction computes a loss of its own and keeps the loss's copy of the logits. The logits
+    of one depth are a variable that lives as long as the head's logits (GPT:611-660).
     """
     model = job.model
-    elements = tokens(model, layout) * (model.padded_vocab_size(layout.tp) // layout.tp)
     copy, gradient = loss_bytes_per_logit(job)
     depths = model.mtp_num_layers
     each = (1 + min(depths, 1)) * model.dtype_bytes + (1 + depths) * copy + gradient
-    return 2 * model.dtype_bytes * local_tokens(model, layout) * model.hidden_size + elements * each
+    norm = 2 * model.dtype_bytes * local_tokens(model, layout) * model.hidden_size
+    return norm + tokens(model, layout) * _vocabulary(model, layout) * each
 
 
 def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
-    """Bytes for each logit that the loss keeps for its backward, and that its backward needs on top, beside the logit.
+    """Return the bytes that the loss keeps for each logit, and those that its backward needs on top, beside the logit.
 
-    Megatron's: an fp32 copy of 2-byte logits, which becomes softmax and gradient in place; it is there with the logits
-    going forward and with their gradient going backward. fp32 logits are worked on in place (measured;
-    MC tensor_parallel/cross_entropy.py:24-33). Fused natively: the compiled backward writes the gradient to
-    another fp32 tensor (MC fusions/fused_cross_entropy.py, calculate_gradients; golden H100 rows hold T*V/t*4 = 393 MiB
-    more). Fused by TE: everything in place of the logits (TE common/triton/cross_entropy.py).
+    Megatron's loss keeps an fp32 copy of 2-byte logits, which becomes softmax and gradient in place. The copy exists
+    with the logits in the forward and with their gradient in the backward. fp32 logits are changed in place (measured;
+    MC tensor_parallel/cross_entropy.py:24-33). Natively fused, the compiled backward writes the gradient to another
+    fp32 tensor (MC fusions/fused_cross_entropy.py, calculate_gradients; golden H100 rows hold T*V/t*4 = 393 MiB more).
+    TE's fused loss changes the logits in place (TE common/triton/cross_entropy.py).
     """
-    if job.model.dtype_bytes == _FP32_BYTES:
-        return 0, 0
     options = performance_options(job)
+    if job.model.dtype_bytes == FP32_BYTES:
+        return 0, 0
     if not options.cross_entropy_loss_fusion:
-        return _FP32_BYTES, 0
-    return (0, 0) if options.cross_entropy_fusion_impl == "te" else (_FP32_BYTES, _FP32_BYTES)
+        return FP32_BYTES, 0
+    return (0, 0) if options.cross_entropy_fusion_impl == "te" else (FP32_BYTES, FP32_BYTES)
 
 
 def deferred_bytes(job: Job, layout: Layout) -> int:
@@ -92,14 +104,95 @@ def deferred_bytes(job: Job, layout: Layout) -> int:
     With `--defer-embedding-wgrad-compute` and more than one pipeline rank: the head's input and the gradient of the
     logits (MC tensor_parallel/layers.py:509-511, 1003-1008).
     """
+    model = job.model
     if not performance_options(job).defer_embedding_wgrad_compute:
         return 0
-    model = job.model
-    vocabulary = model.padded_vocab_size(layout.tp) // layout.tp
-    return model.dtype_bytes * (local_tokens(model, layout) * model.hidden_size + tokens(model, layout) * vocabulary)
+    logits = tokens(model, layout) * _vocabulary(model, layout)
+    return model.dtype_bytes * (local_tokens(model, layout) * model.hidden_size + logits)
 
 
 def deferred_microbatches(job: Job, num_microbatches: Ints) -> Ints:
-    """Count the micro-batches that are deferred: `--wgrad-deferral-limit` limits their number, 0 defers all."""
+    """Count the deferred micro-batches: at most `--wgrad-deferral-limit`; 0 defers all."""
     limit = performance_options(job).wgrad_deferral_limit
     return np.minimum(num_microbatches, limit) if limit else num_microbatches
+
+
+def embedding_loads(job: Job, layout: Layout) -> PassLoads:
+    """Return the work of the lookup: rows of h are copied and, in the backward, added up; with dropout if set."""
+    rows = residual_bytes(job.model, layout)
+    dropout = 2.5 * rows if job.model.hidden_dropout > 0 else 0.0
+    return PassLoads(
+        forward=Load(moved_bytes=2 * rows + dropout, kernels=4),
+        input_grad=Load(moved_bytes=dropout, kernels=2),
+        weight_grad=Load(moved_bytes=3 * rows, kernels=2),
+    )
+
+
+def head_loads(job: Job, layout: Layout) -> PassLoads:
+    """Return the work of final norm, product with the vocabulary, and cross-entropy.
+
+    Logits pass about ten times in fp32: cast, maximum, subtract in place, exponential in place, sum; then divide in
+    place and scale. TE's cross-entropy reads the logits twice, and writes their gradients in their place.
+    """
+    model, options = job.model, performance_options(job)
+    vocabulary = _vocabulary(model, layout)
+    logits = tokens(model, layout) * vocabulary
+    norm = 2 * residual_bytes(model, layout)
+    forward = norm + logits * (model.dtype_bytes + 4 + 4 + 8 + 8 + 4 + 8)
+    backward = 2 * norm + logits * (8 + 4 + model.dtype_bytes)
+    if options.cross_entropy_loss_fusion and options.cross_entropy_fusion_impl == "te":
+        forward, backward = norm + 3 * logits * model.dtype_bytes, 2 * norm + 2 * logits * model.dtype_bytes
+    return matrix(tokens(model, layout), vocabulary, model.hidden_size, is_linear=False) + PassLoads(
+        forward=Load(moved_bytes=forward, kernels=14),
+        input_grad=Load(moved_bytes=backward, kernels=8),
+        weight_grad=Load(kernels=1),
+    )
+
+
+def depth_parameters(model: ModelSpec, layout: Layout) -> int:
+    """Count what one depth of multi-token prediction has beside its layers (MTP:593-650).
+
+    These are norms of embedding and hidden state, the projection of both to one, split over tp, and a final norm.
+    """
+    return 3 * model.norm_parameters() + 2 * model.hidden_size * model.hidden_size // layout.tp
+
+
+def depth_bytes(job: Job, layout: Layout) -> int:
+    """Count what one depth keeps beside its layers and its head (MTP:653-745, GPT:592-625).
+
+    These are the inputs of three norms, both halves of the projection's input, the depth's part of the tensor that all
+    heads read, and what an embedding keeps.
+    """
+    model = job.model
+    own = 6 * model.dtype_bytes * local_tokens(model, layout) * model.hidden_size
+    return own + embedding_bytes(job, layout)
+
+
+def depth_loads(job: Job, layout: Layout, layers: PassLoads) -> PassLoads:
+    """Return the work of one depth: embedding, two norms, the projection of both, its layers, a head and a loss."""
+    model, rows = job.model, residual_bytes(job.model, layout)
+    projection = matrix(tokens(model, layout), model.hidden_size // layout.tp, 2 * model.hidden_size)
+    # Each norm reads and writes; joining both reads and writes twice as much.
+    joins = PassLoads(forward=Load(moved_bytes=8 * rows, kernels=3), input_grad=Load(moved_bytes=10 * rows, kernels=4))
+    return embedding_loads(job, layout) + joins + projection + layers + head_loads(job, layout)
+
+
+def depth_exchanges(job: Job, layout: Layout, depths_S: Ints) -> Iterator[Exchange]:
+    """Yield the gathers of the projection from 2h to h, whose columns tp splits (MTP, _concat_embeddings).
+
+    With sequence parallelism the input is gathered first, and the gathered output is split again.
+    """
+    if layout.tp == 1:
+        return
+    size = job.model.dtype_bytes * tokens(job.model, layout) * job.model.hidden_size
+    none_S = 0 * depths_S
+    yield Exchange.of("all_gather", "tp", size, depths_S, depths_S if layout.sequence_parallel else none_S)
+    if layout.sequence_parallel:
+        yield Exchange.of("all_gather", "tp", 2 * size, depths_S, depths_S)
+        yield Exchange.of("reduce_scatter", "tp", 2 * size, none_S, depths_S)
+    else:
+        yield Exchange.of("all_reduce", "tp", 2 * size, none_S, depths_S)
+
+
+def _vocabulary(model: ModelSpec, layout: Layout) -> int:
+    return model.padded_vocab_size(layout.tp) // layout.tp

@@ -1,67 +1,308 @@
-"""What a layer of any kind keeps for one micro-batch: a hybrid model's is a part of a transformer's, or Mamba."""
+"""The kinds of layers: the blocks of each kind, and the sums over its blocks.
+
+A new kind needs an entry in `KINDS` here, its name in `facts/model.py`, and its name as a timed part in
+`facts/measurements.py`. A new block is a class beside the others.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from pipette_launch.cost.layers import activations, attention, ends
-from pipette_launch.cost.layers.activations import LayerActivations, recompute_modules
-from pipette_launch.cost.layers.mamba import mamba_activations, mamba_backward_bytes
-from pipette_launch.facts.job import Job
+from pipette_launch.cost.layers import attention, mlp
+from pipette_launch.cost.layers.attention import ATTENTION
+from pipette_launch.cost.layers.block import (
+    FP32_BYTES,
+    Activations,
+    Block,
+    Load,
+    Parameters,
+    PassLoads,
+    is_captured,
+    local_tokens,
+    matrix_input_bytes,
+    recompute_modules,
+    residual_bytes,
+    tokens,
+)
+from pipette_launch.cost.layers.ends import depth_bytes
+from pipette_launch.cost.layers.mamba import MAMBA
+from pipette_launch.cost.layers.mlp import EXPERTS, MLP
+from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind
+from pipette_launch.facts.model import TRANSFORMER_KINDS, LayerKind, ModelSpec
+from pipette_launch.megatron.performance import performance_options
 
-_MLP_PARTS = ("mlp_norm", "mlp_input", "mlp", "mlp_activation", "shared_experts")
-_ATTENTION_PARTS = ("attention_norm", "mlp_input", "attention", "latent_projections", "core_attention")
+KINDS: dict[LayerKind, tuple[Block, ...]] = {
+    "layer": (ATTENTION, MLP),
+    "moe_layer": (ATTENTION, EXPERTS),
+    "mamba_layer": (MAMBA,),
+    "attention_layer": (ATTENTION,),
+    "mlp_layer": (MLP,),
+    "expert_layer": (EXPERTS,),
+}
+"""Blocks of each kind of layer, in order. The kinds with one block belong to hybrid models."""
+BLOCKS: tuple[Block, ...] = (MAMBA, ATTENTION, MLP, EXPERTS)
+_KERNELS_PER_COLLECTIVE = 3.0
+"""Host work for one collective of torch's process group, in kernels."""
 
 
-def kind_activations(job: Job, layout: Layout, kind: LayerKind) -> LayerActivations:
-    """Count what one layer keeps for one micro-batch, by who can recompute it."""
-    whole = activations.layer_activations(job, layout, moe=kind in KINDS_WITH_EXPERTS)
-    if kind in TRANSFORMER_KINDS:
-        return whole
-    # One block and one residual in place of two.
-    has_attention = kind in ("attention_layer", "mamba_layer")
-    absent: dict[str, Any] = dict.fromkeys(_MLP_PARTS if has_attention else _ATTENTION_PARTS, 0)
-    part = replace(whole, dropout_masks=whole.dropout_masks // 2, **absent)
-    if kind != "mamba_layer":
-        return part
-    model, hybrid = job.model, job.model.hybrid
-    assert hybrid is not None
-    narrow = model.dtype_bytes if activations.computes_in_fp8(job) else 1
-    mixer = mamba_activations(model, hybrid, layout, narrow=narrow)
-    return replace(part, attention=mixer, latent_projections=0, core_attention=0)
+def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
+    """Count one layer on one rank, a norm for each block included; 0 for a kind with experts if the model has none."""
+    blocks = KINDS[kind]
+    if EXPERTS in blocks and not model.num_experts:
+        return Parameters()
+    norms = Parameters(dense=len(blocks) * model.norm_parameters())
+    return sum((block.parameters(model, layout) for block in blocks), norms)
+
+
+def kind_activations(job: Job, layout: Layout, kind: LayerKind) -> Activations:
+    """Count what one layer keeps without recompute and offloading."""
+    return sum((block.activations(job, layout) for block in KINDS[kind]), Activations())
 
 
 def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
-    """What a layer keeps for one micro-batch when it is not fully recomputed."""
+    """Count what one layer keeps if it is not fully recomputed."""
+    modules, found = recompute_modules(layout), kind_activations(job, layout, kind)
+    kept = found.total - found.recomputed(modules)
+    if ATTENTION in KINDS[kind] and "core_attn" in modules:
+        kept += attention.held_for_recompute_bytes(job.model, layout)
     if kind in TRANSFORMER_KINDS:
-        return activations.kept_bytes(job, layout, moe=kind == "moe_layer")
-    found, modules = kind_activations(job, layout, kind), recompute_modules(layout)
-    held = 0
-    if kind == "attention_layer" and "core_attn" in modules:
-        held = attention.held_for_recompute_bytes(job.model, layout)
-    return found.total - found.recomputed(modules, moe=kind == "expert_layer") + held
+        kept -= offloaded(job, layout, kind).left
+    return kept
 
 
 def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
-    """What the backward of one layer needs for a while; an upper bound for layers of one block."""
-    if kind != "mamba_layer":
-        return activations.backward_bytes(job, layout, moe=kind in KINDS_WITH_EXPERTS)
-    hybrid = job.model.hybrid
-    assert hybrid is not None
-    return mamba_backward_bytes(job.model, hybrid, layout) + activations.residual_bytes(job.model, layout)
+    """Count the most that the backward of one layer needs for a while, beyond what the layer kept.
+
+    Autograd frees what an operation saved when its backward is done. The peak is in the MLP or experts, or in the
+    attention core when the MLP's share is freed. Context parallelism may need more while the core runs forward, before
+    the MLP's share exists. Layers of one block count as a transformer's layer, which is an upper bound.
+    """
+    if MAMBA in KINDS[kind]:
+        return MAMBA.backward_bytes(job, layout)
+    behind = EXPERTS if EXPERTS in KINDS[kind] else MLP
+    kept, away = behind.activations(job, layout), offloaded(job, layout, kind)
+    freed = kept.total - kept.dropout_masks - away.mlp
+    peak = max(behind.backward_bytes(job, layout), ATTENTION.backward_bytes(job, layout) - freed)
+    if behind is EXPERTS and performance_options(job).overlap_moe_expert_parallel_comm:
+        # The next micro-batch's forward runs beside this backward, layer by layer, and one more layer keeps its share
+        # (megatron-core, pipeline_parallel/combined_1f1b.py).
+        peak += kept_bytes(job, layout, "moe_layer")
+    return peak + away.moved
 
 
 def prediction_bytes(job: Job, layout: Layout) -> int:
-    """Count what the depths of multi-token prediction keep for one micro-batch, their layers' recompute included."""
+    """Count what the depths of multi-token prediction keep, with the recompute of their layers."""
     model = job.model
-    if not model.hybrid or not model.mtp_num_layers:
-        return activations.prediction_bytes(job, layout)
+    if not model.mtp_num_layers:
+        return 0
     if layout.recompute.granularity == "full":
-        layers = activations.residual_bytes(model, layout) * len(model.prediction_kinds)
+        layers = residual_bytes(model, layout) * len(model.prediction_kinds)
     else:
         layers = sum(kept_bytes(job, layout, kind) for kind in model.prediction_kinds)
-    own = attention.prediction_activations(model, layout) + ends.embedding_bytes(job, layout)
-    return model.mtp_num_layers * (layers + own)
+    return model.mtp_num_layers * (layers + depth_bytes(job, layout))
+
+
+def kind_loads(job: Job, layout: Layout, kind: LayerKind) -> PassLoads:
+    """Return the work of one layer for the device; of communication only the host's work to start it."""
+    options, (first, *others) = performance_options(job), KINDS[kind]
+    around = _around_blocks(job.model, layout, len(KINDS[kind]))
+    loads = (first.loads(job, layout) + around).without_launches(float(is_captured(options, first.graph_module)))
+    loads = sum((block.loads(job, layout) for block in others), loads)
+    return loads.without_launches(float(is_captured(options, ITERATION)))
+
+
+def _around_blocks(model: ModelSpec, layout: Layout, blocks: int) -> PassLoads:
+    """Return the work of norms, residual connections, and the launches of tensor-parallel collectives.
+
+    Each block has one norm and one bias-dropout-add over T * h elements, split over tp by sequence parallelism. The
+    backward adds up the gradients of the block and of the residual connection, and sums those of biases over tokens.
+    """
+    one = residual_bytes(model, layout)
+    mask = 0.5 * one if model.hidden_dropout > 0 else 0.0
+    biases = one if model.add_bias_linear else 0
+    forward, backward = ((2, 3) if layout.sequence_parallel else (1, 1)) if layout.tp > 1 else (0, 0)
+    return PassLoads(
+        forward=Load(
+            moved_bytes=blocks * (2 * one + 3 * one + mask), kernels=blocks * (3 + forward * _KERNELS_PER_COLLECTIVE)
+        ),
+        input_grad=Load(
+            moved_bytes=blocks * (3 * one + 2 * one + mask + 3 * one + biases),
+            kernels=blocks * (5 + backward * _KERNELS_PER_COLLECTIVE),
+        ),
+    )
+
+
+def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind: LayerKind) -> float:
+    """Return the share of a layer's forward that its backward runs again.
+
+    Full recompute runs the whole layer again: every layer with method uniform, the first `num_layers` of each chunk
+    with block (transformer_block.py). Selective recompute runs its modules, priced by their share of the layer's FLOPs;
+    norms and activation functions count as 0.
+    """
+    recompute = layout.recompute
+    if recompute.granularity == "full":
+        return 1.0 if recompute.method == "uniform" or index_in_chunk < recompute.num_layers else 0.0
+    names = set(recompute_modules(layout))
+    names -= {"shared_experts"} if "moe" in names else set()
+    flops = _module_flops(model, kind)
+    return sum(flops.get(name, 0.0) for name in names) / model.kind_flops_per_token(kind) if names else 0.0
+
+
+def column_share(model: ModelSpec, kind: LayerKind) -> float:
+    """Return the share of a layer's FLOPs in one column-parallel matrix: the mean of its matrices, 0 without one.
+
+    Behind the input gradient of such a matrix its input is gathered again; behind its weight gradient the input's
+    gradients are summed (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+    """
+    columns = [flops for block in KINDS[kind] if (flops := block.column_flops(model))]
+    return sum(columns) / max(len(columns), 1) / model.kind_flops_per_token(kind)
+
+
+def attention_core_share(model: ModelSpec, kind: LayerKind = "layer") -> float:
+    """Return the share of a layer's FLOPs in attention scores and context."""
+    return _module_flops(model, kind).get("core_attn", 0.0) / model.kind_flops_per_token(kind)
+
+
+def _module_flops(model: ModelSpec, kind: LayerKind) -> dict[str, float]:
+    return {name: flops for block in KINDS[kind] for name, flops in block.module_flops(model).items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offloaded:
+    """Bytes of one layer that fine-grained activation offloading moves.
+
+    Megatron copies what autograd saves within the modules of `--offload-modules`, tensor by tensor, and takes most of
+    these tensors from the device by force (megatron-core v0.16.1, pipeline_parallel/
+    fine_grained_activation_offload.py). The groups of a chunk's last layer stay if its backward is next. Each later
+    backward of a module brings the tensors of the same module in the layer below back, so one layer's tensors are on
+    the device at any time.
+    """
+
+    attention: int = 0
+    """Bytes of norm and attention that leave the device."""
+    mlp: int = 0
+    """Bytes of the MLP and its norm that leave the device."""
+    moved: int = 0
+    """Bytes that are copied to the host, and back for the backward."""
+    in_forward: int = 0
+    """Extra need of a forward before another micro-batch's backward: that one's last layer, which is back, and the
+    layer itself, of which nothing has left yet, with the scores of an unfused core."""
+
+    @property
+    def left(self) -> int:
+        """Bytes that leave the device."""
+        return self.attention + self.mlp
+
+
+class _Tensor(NamedTuple):
+    """One tensor that autograd saves."""
+
+    elements: int
+    kept: int
+    """Bytes that leave the device with it; 0 if another reference holds it too."""
+    moved: int
+
+
+def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
+    """Count what leaves the device of one layer; modules of selective recompute run again in the backward."""
+    options, model = performance_options(job), job.model
+    if not options.fine_grained_activation_offloading or model.transformer_impl != "transformer_engine":
+        return Offloaded()
+    sides = (_offloaded_attention(job, layout), _offloaded_experts(job, layout) if EXPERTS in KINDS[kind] else ())
+    of_attention, of_mlp = (
+        [tensor for tensor in side if tensor.elements >= options.min_offloaded_tensor_size] for side in sides
+    )
+    away, moved = (sum(getattr(tensor, name) for tensor in (*of_attention, *of_mlp)) for name in ("kept", "moved"))
+    scores = attention.core_bytes(job, layout) if model.attention_backend == "unfused" and moved else 0
+    return Offloaded(
+        attention=sum(tensor.kept for tensor in of_attention),
+        mlp=sum(tensor.kept for tensor in of_mlp),
+        moved=moved,
+        in_forward=moved + away + scores,
+    )
+
+
+def _hidden(job: Job, layout: Layout, *, is_stream: bool) -> _Tensor:
+    """Return a tensor of n * h elements, between layers (`is_stream`) or as a norm makes it."""
+    elements = local_tokens(job.model, layout) * job.model.hidden_size
+    wide = is_stream and performance_options(job).fp32_residual_connection
+    size = elements * (FP32_BYTES if wide else job.model.dtype_bytes)
+    return _Tensor(elements, size, size)
+
+
+def _offloaded_attention(job: Job, layout: Layout) -> Iterator[_Tensor]:
+    """Yield what is saved up to the output projection (MC transformer/attention.py, multi_latent_attention.py)."""
+    model, modules, recomputed = job.model, performance_options(job).offload_modules, recompute_modules(layout)
+    is_latent = model.latent_attention is not None
+    if is_latent and "attn_norm" in modules:
+        yield _hidden(job, layout, is_stream=True)
+    if "qkv_linear" in modules:
+        yield from _offloaded_projection(job, layout)
+    if "core_attn" in modules and not {"core_attn", "mla_up_proj"} & set(recomputed):
+        yield from _offloaded_core(job, layout)
+    if "attn_proj" in modules:
+        elements = _output_elements(model, layout)
+        in_fp8 = elements if matrix_input_bytes(job) == 1 and not is_latent else 0
+        yield _Tensor(elements, elements * model.dtype_bytes + in_fp8, in_fp8 or elements * model.dtype_bytes)
+
+
+def _offloaded_projection(job: Job, layout: Layout) -> Iterator[_Tensor]:
+    """Yield the inputs of the projections to query, key and value, with the norm's input if the matrix includes it."""
+    model, latent, shard = job.model, job.model.latent_attention, local_tokens(job.model, layout)
+    if latent is None:
+        yield _hidden(job, layout, is_stream=True)
+        size = shard * model.hidden_size * matrix_input_bytes(job)
+        yield _Tensor(shard * model.hidden_size, size, size)
+        return
+    if "layernorm" not in recompute_modules(layout):
+        yield _hidden(job, layout, is_stream=False)
+    query, key_value = latent.q_lora_rank or 0, latent.kv_lora_rank
+    for width in (query, key_value + latent.qk_pos_emb_head_dim, *((query, key_value) if model.qk_layernorm else ())):
+        yield _Tensor(shard * width, shard * width * model.dtype_bytes, shard * width * model.dtype_bytes)
+
+
+def _offloaded_core(job: Job, layout: Layout) -> Iterator[_Tensor]:
+    """Yield query, key and value, what the core keeps, and its output, which the output projection keeps too."""
+    model, latent = job.model, job.model.latent_attention
+    vectors, heads = tokens(model, layout), model.num_attention_heads // layout.tp
+    if latent is None:
+        groups = max(1, model.num_query_groups // layout.tp)
+        widths = [count * model.kv_channels for count in (heads, groups, groups)]
+    else:
+        widths = [heads * width for width in (latent.query_channels, latent.query_channels, latent.v_head_dim)]
+    for width in widths:
+        size = vectors * width * model.dtype_bytes
+        yield _Tensor(vectors * width, size, size)
+    if model.attention_backend == "unfused":
+        # Without dropout, softmax and product save the same probabilities: two copies come back.
+        size, copies = attention.core_bytes(job, layout), 1 if model.attention_dropout > 0 else 2
+        yield _Tensor(vectors * heads * model.seq_length, size, copies * size)
+        return
+    # Saved here and by the projection. What is offloaded with the projection is counted there.
+    elements = _output_elements(model, layout)
+    yield _Tensor(elements, 0, elements * model.dtype_bytes)
+
+
+def _output_elements(model: ModelSpec, layout: Layout) -> int:
+    channels = model.latent_attention.v_head_dim if model.latent_attention else model.kv_channels
+    return tokens(model, layout) * (model.num_attention_heads // layout.tp) * channels
+
+
+def _offloaded_experts(job: Job, layout: Layout) -> Iterator[_Tensor]:
+    """Yield what the norm before experts and grouped experts save (MC transformer/moe/experts.py)."""
+    model, options, recomputed = job.model, performance_options(job), recompute_modules(layout)
+    if "mlp_norm" in options.offload_modules:
+        yield _hidden(job, layout, is_stream=True)
+    if "moe" in recomputed or not options.moe_grouped_gemm:
+        return
+    rows, routed = mlp.expert_rows(job, layout), mlp.expert_activations(job, layout)
+    if "expert_fc1" in options.offload_modules:
+        # In FP8 the input is then saved as it is (`set_save_original_input`).
+        yield _Tensor(rows * model.hidden_size, routed.inputs, rows * model.hidden_size * model.dtype_bytes)
+    if "moe_act" in options.offload_modules:
+        input_of_second = rows * model.moe_ffn_hidden_size // layout.etp * matrix_input_bytes(job)
+        between = 0 if "moe_act" in recomputed else routed.activation - input_of_second
+        yield _Tensor(routed.outputs // model.dtype_bytes, routed.outputs + between, routed.outputs + between)

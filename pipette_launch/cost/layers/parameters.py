@@ -1,4 +1,9 @@
-"""How many parameters of the model lie on one rank, chunk by chunk, and which group reduces their gradients."""
+"""Parameters on one rank, how they are sharded, and the bytes of their weights, gradients and optimizer states.
+
+With bf16 weights, fp32 gradients and Adam these are 6 + 12/(d*c) bytes a parameter under the distributed optimizer
+(Rajbhandari et al. 2020, ZeRO, section 5.1). MC = megatron/core of core_v0.16.1; FSDP = MC
+distributed/fsdp/src/megatron_fsdp.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +14,28 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.layers import attention, experts
-from pipette_launch.cost.layers.activations import computes_in_fp8
-from pipette_launch.cost.layers.mamba import mamba_parameters
-from pipette_launch.facts.job import OPTIMIZER_STATE_BYTES, SHARDS_GRADIENTS, Job
+from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, computes_in_fp8
+from pipette_launch.cost.layers.ends import depth_parameters
+from pipette_launch.cost.layers.kinds import KINDS, kind_parameters
+from pipette_launch.facts.job import SHARDS_GRADIENTS, Job
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
-from pipette_launch.facts.model import KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind, ModelSpec
+from pipette_launch.facts.model import LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameters:
-    """Parameters on one rank, by who shares them."""
-
-    dense: int
-    """Everything but experts: gradients are reduced over dp * cp."""
-    expert: int = 0
-    """Experts: gradients are reduced over the expert data-parallel group."""
-
-    def __add__(self, other: Parameters) -> Parameters:
-        """Add two parts of one rank."""
-        return Parameters(dense=self.dense + other.dense, expert=self.expert + other.expert)
-
-    @property
-    def count(self) -> int:
-        """All of them."""
-        return self.dense + self.expert
+Floats = NDArray[np.float64]
+IntOrInts = int | Ints
+_STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_REMAINDER_BYTES = 2
+_SHARD_ALIGNMENT = 128
+_BUSBW_ALIGNMENT = 1 << 16
+_LEAST_UNIT = 1_000_000_000
+"""Parameters that wait for their reduction at the same time without a flag (FSDP megatron_fsdp.py:375-399)."""
+_BUCKET = 40_000_000
+"""Parameters of a bucket if layers are not units of FSDP (MC distributed/distributed_data_parallel.py)."""
+_FP8_COPIES = 2
+"""FP8 copies of a weight: one as it is, and one transposed for the backward; one byte each."""
+_FIRST_DUMMY_RELEASE = (0, 14)
 
 
 @overload
@@ -43,7 +43,7 @@ def expert_dp(layout: Layout) -> int: ...
 @overload
 def expert_dp(layout: LayoutColumns) -> Ints: ...
 def expert_dp(layout: Layout | LayoutColumns) -> int | Ints:
-    """Ranks that hold the same experts: world / (etp * ep * pp)."""
+    """Return the number of ranks that hold the same experts: world / (etp * ep * pp)."""
     return layout.tp * layout.cp * layout.dp * layout.pp // (layout.etp * layout.ep * layout.pp)
 
 
@@ -52,72 +52,39 @@ def experts_lie_in_stages(layout: Layout) -> bool: ...
 @overload
 def experts_lie_in_stages(layout: LayoutColumns) -> NDArray[np.bool_]: ...
 def experts_lie_in_stages(layout: Layout | LayoutColumns) -> bool | NDArray[np.bool_]:
-    """Whether each expert group lies in one pipeline stage; in the rank order tp-pp-dp it may not."""
+    """Return True if each expert group is inside one pipeline stage; the rank order tp-pp-dp does not ensure it."""
     return (layout.use_tp_pp_dp_mapping == 0) | (layout.ep * layout.etp == layout.tp * layout.cp)
 
 
-def layer_parameters(model: ModelSpec, layout: Layout, *, moe: bool) -> Parameters:
-    """Count one transformer layer on one rank: attention, MLP or experts, two norms.
-
-    Columns (QKV, first MLP matrix) split weight and bias over tp; rows (projection, second matrix) split the weight
-    only. Norms and the router are on every rank.
-    """
-    dense = _attention(model, layout.tp) + 2 * model.norm_parameters()
-    if not moe:
-        return Parameters(dense=dense + _mlp(model, model.ffn_hidden_size, layout.tp))
-    dense += experts.router_parameters(model)
-    if model.moe_shared_expert_intermediate_size:
-        dense += _mlp(model, model.moe_shared_expert_intermediate_size, layout.tp)
-    local_experts = (model.num_experts or 0) // layout.ep
-    return Parameters(dense=dense, expert=local_experts * _mlp(model, model.moe_ffn_hidden_size, layout.etp))
-
-
-def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
-    """Count one layer of any kind on one rank; those of hybrid models have one norm and one block."""
-    norm, has_experts = model.norm_parameters(), kind in KINDS_WITH_EXPERTS
-    if has_experts and not model.num_experts:
-        return Parameters(dense=0)
-    if kind in TRANSFORMER_KINDS:
-        return layer_parameters(model, layout, moe=has_experts)
-    if kind == "mamba_layer":
-        assert model.hybrid is not None
-        return Parameters(dense=mamba_parameters(model, model.hybrid, layout.tp) + norm)
-    block = _attention(model, layout.tp)
-    if kind == "attention_layer":
-        return Parameters(dense=block + norm)
-    whole = layer_parameters(model, layout, moe=has_experts)
-    return Parameters(dense=whole.dense - block - norm, expert=whole.expert)
-
-
 def word_embedding_parameters(model: ModelSpec, tp: int) -> int:
-    """Rows of the padded vocabulary that one rank holds, times the hidden size."""
+    """Count one rank's rows of the padded vocabulary, times the hidden size."""
     return model.padded_vocab_size(tp) // tp * model.hidden_size
 
 
 def has_two_embeddings(model: ModelSpec) -> bool:
-    """Return whether a second stage holds the word embedding too, so that gradients are summed over both.
+    """Return True if a second stage holds the word embedding, so that gradients are summed over both.
 
-    A tied head needs it, and so does multi-token prediction (megatron-core, finalize_model_grads.py:146).
+    A tied head and multi-token prediction need it (MC distributed/finalize_model_grads.py:146).
     """
     return model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitParameters:
-    """Parameters of what chunks are made of, on one rank."""
+    """Parameters on one rank of the units that make up chunks."""
 
     layers: dict[LayerKind, Parameters]
-    """Of every kind that the model may have; nothing for kinds with experts where it has none."""
+    """One layer of each kind that the model may have; 0 for kinds with experts if the model has none."""
     embedding: Parameters
-    """What the first chunk has besides its layers."""
+    """Embeddings of the first chunk."""
     head: Parameters
-    """Final norm and head, on the last chunk."""
+    """Final norm and head of the last chunk."""
     prediction: Parameters
     """All depths of multi-token prediction, with their copy of the embedding if there are several stages."""
 
 
 def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
-    """Return what `chunk_parameters` adds up; of the layout only tp, ep, etp and whether pp is above 1 matter.
+    """Count the units of chunks; only tp, ep, etp and whether pp is above 1 matter.
 
     With tied embeddings and more than one pipeline rank the last chunk holds a copy of the word embedding
     (megatron-core, setup_embeddings_and_output_layer).
@@ -127,34 +94,34 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
     learned = model.position_embedding_type == "learned_absolute"
     embedding = words + (model.max_position_embeddings * model.hidden_size if learned else 0)
     has_own_words = model.untie_embeddings_and_output_weights or layout.pp > 1
-    head = Parameters(dense=model.norm_parameters() + (words if has_own_words else 0))
-    prediction = Parameters(dense=0)
+    prediction = Parameters()
     if model.mtp_num_layers:
-        # Each depth of multi-token prediction has a layer, and a chunk that is not the first embeddings to look up,
-        # beside the head's copy of a tied embedding (megatron-core, gpt_model.py:149-157, 240-254).
-        depth = sum((layers[kind] for kind in model.prediction_kinds), Parameters(dense=0))
-        own, copies = attention.prediction_parameters(model, layout), model.prediction_copies
+        # Each depth has layers. A chunk that is not the first also has embeddings to look up, beside the head's copy of
+        # a tied embedding (MC models/gpt/gpt_model.py:149-157, 240-254).
+        depth = sum((layers[kind] for kind in model.prediction_kinds), Parameters())
+        own, copies = depth_parameters(model, layout), model.prediction_copies
         copied = embedding if layout.pp > 1 else 0
         prediction = Parameters(dense=copies * (depth.dense + own) + copied, expert=copies * depth.expert)
-    return UnitParameters(layers=layers, embedding=Parameters(dense=embedding), head=head, prediction=prediction)
+    return UnitParameters(
+        layers=layers,
+        embedding=Parameters(dense=embedding),
+        head=Parameters(dense=model.norm_parameters() + (words if has_own_words else 0)),
+        prediction=prediction,
+    )
 
 
 def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
     """Count every chunk in model order: embeddings on the first, final norm and head on the last.
 
-    If the first of several chunks has the depths of multi-token prediction, they look up its own embedding.
+    If the first of several chunks has the depths of multi-token prediction, they use its own embedding.
     """
     unit = unit_parameters(model, layout)
     kinds = [kinds for kinds, _ in chunk_kinds(model, layout)]
-    counted = {each: Counter(each) for each in set(kinds)}
-    of_kinds = {
-        each: Parameters(
-            dense=sum(unit.layers[kind].dense * count for kind, count in counts.items()),
-            expert=sum(unit.layers[kind].expert * count for kind, count in counts.items()),
-        )
-        for each, counts in counted.items()
+    sums = {
+        each: sum((unit.layers[kind] * count for kind, count in Counter(each).items()), Parameters())
+        for each in set(kinds)
     }
-    chunks = [of_kinds[each] for each in kinds]
+    chunks = [sums[each] for each in kinds]
     if layout.pp == 1 or layout.mtp_chunk or not model.mtp_num_layers:
         chunks[0] += unit.embedding
     chunks[-1] += unit.head
@@ -163,7 +130,7 @@ def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]
 
 
 def chunk_kinds(model: ModelSpec, layout: Layout) -> list[tuple[tuple[LayerKind, ...], int]]:
-    """Return the kinds of each chunk's layers in model order, and how many of the first full recompute runs again."""
+    """Return each chunk's layer kinds, and the number of its first layers that full recompute runs again."""
     kinds, recompute, chunks, first = model.layer_kinds, layout.recompute, [], 0
     for layers in layout.chunk_layers(model.num_layers):
         again = layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
@@ -179,56 +146,79 @@ def stage_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]
 
 def by_rank(chunks: tuple[Parameters, ...], pp: int) -> tuple[Parameters, ...]:
     """Add up the chunks of each pipeline rank."""
-    return tuple(sum(chunks[rank::pp], Parameters(dense=0)) for rank in range(pp))
+    return tuple(sum(chunks[rank::pp], Parameters()) for rank in range(pp))
 
 
-def _attention(model: ModelSpec, tp: int) -> int:
-    if model.latent_attention:
-        return attention.attention_parameters(model, model.latent_attention, tp)
-    query = model.num_attention_heads * model.kv_channels // tp
-    # With fewer groups than ranks, each rank holds a whole group (megatron-core, attention.py).
-    key_value = 2 * max(1, model.num_query_groups // tp) * model.kv_channels
-    bias = (query + key_value if model.add_bias_linear or model.add_qkv_bias else 0) + (
-        model.hidden_size if model.add_bias_linear else 0
-    )
-    # Norms of one head's query and key (megatron-core, attention.py, q_layernorm and k_layernorm).
-    norms = 2 * model.kv_channels * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
-    return model.hidden_size * (query + key_value + query) + bias + norms
+def end_parameters(model: ModelSpec, layout: Layout) -> tuple[int, int]:
+    """Count one rank's parameters outside the layers: those of the embedding, and those of head and final norm."""
+    unit = unit_parameters(model, layout)
+    depth = sum(unit.layers[kind].dense for kind in model.prediction_kinds)
+    return unit.embedding.dense, unit.head.dense + unit.prediction.dense - model.prediction_copies * depth
 
 
-def _mlp(model: ModelSpec, ffn_hidden_size: int, tp: int) -> int:
-    second = ffn_hidden_size // tp
-    first = second * (2 if model.gated_linear_unit else 1)
-    bias = first + model.hidden_size if model.add_bias_linear else 0
-    return model.hidden_size * (first + second) + bias
+def fp8_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
+    """Count each pipeline rank's FP8 copies: two bytes for every parameter of its layers' matrices, biases included.
+
+    TransformerEngine casts a weight with the first micro-batch of a step and keeps the result and its transpose in the
+    module (TE v2.8, module/linear.py:242-262, module/base.py get_weight_workspace). With `--fp8-param-gather` the
+    weights themselves are in FP8, and with their transpose as large as in bf16. No golden row of the development data
+    runs in FP8 without this flag.
+    """
+    model = job.model
+    if not computes_in_fp8(job) or performance_options(job).fp8_param_gather:
+        return (0,) * layout.pp
+    matrices = {kind: sum(block.matrices(model, layout) for block in KINDS[kind]) for kind in {*model.layer_kinds}}
+    chunks = [sum(matrices[kind] for kind in kinds) for kinds, _ in chunk_kinds(model, layout)]
+    return tuple(_FP8_COPIES * sum(chunks[rank :: layout.pp]) for rank in range(layout.pp))
 
 
-_LEAST_UNIT = 1_000_000_000
-"""Parameters that wait for their reduction at once where no flag says how many (FSDP megatron_fsdp.py:375-399)."""
-_BUCKET = 40_000_000
-"""Parameters of a bucket where layers are no units (distributed_data_parallel.py)."""
+def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
+    """Count the stand-ins for gradients: one tensor in the weights' type for each shape of a rank's matrices.
+
+    Megatron's hooks need a gradient from every matrix. With `gradient_accumulation_fusion`, which adds gradients to
+    their buffer as they are computed, TransformerEngine returns an empty tensor, made once for each shape and never
+    freed (TE v2.3 on, pytorch/module/base.py, get_dummy_wgrad). Megatron's own linears use the same store from
+    core_v0.14 on, which needs TE 2.6 (tensor_parallel/layers.py:597). Left out: the matrices of latent attention, and
+    those of experts, which use the store from TE v2.12 on.
+
+    Args:
+        job: gives model, release and flags.
+        layout: tensor parallelism cuts the matrices.
+        has_head: True for the last pipeline rank.
+
+    """
+    model = job.model
+    release = tuple(int(part) for part in job.megatron_version.split(".")[:2] if part.isdigit())
+    fused = performance_options(job).gradient_accumulation_fusion
+    if model.transformer_impl == "local" or release < _FIRST_DUMMY_RELEASE or not fused:
+        return 0
+    blocks = {block for kind in model.layer_kinds for block in KINDS[kind]}
+    shapes = {shape for block in blocks for shape in block.shapes(model, layout)}
+    if has_head:
+        shapes.add((model.padded_vocab_size(layout.tp) // layout.tp, model.hidden_size))
+    return model.dtype_bytes * sum(rows * columns for rows, columns in shapes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """What each data-parallel rank holds a share of: experts over their own ranks, everything else over dp * cp."""
+    """Data that FSDP splits over the data-parallel ranks: experts over their own ranks, the rest over dp * cp."""
 
     weights: bool
-    """Layers are gathered for each pass of each micro-batch, and dropped behind it."""
+    """Layers are gathered for each pass of each micro-batch, and dropped after it."""
     gradients: bool
-    """They are reduced in every micro-batch."""
+    """Gradients are reduced in every micro-batch."""
     states: bool
     keeps_ends: bool
-    """Embedding and head are gathered once a step and stay."""
+    """Embedding and head are gathered once a step and kept."""
     gathers_twice: bool
-    """In the backward once more."""
+    """The backward gathers weights again."""
 
 
 def sharding_of(job: Job) -> Sharding | None:
-    """Read how the job's own flags shard it; None without FSDP.
+    """Return the sharding of the job's own flags; None without FSDP.
 
-    Megatron-FSDP: FSDP param_and_grad_buffer.py:1846-1865. torch FSDP2 wraps layers, embedding and head, each a unit
-    (megatron/core/distributed/torch_fully_sharded_data_parallel.py).
+    Megatron-FSDP: FSDP param_and_grad_buffer.py:1846-1865. torch FSDP2 wraps layers, embedding and head as units
+    (MC distributed/torch_fully_sharded_data_parallel.py).
     """
     options = performance_options(job)
     if options.use_megatron_fsdp:
@@ -247,56 +237,48 @@ def sharding_of(job: Job) -> Sharding | None:
 
 
 def shard_copies(job: Job) -> int:
-    """Count the copies of what Megatron-FSDP shards, each over its share of the data-parallel ranks."""
+    """Return the number of copies of Megatron-FSDP's shards, each over its share of the data-parallel ranks."""
     options = performance_options(job)
     return options.num_distributed_optimizer_instances if options.use_megatron_fsdp else 1
 
 
 def layer_weight_bytes(job: Job) -> tuple[int, int]:
-    """Return the bytes of a layer's parameter in a shard, and in what is gathered.
+    """Return the bytes of a layer's parameter in a shard, and in the gathered layer.
 
-    With `--fp8-param-gather` both are FP8; MXFP8 has one shard for rows and one for columns, and gathers the rows for
+    With `--fp8-param-gather` both are FP8. MXFP8 has one shard for rows and one for columns; it gathers the rows for
     the forward and the columns for the backward. torch FSDP2 gathers no FP8 (arguments.py, validate_args).
     """
-    options = performance_options(job)
-    wide = job.model.dtype_bytes
+    options, wide = performance_options(job), job.model.dtype_bytes
     if not (options.use_megatron_fsdp and options.fp8_param_gather and computes_in_fp8(job)):
         return wide, wide
     return 2 if options.fp8_recipe == "mxfp8" else 1, 1
 
 
-def end_parameters(model: ModelSpec, layout: Layout) -> tuple[int, int]:
-    """Count the parameters outside the layers on one rank: of the embedding, and of head and final norm."""
-    unit = unit_parameters(model, layout)
-    depth = sum(unit.layers[kind].dense for kind in model.prediction_kinds)
-    return unit.embedding.dense, unit.head.dense + unit.prediction.dense - model.prediction_copies * depth
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """Bytes that stand whole beside the shards."""
+    """Bytes that one rank of a sharded job holds whole, beside its shards."""
 
     weights: int = 0
     """Layers at work or gathered ahead, and the ends of the model."""
     gradients: int = 0
-    """When the backward reaches the last layer: of that layer, of the head, and of an embedding that is the head."""
+    """Gradients when the backward reaches the last layer: of this layer, of the head, and of a tied embedding."""
     layer_gradients: int = 0
-    """Of one layer."""
+    """Gradients of one layer."""
     layer_weights: int = 0
-    """Of one layer that is gathered."""
+    """Gathered weights of one layer."""
     waiting: int = 0
-    """So many further layers' gradients wait for their reduction, while as many layers as before are gathered."""
+    """Number of layers whose gradients wait for their reduction while the number of gathered layers is unchanged."""
     waiting_at_end: int = 0
-    """So many more wait while gathered layers become fewer, one for each, as none is left to gather ahead."""
+    """Number of further waiting layers, one for each gathered layer that leaves when no layer is left to gather."""
 
 
 def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
-    """Count what one rank of a sharded job holds whole; `gradient` bytes for each gradient.
+    """Count what one rank of a sharded job holds whole; `gradient` = bytes of each gradient.
 
-    Megatron-FSDP gathers layers ahead until they have half of `--suggested-communication-unit-size`, and frees reduced
-    gradients only before the next bucket's reduction, once more than so many parameters wait; `--fsdp-double-buffer`
-    keeps two layers of each (FSDP param_and_grad_buffer.py:3084-3131, 3493-3560, 651-800). A weight that embedding and
-    head share is reduced when the backward is over (megatron_fsdp.py:767). torch FSDP2 holds two units of each.
+    Megatron-FSDP gathers layers ahead up to half of `--suggested-communication-unit-size`. It frees reduced gradients
+    only before the next bucket's reduction, and only if more parameters than this size wait. `--fsdp-double-buffer`
+    keeps two layers of each (FSDP param_and_grad_buffer.py:3084-3131, 3493-3560, 651-800). A weight shared by embedding
+    and head is reduced when the backward is over (megatron_fsdp.py:767). torch FSDP2 holds two units of each.
     """
     sharding = sharding_of(job)
     if sharding is None or not sharding.gradients:
@@ -331,10 +313,10 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
 
 
 def _whole_buckets(job: Job, total: int, layer: int, gradient: int) -> Whole:
-    """Count whole gradients where layers are no units: in buckets, or all in one unless their reduction overlaps.
+    """Count whole gradients if layers are not units: in buckets, or all in one unless their reduction overlaps.
 
-    That flag stays as the user has it under FSDP. `--ddp-bucket-size` and `--ddp-num-buckets` are left out, and that
-    buckets grow beyond 40 replicas.
+    The overlap flag stays as the user has it under FSDP. Left out: `--ddp-bucket-size`, `--ddp-num-buckets`, and the
+    growth of buckets beyond 40 replicas.
     """
     bucket = min(_BUCKET, total) if job.own.overlap_grad_reduce else total
     size = performance_options(job).suggested_communication_unit_size or _LEAST_UNIT
@@ -342,18 +324,9 @@ def _whole_buckets(job: Job, total: int, layer: int, gradient: int) -> Whole:
     return Whole(gradients=bucket * gradient, layer_gradients=layer * gradient, waiting=waiting // layer)
 
 
-Floats = NDArray[np.float64]
-IntOrInts = int | Ints
-_FP32_BYTES = 4
-_STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-_REMAINDER_BYTES = 2
-_SHARD_ALIGNMENT = 128
-_BUSBW_ALIGNMENT = 1 << 16
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnceAStep:
-    """What a slot of speed 1 does once a step, after its gradients are reduced or before its first pass."""
+    """Measured work of a slot of speed 1 once a step, after its gradients are reduced or before its first pass."""
 
     optimizer_s_per_parameter: float
     gradient_s_per_byte: float
@@ -361,7 +334,7 @@ class OnceAStep:
 
     @classmethod
     def of(cls, measurements: Measurements) -> OnceAStep:
-        """Take what was measured; what was not counts as 0 s."""
+        """Take the measured values; a value that was not measured counts as 0 s."""
         return cls(
             optimizer_s_per_parameter=measurements.optimizer_s_per_parameter or 0.0,
             gradient_s_per_byte=measurements.gradient_s_per_byte,
@@ -369,20 +342,27 @@ class OnceAStep:
         )
 
     def seconds(self, resident: Ints, gradient_bytes: Ints) -> Floats:
-        """Price ranks that step `resident` parameters, and hold so many bytes of gradients whoever steps them."""
+        """Return the seconds of ranks that step `resident` parameters and hold `gradient_bytes` of gradients."""
         return self.optimizer_s_per_parameter * resident + self.gradient_s_per_byte * gradient_bytes + self.host_s
 
 
 def gradient_bytes_per_parameter(job: Job) -> int:
-    """Return 4 for fp32 accumulation, which bf16 forces unless reduced in bf16; 2 for fp16.
+    """Return 4 for fp32 accumulation, which bf16 implies unless reduced in bf16; 2 for fp16.
 
     torch FSDP2 reduces and keeps gradients in the weights' type.
     """
     if performance_options(job).use_torch_fsdp2:
         return job.model.dtype_bytes
     if job.model.params_dtype == "fp16":
-        return _FP32_BYTES if performance_options(job).accumulate_allreduce_grads_in_fp32 else 2
-    return 2 if job.grad_reduce_in_bf16 else _FP32_BYTES
+        return FP32_BYTES if performance_options(job).accumulate_allreduce_grads_in_fp32 else 2
+    return 2 if job.grad_reduce_in_bf16 else FP32_BYTES
+
+
+def padded(job: Job, counts: IntOrInts, num_shards: IntOrInts) -> Ints:
+    """Pad buckets of `counts` elements for `num_shards` shards; see `buffered_parameters`."""
+    extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else 1
+    multiple = np.lcm(np.lcm(num_shards, _SHARD_ALIGNMENT), extra)
+    return np.asarray(-(-counts // multiple) * multiple)
 
 
 def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
@@ -396,17 +376,26 @@ def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     return np.where(layout.use_distributed_optimizer, parts, dense + expert)
 
 
+def shard(job: Job, counts: IntOrInts, num_shards: IntOrInts, *, across: bool = False) -> Ints:
+    """Return one rank's share of `counts` elements, rounded up, over all instances of the optimizer or within one.
+
+    See `resident_parameters`.
+    """
+    instances = 1 if across else performance_options(job).num_distributed_optimizer_instances
+    return np.asarray(-(-counts // np.maximum(1, num_shards // instances)))
+
+
 def weight_bytes(
     job: Job, dense: IntOrInts, expert: IntOrInts, ends: IntOrInts, layout: Layout | LayoutColumns
 ) -> Ints:
     """Count the bytes of the weights that one rank keeps: all of its own, or under FSDP a shard.
 
     Args:
-        job: its flags say whether weights are sharded.
-        dense: parameters of one rank that are no experts.
-        expert: its experts.
-        ends: of the dense ones those outside the layers, which are never in FP8.
-        layout: who shares them.
+        job: its flags decide whether weights are sharded.
+        dense: parameters of one rank without experts.
+        expert: parameters of its experts.
+        ends: dense parameters outside the layers, which are never in FP8.
+        layout: its degrees decide the number of shards.
 
     """
     sharding = sharding_of(job)
@@ -428,7 +417,7 @@ def held_gradients(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout
 def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
     """Count the parameters whose optimizer state one rank holds.
 
-    The distributed optimizer shards them over d*c, experts over their own data-parallel group; with
+    The distributed optimizer shards them over d*c, experts over their own data-parallel group. With
     `--num-distributed-optimizer-instances` each instance shards for itself, unless FSDP shards states over all.
     """
     sharding, options = sharding_of(job), performance_options(job)
@@ -438,85 +427,71 @@ def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     return np.where(sharding.states if sharding else layout.use_distributed_optimizer, parts, dense + expert)
 
 
-def padded(job: Job, counts: IntOrInts, num_shards: IntOrInts) -> Ints:
-    """Pad buckets of so many elements for so many shards; see `buffered_parameters`."""
-    extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else 1
-    multiple = np.lcm(np.lcm(num_shards, _SHARD_ALIGNMENT), extra)
-    return np.asarray(-(-counts // multiple) * multiple)
-
-
-def shard(job: Job, counts: IntOrInts, num_shards: IntOrInts, *, across: bool = False) -> Ints:
-    """Give one rank its share of so many elements, rounded up, `across` all instances of the optimizer or within one.
-
-    See `resident_parameters`.
-    """
-    instances = 1 if across else performance_options(job).num_distributed_optimizer_instances
-    return np.asarray(-(-counts // np.maximum(1, num_shards // instances)))
-
-
 def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> tuple[Ints, Ints]:
     """Count the optimizer's states on one rank, and the temporaries of its step.
 
-    Temporaries: torch's foreach Adam, which runs without TransformerEngine, 4 bytes a parameter; gradients that are not
-    fp32 are copied to fp32, 4 bytes. The precision-aware optimizer copies each state that is not fp32 to fp32 instead,
-    of all parameters of its group at once; dense and expert parameters are stepped one after the other (TE 2.8,
-    optimizers/fused_adam.py, step). Optimizers other than Adam and SGD are counted as Adam.
+    torch's foreach Adam, which runs without TransformerEngine, needs 4 temporary bytes a parameter. Gradients that are
+    not fp32 are copied to fp32: 4 bytes. The precision-aware optimizer copies each state that is not fp32 to fp32
+    instead, for all parameters of its group at once; dense and expert parameters are stepped one after the other
+    (TE 2.8, optimizers/fused_adam.py, step). Optimizers other than Adam and SGD are counted as Adam.
     """
     resident = resident_parameters(job, dense, expert, layout)
     options = performance_options(job)
     offloaded = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
     states = np.rint(resident * (state_bytes_per_parameter(job) * (1 - offloaded))).astype(np.int64)
-    step = 0 if job.model.transformer_impl == "transformer_engine" or job.optimizer == "sgd" else _FP32_BYTES
-    if gradient_bytes_per_parameter(job) != _FP32_BYTES and not options.use_precision_aware_optimizer:
-        step += _FP32_BYTES
+    step = 0 if job.model.transformer_impl == "transformer_engine" or job.optimizer == "sgd" else FP32_BYTES
+    if gradient_bytes_per_parameter(job) != FP32_BYTES and not options.use_precision_aware_optimizer:
+        step += FP32_BYTES
     groups = (resident_parameters(job, dense, 0, layout), resident_parameters(job, 0, expert, layout))
-    copies = _FP32_BYTES * sum(size != _FP32_BYTES for size in _chosen_state_bytes(job))
+    copies = FP32_BYTES * sum(size != FP32_BYTES for size in _chosen_state_bytes(job))
     return states, resident * step + np.maximum(*groups) * copies
 
 
 def state_bytes_per_parameter(job: Job) -> int:
-    """Bytes of the optimizer's states for one parameter that it holds.
+    """Return the bytes of the optimizer's states for one parameter that it holds.
 
-    Adam keeps two moments of 4 bytes and, for 2-byte weights, an fp32 copy of 4; SGD keeps one momentum of 4. The
-    precision-aware optimizer keeps moments in chosen types, and of a bf16 weight's fp32 copy only the lower half, as
-    the weight itself is the upper one (MC optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384).
+    Adam keeps two moments of 4 bytes and, for 2-byte weights, an fp32 copy of 4. SGD keeps one momentum of 4. The
+    precision-aware optimizer keeps moments in chosen types. Of a bf16 weight's fp32 copy it keeps only the lower half,
+    because the weight itself is the upper half (MC optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384).
     """
-    if job.optimizer == "sgd" or not performance_options(job).use_precision_aware_optimizer:
-        states = OPTIMIZER_STATE_BYTES.get(job.optimizer, OPTIMIZER_STATE_BYTES["adam"])
-        return states + (0 if job.model.params_dtype == "fp32" else _FP32_BYTES)
+    wide = job.model.params_dtype == "fp32"
+    if job.optimizer == "sgd":
+        return FP32_BYTES + (0 if wide else FP32_BYTES)
+    if not performance_options(job).use_precision_aware_optimizer:
+        return 2 * FP32_BYTES + (0 if wide else FP32_BYTES)
     return sum(_chosen_state_bytes(job)) + (_REMAINDER_BYTES if _keeps_remainders(job) else 0)
 
 
 def step_bytes_per_parameter(job: Job) -> int:
-    """Bytes that the optimizer's step reads and writes for one parameter that it holds.
+    """Return the bytes that the optimizer's step reads and writes for one parameter that it holds.
 
-    Its gradient is read for the norm and for the step, each state is read and written, the weight is written: 8 + 24 +
-    2 for Adam on 16-bit weights. A weight that is all or half of its own fp32 copy is read too. A state in a chosen
-    type is copied to fp32 first, and back (see `optimizer_bytes`). Only the precision-aware optimizer reads gradients
-    that are not fp32 as they are; others read the fp32 copy, and making that is not counted.
+    The gradient is read for the norm and for the step, each state is read and written, the weight is written: 8 + 24 +
+    2 for Adam on 16-bit weights. A weight that is its own fp32 copy, or half of it, is read too. A state in a chosen
+    type is copied to fp32 and back (see `optimizer_bytes`). Only the precision-aware optimizer reads gradients that are
+    not fp32 directly. Others read the fp32 copy; the work of making it is not counted.
     """
     is_aware = performance_options(job).use_precision_aware_optimizer
-    gradient = gradient_bytes_per_parameter(job) if is_aware else _FP32_BYTES
+    gradient = gradient_bytes_per_parameter(job) if is_aware else FP32_BYTES
     is_own_copy = job.model.params_dtype == "fp32" or _keeps_remainders(job)
     weight = (2 if is_own_copy else 1) * job.model.dtype_bytes
-    copied = sum(2 * (size + _FP32_BYTES) for size in _chosen_state_bytes(job) if size != _FP32_BYTES)
-    narrow = sum(_FP32_BYTES - size for size in _chosen_state_bytes(job))
+    copied = sum(2 * (size + FP32_BYTES) for size in _chosen_state_bytes(job) if size != FP32_BYTES)
+    narrow = sum(FP32_BYTES - size for size in _chosen_state_bytes(job))
     return 2 * gradient + 2 * (state_bytes_per_parameter(job) + narrow) + weight + copied
 
 
 def _keeps_remainders(job: Job) -> bool:
-    """Whether a bf16 weight is the upper half of its fp32 copy, of which the optimizer keeps the lower one alone."""
+    """Return True if a bf16 weight is the upper half of its fp32 copy, and the optimizer keeps only the lower half."""
     options = performance_options(job)
-    wide = _STATE_BYTES.get(options.main_params_dtype, _FP32_BYTES) == _FP32_BYTES
+    wide = _STATE_BYTES.get(options.main_params_dtype, FP32_BYTES) == FP32_BYTES
     return options.use_precision_aware_optimizer and job.model.params_dtype == "bf16" and wide
 
 
 def _chosen_state_bytes(job: Job) -> tuple[int, ...]:
-    """Bytes of each state in a type that the precision-aware optimizer was given: moments, and whole fp32 copies."""
+    """Return the bytes of each state in a type chosen for the precision-aware optimizer: moments, fp32 copies."""
     options = performance_options(job)
     if not options.use_precision_aware_optimizer or job.optimizer == "sgd":
         return ()
     types = [options.exp_avg_dtype, options.exp_avg_sq_dtype]
     if job.model.params_dtype != "fp32" and not _keeps_remainders(job):
         types.append(options.main_params_dtype)
-    return tuple(_STATE_BYTES.get(dtype, _FP32_BYTES) for dtype in types)
+    return tuple(_STATE_BYTES.get(dtype, FP32_BYTES) for dtype in types)

@@ -1,4 +1,4 @@
-"""Bytes that all live micro-batches keep on the stages of layouts, by Megatron's own schedules."""
+"""Bytes that all live micro-batches keep on the stages of layouts under Megatron's own schedules."""
 
 # N = layouts, S = stages and C = model chunks of all layouts, one layout after another; V = chunks of one stage,
 # M = passes of a stage's chunks in schedule order.
@@ -17,12 +17,12 @@ from pipette_launch.facts.known_schedules import num_warmup, schedule_table
 from pipette_launch.facts.layout import Field, Ints, LayoutColumns, codes_of
 
 LAYER: tuple[Field, ...] = ("tp", "cp", "ep", "etp", "micro_batch_size", "sequence_parallel", "recompute")
-"""What the bytes of a layer and of the model's ends depend on."""
+"""Fields that decide the bytes of a layer and of the model's ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """Where each stage stands, and how many micro-batches its layout runs."""
+    """Place of each stage, and the number of micro-batches of its layout."""
 
     layouts: LayoutColumns
     starts_N: Ints
@@ -32,13 +32,11 @@ class Stages:
 
     @classmethod
     def of(cls, job: Job, layouts: LayoutColumns) -> Stages:
-        """Lay out the stages; raises LayoutError for the first layout that cuts the batch unevenly."""
-        per_round = layouts.micro_batch_size * layouts.dp
-        microbatches, rest = np.divmod(job.batch.global_batch_size, per_round)
+        """Return the stages; raises LayoutError for the first layout that divides the batch unevenly."""
+        microbatches, rest = np.divmod(job.batch.global_batch_size, layouts.micro_batch_size * layouts.dp)
         for row in np.flatnonzero(rest)[:1]:
             layouts.layout(int(row)).num_microbatches(job.batch.global_batch_size)
-        ends_N = np.cumsum(layouts.pp)
-        starts = ends_N - layouts.pp
+        starts = np.cumsum(layouts.pp) - layouts.pp
         rows = np.repeat(np.arange(len(layouts)), layouts.pp)
         return cls(
             layouts=layouts,
@@ -49,24 +47,23 @@ class Stages:
         )
 
     @property
-    def last_N(self) -> Ints:
-        """The last stage of each layout."""
+    def _last_N(self) -> Ints:
         return self.starts_N + self.layouts.pp - 1
 
     def spread(
         self, size_N: Ints, *, first: Ints | None = None, last: Ints | None = None, prediction: Ints | None = None
     ) -> Ints:
-        """Give every stage of a layout the same, but for its ends and the stage of multi-token prediction.
+        """Give every stage of a layout the same size, except its ends and the stage of multi-token prediction.
 
         A single stage is the last one.
         """
         size_S: Ints = np.repeat(size_N, self.layouts.pp)
         if prediction is not None:
-            size_S[self.last_N - self.layouts.chunks_after_mtp % self.layouts.pp] = prediction
+            size_S[self._last_N - self.layouts.chunks_after_mtp % self.layouts.pp] = prediction
         if first is not None:
             size_S[self.starts_N] = first
         if last is not None:
-            size_S[self.last_N] = last
+            size_S[self._last_N] = last
         return size_S
 
 
@@ -83,8 +80,8 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
             multi-token `prediction`.
 
     Returns:
-        The first chunk of each layout (N), behind which its others follow in model order, and what each chunk keeps
-        (C); layouts that cut and keep the same share theirs.
+        The first chunk of each layout (N), followed by its others in model order, and the bytes that each chunk keeps
+        (C). Layouts that agree in all figures share their chunks.
 
     """
     groups = layouts.groups(*LAYER, "pp", "vpp", "layers_per_chunk", "chunks_after_mtp")
@@ -94,12 +91,12 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
     layers = (job.model.num_layers // np.maximum(counts, 1))[rows]
     for index, cut in enumerate(layouts.cuts):
         mine = np.flatnonzero(layouts.layers_per_chunk == index)
-        # One of each cut, and the first that does not divide evenly, say what is wrong with it.
+        # `chunk_layers` raises the error of a cut that is not allowed, or of the first uneven division.
         for row in mine[:1] if cut else mine[job.model.num_layers % counts[mine] != 0][:1]:
             layouts.layout(int(row)).chunk_layers(job.model.num_layers)
         if cut:
             layers[np.isin(rows, mine)] = np.tile(np.array(cut, dtype=np.int64), len(mine))
-    # Layers of the same layout in front of each chunk.
+    # Number of layers of the same layout before each chunk.
     before = np.cumsum(layers) - layers
     before -= before[starts][rows]
     units = [(each.method == "uniform", each.method == "block", max(1, each.num_layers)) for each in layouts.recomputes]
@@ -116,23 +113,24 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
     return starts[groups.group_N], size_C
 
 
-def live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microbatches: Ints) -> Ints:
-    """Count the passes of a stage's chunks whose backward is to come, at most.
+def _live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microbatches: Ints) -> Ints:
+    """Count the most passes of a stage's chunks whose backward has not run; group size 0 stands for `pp`.
 
     1F1B (Narayanan et al. 2021, section 2.2): min(m, p - r) micro-batches. Interleaved: the warm-up and one more,
-    capped by the number of passes (megatron-core, pipeline_parallel/schedules.py:762-786 of core_v0.16.1).
-
-    Args:
-        pp: pipeline ranks.
-        vpp: chunks of each.
-        group_size: micro-batches that a chunk runs in a row; 0 stands for `pp`.
-        stage: the pipeline rank.
-        num_microbatches: of one step.
-
+    limited by the number of passes (megatron-core, pipeline_parallel/schedules.py:762-786 of core_v0.16.1).
     """
     ahead = num_warmup(pp, vpp, np.where(group_size > 0, group_size, pp), stage)
     one_chunk = np.minimum(num_microbatches, pp - stage)
     return np.asarray(np.where(vpp > 1, np.minimum(ahead + 1, num_microbatches * vpp), one_chunk))
+
+
+def _have_equal_chunks(pp: Ints, vpp: Ints, first: Ints, bytes_C: Ints) -> NDArray[np.bool_]:
+    """Return True for stages whose chunks, from place `first` on, all keep the same bytes."""
+    equal = np.ones(len(first), dtype=bool)
+    for turn in range(1, int(vpp.max(initial=1))):
+        some = np.flatnonzero(equal & (vpp > turn))
+        equal[some] = bytes_C[first[some] + turn * pp[some]] == bytes_C[first[some]]
+    return equal
 
 
 def live_bytes(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
@@ -141,12 +139,8 @@ def live_bytes(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
     pp, vpp = layouts.pp[row], layouts.vpp[row]
     own = chunk_N[row] + stages.stage_S
     group_size, microbatches = layouts.microbatch_group_size[row], stages.microbatches_N[row]
-    kept: Ints = live_passes(pp, vpp, group_size, stages.stage_S, microbatches) * bytes_C[own]
-    equal = np.ones(len(own), dtype=bool)
-    for turn in range(1, int(vpp.max(initial=1))):
-        some = np.flatnonzero(vpp > turn)
-        equal[some] &= bytes_C[own[some] + turn * pp[some]] == bytes_C[own[some]]
-    uneven = np.flatnonzero(~equal)
+    kept: Ints = _live_passes(pp, vpp, group_size, stages.stage_S, microbatches) * bytes_C[own]
+    uneven = np.flatnonzero(~_have_equal_chunks(pp, vpp, own, bytes_C))
     if len(uneven):
         all_bytes, first = bytes_C.tolist(), own[uneven].tolist()
         shapes = zip(first, pp[uneven].tolist(), vpp[uneven].tolist(), strict=True)
@@ -156,27 +150,24 @@ def live_bytes(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
 
 
 def beyond_first_chunk(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count the bytes by which a first stage is fuller under a later chunk than it ever is under its first one (N).
+    """Count by how many bytes a first stage is fuller in a later chunk than it ever is in its first chunk (N).
 
-    With few micro-batches all forward passes of the first chunk come early in the warm-up of an interleaved schedule.
-    Counted for chunks that keep equally much, else 0.
+    With few micro-batches all forwards of the first chunk come early in the warm-up of an interleaved schedule.
+    Counted if all chunks keep the same bytes, else 0.
     """
     layouts, microbatches = stages.layouts, stages.microbatches_N
     pp, vpp = layouts.pp, layouts.vpp
     size = np.where(layouts.microbatch_group_size > 0, layouts.microbatch_group_size, pp)
-    most = live_passes(pp, vpp, size, np.zeros_like(pp), microbatches)
+    most = _live_passes(pp, vpp, size, np.zeros_like(pp), microbatches)
     groups = -(-microbatches // size)
     run_before_last_group = (groups - 1) * size * vpp
     own_last = run_before_last_group + microbatches - (groups - 1) * size
-    equal = vpp > 1
-    for turn in range(1, int(vpp.max(initial=1))):
-        some = np.flatnonzero(equal & (vpp > turn))
-        equal[some] = bytes_C[chunk_N[some] + turn * pp[some]] == bytes_C[chunk_N[some]]
+    equal = (vpp > 1) & _have_equal_chunks(pp, vpp, chunk_N, bytes_C)
     return np.where(equal, np.maximum(most - own_last, 0) * bytes_C[chunk_N], 0)
 
 
 def _walked(stages: Stages, some: Ints, sizes: Iterable[tuple[int, ...]]) -> list[int]:
-    """Walk the schedules of some stages, of whose chunks each keeps so much."""
+    """Walk the schedules of some stages, given the bytes of their chunks."""
     layouts, row = stages.layouts, stages.row_S[some]
     shapes = layouts.pp[row], layouts.vpp[row], layouts.microbatch_group_size[row]
     columns = (*shapes, stages.stage_S[some], stages.microbatches_N[row])
@@ -188,22 +179,22 @@ def _walked(stages: Stages, some: Ints, sizes: Iterable[tuple[int, ...]]) -> lis
 def peak_live_bytes(
     pp: int, vpp: int, group_size: int, stage: int, num_microbatches: int, chunk_bytes_V: tuple[int, ...]
 ) -> int:
-    """Count the most bytes that a stage's chunks hold for micro-batches whose backward is to come.
+    """Count the most bytes that a stage's chunks hold for micro-batches whose backward has not run.
 
     Args:
         pp: pipeline ranks.
-        vpp: chunks of each.
+        vpp: chunks of each rank.
         group_size: micro-batches that a chunk runs in a row; 0 stands for `pp`.
         stage: the pipeline rank.
-        num_microbatches: of one step.
-        chunk_bytes_V: what each chunk keeps for one micro-batch.
+        num_microbatches: number of micro-batches in a step.
+        chunk_bytes_V: bytes that each chunk keeps for one micro-batch.
 
     """
     if vpp == 1:
         return min(num_microbatches, pp - stage) * chunk_bytes_V[0]
     group_size = group_size or pp
     ahead = num_warmup(pp, vpp, group_size, stage)
-    # Whole groups are left out of the middle: after the warm-up every group holds what the last one held.
+    # Whole groups are left out of the middle: after the warm-up every group holds what the group before held.
     groups, rest = divmod(num_microbatches, group_size)
     repeating = min(groups, -(-ahead // (vpp * group_size)) + 2) * group_size + rest
     chunks_M = _chunk_order(vpp, repeating, group_size)
@@ -215,7 +206,7 @@ def peak_live_bytes(
 
 
 @lru_cache(maxsize=1024)
-def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> NDArray[np.int64]:
+def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> Ints:
     return np.array([chunk for _, chunk in schedule_table(vpp, num_microbatches, group_size)], dtype=np.int64)
 
 
@@ -223,22 +214,23 @@ def input_bytes(stages: Stages, layer: dict[str, Ints], *, all_chunks_load: bool
     """Count bytes of the model's inputs, for all live micro-batches of the chunks that load them.
 
     The first rank keeps token ids and the embedding's dropout mask. Recompute keeps its arguments, and so the attention
-    mask, where there is one: for the first chunk, the last one, and the one of multi-token prediction.
+    mask if there is one: for the first chunk, the last one, and the one of multi-token prediction.
 
     Args:
-        stages: where each stage stands.
-        layer: columns of N: `embedding`, which the first stage keeps, and `kept_mask`, which loading chunks keep.
-        all_chunks_load: whether all chunks of the first and of the last rank load, as before core_v0.15.
+        stages: place of each stage.
+        layer: columns of N: `embedding`, kept on the first stage, and `kept_mask`, kept by chunks that load.
+        all_chunks_load: True if all chunks of the first and of the last rank load, as before core_v0.15.
 
     """
     layouts, mask = stages.layouts, layer["kept_mask"]
     zero, last_chunk = np.zeros_like(layouts.pp), layouts.vpp - 1
+    last_N = stages.starts_N + layouts.pp - 1
     prediction = layouts.pp * layouts.vpp - 1 - layouts.chunks_after_mtp
     kept = np.zeros(len(stages.row_S), dtype=np.int64)
     kept[stages.starts_N] = layer["embedding"] * _chunk_live(stages, stages.starts_N, zero)
     loaders = (
         (stages.starts_N, zero - all_chunks_load, layouts.pp > 0),
-        (stages.last_N, zero - 1 if all_chunks_load else last_chunk, layouts.pp > 1),
+        (last_N, zero - 1 if all_chunks_load else last_chunk, layouts.pp > 1),
         (stages.starts_N + prediction % layouts.pp, prediction // layouts.pp, layouts.chunks_after_mtp > 0),
     )
     for place_N, chunk_N, loads_N in loaders:
@@ -248,7 +240,7 @@ def input_bytes(stages: Stages, layer: dict[str, Ints], *, all_chunks_load: bool
 
 
 def _chunk_live(stages: Stages, some: Ints, chunk: Ints) -> Ints:
-    """Most micro-batches of one of their chunks, or of all where it is -1, that some stages hold at once."""
+    """Count the most micro-batches of one chunk, or of all chunks if it is -1, that some stages hold at once."""
     layouts, rows = stages.layouts, stages.row_S[some]
     shape = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
     codes = codes_of((*shape, stages.stage_S[some], chunk + 1))

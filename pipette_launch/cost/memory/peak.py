@@ -1,14 +1,14 @@
-"""Peak bytes on each pipeline rank, for one layout or for many at once: an analytic sum.
+"""Peak bytes on each pipeline rank, for one layout or for many at once, as an analytic sum.
 
-The peak is the larger of the forward-backward part and of the optimizer step. Not in it: what lies outside the model's
-tensors (context, communicators, workspaces and fragmentation, see `cost.memory.overhead`), and the alignment of each
-parameter within its bucket.
+The peak is the larger need of forward and backward, and of the optimizer step. Not included: bytes outside the model's
+tensors (context, communicators, workspaces, fragmentation; see `overhead`), and the alignment of each parameter within
+its bucket.
 
-Each tensor of a layer is counted once for each group of layouts that agree in what it depends on; numpy spreads the
-figures over the stages of all layouts. One layout is a column of length one.
+Each tensor of a layer is counted once for each group of layouts that agree in the fields that decide its size. numpy
+spreads the figures over the stages of all layouts. A single layout is a column of length one.
 """
 
-# N = layouts, S = stages (pipeline ranks) of all layouts, one layout after another,
+# N = layouts, S = stages (pipeline ranks) of all layouts, one layout after another, C = chunks of all layouts,
 # R = stages of one layout of each group of layouts whose stages hold the same states.
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.layers import activations, attention, ends, experts, kinds, offloading
-from pipette_launch.cost.layers.activations import computes_in_fp8
-from pipette_launch.cost.layers.attention import is_local
-from pipette_launch.cost.layers.ends import whole_mask_bytes
-from pipette_launch.cost.layers.experts import router_parameters
+from pipette_launch.cost import Memo
+from pipette_launch.cost.layers import attention, ends, kinds
+from pipette_launch.cost.layers.block import recompute_modules, residual_bytes, stream_bytes
+from pipette_launch.cost.layers.mlp import gather_buffer_bytes
 from pipette_launch.cost.layers.parameters import (
     buffered_parameters,
-    chunk_kinds,
+    dummy_gradient_bytes,
     end_parameters,
+    fp8_weight_bytes,
     gradient_bytes_per_parameter,
     held_gradients,
-    kind_parameters,
     optimizer_bytes,
     sharding_of,
     stage_parameters,
     weight_bytes,
     whole_beside_shards,
 )
-from pipette_launch.cost.memo import Memo
 from pipette_launch.cost.memory.live_activations import (
     LAYER,
     Stages,
@@ -51,11 +49,30 @@ from pipette_launch.cost.memory.live_activations import (
 )
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Field, Ints, Layout, LayoutColumns
-from pipette_launch.facts.model import KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.text import bytes_text, plural
 
 Bytes = TypeVar("Bytes", int, NDArray[np.int64])
+
+_PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk", "chunks_after_mtp")
+"""Fields that decide the parameters of a stage."""
+_SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
+"""Further fields that decide their optimizer states."""
+_ENDS_LOAD = (0, 15)
+"""First release in which only the first and the last chunk load data; before, all chunks of their ranks did."""
+
+NO_MASK = "--no-create-attention-mask-in-dataloader"
+MATTERS = 0.01
+"""Smallest share of a stage's peak for which the mask has a note."""
+_RESET = "--reset-attention-mask"
+_SFT_ASSERTS = (0, 16)
+"""First release whose data set for --sft asserts that no mask is requested (sft_dataset.py, __getitem__)."""
+_HOST_BYTES = 8
+"""Host bytes for each entry of a mask: ones and their lower triangle, both in fp32 (gpt_dataset.py)."""
+
+# A search predicts many batches of layouts, and most batches share these figures.
+_LAYERS: Memo[Memo[dict[str, int]]] = Memo()
+_COUNTS: Memo[Memo[Ints]] = Memo()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,25 +80,25 @@ class PeakParts(Generic[Bytes]):
     """Bytes by kind at the peak: numbers for one pipeline rank, or columns for many."""
 
     weights: Bytes
-    """With their copies in FP8."""
+    """Weights with their copies in FP8."""
     gradients: Bytes
     optimizer: Bytes
     shared_buffer: Bytes
-    """Megatron's global buffer, which Megatron keeps once it was used."""
+    """Megatron's global buffer, which is never freed once it was used."""
     dummy_gradients: Bytes
-    """Stand-ins for gradients that are added to the buffer as they are computed; they are never freed."""
+    """Stand-ins for gradients that are added to the buffer as they are computed; never freed."""
     activations: Bytes
-    """Kept by the layers of all live micro-batches."""
+    """Activations that the layers of all live micro-batches keep."""
     embedding: Bytes
     """Inputs of the model for all live micro-batches, on the first rank."""
     recompute: Bytes
     """Activations of one recomputed layer while its backward runs."""
     backward: Bytes
-    """Largest extra need of the backward pass of a layer, with offloading, or with a forward between backwards."""
+    """Largest extra need of a layer's backward; with offloading, or of a forward between backwards."""
     mask: Bytes
     """The data loader's attention mask, while a forward pass runs."""
     loading: Bytes
-    """The whole mask while it is loaded, less the bytes that the forward pass after it will keep."""
+    """The whole mask while it is loaded, minus the bytes that the next forward pass will keep."""
     head: Bytes
     """Final norm, logits and loss of one micro-batch, and what offloading leaves of the last layer until then."""
     deferred: Bytes
@@ -89,7 +106,7 @@ class PeakParts(Generic[Bytes]):
     buffers: Bytes
     """The pipeline's tensors in flight."""
     optimizer_step: Bytes
-    """Temporaries of the optimizer step, which runs when no activation is kept any more."""
+    """Temporaries of the optimizer step, which runs when no activations are kept."""
     whole: Bytes
     """Under FSDP: weights and gradients of the layers at work, beside the shards."""
 
@@ -100,7 +117,7 @@ class PeakParts(Generic[Bytes]):
 
     @property
     def total(self) -> Bytes:
-        """The peak: static, and the larger of forward-backward and optimizer step."""
+        """The peak: static bytes, plus the larger of forward-backward and optimizer step."""
         larger = max if isinstance(self.weights, int) else np.maximum
         return self.static + larger(self._kept + reduce(larger, self._instants), self.optimizer_step)
 
@@ -114,7 +131,7 @@ class PeakParts(Generic[Bytes]):
 
     @property
     def _instants(self) -> tuple[Bytes, Bytes, Bytes]:
-        """The end of a forward pass, where the loss is computed, a layer's backward, and loading: never at once."""
+        """Needs that never occur together: the end of a forward with the loss, a layer's backward, and loading."""
         return self.mask + self.head, self.recompute + self.backward, self.loading
 
 
@@ -124,101 +141,22 @@ class MemoryParts(PeakParts[int]):
     __slots__ = ()
 
     def by_kind(self) -> dict[str, int]:
-        """Split the peak as users read it; the values add up to `total`.
+        """Split the peak into the kinds that users see; the values add up to `total`.
 
-        At the peak one of four things happens: the loss with its logits, the backward of a layer, the loading of a
-        mask, or the step of the optimizer, whose temporaries count as buffers.
+        The peak occurs in the loss with its logits, in the backward of a layer, while a mask is loaded, or in the
+        optimizer step, whose temporaries count as buffers.
         """
-        kinds = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        by_kind = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         at_loss, at_backward, at_loading = self._instants
         if self._kept + max(self._instants) < self.optimizer_step:
-            return {**kinds, "activations": 0, "logits": 0, "buffers": self._lasting + self.optimizer_step}
+            return {**by_kind, "activations": 0, "logits": 0, "buffers": self._lasting + self.optimizer_step}
         is_loss = at_loss >= max(at_backward, at_loading)
         return {
-            **kinds,
+            **by_kind,
             "activations": self.activations + self.embedding + (self.mask if is_loss else max(at_backward, at_loading)),
             "logits": self.deferred + (self.head if is_loss else 0),
             "buffers": self._lasting + self.buffers + self.whole,
         }
-
-
-_COPIES_BYTES = 2
-"""One byte as it is, and one transposed for the backward."""
-_FIRST_DUMMY_RELEASE = (0, 14)
-
-
-def fp8_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
-    """Count each pipeline rank's copies: two bytes for every parameter of its layers' matrices.
-
-    TransformerEngine casts a weight with the first micro-batch of a step and keeps the result and its transpose in the
-    module (TE v2.8, module/linear.py:242-262, module/base.py get_weight_workspace). With `--fp8-param-gather` the
-    weights themselves are in FP8, and with their transpose as large as in bf16. No golden row of the development data
-    runs in FP8 without that flag. Biases, which stay as they are, are counted with the matrices.
-    """
-    model = job.model
-    if not computes_in_fp8(job) or performance_options(job).fp8_param_gather:
-        return (0,) * layout.pp
-    matrices = {kind: _matrices(model, layout, kind) for kind in model.possible_kinds}
-    chunks = [sum(matrices[kind] for kind in kinds) for kinds, _ in chunk_kinds(model, layout)]
-    return tuple(_COPIES_BYTES * sum(chunks[rank :: layout.pp]) for rank in range(layout.pp))
-
-
-def _matrices(model: ModelSpec, layout: Layout, kind: LayerKind) -> int:
-    """Parameters of one layer's linears; of a Mamba layer both projections."""
-    if kind == "mamba_layer" and model.hybrid:
-        return model.hybrid.mamba_matrices(model.hidden_size) // layout.tp
-    norms = (2 if kind in TRANSFORMER_KINDS else 1) * model.norm_parameters()
-    router = router_parameters(model) if kind in KINDS_WITH_EXPERTS else 0
-    return max(0, kind_parameters(model, layout, kind).count - norms - router)
-
-
-def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
-    """Count one tensor in the weights' type for each distinct shape of a rank's matrices.
-
-    Args:
-        job: its model, release and flags decide.
-        layout: tensor parallelism cuts the matrices.
-        has_head: whether the rank is the last of the pipeline.
-
-    """
-    model = job.model
-    release = tuple(int(part) for part in job.megatron_version.split(".")[:2] if part.isdigit())
-    fused = performance_options(job).gradient_accumulation_fusion
-    if model.transformer_impl == "local" or release < _FIRST_DUMMY_RELEASE or not fused:
-        return 0
-    # Outputs and inputs of the matrices of attention, dense MLPs and shared experts.
-    hidden = model.hidden_size
-    first = 2 if model.gated_linear_unit else 1
-    kinds = set(model.layer_kinds)
-    widths = {
-        0 if kinds.isdisjoint(("layer", "mlp_layer")) else model.ffn_hidden_size,
-        model.moe_shared_expert_intermediate_size,
-    } - {0}
-    shapes = {(first * width // layout.tp, hidden) for width in widths}
-    shapes |= {(hidden, width // layout.tp) for width in widths}
-    if model.hybrid and "mamba_layer" in kinds:
-        shapes |= {(model.hybrid.mamba_projected // layout.tp, hidden)}
-        shapes |= {(hidden, model.hybrid.mamba_channels // layout.tp)}
-    if model.latent_attention is None and not kinds.isdisjoint((*TRANSFORMER_KINDS, "attention_layer")):
-        query = model.num_attention_heads // layout.tp * model.kv_channels
-        key_value = 2 * max(1, model.num_query_groups // layout.tp) * model.kv_channels
-        shapes |= {(query + key_value, hidden), (hidden, query)}
-    if has_head:
-        shapes.add((model.padded_vocab_size(layout.tp) // layout.tp, hidden))
-    return model.dtype_bytes * sum(rows * columns for rows, columns in shapes)
-
-
-_PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk", "chunks_after_mtp")
-"""What the parameters of a stage depend on."""
-_SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
-"""What their optimizer states depend on besides."""
-
-_ENDS_LOAD = (0, 15)
-"""First release in which the first and the last chunk alone load; before, all chunks of their ranks did."""
-
-# A search predicts many batches of layouts, and most batches share these figures.
-_LAYERS: Memo[Memo[dict[str, int]]] = Memo()
-_COUNTS: Memo[Memo[Ints]] = Memo()
 
 
 _PARTS = tuple(field.name for field in fields(MemoryParts))
@@ -226,20 +164,15 @@ _PARTS = tuple(field.name for field in fields(MemoryParts))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryColumns:
-    """Predicted peaks of N layouts, stage by stage."""
+    """Predicted peaks of the stages of N layouts."""
 
     starts_N: Ints
-    """The first stage of each layout."""
+    """First stage of each layout."""
     parts_S: PeakParts[Ints]
-
-    @property
-    def total_S(self) -> Ints:
-        """The peak of each stage."""
-        return self.parts_S.total
 
     def totals(self) -> tuple[tuple[int, ...], ...]:
         """Return the peaks of every layout's stages."""
-        return tuple(tuple(stages.tolist()) for stages in np.split(self.total_S, self.starts_N)[1:])
+        return tuple(tuple(stages.tolist()) for stages in np.split(self.parts_S.total, self.starts_N)[1:])
 
     def of(self, row: int) -> tuple[MemoryParts, ...]:
         """Return the parts of one layout's stages."""
@@ -251,7 +184,7 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
     """Predict every pipeline rank's peak for one layout.
 
     Raises:
-        LayoutError: the layout cuts the layers or the batch unevenly.
+        LayoutError: the layout divides the layers or the batch unevenly.
 
     """
     return peak_memory_columns(job, LayoutColumns.of([layout])).of(0)
@@ -264,11 +197,34 @@ def kept_by_chunk(job: Job, layout: Layout) -> tuple[int, ...]:
     return tuple(bytes_C.tolist())
 
 
+def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[MemoryParts, ...]:
+    """Predict every pipeline rank's peak for two equal chunks on each rank, both ends of the model on the first rank.
+
+    Args:
+        job: the training job.
+        layout: three pipeline ranks or more, so that one rank has no end of the model under Megatron's placement.
+        live_bytes: activations of all live micro-batches on each rank.
+
+    Raises:
+        LayoutError: the layout divides the layers or the batch unevenly.
+
+    """
+    first, middle, *_, last = peak_memory_bytes(job, layout)
+    held = {
+        kind: getattr(first, kind) + getattr(last, kind) - getattr(middle, kind)
+        for kind in ("weights", "gradients", "optimizer", "dummy_gradients", "optimizer_step")
+    }
+    held |= {kind: max(getattr(first, kind), getattr(last, kind)) for kind in ("shared_buffer", "loading")}
+    held["embedding"] = first.embedding
+    ranks = ({**asdict(last), **held}, *(asdict(middle) for _ in live_bytes[1:]))
+    return tuple(MemoryParts(**{**parts, "activations": live}) for parts, live in zip(ranks, live_bytes, strict=True))
+
+
 def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     """Predict every pipeline rank's peak for many layouts.
 
     Raises:
-        LayoutError: a row cuts the layers or the batch unevenly; the message names the row's numbers.
+        LayoutError: a row divides the layers or the batch unevenly; the message names the row's numbers.
 
     """
     if not len(layouts):
@@ -277,7 +233,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     stages = Stages.of(job, layouts)
     layer = _by_layer(job, layouts)
     none = np.zeros_like(layouts.pp)
-    # The last stage without virtual ones goes straight from a forward to its backward.
+    # Without virtual stages the last stage runs each backward directly after its forward.
     waiting = np.maximum(layer["backward"], layer["forward"])
     deferred = layer["deferred"] * ends.deferred_microbatches(job, stages.microbatches_N)
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
@@ -300,8 +256,9 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         loading=_loading(stages, layer, beyond, *chunks),
         head=stages.spread(none, last=layer["head"]),
         deferred=stages.spread(none, last=np.where(layouts.pp > 1, deferred, 0)),
-        # Received, sent, and the one sent before: its communication holds it until NCCL's watchdog has seen the end
-        # (NVIDIA's golden values with a pipeline: one or two such tensors beyond the first two, of 4 and of 64 MiB).
+        # The received tensor, the sent one, and the one sent before: its communication holds it until NCCL's watchdog
+        # has seen the end (NVIDIA's golden values with a pipeline: one or two such tensors beyond the first two, of 4
+        # and of 64 MiB).
         buffers=stages.spread(np.where(layouts.pp > 1, 3 * layer["stream"], 0)),
         optimizer_step=optimizer_step,
         whole=stages.spread(_whole(layouts, layer)),
@@ -312,24 +269,23 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
 def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     """Count Megatron's global buffer, as large as its largest user on a pipeline rank.
 
-    Users: the gathered input of sequence parallelism, by Megatron's own linear layers, of which TransformerEngine's
-    models have the head alone; the tokens that the all-gather dispatcher gathers; local attention's scores.
+    Users: the gathered input of sequence parallelism in Megatron's own linear layers (with TransformerEngine only the
+    head is one), the tokens that the all-gather dispatcher gathers, and local attention's scores.
 
     Args:
-        job: its model and flags decide who uses the buffer.
+        job: its model and flags decide which users exist.
         layout: its degrees decide the sizes.
-        has_head: whether the rank is the last of the pipeline.
+        has_head: True for the last pipeline rank.
 
     """
     has_linear = job.model.transformer_impl == "local" or has_head
     gathers = layout.sequence_parallel and layout.tp > 1 and has_linear
-    gathered = activations.residual_bytes(job.model, layout) * layout.tp if gathers else 0
-    dispatched = experts.gather_buffer_bytes(job, layout)
-    return max(gathered, dispatched, attention.scores_buffer_bytes(job.model, layout))
+    gathered = residual_bytes(job.model, layout) * layout.tp if gathers else 0
+    return max(gathered, gather_buffer_bytes(job, layout), attention.scores_buffer_bytes(job.model, layout))
 
 
 def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
-    """Columns of N for the figures that depend on the fields `LAYER` alone."""
+    """Return columns of N for the figures that only the fields `LAYER` decide."""
     groups = layouts.groups(*LAYER)
     known = _LAYERS.get(job, Memo)
     figures = [
@@ -341,28 +297,27 @@ def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
 
 
 def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
-    """Bytes of one layer and of the model's ends for one group of layouts."""
-    model = job.model
-    own = sorted({*model.layer_kinds})
-    units = {kind: kinds.kind_activations(job, layout, kind) for kind in own}
-    modules = activations.recompute_modules(layout)
+    """Return the bytes of one layer and of the model's ends."""
+    own = sorted({*job.model.layer_kinds})
+    units = [kinds.kind_activations(job, layout, kind) for kind in own]
+    modules = recompute_modules(layout)
     keeps_mask = layout.recompute.granularity == "full" or "core_attn" in modules
     mask = ends.attention_mask_bytes(job, layout)
-    away = [offloading.offloaded(job, layout, moe=kind in KINDS_WITH_EXPERTS, recomputed=modules) for kind in own]
+    away = [kinds.offloaded(job, layout, kind) for kind in own]
     kept: dict[str, int] = {kind: kinds.kept_bytes(job, layout, kind) for kind in own}
     whole = whole_beside_shards(job, layout, gradient_bytes_per_parameter(job))
     return {
         **kept,
         "largest": max(kept.values()),
-        "stream": activations.stream_bytes(job, layout),
+        "stream": stream_bytes(job, layout),
         "prediction": kinds.prediction_bytes(job, layout),
-        "recomputed": max(unit.recomputed(modules, moe=kind in KINDS_WITH_EXPERTS) for kind, unit in units.items()),
-        "unit": max(unit.total for unit in units.values()),
+        "recomputed": max(unit.recomputed(modules) for unit in units),
+        "unit": max(unit.total for unit in units),
         "forward": max(each.in_forward for each in away),
         "backward": max(kinds.backward_bytes(job, layout, kind) for kind in own),
         "embedding": ends.embedding_bytes(job, layout),
         # Recompute of layers, and of the attention core alone, keeps its arguments for every live micro-batch, and the
-        # mask is one of them (MC tensor_parallel/random.py, CheckpointFunction.forward).
+        # mask is one of them (megatron-core, tensor_parallel/random.py, CheckpointFunction.forward).
         "mask": 0 if keeps_mask else mask,
         "kept_mask": mask if keeps_mask else 0,
         "loaded": ends.loaded_mask_bytes(job, layout),
@@ -381,7 +336,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
 
 
 def _loading(stages: Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count the loading of a mask, less the bytes of the forward pass behind it and less `beyond_first_chunk`."""
+    """Count the loading of a mask, minus the bytes of the next forward pass and minus `beyond_first_chunk`."""
     layouts = stages.layouts
     last = chunk_N + layouts.pp * layouts.vpp - 1
     begun, predicting, ended = (
@@ -395,16 +350,16 @@ def _loading(stages: Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints
 
 
 def _stage_counts(job: Job, layout: Layout) -> Ints:
-    """Dense and expert parameters of each stage, bytes of its FP8 copies, and parameters outside its layers."""
+    """Count each stage's dense and expert parameters, bytes of FP8 copies, and parameters outside its layers."""
     counts, copies = stage_parameters(job.model, layout), fp8_weight_bytes(job, layout)
     rows = np.array([(each.dense, each.expert, copy, 0) for each, copy in zip(counts, copies, strict=True)])
-    # Of a single stage both ends count.
+    # A single stage has both ends.
     np.add.at(rows[:, -1], [0, -1], end_parameters(job.model, layout))
     return rows.astype(np.int64)
 
 
 def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...]:
-    """Columns of S: weights, gradients, optimizer states and the optimizer step's temporaries."""
+    """Return columns of S: weights, gradients, optimizer states and the optimizer step's temporaries."""
     groups = layouts.groups(*_PARAMETERS, *_SHARDS)
     chosen = layouts.take(groups.first_U)
     cut = chosen.groups(*_PARAMETERS)
@@ -417,12 +372,12 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...
     table = np.concatenate(counts)
     row_R = np.repeat(np.arange(len(chosen)), chosen.pp)
     firsts = np.cumsum(chosen.pp) - chosen.pp
-    dense, expert, copies, ends = table[starts[row_R] + np.arange(len(row_R)) - firsts[row_R]].T
+    dense, expert, copies, outside = table[starts[row_R] + np.arange(len(row_R)) - firsts[row_R]].T
     each = chosen.take(row_R)
     sharding = sharding_of(job)
     gradients = held_gradients if sharding and sharding.gradients else buffered_parameters
     figures = (
-        weight_bytes(job, dense, expert, ends, each) + copies,
+        weight_bytes(job, dense, expert, outside, each) + copies,
         gradients(job, dense, expert, each) * gradient_bytes_per_parameter(job),
         *optimizer_bytes(job, dense, expert, each),
     )
@@ -431,7 +386,7 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...
 
 
 def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
-    """What FSDP holds whole: as the backward goes on, gradients come to wait and activations go, layer by layer.
+    """Count what FSDP holds whole: during the backward, gradients accumulate and activations go, layer by layer.
 
     Gathered weights go too, once no layer is left to gather ahead.
     """
@@ -442,10 +397,10 @@ def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
 
 
 def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
-    """What recompute brings back for a while: what runs again, which is one unit of layers at a time.
+    """Count what recompute brings back for a while: one unit of layers at a time.
 
-    With the block method that is 0 unless every layer of a chunk runs again: otherwise the layers that were kept come
-    first in the backward and are gone by then.
+    With the block method this is 0 unless every layer of a chunk runs again: otherwise the kept layers come first in
+    the backward and are gone by then.
     """
     even = job.model.num_layers // (layouts.pp * layouts.vpp)
     sizes = np.array([[max(cut, default=0), min(filter(None, cut), default=0)] for cut in layouts.cuts])
@@ -455,47 +410,19 @@ def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints
     is_uniform, is_block, size = np.array(flags, dtype=np.int64)[layouts.recompute].T
     units = np.where(is_uniform, np.minimum(size, largest), is_block * (size >= smallest))
     is_selective = np.array([each.granularity == "selective" for each in layouts.recomputes])[layouts.recompute]
-    back = units * layer["unit"] + is_selective * layer["recomputed"]
-    return np.asarray(back, dtype=np.int64)
-
-
-def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[MemoryParts, ...]:
-    """Predict every pipeline rank's peak for a layout of two equal chunks on each rank, folded.
-
-    Args:
-        job: the training job.
-        layout: three pipeline ranks or more, so that one of them has no end of the model under Megatron's placement.
-        live_bytes: what each rank's chunks keep of all live micro-batches.
-
-    Raises:
-        LayoutError: the layout cuts the layers or the batch unevenly.
-
-    """
-    first, middle, *_, last = peak_memory_bytes(job, layout)
-    held = {
-        kind: getattr(first, kind) + getattr(last, kind) - getattr(middle, kind)
-        for kind in ("weights", "gradients", "optimizer", "dummy_gradients", "optimizer_step")
-    }
-    held |= {kind: max(getattr(first, kind), getattr(last, kind)) for kind in ("shared_buffer", "loading")}
-    held["embedding"] = first.embedding
-    ranks = ({**asdict(last), **held}, *(asdict(middle) for _ in live_bytes[1:]))
-    return tuple(MemoryParts(**{**parts, "activations": live}) for parts, live in zip(ranks, live_bytes, strict=True))
-
-
-NO_MASK = "--no-create-attention-mask-in-dataloader"
-MATTERS = 0.01
-"""Smallest share of a stage's peak for which the mask has a note."""
-_RESET = "--reset-attention-mask"
-_SFT_ASSERTS = (0, 16)
-"""First release whose data set for --sft asserts that it is to make no mask (sft_dataset.py, __getitem__)."""
-_HOST_BYTES = 8
-"""For each entry of a mask: ones and their lower triangle, both in fp32 (gpt_dataset.py)."""
+    return np.asarray(units * layer["unit"] + is_selective * layer["recomputed"], dtype=np.int64)
 
 
 def without_mask(job: Job) -> Job | None:
-    """Return the job whose data loader makes no mask; None where it makes none, or where attention reads it."""
-    reads = is_local(job.model) or job.model.attention_backend == "unfused"
-    if not whole_mask_bytes(job, job.own) or (reads and _RESET in job.performance_flags):
+    """Return the job whose data loader makes no mask; None if it makes none already, or if attention reads it.
+
+    Causal attention of Transformer Engine's flash and fused backends reads no mask. Unfused attention, Megatron's own
+    included, adds the mask to the causal one, so the mask changes the result only if `--reset-attention-mask` separates
+    documents (TE v2.8, dot_product_attention/utils.py, get_full_mask; megatron/core fusions/fused_softmax.py of
+    core_v0.16.1). No plan adds the flag, because a script's own attention may read the mask.
+    """
+    reads = attention.is_local(job.model) or job.model.attention_backend == "unfused"
+    if not ends.whole_mask_bytes(job, job.own) or (reads and _RESET in job.performance_flags):
         return None
     return _with_no_mask(job)
 
@@ -505,8 +432,8 @@ def _with_no_mask(job: Job) -> Job:
 
 
 def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
-    """Name the stages that the mask makes larger, in one sentence, and say how to leave it out."""
-    whole = whole_mask_bytes(job, layout)
+    """Return a sentence that names the stage whose peak the mask raises, and the flag that leaves it out."""
+    whole = ends.whole_mask_bytes(job, layout)
     if whole and performance_options(job).sft and job.release >= _SFT_ASSERTS:
         return (f"With --sft the first sample ends the job: its data set makes no attention mask; add {NO_MASK}.",)
     with_mask, without = ([part.total for part in peak_memory_bytes(one, layout)] for one in (job, _with_no_mask(job)))

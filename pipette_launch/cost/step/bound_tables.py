@@ -17,11 +17,13 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost import Memo
 from pipette_launch.cost.communication.collectives import Fabric
-from pipette_launch.cost.communication.exchanges import Exchange, Hiding, LayerCounts, exchanges_of, hop_bytes
+from pipette_launch.cost.communication.exchanges import LayerCounts, exchanges_of
 from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.layers.block import Exchange, Hiding, residual_bytes
 from pipette_launch.cost.layers.parameters import (
     OnceAStep,
     chunk_kinds,
@@ -33,7 +35,6 @@ from pipette_launch.cost.layers.parameters import (
     unit_parameters,
     word_embedding_parameters,
 )
-from pipette_launch.cost.memo import Memo
 from pipette_launch.cost.step.work import exposed_s, pass_s
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
@@ -314,7 +315,7 @@ class Tables:
             if self._num_slots > 1:
                 # A group that fills a host leaves no slot for another stage.
                 fewest = 2 if one.tp == self.devices > 1 and groups_lie == "inside hosts" else 1
-                hop_s = self.fabric.bounds_s("send", 2, hop_bytes(self.job, one) * samples, fewest=fewest)
+                hop_s = self.fabric.bounds_s("send", 2, residual_bytes(self.job.model, one) * samples, fewest=fewest)
                 found[rows, 2] = hop_s[:, None]
         return found
 

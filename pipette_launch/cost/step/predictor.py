@@ -14,11 +14,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Fabric, Kind, Routes
+from pipette_launch.cost.communication.collectives import Fabric, Routes
 from pipette_launch.cost.communication.exchanges import loss_report_bytes
 from pipette_launch.cost.communication.groups import Groups, group_sizes
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.layers.block import Collective
 from pipette_launch.cost.layers.parameters import OnceAStep, sharding_of
 from pipette_launch.cost.pipeline.engine import Engine, StageTimes
 from pipette_launch.cost.pipeline.extra import StreamEngine
@@ -180,7 +181,7 @@ class PlacementCost:
                     seconds_SK[first : first + layout.pp] += known[size_P.tobytes()]
         return reduce_s, gather_s
 
-    def _rings_s_PK(self, kind: Kind, shape: tuple[int, ...], routes: Routes, size_P: Floats) -> Floats:
+    def _rings_s_PK(self, kind: Collective, shape: tuple[int, ...], routes: Routes, size_P: Floats) -> Floats:
         """Return the slowest ring of each pipeline rank; 0 for rings without data."""
         lanes = shape[0] // self.work.layout.pp
         num_placements = len(routes.hosts_G) // shape[0]
@@ -203,7 +204,7 @@ def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices
     hop_PK = np.full(slowness_PK.shape, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
     exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
 
-    def once_a_step_SK(kind: Kind, bytes_S2: Floats) -> Floats:
+    def once_a_step_SK(kind: Collective, bytes_S2: Floats) -> Floats:
         dense_S, expert_S = (
             fabric.bounds_s(kind, sizes[group], bytes_S)
             for group, bytes_S in zip(("dp_cp", "expert_dp"), bytes_S2.T, strict=True)

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Kind
 from pipette_launch.cost.communication.exchanges import (
-    Exchange,
     StepTraffic,
     aligns_gathers,
     blocks_at_ends,
     exchanges,
-    hop_bytes,
     meets_receivers,
     step_traffic,
 )
 from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.layers.block import Collective, Exchange, residual_bytes
 from pipette_launch.cost.layers.parameters import OnceAStep, expert_dp, gradient_bytes_per_parameter, shard_copies
 from pipette_launch.cost.pipeline.engine import Engine
 from pipette_launch.cost.pipeline.steady_state import engine_of
@@ -54,8 +52,8 @@ class LayoutWork:
     gradient_bytes_S2: Array
     """Dense and expert gradients."""
     parameter_bytes_S2: Array
-    reduce_kind: Kind
-    gather_kind: Kind
+    reduce_kind: Collective
+    gather_kind: Collective
     aligns_gathers: bool
     """Whether overlapped gathers start on all pipeline ranks at once."""
     loss_s: float
@@ -87,7 +85,7 @@ class LayoutWork:
             ),
             **{f"{name}_S": np.array([getattr(chunk, name) for chunk in passes]) for name in _PASSES},
             exchanges=exchanges(job, layout, compute.hiding(layout), domain),
-            hop_bytes=hop_bytes(job, layout),
+            hop_bytes=residual_bytes(job.model, layout),
             traffic=traffic,
             gradient_bytes_S2=np.array(traffic.gradient_bytes, dtype=np.float64),
             parameter_bytes_S2=np.array(traffic.parameter_bytes, dtype=np.float64),

@@ -19,13 +19,12 @@ from pipette_launch.cost.communication import collectives
 from pipette_launch.cost.communication.collectives import (
     Bottlenecks,
     Fabric,
-    Kind,
     LinkTable,
     best_links,
     num_steps,
-    ring_shift,
     spread_over_hosts,
 )
+from pipette_launch.cost.layers.block import Collective
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Cluster, CollectiveTime, Links
 
@@ -115,11 +114,11 @@ def test_an_all_to_all_in_pieces_is_the_slowest_of_all_pairs(seed: int, size: in
     assert np.allclose(expected, found, rtol=1e-12)
 
 
-KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
 def measured(
-    kind: Kind, slots: tuple[int, ...], *, latency_s: float = 2e-3, seconds_per_byte: float = 4e-8
+    kind: Collective, slots: tuple[int, ...], *, latency_s: float = 2e-3, seconds_per_byte: float = 4e-8
 ) -> CollectiveTime:
     """A fit that is far from what the links of `tiny_cluster` say."""
     return CollectiveTime(
@@ -160,7 +159,7 @@ def uneven_cluster(seed: int, *, hosts: int = 2, devices: int = 2) -> Cluster:
         ("all_to_all", 3 * 1.1e-4),
     ],
 )
-def test_a_ring_takes_as_long_as_its_slowest_link(kind: Kind, expected: float) -> None:
+def test_a_ring_takes_as_long_as_its_slowest_link(kind: Collective, expected: float) -> None:
     """Steps times (latency + chunk / bandwidth)."""
     assert Fabric(tiny_cluster(2, 2)).seconds(kind, (0, 1, 2, 3), 4000) == pytest.approx(expected)
 
@@ -175,10 +174,10 @@ def test_a_send_uses_its_own_link_and_direction() -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_a_ring_uses_its_links_the_way_that_it_goes(kind: Kind) -> None:
+def test_a_ring_uses_its_links_the_way_that_it_goes(kind: Collective) -> None:
     """One step over the slowest of its directed links, whether members send to the next or to the one before."""
     cluster = uneven_cluster(3, hosts=3, devices=1)
-    shift = ring_shift(kind, cluster.device_kind)
+    shift = Fabric(cluster).ring_shift(kind)
     links = cluster.between_hosts
     step_s = max(
         float(links.latency_s[a, (a + shift) % 3] + 1000 / links.bandwidth_bytes_per_s[a, (a + shift) % 3])
@@ -230,7 +229,7 @@ def test_an_all_to_all_uses_every_pair() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "send"])
 @pytest.mark.parametrize("latency_s", [0.0, 1e-4, 2e-3])
-def test_a_measured_group_costs_what_was_measured(kind: Kind, latency_s: float) -> None:
+def test_a_measured_group_costs_what_was_measured(kind: Collective, latency_s: float) -> None:
     """The fit is taken as it is, for every number of bytes, be its latency below or above that of the links."""
     slots = (0, 1, 2, 3)
     fabric = Fabric(tiny_cluster(2, 2), [measured(kind, slots, latency_s=latency_s)])
@@ -247,7 +246,7 @@ def test_a_send_is_what_its_link_says() -> None:
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("all_reduce", 1), ("all_gather", 1), ("reduce_scatter", 2)])
-def test_what_crowds_a_host_slows_no_wire(kind: Kind, factor: int) -> None:
+def test_what_crowds_a_host_slows_no_wire(kind: Collective, factor: int) -> None:
     """Of a group inside a host that took 40 times its links' time, wires get what gloo's algorithm can explain.
 
     Two members on each host have both slots' parts of the wire.
@@ -266,7 +265,7 @@ def test_what_crowds_a_host_slows_no_wire(kind: Kind, factor: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_a_ring_has_the_links_of_all_its_members_on_a_host(kind: Kind) -> None:
+def test_a_ring_has_the_links_of_all_its_members_on_a_host(kind: Collective) -> None:
     """Of two slots on each host a ring of all sends over one wire what two rings of one slot a host share."""
     cluster = tiny_cluster(2, 2)
     alone = measured(kind, (0, 2), latency_s=0.0, seconds_per_byte=num_steps(kind, 2) / 2 / 1e8)
@@ -382,7 +381,7 @@ def test_a_measured_group_lies_on_the_cluster() -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from(KINDS), st.floats(0, 1e7), st.booleans())
-def test_the_bound_holds_for_every_group(seed: int, kind: Kind, size_bytes: float, with_fits: bool) -> None:
+def test_the_bound_holds_for_every_group(seed: int, kind: Collective, size_bytes: float, with_fits: bool) -> None:
     """No group of any size, anywhere, in any order, is faster than the bound of its size."""
     fits = [measured(kind, (0, 1)), measured(kind, (0, 2), latency_s=1e-3)] if with_fits else []
     fabric = Fabric(uneven_cluster(seed), fits)
@@ -395,6 +394,6 @@ def test_the_bound_holds_for_every_group(seed: int, kind: Kind, size_bytes: floa
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("all_reduce", 6), ("all_gather", 3), ("all_to_all", 3), ("send", 1)])
-def test_steps(kind: Kind, expected: int) -> None:
+def test_steps(kind: Collective, expected: int) -> None:
     """An all-reduce is a reduce-scatter and an all-gather."""
     assert num_steps(kind, 4) == expected

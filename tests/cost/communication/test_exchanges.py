@@ -7,19 +7,14 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.communication.exchanges import (
-    IN_DOMAIN_SHARE,
-    OVERLAP_COSTS,
-    Behind,
-    Exchange,
-    Hiding,
-    OfLayer,
     aligns_gathers,
     blocks_at_ends,
     exchanges,
-    hop_bytes,
     meets_receivers,
     step_traffic,
 )
+from pipette_launch.cost.layers.block import Behind, Exchange, Hiding, OfLayer, residual_bytes
+from pipette_launch.cost.layers.mlp import IN_DOMAIN_SHARE, OVERLAP_COSTS
 from pipette_launch.cost.layers.parameters import chunk_parameters
 from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.facts.model import LatentAttention
@@ -364,9 +359,9 @@ def test_as_many_copies_as_ranks_shard_nothing() -> None:
 
 def test_hops_carry_one_activation() -> None:
     """s*b*h, over cp, and over tp only with sequence parallelism."""
-    assert hop_bytes(tiny_job(), Layout(tp=2, pp=2)) == 8192
-    assert hop_bytes(tiny_job(), Layout(tp=2, pp=2, sequence_parallel=True)) == 4096
-    assert hop_bytes(tiny_job(), Layout(cp=2, pp=2)) == 4096
+    assert residual_bytes(tiny_model(), Layout(tp=2, pp=2)) == 8192
+    assert residual_bytes(tiny_model(), Layout(tp=2, pp=2, sequence_parallel=True)) == 4096
+    assert residual_bytes(tiny_model(), Layout(cp=2, pp=2)) == 4096
 
 
 def test_gradients_and_parameters() -> None:

@@ -20,10 +20,11 @@ from pipette_launch.cost.compute.device_model import (
     optimizer_s_per_parameter,
     pass_s,
 )
-from pipette_launch.cost.compute.device_work import core_attention_loads, head_loads, layer_loads
-from pipette_launch.cost.compute.flop_shares import attention_core_share
-from pipette_launch.cost.compute.loads import Load, Product
 from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.layers.attention import core_loads
+from pipette_launch.cost.layers.block import Load, Product
+from pipette_launch.cost.layers.ends import head_loads
+from pipette_launch.cost.layers.kinds import attention_core_share, kind_loads
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.errors import FactError
@@ -170,7 +171,7 @@ def test_layer_flops_are_those_of_the_model(backend: str, moe: bool) -> None:
         **({"num_experts": 4, "moe_layer_freq": (1,) * 4} if moe else {}),
     )
     layout = Layout(tp=2, etp=2, sequence_parallel=True, micro_batch_size=3)
-    forward = layer_loads(tiny_job(model=model), layout, moe=moe).forward
+    forward = kind_loads(tiny_job(model=model), layout, "moe_layer" if moe else "layer").forward
     core = 4.0 * model.seq_length * 64
     expected = (
         3
@@ -188,7 +189,7 @@ def test_latent_attention_flops(q_lora_rank: int | None, query_weights: int) -> 
         q_lora_rank=q_lora_rank, kv_lora_rank=48, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=20
     )
     model = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", latent_attention=latent)
-    forward = layer_loads(tiny_job(model=model), Layout(), moe=False).forward
+    forward = kind_loads(tiny_job(model=model), Layout(), "layer").forward
     weights = query_weights + 64 * (48 + 8) + 48 * 4 * (16 + 20) + 4 * 20 * 64 + 2 * 64 * 256
 
     assert sum(product.flops for product in forward.products) == 2 * 32 * weights
@@ -197,7 +198,7 @@ def test_latent_attention_flops(q_lora_rank: int | None, query_weights: int) -> 
 
 def test_weight_gradient_costs_what_the_forward_does() -> None:
     """Every weight matrix is multiplied once in each of the three passes; scores and context have no weights."""
-    loads = layer_loads(job(), Layout(tp=2), moe=False)
+    loads = kind_loads(job(), Layout(tp=2), "layer")
     weight = sum(product.flops for product in loads.weight_grad.products)
 
     assert weight == 2 * 32 * (4 * 64 * 64 + 2 * 64 * 256) / 2
@@ -233,7 +234,7 @@ def test_short_kernels_leave_the_device_idle() -> None:
         for time in imagined(large_job, GPU, num_hosts=1, devices_per_host=2, layouts=[Layout(dp=2)]).compute
         if time.part == "layer"
     )
-    kernels = layer_loads(job(), Layout(dp=2), moe=False).forward.kernels
+    kernels = kind_loads(job(), Layout(dp=2), "layer").forward.kernels
 
     assert tiny.forward.median_s == kernels * 1e-5
     assert 0.9 * tiny.forward.median_s < tiny.forward_idle_s < tiny.forward.median_s
@@ -390,7 +391,7 @@ def test_what_is_done_once_a_step_is_in_the_price() -> None:
 def test_gradients_that_meet_are_added_up(biases: bool, passes: int) -> None:
     """Two norms of 3, two residuals of 2, two sums of 3, and a bias sum each, over 32 x 64 elements of 2 bytes."""
     model = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", add_bias_linear=biases)
-    layer = layer_loads(tiny_job(model=model), Layout(), moe=False).input_grad
+    layer = kind_loads(tiny_job(model=model), Layout(), "layer").input_grad
     activation = 3 * 32 * 256 * 2
 
     assert layer.moved_bytes == passes * 32 * 64 * 2 + activation
@@ -401,7 +402,7 @@ def test_windows_take_scores_off_where_none_is_written(backend: str, share: floa
     """Flash attention skips what a window hides; scores that are written are written in full."""
     whole = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", attention_backend=backend)
     model = replace(whole, attention_windows=(1, 0) * (whole.num_layers // 2))
-    all_of_it, seen = (core_attention_loads(each, Layout()).forward for each in (whole, model))
+    all_of_it, seen = (core_loads(each, Layout()).forward for each in (whole, model))
     said = " ".join(imagined(tiny_job(model=model), GPU, num_hosts=1, devices_per_host=1, layouts=[Layout()]).notes)
 
     assert seen == all_of_it if share == 1 else seen.attention_flops / all_of_it.attention_flops == share

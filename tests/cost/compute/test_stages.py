@@ -6,7 +6,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 
 from pipette_launch.cost.compute.stages import ComputeTable, Passes
-from pipette_launch.cost.layers.offloading import offloaded
+from pipette_launch.cost.layers.kinds import offloaded
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import ComputeCase, ComputeTime, Layout, LoadingTime, Measurements, Recompute, Samples
 
@@ -203,7 +203,7 @@ def test_what_comes_back_from_the_host_is_waited_for_in_the_backward() -> None:
     )
     model = tiny_model(transformer_impl="transformer_engine", attention_backend="fused")
     job, layout = tiny_job(model=model, performance_flags=flags), Layout()
-    moved = offloaded(job, layout, moe=False, recomputed=()).moved
+    moved = offloaded(job, layout, "layer").moved
     measured = tiny_measurements(tiny_cluster())
     plain, slow, fast = (
         ComputeTable(job, replace(measured, host_bytes_per_s=rate)).chunk_passes(layout)[0] for rate in (0, 1e6, 1e12)

@@ -4,17 +4,18 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.layers.attention import (
-    attention_activations,
-    attention_parameters,
-    backward_bytes,
+    ATTENTION,
+    core_backward_bytes,
     core_bytes,
     exchange_bytes,
     held_for_recompute_bytes,
-    prediction_activations,
+    latent_bytes,
     projected_bytes,
     scores_buffer_bytes,
 )
-from pipette_launch.cost.layers.parameters import layer_parameters, stage_parameters
+from pipette_launch.cost.layers.ends import depth_bytes, embedding_bytes
+from pipette_launch.cost.layers.kinds import kind_parameters
+from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.facts import Job, LatentAttention, Layout, ModelSpec
 
 LOG_SUM_EXP = 4 * 4 * 32
@@ -124,8 +125,8 @@ def test_unfused_rotary_embedding_keeps_its_angles() -> None:
 
 def test_backward() -> None:
     """Gradients of query, key, value and context; unfused one of the scores, 2as/h = 4, on top."""
-    assert backward_bytes(job(), Layout()) == 8 * 2048
-    assert backward_bytes(job(attention_backend="unfused"), Layout()) == 12 * 2048
+    assert core_backward_bytes(job(), Layout()) == 8 * 2048
+    assert core_backward_bytes(job(attention_backend="unfused"), Layout()) == 12 * 2048
 
 
 @pytest.mark.parametrize(
@@ -196,38 +197,43 @@ def test_down_projections_are_whole_with_transformer_engine() -> None:
     split = 48 * 96 + 32 * 112 + 48 * 64
     down = 64 * 48 + 64 * 40
 
-    assert attention_parameters(model(transformer_impl="transformer_engine"), LATENT, 2) == down + split // 2
-    assert attention_parameters(model(), LATENT, 2) == (down + split) // 2
+    assert latent_parameters(2, transformer_impl="transformer_engine") == down + split // 2
+    assert latent_parameters(2) == (down + split) // 2
 
 
 def test_norms_and_biases_of_latent_attention() -> None:
     """A LayerNorm on each latent, and one bias behind the output."""
-    plain = attention_parameters(model(), LATENT, 1)
+    plain = latent_parameters(1)
 
-    assert attention_parameters(model(qk_layernorm=True), LATENT, 1) == plain + 2 * (48 + 32)
-    assert attention_parameters(model(add_bias_linear=True), LATENT, 1) == plain + 64
+    assert latent_parameters(1, qk_layernorm=True) == plain + 2 * (48 + 32)
+    assert latent_parameters(1, add_bias_linear=True) == plain + 64
 
 
 def test_plain_attention_has_norms_of_one_head() -> None:
     """Two LayerNorms of 16 channels."""
-    plain = layer_parameters(tiny_model(), Layout(), moe=False)
+    plain = kind_parameters(tiny_model(), Layout(), "layer")
 
-    assert layer_parameters(tiny_model(qk_layernorm=True), Layout(), moe=False).dense == plain.dense + 4 * 16
+    assert kind_parameters(tiny_model(qk_layernorm=True), Layout(), "layer").dense == plain.dense + 4 * 16
 
 
 def test_latents_are_split_over_the_sequence_and_heads_over_tp() -> None:
     """Compressed 48 + 40 channels for half the tokens; two of four heads with 24, 24 and 12 channels for all."""
     layout = Layout(tp=2, sequence_parallel=True)
-    kept = attention_activations(model(), LATENT, layout, fused_rope=True)
+    kept = latent_bytes(model(), LATENT, layout, fused_rope=True)
 
-    assert (2 * 16 * 88, 2 * 32 * 2 * 60, 2 * 32 * 2 * 12) == (kept.latents, kept.projected, kept.context)
+    assert (2 * 16 * 88, 2 * 32 * 2 * 60, 2 * 32 * 2 * 12) == (kept.compressed, kept.projected, kept.context)
 
 
 def test_an_unfused_rotary_embedding_keeps_its_angles() -> None:
     """Sine and cosine for queries and keys, 8 channels of 2 bytes for each of 32 tokens."""
-    fused, unfused = (attention_activations(model(), LATENT, Layout(), fused_rope=value) for value in (True, False))
+    fused, unfused = (latent_bytes(model(), LATENT, Layout(), fused_rope=value) for value in (True, False))
 
-    assert unfused.latents == fused.latents + 4 * 2 * 32 * 8
+    assert unfused.compressed == fused.compressed + 4 * 2 * 32 * 8
+
+
+def latent_parameters(tp: int, **changes: object) -> int:
+    """Parameters of one latent attention on one rank."""
+    return ATTENTION.parameters(model(latent_attention=LATENT, **changes), Layout(tp=tp)).dense
 
 
 def test_multi_token_prediction_copies_the_embedding_to_the_last_rank() -> None:
@@ -239,7 +245,7 @@ def test_multi_token_prediction_copies_the_embedding_to_the_last_rank() -> None:
             )
             for depths in (0, 1)
         )
-        layer = layer_parameters(tiny_model(), Layout(), moe=False).dense
+        layer = kind_parameters(tiny_model(), Layout(), "layer").dense
 
         assert plain[0] == predicts[0]
         assert predicts[1].dense - plain[1].dense == layer + 3 * 128 + 2 * 64 * 64 + (32 + 256) * 64
@@ -248,13 +254,13 @@ def test_multi_token_prediction_copies_the_embedding_to_the_last_rank() -> None:
 def test_multi_token_prediction_has_its_parameters_where_the_layout_puts_it() -> None:
     """A stage of its own copies the embedding, the first stage looks up its own, and the last has the head alone."""
     model = tiny_model(mtp_num_layers=1, untie_embeddings_and_output_weights=True)
-    depth = layer_parameters(model, Layout(), moe=False).dense + 3 * 128 + 2 * 64 * 64
+    depth = kind_parameters(model, Layout(), "layer").dense + 3 * 128 + 2 * 64 * 64
     words, embedding = 256 * 64, (32 + 256) * 64
 
     def ends(*chunks: int, after: int) -> list[int]:
         """Dense parameters of each stage without its layers."""
         stages = stage_parameters(model, Layout(pp=len(chunks), layers_per_chunk=chunks, chunks_after_mtp=after))
-        layer = layer_parameters(model, Layout(), moe=False).dense
+        layer = kind_parameters(model, Layout(), "layer").dense
         return [stage.dense - layer * count for stage, count in zip(stages, chunks, strict=True)]
 
     assert [embedding, 0, depth + embedding, words + 128] == ends(2, 2, 0, 0, after=1)
@@ -272,5 +278,8 @@ def test_predicted_layers_have_experts_where_the_last_layer_has() -> None:
 
 def test_predictions_are_split_over_the_sequence() -> None:
     """Six tensors of s*b*h, halved by two ranks with sequence parallelism."""
-    assert prediction_activations(model(), Layout()) == 6 * 2 * 32 * 64
-    assert prediction_activations(model(), Layout(tp=2, sequence_parallel=True)) == 6 * 32 * 64
+    plain = tiny_job(model=model())
+
+    assert depth_bytes(plain, Layout()) - embedding_bytes(plain, Layout()) == 6 * 2 * 32 * 64
+    layout = Layout(tp=2, sequence_parallel=True)
+    assert depth_bytes(plain, layout) - embedding_bytes(plain, layout) == 6 * 32 * 64

@@ -11,14 +11,13 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.layers.parameters import layer_parameters, stage_parameters
+from pipette_launch.cost.layers.kinds import kind_parameters
+from pipette_launch.cost.layers.parameters import dummy_gradient_bytes, fp8_weight_bytes, stage_parameters
 from pipette_launch.cost.memory.live_activations import peak_live_bytes
 from pipette_launch.cost.memory.peak import (
     NO_MASK,
     MemoryParts,
-    dummy_gradient_bytes,
     folded_peaks,
-    fp8_weight_bytes,
     kept_by_chunk,
     mask_notes,
     peak_memory_bytes,
@@ -439,7 +438,7 @@ def test_experts_are_copied_and_the_router_is_not() -> None:
     """Two dense layers and two with experts, of which a rank has two."""
     moe = {"num_experts": 4, "moe_layer_freq": (0, 1, 0, 1), "moe_ffn_hidden_size": 128, "add_bias_linear": False}
     fp8 = fp8_job("--fp8-format e4m3", **moe)
-    plain, experts = (layer_parameters(fp8.model, Layout(dp=2, ep=2), moe=kind).count for kind in (False, True))
+    plain, experts = (kind_parameters(fp8.model, Layout(dp=2, ep=2), kind).count for kind in ("layer", "moe_layer"))
 
     expected = 2 * (2 * (plain - 256) + 2 * (experts - 256 - 4 * 64))
     assert fp8_weight_bytes(fp8, Layout(dp=2, ep=2)) == (expected,)
@@ -675,7 +674,7 @@ def test_columns_equal_single_layouts(model: dict[str, object], flags: tuple[str
 
     expected = [peak_memory_bytes(this, layout) for layout in rows]
     assert expected == [columns.of(row) for row in range(len(rows))]
-    assert [part.total for parts in expected for part in parts] == columns.total_S.tolist()
+    assert [part.total for parts in expected for part in parts] == columns.parts_S.total.tolist()
     assert tuple(tuple(part.total for part in parts) for parts in expected) == columns.totals()
 
 
@@ -691,7 +690,7 @@ def test_no_layouts() -> None:
     """Nothing in, nothing out."""
     columns = peak_memory_columns(long_job({}), LayoutColumns.of([]))
 
-    assert columns.total_S.tolist() == []
+    assert columns.parts_S.total.tolist() == []
     assert columns.totals() == ()
 
 

@@ -9,8 +9,8 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-
 from pipette_launch.cost.layers.activations import kept_bytes
+
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.peak import peak_memory_bytes

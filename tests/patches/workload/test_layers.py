@@ -11,7 +11,7 @@ import pytest
 from facts_for_tests import fine_grained_model, tiny_model
 
 from pipette_launch.cost.layers.attention import prediction_parameters
-from pipette_launch.cost.layers.parameters import layer_parameters, word_embedding_parameters
+from pipette_launch.cost.layers.kinds import kind_parameters, word_embedding_parameters
 from pipette_launch.facts import Layout
 
 ROOT = Path(__file__).parents[3]
@@ -172,7 +172,7 @@ def test_parts_of_fine_grained_models_weigh_what_is_predicted(found: dict[str, A
     """Both kinds of layers, shared experts too, and one depth with the words and the head that it shares."""
     weighs = found["fine-grained"]["parameters"][str(tp)]
     model, layout = fine_grained_model(), Layout(tp=tp)
-    dense, moe = (layer_parameters(model, layout, moe=each) for each in (False, True))
+    dense, moe = (kind_parameters(model, layout, each) for each in ("layer", "moe_layer"))
     table = word_embedding_parameters(model, layout.tp)
 
     assert ["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"] == [*weighs]

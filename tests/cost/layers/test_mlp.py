@@ -5,13 +5,16 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.layers.experts import (
-    exchange_bytes,
+from pipette_launch.cost.layers.block import PassLoads, local_tokens
+from pipette_launch.cost.layers.kinds import kind_loads
+from pipette_launch.cost.layers.mlp import (
+    BIASED_TOUCHES,
+    EXPERTS,
+    ROUTED_KERNELS,
     expert_activations,
     expert_capacity,
     expert_rows,
     gather_buffer_bytes,
-    local_tokens,
     probability_bytes,
     router_parameters,
 )
@@ -152,8 +155,8 @@ def test_the_backward_of_one_layer() -> None:
 
     Grouped: all experts' widths at once. With narrow experts two copies of the rows are more.
     """
-    assert exchange_bytes(job(), Layout()) == 2 * (2 * 64 * 64 + 2 * 32 * 64)
-    assert exchange_bytes(job("--moe-grouped-gemm"), Layout()) == 2 * (64 * 64 + 64 * 96 * 2 + 2 * 32 * 64)
+    assert EXPERTS.backward_bytes(job(), Layout()) == 2 * (2 * 64 * 64 + 2 * 32 * 64)
+    assert EXPERTS.backward_bytes(job("--moe-grouped-gemm"), Layout()) == 2 * (64 * 64 + 64 * 96 * 2 + 2 * 32 * 64)
 
 
 def test_wide_probabilities_widen_the_backward() -> None:
@@ -161,8 +164,8 @@ def test_wide_probabilities_widen_the_backward() -> None:
     plain, wide = job("--moe-grouped-gemm"), job("--moe-grouped-gemm", "--moe-router-dtype fp32")
     fused = job("--moe-grouped-gemm", "--moe-router-dtype fp32", gated_linear_unit=True)
 
-    assert exchange_bytes(wide, Layout()) - exchange_bytes(plain, Layout()) == 64 * 96 * (10 - 4)
-    assert exchange_bytes(fused, Layout()) == 2 * (64 * 64 + 64 * 96 * 3 + 2 * 32 * 64)
+    assert EXPERTS.backward_bytes(wide, Layout()) - EXPERTS.backward_bytes(plain, Layout()) == 64 * 96 * (10 - 4)
+    assert EXPERTS.backward_bytes(fused, Layout()) == 2 * (64 * 64 + 64 * 96 * 3 + 2 * 32 * 64)
 
 
 def test_a_router_has_a_bias_where_the_model_has() -> None:
@@ -196,3 +199,71 @@ def test_balanced_experts_keep_the_same_wherever_they_are(ep: int, tp: int, has_
 def test_the_router(flags: tuple[str, ...], expected: int) -> None:
     """Scores of 4 bytes, indices of 8, masks of 1, for four experts or the best two."""
     assert expert_activations(job(*flags), Layout()).router == expected
+
+
+TOKENS, HIDDEN, FFN = 32, 64, 256
+
+
+def moe_job(*flags: str, add_bias_linear: bool = False) -> Job:
+    """Four layers of eight experts, top 2, in two bytes an element."""
+    model = tiny_model(
+        params_dtype="bf16",
+        transformer_impl="transformer_engine",
+        num_experts=8,
+        moe_layer_freq=(1,) * 4,
+        add_bias_linear=add_bias_linear,
+    )
+    return tiny_job(model=model, performance_flags=flags)
+
+
+def kernels(loads: PassLoads) -> float:
+    """Of all passes."""
+    return sum(load.kernels for load in (loads.forward, loads.input_grad, loads.weight_grad))
+
+
+def test_grouped_products_are_of_each_experts_own_tokens() -> None:
+    """Two copies of 32 tokens over four local experts of two ranks: 32 rows each; the router sees every token once."""
+    router, first, second = EXPERTS.loads(moe_job(), Layout(dp=2, ep=2)).forward.products
+
+    assert (TOKENS, 8, HIDDEN, False, 1.0) == (router.m, router.n, router.k, router.is_linear, router.rate)
+    assert (2 * TOKENS * 2 / 8, FFN, HIDDEN, 4) == (first.m, first.n, first.k, first.count)
+    assert (2 * TOKENS * 2 / 8, HIDDEN, FFN, 4) == (second.m, second.n, second.k, second.count)
+    assert first.is_linear
+    assert first.rate < 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "touches"),
+    [
+        (("--moe-token-dispatcher-type alltoall",), 8),
+        (("--moe-token-dispatcher-type flex",), 6),
+        (("--moe-token-dispatcher-type flex", "--cuda-graph-impl local", "--cuda-graph-scope full_iteration"), 2),
+    ],
+)
+def test_dispatchers_differ_in_how_often_they_touch_a_copy(flags: tuple[str, ...], touches: int) -> None:
+    """Of two copies of 32 tokens, beside the activation: one read and one write of the experts' width."""
+    moved = EXPERTS.loads(moe_job(*flags), Layout()).forward.moved_bytes
+
+    assert touches * 2 * TOKENS * HIDDEN * 2 + 2 * (2 * TOKENS * FFN * 2) == moved
+
+
+def test_biases_of_experts_are_kernels_of_their_own() -> None:
+    """They cost memory passes over what both matrices give."""
+    plain, biased = (EXPERTS.loads(moe_job(add_bias_linear=bias), Layout()).forward for bias in (False, True))
+
+    assert BIASED_TOUCHES * 2 * TOKENS * (FFN + HIDDEN) * 2 == biased.moved_bytes - plain.moved_bytes
+
+
+def test_graphs_take_launches_off() -> None:
+    """Of attention, of half of what routes, or of all; what the device does stays."""
+    graph = ("--cuda-graph-impl transformer_engine",)
+    none, router, attention = (
+        kind_loads(moe_job(*flags), Layout(), "moe_layer")
+        for flags in ((), (*graph, "--cuda-graph-scope moe_router"), (*graph, "--cuda-graph-scope attn"))
+    )
+    whole = kind_loads(moe_job("--cuda-graph-impl local", "--cuda-graph-scope full_iteration"), Layout(), "moe_layer")
+
+    assert kernels(none) > kernels(router) > kernels(none) - 2 * ROUTED_KERNELS
+    assert kernels(none) > kernels(attention) > 0
+    assert 0 == kernels(whole)
+    assert none.forward.products == whole.forward.products

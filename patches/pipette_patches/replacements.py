@@ -126,7 +126,8 @@ def instead(successor: Any) -> Callable[[object], Any]:
 
 def answer(value: Any) -> Callable[[object], Callable[..., Any]]:
     """Make a `Replacement.make` whose successor is a function that always returns `value`."""
-    return instead(lambda *_args, **_kwargs: value)
+    # One function for each original: torch._dynamo refuses one object under two names.
+    return lambda _original: lambda *_args, **_kwargs: value
 
 
 nothing = answer(None)

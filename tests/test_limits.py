@@ -29,7 +29,7 @@ def takes(flag: Flag, value: str) -> bool:
     [
         ("Not predicted, not planned", REFUSED),
         ("Predicted, not planned", UNPLANNED),
-        ("Planned on imagined machines alone", UNTIMED),
+        ("Planned only for described machines", UNTIMED),
     ],
 )
 def test_every_refused_flag_has_a_row(heading: str, table: dict[str, str]) -> None:

@@ -149,53 +149,19 @@ def _pickled(directory: Path) -> bytes:
 # Flags that `--use-checkpoint-args` takes from a checkpoint (load_args_from_checkpoint in checkpointing.py).
 
 WHERE_MISSING = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "seq_length",
-    "num_attention_heads",
-    "kv_channels",
-    "max_position_embeddings",
-    "moe_token_dispatcher_type",
-    "hybrid_layer_pattern",
-    "padded_vocab_size",
-)
+    "num_layers hidden_size ffn_hidden_size seq_length num_attention_heads kv_channels max_position_embeddings "
+    "moe_token_dispatcher_type hybrid_layer_pattern padded_vocab_size"
+).split()
 """Taken if neither the user nor Megatron's parser gives a value."""
 ALWAYS = (
-    "num_query_groups",
-    "group_query_attention",
-    "position_embedding_type",
-    "add_position_embedding",
-    "use_rotary_position_embeddings",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "squared_relu",
-    "swiglu",
-    "untie_embeddings_and_output_weights",
-    "apply_layernorm_1p",
-    "normalization",
-    "apply_query_key_layer_scaling",
-    "attention_dropout",
-    "hidden_dropout",
-    "spec",
-    "num_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_router_pre_softmax",
-    "moe_grouped_gemm",
-    "moe_shared_expert_intermediate_size",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_num_heads",
-    "heterogeneous_layers_config_path",
-    "heterogeneous_layers_config_encoded_json",
-    "tiktoken_pattern",
-)
+    "num_query_groups group_query_attention position_embedding_type add_position_embedding "
+    "use_rotary_position_embeddings rotary_base rotary_percent rotary_interleaved add_bias_linear add_qkv_bias "
+    "squared_relu swiglu untie_embeddings_and_output_weights apply_layernorm_1p normalization "
+    "apply_query_key_layer_scaling attention_dropout hidden_dropout spec num_experts moe_layer_freq "
+    "moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax moe_grouped_gemm moe_shared_expert_intermediate_size "
+    "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads heterogeneous_layers_config_path "
+    "heterogeneous_layers_config_encoded_json tiktoken_pattern"
+).split()
 """Taken instead of the user's own value."""
 ALWAYS_SINCE = {
     (0, 16): (

@@ -1,4 +1,4 @@
-"""What a training job says: its iteration line, and why it failed."""
+"""Output of a training job: iteration and memory lines, the cause of a failure, and whether another plan may help."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from pipette_launch.facts.messages import Failure, FailureKind
 from pipette_launch.text import MIB
 
 _COUNT, _FIGURE = r"(\d{1,15})", r"(\d{1,15}(?:\.\d{0,15})?)"
-"""What Megatron prints as %d and %f; digits without end, or two points, are no number of its own."""
+"""Numbers that Megatron prints as %d and %f. Longer numbers, or two points, are not Megatron's."""
 ITERATION = re.compile(rf"iteration\s+{_COUNT}/\s*{_COUNT} \|", re.ASCII)
 STEP_TIME = re.compile(rf"elapsed time per iteration \(ms\): {_FIGURE} \|", re.ASCII)
 LOSS = re.compile(r"lm loss: ([-+.\dE]+|INF) \|")
-"""Absent for NaN, and for a loss that is not positive (0.14 to 0.16) or negative (0.17 and later)."""
+"""Megatron prints no loss that is NaN, not positive (0.14 to 0.16) or negative (0.17 and later)."""
+MEMORY = re.compile(
+    rf"\[Rank {_COUNT}\] \(after {_COUNT} iterations\) memory \(MB\) \| allocated: {_FIGURE} "
+    rf"\| max allocated: {_FIGURE} \| reserved: {_FIGURE} \| max reserved: {_FIGURE}",
+    re.ASCII,
+)
+"""Ranks of the first replica print it after the first logged iteration, and from 0.16 on after the second."""
+RERUN_EXIT_CODES = (16, 17)
+"""Exit codes of Megatron's rerun state machine: start again with the same layout, or a result was wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +35,13 @@ class Iteration:
     step_time_s: float
     """Mean over the log interval."""
     loss: str | None
-    """As printed, so that runs can be compared digit by digit; None for NaN."""
+    """Text as printed, so that runs can be compared digit by digit; None if the line has no loss."""
 
 
 def parse_iteration(line: str) -> Iteration | None:
     """Read an iteration line of any release from 0.14 on; None for every other line.
 
-    Fields come and go between releases, so that each is searched for and none is taken by position.
+    Releases add and remove fields of the line, so each field is searched by its name.
     """
     iteration, step_time = ITERATION.search(line), STEP_TIME.search(line)
     if not iteration or not step_time:
@@ -47,17 +55,9 @@ def parse_iteration(line: str) -> Iteration | None:
     )
 
 
-MEMORY = re.compile(
-    rf"\[Rank {_COUNT}\] \(after {_COUNT} iterations\) memory \(MB\) \| allocated: {_FIGURE} "
-    rf"\| max allocated: {_FIGURE} \| reserved: {_FIGURE} \| max reserved: {_FIGURE}",
-    re.ASCII,
-)
-"""Printed after the first logged iteration (and from 0.16 on after the second) by the ranks of the first replica."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLine:
-    """What torch's allocator held on one rank, as Megatron prints it; its MB are 2^20 bytes."""
+    """Memory of torch's allocator on one rank, from a line in which Megatron counts MB of 2^20 bytes."""
 
     rank: int
     iteration: int
@@ -83,12 +83,8 @@ def parse_memory(line: str) -> MemoryLine | None:
     )
 
 
-RERUN_EXIT_CODES = (16, 17)
-"""By these Megatron's rerun state machine asks to be started again as it was, and says that a result was wrong."""
-
-
 OUT_OF_MEMORY = "out of memory"
-RANK_MONITORS = "a rank monitor beside each rank, which ft_launcher starts, and pipette-launch and torchrun do not"
+RANK_MONITORS = "a rank monitor beside each rank, which only ft_launcher starts, not pipette-launch or torchrun"
 KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
     (
         "out-of-memory",
@@ -110,7 +106,7 @@ KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
         r"DefaultCPUAllocator: can't allocate memory|\bMemoryError\b|Cannot allocate memory|std::bad_alloc",
         f"{OUT_OF_MEMORY}: the host's memory is exhausted",
     ),
-    # oneDNN names no cause: what it cannot get is the buffer of a kernel that it makes for a new shape.
+    # oneDNN prints no cause: the kernel for a new shape gets no buffer.
     (
         "out-of-host-memory",
         r"RuntimeError: could not create a primitive\s*$",
@@ -122,7 +118,7 @@ KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
         f"{OUT_OF_MEMORY}: the kernel or the batch system killed a process",
     ),
     ("other", r"No space left on device", "no space is left on the disk that it writes to"),
-    # torch's writer of checkpoints does not say why.
+    # torch's writer of checkpoints prints no cause.
     (
         "other",
         r"inline_container\.cc[^\n]*(?:unexpected pos|write failed)",
@@ -159,60 +155,54 @@ KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
         "--enable-ft-package needs --save, where it keeps its time-outs",
     ),
     ("other", r"torch distributed is already initialized", "torch.distributed was initialised before Megatron"),
-    (
-        "unknown-flags",
-        r"error: unrecognized arguments: (?P<what>.+)",
-        "the script does not know the flags {what}",
-    ),
+    ("unknown-flags", r"error: unrecognized arguments: (?P<what>.+)", "the script does not know the flags {what}"),
     ("refused-flag", r"error: argument (?P<what>.+)", "the script refuses a flag: {what}"),
     ("other", r"(?:NCCL|ncclSystemError|ncclRemoteError|ncclInternalError)[^\n]*(?:error|Error)", "NCCL failed"),
     ("other", r"Watchdog caught collective operation timeout", "a collective operation timed out"),
 )
-"""What to look for, most telling first, and what it means; `{what}` is filled from the text."""
+"""Kind, pattern and meaning of known failures, the most specific first; the pattern's group fills `{what}`."""
 EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
-"""The line of a traceback that names the exception; torch puts the rank before it."""
+"""The line of a traceback that names the exception; torch prints the rank before it."""
 MISSING = re.compile(
     r"(?:FileNotFoundError|ModuleNotFoundError|ImportError): |No such file or directory|"
     r"\.idx and \.bin files cannot be found"
 )
 OF_ONE_RANK = re.compile(r"mp_rank_|torchinductor|\.triton|/triton")
-"""Files that ranks write for themselves: which of them are there depends on the layout, or on chance."""
+"""Files that each rank writes for itself, so their absence depends on the layout or on chance."""
 MAY_BE_THE_LAYOUT = re.compile(
     r"parallel|pipeline|micro.?batch|divisible|world.?size|rank|stage|shape|size mismatch|state_dict|checkpoint|"
     r"connect|peer|broken pipe|time.?out|timed out|Dist\w*Error|CUDA|NCCL|gloo|memory",
     re.IGNORECASE,
 )
-"""Exceptions that two layouts may share and a third may not, and those of ranks that miss another one."""
-
-
+"""Exceptions that another layout may avoid even if two layouts share them, and those of a rank that misses another."""
 OWN_WORDS = "the words that the script refuses are your own"
 
 
 def exception_in(text: str) -> str:
-    """Return the last exception that a worker printed, type and message in one line; empty where there is none."""
+    """Return the last exception that a worker printed, type and message in one line; empty without one."""
     found = EXCEPTION.findall(text)
     return str(found[-1]).strip() if found else ""
 
 
 def explain_failure(text: str) -> Failure | None:
-    """Say why a worker failed, from what it printed; None where nothing is recognised."""
+    """Return why a worker failed, from its output; None if no known failure is in it."""
     for kind, pattern, meaning in KNOWN_FAILURES:
         found = re.search(pattern, text, re.MULTILINE)
         if found:
             named = {name: value.strip() for name, value in found.groupdict().items()}
-            return Failure(cause=meaning.format(**named), kind=kind, flags=_flags(kind, named.get("what", "")))
+            what = named.get("what", "")
+            flags: tuple[str, ...] = ()
+            # argparse prints `--typo 3 --other`, or `--seed/-s: invalid int value`.
+            if kind == "unknown-flags":
+                flags = tuple(word for word in what.split() if word.startswith("--"))
+            elif kind == "refused-flag":
+                flags = tuple(what.partition(":")[0].split("/"))
+            return Failure(cause=meaning.format(**named), kind=kind, flags=flags)
     return None
 
 
-def _flags(kind: FailureKind, what: str) -> tuple[str, ...]:
-    """Name the flags in argparse's own sentence: `--typo 3 --other`, or `--seed/-s: invalid int value`."""
-    if kind == "unknown-flags":
-        return tuple(word for word in what.split() if word.startswith("--"))
-    return tuple(what.partition(":")[0].split("/")) if kind == "refused-flag" else ()
-
-
 def failure_of(cause: str) -> Failure:
-    """Tell the kind of a cause that is one line of a worker's: its exception, or the last thing that it printed."""
+    """Return the failure with its kind, from one line of a worker: its exception or its last output."""
     kind: FailureKind = "other"
     if not OF_ONE_RANK.search(cause):
         if MISSING.search(cause):
@@ -225,22 +215,22 @@ def failure_of(cause: str) -> Failure:
 def why_no_plan_helps(
     failure: Failure, *, before: Iterable[Failure], written: Sequence[str], given: Sequence[str] | None
 ) -> str:
-    """Say why a script that died before its first iteration would die under every plan; empty where one may help.
+    """Return why a script that failed before its first iteration would fail under every plan; empty if one may help.
 
     Args:
-        failure: why it died.
-        before: deaths under other layouts.
+        failure: the latest.
+        before: failures under other layouts.
         written: the user's own words for the script.
-        given: the words that it was given; None for the user's own.
+        given: the words that the script got; None for the user's own.
 
     """
+    given = written if given is None else given
     if failure.kind == "unknown-flags" and any(flag in written for flag in failure.flags):
         return OWN_WORDS
-    if failure.kind == "refused-flag" and any(
-        _values(written, flag) and _values(written, flag) == _values(written if given is None else given, flag)
-        for flag in failure.flags
-    ):
-        return OWN_WORDS
+    if failure.kind == "refused-flag":
+        own = {flag: _values(written, flag) for flag in failure.flags}
+        if any(values and values == _values(given, flag) for flag, values in own.items()):
+            return OWN_WORDS
     if failure.kind == "missing":
         return "what is missing is missing under every plan"
     if failure.kind == "exception" and any(failure.cause == other.cause for other in before):
@@ -249,7 +239,7 @@ def why_no_plan_helps(
 
 
 def _values(words: Sequence[str], flag: str) -> list[tuple[str, ...]]:
-    """What stands behind each mention of a flag."""
+    """Return the words behind each occurrence of a flag."""
     return [
         (joined,) if equals else tuple(takewhile(lambda word: not word.startswith("--"), words[index + 1 :]))
         for index, (name, equals, joined) in enumerate(word.partition("=") for word in words)

@@ -1,4 +1,4 @@
-"""The model that a command line describes."""
+"""The model that a command line describes, with Megatron's defaults and derivations (`validate_args`, core_v0.16.1)."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ REQUIRED = (
     "max_position_embeddings",
     "micro_batch_size",
 )
-POSITIONS = {"learned_absolute": "learned_absolute", "rope": "rope", "yarn": "rope", "none": "none"}
-"""Position embeddings, by what they cost; YaRN computes the same product as RoPE with other angles."""
+POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 BACKENDS = ("flash", "fused", "unfused", "local", "auto")
-"""Attention, as Megatron's flag names it."""
+"""Values of `--attention-backend`."""
 VARIABLES: dict[str, tuple[str, ...]] = {
     "NVTE_FLASH_ATTN": ("flash", "auto"),
     "NVTE_FUSED_ATTN": ("fused", "auto"),
     "NVTE_UNFUSED_ATTN": ("unfused", "auto"),
 }
-"""TransformerEngine's switches, and the flags under which Megatron sets them to 1; to 0 under all others."""
+"""TransformerEngine's variables, and the backends for which Megatron sets them to 1; for others it sets 0."""
 _AMPERE = 8
 
 
 def check_required(arguments: Arguments, *, starts_nothing: bool, cause: str = "") -> str:
-    """Raise MegatronError naming every missing flag at once.
+    """Raise MegatronError that lists every missing flag.
 
     Args:
         arguments: the user's own.
-        starts_nothing: demand only what time and memory depend on, and return a note on what Megatron demands too.
-        cause: why the shape may be missing; empty where it is not known.
+        starts_nothing: demand only flags on which time and memory depend; a note names Megatron's other demands.
+        cause: why the model's shape may be missing; empty if unknown.
 
     """
     missing = [dest for dest in REQUIRED if arguments.get(known_dest(arguments, dest)) is None]
     if "num_layers" in missing and hybrid_pattern(arguments):
         missing.remove("num_layers")
     needless = []
-    if "max_position_embeddings" in missing and not _learns_positions(arguments):
+    learns_positions = arguments.get("position_embedding_type") == "learned_absolute" and not arguments.get(
+        "use_rotary_position_embeddings"
+    )
+    if "max_position_embeddings" in missing and not learns_positions:
         missing.remove("max_position_embeddings")
         needless.append("--max-position-embeddings")
     if not (arguments.get("train_iters") or arguments.get("train_samples")):
@@ -62,11 +64,6 @@ def check_required(arguments: Arguments, *, starts_nothing: bool, cause: str = "
     return f"Megatron itself needs {' and '.join(needless)} to train; nothing here depends on it" if needless else ""
 
 
-def _learns_positions(arguments: Arguments) -> bool:
-    is_rotary = bool(arguments.get("use_rotary_position_embeddings"))
-    return arguments.get("position_embedding_type") == "learned_absolute" and not is_rotary
-
-
 def read_model(
     arguments: Arguments,
     vocabulary: Vocabulary,
@@ -75,13 +72,13 @@ def read_model(
     environment: Mapping[str, str],
     capability: int | None = None,
 ) -> ModelSpec:
-    """Read the model's shape with Megatron's own defaults and derivations (`validate_args` of core_v0.16.1).
+    """Read the model's shape.
 
     Args:
         arguments: the job's flags.
-        vocabulary: what they say of the tokens.
+        vocabulary: number of tokens and its padding.
         device_kind: `cuda` or `cpu`.
-        environment: of the workers, for the variables that choose an attention backend.
+        environment: of the workers, for the variables that select an attention backend.
         capability: major number of the GPUs' compute capability; None for unknown ones.
 
     Raises:
@@ -92,15 +89,17 @@ def read_model(
     known = ("local", "transformer_engine")
     transformer_impl: Any = "local" if device_kind == "cpu" else arguments.choice("transformer_impl", known)
     if device_kind != "cpu" and hybrid_pattern(arguments):
-        # The layers of hybrid models come from --spec; Megatron ignores this flag.
+        # --spec sets the layers of hybrid models; Megatron ignores --transformer-impl.
         transformer_impl = "transformer_engine"
     normalization: Any = arguments.choice("normalization", ("LayerNorm", "RMSNorm"))
     position_kind: Any = "rope"
     if not arguments.get("use_rotary_position_embeddings"):
-        position_kind = POSITIONS[arguments.choice("position_embedding_type", POSITIONS)]
+        position_kind = arguments.choice("position_embedding_type", POSITIONS)
+        # YaRN computes the same product as RoPE, with other angles.
+        position_kind = "rope" if position_kind == "yarn" else position_kind
     if arguments.get("no_rope_freq"):
         _layer_pattern(arguments, "no_rope_freq")
-    has_bias = bool(arguments.get("add_bias_linear"))
+    has_bias, pattern = bool(arguments.get("add_bias_linear")), hybrid_pattern(arguments)
     try:
         return ModelSpec(
             **_sizes(arguments),
@@ -118,7 +117,7 @@ def read_model(
             transformer_impl=transformer_impl,
             attention_backend=_backend(arguments, transformer_impl, environment, capability),
             latent_attention=_latent_attention(arguments),
-            mtp_num_layers=_prediction_depths(arguments),
+            mtp_num_layers=len(pattern.depths) if pattern else arguments.get("mtp_num_layers") or 0,
             hybrid=_hybrid_layers(arguments),
             qk_layernorm=bool(arguments.get("qk_layernorm")),
             attention_windows=_attention_windows(arguments),
@@ -129,13 +128,13 @@ def read_model(
 
 
 def _sizes(arguments: Arguments) -> dict[str, Any]:
-    """Layers, widths, heads, lengths and experts, as fields of ModelSpec."""
+    """Return layers, widths, heads, lengths and experts, as fields of ModelSpec."""
     if arguments.get("fp16") and arguments.get("bf16"):
         raise MegatronError("--fp16 and --bf16 exclude each other; remove one")
     hidden, heads = arguments.size("hidden_size"), arguments.size("num_attention_heads")
     if arguments.get("kv_channels") is None and hidden % heads:
         raise MegatronError(
-            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; or give --kv-channels"
+            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give --kv-channels"
         )
     seq_length = arguments.size(known_dest(arguments, "seq_length"))
     positions = arguments.size("max_position_embeddings", default=seq_length)
@@ -165,11 +164,11 @@ def _sizes(arguments: Arguments) -> dict[str, Any]:
 def _backend(
     arguments: Arguments, transformer_impl: str, environment: Mapping[str, str], capability: int | None
 ) -> Any:
-    """Read the attention backend of a job's layers.
+    """Return the attention backend of a job's layers.
 
-    `auto` is resolved as TransformerEngine does (get_attention_backend of v2.8): fp32 and GPUs before Ampere have only
-    the unfused one; Ampere takes flash, Hopper and later cuDNN's fused one, in deterministic runs too. Flash attention
-    and cuDNN 9 are taken to be installed. `auto` stays where the GPU is unknown, and for Megatron's own layers.
+    `auto` becomes the backend that TransformerEngine selects (get_attention_backend of v2.8): unfused for fp32 and for
+    GPUs before Ampere, flash on Ampere, cuDNN's fused one on Hopper and later, in deterministic runs too. Flash
+    attention and cuDNN 9 are assumed to be installed. `auto` stays for an unknown GPU, and for Megatron's own layers.
 
     Raises:
         MegatronError: the flag is unknown, or Megatron would stop because the environment contradicts it.
@@ -204,18 +203,13 @@ def _latent_attention(arguments: Arguments) -> LatentAttention | None:
     return LatentAttention(q_lora_rank=arguments.get("q_lora_rank"), **{dest: arguments.size(dest) for dest in sizes})
 
 
-def _prediction_depths(arguments: Arguments) -> int:
-    pattern = hybrid_pattern(arguments)
-    return len(pattern.depths) if pattern else arguments.get("mtp_num_layers") or 0
-
-
 def _hybrid_layers(arguments: Arguments) -> HybridLayers | None:
-    """Read the kinds of a hybrid model's layers, and the sizes of its Mamba layers (mamba_mixer.py of core_v0.17)."""
+    """Return the layers of a hybrid model, with the sizes of its Mamba layers (mamba_mixer.py of core_v0.17)."""
     pattern = hybrid_pattern(arguments)
     if pattern is None:
         return None
     head_dim = arguments.size("mamba_head_dim")
-    # Without a number of heads there are as many as twice the hidden size takes.
+    # The default number of heads gives twice the hidden size.
     usual_heads = 2 * arguments.size("hidden_size") // head_dim
     return HybridLayers(
         pattern=pattern.layers,
@@ -229,21 +223,20 @@ def _hybrid_layers(arguments: Arguments) -> HybridLayers | None:
 
 
 def _expert_layers(arguments: Arguments) -> tuple[int, ...]:
-    """One entry for each layer, from `--moe-layer-freq N` or `--moe-layer-freq ([0]*1+[1]*23)`."""
+    """Return 1 for each layer with experts, from `--moe-layer-freq N` or `--moe-layer-freq ([0]*1+[1]*23)`."""
     hybrid = hybrid_pattern(arguments)
     if hybrid:
         return tuple(int(letter == "E") for letter in hybrid.layers)
     pattern = _layer_pattern(arguments, "moe_layer_freq")
     if isinstance(pattern, int):
-        every = max(pattern, 1)
-        return tuple(int(layer % every == 0) for layer in range(num_layers_of(arguments)))
+        return tuple(int(layer % max(pattern, 1) == 0) for layer in range(num_layers_of(arguments)))
     return pattern
 
 
 def _attention_windows(arguments: Arguments) -> tuple[int, ...]:
-    """Read what each layer attends to from `--window-size LEFT,RIGHT`; Megatron's masks are causal, so LEFT counts.
+    """Return the window of each layer from `--window-size LEFT,RIGHT`; RIGHT has no effect, as masks are causal.
 
-    `--window-attn-skip-freq N` leaves every Nth layer without a window, a list names those that have one
+    `--window-attn-skip-freq N` leaves every Nth layer without a window; a list marks the layers that have one
     (is_layer_window_attention of core_v0.16).
     """
     size, num_layers = arguments.get("window_size"), num_layers_of(arguments)
@@ -253,7 +246,7 @@ def _attention_windows(arguments: Arguments) -> tuple[int, ...]:
     try:
         before, _ = (int(side) for side in sides)
     except ValueError:
-        raise MegatronError(f"{arguments.shown('window_size')}: not two whole numbers such as 127,0") from None
+        raise arguments.refusal("not two whole numbers such as 127,0", "window_size") from None
     if before < 0:
         return ()
     window = min(before + 1, arguments.size(known_dest(arguments, "seq_length")))
@@ -261,8 +254,7 @@ def _attention_windows(arguments: Arguments) -> tuple[int, ...]:
         return (window,) * num_layers
     pattern = _layer_pattern(arguments, "window_attn_skip_freq", may_be_longer=True)
     if isinstance(pattern, int):
-        every = max(pattern, 1)
-        pattern = tuple(int(layer % every != 0) for layer in range(1, num_layers + 1))
+        pattern = tuple(int(layer % max(pattern, 1) != 0) for layer in range(1, num_layers + 1))
     return tuple(window * has_window for has_window in pattern)
 
 
@@ -270,34 +262,33 @@ def _layer_pattern(arguments: Arguments, dest: str, *, may_be_longer: bool = Fal
     """Read a number of layers, or a list with 0 or 1 for each layer; entries past the last layer have no effect.
 
     Raises:
-        MegatronError: it is neither, or has too many entries or too few.
+        MegatronError: the value is neither, or has another number of entries.
 
     """
-    num_layers = num_layers_of(arguments)
-    if " " in str(arguments.get(dest)):
-        raise MegatronError(f"{arguments.shown(dest)}: Megatron takes no spaces in a list; remove them")
+    num_layers, text = num_layers_of(arguments), str(arguments.get(dest))
+    if " " in text:
+        raise arguments.refusal("Megatron allows no spaces in a list; remove them", dest)
     try:
-        pattern = _pattern(ast.parse(str(arguments.get(dest)), mode="eval").body)
+        pattern = _evaluated(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise MegatronError(f"{arguments.shown(dest)}: neither a number nor a list such as ([0]*1+[1]*23)") from None
+        raise arguments.refusal("neither a number nor a list such as ([0]*1+[1]*23)", dest) from None
     if isinstance(pattern, int):
         return pattern
     pattern = pattern[:num_layers] if may_be_longer else pattern
     if len(pattern) != num_layers or set(pattern) - {0, 1}:
-        raise MegatronError(
-            f"{arguments.shown(dest)}: has {len(pattern)} entries for --num-layers {num_layers}; each must be 0 or 1"
-        )
+        reason = f"has {len(pattern)} entries for --num-layers {num_layers}; each must be 0 or 1"
+        raise arguments.refusal(reason, dest)
     return tuple(pattern)
 
 
-def _pattern(node: ast.expr) -> Any:
-    """Evaluate numbers, lists, + and *, and nothing else."""
+def _evaluated(node: ast.expr) -> Any:
+    """Evaluate numbers, lists, + and *; raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
-        return [_pattern(item) for item in node.elts]
+        return [_evaluated(item) for item in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _pattern(node.left), _pattern(node.right)
+        left, right = _evaluated(node.left), _evaluated(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and {type(left), type(right)} == {list, int}:

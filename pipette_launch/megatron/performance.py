@@ -19,44 +19,18 @@ _ITEM_TYPES = {
     if name in {option.name for option in fields(PerformanceOptions)}
 }
 """Type of each item of an option with several values; None for other options."""
-DESTS = {
-    *_ITEM_TYPES,
-    # No rule or price reads these, but jobs that differ in them must not share plans and measurements.
-    "attention_output_gate",
-    "bias_dropout_fusion",
-    "bias_gelu_fusion",
-    "calculate_per_token_loss",
-    "check_for_nan_in_loss_and_grad",
-    "ddp_average_in_collective",
-    "ddp_bucket_size",
-    "ddp_num_buckets",
-    "ddp_reduce_scatter_with_fp32_accumulation",
-    "delay_wgrad_compute",
-    "deterministic_mode",
-    "fp4_param",
-    "high_priority_stream_groups",
-    "main_grads_dtype",
-    "mlp_chunks_for_training",
-    "moe_apply_probs_on_input",
-    "moe_layer_recompute",
-    "moe_router_enable_expert_bias",
-    "moe_router_group_topk",
-    "moe_router_num_groups",
-    "moe_router_topk_scaling_factor",
-    "moe_token_drop_policy",
-    "no_persist_layer_norm",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "qk_layernorm",
-    "reset_attention_mask",
-    "reset_position_ids",
-    "reuse_grad_buf_for_mxfp8_param_ag",
-    "rope_type",
-    "softmax_type",
-    "symmetric_ar_type",
-    "use_flash_attn",
-    "use_ring_exchange_p2p",
-    "window_size",
-}
+_UNPRICED = (
+    "attention_output_gate bias_dropout_fusion bias_gelu_fusion calculate_per_token_loss "
+    "check_for_nan_in_loss_and_grad ddp_average_in_collective ddp_bucket_size ddp_num_buckets "
+    "ddp_reduce_scatter_with_fp32_accumulation delay_wgrad_compute deterministic_mode fp4_param "
+    "high_priority_stream_groups main_grads_dtype mlp_chunks_for_training moe_apply_probs_on_input "
+    "moe_layer_recompute moe_router_enable_expert_bias moe_router_group_topk moe_router_num_groups "
+    "moe_router_topk_scaling_factor moe_token_drop_policy no_persist_layer_norm overlap_cpu_optimizer_d2h_h2d "
+    "qk_layernorm reset_attention_mask reset_position_ids reuse_grad_buf_for_mxfp8_param_ag rope_type softmax_type "
+    "symmetric_ar_type use_flash_attn use_ring_exchange_p2p window_size"
+).split()
+"""No rule or price reads these, but jobs that differ in them must not share plans and measurements."""
+DESTS = {*_ITEM_TYPES, *_UNPRICED}
 """Destinations of the flags that a job keeps as its performance flags."""
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """torch reads the first variable that is set, even to an empty text. ROCm reads the second, torch 2.9 the third."""

@@ -43,10 +43,10 @@ def read_job(
     device_name: str = "",
     capability: int | None = None,
 ) -> Job:
-    """Read what the user asked for, and what a plan must leave as it is.
+    """Read the job that the user describes, and the fields that a plan must not change.
 
-    Where a checkpoint dictates the layout it is loaded with, `own` has the checkpoint's values, whatever the flags say.
-    Where the user's own layers do not divide, `own` is a stand-in that splits them unevenly, and a note says so.
+    If a checkpoint demands a layout, `own` has the checkpoint's values, whatever the flags say. If the user's own
+    layers do not divide, `own` is a stand-in that splits them unevenly, and a note reports this.
 
     Args:
         arguments: the words after the script's name.
@@ -54,27 +54,27 @@ def read_job(
         megatron_version: the release whose flags the script takes, as `0.16.1`.
         device_kind: `cuda` or `cpu`.
         fix: names from `--pipette-fix`.
-        for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
-        without_probes: read also jobs that a warm-up cannot time, for plans that rest on none.
-        for_planning: read also an own layout that Megatron refuses; a stand-in has other sizes that suit the ranks.
-        is_launched: leave words that are no flags to the script, which starts and judges them itself.
-        environment: of the workers, for the variables that choose an attention backend or size buffers; None for none.
+        for_prediction: accept jobs that cannot be planned, but whose memory and time can be predicted.
+        without_probes: accept jobs that a warm-up cannot time, for plans without a warm-up.
+        for_planning: accept an own layout that Megatron refuses; a stand-in gets other sizes that suit the ranks.
+        is_launched: the script starts, and judges unknown words itself.
+        environment: of the workers; it selects an attention backend and sizes of buffers. None for an empty one.
         device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
-        capability: major number of the GPUs' compute capability; None for the number that the name tells.
+        capability: major number of the GPUs' compute capability; None for the number that the name implies.
 
     Raises:
         MegatronError: a flag is missing, contradicts another, or makes a job that is not planned.
-        UsageError: `fix` names what is no part of a layout.
+        OptionError: `fix` contains a name that is no part of a layout.
 
     """
     fixed = fixed_fields(fix)
     environment = environment or {}
-    given, from_checkpoint = with_checkpoint_arguments(Arguments.parse(arguments, megatron_version))
+    given, checkpoint_note = with_checkpoint_arguments(Arguments.parse(arguments, megatron_version))
     check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
     starts_nothing = (for_prediction or for_planning) and not is_launched
     if starts_nothing:
         check_words(given)
-    needless = check_required(given, starts_nothing=starts_nothing, cause=from_checkpoint)
+    needless = check_required(given, starts_nothing=starts_nothing, cause=checkpoint_note)
     vocabulary = read_vocabulary(given)
     capability = capability or compute_capability(device_name)
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, capability=capability)
@@ -82,26 +82,26 @@ def read_job(
         given, world_size, fixed, for_prediction=for_prediction, for_planning=for_planning
     )
     if starts_nothing:
-        # A script that is launched refuses by itself, and may allow more than NVIDIA's.
+        # A launched script refuses flags itself, and may accept more than NVIDIA's script.
         check_flags(given, flags_layout)
-    if starts_nothing and device_kind == "cuda":
-        check_formats(given, flags_layout, device_name=device_name, capability=capability)
+        if device_kind == "cuda":
+            check_formats(given, flags_layout, device_name=device_name, capability=capability)
     batch = _batch(given, flags_layout)
-    asked = demands(given, flags_layout, num_layers=model.num_layers)
-    if asked.own and given.get("use_mp_args_from_checkpoint_args"):
+    demanded = demands(given, flags_layout, num_layers=model.num_layers)
+    if demanded.own and given.get("use_mp_args_from_checkpoint_args"):
         refusal = None
-    own = asked.applied(flags_layout)
-    if asked.doubt and for_planning and not is_launched:
-        raise MegatronError(asked.doubt)
-    # Megatron drops the flag at TP 1, and the checkpoint may have another TP than the flags.
+    own = demanded.applied(flags_layout)
+    if demanded.doubt and for_planning and not is_launched:
+        raise MegatronError(demanded.doubt)
+    # Megatron ignores the flag at TP 1, and the checkpoint may have another TP than the flags.
     own = replace(own, sequence_parallel=bool(given.get("sequence_parallel")) and own.tp > 1)
-    held = (*pins(given, own, device_kind), *asked.pins)
+    held = (*pins(given, own, device_kind), *demanded.pins)
     pinned = {*fixed, *(name for pin in held for name in pin.fields)}
     # On CPU cp stays 1, whatever the user's sizes are.
-    if refusal and (pinned & changed) - {*asked.own} - ({"cp"} if device_kind == "cpu" else set()):
+    if refusal and (pinned & changed) - {*demanded.own} - ({"cp"} if device_kind == "cpu" else set()):
         raise refusal
-    assumed = (from_checkpoint, vocabulary.note, *asked.notes, asked.doubt)
-    notes = [*assumed, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
+    notes = [checkpoint_note, vocabulary.note, *demanded.notes, demanded.doubt, *(pin.note for pin in held)]
+    notes += _notes(given, own, flags_layout, refusal)
     notes += [needless, *unknown_note(given)] if starts_nothing else []
     notes += [unseen_note(given)] if starts_nothing and for_planning else []
     notes += [f"The plan keeps these parts of your layout, as you asked: {', '.join(fixed)}."] if fixed else []
@@ -119,7 +119,7 @@ def read_job(
 
 
 def _checked(job: Job, given: Arguments, refusal: MegatronError | None, device_kind: str) -> Job:
-    """Check the own layout; if it is a stand-in and breaks a rule, raise the refusal of the user's own layout."""
+    """Check the own layout; if a stand-in breaks a rule, raise the refusal of the layout that it replaces."""
     try:
         faults = check_own(job, given, device_kind=device_kind)
     except MegatronError as error:
@@ -128,7 +128,7 @@ def _checked(job: Job, given: Arguments, refusal: MegatronError | None, device_k
 
 
 def global_batch_size(words: Sequence[str]) -> int | None:
-    """The global batch size that a command line names; None where it leaves it to the layout."""
+    """Return the global batch size of a command line; None if it depends on the layout."""
     given = Arguments.parse(words, newest_release())
     return int(given.get("global_batch_size")) if given.is_given("global_batch_size") else None
 
@@ -136,20 +136,20 @@ def global_batch_size(words: Sequence[str]) -> int | None:
 def _flags_layout(
     given: Arguments, world_size: int, fixed: Collection[str], *, for_prediction: bool, for_planning: bool
 ) -> tuple[Layout, MegatronError | None, frozenset[str]]:
-    """Read the layout; where Megatron refuses it a stand-in, with the refusal and the fields that are not the user's.
+    """Return the layout of the flags; or a stand-in, with Megatron's refusal and the fields that differ from the flags.
 
-    For a job that will start, a stand-in only splits the layers anew: other hosts may suit its sizes. A layout that
-    names stages is left to Megatron, as a later release may know it.
+    For a job that will start, a stand-in only splits the layers anew, as its sizes may suit other hosts. If flags name
+    stages, Megatron itself judges them, as a later release may accept them.
     """
     try:
         return read_layout(given, world_size=world_size), None, frozenset()
     except MegatronError as error:
         names_stages = given.get("pipeline_model_parallel_layout") is not None
-        # Megatron takes sizes of the checkpoint before it looks at any.
+        # Megatron takes the checkpoint's sizes before it checks any.
         takes_sizes = given.get("use_mp_args_from_checkpoint_args") and checkpoint_folder(given)
         if not takes_sizes and (for_prediction or (names_stages and not for_planning)):
             raise
-        # Without a global batch size the degrees decide how many samples a step has.
+        # Without a global batch size the degrees set the number of samples per step.
         keeps_degrees = not (for_planning or takes_sizes) or not given.is_given("global_batch_size")
         found = read_stand_in(given, world_size=world_size, fixed=fixed, keeps_degrees=keeps_degrees)
         if found is None:
@@ -158,30 +158,27 @@ def _flags_layout(
 
 
 def _batch(given: Arguments, own: Layout) -> Batch:
-    """Read the batch; Megatron's default is one micro-batch on each replica of the user's own layout."""
+    """Return the batch: by default one micro-batch on each replica of the user's own layout, as in Megatron."""
     schedule = given.get("step_batch_size_schedule")
-    if schedule:
-        return Batch(global_batch_size=_last_batch(schedule, given.shown("step_batch_size_schedule")))
-    return Batch(global_batch_size=given.size("global_batch_size", default=own.micro_batch_size * own.dp))
-
-
-def _last_batch(schedule: str, shown: str) -> int:
-    """Read the last batch of `0:384 200B:768`, samples behind thresholds (StepBatchsizeNumMicroBatchesCalculator)."""
+    if not schedule:
+        return Batch(global_batch_size=given.size("global_batch_size", default=own.micro_batch_size * own.dp))
+    # `0:384 200B:768` has thresholds in samples and batch sizes (StepBatchsizeNumMicroBatchesCalculator).
     sizes = re.findall(r"(?:^|[\s,])[\d.]+[KMBT]?:(\d+)(?=$|[\s,])", schedule.strip(), flags=re.IGNORECASE)
     if not sizes or len(sizes) != len(schedule.replace(",", " ").split()) or int(sizes[-1]) < 1:
-        raise MegatronError(f"{shown}: not a list such as 0:384 200B:768, thresholds with batch sizes")
-    return int(sizes[-1])
+        reason = "not a list such as 0:384 200B:768, thresholds with batch sizes"
+        raise given.refusal(reason, "step_batch_size_schedule")
+    return Batch(global_batch_size=int(sizes[-1]))
 
 
 def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What a step does beside the model's passes, how many there are, which are printed, and by which release."""
+    """Return the fields of a job that describe its training beside the model and the layout."""
     iterations, samples = given.get("train_iters"), given.get("train_samples")
     if iterations and samples:
         raise MegatronError(
             f"{given.shown('train_iters')} and {given.shown('train_samples')} exclude each other; remove one"
         )
     if given.get("rampup_batch_size") and iterations and release_of(given.version) < (0, 18):
-        raise MegatronError(f"{given.shown('rampup_batch_size')} works only with --train-samples; remove one")
+        raise given.refusal("works only with --train-samples; remove one", "rampup_batch_size")
     return {
         "cublas_workspace_config": environment.get("CUBLAS_WORKSPACE_CONFIG", ""),
         "megatron_version": given.version,
@@ -196,7 +193,7 @@ def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) ->
 def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: MegatronError | None) -> list[str]:
     notes = [] if refusal is None else [f"{refusal}; {own.words()} stands in for your own layout"]
     if given.get("step_batch_size_schedule"):
-        notes.append(f"{given.shown('step_batch_size_schedule')}: a step of the last batch size is meant")
+        notes.append(f"{given.shown('step_batch_size_schedule')}: figures are for a step of the last batch size")
     elif not given.is_given("global_batch_size"):
         notes.append("--global-batch-size is not given: pinned to one micro-batch on each replica of your own layout")
     if own != flags_layout:
@@ -204,7 +201,7 @@ def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: Megatro
     layout = given.get("pipeline_model_parallel_layout") or ""
     if release_of(given.version) < (0, 15) and "m" in layout.rpartition("|")[0]:
         shown = given.shown("pipeline_model_parallel_layout")
-        notes.append(f"{shown}: Megatron 0.14 builds multi-token prediction (m) on the last stage all the same")
+        notes.append(f"{shown}: Megatron 0.14 always builds multi-token prediction (m) on the last stage")
     newest = known_release(given.version)
     if release_of(given.version) > release_of(newest):
         notes.append(f"Megatron {given.version} is newer than {newest}, the newest release whose flags are known")

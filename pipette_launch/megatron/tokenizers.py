@@ -1,4 +1,4 @@
-"""Tokens of a tokenizer whose files lie on this machine, counted without loading it."""
+"""Number of tokens of a job's tokenizer, found without loading it: from flags, files, or the name of a public model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pipette_launch.facts import files
 from pipette_launch.megatron.flags import Arguments, release_of
 
 NOT_LISTS = (FileFormatError, AttributeError, OSError, ValueError, KeyError, TypeError)
-"""Errors of reading a file that is damaged or no tokenizer's."""
+"""Errors of a file that is damaged or belongs to no tokenizer."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
-    """Return the folder in which the hub's cache of this machine keeps a model; None where it does not.
+    """Return the folder of a model in this machine's cache of Hugging Face's hub; None if the cache lacks it.
 
     Args:
-        name: `ORG/NAME`, or `NAME` alone as of old models.
-        environ: of this process, whose variables place the cache (huggingface_hub, constants.py).
+        name: `ORG/NAME`, or only `NAME` for old models.
+        environ: of this process; its variables set the folder of the cache (huggingface_hub, constants.py).
 
     """
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
@@ -43,7 +43,7 @@ def snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
 
 
 def hugging_face_tokens(path: Path) -> int | None:
-    """Count the distinct tokens of a Hugging Face tokenizer, those that its configuration adds included.
+    """Count the distinct tokens of a Hugging Face tokenizer, with those that its configuration adds.
 
     Args:
         path: its folder, or its tokenizer.json.
@@ -51,15 +51,13 @@ def hugging_face_tokens(path: Path) -> int | None:
     """
     folder = path if path.is_dir() else path.parent
     try:
-        tokens = _listed(read_json(folder / "tokenizer.json" if path.is_dir() else path))
+        tokens: set[str] | None = _listed(_read_json(folder / "tokenizer.json" if path.is_dir() else path))
     except NOT_LISTS:
-        tokens = None
-    if tokens is None and path.is_dir():
-        tokens = _slow_tokens(folder)
+        tokens = _slow_tokens(folder) if path.is_dir() else None
     if tokens is None:
         return None
     try:
-        return len(tokens | set(_configured(read_json(folder / "tokenizer_config.json"))))
+        return len(tokens | set(_configured(_read_json(folder / "tokenizer_config.json"))))
     except NOT_LISTS:
         return len(tokens)
 
@@ -72,16 +70,20 @@ def _listed(tokenizer: Any) -> set[str]:
 
 
 def _slow_tokens(folder: Path) -> set[str] | None:
-    """Tokens of a tokenizer without tokenizer.json: byte pairs in vocab.json, or pieces in tokenizer.model."""
+    """Return the tokens without tokenizer.json: byte pairs in vocab.json, or pieces in tokenizer.model."""
     try:
-        return set(read_json(folder / "vocab.json")) | set(_read_or_empty(folder / "added_tokens.json"))
+        added = set(_read_json(folder / "added_tokens.json"))
+    except NOT_LISTS:
+        added = set()
+    try:
+        return set(_read_json(folder / "vocab.json")) | added
     except NOT_LISTS:
         pieces = sentencepiece_pieces(folder / "tokenizer.model")
-    return set(pieces) | set(_read_or_empty(folder / "added_tokens.json")) if pieces else None
+    return set(pieces) | added if pieces else None
 
 
 def _configured(configuration: Any) -> Iterator[str]:
-    """Tokens that transformers adds where the vocabulary lacks them."""
+    """Yield the tokens that transformers adds if the vocabulary lacks them."""
     for added in configuration.get("added_tokens_decoder", {}).values():
         yield added["content"]
     for token in (*map(configuration.get, SPECIAL), *(configuration.get("additional_special_tokens") or ())):
@@ -89,44 +91,32 @@ def _configured(configuration: Any) -> Iterator[str]:
             yield token if isinstance(token, str) else token["content"]
 
 
-def _read_or_empty(path: Path) -> Any:
-    try:
-        return read_json(path)
-    except NOT_LISTS:
-        return {}
-
-
-def read_json(path: Path) -> Any:
-    """Contents of a JSON file; raises FileFormatError for any other."""
+def _read_json(path: Path) -> Any:
     return files.parse(files.read_bytes(path), str(path))
 
 
 def sentencepiece_pieces(path: Path) -> list[str] | None:
-    """Read the pieces of a SentencePiece model: field 1 of its protobuf message, repeated, with the text in field 1."""
+    """Read the pieces of a SentencePiece model: its protobuf message repeats field 1, whose own field 1 is the text."""
     try:
         data = files.read_bytes(path)
         place, pieces = 0, []
         while place < len(data):
             tag, place = _varint(data, place)
-            if tag & 7 != 2:  # the pieces come first, and every field up to them is length-delimited
+            if tag & 7 != 2:  # the pieces come first, and every field before them has a length
                 break
             length, place = _varint(data, place)
             if tag >> 3 == 1:
-                pieces.append(_text(data[place : place + length]))
+                piece = data[place : place + length]
+                size, start = _varint(piece, _varint(piece, 0)[1])
+                pieces.append(piece[start : start + size].decode("utf-8", "replace"))
             place += length
     except (FileFormatError, IndexError):
         return None
     return pieces if place <= len(data) else None
 
 
-def _text(piece: bytes) -> str:
-    _, place = _varint(piece, 0)
-    length, place = _varint(piece, place)
-    return piece[place : place + length].decode("utf-8", "replace")
-
-
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """One protobuf number and the place behind it; raises IndexError where the data end within it, or it never does."""
+    """Return a protobuf number and the place behind it; raises IndexError if the data end before the number does."""
     number = 0
     for shift in range(0, 64, 7):
         byte = data[place]
@@ -136,6 +126,14 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
             return number, place
     raise IndexError("a number of more than 64 bits")
 
+
+# Vocabularies of public models. Megatron counts `len(tokenizer)` with special tokens, and pads the number itself; the
+# `vocab_size` in a model's own config.json is already padded, by another rule. Sources: QwenLM/Qwen3 issues 29 and 885
+# (Qwen1.5 to 2.5), QwenLM/Qwen3-VL issue 350 (Qwen2-VL), b4rtaz/distributed-llama pull request 282 (Qwen3),
+# deepseek-ai/DeepSeek-MoE issue 14, ggml-org/llama.cpp pull request 3633 (DeepSeek-Coder), vllm-project/vllm pull
+# request 51727 (DeepSeek-V4), mosaicml/llm-foundry issue 590 (MPT), facebookresearch/metaseq issue 469 (OPT), recipes
+# of NVIDIA/NeMo (Llama, Mixtral, Nemotron). Figures of other models follow their published configurations and may
+# differ by a few special tokens.
 
 LLAMA_1_OR_2, LLAMA_3 = 32000, 128256
 MODELS: tuple[tuple[str, int], ...] = (
@@ -218,20 +216,20 @@ MODELS: tuple[tuple[str, int], ...] = (
     (r"(nemotron|mt-nlg-plus).*256k.*model$", 256000),
     (r"grok-1|apertus", 131072),
 )
-"""Beginnings of a model's name, in lower case with dashes for all signs, and the tokens of its tokenizer."""
+"""Pattern for the beginning of a model's name (lower case, dashes for all signs), and the tokens of its tokenizer."""
 
 
 def known_tokens(named: str) -> tuple[str, int] | None:
-    """Return the part of a hub name or path that names a public model, and the tokens of its tokenizer.
+    """Return the part of a hub name or path that names a public model, and the tokens of its tokenizer, or None.
 
-    Parts that begin with a model's name come before parts that contain it, and later parts before earlier ones.
+    A part that begins with a model's name counts before a part that contains one, and later parts before earlier ones.
 
     Args:
-        named: `meta-llama/Llama-3.1-8B`, or `/lustre/models/my-Llama-3.1-8B/tokenizer.model` on a machine elsewhere.
+        named: `meta-llama/Llama-3.1-8B`, or `/lustre/models/my-Llama-3.1-8B/tokenizer.model` on another machine.
 
     """
     parts = PurePosixPath(named).parts[::-1]
-    # The hub's own cache joins organisation and name by two dashes; names of Megatron-Bridge have 2p5 for 2.5.
+    # The hub's cache joins organisation and name by two dashes; names of Megatron-Bridge have 2p5 for 2.5.
     names = [re.sub(r"[^a-z0-9]+|(?<=\d)p(?=\d)", "-", part.rpartition("--")[2].lower()).strip("-") for part in parts]
     for start in ("", r".*?(?<![a-z0-9])"):
         for part, name in zip(parts, names, strict=True):
@@ -251,14 +249,16 @@ NOT_GPT = ("BertWordPieceLowerCase", "BertWordPieceCase", "MultimodalTokenizer",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """Tokens before padding, and the number (times TP) to whose multiple Megatron pads them."""
+    """Number of tokens and its padding."""
 
     size: int
+    """Tokens before padding."""
     divisible_by: int
+    """Megatron pads the number to a multiple of this number times TP."""
     is_certain: bool
-    """Megatron's tokenizer is known to count exactly this number."""
+    """True if Megatron's tokenizer is known to count exactly `size` tokens."""
     note: str = ""
-    """The assumption, for the user; empty where the number is certain."""
+    """The assumption, for the user; empty if the number is certain."""
 
 
 def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.environ) -> Vocabulary:
@@ -266,7 +266,7 @@ def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.enviro
 
     Args:
         arguments: the user's own.
-        environ: of this process, whose variables place the cache of Hugging Face's hub.
+        environ: of this process; its variables set the folder of Hugging Face's cache.
 
     Raises:
         MegatronError: the tokenizer is unknown and no flag gives a size.
@@ -279,9 +279,9 @@ def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.enviro
         divisible_by = 1
     kind = arguments.get("tokenizer_type")
     if kind is None and arguments.get("vocab_file") is None and arguments.get("vocab_size") is not None:
-        # A script with a tokenizer of its own: the flag is all there is to go by.
+        # The script has a tokenizer of its own, and only this flag describes it.
         return Vocabulary(size=arguments.size("vocab_size"), divisible_by=divisible_by, is_certain=True)
-    # NVIDIA's pretrain_gpt.py names this tokenizer where the user names none.
+    # The default of NVIDIA's pretrain_gpt.py.
     kind = kind or "GPT2BPETokenizer"
     size = _exact_count(arguments, kind, environ)
     if size is not None:
@@ -291,46 +291,35 @@ def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.enviro
 
 
 def _exact_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) -> int | None:
-    """Tokens as Megatron will count them; None where flags and files do not say.
-
-    Raises:
-        MegatronError: Megatron would refuse the flags, or the tokenizer belongs to no decoder-only language model.
-
-    """
+    """Return the tokens that Megatron will count; None if flags and files do not give them."""
     if kind in NOT_GPT:
-        raise MegatronError(
-            f"{arguments.shown('tokenizer_type')}: not a decoder-only language model; it is not planned"
-        )
+        raise arguments.refusal("not a decoder-only language model; it is not planned", "tokenizer_type")
     given, path = arguments.get("vocab_size"), arguments.get("tokenizer_model")
+    release = release_of(arguments.version)
     if kind == "NullTokenizer":
         if given is None:
             raise MegatronError("--tokenizer-type NullTokenizer needs --vocab-size")
-        # One id for the end of a document on top, until the flag came to include it.
-        return arguments.size("vocab_size") + (1 if release_of(arguments.version) < (0, 18) else 0)
+        # Before 0.18 the tokenizer adds one token for the end of a document.
+        return arguments.size("vocab_size") + (1 if release < (0, 18) else 0)
     if kind == "TikTokenizer":
         return arguments.size("vocab_size", default=TIKTOKEN_DEFAULT_TOKENS)
     if kind == "GPT2BPETokenizer":
         try:
-            return len(read_json(Path(arguments.get("vocab_file"))))
+            return len(_read_json(Path(arguments.get("vocab_file"))))
         except (FileFormatError, TypeError):
             return None
-    return _counted(path, kind, environ) if path and _adds_nothing(arguments, kind) else None
-
-
-def _adds_nothing(arguments: Arguments, kind: str) -> bool:
-    """Return True if Megatron takes the tokenizer's own tokens and no more.
-
-    Special tokens of the user's own count from 0.17 on, where the flag that names them was read for such tokenizers.
-    Before, SentencePieceTokenizer added those that a model lacks (tokenizer.py of core_v0.16).
-    """
-    names_special = any(arguments.get(dest) for dest in ("special_tokens", "tokenizer_special_tokens"))
-    if release_of(arguments.version) < (0, 17):
-        return kind in (*HUGGING_FACE, *SENTENCEPIECE[1:])
-    return kind in (*HUGGING_FACE, *SENTENCEPIECE) and not names_special
+    # From 0.17 on Megatron adds the user's own special tokens. Before, SentencePieceTokenizer added special tokens
+    # that a model lacks (tokenizer.py of core_v0.16).
+    if release < (0, 17):
+        adds_nothing = kind in (*HUGGING_FACE, *SENTENCEPIECE[1:])
+    else:
+        names_special = any(map(arguments.get, ("special_tokens", "tokenizer_special_tokens")))
+        adds_nothing = kind in (*HUGGING_FACE, *SENTENCEPIECE) and not names_special
+    return _counted(path, kind, environ) if path and adds_nothing else None
 
 
 def _counted(path: str, kind: str, environ: Mapping[str, str]) -> int | None:
-    """Tokens in files on this machine, of a path or of a name in the hub's cache."""
+    """Count the tokens in files on this machine, at a path or under a name in the hub's cache."""
     place = Path(path) if Path(path).exists() else snapshot(path, environ)
     if place is None:
         return None
@@ -341,31 +330,32 @@ def _counted(path: str, kind: str, environ: Mapping[str, str]) -> int | None:
 
 
 def _assumed_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Tokens that are likely, and a note on why.
+    """Return the probable number of tokens, and a note with the reason.
 
     Raises:
-        MegatronError: nothing says how many there are.
+        MegatronError: there is no clue to the number.
 
     """
     path = arguments.get("tokenizer_model") or ""
     counted = _counted(path, kind, environ) if path else None
     if counted:
-        return counted, f"assumed a vocabulary of {counted} tokens for {kind}, as {path} holds without added ones"
+        return counted, f"assumed a vocabulary of {counted} tokens for {kind}, as in {path} without added tokens"
     if arguments.get("vocab_size") is not None:
         size = arguments.size("vocab_size")
-        return size, f"assumed a vocabulary of {size} tokens for {kind}, as --vocab-size says"
+        return size, f"assumed a vocabulary of {size} tokens for {kind}, from --vocab-size"
     known = known_tokens(path)
     if known:
-        return known[1], (
-            f"{path} was not read on this machine: assumed a vocabulary of {known[1]} tokens, as the public {known[0]} "
-            f"has; --vocab-size N corrects it"
+        note = (
+            f"{path} was not read on this machine: assumed a vocabulary of {known[1]} tokens, like the public "
+            f"{known[0]}; --vocab-size N corrects it"
         )
+        return known[1], note
     usual = {"GPT2BPETokenizer": GPT2_TOKENS, "Llama2Tokenizer": LLAMA_1_OR_2}.get(kind)
-    # A file that is there and cannot be read is no reason to assume another.
+    # Do not guess if the file exists but cannot be read.
     if usual and not (path and Path(path).exists()):
         return usual, f"assumed a vocabulary of {usual} tokens for {kind}; --vocab-size N corrects it"
-    files = f"with {arguments.shown('tokenizer_model')}" if path else "without --tokenizer-model"
+    file = f"with {arguments.shown('tokenizer_model')}" if path else "without --tokenizer-model"
     raise MegatronError(
-        f"{arguments.shown('tokenizer_type')} {files}: its vocabulary cannot be "
-        f"counted on this machine; add --vocab-size N, which Megatron itself does not read for this tokenizer"
+        f"{arguments.shown('tokenizer_type')} {file}: its vocabulary cannot be counted on this machine; "
+        f"add --vocab-size N, which Megatron itself does not read for this tokenizer"
     )

@@ -77,7 +77,7 @@ SAID += ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gath
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 REFUSED_BY_CORE = (
     "tp does not divide num_attention_heads",
-    "tp is no divisor or multiple of num_query_groups",
+    "tp is not a divisor or multiple of num_query_groups",
     "micro_batch_size*dp does not divide global_batch_size",
     "--use-tp-pp-dp-mapping needs as many expert replicas",
     "experts with biases need etp = 1",

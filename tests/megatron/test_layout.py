@@ -134,7 +134,7 @@ def test_small_lines_are_read_as_they_are() -> None:
 def test_where_0_14_builds_token_prediction_is_said() -> None:
     """Its checks pass any stage, and its models build the depths on the last one."""
     words = f"{PP} 4 {LAYOUT} Et*4|t*4|m|L --mtp-num-layers 1 --position-embedding-type rope"
-    note = f"{LAYOUT} Et*4|t*4|m|L: Megatron 0.14 builds multi-token prediction (m) on the last stage all the same"
+    note = f"{LAYOUT} Et*4|t*4|m|L: Megatron 0.14 always builds multi-token prediction (m) on the last stage"
 
     assert 0 == job(words, version="0.14.0").own.chunks_after_mtp
     assert note in job(words, version="0.14.0").notes

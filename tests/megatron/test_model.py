@@ -175,7 +175,7 @@ def test_layers_for_inference_are_not_modelled() -> None:
 )
 def test_a_list_of_layers_has_no_spaces(words: tuple[str, ...]) -> None:
     """Megatron's parser refuses them (_eval_pattern of arguments.py)."""
-    with pytest.raises(MegatronError, match=r"\[.*\]( \*8|.*): Megatron takes no spaces in a list; remove them"):
+    with pytest.raises(MegatronError, match=r"\[.*\]( \*8|.*): Megatron allows no spaces in a list; remove them"):
         job(base=[*SMALL, *words])
 
 

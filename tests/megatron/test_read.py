@@ -275,7 +275,7 @@ def test_a_schedule_of_batch_sizes_means_its_last(schedule: str) -> None:
     asked = job(f"--step-batch-size-schedule {schedule}", base=BATCHLESS, version="0.20", for_prediction=True)
 
     assert 48 == asked.batch.global_batch_size
-    assert any(note.endswith("a step of the last batch size is meant") for note in asked.notes)
+    assert any(note.endswith("figures are for a step of the last batch size") for note in asked.notes)
 
 
 @pytest.mark.parametrize("schedule", ["8", "0:8,x:16", "0:0", "0:8,1K"])

@@ -142,9 +142,9 @@ def test_names_of_public_models_are_enough(named: str, tokens: int) -> None:
 
     assert (tokens, False) == (found.size, found.is_certain)
     assert found.note.startswith(
-        f"{named} was not read on this machine: assumed a vocabulary of {tokens} tokens, as the"
+        f"{named} was not read on this machine: assumed a vocabulary of {tokens} tokens, like the"
     )
-    assert found.note.endswith("has; --vocab-size N corrects it")
+    assert found.note.endswith("; --vocab-size N corrects it")
     assert 7 == vocabulary(f"{HF} {named} --vocab-size 7").size
 
 

@@ -1,4 +1,7 @@
-"""Rules of TP, PP, CP and DP. Each function gets its own axis and those before it, so that a search can prune early."""
+"""Rules of the degrees TP, PP, CP, DP, EP and ETP, of chunks and of micro-batches.
+
+Each function gets only the axes that it needs, so that a search can prune one axis after another.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,29 @@ from pipette_launch.megatron.chunks import FIRST_CUT_PATTERNS
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
 WITHOUT = {
-    # Megatron-FSDP passes validation with a pipeline and then asserts that its data-parallel groups, of one stage
-    # each, are those of a mesh over all ranks (core_v0.14.0 to v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
+    # Megatron-FSDP passes validation with a pipeline. Then it asserts that its data-parallel groups, of one stage each,
+    # are those of a mesh over all ranks (core_v0.14.0 to v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
     "pp": ("use_megatron_fsdp", "use_torch_fsdp2", "cpu_offloading_num_layers"),
     "ep": ("use_torch_fsdp2",),
 }
-"""Axes that must be 1 under some options."""
+"""Options under which an axis must be 1."""
+_SET_PP, _ADD_STAGES = "remove it or set --pipeline-model-parallel-size", "add --num-virtual-stages-per-pipeline-rank"
 
 
-def single_faults(rules: Rules, axis: str, size: int) -> Broken:
-    """Check options that exclude ranks on an axis."""
+def _single_faults(rules: Rules, axis: str, size: int) -> Broken:
     for name in WITHOUT[axis] if size > 1 else ():
         if getattr(rules.options, name):
             yield BrokenRule(f"{flag_of(name)} needs {axis} = 1", (name, axis), "remove one")
 
 
 def tensor_faults(rules: Rules, tp: int) -> Broken:
-    """Check the widths that tensor parallelism cuts."""
+    """Check the widths that tensor parallelism divides."""
     model, padded = rules.job.model, rules.options.padded_vocab_size
     widths = (
         ("num_attention_heads", model.num_attention_heads),
         ("ffn_hidden_size", model.ffn_hidden_size if model.has_dense_mlps else 0),
         ("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size),
-        # It divides the heads then, too (mamba_mixer.py of core_v0.17.1).
+        # It then divides the heads, too (mamba_mixer.py of core_v0.17.1).
         ("mamba_num_groups", model.hybrid.mamba_num_groups if model.hybrid else 0),
     )
     for name, width in widths:
@@ -43,63 +46,47 @@ def tensor_faults(rules: Rules, tp: int) -> Broken:
             yield BrokenRule(f"tp does not divide {name}={width}", ("tp", name))
     if padded % tp:
         yield BrokenRule(f"tp does not divide {flag_of('padded_vocab_size')}={padded}", ("tp", "padded_vocab_size"))
-    # megatron-core 0.16 learned to replicate query groups over more tensor ranks than there are groups.
+    # From 0.16 on megatron-core replicates query groups if there are more tensor ranks than groups.
     groups, replicates = model.num_query_groups, rules.release >= (0, 16)
     if groups % tp and not (replicates and tp % groups == 0):
         kinds = f"divisor{' or multiple' if replicates else ''}"
-        yield BrokenRule(f"tp is no {kinds} of num_query_groups={groups}", ("tp", "num_query_groups"))
+        yield BrokenRule(f"tp is not a {kinds} of num_query_groups={groups}", ("tp", "num_query_groups"))
     if rules.rooms:
         try:
             tensor_block(rules.options, tp, rules.rooms)
         except LayoutError as error:
             yield BrokenRule(str(error), ("tp",))
-    yield from _latent_faults(rules, tp)
-
-
-def _latent_faults(rules: Rules, tp: int) -> Broken:
-    """Check the latents, to which Transformer Engine's layers project on every rank in whole."""
-    latent = rules.job.model.latent_attention
-    if latent is None or rules.job.model.transformer_impl != "local":
-        return
-    if (latent.q_lora_rank or 0) % tp:
-        yield BrokenRule(f"tp does not divide q_lora_rank={latent.q_lora_rank}", ("tp", "q_lora_rank"))
-    if (latent.kv_lora_rank + latent.qk_pos_emb_head_dim) % tp:
-        reason = f"tp does not divide kv_lora_rank={latent.kv_lora_rank} + {latent.qk_pos_emb_head_dim}"
-        yield BrokenRule(reason, ("tp", "kv_lora_rank", "qk_pos_emb_head_dim"))
+    latent = model.latent_attention
+    # Transformer Engine's layers project to the latents in full on every rank.
+    if latent and model.transformer_impl == "local":
+        if (latent.q_lora_rank or 0) % tp:
+            yield BrokenRule(f"tp does not divide q_lora_rank={latent.q_lora_rank}", ("tp", "q_lora_rank"))
+        if (latent.kv_lora_rank + latent.qk_pos_emb_head_dim) % tp:
+            reason = f"tp does not divide kv_lora_rank={latent.kv_lora_rank} + {latent.qk_pos_emb_head_dim}"
+            yield BrokenRule(reason, ("tp", "kv_lora_rank", "qk_pos_emb_head_dim"))
 
 
 def pipeline_faults(rules: Rules, pp: int) -> Broken:
-    """Check flags that ask for a pipeline, or for none."""
-    yield from single_faults(rules, "pp", pp)
-    overlaps_experts = rules.options.overlap_moe_expert_parallel_comm
-    if rules.job.model.mtp_num_layers and overlaps_experts and pp == 1:
-        yield BrokenRule(
-            f"{flag_of('overlap_moe_expert_parallel_comm')} with multi-token prediction needs pp > 1",
-            ("mtp_num_layers",),
-            "remove it or set --pipeline-model-parallel-size",
-        )
-    if pp == 1 and rules.options.defer_embedding_wgrad_compute:
-        yield BrokenRule(
-            f"{flag_of('defer_embedding_wgrad_compute')} needs pp > 1",
-            (),
-            "remove it or set --pipeline-model-parallel-size",
-        )
-    yield from _low_precision_faults(rules, pp)
-
-
-def _low_precision_faults(rules: Rules, pp: int) -> Broken:
-    """Check the number of layers in 16 bits at each end: at most the layers of a stage (TransformerConfig)."""
-    if rules.options.fp8 is None or not rules.options.first_last_layers_bf16:
+    """Check flags that need a pipeline, or that exclude one."""
+    options = rules.options
+    yield from _single_faults(rules, "pp", pp)
+    if rules.job.model.mtp_num_layers and options.overlap_moe_expert_parallel_comm and pp == 1:
+        reason = f"{flag_of('overlap_moe_expert_parallel_comm')} with multi-token prediction needs pp > 1"
+        yield BrokenRule(reason, ("mtp_num_layers",), _SET_PP)
+    if pp == 1 and options.defer_embedding_wgrad_compute:
+        yield BrokenRule(f"{flag_of('defer_embedding_wgrad_compute')} needs pp > 1", (), _SET_PP)
+    if options.fp8 is None or not options.first_last_layers_bf16:
         return
+    # TransformerConfig allows at each end at most the layers of a stage in 16 bits.
     most = rules.job.model.num_layers // pp
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-        if getattr(rules.options, name) > most:
+        if getattr(options, name) > most:
             remedy = f"a stage has {most} layers; change one of them"
             yield BrokenRule(f"{flag_of(name)} is more than the layers of a stage", (name, "pp"), remedy)
 
 
 def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
-    """Check the sequence that context parallelism cuts, and how it exchanges keys and values."""
+    """Check the sequence that context parallelism divides, and its exchange of keys and values."""
     model, options = rules.job.model, rules.options
     if math.prod(options.hierarchical_context_parallel_sizes or (cp,)) != cp:
         name = "hierarchical_context_parallel_sizes"
@@ -112,7 +99,7 @@ def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
     if model.transformer_impl == "local":
         yield BrokenRule("context parallelism needs Transformer Engine's attention", ("cp", "transformer_impl"))
     elif model.attention_backend == "unfused" and model.params_dtype != "fp32":
-        # TE dot_product_attention/utils.py, get_attention_backend, v2.3 to v2.18: no backend is left.
+        # Transformer Engine v2.3 to v2.18 finds no backend (dot_product_attention/utils.py, get_attention_backend).
         reason = "Transformer Engine's unfused attention has no context parallelism"
         yield BrokenRule(reason, ("cp", "attention_backend"), "use --attention-backend auto, flash or fused")
     if model.seq_length % (2 * cp):
@@ -127,27 +114,20 @@ def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
 
 
 def _exchange_faults(rules: Rules, tp: int, cp: int) -> Broken:
-    """Check the kinds of exchange against layers and heads; Transformer Engine cuts heads for all-to-all."""
+    """Check the kinds of exchange; Transformer Engine divides heads for all-to-all."""
     model, options = rules.job.model, rules.options
-    flag = flag_of("cp_comm_type")
+    flag, sizes = flag_of("cp_comm_type"), options.hierarchical_context_parallel_sizes
     # TE raises at the first forward (context_parallel.py, attn_forward_func_with_cp); Megatron's help has "allgather".
     for kind in sorted({*options.cp_comm_type} - {"p2p", "all_gather", "a2a", "a2a+p2p"}):
         remedy = "write p2p, all_gather, a2a or a2a+p2p"
         yield BrokenRule(f"Transformer Engine has no exchange {kind!r}", ("cp", "cp_comm_type"), remedy)
     if len(options.cp_comm_type) not in (1, model.num_layers):
-        yield BrokenRule(
-            f"{flag} needs one kind, or one for each of num_layers={model.num_layers}", ("cp", "cp_comm_type")
-        )
+        reason = f"{flag} needs one kind, or one for each of num_layers={model.num_layers}"
+        yield BrokenRule(reason, ("cp", "cp_comm_type"))
     heads, groups = model.num_attention_heads // tp, max(1, model.num_query_groups // tp)
     names = ("cp", "tp", "num_attention_heads", "num_query_groups", "hierarchical_context_parallel_sizes")
-    for kind, ranks, words in (
-        ("a2a", cp, "cp"),
-        (
-            "a2a+p2p",
-            (options.hierarchical_context_parallel_sizes or (1,))[0],
-            f"the first of {flag_of('hierarchical_context_parallel_sizes')}",
-        ),
-    ):
+    first = f"the first of {flag_of('hierarchical_context_parallel_sizes')}"
+    for kind, ranks, words in (("a2a", cp, "cp"), ("a2a+p2p", (sizes or (1,))[0], first)):
         if kind in options.cp_comm_type and (heads % ranks or groups % ranks):
             yield BrokenRule(f"{flag} {kind} needs heads/tp and query groups/tp divisible by {words}", names)
 
@@ -159,38 +139,37 @@ def _mamba_context_faults(mamba: HybridLayers, tp: int, cp: int) -> Broken:
         reason = f"cp does not divide mamba_num_heads={mamba.mamba_num_heads}/tp"
         yield BrokenRule(reason, ("cp", "tp", "mamba_num_heads"))
     if groups % cp and cp % groups:
-        reason = f"cp is no divisor or multiple of mamba_num_groups={mamba.mamba_num_groups}/tp"
+        reason = f"cp is neither a divisor nor a multiple of mamba_num_groups={mamba.mamba_num_groups}/tp"
         yield BrokenRule(reason, ("cp", "tp", "mamba_num_groups"))
 
 
 def replicas_faults(rules: Rules, dp: int, cp: int) -> Broken:
     """Check the replicas of the dense weights against the global batch and the optimizer's instances."""
-    yield from alone_faults(rules, dp * cp)
-    batch_size, name = rules.job.batch.global_batch_size, "num_distributed_optimizer_instances"
-    if batch_size % dp:
-        yield not_divided_batch(rules, dp, rules.job.own.micro_batch_size)
+    yield from _alone_faults(rules, dp * cp)
+    name = "num_distributed_optimizer_instances"
+    if rules.job.batch.global_batch_size % dp:
+        yield _undivided_batch(rules, dp, rules.job.own.micro_batch_size)
     if dp * cp % getattr(rules.options, name):
         yield BrokenRule(f"{flag_of(name)} does not divide dp*cp", (name,), f"use a divisor of dp*cp = {dp * cp}")
 
 
-def alone_faults(rules: Rules, replicas: int) -> Broken:
-    """Check that Megatron-FSDP does not train on other gradients, as no rank shares those of all weights or experts.
+def _alone_faults(rules: Rules, replicas: int) -> Broken:
+    """Check that no rank holds all weights or experts alone under Megatron-FSDP: it would train on wrong gradients.
 
-    A buffer that one rank holds alone is not sharded, and the reduced gradients are added to those that lie in it
-    already (param_and_grad_buffer.py:2029, 3253-3257 of megatron_fsdp; so in 0.14 to 0.20, seen with 0.16.1).
+    A buffer that one rank holds alone is not sharded, and the reduced gradients are added to those already in it
+    (param_and_grad_buffer.py:2029, 3253-3257 of megatron_fsdp; so in 0.14 to 0.20, seen with 0.16.1).
     """
     options = rules.options
     if replicas == 1 and options.use_megatron_fsdp and options.data_parallel_sharding_strategy in SHARDS_GRADIENTS:
         yield BrokenRule(
-            "Megatron-FSDP adds gradients twice that one rank holds alone",
+            "Megatron-FSDP adds gradients twice if one rank holds them alone",
             ("use_megatron_fsdp", "data_parallel_sharding_strategy"),
             "leave several data-parallel ranks, or use --data-parallel-sharding-strategy optim",
             is_refused=False,
         )
 
 
-def not_divided_batch(rules: Rules, dp: int, micro_batch_size: int) -> BrokenRule:
-    """A global batch that replicas and micro-batches do not divide."""
+def _undivided_batch(rules: Rules, dp: int, micro_batch_size: int) -> BrokenRule:
     batch_size = rules.job.batch.global_batch_size
     reason = f"micro_batch_size*dp does not divide global_batch_size={batch_size}"
     if rules.options.decrease_batch_size_if_needed:
@@ -200,12 +179,12 @@ def not_divided_batch(rules: Rules, dp: int, micro_batch_size: int) -> BrokenRul
 
 
 def expert_faults(rules: Rules, degrees: Degrees) -> Broken:
-    """Check the grid of the experts."""
-    instances = rules.options.num_distributed_optimizer_instances
+    """Check the experts' degrees, the rank order and flags of experts."""
+    instances, model = rules.options.num_distributed_optimizer_instances, rules.job.model
     if degrees.world_size % (degrees.etp * degrees.ep * degrees.pp):
         yield BrokenRule("etp*ep*pp does not divide the ranks", ("etp", "ep", "pp"))
-    if rules.job.model.num_experts:
-        yield from alone_faults(rules, degrees.expert_dp)
+    if model.num_experts:
+        yield from _alone_faults(rules, degrees.expert_dp)
     if degrees.expert_dp % instances:
         yield BrokenRule(
             f"{flag_of('num_distributed_optimizer_instances')} does not divide the replicas of the experts",
@@ -214,17 +193,17 @@ def expert_faults(rules: Rules, degrees: Degrees) -> Broken:
         )
     if degrees.use_tp_pp_dp_mapping and degrees.pp > 1 and degrees.expert_dp != degrees.dp:
         yield BrokenRule(
-            "--use-tp-pp-dp-mapping needs as many expert replicas as replicas where pp > 1",
+            "--use-tp-pp-dp-mapping with pp > 1 needs equal numbers of replicas and of expert replicas",
             ("tp", "cp", "ep", "etp"),
             f"etp*ep = {degrees.etp * degrees.ep}, tp*cp = {degrees.tp * degrees.cp}; remove the flag",
         )
-    if rules.job.model.num_experts:
+    if model.num_experts:
         yield from _width_faults(rules, degrees)
-        yield from _flag_faults(rules, degrees)
+        yield from _expert_flag_faults(rules, degrees)
     elif degrees.ep > 1:
         yield BrokenRule("expert parallelism needs experts", ("ep",), "remove it, or add --num-experts")
-    yield from single_faults(rules, "ep", degrees.ep)
-    if degrees.ep > 1 and rules.job.model.params_dtype == "fp16" and rules.release < (0, 16):
+    yield from _single_faults(rules, "ep", degrees.ep)
+    if degrees.ep > 1 and model.params_dtype == "fp16" and rules.release < (0, 16):
         yield BrokenRule("before 0.16 expert parallelism excludes --fp16", ("ep",), "use --bf16, or remove one")
 
 
@@ -235,20 +214,17 @@ def _width_faults(rules: Rules, degrees: Degrees) -> Broken:
     if model.moe_ffn_hidden_size % degrees.etp:
         reason = f"etp does not divide moe_ffn_hidden_size={model.moe_ffn_hidden_size}"
         yield BrokenRule(reason, ("etp", "moe_ffn_hidden_size"))
-    # Checked by TransformerConfig from core_v0.15.0 on.
+    # TransformerConfig checks this from core_v0.15.0 on.
     if model.add_bias_linear and degrees.etp > 1 and rules.release >= (0, 15):
-        yield BrokenRule(
-            "experts with biases need etp = 1 (--disable-bias-linear would free it)",
-            ("etp",),
-            "use --expert-tensor-parallel-size 1",
-        )
+        reason = "experts with biases need etp = 1 (--disable-bias-linear would free it)"
+        yield BrokenRule(reason, ("etp",), "use --expert-tensor-parallel-size 1")
 
 
-def _flag_faults(rules: Rules, degrees: Degrees) -> Broken:
+def _expert_flag_faults(rules: Rules, degrees: Degrees) -> Broken:
     options, group = rules.options, degrees.etp * degrees.ep
-    dispatcher = options.moe_token_dispatcher_type
-    # From 0.17 on HybridEP works without other ranks.
+    # From 0.17 on HybridEP works with one rank.
     is_alone = rules.release < (0, 17) or options.moe_enable_deepep or options.moe_flex_dispatcher_backend != "hybridep"
+    dispatcher = options.moe_token_dispatcher_type
     if dispatcher == "flex" and group == 1 and is_alone:
         remedy = "set --expert-model-parallel-size, or use --moe-token-dispatcher-type alltoall"
         yield BrokenRule("the flex dispatcher needs etp*ep > 1", ("moe_token_dispatcher_type",), remedy)
@@ -267,47 +243,44 @@ def _flag_faults(rules: Rules, degrees: Degrees) -> Broken:
 
 
 def chunks_faults(rules: Rules, pp: int, vpp: int, layers_per_chunk: tuple[int, ...]) -> Broken:
-    """Check how the layers are cut into stages and virtual stages."""
-    layers, options = rules.job.model.num_layers, rules.options
+    """Check the split of the layers into stages and virtual stages."""
+    model, options = rules.job.model, rules.options
     if vpp > 1 and pp == 1:
         yield BrokenRule("virtual stages need pp > 1", ("pp", "vpp"))
     if layers_per_chunk:
-        divides = len(layers_per_chunk) == pp * vpp and sum(layers_per_chunk) == layers
+        divides = len(layers_per_chunk) == pp * vpp and sum(layers_per_chunk) == model.num_layers
     else:
-        divides = layers % (pp * vpp) == 0
-    names_stages = rules.release >= FIRST_CUT_PATTERNS
-    if rules.job.model.hybrid and not names_stages and (vpp > 1 or layers_per_chunk):
-        reason = "before 0.17 hybrid models have no virtual stages, and as many layers on each stage"
+        divides = model.num_layers % (pp * vpp) == 0
+    if model.hybrid and rules.release < FIRST_CUT_PATTERNS and (vpp > 1 or layers_per_chunk):
+        reason = "before 0.17 hybrid models have no virtual stages, and equally many layers on each stage"
         yield BrokenRule(reason, ("pp", "layers_per_chunk"))
     if not divides:
-        yield BrokenRule(f"pp*vpp does not divide num_layers={layers}", ("pp", "layers_per_chunk"))
+        yield BrokenRule(f"pp*vpp does not divide num_layers={model.num_layers}", ("pp", "layers_per_chunk"))
     if vpp > 1 and pp == 2 and not options.overlap_p2p_comm:
         reason = f"{flag_of('overlap_p2p_comm')} allows virtual stages only with pp > 2"
         yield BrokenRule(reason, ("pp", "vpp"), "use a pipeline of more than 2 ranks, or remove one of them")
     if vpp == 1 and pp > 1 and options.overlap_moe_expert_parallel_comm:
-        reason = f"{flag_of('overlap_moe_expert_parallel_comm')} needs virtual stages where pp > 1"
-        yield BrokenRule(reason, ("pp",), "remove it, or add --num-virtual-stages-per-pipeline-rank")
+        reason = f"{flag_of('overlap_moe_expert_parallel_comm')} with pp > 1 needs virtual stages"
+        yield BrokenRule(reason, ("pp",), f"remove it, or {_ADD_STAGES}")
     if options.overlap_p2p_comm_warmup_flush and (vpp == 1 or not options.overlap_p2p_comm):
-        # Without virtual stages validate_args turns the overlap off, and ModelParallelConfig refuses the flag then.
+        # Without virtual stages validate_args turns the overlap off, and then ModelParallelConfig refuses the flag.
         reason = f"{flag_of('overlap_p2p_comm_warmup_flush')} needs virtual stages and overlapped messages"
-        yield BrokenRule(reason, ("pp", "overlap_p2p_comm"), "remove it, or add --num-virtual-stages-per-pipeline-rank")
+        yield BrokenRule(reason, ("pp", "overlap_p2p_comm"), f"remove it, or {_ADD_STAGES}")
     if vpp == 1 and options.overlap_param_gather_with_optimizer_step:
         reason = f"{flag_of('overlap_param_gather_with_optimizer_step')} needs virtual stages"
-        yield BrokenRule(reason, (), "remove it, or add --num-virtual-stages-per-pipeline-rank")
+        yield BrokenRule(reason, (), f"remove it, or {_ADD_STAGES}")
 
 
 def batch_faults(rules: Rules, dp: int, micro_batch_size: int) -> Broken:
     """Check the micro-batches of one step against the global batch and its ramp-up."""
     batch_size, samples, options = rules.job.batch.global_batch_size, micro_batch_size * dp, rules.options
     if batch_size % samples:
-        yield not_divided_batch(rules, dp, micro_batch_size)
+        yield _undivided_batch(rules, dp, micro_batch_size)
     if rules.ramps_up and any(size % samples for size in options.rampup_batch_size[:2]):
-        yield BrokenRule(
-            f"micro_batch_size*dp does not divide every {flag_of('rampup_batch_size')}",
-            ("rampup_batch_size", "micro_batch_size"),
-            f"both sizes must be multiples of {samples}",
-        )
-    # From core_v0.18.0 on; without their flags both are as in training.
+        reason = f"micro_batch_size*dp does not divide every {flag_of('rampup_batch_size')}"
+        names = ("rampup_batch_size", "micro_batch_size")
+        yield BrokenRule(reason, names, f"both sizes must be multiples of {samples}")
+    # From core_v0.18.0 on evaluation has its own sizes; by default they are those of the training.
     evaluated = options.eval_global_batch_size or batch_size
     at_once = options.eval_micro_batch_size or micro_batch_size
     if evaluated % (at_once * dp):
@@ -336,7 +309,12 @@ def schedule_faults(rules: Rules, pp: int, vpp: int, group_size: int, samples: i
         yield BrokenRule(reason, names, f"groups of {group} are too small; change one, or give up virtual stages")
         return
     last = rules.job.batch.global_batch_size // samples
-    for count in (last, *_grown_counts(rules, samples, last, group)):
+    grown = range(0)
+    if rules.ramps_up:
+        # Numbers of micro-batches while the batch grows; after `group` numbers their remainders repeat.
+        first, step = (size // samples for size in rules.options.rampup_batch_size[:2])
+        grown = range(first, last, max(1, step))[:group]
+    for count in (last, *grown):
         if group > count:
             reason = "interleaving needs at least pp micro-batches"
         elif 0 < count % group < pp:
@@ -347,11 +325,3 @@ def schedule_faults(rules: Rules, pp: int, vpp: int, group_size: int, samples: i
         remedy = f"{count} micro-batches do not fill groups of {group}; change one, or give up virtual stages"
         yield BrokenRule(reason, (*names, *ramp, "global_batch_size", "micro_batch_size"), remedy)
         return
-
-
-def _grown_counts(rules: Rules, samples: int, last: int, group: int) -> range:
-    """Return the numbers of micro-batches during the batch's ramp-up; after one group their remainders repeat."""
-    if not rules.ramps_up:
-        return range(0)
-    first, step = (size // samples for size in rules.options.rampup_batch_size[:2])
-    return range(first, last, max(1, step))[:group]

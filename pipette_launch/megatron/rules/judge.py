@@ -1,4 +1,4 @@
-"""Judges a whole layout, and the user's own one with the words of his flags."""
+"""All rules applied to one layout, and the user's own configuration judged in the words of his flags."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from pipette_launch.megatron.rules import degrees, memory_options
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 from pipette_launch.megatron.rules.flags import flag_faults
 
+FP8_SINCE, FP4_SINCE = (8, 9), (10, 0)
+FP8_RECIPES_SINCE = {"blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Compute capability that a kind of `--fp8-recipe` needs; other kinds need FP8_SINCE."""
+
 
 def broken_rule(rules: Rules, layout: Layout) -> BrokenRule | None:
     """Return the first rule that a layout breaks, or None for a legal one."""
-    return next(broken_rules(rules, layout), None)
+    return next(_broken_rules(rules, layout), None)
 
 
-def broken_rules(rules: Rules, layout: Layout) -> Broken:
-    """Return every rule that a layout breaks."""
+def _broken_rules(rules: Rules, layout: Layout) -> Broken:
     options, job = MemoryOptions.of(layout), rules.job
     samples = layout.micro_batch_size * layout.dp
     layers = frozenset(layout.layers_per_chunk or (job.model.num_layers // layout.num_chunks,))
@@ -39,7 +42,7 @@ def broken_rules(rules: Rules, layout: Layout) -> Broken:
 
 
 def check_flags(arguments: Arguments, own: Layout) -> None:
-    """Raise MegatronError where flags contradict each other under every layout."""
+    """Raise MegatronError if flags contradict each other under every layout."""
     broken = next(flag_faults(arguments), None)
     if broken:
         raise MegatronError(broken.sentence(arguments, own))
@@ -52,26 +55,23 @@ def check_own(job: Job, arguments: Arguments, *, device_kind: str) -> tuple[str,
         MegatronError: Megatron refuses the layout; the error has flags, values and a remedy.
 
     """
-    found = [*broken_rules(Rules.of(job, device_kind=device_kind), job.own)]
+    found = [*_broken_rules(Rules.of(job, device_kind=device_kind), job.own)]
     for broken in found:
         if broken.is_refused:
             raise MegatronError(broken.sentence(arguments, job.own))
     return tuple(f"{broken.sentence(arguments, job.own)}; Megatron itself does not stop" for broken in found)
 
 
-FP8_SINCE, FP4_SINCE = (8, 9), (10, 0)
-FP8_RECIPES_SINCE = {"blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Capabilities that the kinds of `--fp8-recipe` need; other kinds need the capability of FP8."""
-
-
 def check_formats(arguments: Arguments, own: Layout, *, device_name: str, capability: int | None) -> None:
-    """Raise MegatronError where flags demand a format that the GPUs are known not to compute.
+    """Raise MegatronError if flags demand a number format that the GPUs are known to lack.
+
+    Transformer Engine would stop at the first step (quantization.py).
 
     Args:
         arguments: the user's own.
         own: his layout.
         device_name: of the GPUs, as a driver or `--gpu` names them.
-        capability: major number of their compute capability; None where it is not known.
+        capability: major number of their compute capability; None if unknown.
 
     """
     names: tuple[str, ...]
@@ -85,7 +85,7 @@ def check_formats(arguments: Arguments, own: Layout, *, device_name: str, capabi
     else:
         return
     named = chip_capability(device_name)
-    # A file describes a device by the major number alone; the name of a known chip has both.
+    # A file describes a device by the major number alone; the name of a known chip implies both numbers.
     has = named if named and capability in (None, named[0]) else (capability, 9) if capability else since
     if has < since:
         needed = ".".join(map(str, since))

@@ -1,4 +1,4 @@
-"""Rules of sequence parallelism, the distributed optimizer, overlap and recompute."""
+"""Rules of sequence parallelism, the distributed optimizer, overlap, recompute and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,55 +10,7 @@ from pipette_launch.facts.layout import MemoryOptions
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
 FIRST_SCOPES = (0, 16)
-"""The first release whose graphs may hold parts of a layer, with recompute inside or outside."""
-
-
-def graph_faults(rules: Rules, recompute: Recompute) -> Broken:
-    """Check recompute against CUDA graphs (TransformerConfig, and validate_args of 0.14 and 0.15)."""
-    graphs = rules.options.graphs
-    if graphs.impl == "none" or recompute.granularity == "none":
-        return
-    names = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules", "recompute", "recompute_modules")
-    if recompute.granularity == "full" and (graphs.impl != ITERATION or rules.release < FIRST_SCOPES):
-        yield BrokenRule("CUDA graphs exclude full recompute", names, "remove one")
-    elif recompute.granularity == "selective":
-        modules = {*(recompute.modules or ("core_attn",))}
-        excluded = _excluded(rules, graphs) if rules.release >= FIRST_SCOPES else _excluded_before(rules, graphs)
-        yield from (
-            BrokenRule(f"CUDA graphs exclude recompute of {module}{reason}", names, "remove one")
-            for module, reason in excluded
-            if module in modules
-        )
-
-
-def _excluded(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
-    """Modules that may not be recomputed, each with a reason; a graph that recomputes draws no random numbers."""
-    model = rules.job.model
-    if graphs.impl == ENGINE and "moe_router" in graphs.modules:
-        yield "moe", " beside a graph of moe_router"
-    is_random = {
-        "core_attn": ("attn", model.attention_dropout > 0, "attention dropout"),
-        "mlp": ("mlp", model.hidden_dropout > 0, "hidden dropout"),
-        "moe": ("moe", model.hidden_dropout > 0, "hidden dropout"),
-    }
-    for module, (graph, draws, words) in is_random.items():
-        if draws and (not graphs.modules or graph in graphs.modules):
-            yield module, f" with {words}"
-    if rules.options.moe_input_jitter_eps is not None and (not graphs.modules or "moe" in graphs.modules):
-        yield "moe", " with jitter"
-
-
-def _excluded_before(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
-    """The same before 0.16: all modules, but for graphs of attention (0.15) or Transformer Engine's own (0.14)."""
-    every = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-    allowed: set[str] = set()
-    if rules.release < (0, 15) and graphs.impl == ENGINE:
-        allowed = {*every}
-    elif graphs.impl == ENGINE and graphs.modules == {"attn"}:
-        allowed = {*every} - {"core_attn", "mla_up_proj"}
-    yield from ((module, "") for module in every if module not in allowed)
-
-
+"""First release whose graphs may hold parts of a layer, with recompute inside or outside."""
 ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
 NEEDS_DISTRIBUTED_OPTIMIZER = (
     "use_megatron_fsdp",
@@ -75,29 +27,7 @@ def state_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> Brok
     """Check sequence parallelism, the distributed optimizer and the overlap of its communication."""
     yield from _sequence_faults(rules, tp, cp, options)
     yield from _optimizer_faults(rules, options)
-
-
-def recompute_faults(rules: Rules, tp: int, layers: frozenset[int], options: MemoryOptions) -> Broken:
-    """Check recompute against the different numbers of layers of chunks and the flags that exclude or need it."""
-    recompute = options.recompute
-    is_full = recompute.granularity == "full"
-    yield from _unit_faults(rules, recompute, layers)
-    yield from _module_faults(rules, recompute)
-    if is_full and rules.job.model.hybrid and rules.release < (0, 18):
-        yield BrokenRule("before 0.18 hybrid models have no full recompute", ("recompute",), "remove it")
-    overlaps_experts = rules.options.overlap_moe_expert_parallel_comm
-    names = ("overlap_moe_expert_parallel_comm", "recompute", "recompute_modules")
-    if is_full and overlaps_experts:
-        yield BrokenRule("MoE overlap excludes full recompute", names, "remove one")
-    if "moe" in recompute.modules and overlaps_experts and rules.release >= (0, 17):
-        yield BrokenRule("MoE overlap excludes recompute of moe", names, "remove one")
-    yield from graph_faults(rules, recompute)
-    if recompute.granularity != "none" and rules.options.cpu_offloading_num_layers:
-        yield BrokenRule(f"{flag_of('cpu_offloading_num_layers')} excludes recompute", ("recompute",), "remove one")
-    if rules.options.distribute_saved_activations and not (is_full and tp > 1 and not options.sequence_parallel):
-        flag = flag_of("distribute_saved_activations")
-        reason = f"{flag} needs full recompute and tp > 1 without sequence parallelism"
-        yield BrokenRule(reason, ("tp", "sequence_parallel", "recompute"), "remove it")
+    yield from _overlap_faults(rules, options)
 
 
 def _sequence_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> Broken:
@@ -121,10 +51,9 @@ def _sequence_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> 
 
 def _optimizer_faults(rules: Rules, options: MemoryOptions) -> Broken:
     sharded, fsdp2 = options.use_distributed_optimizer, rules.options.use_torch_fsdp2
-    optimizer, release = rules.job.optimizer, rules.release
     needs_sharding = [name for name in NEEDS_DISTRIBUTED_OPTIMIZER if getattr(rules.options, name)]
-    # From 0.18 on the layers of other optimizers than these two are shared out whole.
-    if sharded and optimizer != "adam" and (release < (0, 18) or optimizer == "sgd"):
+    # From 0.18 on other optimizers shard too: each rank gets whole layers.
+    if sharded and rules.job.optimizer != "adam" and (rules.release < (0, 18) or rules.job.optimizer == "sgd"):
         yield BrokenRule(ONLY_ADAM_SHARDS, ("use_distributed_optimizer", "optimizer"), "remove one")
     if sharded and fsdp2:
         reason = f"{flag_of('use_torch_fsdp2')} excludes the distributed optimizer"
@@ -132,38 +61,59 @@ def _optimizer_faults(rules: Rules, options: MemoryOptions) -> Broken:
     if needs_sharding and not (sharded or fsdp2):
         flags = "/".join(map(flag_of, needs_sharding))
         yield BrokenRule(f"{flags} needs the distributed optimizer", (), _ADD_OPTIMIZER)
+    if rules.options.num_distributed_optimizer_instances > 1 and not (sharded or fsdp2):
+        reason = f"{flag_of('num_distributed_optimizer_instances')} needs the distributed optimizer"
+        yield BrokenRule(reason, ("num_distributed_optimizer_instances",), _ADD_OPTIMIZER)
+
+
+def _overlap_faults(rules: Rules, options: MemoryOptions) -> Broken:
+    optimizer, release = rules.job.optimizer, rules.release
     is_muon = optimizer == "muon" or (optimizer == "dist_muon" and release < (0, 17))
     if is_muon and release < (0, 18) and (options.overlap_grad_reduce or options.overlap_param_gather):
         names = ("optimizer", "overlap_grad_reduce", "overlap_param_gather")
         yield BrokenRule("before 0.18 Muon excludes overlap_grad_reduce and overlap_param_gather", names, "remove one")
-    gathers = sharded or (optimizer == "dist_muon" and release >= (0, 17))
+    gathers = options.use_distributed_optimizer or (optimizer == "dist_muon" and release >= (0, 17))
     if options.overlap_param_gather and not (gathers and options.overlap_grad_reduce):
-        yield BrokenRule(
-            "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce",
-            ("overlap_param_gather",),
-            "add --use-distributed-optimizer and --overlap-grad-reduce, or remove it",
-        )
-    if rules.options.num_distributed_optimizer_instances > 1 and not (sharded or fsdp2):
-        reason = f"{flag_of('num_distributed_optimizer_instances')} needs the distributed optimizer"
-        yield BrokenRule(reason, ("num_distributed_optimizer_instances",), _ADD_OPTIMIZER)
+        reason = "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce"
+        remedy = "add --use-distributed-optimizer and --overlap-grad-reduce, or remove it"
+        yield BrokenRule(reason, ("overlap_param_gather",), remedy)
     if rules.options.overlap_param_gather_with_optimizer_step and not options.overlap_param_gather:
         reason = f"{flag_of('overlap_param_gather_with_optimizer_step')} needs overlap_param_gather"
         yield BrokenRule(reason, (), "add --overlap-param-gather or remove it")
 
 
+def recompute_faults(rules: Rules, tp: int, layers: frozenset[int], options: MemoryOptions) -> Broken:
+    """Check recompute against other flags, and against the numbers of layers that chunks have."""
+    recompute, overlaps_experts = options.recompute, rules.options.overlap_moe_expert_parallel_comm
+    is_full = recompute.granularity == "full"
+    yield from _unit_faults(rules, recompute, layers)
+    yield from _module_faults(rules, recompute)
+    if is_full and rules.job.model.hybrid and rules.release < (0, 18):
+        yield BrokenRule("before 0.18 hybrid models have no full recompute", ("recompute",), "remove it")
+    names = ("overlap_moe_expert_parallel_comm", "recompute", "recompute_modules")
+    if is_full and overlaps_experts:
+        yield BrokenRule("MoE overlap excludes full recompute", names, "remove one")
+    if "moe" in recompute.modules and overlaps_experts and rules.release >= (0, 17):
+        yield BrokenRule("MoE overlap excludes recompute of moe", names, "remove one")
+    yield from _graph_faults(rules, recompute)
+    if recompute.granularity != "none" and rules.options.cpu_offloading_num_layers:
+        yield BrokenRule(f"{flag_of('cpu_offloading_num_layers')} excludes recompute", ("recompute",), "remove one")
+    if rules.options.distribute_saved_activations and not (is_full and tp > 1 and not options.sequence_parallel):
+        flag = flag_of("distribute_saved_activations")
+        reason = f"{flag} needs full recompute and tp > 1 without sequence parallelism"
+        yield BrokenRule(reason, ("tp", "sequence_parallel", "recompute"), "remove it")
+
+
 def _unit_faults(rules: Rules, recompute: Recompute, layers: frozenset[int]) -> Broken:
     if recompute.method != "uniform":
         return
-    # transformer_block.py:536-547 runs whole units, past the end of the chunk; from 0.17 on the last is cut short.
+    # transformer_block.py:536-547 runs whole units, past the end of the chunk; from 0.17 on the last one is shorter.
     if rules.release < (0, 17) and any(size % recompute.num_layers for size in layers):
         reason = "before 0.17 uniform recompute takes units that divide every chunk's layers"
         yield BrokenRule(reason, ("recompute",), f"chunks have {' or '.join(map(str, sorted(layers)))} layers")
     if rules.job.model.mtp_num_layers and recompute.num_layers > 1:
-        yield BrokenRule(
-            "uniform recompute with multi-token prediction takes units of one layer",
-            ("recompute",),
-            "use --recompute-num-layers 1",
-        )
+        reason = "uniform recompute with multi-token prediction takes units of one layer"
+        yield BrokenRule(reason, ("recompute",), "use --recompute-num-layers 1")
 
 
 def _module_faults(rules: Rules, recompute: Recompute) -> Broken:
@@ -173,15 +123,13 @@ def _module_faults(rules: Rules, recompute: Recompute) -> Broken:
     names, remedy = ("recompute_modules",), "remove the module"
     if "mlp" in recompute.modules and rules.job.model.add_bias_linear:
         # Seen with megatron-core 0.16.1: the backward never ends.
-        reason = "recompute of mlp hangs where layers have biases"
+        reason = "recompute of mlp hangs if layers have biases"
         yield BrokenRule(reason, names, remedy, is_refused=False)
-    yield from (
-        BrokenRule(reason, names, remedy) for reason in _refusals(rules, {*(recompute.modules or ("core_attn",))})
-    )
+    for reason in _refused_modules(rules, {*(recompute.modules or ("core_attn",))}):
+        yield BrokenRule(reason, names, remedy)
 
 
-def _refusals(rules: Rules, modules: set[str]) -> Iterator[str]:
-    """Reasons why Megatron refuses to recompute some of these modules."""
+def _refused_modules(rules: Rules, modules: set[str]) -> Iterator[str]:
     model, options = rules.job.model, rules.options
     if model.transformer_impl == "local" and modules & OWN_MODULES_OF_TE:
         yield "recompute of layernorm, moe_act and mla_up_proj needs Transformer Engine"
@@ -196,3 +144,47 @@ def _refusals(rules: Rules, modules: set[str]) -> Iterator[str]:
     offloads = options.fine_grained_activation_offloading and {"moe_act", "expert_fc1", "fused_group_mlp"}
     if "moe" in modules and offloads and rules.release >= (0, 19) and offloads & {*options.offload_modules}:
         yield f"{flag_of('offload_modules')} within experts excludes recompute of moe"
+
+
+def _graph_faults(rules: Rules, recompute: Recompute) -> Broken:
+    """Check recompute against CUDA graphs (TransformerConfig, and validate_args of 0.14 and 0.15)."""
+    graphs = rules.options.graphs
+    if graphs.impl == "none" or recompute.granularity == "none":
+        return
+    names = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules", "recompute", "recompute_modules")
+    if recompute.granularity == "full":
+        if graphs.impl != ITERATION or rules.release < FIRST_SCOPES:
+            yield BrokenRule("CUDA graphs exclude full recompute", names, "remove one")
+        return
+    excludes = _graph_excludes if rules.release >= FIRST_SCOPES else _graph_excludes_before_scopes
+    for module, reason in excludes(rules, graphs):
+        if module in (recompute.modules or ("core_attn",)):
+            yield BrokenRule(f"CUDA graphs exclude recompute of {module}{reason}", names, "remove one")
+
+
+def _graph_excludes(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
+    """Yield modules that must not be recomputed, with reasons; a graph with recompute cannot draw random numbers."""
+    model = rules.job.model
+    if graphs.impl == ENGINE and "moe_router" in graphs.modules:
+        yield "moe", " beside a graph of moe_router"
+    is_random = {
+        "core_attn": ("attn", model.attention_dropout > 0, "attention dropout"),
+        "mlp": ("mlp", model.hidden_dropout > 0, "hidden dropout"),
+        "moe": ("moe", model.hidden_dropout > 0, "hidden dropout"),
+    }
+    for module, (graph, draws, words) in is_random.items():
+        if draws and (not graphs.modules or graph in graphs.modules):
+            yield module, f" with {words}"
+    if rules.options.moe_input_jitter_eps is not None and (not graphs.modules or "moe" in graphs.modules):
+        yield "moe", " with jitter"
+
+
+def _graph_excludes_before_scopes(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
+    """Yield the modules that graphs exclude before 0.16: all, except with some graphs of Transformer Engine."""
+    every = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+    allowed: set[str] = set()
+    if rules.release < (0, 15) and graphs.impl == ENGINE:
+        allowed = {*every}
+    elif graphs.impl == ENGINE and graphs.modules == {"attn"}:
+        allowed = {*every} - {"core_attn", "mla_up_proj"}
+    yield from ((module, "") for module in every if module not in allowed)

@@ -41,7 +41,7 @@ HYBRID = HybridLayers(pattern="M*M-", mamba_state_dim=16, mamba_head_dim=8, mamb
     [
         ("0.17.1", Layout(tp=4), "tp does not divide mamba_num_groups=2"),
         ("0.16.1", Layout(tp=2), None),
-        ("0.16.1", Layout(pp=2, layers_per_chunk=(1, 3)), "as many layers on each stage"),
+        ("0.16.1", Layout(pp=2, layers_per_chunk=(1, 3)), "equally many layers on each stage"),
         ("0.17.1", Layout(pp=2, layers_per_chunk=(1, 3)), None),
         ("0.17.1", Layout(recompute=Recompute(granularity="full", method="uniform", num_layers=1)), "before 0.18"),
         ("0.17.1", Layout(cp=4), None),

@@ -30,7 +30,7 @@ FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
         (
             f"{TP} 4 --num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups=6",
             f"{TP} 4 and --num-query-groups=6",
-            "tp is no divisor or multiple of num_query_groups=6",
+            "tp is not a divisor or multiple of num_query_groups=6",
             ONE,
         ),
         (
@@ -114,11 +114,11 @@ def test_the_planner_and_the_reader_judge_alike(words: str, flags: str, reason: 
     [
         (
             "--recompute-granularity selective --recompute-modules mlp",
-            "recompute of mlp hangs where layers have biases",
+            "recompute of mlp hangs if layers have biases",
         ),
         (
             f"{FSDP} --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads {TP} 8",
-            "Megatron-FSDP adds gradients twice that one rank holds alone",
+            "Megatron-FSDP adds gradients twice if one rank holds them alone",
         ),
     ],
 )

@@ -60,7 +60,7 @@ class Controller(ABC):
 
     @abstractmethod
     def decide(self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str]) -> Decision:
-        """Decide what a new round does on all nodes; `lost` maps lost hosts of the last round to reasons."""
+        """Decide the next phase of all nodes; `lost` maps lost hosts of the last round to reasons."""
 
     @abstractmethod
     def after_warmup(self, decision: Decision, failure: str) -> Decision:

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pipette_launch import megatron
 from pipette_launch.facts.messages import Failure
+from pipette_launch.megatron.logs import OUT_OF_MEMORY
 
 END_S = 10.0
 """Seconds that the kernel gets to end processes after SIGKILL."""
@@ -204,7 +205,7 @@ def as_oom_kill(failure: Failure | None, *, kills: int) -> Failure | None:
     """Blame memory for a SIGKILL without another cause, if the kernel killed `kills` > 0 processes since the start."""
     if failure is None or failure.exit_code != -signal.SIGKILL or failure.kind != "other" or kills == 0:
         return failure
-    cause = "out of memory: the kernel killed a process, because the memory of the host or of its cgroup was full"
+    cause = f"{OUT_OF_MEMORY}: the kernel killed a process, because the memory of the host or of its cgroup was full"
     return replace(failure, kind="out-of-host-memory", cause=cause)
 
 

@@ -211,7 +211,7 @@ class MachineMeasurements(_KeptFile):
         super().__init__(root, CLUSTERS, key, CLUSTER)
 
     def load(self) -> Measurements | None:
-        """Return the last measurements of these hosts, in the order of their file; None if there are none."""
+        """Return the last measurements of these hosts, in the order of their file; None without a file."""
         return self.read(Measurements)
 
     def kept(self, measurements: Measurements) -> Measurements:
@@ -234,7 +234,7 @@ class ShortageFile(_KeptFile):
         super().__init__(root, SHORTAGES, key, SHORTAGE)
 
     def load(self) -> Shortage | None:
-        """Return the known shortage; None if there is none."""
+        """Return the known shortage; None without a file."""
         return self.read(Shortage)
 
     def keep(self, shortage: Shortage) -> None:
@@ -286,12 +286,6 @@ def check_belongs(plan: Plan, hosts: Sequence[Host], source: str, *, key: str = 
 def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
     """Turn a plan from a file into a plan of this job; return it with a note for the user, or an empty text.
 
-    Args:
-        plan: as the file has it.
-        job: job to run.
-        key: of this job.
-        source: name of the file.
-
     Raises:
         PlanError: the plan changes what this job pins.
 
@@ -309,12 +303,6 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
 
 def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
     """Turn an earlier plan into a plan of this job: with its own configuration, and without choices that it excludes.
-
-    Args:
-        plan: for the job's number of hosts.
-        job: job to run.
-        key: of this job.
-        source: origin of the plan, for the error.
 
     Raises:
         PlanError: the plan changes what this job pins, or splits ranks that its flags demand inside one host.
@@ -367,9 +355,6 @@ def kept_together(plan: Plan, job: Job, domains: Domains, source: str) -> Plan:
 
     Args:
         plan: with its hosts in the order of `domains`.
-        job: job to run.
-        domains: hosts of the plan.
-        source: origin of the plan, for the error.
 
     Raises:
         PlanError: the plan itself splits such ranks.

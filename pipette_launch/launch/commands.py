@@ -52,11 +52,9 @@ def probe_options(
     """Return the order of a warm-up.
 
     Args:
-        job: model, batch and the user's own layout.
         hosts: hosts with equal numbers of devices, in order.
-        options: budget, and the place of the script.
         folder: private folder where the first worker leaves the measurements.
-        known: file of earlier measurements on these hosts; None or missing if there are none.
+        known: file of earlier measurements on these hosts, which may be missing; None for no such file.
         conditions: of the hosts' devices, in slot order; empty if unknown.
         num_training: number of hosts that will train while the others stand by; None for all.
 
@@ -90,7 +88,7 @@ def probe_options(
         known=str(known) if known and known.exists() else "",
         budget_s=options.budget_s,
         conditions=tuple(conditions),
-        # A megatron-core beside the script will train, so the warm-up must measure that one.
+        # If a megatron-core lies beside the script, the training imports it, so the warm-up must too.
         python_path=() if options.is_module else (str(Path(options.script).resolve().parent),),
     )
 
@@ -153,8 +151,6 @@ def training(
     """Run the user's script under a decision.
 
     Args:
-        decision: gives arguments, variables and patches.
-        options: the script as the user named it.
         entrypoint: torchrun's own program for the workers.
         arguments: torchrun's own arguments for it, which end with the script's.
         folder: private folder of this node, for the pipeline schedule of a patched script.

@@ -30,107 +30,6 @@ logger = logging.getLogger(__name__)
 Judge: TypeAlias = "Callable[[Sequence[Host], Sequence[Sequence[DeviceCondition]]], Sequence[Verdict]]"
 
 
-class DecisionWriter:
-    """Turns plans and errors into decisions for all nodes."""
-
-    def __init__(
-        self,
-        options: Options,
-        script: Script,
-        planner: Planner,
-        trials: TrialCoordinator,
-        *,
-        interruption: type[Exception],
-    ) -> None:
-        """Begin; `interruption` is the exception that a signal raises, which is not a failure of a plan."""
-        self._options = options
-        self._script = script
-        self._planner = planner
-        self._trials = trials
-        self._interruption = interruption
-        self.is_start = True
-        """Whether this is the first round."""
-
-    def train(
-        self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str, is_tried: bool = True
-    ) -> Decision:
-        """Return the decision to run a plan's candidate: its training, or a check or trials before it."""
-        following = replace(bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason)
-        choice = following.choice
-        layout = choice.layout if choice else job.own
-        following = replace(
-            following,
-            script_arguments=self._script.words(job, layout),
-            environment=self._script.environment(layout, plan.device_kind, is_own=choice is None),
-            patches=self._planner.patches,
-        )
-        # The check comes before trials: trials of an order that the check rejects would prove nothing.
-        if needs_check(following) and not self._options.dry_run:
-            return check_before(following)
-        if attempt == 0 and is_tried and (following := self._trials.open(following, job)).phase == "trial":
-            return following
-        self._script.leave_record(plan, following.choice)
-        return replace(following, phase="stop") if self._options.dry_run else following
-
-    def after_check(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
-        """Return the decision to run the checked order, or device order if the check failed.
-
-        Args:
-            bare: training without the arguments of its plan.
-            ended: the check.
-            report: its result.
-
-        """
-        planner = self._planner
-        # --pipette-quiet prints every reason of a decision, so a check that passed gives no reason.
-        plan, told = failed(ended, report.failure) if report.failure else (passed(ended), "")
-        given = ended.script_arguments
-        batch = megatron.global_batch_size(given) if given else None
-        job = planner.read_job(sum(bare.num_slots), plan.device_kind, global_batch_size=batch)
-        known = planner.measurements
-        if report.failure and known is not None and plan.hosts == tuple(host.name for host in known.cluster.hosts):
-            # Imported here, because a start from the cache predicts nothing.
-            from pipette_launch.planning.measured_plan import priced_anew
-
-            outcomes = planner.cache.outcomes(known.cluster.hosts[0])
-            plan = priced_anew(plan, job, known, outcomes, options=planner.options.search_options())
-        if plan.provenance.source != "file" and not ended.is_refitted:
-            planner.keep(plan, job)
-        following = self.train(bare, job, plan, attempt=ended.attempt, reason=told, is_tried=not ended.is_refitted)
-        return replace(following, proven=ended.proven, is_refitted=ended.is_refitted)
-
-    def guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
-        """Decide; after an error train with the user's own configuration, or stop if the user asked for that."""
-        self._planner.job = None
-        is_misuse = False
-        try:
-            return decide()
-        except self._interruption:
-            raise
-        except PipetteError as error:
-            reason = str(error)
-            # Once a job runs, hosts may leave. A plan for other hosts is then not the user's mistake.
-            is_misuse = isinstance(error, UsageError) and self.is_start and self._options.on_error != "train"
-        except Exception as error:
-            logger.exception("planning failed")
-            reason = f"planning failed by an error of pipette-launch itself: {type(error).__name__}: {error}"
-        reason = joined(bare.reason, reason)
-        if is_misuse or self._options.on_error == "fail" or self._options.only_looks:
-            return replace(bare, phase="stop", failed=True, is_misuse=is_misuse, reason=reason)
-        reason = f"{reason}; training with your own configuration as torchrun would"
-        following = replace(bare, patches=self._planner.patches, reason=reason)
-        job = self._planner.job
-        if job is None:
-            return following
-        # A checkpoint dictates sizes, without which it cannot be loaded. Other arguments stay.
-        try:
-            words = self._script.words(job, job.own)
-        except PipetteError:
-            return following
-        needed = self._script.environment(job.own, self._planner.device_kind, is_own=True)
-        return replace(following, script_arguments=words, environment=needed)
-
-
 class Coordinator:
     """Decides for all nodes. Every agent has a coordinator; the first node's is used."""
 
@@ -147,12 +46,11 @@ class Coordinator:
         """Begin.
 
         Args:
-            options: settings of the user.
             folder: private folder where the warm-up leaves its measurements.
             interruption: exception that a signal raises; not a failure of a plan.
             judge: finds sick devices and hosts in the drivers' reports.
             least_nodes: MIN of --nnodes.
-            is_static: whether the rendezvous waits for all nodes, whatever --nnodes says.
+            is_static: true if the rendezvous waits for all nodes and ignores --nnodes.
 
         """
         self._options = options
@@ -171,7 +69,9 @@ class Coordinator:
         self._script = Script(options, environ)
         self._planner = Planner(options, self._script, environ, least_nodes=least_nodes)
         self._trials = TrialCoordinator(options, self._script)
-        self._writer = DecisionWriter(options, self._script, self._planner, self._trials, interruption=interruption)
+        self._interruption = interruption
+        self._is_start = True
+        """True in the first round."""
 
     @property
     def cache(self) -> Cache:
@@ -188,15 +88,14 @@ class Coordinator:
     def decide(
         self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str] | None = None
     ) -> Decision:
-        """Decide what a new round does on all nodes.
+        """Decide the next phase of all nodes.
 
         Args:
-            records: one for each agent.
             held: decision of the last round; None in the first round.
             lost: hosts that cannot train, each with the reason: gone, or not reachable from others.
 
         """
-        self._writer.is_start = held is None
+        self._is_start = held is None
         given = held.script_arguments if held else None
         self._batch = megatron.global_batch_size(given) if given else None
         ordered = in_order(records)
@@ -208,7 +107,7 @@ class Coordinator:
             restarts_left=held.restarts_left if held else min(record.max_restarts for record in records),
         ).leaving_out(lost or ())
         able = [record for record in ordered if record.token in bare.tokens]
-        decision = self._writer.guarded(bare, lambda: self._decide(bare, able, held, lost))
+        decision = self._guarded(bare, lambda: self._decide(bare, able, held, lost))
         reached = max((record.iteration for record in records), default=0)
         return replace(decision, iteration=reached or (held.iteration if held else 0), shortage=self._planner.shortage)
 
@@ -235,7 +134,7 @@ class Coordinator:
         bare = bare.leaving_out(set(bare.hosts) - set(held.hosts))
         if isinstance(step, replan.TryNext):
             bare = replace(bare, failures=(*held.failures, *(one.failure for one in records if one.failure)))
-            return self._writer.guarded(bare, lambda: self._next(bare, held, step))
+            return self._guarded(bare, lambda: self._next(bare, held, step))
         return replace(
             held,
             tokens=bare.tokens,
@@ -251,7 +150,7 @@ class Coordinator:
     def _next(self, bare: Decision, held: Decision, step: replan.TryNext) -> Decision:
         assert held.plan is not None
         job = self._planner.read_job(sum(bare.num_slots), held.plan.device_kind, global_batch_size=self._batch)
-        return self._writer.train(bare, job, held.plan, attempt=step.attempt, reason=step.reason)
+        return self._train(bare, job, held.plan, attempt=step.attempt, reason=step.reason)
 
     def _use_fallback(self, bare: Decision, records: Sequence[NodeRecord], step: replan.UseFallback) -> Decision:
         """Train at once with a plan that was made ahead, on the hosts that are there."""
@@ -266,15 +165,15 @@ class Coordinator:
                 told = f"the plan made for this cannot be used: {error}"
                 return self._first(bare, records, joined(step.changes, told))
             ran = replace(step, plan=plan, proven=step.proven and plan.chosen.layout == step.plan.chosen.layout)
-            following = self._writer.train(smaller, job, plan, attempt=0, reason=ran.reason, is_tried=False)
+            following = self._train(smaller, job, plan, attempt=0, reason=ran.reason, is_tried=False)
             return replace(following, proven=ran.proven, is_refitted=True)
 
-        return self._writer.guarded(smaller, use)
+        return self._guarded(smaller, use)
 
     # -- hosts without a plan -------------------------------------------------------------------------------------
 
     def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
-        """Find a plan for hosts that have none, without hosts that the policy excludes."""
+        """Find a plan for new hosts, without hosts that the policy excludes."""
         hosts = hosts_of(records, bare.hosts)
         self._conditions = {host.name: record.conditions for host, record in zip(hosts, records, strict=True)}
         self._told_by_drivers = verdicts = tuple(self._judge(hosts, [*self._conditions.values()]))
@@ -285,7 +184,7 @@ class Coordinator:
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
         smaller, rest = apart(bare, hosts, ruling)
-        return self._writer.guarded(smaller, lambda: self._find(smaller, rest))
+        return self._guarded(smaller, lambda: self._find(smaller, rest))
 
     def _find(self, bare: Decision, hosts: tuple[Host, ...]) -> Decision:
         """Find a plan: in a file, in the cache, or by measuring."""
@@ -294,7 +193,7 @@ class Coordinator:
             bare, hosts = self._without_spares_of(options.plan, bare, hosts)
             job = planner.read_keyed(hosts, global_batch_size=self._batch)
             named = planner.from_file(options.plan, job, hosts)
-            return self._writer.train(bare, job, named, attempt=0, reason=bare.reason)
+            return self._train(bare, job, named, attempt=0, reason=bare.reason)
         if options.probe_to is not None:
             return self._measure(bare, planner.read_keyed(hosts), hosts)
         job = planner.read_with_spares(hosts, options.spares, global_batch_size=self._batch)
@@ -307,10 +206,10 @@ class Coordinator:
             if cached is not None:
                 planner.measurements = planner.surveyed = known
                 reason = joined(bare.reason, *ruling.reasons)
-                return self._writer.train(bare, job, replace(cached, other_hosts=()), attempt=0, reason=reason)
+                return self._train(bare, job, replace(cached, other_hosts=()), attempt=0, reason=reason)
         elif known and ruling.on_standby and (remembered := self._remembered(bare, hosts, ruling, known)) is not None:
             return remembered
-        surveyed = None if self._measures_anew or self._writer.is_start else planner.surveyed_of(bare.hosts)
+        surveyed = None if self._measures_anew or self._is_start else planner.surveyed_of(bare.hosts)
         if surveyed is not None:
             told = "nothing is measured again: the plan uses earlier measurements of these nodes"
             return self._plan(replace(bare, reason=joined(bare.reason, told)), hosts, job, surveyed)
@@ -359,7 +258,7 @@ class Coordinator:
         plan = replace(cached, other_hosts=ruling.spares)
         self._planner.measurements, self._planner.surveyed = self.cache.measurements(), known
         reason = joined(bare.reason, *ruling.reasons, forget, told)
-        return self._writer.guarded(smaller, lambda: self._writer.train(smaller, job, plan, attempt=0, reason=reason))
+        return self._guarded(smaller, lambda: self._train(smaller, job, plan, attempt=0, reason=reason))
 
     def _with_spares(self, ruling: Ruling, verdicts: Sequence[Verdict], hosts: tuple[Host, ...]) -> Ruling:
         """Apply --pipette-spares."""
@@ -390,7 +289,7 @@ class Coordinator:
         from pipette_launch.launch.commands import warmup_order
 
         bare = replace(decision, phase="train", probe_options="", reason="")
-        return self._writer.guarded(bare, lambda: self._weigh(bare, warmup_order(decision), failure))
+        return self._guarded(bare, lambda: self._weigh(bare, warmup_order(decision), failure))
 
     def _weigh(self, bare: Decision, order: WarmupOrder, failure: str) -> Decision:
         self._planner.job = order.job
@@ -407,7 +306,7 @@ class Coordinator:
     def _plan(self, bare: Decision, hosts: tuple[Host, ...], job: Job, measurements: Measurements) -> Decision:
         """Plan for the measured hosts, without spares and without those that proved sick."""
         ruling = self._with_spares(self._rule(measurements.verdicts, hosts), measurements.verdicts, hosts)
-        # The warm-up finds again what the drivers reported before it.
+        # The drivers reported some of these before the warm-up.
         news = (reason for reason in ruling.reasons if reason not in self._told_before_warmup)
         bare = replace(bare, reason=joined(bare.reason, *news))
         if ruling.stops:
@@ -420,9 +319,9 @@ class Coordinator:
             job_of_rest = self._planner.read_keyed(rest, global_batch_size=self._batch) if ruling.on_standby else job
             left = without_hosts(measurements, ruling.on_standby)
             plan = self._planner.solve(job_of_rest, left, surveyed=measurements, spares=ruling.spares)
-            return self._writer.train(smaller, job_of_rest, plan, attempt=0, reason=smaller.reason)
+            return self._train(smaller, job_of_rest, plan, attempt=0, reason=smaller.reason)
 
-        return self._writer.guarded(smaller, solve)
+        return self._guarded(smaller, solve)
 
     def after_trial(self, ended: Decision, report: TrialReport) -> Decision:
         """Return the next trial, or the training of the plan that was measured best."""
@@ -431,13 +330,87 @@ class Coordinator:
 
         def decide() -> Decision:
             if ended.checks_order:
-                return self._writer.after_check(bare, ended, report)
+                return self._after_check(bare, ended, report)
             following = self._trials.judge(ended, report)
             if isinstance(following, Decision):
                 return following
             plan = self._planner.without_what_cannot_load(following.plan, following.job)
             if following.is_worth_keeping:
                 self._planner.keep(plan, following.job)
-            return self._writer.train(bare, following.job, plan, attempt=0, reason=following.reason)
+            return self._train(bare, following.job, plan, attempt=0, reason=following.reason)
 
-        return self._writer.guarded(replace(bare, plan=None), decide)
+        return self._guarded(replace(bare, plan=None), decide)
+
+    # -- plans and errors as decisions --------------------------------------------------------------------------------
+
+    def _train(
+        self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str, is_tried: bool = True
+    ) -> Decision:
+        """Return the decision to run a plan's candidate: its training, or a check or trials before it."""
+        following = replace(bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason)
+        choice = following.choice
+        layout = choice.layout if choice else job.own
+        following = replace(
+            following,
+            script_arguments=self._script.words(job, layout),
+            environment=self._script.environment(layout, plan.device_kind, is_own=choice is None),
+            patches=self._planner.patches,
+        )
+        # The check comes before trials: trials of an order that the check rejects would prove nothing.
+        if needs_check(following) and not self._options.dry_run:
+            return check_before(following)
+        if attempt == 0 and is_tried and (following := self._trials.open(following, job)).phase == "trial":
+            return following
+        self._script.leave_record(plan, following.choice)
+        return replace(following, phase="stop") if self._options.dry_run else following
+
+    def _after_check(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
+        """Return the decision to run the checked order, or device order if the check failed."""
+        planner = self._planner
+        # --pipette-quiet prints every reason of a decision, so a check that passed gives no reason.
+        plan, told = failed(ended, report.failure) if report.failure else (passed(ended), "")
+        given = ended.script_arguments
+        batch = megatron.global_batch_size(given) if given else None
+        job = planner.read_job(sum(bare.num_slots), plan.device_kind, global_batch_size=batch)
+        known = planner.measurements
+        if report.failure and known is not None and plan.hosts == tuple(host.name for host in known.cluster.hosts):
+            # Imported here, because a start from the cache predicts nothing.
+            from pipette_launch.planning.measured_plan import priced_anew
+
+            outcomes = planner.cache.outcomes(known.cluster.hosts[0])
+            plan = priced_anew(plan, job, known, outcomes, options=planner.options.search_options())
+        if plan.provenance.source != "file" and not ended.is_refitted:
+            planner.keep(plan, job)
+        following = self._train(bare, job, plan, attempt=ended.attempt, reason=told, is_tried=not ended.is_refitted)
+        return replace(following, proven=ended.proven, is_refitted=ended.is_refitted)
+
+    def _guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
+        """Decide; after an error train with the user's own configuration, or stop if the user asked for that."""
+        self._planner.job = None
+        is_misuse = False
+        try:
+            return decide()
+        except self._interruption:
+            raise
+        except PipetteError as error:
+            reason = str(error)
+            # Once a job runs, hosts may leave. A plan for other hosts is then not the user's mistake.
+            is_misuse = isinstance(error, UsageError) and self._is_start and self._options.on_error != "train"
+        except Exception as error:
+            logger.exception("planning failed")
+            reason = f"planning failed by an error of pipette-launch itself: {type(error).__name__}: {error}"
+        reason = joined(bare.reason, reason)
+        if is_misuse or self._options.on_error == "fail" or self._options.only_looks:
+            return replace(bare, phase="stop", failed=True, is_misuse=is_misuse, reason=reason)
+        reason = f"{reason}; training with your own configuration as torchrun would"
+        following = replace(bare, patches=self._planner.patches, reason=reason)
+        job = self._planner.job
+        if job is None:
+            return following
+        # A checkpoint dictates sizes, without which it cannot be loaded. Other arguments stay.
+        try:
+            words = self._script.words(job, job.own)
+        except PipetteError:
+            return following
+        needed = self._script.environment(job.own, self._planner.device_kind, is_own=True)
+        return replace(following, script_arguments=words, environment=needed)

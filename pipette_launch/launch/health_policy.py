@@ -1,4 +1,4 @@
-"""What happens to sick hosts and to spares (`--pipette-on-sick`, `--pipette-spares`), decided from verdicts alone."""
+"""The policy for sick hosts and spares (`--pipette-on-sick`, `--pipette-spares`), which decides from verdicts alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ruling:
     reasons: tuple[str, ...] = ()
     """Sentences for the user."""
     stops: bool = False
-    """Whether the job must not train."""
+    """True if the job must not train."""
     spares: tuple[str, ...] = ()
     """Hosts that run no workers until another host is lost."""
 
@@ -48,9 +48,8 @@ def rule(
     Args:
         verdicts: about these hosts, healthy ones included.
         hosts: hosts that are to train, in torchrun's order.
-        policy: value of --pipette-on-sick.
         least_nodes: MIN of --nnodes.
-        is_static: whether the rendezvous waits for all nodes, whatever --nnodes says.
+        is_static: true if the rendezvous waits for all nodes and ignores --nnodes.
         why_not: returns why the job cannot run on the given hosts alone; empty if it can.
 
     """
@@ -97,10 +96,7 @@ def with_spares(
     """Choose spares among the hosts that are not left out: sick ones first, then the last in order.
 
     Args:
-        ruling: hosts that are left out.
         verdicts: about these hosts, healthy ones included.
-        hosts: in torchrun's order.
-        count: number of spares that the user asked for.
         least_nodes: MIN of --nnodes.
         why_not: returns why the job cannot run on the given hosts alone; empty if it can.
 

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
 
 
 def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[], float]) -> Advice:
-    """Plan for a short time, and return what the shortlisted plans use; an empty Advice has the reason."""
+    """Plan for a short time, and return the links, groups and stages of the shortlisted plans, or a reason."""
     job = question.job
     try:
         measured = with_extrapolated_times(job, question.measurements)

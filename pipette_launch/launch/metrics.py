@@ -54,7 +54,6 @@ class MetricsFile:
 
         Args:
             path: Prometheus file that the user named; None if there is no such file.
-            script: name of the training script.
             keeps: whether to write into the job's folder of the cache. A job that trains nothing would overwrite the
                 document of a training.
             now: seconds since 1970.

@@ -1,4 +1,4 @@
-"""The controller of one node: it describes the node, runs what the coordinator decided, and shows the results."""
+"""The controller of one node: it describes the node, carries out decisions, and shows the results."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class NodeController(Controller):
     def decide(
         self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str] | None = None
     ) -> Decision:
-        """Decide what a new round does on all nodes; `lost` maps hosts of the last round to why they are gone."""
+        """Decide the next phase of all nodes; `lost` maps lost hosts of the last round to reasons."""
         self._metrics.lost(lost or ())
         return self._coordinator.decide(records, held, lost)
 
@@ -216,7 +216,7 @@ class NodeController(Controller):
         files.write(path, replace(order, progress_dir=str(self.progress_folder), output=str(self.measured_path)))
         return commands.warmup(path)
 
-    # -- what the workers print -----------------------------------------------------------------------------------
+    # -- output of the workers -------------------------------------------------------------------------------------
 
     def saw_line(self, line: str) -> float | None:
         """Read a line of the last rank's stdout; return its step time (s) if it reports an iteration, else None."""

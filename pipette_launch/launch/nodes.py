@@ -32,7 +32,7 @@ class Machine:
     """Troubles that do not prevent a plan, such as lost GPUs."""
     trouble: str = ""
     is_misuse: bool = False
-    """Whether the trouble is a flag that asks for something this machine does not have."""
+    """True if the trouble is a flag that asks for something this machine does not have."""
 
 
 def described(node: Node, device: Literal["auto", "cuda", "cpu"]) -> Machine:
@@ -66,7 +66,6 @@ def unique_names(records: Sequence[NodeRecord], held: Mapping[str, str] | None =
     """Return a unique name for each host; equal names get the address or a number.
 
     Args:
-        records: one for each host.
         held: names of the last round, by token. They stay, so that the loss of one host does not rename others.
 
     """

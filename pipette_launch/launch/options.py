@@ -29,7 +29,7 @@ class Options:
     script: str
     script_arguments: tuple[str, ...]
     runs_python: bool
-    """Whether torchrun starts the script with a Python interpreter, so that patches can come before it."""
+    """True if torchrun starts the script with a Python interpreter, so that patches can come before it."""
     is_module: bool
     plan: Path | None = None
     probe_to: Path | None = None
@@ -54,7 +54,7 @@ class Options:
     schedules: tuple[str, ...] = ()
     """Pipeline schedules that a plan may use in addition to Megatron's own."""
     is_function: bool = False
-    """Whether torchrun runs the script as a function (`--run-path`)."""
+    """True if torchrun runs the script as a function (`--run-path`)."""
     watch: Literal["warn", "restart", "off"] = "warn"
     """Reaction to slower steps during the training."""
     watch_limit: float = defaults.WATCH_LIMIT
@@ -96,7 +96,7 @@ class Options:
 
     @property
     def only_looks(self) -> bool:
-        """Whether the job trains nothing."""
+        """True if the job trains nothing."""
         return self.dry_run or self.probe_to is not None
 
     def search_options(self) -> SolveOptions:
@@ -163,7 +163,7 @@ class Script:
         if path is None or self._options.dry_run:
             return
         try:
-            # Shared, because whoever may load the checkpoints needs the plan.
+            # Shared, because every user who may load the checkpoints needs the plan.
             files.write(path, replace(plan, chosen=choice or plan.own, keeps_own=choice is None), shared=True)
         except OSError as error:
             logger.warning(

@@ -109,7 +109,6 @@ def found_files(path: Path, cluster: Path | None) -> FoundFiles:
     """Read a plan file, and `cluster.json` and `outcome.json` beside it.
 
     Args:
-        path: of the plan.
         cluster: file of the measurements behind the plan; None for the file beside the plan, if there is one.
 
     Raises:
@@ -149,7 +148,6 @@ def trace_of(found: FoundFiles, profile: Path | None = None) -> str:
     """Return the trace as JSON.
 
     Args:
-        found: a plan, and the files beside it.
         profile: folder of the traces that torch's profiler left of the plan's training; None for no measured passes.
 
     Raises:

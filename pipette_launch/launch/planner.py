@@ -41,15 +41,7 @@ class Planner:
     """The job and the measurements of its hosts, on the node that decides for all."""
 
     def __init__(self, options: Options, script: Script, environ: Mapping[str, str], *, least_nodes: int) -> None:
-        """Begin.
-
-        Args:
-            options: settings of the user.
-            script: as the user named it.
-            environ: the user's own variables.
-            least_nodes: MIN of --nnodes.
-
-        """
+        """Begin."""
         self._options = options
         self._script = script
         self._environ = environ
@@ -136,7 +128,7 @@ class Planner:
     def from_cache(self, job: Job, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
         """Return an earlier job's plan without candidates that are known to run out of memory, and a reason.
 
-        The plan is None if no plan was kept, it cannot be used, or all of its candidates need too much memory.
+        The plan is None if it is missing or cannot be used, or if all of its candidates need too much memory.
         """
         plan, trouble = self.cache.load(hosts)
         if plan is None or self.shortage is None:
@@ -162,8 +154,6 @@ class Planner:
         """Search for a plan, and keep it; raises PlanError if there is no plan.
 
         Args:
-            job: for the hosts that train.
-            measurements: of these hosts.
             surveyed: of all hosts that were measured with them.
             spares: hosts that were measured with them and stand by.
 
@@ -233,14 +223,7 @@ class Planner:
     # -- after a failure or the loss of a host --------------------------------------------------------------------
 
     def recall(self, held: Decision, records: Sequence[NodeRecord], *, global_batch_size: int | None) -> None:
-        """Find the measurements behind the plan in force, and learn from the attempt if memory ran out.
-
-        Args:
-            held: decision under which the last attempt ran.
-            records: its end, one for each agent.
-            global_batch_size: of the training so far.
-
-        """
+        """Find the measurements behind the plan in force, and learn from the attempt if memory ran out."""
         if self.surveyed is None and held.plan is not None:
             self.surveyed = Cache(self._options.cache, held.plan.provenance.key).measurements()
         self.shortage = lower(self.shortage, held.shortage)
@@ -269,11 +252,6 @@ class Planner:
     def fitted(self, step: UseFallback, hosts: Sequence[Host], *, global_batch_size: int | None) -> tuple[Job, Plan]:
         """Turn a fallback plan into the plan of the remaining hosts, with ranks placed for the links between them.
 
-        Args:
-            step: the fallback plan, with these hosts in it.
-            hosts: hosts that run its ranks, in torchrun's order.
-            global_batch_size: of the training so far.
-
         Raises:
             PipetteError: the job cannot run this way, or cannot load its checkpoint.
 
@@ -299,13 +277,7 @@ class Planner:
         return job, kept_together(plan, job, Domains.of(measurements.cluster), MADE_AHEAD)
 
     def without_what_cannot_load(self, plan: Plan, job: Job) -> Plan:
-        """Remove fallback plans that cannot load the checkpoints of the chosen candidate; a note has their number.
-
-        Args:
-            plan: its fallback plans were made for another candidate.
-            job: that the plan runs.
-
-        """
+        """Remove fallback plans that cannot load the checkpoints of the chosen candidate; a note has their number."""
         layout = plan.chosen.layout
         saved = megatron.continuation(self._options.script_arguments, job, layout)
         left = tuple(one for one in plan.templates if saved.can_load(layout, one.chosen.layout))
@@ -320,7 +292,7 @@ def _shortage_of(held: Decision, records: Sequence[NodeRecord]) -> Shortage | No
     """Return the shortage of an attempt that ran out of memory although its plan was predicted to fit; else None."""
     if held.phase != "train" or held.plan is None:
         return None
-    # A GPU plan predicts the memory of GPUs and not that of hosts.
+    # A plan for GPUs predicts only the memory of GPUs.
     kinds = ("out-of-memory",) if held.plan.device_kind == "cuda" else ("out-of-memory", "out-of-host-memory")
     ended = [record.failure for record in records if record.failure and record.attempt == held.attempt]
     short = next((failure for failure in ended if failure.kind in kinds), None)

@@ -77,7 +77,7 @@ class Step:
 
     @property
     def is_first(self) -> bool:
-        """Whether the nodes meet at this node."""
+        """True if the nodes meet at this node."""
         return self.node == self.hosts[0]
 
     @property
@@ -123,11 +123,6 @@ def current_step(environ: Mapping[str, str], expand: Callable[[str], tuple[str, 
 
     A shell on a terminal (`srun --pty`) does not: a command typed there runs on its node alone. A step of a
     heterogeneous job does not either, because its list of nodes covers one component only.
-
-    Args:
-        environ: variables of this process.
-        expand: turns a list of nodes in SLURM's notation into names.
-
     """
     number = environ.get("SLURM_STEP_ID", "")
     nodes = environ.get("SLURM_STEP_NODELIST", "")

@@ -1,4 +1,4 @@
-"""The lines that one node prints about a job: decisions, plans, and the progress of a phase."""
+"""The lines that a node prints about a job: decisions, plans, and the progress of a phase."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ProgressLine:
         self._stream.flush()
 
     def _log(self, ended: Sequence[str]) -> bool:
-        """Print the newly ended parts on one line; return false if there are none."""
+        """Print the newly ended parts on one line; return false without such parts."""
         news = ended[self._num_ended :]
         self._num_ended = len(ended)
         if news:
@@ -144,7 +144,7 @@ class Kept(NamedTuple):
     plan: Path | None = None
     """None if the plan has no file."""
     page: Path | None = None
-    """HTML report; None if there is none."""
+    """HTML report; None without a report."""
     unsaved: str = ""
     """Why there is no file and what to do; empty if no file was wanted."""
 

@@ -128,7 +128,6 @@ def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakRea
     """Compare used device memory with the prediction. torch's allocator keeps what it reserved, so this is the peak.
 
     Args:
-        choice: configuration that runs.
         used_bytes: memory that each RANK's device holds for this job.
 
     """
@@ -190,7 +189,6 @@ class Slowdown:
 
         Args:
             limit: fraction by which steps may become longer.
-            restarts: whether to measure the machines again when they do.
 
         """
         self._limit = limit
@@ -235,8 +233,6 @@ def has_trained(
 
     Args:
         lived_s: time from the workers' start to the first death.
-        step_time_s: predicted step time of the plan.
-        exit_codes: of the workers that died.
         saved_before: newest checkpoint at the workers' start.
         saved_now: newest checkpoint after their death.
 

@@ -86,7 +86,7 @@ def _back_in_order(plan: Plan) -> Plan:
     return replace(plan, chosen=back(plan.chosen), alternatives=tuple(map(back, plan.alternatives)))
 
 
-# -- what the user reads ------------------------------------------------------------------------------------------
+# -- lines for the user --------------------------------------------------------------------------------------------
 
 
 def trial_progress(decision: Decision, num_iterations: int, elapsed_s: float, *, asked: int) -> str:
@@ -128,9 +128,6 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
     """Return the result of one trial.
 
     Args:
-        choice: configuration that ran.
-        report: from the agents.
-        is_own: whether it is the user's own configuration.
         warm_ups: number of first iterations that do not count.
         iterations: number of iterations that count.
 
@@ -166,7 +163,7 @@ def outruns(plan: Trial, own: Trial, *, margin: float) -> bool:
 def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
     """Return the index of the best trial; None if no trial finished.
 
-    A plan replaces the user's own configuration only if it outruns it. Of the plans that do, the fastest wins.
+    Only a plan that outruns the user's own configuration may replace it, and the fastest such plan wins.
     """
     own = next(run for run in runs if run.is_own)
     better = [index for index, run in enumerate(runs) if not run.is_own and outruns(run, own, margin=margin)]
@@ -248,7 +245,7 @@ class TrialsResult(NamedTuple):
     plan: Plan
     reason: str
     is_worth_keeping: bool
-    """Whether the next start should use this result."""
+    """True if the next start should use this result."""
 
 
 class TrialCoordinator:

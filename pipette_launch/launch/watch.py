@@ -21,7 +21,6 @@ def read_job(path: Path, now_s: float) -> LiveJob:
 
     Args:
         path: document of the deciding node; the document of another node's measurements may lie beside it.
-        now_s: seconds since 1970.
 
     Raises:
         FileFormatError: the file is missing or damaged.

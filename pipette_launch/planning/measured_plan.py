@@ -33,11 +33,6 @@ def make_plan(
     """Search for a plan, and for its fallback plans; raises PlanError if no layout is legal, fits and can be priced.
 
     Args:
-        job: model, batch, the user's own layout and its pins.
-        measurements: of the job's hosts.
-        outcomes: of earlier jobs on such machines.
-        options: budget, margins, seed.
-        key: of the cache; the plan stores it.
         needs: conditions of the plans for fewer hosts; None makes no such plans.
 
     """
@@ -62,14 +57,6 @@ def placed_for(
     """Place the ranks of a plan again for the hosts that it got, and predict its step on them.
 
     The user's own configuration stays in torchrun's order.
-
-    Args:
-        plan: with these hosts in it.
-        job: for these hosts.
-        measurements: of these hosts.
-        outcomes: of earlier jobs on such machines.
-        options: margins, seed.
-
     """
     plan = in_order_of(plan, [host.name for host in measurements.cluster.hosts])
     if plan.keeps_own:

@@ -26,7 +26,7 @@ class Keep:
     """Go on with the same candidate: same ranks, same arguments, new store."""
 
     proven: bool
-    """Whether the candidate has trained before."""
+    """True if the candidate has trained before."""
     restarts_left: int = 0
     reason: str = ""
     """Why the workers start again; empty if only nodes on standby changed."""
@@ -47,7 +47,7 @@ class UseFallback:
     plan: Plan
     """Its first candidate runs; candidates that could not start are removed."""
     proven: bool
-    """Whether that candidate has trained before, on the same number of hosts."""
+    """True if that candidate has trained before, on the same number of hosts."""
     lost: tuple[tuple[str, str], ...]
     """Lost hosts, each with the reason, or an empty text."""
     came_back: tuple[str, ...]
@@ -77,7 +77,7 @@ class Measure:
 
     reason: str
     anew: bool = False
-    """Whether earlier measurements no longer hold."""
+    """True if earlier measurements no longer hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +99,7 @@ def decide(
     lost: Mapping[str, str] | None = None,
     least_nodes: int = 1,
 ) -> Step:
-    """Decide what a new round does with the plan of the last round.
+    """Decide how a new round goes on with the plan of the last round.
 
     A plan is kept while all hosts that it runs on are there; a host on standby may leave. A lost host counts more than
     the reports of the others, whose workers died because of it. Losing a host and a plan that cannot start cost no
@@ -107,11 +107,9 @@ def decide(
 
     Args:
         records: one for each agent of the new round whose host can train.
-        hosts: their host names, made unique.
         held: decision of the last round; None in the first round.
         written: the user's own arguments of the script.
         lost: hosts that can no longer train, each with the reason.
-        least_nodes: MIN of --nnodes.
 
     """
     before = _hosts_of(held) if held else ()
@@ -235,8 +233,6 @@ def why_to_give_up(
     """Return why a script that died before its first iteration would die under every plan; empty if a plan may help.
 
     Args:
-        failures: of this attempt, one for each node.
-        before: failures under other layouts.
         written: the user's own arguments of the script.
         given: arguments that the script got; None for the user's own.
 

@@ -1,4 +1,4 @@
-"""Bad input is named in one sentence by the one who decides (`end_to_end/test_bad_input` has a case of each, whole)."""
+"""The coordinator names bad input in one sentence (`end_to_end/test_bad_input` has a whole case of each)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipette_launch.facts import Layout, files
 )
 @pytest.mark.parametrize("on_error", ["train", "fail"])
 def test_contradictory_flags_are_named(tmp_path: Path, changes: list[str], expected: str, on_error: str) -> None:
-    """The flag and its value stand in the message; the user's own words train, or with `fail` the job stops."""
+    """The message has the flag and its value; the user's own arguments train, or the job stops with `fail`."""
     decision = coordinator(tmp_path, options(*changes, on_error=on_error)).decide(records(), None)
 
     assert expected in decision.reason
@@ -44,7 +44,7 @@ def test_contradictory_flags_are_named(tmp_path: Path, changes: list[str], expec
 )
 @pytest.mark.parametrize("on_error", [None, "train", "fail"])
 def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None, expected: str, on_error: Any) -> None:
-    """File and field are named; the job stops by the user's error, or trains where the user has said so."""
+    """The message has the file and the field; the job stops, or trains if the user asked for that."""
     path = tmp_path / "mine.json"
     if content is not None:
         path.write_text(content)
@@ -62,7 +62,7 @@ def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None, expected:
 
 @pytest.mark.parametrize(("is_misuse", "phase"), [(True, "stop"), (False, "train")])
 def test_a_device_that_is_not_there_is_an_error_of_the_users(tmp_path: Path, is_misuse: bool, phase: str) -> None:
-    """On whichever node it is missing; other troubles of a machine stop no job."""
+    """It may be missing on any node. Other troubles of a machine do not stop the job."""
     first, second = records()
     nodes = [first, replace(second, host=None, trouble="NVML shows no GPU", is_misuse=is_misuse)]
 
@@ -73,7 +73,7 @@ def test_a_device_that_is_not_there_is_an_error_of_the_users(tmp_path: Path, is_
 
 
 def test_a_plan_for_hosts_that_have_gone_is_nobodys_error(tmp_path: Path) -> None:
-    """A job that loses a node goes on without the plan that its user named for all of them."""
+    """A job that loses a node goes on without the plan file that the user named for all nodes."""
     path = tmp_path / "mine.json"
     files.write(path, plan(Layout(pp=2, dp=2)))
     one = coordinator(tmp_path, options(plan=path))

@@ -1,4 +1,4 @@
-"""A cache that others may change, that is full, read-only, or shared by jobs that die: no damage, and clear words."""
+"""A cache that others may change, or that is full, read-only or shared by dying jobs: no damage, and clear messages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_is_kept_is_private(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_everybody_may_write_is_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said in one line; one that is still to be made is fine."""
+    """One line says so. A folder that does not exist yet is fine."""
     assert tmp_path / "new" == _cache(str(tmp_path / "new"))
     tmp_path.chmod(0o777)
 
@@ -84,7 +84,7 @@ def test_a_folder_of_somebody_else_is_not_believed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["..", "../..", "a/b", "/etc", "", ".", "a\x00", "x" * 200, ".hidden"])
 def test_a_key_is_no_path(tmp_path: Path, key: str) -> None:
-    """Nothing is read or written there, and the reason is said."""
+    """Nothing is read or written there, and the reason is reported."""
     cache = Cache(tmp_path / "cache", key)
 
     found, trouble = cache.load(HOSTS)
@@ -140,12 +140,12 @@ for _ in range(60):
 
 
 def names(folder: Path) -> list[str]:
-    """Of all files there."""
+    """Return the names of all files in the folder."""
     return [path.name for path in folder.iterdir()]
 
 
 def started(program: str, *words: str | Path) -> subprocess.Popen[str]:
-    """A process that runs a program of these tests."""
+    """Start a process that runs one of the programs above."""
     paths = os.pathsep.join(map(str, (TESTS.parent, TESTS.parent / "patches", TESTS)))
     environment = {**os.environ, "PYTHONPATH": paths}
     return subprocess.Popen(
@@ -154,7 +154,7 @@ def started(program: str, *words: str | Path) -> subprocess.Popen[str]:
 
 
 def test_a_file_that_cannot_be_written_whole_is_not_left_behind(tmp_path: Path) -> None:
-    """Here a limit of the process; the plan that was there stays."""
+    """A limit of the process cuts the file off; the earlier plan stays."""
     Cache(tmp_path, "k").save(PLAN, MADE)
     told, _ = started(LIMITED, tmp_path).communicate(timeout=60)
 
@@ -176,7 +176,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_said_and_does_no_damage(small: Path) -> None:
-    """The plan that was there stays, and so does the job."""
+    """The earlier plan stays, and the job goes on."""
     cache = Cache(small, "k")
     cache.save(PLAN, MADE)
     with pytest.raises(OSError, match="No space left"):
@@ -189,7 +189,7 @@ def test_a_full_disk_is_said_and_does_no_damage(small: Path) -> None:
 
 
 def test_a_read_only_home_is_said(small: Path) -> None:
-    """What was kept before is still read."""
+    """Files that were kept before are still read."""
     cache = Cache(small, "k")
     cache.save(PLAN, MADE)
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)  # noqa: S607
@@ -200,7 +200,7 @@ def test_a_read_only_home_is_said(small: Path) -> None:
 
 
 def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path: Path) -> None:
-    """Its temporary file is not read, and removed a day later by the next that writes there."""
+    """Its temporary file is not read. The next writer removes it when it is a day old."""
     Cache(tmp_path, "k").save(PLAN, MADE)
     with started(KILLED, tmp_path) as killed:
         assert -9 == killed.wait(60)
@@ -236,7 +236,7 @@ def test_two_processes_write_one_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("year_s", [0.0, 4e9])
 def test_outcomes_of_a_host_with_a_wrong_clock_are_read(tmp_path: Path, year_s: float) -> None:
-    """From long ago or from the future: the time of a file only says which is newer."""
+    """Times from long ago or from the future only order the files."""
     cache = Cache(tmp_path, "k")
     cache.keep_outcome(outcome(), HOSTS[0])
     cache.keep_outcome(outcome("other"), HOSTS[0])
@@ -262,7 +262,7 @@ def test_a_plan_for_other_machines_is_refused(made: object, hosts: tuple[object,
 
 
 def test_a_plan_of_this_very_job_is_taken_without_a_word() -> None:
-    """Its key says that nothing has changed."""
+    """The key proves that nothing has changed."""
     made = plan(Layout(pp=2, dp=2))
 
     adopted, note = adopt(made, tiny_job(), "k", "mine.json")
@@ -272,7 +272,7 @@ def test_a_plan_of_this_very_job_is_taken_without_a_word() -> None:
 
 
 def test_a_plan_of_another_job_is_taken_with_a_note() -> None:
-    """The user hears that predictions may not hold, and the outcome is filed under this job."""
+    """The note says that predictions may not hold, and the outcome is filed under this job."""
     adopted, note = adopt(plan(Layout(pp=2, dp=2), key="../../x"), tiny_job(), "k", "mine.json")
 
     assert "mine.json was made for another job" in note
@@ -296,7 +296,7 @@ def test_what_the_job_pins_no_plan_changes() -> None:
 
 
 def test_an_own_configuration_of_another_job_is_a_candidate_here() -> None:
-    """The user asked for that plan: what was `own` there would otherwise be lost behind this job's own."""
+    """The user asked for that plan, so its own configuration becomes one plan among others."""
     made = plan(Layout(tp=2, dp=2), keeps_own=True)
 
     adopted, _ = adopt(made, tiny_job(), "k", "mine.json")
@@ -307,7 +307,7 @@ def test_an_own_configuration_of_another_job_is_a_candidate_here() -> None:
 
 
 def test_the_last_resort_is_this_jobs_own() -> None:
-    """Whatever the file holds, the user's own configuration is that of the command line."""
+    """The user's own configuration is always that of the command line, not of the file."""
     job = tiny_job(own=Layout(tp=2, dp=2))
 
     adopted, _ = adopt(plan(Layout(pp=4)), job, "k", "mine.json")
@@ -316,7 +316,7 @@ def test_the_last_resort_is_this_jobs_own() -> None:
 
 
 def swapped(made: Plan, *slots: int) -> Plan:
-    """A plan on GPUs, of whose chosen placement two slots have changed ranks."""
+    """A plan on GPUs; two slots of its chosen placement have exchanged their ranks."""
     ranks = list(made.chosen.placement)
     for one, other in zip(slots[::2], slots[1::2], strict=True):
         ranks[one], ranks[other] = ranks[other], ranks[one]
@@ -342,7 +342,7 @@ def test_what_must_lie_together_no_plan_splits() -> None:
 
 
 def test_domains_count_where_they_are_known() -> None:
-    """Two hosts of two domains cannot hold an expert group of four; who does not know of domains takes the plan."""
+    """Two hosts of two domains cannot hold an expert group of four. Without known domains the plan is taken."""
     flags = ("--moe-flex-dispatcher-backend hybridep", "--moe-token-dispatcher-type flex")
     model = tiny_model(num_experts=4, moe_layer_freq=(1,) * 4)
     job = tiny_job(model=model, own=Layout(dp=4, ep=4), performance_flags=flags)
@@ -364,7 +364,7 @@ GIVEN: dict[str, Any] = {
 
 
 def with_device(**changes: Any) -> tuple[Host, ...]:
-    """The hosts with another first device."""
+    """Return the hosts with another first device."""
     first = replace(HOSTS[0], devices=(replace(HOSTS[0].devices[0], **changes), *HOSTS[0].devices[1:]))
     return (first, *HOSTS[1:])
 
@@ -448,7 +448,7 @@ def test_variables_that_change_speed_or_memory_are_in_the_key(name: str, counts:
 
 
 def test_keeps_a_plan(tmp_path: Path) -> None:
-    """What was saved comes back, marked as cached, with what it rests on."""
+    """The plan comes back, marked as cached, with its measurements."""
     cache, measured = Cache(tmp_path, "k"), tiny_measurements(tiny_cluster())
 
     assert ("", "") == (cache.save(PLAN, MADE), cache.save(CLUSTER, measured))
@@ -457,7 +457,7 @@ def test_keeps_a_plan(tmp_path: Path) -> None:
 
 
 def test_a_plan_has_a_path_where_it_was_kept(tmp_path: Path) -> None:
-    """And nowhere else: neither without a cache, nor where an older plan could not be replaced."""
+    """Without a cache, or if an older plan could not be replaced, it has no path."""
     measured = tiny_measurements(tiny_cluster())
     kept, refused, off = Cache(tmp_path, "k"), Cache(tmp_path, "old"), Cache(None, "k")
     refused.save(PLAN, MADE)
@@ -473,7 +473,7 @@ def test_a_plan_has_a_path_where_it_was_kept(tmp_path: Path) -> None:
 
 
 def test_an_empty_cache_is_no_trouble(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither a first job nor one that keeps nothing is told anything."""
+    """A first job, or a job without a cache, gets no message."""
     for cache in (Cache(tmp_path, "k"), Cache(None, "k")):
         assert (None, "") == cache.load(HOSTS)
         assert cache.measurements() is None
@@ -518,7 +518,7 @@ def test_a_plan_that_cannot_be_used_is_named_and_measured_anew(tmp_path: Path, s
 
 
 def test_damaged_measurements_are_logged_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They are shown on the screen, and nothing depends on them."""
+    """Only the screen shows them, so the plan stays usable."""
     (tmp_path / "k").mkdir()
     (tmp_path / "k" / CLUSTER).write_text("{")
 
@@ -561,7 +561,7 @@ def test_two_jobs_may_write_one_key(tmp_path: Path) -> None:
 
 
 def outcome(key: str = "k", layout: Layout = MADE.chosen.layout, step_s: float = 1.0) -> Outcome:
-    """What became of a plan."""
+    """Return an outcome of a plan."""
     return Outcome(
         key=key,
         layout=layout,
@@ -576,7 +576,7 @@ def outcome(key: str = "k", layout: Layout = MADE.chosen.layout, step_s: float =
 
 
 def test_outcomes_of_all_jobs_are_kept_for_like_machines(tmp_path: Path) -> None:
-    """Another job finds them on other hosts of the same make; a plan's newest outcome takes the place of its last."""
+    """A job on other hosts of the same make finds them. The newest outcome of a plan replaces the last one."""
     first, second = HOSTS
     for number, one in enumerate((outcome(), outcome("other"), outcome(layout=Layout(dp=4)), outcome(step_s=2.0))):
         assert "" == Cache(tmp_path, one.key).keep_outcome(one, first)
@@ -589,7 +589,7 @@ def test_outcomes_of_all_jobs_are_kept_for_like_machines(tmp_path: Path) -> None
 
 
 def test_outcomes_of_other_machines_are_not_mixed_in(tmp_path: Path) -> None:
-    """More memory of a GPU or more devices are another machine."""
+    """A GPU with more memory, or more devices, make another machine."""
     usual, larger = (with_device(kind="cuda", memory_total_bytes=size << 30)[0] for size in (9, 10))
     Cache(tmp_path, "k").keep_outcome(outcome(), usual)
 
@@ -601,7 +601,7 @@ def test_outcomes_of_other_machines_are_not_mixed_in(tmp_path: Path) -> None:
 def test_outcomes_that_teach_nothing_or_cannot_be_read_do_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without features one is not kept for others; a damaged one is skipped; without a cache there are none."""
+    """An outcome without features is not kept for others, and a damaged file is skipped."""
     cache = Cache(tmp_path, "k")
     cache.keep_outcome(replace(outcome(), features={}), HOSTS[0])
     assert () == cache.outcomes(HOSTS[0])
@@ -636,7 +636,7 @@ def machines(root: Path | None, **environ: str) -> MachineMeasurements:
 
 
 def test_what_was_measured_is_found_by_any_job_on_the_same_hosts(tmp_path: Path) -> None:
-    """In whatever order they come; not on other hosts, versions or network settings."""
+    """The order of hosts does not matter; other hosts, versions or network settings do."""
     found = tiny_measurements(MACHINES)
     assert machines(tmp_path).load() is None
     machines(tmp_path).kept(found)
@@ -672,7 +672,7 @@ def test_a_damaged_file_and_a_folder_that_takes_none_are_said_and_no_more(
 
 
 def test_times_of_other_cases_are_added_to_what_is_kept(tmp_path: Path) -> None:
-    """What an earlier job measured of the same model is returned with what this one measured."""
+    """Times of the same model from an earlier job are added to the new ones."""
     one, two = (ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))
     machines(tmp_path).kept(replace(tiny_measurements(MACHINES, (one, two)), model_digest="m"))
     found = machines(tmp_path).kept(replace(tiny_measurements(MACHINES, (one,)), model_digest="m"))
@@ -687,7 +687,7 @@ FOUND = Shortage(layout=Layout(dp=4), need_bytes=6, free_bytes=10, cause="out of
 
 
 def test_keeps_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """For the next job; neither a first job nor one without a cache is told anything."""
+    """The next job finds it. A first job, or a job without a cache, gets no message."""
     file, off = ShortageFile(tmp_path, **SHORT), ShortageFile(None, **SHORT)
 
     assert file.load() is None
@@ -719,7 +719,7 @@ def test_holds_for_such_machines_and_such_a_training(tmp_path: Path, changes: di
 
 @pytest.mark.parametrize("text", ["", '{"kind": "plan"}', '{"kind": "shortage", "schema_version": 1}'])
 def test_a_file_that_cannot_be_used_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
-    """And counts as none."""
+    """The file is treated as missing."""
     file = ShortageFile(tmp_path, **SHORT)
     assert file.path is not None
     file.path.parent.mkdir(parents=True)
@@ -730,7 +730,7 @@ def test_a_file_that_cannot_be_used_is_said(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_a_link_out_of_the_cache_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither to read nor to write; a folder that cannot be written costs the lesson, not the job."""
+    """It is neither read nor written. If the folder cannot be written, only the shortage is lost."""
     file = ShortageFile(tmp_path / "cache", **SHORT)
     assert file.path is not None
     file.path.parent.parent.mkdir(parents=True)

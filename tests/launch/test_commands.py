@@ -1,4 +1,4 @@
-"""What the workers run under a decision."""
+"""The commands of the workers under a decision."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sizes_stay_within_limits(tp: int, size: int, hidden: int, kind: str) ->
 
 
 def test_a_file_that_cannot_be_written_stops_before_the_warm_up() -> None:
-    """What a minute of measuring found would be lost."""
+    """Otherwise the measurements of a minute would be lost."""
     options = Options(
         script="train.py", script_arguments=(), runs_python=True, is_module=False, probe_to=Path("/dev/null/x")
     )
@@ -74,7 +74,7 @@ def test_own_configuration_is_torchruns_own_command() -> None:
 
 
 def test_arguments_are_exchanged() -> None:
-    """Only what stands behind the script changes, torchrun's own additions before it stay."""
+    """Only words after the script's name change; torchrun's own words before it stay."""
     planned = replace(DECISION, script_arguments=("--lr", "1", "--micro-batch-size", "2"), environment={"A": "1"})
 
     command = training(
@@ -86,7 +86,7 @@ def test_arguments_are_exchanged() -> None:
 
 
 def test_a_run_of_wandb_says_which_plan_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs, in its notes; where the user asks for W&B, and has no notes of his own."""
+    """The notes of the run name the plan, if the user asks for W&B and has no notes of their own."""
     asked = replace(OPTIONS, script_arguments=("--wandb-project", "p"))
     words = ("-u", "train.py", "--wandb-project", "p")
     planned = replace(DECISION, plan=plan(Layout(pp=2), hosts=("a",)))

@@ -29,13 +29,13 @@ PP = Layout(pp=2, dp=2)
 
 
 def from_file(folder: Path, made: Plan, *more: str, **changes: Any) -> Coordinator:
-    """A coordinator whose user named a plan."""
+    """Return a coordinator of a user who named a plan file."""
     files.write(folder / "mine.json", made)
     return coordinator(folder, options(*more, plan=folder / "mine.json", **changes))
 
 
 def test_without_a_plan_the_machines_are_measured(tmp_path: Path) -> None:
-    """Every node gets the same orders; the script's words are not touched yet."""
+    """Every node gets the same order, and the script's arguments stay."""
     decision = coordinator(tmp_path, options(budget_s=7.0)).decide(records(), None)
     orders = files.loads(WarmupOrder, decision.probe_options, "orders")
 
@@ -50,7 +50,7 @@ def test_without_a_plan_the_machines_are_measured(tmp_path: Path) -> None:
 
 
 def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
-    """What was measured is solved, saved under the job's key, and found by the next job whatever its hosts' order."""
+    """The measurements give a plan under the job's key, and the next job finds it with any order of hosts."""
     first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
     warmup = first.decide(records(), None)
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
@@ -73,7 +73,7 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyError("a stage")])
 def test_a_report_that_fails_costs_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Whatever drawing it runs into; the plan is kept and runs."""
+    """Any error while drawing is logged; the plan is kept and runs."""
     monkeypatch.setattr(planner, "write_page", Mock(side_effect=error))
     first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
     warmup = first.decide(records(), None)
@@ -88,7 +88,7 @@ def test_a_report_that_fails_costs_no_plan(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_job_that_only_measures_writes_a_file_and_stops(tmp_path: Path) -> None:
-    """Whatever plan is kept: everything is measured, nothing is planned, and nothing is believed of earlier times."""
+    """Even with a kept plan everything is measured, nothing is planned, and earlier measurements are not used."""
     kept = options(cache=tmp_path / "cache")
     first = coordinator(tmp_path, kept)
     warmup = first.decide(records(), None)
@@ -109,7 +109,7 @@ def test_a_job_that_only_measures_writes_a_file_and_stops(tmp_path: Path) -> Non
 
 
 def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path) -> None:
-    """Steps that always took half as long again as predicted are predicted so, and the plan says it."""
+    """If all steps took 1.5 times the predicted time, later predictions are 1.5 times longer, and a note says so."""
     plans = []
     for margin in (0.02, 0.03):
         one = coordinator(tmp_path, options(cache=tmp_path / "cache", margin=margin))
@@ -140,7 +140,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
 
 @pytest.mark.parametrize(("on_error", "phase"), [("train", "train"), ("fail", "stop")])
 def test_a_failed_warmup_is_told_and_does_not_cost_the_job(tmp_path: Path, on_error: Any, phase: str) -> None:
-    """The user's own words train, or nothing does if the user wants that."""
+    """The user's own arguments train, or the job stops if the user asked for that."""
     one = coordinator(tmp_path, options(on_error=on_error))
 
     decision = one.after_warmup(one.decide(records(), None), "the warm-up hangs after 60 s")
@@ -166,7 +166,7 @@ def test_without_a_plan_a_checkpoint_still_gets_its_sizes(tmp_path: Path) -> Non
 
 
 def test_words_that_are_not_megatrons_stay(tmp_path: Path) -> None:
-    """There is no job to plan for: reason, own words, no patches."""
+    """Without a Megatron job: a reason, the user's own arguments, and no patches."""
     decision = coordinator(tmp_path, options(arguments=("--epochs", "3"))).decide(records(), None)
 
     assert ("train", None, ()) == (decision.phase, decision.script_arguments, decision.patches)
@@ -174,7 +174,7 @@ def test_words_that_are_not_megatrons_stay(tmp_path: Path) -> None:
 
 
 def test_an_error_of_our_own_does_not_cost_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said to be ours."""
+    """The message calls it an error of pipette-launch."""
 
     def break_down(*_: object, **__: object) -> None:
         raise ZeroDivisionError("oh")
@@ -211,7 +211,7 @@ def test_a_signal_is_nobodys_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_nodes_that_no_plan_can_use_are_named(tmp_path: Path, changes: list[dict[str, Any]], expected: str) -> None:
-    """The job runs as under torchrun, and the reason says which nodes and what."""
+    """The job runs as under torchrun, and the reason names the nodes and the problem."""
     nodes = [replace(node, **change) for node, change in zip(records(), changes, strict=True)]
 
     decision = coordinator(tmp_path, options()).decide(nodes, None)
@@ -236,14 +236,14 @@ def test_another_driver_is_a_note(tmp_path: Path) -> None:
 
 
 def test_static_nodes_keep_their_order(tmp_path: Path) -> None:
-    """`--node-rank` orders them, not their addresses."""
+    """Their order is that of `--node-rank` and not of addresses."""
     nodes = [replace(node, node_rank=rank) for node, rank in zip(records(), (1, 0), strict=True)]
 
     assert ("node1", "node0") == coordinator(tmp_path, options()).decide(nodes, None).hosts
 
 
 def test_a_plan_from_a_file_is_written_into_the_words(tmp_path: Path) -> None:
-    """Sizes, ranks and patches are the plan's; that it is another job's is said."""
+    """Sizes, ranks and patches come from the plan. A note says that it was made for another job."""
     decision = from_file(tmp_path, plan(PP)).decide(records(), None)
 
     assert ("2", "32") == (value(decision, "--pipeline-model-parallel-size"), value(decision, "--global-batch-size"))
@@ -262,7 +262,7 @@ def test_a_plan_from_a_file_is_written_into_the_words(tmp_path: Path) -> None:
 def test_a_plan_that_does_not_suit_is_refused(
     tmp_path: Path, made: Plan, changes: dict[str, Any], expected: str
 ) -> None:
-    """The user's own words train, with the reason."""
+    """The user's own arguments train, and the reason is reported."""
     decision = from_file(tmp_path, made, **changes).decide(records(), None)
 
     assert expected in decision.reason
@@ -294,7 +294,7 @@ def test_plans_are_tried_one_after_the_other(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_restart_keeps_everything(tmp_path: Path) -> None:
-    """Plan, words and variables stay; that it has trained is remembered, also when the coordinator is another."""
+    """Plan, arguments and variables stay, and another coordinator also knows that the plan has trained."""
     held = from_file(tmp_path, plan(PP)).decide(records(), None)
     died = [replace(node, attempt=0, verdict="after-first-iteration", failure=Failure(cause="x")) for node in records()]
 
@@ -325,7 +325,7 @@ def test_words_that_the_user_wrote_are_no_plans_fault(tmp_path: Path) -> None:
 
 
 def test_what_became_of_earlier_candidates_is_remembered(tmp_path: Path) -> None:
-    """By every node: the next coordinator may be another one."""
+    """Every node remembers, because another node may be the next coordinator."""
     one = from_file(tmp_path, plan(Layout(pp=4), Layout(pp=2, tp=2)))
     failed = [
         replace(
@@ -345,7 +345,7 @@ def test_what_became_of_earlier_candidates_is_remembered(tmp_path: Path) -> None
 
 
 def test_the_record_beside_the_checkpoints_is_what_runs(tmp_path: Path) -> None:
-    """After a fallback it says so: the job that loads the checkpoint believes it."""
+    """After a fallback the record has the new plan: the job that loads the checkpoint uses it."""
     one = from_file(tmp_path, plan(PP), "--save", str(tmp_path / "ckpt"))
     first = one.decide(records(), None)
     before = files.read(tmp_path / "ckpt" / "pipette-plan.json", Plan)
@@ -358,7 +358,7 @@ def test_the_record_beside_the_checkpoints_is_what_runs(tmp_path: Path) -> None:
 
 
 def test_other_hosts_are_measured_anew(tmp_path: Path) -> None:
-    """A plan is for its hosts; the user hears which changed."""
+    """A plan is for its hosts only, and the message names the changed ones."""
     held = from_file(tmp_path, plan(PP)).decide(records(), None)
 
     decision = coordinator(tmp_path, options()).decide(records(1), held)
@@ -368,7 +368,7 @@ def test_other_hosts_are_measured_anew(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_stops(tmp_path: Path) -> None:
-    """It leaves no record beside checkpoints that will not be written."""
+    """It leaves no record, because it writes no checkpoints."""
     one = from_file(tmp_path, plan(PP), "--save", str(tmp_path / "ckpt"), dry_run=True)
 
     step = one.decide(records(), None)

@@ -1,4 +1,4 @@
-"""One decision for all nodes where something is amiss with one of them."""
+"""The decision for all nodes if a node is sick."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SLOW = Verdict(kind="slow-device", host="node1", figure="the reference takes 2.1
 
 
 def judging(folder: Path, *verdicts: Verdict, least_nodes: int = 2, **changes: Any) -> Coordinator:
-    """A coordinator who is told these verdicts by the drivers."""
+    """Return a coordinator that gets these verdicts from the drivers."""
     # A batch for two nodes and for three.
     asked = options("--global-batch-size", "24", **{"cache": folder / "cache", "on_sick": "exclude", **changes})
     return Coordinator(asked, folder, judge=lambda *_: verdicts, least_nodes=least_nodes)
 
 
 def measured(one: Coordinator, warmup: Decision, *verdicts: Verdict) -> Decision:
-    """What follows a warm-up that found this."""
+    """Return the decision after a warm-up with these verdicts."""
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
     files.write(Path(orders.output), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
@@ -36,7 +36,7 @@ def measured(one: Coordinator, warmup: Decision, *verdicts: Verdict) -> Decision
 
 
 def test_what_the_drivers_told_goes_with_the_orders(tmp_path: Path) -> None:
-    """Conditions lie in slot order, those of a host that stands by are left out, and peers are compared in earnest."""
+    """Conditions are in slot order, without those of hosts on standby, and devices are compared with their peers."""
     told = [
         replace(
             record,
@@ -58,7 +58,7 @@ def test_what_the_drivers_told_goes_with_the_orders(tmp_path: Path) -> None:
 
 
 def test_a_sick_node_takes_no_part_and_its_job_is_found_again(tmp_path: Path) -> None:
-    """Orders, ranks, plan and key are those of a job of the two others."""
+    """Order, ranks, plan and key are the same as in a job of the two other nodes."""
     one = judging(tmp_path, SICK)
     warmup = one.decide(records(3), None)
     made = measured(one, warmup)
@@ -78,7 +78,7 @@ def test_a_sick_node_takes_no_part_and_its_job_is_found_again(tmp_path: Path) ->
 
 
 def test_a_node_that_was_measured_to_be_slow_is_planned_without(tmp_path: Path) -> None:
-    """The plan is for the others; the next start knows it, and says how to measure anew."""
+    """The plan is for the other nodes. The next start finds it, and says how to measure again."""
     one = judging(tmp_path)
     warmup = one.decide(records(3), None)
     made = measured(one, warmup, SLOW)
@@ -97,7 +97,7 @@ def test_a_node_that_was_measured_to_be_slow_is_planned_without(tmp_path: Path) 
 
 
 def test_sick_nodes_end_the_job_if_they_are_to(tmp_path: Path) -> None:
-    """Before the warm-up and after it, whatever --pipette-on-error says."""
+    """Both before and after the warm-up, with any value of --pipette-on-error."""
     before = judging(tmp_path, SICK, on_sick="fail").decide(records(3), None)
     one = judging(tmp_path, on_sick="fail")
     after = measured(one, one.decide(records(3), None), SLOW)
@@ -108,7 +108,7 @@ def test_sick_nodes_end_the_job_if_they_are_to(tmp_path: Path) -> None:
 
 
 def test_by_default_a_sick_node_is_told_once(tmp_path: Path) -> None:
-    """The warm-up knows again what its drivers said before; the job goes on with all nodes."""
+    """The warm-up finds the same problem again, and the job goes on with all nodes."""
     little = replace(SICK, figure="1 GB of 80 GB are held", is_sick=False)
     one = judging(tmp_path, SICK, little, replace(little, kind="nic"), on_sick="warn")
     warmup = one.decide(records(3), None)
@@ -141,7 +141,7 @@ def test_a_node_that_the_job_needs_stays(tmp_path: Path, batch: str, least: int,
 
 
 def test_a_plan_that_names_the_sick_node_keeps_it(tmp_path: Path) -> None:
-    """The user's plan counts; one for the others does without it."""
+    """The user's plan file decides. A plan file for the other nodes leaves it out."""
     for hosts, standby in ((("node0", "node1", "node2"), ()), (("node0", "node1"), ("node2",))):
         made = plan(Layout(dp=2 * len(hosts)), hosts=hosts)
         files.write(tmp_path / "mine.json", made)
@@ -154,7 +154,7 @@ def test_a_plan_that_names_the_sick_node_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_restart_knows_who_stood_by(tmp_path: Path) -> None:
-    """The same nodes train; when planning fails the others do not suddenly take part."""
+    """The same nodes train. If planning fails, nodes on standby do not join."""
     one = judging(tmp_path, SICK)
     warmup = one.decide(records(3), None)
     failed = one.after_warmup(warmup, "it hangs")
@@ -176,7 +176,7 @@ def test_a_restart_knows_who_stood_by(tmp_path: Path) -> None:
 
 
 def test_a_lost_node_brings_the_sick_one_back(tmp_path: Path) -> None:
-    """Two are the least: rather with it than not at all."""
+    """The job needs two nodes, so it trains with the sick one."""
     one = judging(tmp_path, SICK)
     held = measured(one, one.decide(records(3), None))
 

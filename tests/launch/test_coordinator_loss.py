@@ -1,4 +1,4 @@
-"""One decision for all nodes after some of them were lost, came back, or stood by as spares."""
+"""The decision for all nodes after nodes were lost, came back, or stood by as spares."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SLOW = Verdict(kind="slow-device", host="node0", figure="the reference takes 2.1
 
 
 def beginning(folder: Path, *more: str, least_nodes: int = 1, **changes: Any) -> Coordinator:
-    """A coordinator of a job whose batch suits two nodes and three."""
+    """Return a coordinator of a job whose batch suits two and three nodes."""
     asked = options("--global-batch-size", "24", *more, **{"cache": folder / "cache", "tolerate": 1, **changes})
     return Coordinator(asked, folder, judge=lambda *_: (), least_nodes=least_nodes)
 
 
 def trained(one: Coordinator, count: int, *verdicts: Verdict) -> Decision:
-    """What runs on so many nodes after their warm-up."""
+    """Return the decision after the warm-up of this number of nodes."""
     warmup = one.decide(records(count), None)
     orders = files.loads(WarmupOrder, warmup.probe_options, "orders")
     cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
@@ -35,12 +35,12 @@ def trained(one: Coordinator, count: int, *verdicts: Verdict) -> Decision:
 
 
 def some(*numbers: int, **changes: Any) -> list[NodeRecord]:
-    """Records of these nodes of four, after an iteration, some with a worker that died."""
+    """Return records of these nodes out of four after an iteration; some have a dead worker."""
     return [replace(records(4)[number], attempt=0, **changes) for number in numbers]
 
 
 def test_too_few_nodes_for_the_first_decision(tmp_path: Path) -> None:
-    """The job ends, whoever was lost after torch's rendezvous."""
+    """The job ends, no matter which node was lost after torch's rendezvous."""
     decision = beginning(tmp_path, least_nodes=3).decide(records(2), None)
 
     assert ("stop", True) == (decision.phase, decision.failed)
@@ -48,7 +48,7 @@ def test_too_few_nodes_for_the_first_decision(tmp_path: Path) -> None:
 
 
 def test_a_lost_node_costs_no_warmup(tmp_path: Path) -> None:
-    """The others go on with the plan that was made for them; its return brings the first plan back."""
+    """The others go on with the fallback plan. When the node returns, the first plan runs again."""
     one = beginning(tmp_path)
     held = trained(one, 3)
     died = Failure(cause="a peer is gone", rank=0, exit_code=1)
@@ -72,7 +72,7 @@ def test_a_lost_node_costs_no_warmup(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_measured_nothing_goes_on_too(tmp_path: Path) -> None:
-    """The plan travels with the decision; the places of the lost are taken, and ranks stay where they are."""
+    """The decision has the plan. Other nodes replace the lost ones, and ranks stay where they are."""
     held = trained(beginning(tmp_path, cache=None), 3)
     after = beginning(tmp_path / "other", cache=None).decide(some(1, 2), held)
 
@@ -84,7 +84,7 @@ def test_a_coordinator_that_measured_nothing_goes_on_too(tmp_path: Path) -> None
 
 
 def test_without_a_template_a_plan_is_made_from_what_is_known(tmp_path: Path) -> None:
-    """Nobody asked for one; but all nodes that are left were measured."""
+    """The user asked for no fallback plans, but all remaining nodes were measured."""
     one = beginning(tmp_path, tolerate=0)
     held = trained(one, 3)
     after = one.decide(some(0, 2), held)
@@ -96,7 +96,7 @@ def test_without_a_template_a_plan_is_made_from_what_is_known(tmp_path: Path) ->
 
 
 def test_a_node_that_others_do_not_reach_stands_by(tmp_path: Path) -> None:
-    """Its agent is there; its workers could not talk to theirs. It trains again when another node is lost."""
+    """Its agent runs, but its workers cannot reach the others. It trains again after the loss of another node."""
     one = beginning(tmp_path)
     held = trained(one, 3)
     after = one.decide(some(0, 1, 2, verdict="after-first-iteration"), held, {"node2": "out of reach from node1"})
@@ -108,7 +108,7 @@ def test_a_node_that_others_do_not_reach_stands_by(tmp_path: Path) -> None:
 
 
 def test_a_warmup_starts_again_without_a_node_that_others_do_not_reach(tmp_path: Path) -> None:
-    """Nothing is known yet; the node is not measured."""
+    """There are no measurements yet, and the node is not measured."""
     one = beginning(tmp_path)
     held = one.decide(records(3), None)
     after = one.decide(records(3), held, {"node2": "out of reach from node1"})
@@ -119,7 +119,7 @@ def test_a_warmup_starts_again_without_a_node_that_others_do_not_reach(tmp_path:
 
 
 def test_a_batch_that_nobody_named_stays(tmp_path: Path) -> None:
-    """It was one micro-batch on each replica of all nodes, and the training goes on with as many samples a step."""
+    """It was one micro-batch on each replica; the training goes on with the same number of samples."""
     at = ARGUMENTS.index("--global-batch-size")
     unnamed = (*ARGUMENTS[:at], *ARGUMENTS[at + 2 :])
     asked = options(arguments=unnamed, cache=tmp_path / "cache", tolerate=1)
@@ -133,7 +133,7 @@ def test_a_batch_that_nobody_named_stays(tmp_path: Path) -> None:
 
 
 def test_an_unknown_node_is_measured(tmp_path: Path) -> None:
-    """Nothing is known of its links."""
+    """Its links were never measured."""
     one = beginning(tmp_path)
     held = trained(one, 3)
 
@@ -141,7 +141,7 @@ def test_an_unknown_node_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_a_template_cannot_load_outweighs_it(tmp_path: Path) -> None:
-    """What was saved meanwhile counts: the plan is made anew around it."""
+    """The newest checkpoint counts: a new plan is made that can load it."""
     folder = tmp_path / "ckpt"
     one = beginning(tmp_path, "--load", str(folder))
     held = trained(one, 3)
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_a_template_cannot_load_outweighs_it(tmp_path: Path) -
 
 
 def test_after_a_slowdown_everything_is_measured_again(tmp_path: Path) -> None:
-    """Neither the cached plan nor what was measured before counts; a node that has become slow is left out."""
+    """The cached plan and earlier measurements are not used, and a slow node is left out."""
     one = beginning(tmp_path, on_sick="exclude", watch="restart")
     held = trained(one, 3)
     again = one.decide(some(0, 1, 2, verdict="after-first-iteration", slowed="steps take 2 times as long"), held)
@@ -172,7 +172,7 @@ def test_after_a_slowdown_everything_is_measured_again(tmp_path: Path) -> None:
 
 
 def test_restarts_run_out(tmp_path: Path) -> None:
-    """Each failure of a job that has trained takes one; then it ends with that sentence."""
+    """Each failure of a job that has trained uses one; then the job ends with the sentence of the failure."""
     one = beginning(tmp_path)
     step = trained(one, 2)
     died = Failure(cause="it died")
@@ -185,7 +185,7 @@ def test_restarts_run_out(tmp_path: Path) -> None:
 
 
 def test_workers_that_ended_well_end_the_job(tmp_path: Path) -> None:
-    """Nothing failed, and there is nothing to say."""
+    """Nothing failed, so there is no message."""
     one = beginning(tmp_path)
     step = one.decide(some(0, 1, verdict="done"), trained(one, 2))
 
@@ -193,7 +193,7 @@ def test_workers_that_ended_well_end_the_job(tmp_path: Path) -> None:
 
 
 def test_a_spare_is_measured_and_waits(tmp_path: Path) -> None:
-    """It takes a lost node's place under the same plan; the next start finds plan and spare without a warm-up."""
+    """It replaces a lost node under the same plan. The next start finds plan and spare without a warm-up."""
     one = beginning(tmp_path, spares=1)
     held = trained(one, 3)
     after = one.decide(some(0, 2), held)
@@ -214,7 +214,7 @@ def test_a_spare_is_measured_and_waits(tmp_path: Path) -> None:
 
 
 def test_a_sick_node_is_the_first_to_stand_by(tmp_path: Path) -> None:
-    """Else the last one would."""
+    """Without a sick node the last one would be the spare."""
     held = trained(beginning(tmp_path, spares=1), 3, SLOW)
 
     assert (("node1", "node2"), ("node0",)) == (held.hosts, held.standby_hosts)
@@ -230,7 +230,7 @@ def test_a_sick_node_is_the_first_to_stand_by(tmp_path: Path) -> None:
 def test_min_of_nnodes_bounds_the_spares(
     tmp_path: Path, spares: int, least: int, standby: tuple[str, ...], told: str
 ) -> None:
-    """So many train at least, and fewer spares than were asked for are said."""
+    """The job keeps MIN nodes, and reports fewer spares than the user asked for."""
     held = trained(beginning(tmp_path, spares=spares, least_nodes=least), 3)
 
     assert standby == held.standby_hosts

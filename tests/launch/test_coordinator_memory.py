@@ -1,4 +1,4 @@
-"""What later plans take from one that ran out of memory."""
+"""Plans after one that ran out of memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FIRST = "the plan tp2 pp1 dp3 mbs1 ran out of memory at "
 
 
 def needing(layout: Layout, need_bytes: int) -> Choice:
-    """A plan that is predicted to need so much on its first stage."""
+    """Return a plan with this predicted need on its first stage."""
     need = (need_bytes, *(1,) * (layout.pp - 1))
     return replace(choice(layout), memory=MemoryNeed(need_bytes=need, free_bytes=1000, limit_bytes=920))
 
 
 def by_hand(made: Plan, devices: int) -> Plan:
-    """The plan with three candidates on so many devices."""
+    """Return the plan with three candidates on this number of devices."""
     one, two, three = (Layout(**{name: 2}, dp=devices // 2) for name in ("tp", "pp", "cp"))
     return replace(
         made,
@@ -45,7 +45,7 @@ def by_hand(made: Plan, devices: int) -> Plan:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache in which a job of three nodes has left its plan, with a template for two."""
+    """Return a cache with the plan of a job of three nodes, and its fallback plan for two."""
     folder: Path = tmp_path_factory.mktemp("planned")
     one = beginning(folder)
     held = trained(one, 3)
@@ -57,13 +57,13 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(planned: Path, tmp_path: Path) -> Path:
-    """A folder with a cache of that kind."""
+    """Return the folder of such a cache."""
     shutil.copytree(planned, tmp_path / "cache")
     return tmp_path
 
 
 def job(folder: Path, **changes: Any) -> tuple[Coordinator, Decision]:
-    """Another job with this cache, and what it begins with."""
+    """Return another job with this cache, and its first decision."""
     one = beginning(folder, **changes)
     return one, one.decide(records(3), None)
 
@@ -71,19 +71,19 @@ def job(folder: Path, **changes: Any) -> tuple[Coordinator, Decision]:
 def ran_out(
     one: Coordinator, held: Decision, *there: int, verdict: str = "before-first-iteration", failure: Failure = SHORT
 ) -> Decision:
-    """What follows when the plan in force has run out of memory on the first of the nodes that are there."""
+    """Return the decision after the first node ran out of memory under the present plan."""
     first, *others = some(*(there or (0, 1, 2)), verdict=verdict)
     nodes = [replace(first, failure=failure), *others]
     return one.decide([replace(node, attempt=held.attempt) for node in nodes], held)
 
 
 def words(decision: Decision) -> str:
-    """Which layout runs."""
+    """Return the words of the layout that runs."""
     return decision.choice.layout.words() if decision.choice else "own"
 
 
 def kept(folder: Path) -> list[Path]:
-    """Files of shortages in the cache."""
+    """Return the files of shortages in the cache."""
     return [*(folder / "cache").rglob(SHORTAGE)]
 
 
@@ -97,7 +97,7 @@ def keep(folder: Path, need_bytes: int, free_bytes: int) -> Path:
 
 @pytest.mark.parametrize("verdict", ["before-first-iteration", "after-first-iteration"])
 def test_the_next_job_begins_with_a_leaner_plan(folder: Path, verdict: str) -> None:
-    """Whether it trained before or not; no warm-up, the screen says why, and what to delete to forget it."""
+    """The plan may have trained or not. There is no warm-up, and the screen has the reason and the file to delete."""
     one, held = job(folder)
     leaner = ran_out(one, held, verdict=verdict)
     _, again = job(folder)
@@ -118,7 +118,7 @@ def test_the_next_job_begins_with_a_leaner_plan(folder: Path, verdict: str) -> N
 
 
 def test_each_job_begins_where_the_one_before_ended(folder: Path) -> None:
-    """In the end no plan of the cache is left, and machines are measured for another."""
+    """At the end no cached plan is left, and the machines are measured for a new one."""
     begun = []
     for _ in range(4):
         one, held = job(folder)
@@ -131,7 +131,7 @@ def test_each_job_begins_where_the_one_before_ended(folder: Path) -> None:
 
 
 def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
-    """In its notes; what the warm-up measures, the plan, and its templates are judged by the lower limit."""
+    """A note says so. The warm-up's cases, the plan and its fallback plans use the lower limit."""
     path = keep(folder, LEANEST, 1000)
     one, warmup = job(folder)
     margin = 1 - 0.92 * 0.599
@@ -151,7 +151,7 @@ def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
 
 
 def test_where_nothing_fits_any_more_it_is_said_why(folder: Path) -> None:
-    """And the user's own configuration trains, as where nothing fits at all."""
+    """The user's own configuration trains, as if no plan fits."""
     path = keep(folder, 1 << 10, 8 << 30)
     after = trained(beginning(folder), 3)
 
@@ -162,7 +162,7 @@ def test_where_nothing_fits_any_more_it_is_said_why(folder: Path) -> None:
 
 
 def test_a_lost_node_brings_no_plan_that_needs_as_much(folder: Path) -> None:
-    """Neither in the same job, nor where another node decides that has no cache."""
+    """The rule holds in the same job, and if another node without a cache decides."""
     one, held = job(folder)
     leaner = ran_out(one, held, verdict="after-first-iteration")
     stranger = beginning(folder / "other", cache=None)
@@ -176,7 +176,7 @@ def test_a_lost_node_brings_no_plan_that_needs_as_much(folder: Path) -> None:
 
 
 def test_where_no_template_needs_less_a_plan_is_made_of_what_is_known(folder: Path) -> None:
-    """Without a warm-up, and under the lower limit; memory may run out as a node is lost."""
+    """There is no warm-up, and the lower limit holds. Memory may run out when a node is lost."""
     one, held = job(folder)
     assert held.plan is not None
     (template,) = held.plan.templates
@@ -200,7 +200,7 @@ def test_where_no_template_needs_less_a_plan_is_made_of_what_is_known(folder: Pa
     ],
 )
 def test_only_the_memory_that_was_predicted_counts(folder: Path, device_kind: Any, kind: Any, teaches: bool) -> None:
-    """A host that is full says nothing of GPUs, and another death nothing of memory."""
+    """A full host is no evidence about GPUs, and another failure is no evidence about memory."""
     one, held = job(folder)
     assert held.plan is not None
     held = replace(held, plan=replace(held.plan, device_kind=device_kind))
@@ -210,7 +210,7 @@ def test_only_the_memory_that_was_predicted_counts(folder: Path, device_kind: An
 
 
 def test_the_users_own_configuration_teaches_too(folder: Path) -> None:
-    """Where it was the plan; the next job looks for another one."""
+    """If it was the plan, the next job searches another plan."""
     one, held = job(folder)
     assert held.plan is not None
     one.cache.save(PLAN, replace(held.plan, keeps_own=True, alternatives=(), chosen=held.plan.own))
@@ -222,7 +222,7 @@ def test_the_users_own_configuration_teaches_too(folder: Path) -> None:
 
 
 def test_a_plan_that_the_user_named_runs_all_the_same(folder: Path) -> None:
-    """With a note; what it was predicted to need may be for other machines, so it teaches nothing itself."""
+    """A note says so. Its prediction may be for other machines, so nothing is learned from it."""
     one, held = job(folder)
     assert held.plan is not None
     files.write(folder / "mine.json", held.plan)

@@ -1,4 +1,4 @@
-"""The metrics file is what Prometheus reads, and says what the node knows."""
+"""The Prometheus file, the document beside it, and spans."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def parsed(text: str) -> dict[str, float]:
 
 
 def test_the_deciding_node_tells_all(tmp_path: Path) -> None:
-    """Phase, plan, what was predicted and measured, restarts, lost nodes, and what the start took."""
+    """It has phase, plan, predictions, measurements, restarts, lost nodes, and the duration of the start."""
     path = tmp_path / "pipette.prom"
     metrics = MetricsFile(path, script="pretrain_gpt.py", now=itertools.count(1000.0).__next__)
     metrics.planned(warmup_s=20.0, search_s=2.5)
@@ -111,7 +111,7 @@ def test_the_deciding_node_tells_all(tmp_path: Path) -> None:
 
 
 def test_the_end_stays_in_the_file(tmp_path: Path) -> None:
-    """So that an alert can tell a job that failed from one that is over."""
+    """An alert can distinguish a failed job from a finished one."""
     for failed in (False, True):
         metrics = MetricsFile(tmp_path / "p.prom")
         metrics.decided(TRAINING, NOWHERE, decides=True)
@@ -121,7 +121,7 @@ def test_the_end_stays_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_node_that_hears_and_does_not_decide_has_its_own_file(tmp_path: Path) -> None:
-    """No metric stands in both files, for on a shared file system one exporter reads both."""
+    """No metric is in both files, because one exporter may read both on a shared file system."""
     names = []
     for decides in (True, False):
         metrics = MetricsFile(tmp_path / "p.prom")
@@ -136,7 +136,7 @@ def test_a_node_that_hears_and_does_not_decide_has_its_own_file(tmp_path: Path) 
 
 
 def test_what_has_not_changed_is_written_again_now_and_then(tmp_path: Path) -> None:
-    """News at the next refresh; without any the file's time still says that the launcher is there."""
+    """Changes are written at the next refresh. An unchanged file is written again later, as a sign of life."""
     path, seconds = tmp_path / "p.prom", 1000.0
     metrics = MetricsFile(path, now=lambda: seconds)
     metrics.decided(TRAINING, NOWHERE, decides=True)
@@ -153,7 +153,7 @@ def test_what_has_not_changed_is_written_again_now_and_then(tmp_path: Path) -> N
 
 
 def test_the_files_are_refreshed_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a thread of their own, which leaves the end as it is."""
+    """A thread refreshes the files, and stops at the end."""
     monkeypatch.setattr(module, "REFRESH_S", 0.01)
     path = tmp_path / "p.prom"
     metrics = MetricsFile(path)
@@ -169,7 +169,7 @@ def test_the_files_are_refreshed_until_the_end(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_folder_of_the_plan_has_the_figures_too(tmp_path: Path) -> None:
-    """For its owner only; with another plan they move to its folder, and none stay behind."""
+    """The document is readable for its owner only. It moves to the folder of another plan."""
     named, root = tmp_path / "p.prom", tmp_path / "cache"
     metrics = MetricsFile(named)
     metrics.decided(TRAINING, Cache(root, "a"), decides=True)
@@ -183,7 +183,7 @@ def test_the_folder_of_the_plan_has_the_figures_too(tmp_path: Path) -> None:
 
 
 def test_a_job_that_trains_nothing_leaves_the_figures_of_one_that_did(tmp_path: Path) -> None:
-    """A file that the user names is written all the same; that of the job's folder stays as it was."""
+    """The user's file is written, and the document in the job's folder stays."""
     kept = tmp_path / "a" / KEPT
     kept.parent.mkdir()
     kept.write_text("of a training")
@@ -195,7 +195,7 @@ def test_a_job_that_trains_nothing_leaves_the_figures_of_one_that_did(tmp_path: 
 
 
 def test_a_warm_up_tells_how_far_it_is(tmp_path: Path) -> None:
-    """The steps of its phase, and what the phases took that have ended; gone once there is a plan."""
+    """It has the steps of the present part and the durations of ended parts, until there is a plan."""
     path = tmp_path / "p.prom"
     metrics = MetricsFile(path)
     metrics.decided(replace(TRAINING, phase="warmup", plan=None, probe_options="{}"), NOWHERE, decides=True)
@@ -218,7 +218,7 @@ def test_names_of_others_do_not_break_the_format() -> None:
 
 
 def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One line in the log says so, once."""
+    """The log has one line about it."""
     (tmp_path / "taken").write_text("no folder")
     metrics = MetricsFile(tmp_path / "taken" / "p.prom")
     metrics.decided(TRAINING, NOWHERE, decides=True)
@@ -228,7 +228,7 @@ def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path, caplog: pyt
 
 
 def test_without_the_flag_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor looked at."""
+    """No file is read or written."""
     monkeypatch.chdir(tmp_path)
     metrics = MetricsFile(None)
     metrics.decided(TRAINING, NOWHERE, decides=True)

@@ -1,4 +1,4 @@
-"""What a node does and says under the coordinator's decisions, without any process."""
+"""The controller of a node under the coordinator's decisions, without processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 
 
 def begun(folder: Path, **changes: Any) -> NodeController:
-    """A node's controller that knows its node."""
+    """Return the controller of a node."""
     asked = options("--save", str(folder / "ckpt"), device="cpu", cache=folder / "cache", **changes)
     made = NodeController(
         asked,
@@ -46,7 +46,7 @@ def begun(folder: Path, **changes: Any) -> NodeController:
 
 
 def decision(made: Plan | None = TWO, **changes: Any) -> Decision:
-    """To train under a plan."""
+    """Return the decision to train under a plan."""
     plain = Decision(
         phase="train",
         tokens=tuple(node.token for node in records()),
@@ -59,7 +59,7 @@ def decision(made: Plan | None = TWO, **changes: Any) -> Decision:
 
 
 def test_a_restart_shows_nothing_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The screen stands once for each plan, and a fallback is told once."""
+    """The screen is printed once for each plan, and a fallback is reported once."""
     told = begun(tmp_path)
     texts = []
     for step in (
@@ -89,14 +89,14 @@ def test_a_warm_up_of_many_ranks_may_start_late(tmp_path: Path) -> None:
 
 
 def test_only_one_node_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The others keep count in silence."""
+    """The other nodes count without printing."""
     begun(tmp_path).show(decision(reason="why"), speaks=False)
 
     assert "" == capsys.readouterr().err
 
 
 def test_figures_are_kept_where_the_plan_is(tmp_path: Path) -> None:
-    """A node that hears the training keeps what was measured in the plan's folder, for whoever watches."""
+    """The node of the last rank writes its measurements into the plan's folder, for `pipette watch`."""
     told = begun(tmp_path)
     told.show(decision(), speaks=False)
     assert told.saw_line(LINE.format(7, 500.0))
@@ -108,7 +108,7 @@ def test_figures_are_kept_where_the_plan_is(tmp_path: Path) -> None:
 
 
 def test_a_screen_that_fails_does_not_cost_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal does get through."""
+    """Only a signal passes through."""
     told = begun(tmp_path)
     errors: list[Exception] = [ValueError("no such terminal"), KeyError("signal 15")]
 
@@ -123,7 +123,7 @@ def test_a_screen_that_fails_does_not_cost_the_job(tmp_path: Path, monkeypatch: 
 
 
 def test_an_outcome_never_mixes_two_attempts(tmp_path: Path) -> None:
-    """Ten iterations of a plan and ten of the next are no twenty of either."""
+    """Ten iterations of one plan and ten of the next do not make an outcome of twenty."""
     told = begun(tmp_path)
     told.show(decision(), speaks=False)
     assert all(told.saw_line(LINE.format(iteration, 1000.0)) for iteration in range(1, 11))
@@ -151,7 +151,7 @@ def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:
 
 
 def test_an_outcome_is_written_into_the_report(tmp_path: Path) -> None:
-    """That which lies beside the plan in the cache; the plan's own file is not touched."""
+    """The report in the cache changes, and the plan file of the user does not."""
     told, made = begun(tmp_path), plan(Layout(pp=4))
     folder = tmp_path / "cache" / "k"
     files.write(folder / "plan.json", made)
@@ -165,7 +165,7 @@ def test_an_outcome_is_written_into_the_report(tmp_path: Path) -> None:
 
 
 def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is told all the same, and then why there is no file."""
+    """The outcome is printed, and then the reason for the missing file."""
     (tmp_path / "cache").write_text("no folder")
     told = begun(tmp_path)
     told.show(decision(), speaks=False)
@@ -179,7 +179,7 @@ def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pyte
 
 
 def test_without_a_plan_iterations_count_all_the_same(tmp_path: Path) -> None:
-    """There is nothing to set them beside, but the job has trained."""
+    """There is no prediction to compare with, but the job has trained."""
     told = begun(tmp_path)
     told.show(decision(None), speaks=False)
 
@@ -188,7 +188,7 @@ def test_without_a_plan_iterations_count_all_the_same(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_a_sign_of_training(tmp_path: Path) -> None:
-    """One that was there before is none."""
+    """A checkpoint from before the start does not count."""
     told = begun(tmp_path)
     tracker = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
     tracker.parent.mkdir()
@@ -202,7 +202,7 @@ def test_a_checkpoint_is_a_sign_of_training(tmp_path: Path) -> None:
 
 
 def test_a_driver_in_disorder_is_told_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever NVML raises, the job trains as under torchrun."""
+    """After any error of NVML the job trains as under torchrun."""
 
     def fail(**_: object) -> None:
         raise OSError("driver/library version mismatch")
@@ -227,7 +227,7 @@ def test_lost_gpus_are_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_its_folder_is_made_when_it_is_needed(tmp_path: Path) -> None:
-    """A launcher that waits for other nodes has left nothing to clean up."""
+    """A launcher that waits for other nodes has no folder yet."""
     told = begun(tmp_path)
     told.show(decision(None, reason="x"), speaks=False)
 
@@ -236,7 +236,7 @@ def test_its_folder_is_made_when_it_is_needed(tmp_path: Path) -> None:
 
 
 def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are no iterations; the outcome has what they say beside the prediction."""
+    """They do not count as iterations; the outcome compares them with the prediction."""
     told = begun(tmp_path)
     told.show(decision(), speaks=False)
     sizes = "allocated: 1.0 | max allocated: 4.0 | reserved: 4.0 | max reserved: 4.0"
@@ -252,7 +252,7 @@ def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs each local rank's device is read, less what others held before; a driver in disorder costs nothing."""
+    """On GPUs each local device is read, minus the memory held before. A driver error stops nothing."""
     told = begun(tmp_path)
     assert told._host is not None
     device = replace(told._host.devices[0], kind="cuda", uuid="GPU", memory_total_bytes=1000, memory_free_bytes=900)
@@ -275,7 +275,7 @@ def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.
 def test_training_waits_for_the_memory_of_the_warmup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What stays full is told in a sentence, and a driver in disorder costs no job; a signal does get through."""
+    """Memory that stays full is reported, and a driver error does not stop the job. A signal passes through."""
     told = begun(tmp_path)
     troubles: list[Exception] = [OSError("driver/library version mismatch"), KeyError("signal 15")]
 
@@ -293,7 +293,7 @@ def test_training_waits_for_the_memory_of_the_warmup(
 
 
 def test_a_plan_that_was_made_before_has_no_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says who is lost and what comes; every record tells how many restarts the user allows."""
+    """One line has the lost host and the next plan. Every record has the number of restarts."""
     told = begun(tmp_path, max_restarts=2)
     told.show(decision(), speaks=True)
     capsys.readouterr()
@@ -304,7 +304,7 @@ def test_a_plan_that_was_made_before_has_no_screen(tmp_path: Path, capsys: pytes
 
 
 def test_why_a_node_is_lost_reaches_the_reason(tmp_path: Path) -> None:
-    """The agents know it, and the coordinator writes the sentence."""
+    """The agents know the reason, and the coordinator writes the sentence."""
     told = begun(tmp_path)
     held = decision(replace(TWO, templates=(plan(Layout(pp=2), hosts=("node0",)),)))
     after = told.decide(records()[:1], held, {"node1": "its agent is gone"})

@@ -1,4 +1,4 @@
-"""What the nodes of a round say of themselves, taken together."""
+"""The nodes of a round, from their own descriptions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def host(name: str, address: str, kind: Literal["cpu", "cuda"] = "cpu", gpus: str = "") -> Host:
-    """Two slots with 8 GiB each, of which 6 are free."""
+    """Return a host of two slots with 8 GiB each, 6 of them free."""
     (plain,) = tiny_cluster(hosts=1).hosts
     devices = tuple(
         replace(device, kind=kind, uuid=gpus + device.uuid, memory_total_bytes=8 * GIB, memory_free_bytes=6 * GIB)
@@ -28,7 +28,7 @@ def host(name: str, address: str, kind: Literal["cpu", "cuda"] = "cpu", gpus: st
 
 
 def test_equal_host_names_are_told_apart() -> None:
-    """By address where that helps, by number where it does not."""
+    """The address is added, or a number if addresses are equal too."""
     hosts = [host("a", "10.0.0.1"), host("a", "10.0.0.2"), host("b", "10.0.0.1"), host("b", "10.0.0.1")]
     told = [replace(record, host=one) for record, one in zip(records(4), hosts, strict=True)]
 
@@ -36,7 +36,7 @@ def test_equal_host_names_are_told_apart() -> None:
 
 
 def test_a_loss_renames_no_other_host() -> None:
-    """Whoever was there before keeps its name, and a newcomer gets one that is free."""
+    """Earlier hosts keep their names, and a new host gets a free name."""
     equal = [replace(record, host=host("b", "10.0.0.1")) for record in records(4)]
     held = dict(zip((record.token for record in equal[:3]), unique_names(equal[:3]), strict=True))
 
@@ -54,7 +54,7 @@ def test_a_loss_renames_no_other_host() -> None:
     ids=["two launchers", "two of three", "two machines", "other GPUs"],
 )
 def test_launchers_that_share_a_gpu_are_refused(others: list[Host], is_refused: bool) -> None:
-    """As several tasks of SLURM on one node, each with a launcher for all GPUs of it."""
+    """For example several SLURM tasks on one node, each with a launcher for all GPUs."""
     hosts = [host("a", "1", "cuda"), *others]
     told = [replace(record, host=one) for record, one in zip(records(len(hosts)), hosts, strict=True)]
     names = [f"node{index}" for index in range(len(hosts))]
@@ -79,7 +79,7 @@ def test_launchers_that_share_a_gpu_are_refused(others: list[Host], is_refused: 
     ids=["two agents", "two of three", "one name, two machines", "GPUs"],
 )
 def test_agents_on_one_machine_share_its_memory(hosts: list[Host], expected_gib: list[tuple[int, int]]) -> None:
-    """Each has introduced itself with all of it; what a GPU has is its own."""
+    """Each agent reported all of the host's memory. GPU memory is not shared."""
     told = [replace(record, host=one) for record, one in zip(records(len(hosts)), hosts, strict=True)]
     found = hosts_of(told, [f"node{index}" for index in range(len(hosts))])
 

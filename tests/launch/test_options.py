@@ -1,4 +1,4 @@
-"""The user's own script, as the launcher reads it."""
+"""The user's script, read by the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipette_launch.launch.options import Options, Script
 
 
 def test_flags_of_the_scripts_own_do_not_matter() -> None:
-    """Neither at the start nor after a loss of hosts, though they differ from Megatron's in their spelling alone."""
+    """They do not matter at the start or after a loss, even if they resemble Megatron's flags."""
     words = (*SMALL, "--micro_batch_size", "4", "--bf16", "true", "--mine", "--load", "/nowhere")
     script = Script(Options(script="train.py", script_arguments=words, runs_python=True, is_module=False), {})
     first = script.read(8, "cuda")

@@ -1,4 +1,4 @@
-"""Passes are found in what torch's profiler leaves of a rank, and nothing else is taken for them."""
+"""Reports and traces beside a plan, and the passes in the traces of torch's profiler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
 def call(
     name: str, start_us: float, length_us: float, category: str = "python_function", **about: Any
 ) -> dict[str, Any]:
-    """An event as the profiler writes it."""
+    """Return an event of the profiler."""
     return {
         "ph": "X",
         "cat": category,
@@ -44,7 +44,7 @@ def call(
 
 
 def trace(*events: Any, rank: Any = 1, world_size: Any = 2) -> dict[str, Any]:
-    """A trace of one rank."""
+    """Return the trace of one rank."""
     return {"distributedInfo": {"rank": rank, "world_size": world_size}, "traceEvents": list(events)}
 
 
@@ -58,7 +58,7 @@ STEP = (
 
 
 def test_passes_are_calls_of_megatrons_schedules() -> None:
-    """Not those of the script, nor functions whose names begin alike; in the order of time."""
+    """Calls of the script, and functions with similar names, do not count; the order is by time."""
     found = profiled_rank(trace(*reversed(STEP)))
 
     assert (1, 2, ("F", "B")) == (found.rank, found.world_size, found.kind_A)
@@ -67,7 +67,7 @@ def test_passes_are_calls_of_megatrons_schedules() -> None:
 
 
 def test_on_a_gpu_a_pass_lasts_as_long_as_its_kernels() -> None:
-    """From the first to the last one that was launched in it, and never into the next pass."""
+    """A pass lasts from its first to its last kernel, at most until the next pass."""
     launched = [
         call("cudaLaunchKernel", start_us, 5.0, "cuda_runtime", correlation=number)
         for number, start_us in enumerate((1010.0, 1490.0, 2010.0, 2690.0, 5000.0))
@@ -118,7 +118,7 @@ def test_what_is_not_json_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_a_trace_for_each_rank(tmp_path: Path) -> None:
-    """In the order of ranks; without any, the sentence says how they are made."""
+    """The traces are in the order of ranks. Without traces the error says how to make them."""
     with pytest.raises(MegatronError, match="name the --tensorboard-dir of a job that ran with --profile"):
         read_profile(tmp_path)
     for name, rank in (("b", 0), ("a", 1)):
@@ -128,13 +128,13 @@ def test_a_folder_has_a_trace_for_each_rank(tmp_path: Path) -> None:
 
 
 def test_a_report_lies_beside_its_plan() -> None:
-    """In a folder of one plan it has the name that everybody looks for; plans side by side have one each."""
+    """Beside plan.json it is report.html; plans in one folder have a report each."""
     assert Path("a/report.html") == page_path(Path("a/plan.json"))
     assert Path("a/b.plan.html") == page_path(Path("a/b.plan.json"))
 
 
 def test_only_a_report_that_was_written_is_there(tmp_path: Path) -> None:
-    """As for a plan in a cache that an earlier release filled, or no plan at all."""
+    """A plan from an earlier release may have no report."""
     plan = tmp_path / "plan.json"
     assert existing_page(None) is None
     assert existing_page(plan) is None
@@ -143,7 +143,7 @@ def test_only_a_report_that_was_written_is_there(tmp_path: Path) -> None:
 
 
 def test_what_a_run_came_to_is_added(tmp_path: Path) -> None:
-    """To the report of its plan; nothing is said, and other plans' reports are left as they are."""
+    """The report of its plan gets the outcome; the reports of other plans stay."""
     found, path = drawn(), tmp_path / "report.html"
     write_page(path, found.plan, found.measurements, found.picture)
     before = path.read_text()
@@ -155,7 +155,7 @@ def test_what_a_run_came_to_is_added(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_changed_is_told(tmp_path: Path) -> None:
-    """The training goes on; without a report there is nothing to tell."""
+    """The training goes on. Without a report there is no message."""
     path = tmp_path / "report.html"
     assert "" == add_outcome(None, drawn().outcome)
     assert f"{path} does not show the outcome: " in add_outcome(path, drawn().outcome)
@@ -164,7 +164,7 @@ def test_a_report_that_cannot_be_changed_is_told(tmp_path: Path) -> None:
 
 
 def test_without_jinja2_the_outcome_is_told_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to install."""
+    """The message says what to install."""
     path = tmp_path / "report.html"
     write_page(path, drawn().plan, drawn().measurements, drawn().picture)
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -173,7 +173,7 @@ def test_without_jinja2_the_outcome_is_told_as_missing(tmp_path: Path, monkeypat
 
 
 def kept(folder: Path) -> Path:
-    """Write a plan and what lies beside it in a cache, and return where the plan lies."""
+    """Write a plan and its other files into a cache, and return the path of the plan."""
     found = drawn()
     files.write(folder / "plan.json", found.plan)
     files.write(folder / "cluster.json", found.measurements)
@@ -202,7 +202,7 @@ def test_files_give_the_whole_report(tmp_path: Path) -> None:
 
 
 def test_what_files_lack_is_told(tmp_path: Path) -> None:
-    """Flags that Megatron refuses cost the timeline, no measurements the links too; another plan's run is no matter."""
+    """Refused flags cost the timeline, missing measurements also the links. Another plan's outcome is ignored."""
     path, found = kept(tmp_path), drawn()
     refused = found_files(path, None)
     assert refused.missing.startswith("the timeline is left out: ")
@@ -217,7 +217,7 @@ def test_what_files_lack_is_told(tmp_path: Path) -> None:
 
 
 def test_measurements_of_other_hosts_are_refused_where_they_are_named(tmp_path: Path) -> None:
-    """A file that happens to lie beside the plan is left out instead."""
+    """A file that only lies beside the plan is ignored."""
     path, found = kept(tmp_path), drawn()
     files.write(path, replace(found.plan, hosts=("a", "b", "c", "d")))
 

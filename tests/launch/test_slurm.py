@@ -1,4 +1,4 @@
-"""What a SLURM step's variables say, current_step from what SLURM 22.05 really sets."""
+"""The step in SLURM's variables, with the values that SLURM 22.05 sets."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_tasks_of_each_node(index: int, expected: int) -> None:
 
 @pytest.mark.parametrize("words", ["x[1-2]-ib[", "a[1-2", "a]b", "a[x]"])
 def test_what_is_no_list_of_nodes(words: str) -> None:
-    """A list that cannot be current_step is an error with the way around it."""
+    """A list that cannot be read is an error with a remedy."""
     with pytest.raises(UsageError, match="give --nnodes and --rdzv-endpoint"):
         parse(words)
 
@@ -155,7 +155,7 @@ TORCHRUNS = ("1:1", "1", "static", "", "none")
 
 
 def filled(monkeypatch: pytest.MonkeyPatch, *flags: str, **variables: str) -> Namespace:
-    """The flags of a job whose first task runs here."""
+    """Return the flags of a job whose first task runs here."""
     for name, value in (STEP | variables).items():
         monkeypatch.setenv(name, value)
     words = [*flags, "train.py"]
@@ -166,12 +166,12 @@ def filled(monkeypatch: pytest.MonkeyPatch, *flags: str, **variables: str) -> Na
 
 
 def values(args: Namespace) -> tuple[str, ...]:
-    """What says who meets where."""
+    """Return the flags of the rendezvous."""
     return args.nnodes, args.nproc_per_node, args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id
 
 
 def test_a_step_fills_in_what_is_not_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All five come from the step, and the first node says so in one line."""
+    """All five flags come from the step, and the first node prints them on one line."""
     assert TAKEN == values(filled(monkeypatch, "--max-restarts=2"))
     assert (
         "pipette-launch: taken from SLURM step 7.0: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:20007 "
@@ -202,7 +202,7 @@ def test_a_given_number_of_processes_stays(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_is_taken_beside_a_flag_for_the_rendezvous(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, value: str
 ) -> None:
-    """Whoever gives one flag or PET_ variable, even with torchrun's default, gets what torchrun makes of it."""
+    """With one such flag or PET_ variable, even with its default value, the job runs as under torchrun."""
     expected = launcher.parser().parse_args([flag, value, "train.py"])
 
     assert vars(expected) == vars(filled(monkeypatch, flag, value))
@@ -258,7 +258,7 @@ pytestmark = pytest.mark.timeout(60)
     ],
 )
 def test_the_others_exit_with_the_agents_code(end: str, expected: int) -> None:
-    """However the agent ends, its sibling ends too, and the agent had its sibling's cores."""
+    """The sibling ends with every end of the agent, and the agent had its sibling's cores."""
     name, last_core = uuid.uuid4().hex, max(os.sched_getaffinity(0))
     other = subprocess.Popen([sys.executable, "-c", OTHER, name, str(last_core)])
     agent = subprocess.Popen([sys.executable, "-c", AGENT, name, end], stderr=subprocess.DEVNULL)
@@ -268,7 +268,7 @@ def test_the_others_exit_with_the_agents_code(end: str, expected: int) -> None:
 
 
 def test_a_task_without_an_agent_gives_up() -> None:
-    """When task 0 never comes, the others say so and how else to start."""
+    """If task 0 never starts, the other tasks report it and another way to start."""
     times_s = iter([0.0, 1.0, 301.0])
     before = {number: signal.getsignal(number) for number in slurm.NOT_OUR_END}
     try:

@@ -1,4 +1,4 @@
-"""What the screen shows of a warm-up, a search or a trial while it runs."""
+"""Progress lines of a warm-up, a search or a trial, and the lines of a decision."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ COMPUTED = PhaseEnd(phase="compute", seconds=9.86, words="3 shapes")
 
 
 def sign(phase: str, done: int = 0, total: int = 0, *ended: PhaseEnd) -> Sign:
-    """A sign of life."""
+    """Return the sign of a worker."""
     return Sign(phase=phase, at_s=0.0, limit_s=60.0, done=done, total=total, ended=ended)
 
 
 def seconds(step_s: float = 1.0) -> Callable[[], float]:
-    """A clock that goes on by so much whenever it is read."""
+    """Return a clock that advances by `step_s` at each call."""
     times = iter(range(1000))
     return lambda: next(times) * step_s
 
@@ -55,7 +55,7 @@ SIGNS = [
 
 
 def test_a_log_gets_what_has_ended() -> None:
-    """With what it took and what came of it; nothing comes twice, and what ended last is told in the end."""
+    """Each part comes once, with its duration and result; the last part comes at the end."""
     stream = io.StringIO()
     line = ProgressLine(stream, clock=seconds(LOG_S), is_terminal=False)
     for one in SIGNS:
@@ -72,7 +72,7 @@ def test_a_log_gets_what_has_ended() -> None:
 
 
 def test_a_log_gets_a_line_in_ten_seconds() -> None:
-    """However often something is shown."""
+    """More calls do not give more lines."""
     stream = io.StringIO()
     line = ProgressLine(stream, clock=seconds(0.25), is_terminal=False)
     for _ in range(200):
@@ -101,7 +101,7 @@ def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_it_does_not_flicker() -> None:
-    """Signs that follow each other at once are not all shown, nor what is on the screen already."""
+    """Signs in quick succession, and unchanged lines, are not drawn again."""
     stream = io.StringIO()
     show(ProgressLine(stream, clock=lambda: 7.0, is_terminal=True), SIGNS[0])
     assert "" == stream.getvalue()
@@ -129,7 +129,7 @@ def test_a_search_is_shown_while_it_runs() -> None:
 
 
 def test_a_file_is_no_terminal() -> None:
-    """Whatever TERM says."""
+    """TERM does not matter for a file."""
     assert not ProgressLine(io.StringIO())._is_terminal
 
 
@@ -148,7 +148,7 @@ TRAINING = replace(WARMUP, phase="train", plan=MADE, script_arguments=("--lr", "
 
 
 def printed(detail: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What a start prints, a warm-up among it, and something that is not as the user asked."""
+    """Return the output of a start with a warm-up and an ignored request of the user."""
     terminal = Terminal(options(detail=detail))
     terminal.tell(WARMUP, None, Kept())
     terminal.warmup_goes_on(Sign(phase="links", at_s=0.0, limit_s=1.0))
@@ -162,7 +162,7 @@ def printed(detail: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_quiet_prints_what_was_chosen_and_what_is_not_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two lines, both with our head."""
+    """It prints two lines, both with our prefix."""
     lines = printed("quiet", capsys)
 
     assert "pipette-launch: node7 is left out" == lines[0]
@@ -171,7 +171,7 @@ def test_quiet_prints_what_was_chosen_and_what_is_not_as_asked(capsys: pytest.Ca
 
 
 def test_verbose_prints_all_notes(capsys: pytest.CaptureFixture[str]) -> None:
-    """They are counted where nobody asks for them."""
+    """Without --verbose only their number is printed."""
     whole, usual = ("\n".join(printed(detail, capsys)) for detail in ("verbose", "usual"))
 
     assert MADE.notes[0] in whole

@@ -55,7 +55,7 @@ def line(iteration: int, step_time_s: float = 1.25) -> Iteration:
     ids=["every one", "first and every tenth", "every tenth", "every hundredth", "resumed", "resumed, every tenth"],
 )
 def test_twenty_iterations_make_an_outcome(logged: list[int], num_warm_ups: int, num_values: int) -> None:
-    """Whatever the log interval, the outcome comes with the line that completes twenty iterations."""
+    """With any log interval, the outcome comes with the line that completes twenty iterations."""
     tracker = OutcomeTracker("key", CHOICE)
 
     *early, outcome = [tracker.add(line(iteration)) for iteration in logged]
@@ -90,7 +90,7 @@ def test_the_rate_is_that_of_the_measured_step() -> None:
 
 
 def test_an_outcome_comes_once() -> None:
-    """Later lines say nothing new."""
+    """Later lines give no outcome."""
     tracker = OutcomeTracker("key", CHOICE)
     for iteration in range(1, 21):
         tracker.add(line(iteration))
@@ -99,7 +99,7 @@ def test_an_outcome_comes_once() -> None:
 
 
 def memory(rank: int, iteration: int, peak_bytes: int) -> MemoryLine:
-    """What Megatron printed of one rank."""
+    """Return a memory line of one rank."""
     return MemoryLine(
         rank=rank,
         iteration=iteration,
@@ -137,7 +137,7 @@ def test_memory_counts_once_a_whole_step_was_seen(
 
 
 def test_the_outcome_compares_with_the_model_alone() -> None:
-    """Corrections are taken out of the prediction, for it is the model's own error that is to be learned."""
+    """The prediction is compared without corrections, because the error of the model itself is learned."""
     corrected = replace(
         CHOICE, step_correction=1.25, memory_correction=2.0, peak_memory_bytes=(800,), features={"tp": 0.0}
     )
@@ -151,7 +151,7 @@ def test_the_outcome_compares_with_the_model_alone() -> None:
 
 
 def test_devices_are_set_beside_what_they_should_hold() -> None:
-    """Each rank of this node beside its own stage; a choice that does not say it is compared with nothing."""
+    """Each rank of this node is compared with its own stage, if the plan predicts it."""
     choice = replace(
         CHOICE, layout=Layout(pp=2), peak_memory_bytes=(1, 1), placement=(0, 1), device_peak_bytes=(100, 200)
     )
@@ -164,7 +164,7 @@ def test_devices_are_set_beside_what_they_should_hold() -> None:
 
 
 def test_the_allocators_word_counts_for_more_than_the_devices() -> None:
-    """Of several ranks the fullest; the driver's count only where Megatron printed nothing."""
+    """The fullest of several ranks counts. The driver's value counts only without a value from Megatron."""
     tracker = OutcomeTracker("key", replace(CHOICE, device_peak_bytes=(5,)))
     (outcome,) = filter(None, [tracker.add(line(iteration)) for iteration in range(1, 21)])
     device = device_peaks(replace(CHOICE, device_peak_bytes=(5,)), {0: 10})
@@ -177,7 +177,7 @@ def test_the_allocators_word_counts_for_more_than_the_devices() -> None:
 
 
 def recovery(*times_s: float) -> Recovery:
-    """One whose clock shows these times, one after the other."""
+    """Return a Recovery with a clock that shows these times."""
     clock: Iterator[float] = iter(times_s)
     return Recovery(lambda: next(clock))
 
@@ -188,7 +188,7 @@ def train(**changes: Any) -> Decision:
 
 
 def test_the_first_start_is_no_restart() -> None:
-    """Nothing is lost, and nothing said."""
+    """No step is lost, and there is no message."""
     made = recovery(0.0, 1.0)
     made.ended()
     made.decided(train())
@@ -219,7 +219,7 @@ def test_a_job_without_checkpoints_says_so() -> None:
 
 
 def test_a_warmup_is_no_training() -> None:
-    """What a warm-up's workers print is nobody's step; the training after it tells."""
+    """The warm-up prints no steps; the message comes with the training."""
     made = recovery(0.0, 1.0, 30.0, 36.0)
     made.ended()
     made.decided(Decision(phase="warmup", tokens=("a",), hosts=("n0",), num_slots=(1,), iteration=7))
@@ -229,7 +229,7 @@ def test_a_warmup_is_no_training() -> None:
 
 
 def words(*step_s: float, limit: float = 0.25) -> list[str]:
-    """What is said at these step times."""
+    """Return the messages at these step times."""
     watch = Slowdown(limit, restarts=False)
     return [text for text in (watch.add(one, at) for at, one in enumerate(step_s, 1)) if text]
 
@@ -266,7 +266,7 @@ def test_long_steps_here_and_there_are_no_slowdown(long: set[int], factor: float
 
 
 def test_the_limit_is_the_users() -> None:
-    """Of twice the time nothing is said where three times are allowed."""
+    """Twice the time gives no message if three times are allowed."""
     assert [] == words(*[1.0] * (IGNORED_STEPS + WINDOW), *[2.0] * WINDOW, limit=2.0)
 
 

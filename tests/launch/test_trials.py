@@ -1,4 +1,4 @@
-"""Tests of the check of a device order before training, from decisions alone."""
+"""The check of a device order and trials, from decisions alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def nodes() -> list[NodeRecord]:
 
 
 def one(folder: Path, **changes: object) -> Coordinator:
-    """A coordinator whose job uses tensor parallelism on two GPUs."""
+    """Return a coordinator of a job with tensor parallelism on two GPUs."""
     words = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     fixed = ("tp", "pp", "cp", "vpp", "micro_batch_size", "recompute")
     return coordinator(folder, options(*words, cache=folder / "cache", on_error="fail", fix=fixed, **changes))
@@ -94,7 +94,7 @@ def test_an_order_is_checked_on_the_devices_that_will_train(tmp_path: Path) -> N
 
 
 def test_a_cached_plan_is_not_checked_again(tmp_path: Path) -> None:
-    """The folder of the plan names hosts, devices, versions and NCCL's variables."""
+    """The key of the plan covers hosts, devices, versions and NCCL's variables."""
     decides, check = measured(tmp_path)
     training = decides.after_trial(check, PASSED)
     again = one(tmp_path).decide(nodes(), None)
@@ -122,7 +122,7 @@ def test_a_check_that_fails_goes_back_to_device_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("report", "is_permuted"), [(PASSED, True), (FAILED, False)])
 def test_trials_come_after_the_check(tmp_path: Path, report: TrialReport, is_permuted: bool) -> None:
-    """They run the order that will train, so no step is measured in an order that is given up again."""
+    """Trials run the order that will train, so no step is measured in a rejected order."""
     decides, check = measured(tmp_path, trials=1, trial_iters=3)
     first = decides.after_trial(check, report)
     ran = replace(PASSED, step_s=(1.0,) * first.iterations)
@@ -164,7 +164,7 @@ def test_what_is_checked(placement: tuple[int, ...], kind: str, is_needed: bool)
 
 
 def test_other_hosts_are_checked_again() -> None:
-    """A plan that is fitted to another host forgets what was checked."""
+    """A plan that is fitted to another host counts as unchecked."""
     made = gpu_plan((0, 2, 1, 3, 4, 6, 5, 7), other_hosts=("node2",))
     made = replace(made, chosen=replace(made.chosen, is_order_checked=True))
     assert made.known_hosts == ("node0", "node1", "node2")
@@ -176,7 +176,7 @@ def test_other_hosts_are_checked_again() -> None:
 
 
 def test_templates_go_back_too() -> None:
-    """They would run on these GPUs after a loss."""
+    """After a loss they would run on these GPUs."""
     half = Layout(tp=2, dp=2, etp=2, sequence_parallel=True)
     template = replace(plan(half, hosts=("node0",)), device_kind="cuda", chosen=choice(half, (0, 2, 1, 3)))
     made = gpu_plan((0, 2, 1, 3, 4, 6, 5, 7), templates=(template,))
@@ -226,7 +226,7 @@ plans = st.lists(st.one_of(st.just([]), steps), min_size=1, max_size=4)
 
 @given(st.one_of(st.just([]), steps), plans)
 def test_it_never_ends_slower_than_the_users_own(own_s: list[float], plans_s: list[list[float]]) -> None:
-    """Whoever wins was measured at least as fast; a plan that wins, faster by the margin and beyond noise."""
+    """The winner was measured at least as fast, and a winning plan faster by the margin and beyond noise."""
     own = run(None, *own_s)
     runs = [own, *(run(index, *steps_s) for index, steps_s in enumerate(plans_s))]
     best = winner(runs, margin=MARGIN)
@@ -304,7 +304,7 @@ def test_the_users_own_stays_when_nothing_outruns_it() -> None:
 
 
 def test_a_plan_that_kept_the_users_own_may_lose_to_an_alternative() -> None:
-    """What was predicted as not worth it may be measured as worth it."""
+    """A gain that was predicted as too small may be measured as large enough."""
     kept = replace(PLAN, chosen=PLAN.own, alternatives=PLAN.contenders(), keeps_own=True)
     made = settled(run(None, 1.0, 1.0, 1.0), run(0, 0.8, 0.8, 0.8), made=kept)
 
@@ -345,18 +345,18 @@ TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 
 
 def asked(folder: Path, *more: str, made: Plan = TWO, **changes: Any) -> Coordinator:
-    """A coordinator whose user wants trials of the plan in a file."""
+    """Return a coordinator of a user who wants trials of the plan in a file."""
     files.write(folder / "mine.json", made)
     return coordinator(folder, options(*more, **{"plan": folder / "mine.json", "trials": 2, **changes}))
 
 
 def report(*steps_s: float, failure: Failure | None = None) -> TrialReport:
-    """What came of a trial."""
+    """Return the report of a trial."""
     return TrialReport(step_s=(5.0, 5.0, *steps_s), failure=failure, took_s=3.0)
 
 
 def play(judge: Coordinator, first: Decision, steps_s: dict[Layout, float]) -> list[Decision]:
-    """Let each layout take so long a step; returns all decisions."""
+    """Give each layout a step time, and return all decisions."""
     decisions = [first]
     while decisions[-1].phase == "trial":
         now = decisions[-1]
@@ -369,7 +369,7 @@ def play(judge: Coordinator, first: Decision, steps_s: dict[Layout, float]) -> l
 
 
 def test_the_users_own_and_the_best_plans_are_tried_one_by_one(tmp_path: Path) -> None:
-    """Each gets its words without what writes, and the measured best trains with all of them."""
+    """Each trial runs without arguments that write files; the measured best trains with all of them."""
     judge = asked(tmp_path, "--save", str(tmp_path / "ckpt"), "--save-interval", "5")
     first = judge.decide(records(), None)
 
@@ -404,7 +404,7 @@ def test_no_record_lies_beside_checkpoints_before_the_choice(tmp_path: Path) -> 
 
 
 def test_the_next_start_believes_the_trials(tmp_path: Path) -> None:
-    """What was tried lies with the cached plan; more plans, or more iterations, are tried again."""
+    """The cached plan has its trials; more plans or iterations are tried again."""
     asks: dict[str, Any] = {"cache": tmp_path / "cache", "trials": 1}
     first = coordinator(tmp_path, options(**asks))
     warmup = first.decide(records(), None)
@@ -470,7 +470,7 @@ def test_the_same_death_in_two_trials_ends_the_job(failure: Failure, phases: lis
 
 
 def test_a_trial_that_has_trained_ends_no_job(tmp_path: Path) -> None:
-    """What dies behind its first iteration runs under some plan: the next trial begins."""
+    """A script that dies after its first iteration can run under some plan, so the next trial begins."""
     judge = asked(tmp_path)
     missing = replace(
         failure_of("FileNotFoundError: [Errno 2] No such file or directory: '/data'"), rank=1, exit_code=1

@@ -1,4 +1,4 @@
-"""What a launcher writes is what a watcher reads."""
+"""The documents that a launcher writes, read by a watcher."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pipette_launch.probe.messages import PhaseEnd, Sign
 
 
 def kept(root: Path, *, decides: bool = True, now_s: float = 1000.0) -> MetricsFile:
-    """A launcher that trains and keeps figures in the folder `k`."""
+    """Return the metrics of a launcher that trains and writes into the folder `k`."""
     metrics = MetricsFile(None, script='pre"train\\.py', now=lambda: now_s)
     metrics.decided(TRAINING, Cache(root, "k"), decides=decides)
     return metrics
 
 
 def test_all_figures_come_back(tmp_path: Path) -> None:
-    """Names with quotes and backslashes too."""
+    """Names may have quotes and backslashes."""
     metrics = kept(tmp_path)
     metrics.lost(["node7"])
     metrics.iterated(printed(30, 2 * RATED.chosen.step_time_s))
@@ -44,7 +44,7 @@ def test_all_figures_come_back(tmp_path: Path) -> None:
 
 
 def test_a_warm_up_comes_back(tmp_path: Path) -> None:
-    """Its phase, how far it is, and what has ended."""
+    """Its part, its progress and its ended parts come back."""
     metrics = kept(tmp_path)
     warmup = replace(TRAINING, phase="warmup", plan=None, probe_options="{}")
     metrics.decided(warmup, Cache(tmp_path, "k"), decides=True)
@@ -118,7 +118,7 @@ def test_each_step_counts_once(tmp_path: Path) -> None:
 
 
 def test_it_goes_with_the_job_to_another_plan(tmp_path: Path) -> None:
-    """And shows the last figures while nothing can be read; what never could be read is an error."""
+    """While nothing can be read the last state is shown. A document that could never be read is an error."""
     metrics = kept(tmp_path)
     watched = Watched(tmp_path / "k")
     watched.look(1.0)

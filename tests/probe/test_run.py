@@ -141,7 +141,7 @@ def test_many_hosts_measure_what_plans_would_use_and_check_it_the_next_time(tmp_
     assert 1 < first.survey.rounds <= 4
     # On shared cores loopback may have changed so much that all is measured anew; the ring is so in any case.
     assert all(second.survey.origin(*pair) in ("measured", "again") for pair in ring)
-    assert any("that plans would use, measured in" in note for note in second.notes)
+    assert any("that plans use, measured in" in note for note in second.notes)
 
 
 def test_a_slot_alone_with_no_time_measures_the_least(tmp_path: Path) -> None:

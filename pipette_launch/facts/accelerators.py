@@ -100,7 +100,7 @@ class DeviceSpec:
     host_bytes_per_s: float = 0.0
     """Bandwidth to pinned memory of the host, in each direction, while all devices of a host copy; 0 = unknown."""
     compute_capability: int | None = None
-    """CUDA's major number; None = unknown."""
+    """Major number of CUDA's compute capability; None = unknown."""
 
     def __post_init__(self) -> None:
         if not self.flops_per_s or not all(peak > 0 for peak in self.flops_per_s.values()):
@@ -168,10 +168,10 @@ class _Host(NamedTuple):
     """The usual host of a device, and its links."""
 
     within: tuple[float, float]
-    """To another device of the host: us, GB/s."""
+    """Link to another device of the host: us, GB/s."""
     host_gb_per_s: float
     between: tuple[float, float, int]
-    """To another host: us, GB/s, devices that share it."""
+    """Link to another host: us, GB/s, devices that share it."""
     words: str
     devices: int = 8
     domain_hosts: int = 1
@@ -182,9 +182,11 @@ class _Row(NamedTuple):
 
     name: str
     usual: Efficiency
-    """Shares of the device's generation."""
+    """Usual shares of the device's generation."""
     matmul_share: float
-    """Share of the 16-bit peak that large products reach. PCIe cards: public tests (github.com/mag-/gpu_benchmark and
+    """Share of the 16-bit peak that large products reach.
+
+    Shares of PCIe cards come from public tests (github.com/mag-/gpu_benchmark,
     github.com/zzc0721/torch-performance-test-data), minus the 7 % by which A100 and H100 are slower in training. Cards
     without a test (A10, A30, A40, L20, H200-NVL) have the share of a similar chip. L4 holds its clock at 72 W only for
     a moment. GeForce cards have 0.85, because short tests run above the clock of the data sheet.

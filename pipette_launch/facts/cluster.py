@@ -101,7 +101,7 @@ class Links:
 
     @property
     def size(self) -> int:
-        """Number of places."""
+        """Number of places that the links connect."""
         return len(self.latency_s)
 
     @classmethod
@@ -113,7 +113,7 @@ class Links:
         return cls(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
     def seconds_per_byte(self) -> Matrix:
-        """1 / bandwidth, 0 on the diagonal; read-only."""
+        """Return 1 / bandwidth with 0 on the diagonal, as a read-only matrix."""
         return self._seconds_per_byte
 
     @cached_property
@@ -156,7 +156,7 @@ class HostsOfJob:
 
     @property
     def devices_per_host(self) -> int:
-        """D."""
+        """D, the number of devices on each host."""
         return len(self.hosts[0].devices)
 
     @property
@@ -166,7 +166,7 @@ class HostsOfJob:
 
     @property
     def device_kind(self) -> Literal["cuda", "cpu"]:
-        """Kind of all devices."""
+        """Kind of all devices of the job."""
         return self.hosts[0].devices[0].kind
 
 
@@ -176,9 +176,9 @@ class Cluster(HostsOfJob):
 
     hosts: tuple[Host, ...]
     between_hosts: Links
-    """H x H, for each device while all devices of two hosts exchange messages."""
+    """Links between hosts, H x H, for each device while all devices of two hosts exchange messages."""
     within_host: tuple[Links, ...]
-    """D x D for each host, between its devices."""
+    """Links between the devices of each host, D x D."""
     slot_speed: tuple[float, ...]
     """Compute speed of each slot relative to the median slot."""
     imagined: DeviceSpec | None = field(default=None, hash=False, metadata=ADDED_LATER)
@@ -204,7 +204,7 @@ class Cluster(HostsOfJob):
 
     @property
     def memory_bytes(self) -> int:
-        """Free memory of the slot with the least."""
+        """Least free memory of any slot."""
         return min(device.memory_free_bytes for host in self.hosts for device in host.devices)
 
     @property
@@ -247,5 +247,5 @@ def shared_order(placement: ArrayLike, devices: int) -> tuple[int, ...] | None:
 
 
 def is_in_device_order(placement: ArrayLike, devices: int) -> bool:
-    """Return True if the ranks of each host rise with its devices."""
+    """Return True if, on each host, a higher device has a higher rank."""
     return shared_order(placement, devices) == tuple(range(devices))

@@ -48,23 +48,23 @@ class RankBlock:
     size: int
     within: Literal["host", "domain"]
     kind: str
-    """Relation of the ranks: `tensor-parallel`."""
+    """Type of parallelism of these ranks, such as `tensor-parallel`."""
     asked_by: str
-    """The flag or library with this condition."""
+    """Flag or library that requires the block."""
 
     @property
     def words(self) -> str:
-        """For example `blocks of 8 expert-parallel ranks`."""
+        """Description of the blocks, such as `blocks of 8 expert-parallel ranks`."""
         return f"blocks of {self.size} {self.kind} ranks"
 
     @property
     def inside(self) -> str:
-        """`a host` or `an NVLink domain`."""
+        """Description of the place, `a host` or `an NVLink domain`."""
         return "a host" if self.within == "host" else "an NVLink domain"
 
     @property
     def sentence(self) -> str:
-        """The condition as a sentence for the plan."""
+        """The requirement as a sentence for the plan."""
         return f"Each of the {self.words} lies inside {self.inside}, as {self.asked_by} requires."
 
 
@@ -87,7 +87,7 @@ class Domains:
 
     @property
     def domains(self) -> tuple[tuple[int, ...], ...]:
-        """The hosts of each domain."""
+        """Hosts of each NVLink domain."""
         return tuple(
             tuple(host for host, domain in enumerate(self.domain_H) if domain == one)
             for one in dict.fromkeys(self.domain_H)

@@ -43,7 +43,7 @@ class Tier:
     bandwidth_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Bandwidth of one device when all send; replaces `share`."""
     latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """None = the latency of the link."""
+    """Latency of the tier in seconds; None = the latency of the link."""
 
     def __post_init__(self) -> None:
         if self.hosts_per_group is not None and (self.hosts_per_group < 1 or self.groups):
@@ -96,7 +96,7 @@ class FabricSpec:
     source: str
     """Origin of the figures, one sentence, which plans repeat."""
     tiers: tuple[Tier, ...]
-    """From the inside out. The last tier holds all hosts."""
+    """Tiers from the inside out. The last tier holds all hosts."""
     hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Names in torchrun's order; empty = host0 and so on. A plan for real hosts needs their names here."""
     network_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)

@@ -66,7 +66,7 @@ LEFTOVER_S = 86400.0
 
 
 class Document(Protocol):
-    """A dataclass with its own file."""
+    """A dataclass that has its own file."""
 
     KIND: ClassVar[str]
     SCHEMA_VERSION: ClassVar[int]
@@ -132,13 +132,13 @@ def parse(text: str | bytes, source: str) -> Any:
 
 
 def dumps(document: Document, *, indent: int | None = 1) -> str:
-    """Write a document as JSON text; `indent=None` writes one line."""
+    """Return a document as JSON text; `indent=None` returns one line."""
     head = {"kind": document.KIND, "schema_version": document.SCHEMA_VERSION}
     return json.dumps({**head, **to_plain(document)}, indent=indent, allow_nan=False)
 
 
 def loads(kind: type[D], text: str | bytes, source: str) -> D:
-    """Read a document from JSON text; errors name `source`."""
+    """Read a document from JSON text. Errors name `source`."""
     plain = parse(text, source)
     found = plain.pop("kind", None) if isinstance(plain, dict) else type(plain).__name__
     if found != kind.KIND or not isinstance(plain, dict):

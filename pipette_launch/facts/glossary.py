@@ -15,11 +15,11 @@ class Meaning:
     """The explanation of one word or number."""
 
     what: str
-    """One sentence."""
+    """The meaning in one sentence."""
     unit: str = ""
-    """Empty for a word without a number."""
+    """Unit of a number; empty for a word without a number."""
     how: str = ""
-    """Formula or measurement."""
+    """Formula or measurement of a number."""
     source: str = ""
     """Paper, flag, or page of the documentation."""
 
@@ -368,7 +368,7 @@ GROUPS: dict[str, dict[str, Meaning]] = {
 """Parts of the glossary by title, in the order of docs/glossary.md."""
 
 MEANINGS: dict[str, Meaning] = {key: meaning for group in GROUPS.values() for key, meaning in group.items()}
-"""Every explanation by its key, which is in lower case and has spaces between words."""
+"""All entries by key. Keys are in lower case and have spaces between words."""
 
 SHORT = {
     "weights": "weight",

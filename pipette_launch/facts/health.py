@@ -9,7 +9,7 @@ Nearness = Literal["switch", "root", "node", "across"]
 """Path from a device to its nearest network card: through a common PCIe switch, the tree of one root port, one NUMA
 node, or across the sockets."""
 NEARNESS: tuple[Nearness, ...] = ("switch", "root", "node", "across")
-"""Nearest first."""
+"""Kinds of nearness, from near to far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +19,7 @@ class Holder:
     pid: int
     name: str
     used_bytes: int | None
-    """None if the driver hides it, as in a container."""
+    """Memory of the process; None if the driver hides it, as in a container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class DeviceCondition:
 
     uuid: str
     holders: tuple[Holder, ...] = ()
-    """All foreign processes that hold memory."""
+    """Foreign processes that hold memory of the device."""
     used_bytes: int | None = None
     """Memory held by processes before the job's workers start, without the driver's own reserve."""
     utilisation: float | None = None
@@ -54,11 +54,11 @@ class DeviceCondition:
     """A row could not be replaced because no spare row is left."""
     nvlinks_up: int | None = None
     nvlinks_total: int | None = None
-    """Links that NVML knows, up or down."""
+    """Number of NVLinks that NVML knows, up or down."""
     pcie_width: int | None = None
-    """Lanes in use. An idle device keeps them."""
+    """PCIe lanes in use. An idle device does not reduce them."""
     pcie_width_max: int | None = None
-    """Lanes that device and slot allow."""
+    """PCIe lanes that device and slot allow."""
     pcie_generation: int | None = None
     """An idle device falls back to generation 1, so a low value alone is not a problem."""
     pcie_generation_max: int | None = None
@@ -92,13 +92,13 @@ class Verdict:
 
     kind: VerdictKind
     host: str
-    """The node with the problem; for a link, the sender."""
+    """Host with the problem; for a link, the sender."""
     figure: str
-    """The figure with its unit: `2 of 18 NVLinks are up`."""
+    """The measured figure with its unit: `2 of 18 NVLinks are up`."""
     device: str = ""
-    """UUID; empty = the whole host has the problem."""
+    """UUID of the device; empty = the whole host has the problem."""
     other_host: str = ""
-    """For a link, the receiver; otherwise empty."""
+    """Receiver of a slow link; empty for other problems."""
     peers: str = ""
     """Figure of its peers, `18`; empty = no comparison needed."""
     advice: str = ""
@@ -116,7 +116,7 @@ class Verdict:
 
 Severity = Literal["stops", "slows", "fine"]
 SEVERITIES: tuple[Severity, ...] = ("stops", "slows", "fine")
-"""Worst first."""
+"""Severities of findings, worst first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ class Finding:
     what: str
     """Name of the check: `open files`."""
     value: str
-    """The result with its unit: `1024 for this process`."""
+    """Result of the check with its unit: `1024 for this process`."""
     advice: str = ""
     """Remedy; empty = no remedy needed."""
 
@@ -145,7 +145,7 @@ class Checkup:
 
     host: str
     taken_at: str
-    """UTC, ISO 8601."""
+    """Time of the checks, UTC, ISO 8601."""
     findings: tuple[Finding, ...]
 
     @property

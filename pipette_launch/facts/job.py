@@ -56,9 +56,9 @@ class PerformanceOptions:
     first_last_layers_bf16: bool = False
     fp32_residual_connection: bool = False
     fp4: str | None = field(default=None, metadata={"flag": "--fp4-format"})
-    """`e2m1`; None = no FP4."""
+    """FP4 format of the layers, such as `e2m1`; None = no FP4."""
     fp8: str | None = field(default=None, metadata={"flag": "--fp8-format"})
-    """`e4m3` or `hybrid`; None = no FP8."""
+    """FP8 format of the layers, `e4m3` or `hybrid`; None = no FP8."""
     fp8_param_gather: bool = False
     fp8_recipe: str = "delayed"
     num_layers_at_end_in_bf16: int = 1
@@ -116,11 +116,11 @@ class PerformanceOptions:
     distribute_saved_activations: bool = False
     fine_grained_activation_offloading: bool = False
     min_offloaded_tensor_size: int = 1 << 20
-    """Elements."""
+    """Least number of elements of a tensor that is offloaded."""
     offload_modules: tuple[str, ...] = ()
     """Modules whose inputs `fine_grained_activation_offloading` moves to the host."""
     wgrad_deferral_limit: int = 0
-    """0 = all micro-batches of a step."""
+    """Micro-batches whose embedding gradients may be deferred; 0 = all micro-batches of a step."""
 
     # CUDA graphs.
     cuda_graph_impl: str = "none"
@@ -167,7 +167,7 @@ class PerformanceOptions:
     num_workers: int = 2
     """Data loader processes of each rank that loads data."""
     padded_vocab_size: int = 0
-    """0 = no flag sets it."""
+    """Vocabulary size with padding; 0 = no flag sets it."""
     rampup_batch_size: tuple[int, ...] = ()
     """First batch size, increment, samples of the ramp-up; empty = no ramp-up."""
     sft: bool = False
@@ -204,7 +204,7 @@ def flag_of(option: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Samples of one optimizer step, equal for all layouts."""
+    """Size of the global batch: samples of one optimizer step, equal for all layouts."""
 
     global_batch_size: int
 
@@ -245,5 +245,5 @@ class Job:
 
     @property
     def release(self) -> tuple[int, ...]:
-        """Major and minor number: `0.16.1` -> (0, 16)."""
+        """Major and minor number of the Megatron release: `0.16.1` -> (0, 16)."""
         return tuple(int(part) for part in self.megatron_version.split(".")[:2] if part.isdigit())

@@ -72,10 +72,9 @@ _USUAL = frozenset(
     "V100-SXM2-32GB V100-SXM2-16GB A100-40GB A100-80GB A800-80GB H100-SXM "
     "H200 H800-SXM GH200-96GB RTX-PRO-6000-Server".split()
 )
-"""Devices that a name means if it fits several devices, and only one of them is in this set."""
+"""Preferred devices: a name that fits several devices means the only one of them in this set."""
 _LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
-"""A suggested name is at least this similar to the mistyped one, and at most this much less similar than the nearest
-name."""
+"""Least similarity (difflib) of a suggested name to the given name, and largest distance from the most similar name."""
 
 
 class UnknownDeviceError(FactError):
@@ -87,7 +86,7 @@ class _Names(NamedTuple):
 
     own: frozenset[str]
     chip: frozenset[str]
-    """Words of every name."""
+    """Words that occur in every name of the device."""
     known: frozenset[str]
     """Words of at least one name. A name with another word means another device."""
 
@@ -196,14 +195,15 @@ def _names() -> dict[str, _Names]:
 
 
 def _listed(names: list[str], word: str) -> str:
-    """Join names: `A, B or C`."""
+    """Join names into a list such as `A, B or C`."""
     *first, last = names
     return f"{', '.join(first)} {word} {last}" if first else last
 
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8", "fp4")
 _MOST_CAPABILITY, _MOST_LATENCY_S, _LEAST_FLOPS_PER_S = 30, 0.1, 1e10
-"""Larger figures were given in other units: 90 for 9.0, microseconds, or (a smaller peak) TFLOP/s."""
+"""Limits of plausible figures. Figures beyond them were probably given in other units: 90 for 9.0, microseconds,
+TFLOP/s."""
 _LEAST = {
     "memory_bytes": 1e9,
     "memory_bytes_per_s": 1e9,
@@ -212,7 +212,7 @@ _LEAST = {
     "host_bytes_per_s": 1e7,
     "compute_capability": 1,
 }
-"""Smaller figures were given in GB or GB/s."""
+"""Lower limits of the fields. A smaller figure was probably given in GB or GB/s."""
 _LATENCIES = ("within_host_latency_s", "between_hosts_latency_s")
 _SHARES = ("matmul_share", "attention_share", "memory_share")
 
@@ -229,11 +229,11 @@ class DeviceFile:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     name: str
-    """Name on screens and in plans."""
+    """Name of the device on screens and in plans."""
     source: str
     """Origin of the figures, one sentence, which plans repeat."""
     like: str
-    """The most similar known device."""
+    """Name of the most similar known device."""
     flops_per_s: dict[str, float]
     """Peaks of dense matrix products without sparsity, with accumulation in FP32: fp32, fp16, bf16, fp8, fp4."""
     memory_bytes: float

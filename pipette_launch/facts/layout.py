@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        """Number of model chunks."""
+        """Number of model chunks, pp * vpp."""
         return self.pp * self.vpp
 
     @property
@@ -189,7 +189,7 @@ class Degrees(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> Degrees:
-        """Return the degrees of a layout."""
+        """Return the parallel degrees of a layout."""
         return cls(*(getattr(layout, name) for name in cls._fields))
 
     @property
@@ -234,9 +234,9 @@ class LayoutGroups:
     """Groups of rows with equal values in some columns."""
 
     first_U: Ints
-    """Index of the first row of each group."""
+    """Row index of the first layout of each group."""
     group_N: Ints
-    """Index of each row's group."""
+    """Group index of each layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,12 +259,12 @@ class LayoutColumns:
     overlap_param_gather: Ints
     use_tp_pp_dp_mapping: Ints
     recompute: Ints
-    """Index into `recomputes`."""
+    """Index of each layout's recompute in `recomputes`."""
     layers_per_chunk: Ints
-    """Index into `cuts`."""
+    """Index of each layout's layers per chunk in `cuts`."""
     recomputes: tuple[Recompute, ...] = (NO_RECOMPUTE,)
     cuts: tuple[tuple[int, ...], ...] = ((),)
-    """Layers of each chunk; empty = even."""
+    """Possible numbers of layers of each chunk; empty = even."""
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
@@ -294,7 +294,7 @@ class LayoutColumns:
         )
 
     def __len__(self) -> int:
-        """Return N."""
+        """Return the number of layouts."""
         return len(self.tp)
 
     def layout(self, row: int) -> Layout:
@@ -326,7 +326,7 @@ class LayoutColumns:
         return np.flatnonzero(found)
 
     def take(self, rows: Ints) -> LayoutColumns:
-        """Return some of the rows."""
+        """Return the layouts in these rows."""
         if len(rows) == len(self) == 1:
             return self
         return replace(self, **{name: getattr(self, name)[rows] for name in _FIELDS})

@@ -31,7 +31,7 @@ class DeviceOverhead:
     """NVML's used bytes minus the allocator's reserve, before any communicator was open: CUDA and code of its
     libraries."""
     together_bytes: int
-    """The same while all communicators were open."""
+    """NVML's used bytes minus the allocator's reserve, while all communicators were open."""
     num_communicators: int
     """Number of open communicators."""
     workspace_bytes: int
@@ -60,7 +60,7 @@ class MemoryNeed:
     free_bytes: int
     """Free memory of the fullest device before the job; 0 in files of earlier releases."""
     limit_bytes: int
-    """Free memory minus the margin."""
+    """Largest allowed need: free memory minus the margin."""
 
     @property
     def fits(self) -> bool:
@@ -90,7 +90,7 @@ class StageReading:
     device_peak_bytes: int
     """NVML's used bytes on CUDA, without communicators; on CPU the process's resident set."""
     ran_out: bool = False
-    """The device ran out of memory during the step; the peaks are those before that."""
+    """True if the device ran out of memory during the step. The peaks are then those before this moment."""
     allocator_config: str = field(default="", metadata=ADDED_LATER)
     """`Job.allocator_config` of the job, which affects the reserved bytes."""
 
@@ -119,7 +119,7 @@ class RailRates:
     source: int
     target: int
     bytes_per_s: tuple[float, ...]
-    """D numbers; 0 = not measured."""
+    """Bandwidth of each of the D devices; 0 = not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,7 +133,7 @@ class LinkSurvey:
     rails: tuple[RailRates, ...] = ()
     """For hosts with several devices. On large clusters only pairs whose rails differ."""
     rounds: int = 0
-    """Rounds of the first measurement between hosts."""
+    """Number of rounds of the first measurement between hosts."""
     rounds_again: int = 0
     """Rounds in which links that looked slow were measured a second time."""
 
@@ -240,13 +240,13 @@ class ComputeTime:
     slot: int
     forward: Samples
     input_grad: Samples
-    """Backward with respect to the input only."""
+    """Time of the backward with respect to the input only."""
     weight_grad: Samples
-    """Full backward minus `input_grad`."""
+    """Time of the full backward minus `input_grad`."""
     forward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of the forward in which the device waits for the host. Collectives during this time cost nothing."""
     backward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """The same for both passes of the backward."""
+    """Seconds of both backward passes in which the device waits for the host."""
     source: Literal["measured", "modelled", "cached"] = field(default="measured", metadata=ADDED_LATER)
     """`modelled`: converted from another case by the device model. `cached`: from an earlier warm-up."""
     recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
@@ -255,7 +255,7 @@ class ComputeTime:
     ep: int = field(default=0, metadata=ADDED_LATER)
     """Expert parallelism of a part with experts; 0 = the time does not depend on it, or no experts."""
     etp: int = field(default=0, metadata=ADDED_LATER)
-    """The same for the experts' tensor parallelism."""
+    """Tensor parallelism of experts for a part with experts; 0 = the time does not depend on it, or no experts."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "forward_idle_s", "backward_idle_s", "ep", "etp", limit=0)
@@ -307,15 +307,15 @@ class LoadingTime:
     """Seconds in which a stage that needs tokens or labels loads a micro-batch."""
 
     batch_s: float
-    """Independent of the number of samples."""
+    """Seconds for each micro-batch, independent of its number of samples."""
     sample_s: float
-    """For each sample."""
+    """Additional seconds for each sample of the micro-batch."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "batch_s", "sample_s", limit=0)
 
     def seconds(self, micro_batch_size: int) -> float:
-        """Return the seconds of one micro-batch."""
+        """Return the loading time of one micro-batch in seconds."""
         return self.batch_s + self.sample_s * micro_batch_size
 
 
@@ -348,7 +348,7 @@ class Measurements:
     """Device memory outside the allocator (context, communicators, workspaces) on the slot with the most; 0 on CPU."""
     versions: dict[str, str]
     taken_at: str
-    """UTC, ISO 8601."""
+    """Time of the warm-up, UTC, ISO 8601."""
     phase_s: dict[str, float]
     """Seconds of each phase of the warm-up."""
     notes: tuple[str, ...]
@@ -361,7 +361,7 @@ class Measurements:
     0 = not measured, as on GPUs.
     """
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
-    """With Megatron-LM's own trainer on CPUs; None = not measured."""
+    """Time to load batches with Megatron-LM's own trainer on CPUs; None = not measured."""
     gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds in each step for each byte of gradients that a slot holds, even if another slot steps them; 0 = not
     measured.
@@ -390,7 +390,7 @@ class Measurements:
     """Whole stages of promising layouts, run on single devices."""
 
     def compute_cases(self) -> tuple[ComputeCase, ...]:
-        """Return the measured cases, sorted."""
+        """Return the cases with measured compute times, sorted."""
         return tuple(sorted({time.case for time in self.compute}))
 
     def coverage(self) -> Coverage:

@@ -73,7 +73,7 @@ class ExecutedParts:
     gradients: int = 0
     """Gradient buffers, with the padding of their buckets."""
     optimizer: int = 0
-    """Master weights and states."""
+    """Master weights and optimizer states."""
     activations: int = 0
     """Outputs of the layers' forward that the backward needs."""
     working: int = 0
@@ -81,7 +81,7 @@ class ExecutedParts:
     embedding: int = 0
     """Micro-batches from the data loader, and outputs of the embedding."""
     logits: int = 0
-    """Made by output layer and loss."""
+    """Tensors of output layer and loss."""
     buffers: int = 0
     """Pipeline messages, and buffers that all layers share."""
     optimizer_step: int = 0
@@ -89,7 +89,7 @@ class ExecutedParts:
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """Sum of all parts, which is the peak."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -111,13 +111,13 @@ class ExecutedMemory:
     peak: int
     """Peak of later iterations, with the optimizer's states."""
     parts: ExecutedParts
-    """The peak by origin."""
+    """The peak by origin of its bytes."""
     notes: tuple[str, ...]
     """Differences between the executed job and the real one, one sentence each."""
 
     @property
     def static(self) -> int:
-        """Bytes that are always present."""
+        """Bytes of weights, gradients and optimizer, which are always present."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -141,7 +141,7 @@ class MeasuringQuestion:
 
     job: Job
     measurements: Measurements
-    """Measurements until now."""
+    """All measurements until now."""
     budget_s: float
     """Seconds that the search for plans may take."""
 
@@ -156,7 +156,7 @@ class Dimension:
     name: str
     """The parallel dimension, such as `dp`, or another common property of the groups."""
     kinds: tuple[CollectiveKind, ...]
-    """Collectives of this dimension."""
+    """Kinds of collectives that the groups run."""
     groups: tuple[tuple[int, ...], ...]
     """At least two slots each, ascending, as torch sorts them; each slot is in at most one group."""
     most_bytes: int = 0
@@ -192,9 +192,9 @@ class Advice:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     host_pairs: tuple[tuple[int, ...], ...] = ()
-    """Pairs of host indices, the lower index first."""
+    """Links to measure, as pairs of host indices, the lower index first."""
     dimensions: tuple[Dimension, ...] = ()
-    """Most important first."""
+    """Groups to measure, most important first."""
     stages: tuple[StageCase, ...] = ()
     """Stages whose memory decides whether a plan fits, most promising first."""
     words: str = ""
@@ -221,7 +221,7 @@ class NodeRecord:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     token: str
-    """Identifies the agent during its life, as host names may be equal."""
+    """Identifier of the agent during its life, as host names may be equal."""
     host: Host | None
     """None = the inventory failed; `trouble` gives the reason."""
     trouble: str
@@ -243,7 +243,7 @@ class NodeRecord:
     notes: tuple[str, ...] = ()
     """Problems of this node that do not prevent a plan, such as lost GPUs."""
     max_restarts: int = 0
-    """--max-restarts."""
+    """Value of --max-restarts."""
     iteration: int = 0
     """Last iteration in the output of this node's workers; 0 = none."""
     slowed: str = ""
@@ -261,15 +261,15 @@ class Decision:
     tokens: tuple[str, ...]
     """Agents that run workers, in torchrun's order."""
     hosts: tuple[str, ...]
-    """Their host names, made unique."""
+    """Unique host names of the agents that run workers."""
     num_slots: tuple[int, ...]
     standby: tuple[str, ...] = ()
     """Agents of the round without workers, in torchrun's order."""
     standby_hosts: tuple[str, ...] = ()
-    """Their host names."""
+    """Unique host names of the agents on standby."""
     plan: Plan | None = None
     attempt: int = 0
-    """Index of the plan's candidate to run; an index past the last candidate means the user's own configuration."""
+    """Index of the candidate to run. An index past the last candidate means the user's own configuration."""
     trial: int = 0
     """Index of the trial: 0 is the user's own configuration, i is the plan's i-th contender."""
     iterations: int = 0
@@ -357,7 +357,7 @@ class Decision:
         return {names[token]: text for token, text in by_token.items() if token in names}
 
     def tokens_of(self, hosts: Collection[str]) -> list[str]:
-        """Return the agents with workers on these hosts."""
+        """Return the tokens of the agents with workers on these hosts."""
         return [token for token, host in zip(self.tokens, self.hosts, strict=True) if host in hosts]
 
     def place_of(self, token: str) -> int:
@@ -401,7 +401,7 @@ class Member:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     token: str
-    """Identifies the agent during its life."""
+    """Identifier of the agent during its life."""
     address: str
     port: int
     node_rank: int
@@ -434,9 +434,9 @@ class Arrival:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     meeting: int
-    """Counts this agent's meetings, to recognise answers to an earlier arrival."""
+    """Number of this agent's meeting. It identifies answers to an earlier arrival."""
     record: NodeRecord
     held: Decision | None
     """The agent's previous decision, which the deciding agent may not know."""
     out_of_reach: tuple[str, ...] = ()
-    """Tokens of agents to which it could not connect."""
+    """Tokens of the agents that could not be reached."""

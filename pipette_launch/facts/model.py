@@ -89,7 +89,7 @@ class LatentAttention:
     """Channels of the query's latent; None = one matrix makes the queries from the hidden state."""
     kv_lora_rank: int
     qk_head_dim: int
-    """Channels of one head without position."""
+    """Channels of one head that carry no position."""
     qk_pos_emb_head_dim: int
     """Channels with the rotary position. In the key, all heads share them."""
     v_head_dim: int
@@ -123,13 +123,13 @@ class ModelSpec:
     ffn_hidden_size: int
     num_attention_heads: int
     num_query_groups: int
-    """Equal to `num_attention_heads` if queries are not grouped."""
+    """Number of key-value heads, equal to `num_attention_heads` if queries are not grouped."""
     kv_channels: int
-    """Channels of one head."""
+    """Channels of one attention head."""
     seq_length: int
     max_position_embeddings: int
     vocab_size: int
-    """Tokens of the tokenizer, without padding."""
+    """Number of tokens of the tokenizer, without padding."""
     make_vocab_size_divisible_by: int
     gated_linear_unit: bool
     """SwiGLU and similar: the first MLP matrix is twice as wide."""
@@ -149,7 +149,7 @@ class ModelSpec:
     moe_router_topk: int
     moe_ffn_hidden_size: int
     moe_shared_expert_intermediate_size: int
-    """0 = no shared expert."""
+    """MLP width of the shared expert; 0 = no shared expert."""
     latent_attention: LatentAttention | None = field(default=None, metadata=ADDED_LATER)
     """Multi-latent attention. If set, `num_query_groups` and `kv_channels` have no meaning."""
     mtp_num_layers: int = field(default=0, metadata=ADDED_LATER)
@@ -191,7 +191,7 @@ class ModelSpec:
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
+        """The kind of each layer of the model."""
         if self.hybrid:
             return tuple(LETTERS[letter] for letter in self.hybrid.pattern)
         kinds = tuple(TRANSFORMER_KINDS[moe] for moe in self.moe_layer_freq)

@@ -34,7 +34,7 @@ class Outcome:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     key: str
-    """Key of the plan (`Provenance.key`)."""
+    """Key of the plan that ran (`Provenance.key`)."""
     layout: Layout
     placement: tuple[int, ...]
     predicted_step_s: float
@@ -42,7 +42,7 @@ class Outcome:
     """Step times that the script printed. The first ones are warm-ups."""
     first_iteration: int
     last_iteration: int
-    """One printed line may cover several iterations."""
+    """Last printed iteration. One printed line may cover several iterations."""
     losses: tuple[str, ...]
     """Printed loss of each of these iterations; empty text = none."""
     step_correction: float = field(default=1.0, metadata=ADDED_LATER)
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """(predicted - measured) / measured."""
+        """Relative error of the step time: (predicted - measured) / measured."""
         return (self.predicted_step_s - self.measured_step.median_s) / self.measured_step.median_s
 
     @property
@@ -91,9 +91,9 @@ class ProfiledRank:
     rank: int
     world_size: int
     kind_A: tuple[str, ...]
-    """`F` forward, `B` backward."""
+    """Kind of each pass: `F` forward, `B` backward."""
     start_s_A: tuple[float, ...]
-    """By the clock of the rank's host."""
+    """Start of each pass in seconds, by the clock of the rank's host."""
     end_s_A: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -112,40 +112,40 @@ class LiveJob:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     read_s: float
-    """Time of reading."""
+    """Time when the files were read."""
     written_s: float
-    """Time of the launcher's last write."""
+    """Time when the launcher last wrote its files."""
     script: str = ""
     host: str = ""
-    """First host with ranks."""
+    """Name of the first host with ranks."""
     nodes: int = 0
     began_s: float | None = None
     phase: str = ""
-    """`warmup`, `trials`, `training`, `succeeded` or `failed`."""
+    """Phase of the job: `warmup`, `trials`, `training`, `succeeded` or `failed`."""
     phase_began_s: float | None = None
     warmup_phase: str = ""
     """Present part of the warm-up."""
     warmup_done: int = 0
     warmup_total: int = 0
-    """Steps of this part; 0 = not counted."""
+    """Number of steps of the present part of the warm-up; 0 = not counted."""
     warmup_phase_s: dict[str, float] = field(default_factory=dict)
     """Seconds of the completed parts of the warm-up."""
     key: str = ""
-    """Key of the plan."""
+    """Key of the plan that runs."""
     layout: str = ""
     schedule: str = ""
     restarts: int = 0
     lost_nodes: int = 0
     predicted_step_s: float | None = None
     own_predicted_step_s: float | None = None
-    """For the user's own configuration."""
+    """Predicted step time of the user's own configuration."""
     step_s: float | None = None
     """Last step time that the training printed."""
     predicted_tokens_per_s: float | None = None
     tokens_per_s: float | None = None
     iteration: int | None = None
     iterations: int | None = None
-    """Planned number of iterations."""
+    """Planned number of iterations of the training."""
     printed_s: float | None = None
     """Time of the last printed iteration."""
     memory_need_bytes: int | None = None

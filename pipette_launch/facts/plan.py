@@ -24,7 +24,7 @@ class Rate:
     """Speed of a job in tokens and FLOPs."""
 
     tokens_per_s: float
-    """For the whole job."""
+    """Tokens per second of the whole job."""
     flops_per_s: float
     """FLOP/s of each rank, by Megatron's count of the model's FLOPs: its `TFLOP/s/GPU`."""
     mfu: float | None
@@ -74,7 +74,7 @@ class Trial:
     """True for the user's own configuration in torchrun's order."""
     predicted_step_s: float
     step: Samples | None
-    """None = too few iterations; `failure` gives the reason."""
+    """Measured step times; None = too few iterations, and `failure` gives the reason."""
     failure: str
     took_s: float
     """Time from the start of the workers until their devices were free again."""
@@ -94,7 +94,7 @@ class Trials:
     iterations: int
     """Step times of each trial that count, after its warm-up iterations."""
     runs: tuple[Trial, ...]
-    """In the order of execution."""
+    """The trials in the order of execution."""
 
     @property
     def took_s(self) -> float:
@@ -123,7 +123,7 @@ class Choice:
     step_correction: float = field(default=1.0, metadata=ADDED_LATER)
     """Factor from earlier outcomes on these machines that is included in the step time."""
     memory_correction: float = field(default=1.0, metadata=ADDED_LATER)
-    """The same for the peaks."""
+    """Factor from earlier outcomes on these machines that is included in the memory peaks."""
     device_peak_bytes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     """Peak of each pipeline rank with all overhead, as the driver should report it; without correction."""
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
@@ -152,7 +152,7 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """True if all stages stay below the limit."""
+        """True if the memory of all stages stays below the limit."""
         return max(self.peak_memory_bytes) <= self.memory_limit_bytes
 
     @property
@@ -163,7 +163,7 @@ class Choice:
 
     @property
     def is_host_order(self) -> bool:
-        """True for torchrun's placement."""
+        """True if the placement is torchrun's."""
         return self.placement == tuple(range(len(self.placement)))
 
 
@@ -184,9 +184,9 @@ class Setting:
 
     script: str
     arguments: tuple[str, ...]
-    """The user's arguments of the script."""
+    """Arguments of the script as the user gave them."""
     new_arguments: tuple[str, ...]
-    """The same with the plan's layout."""
+    """Arguments of the script with the plan's layout."""
     num_parameters: int
     global_batch_size: int
     seq_length: int
@@ -360,7 +360,7 @@ def in_order_of(plan: Plan, hosts: Sequence[str]) -> Plan:
 
 
 MOST_CHARACTERS = 1000
-"""Longest cause or time."""
+"""Largest number of characters of a shortage's cause or time."""
 LEAST_SHARE = 0.5
 """A plan whose predicted need was below this share of the free memory did not cause the shortage."""
 MOST_MARGIN = 1 - 2**-50
@@ -376,11 +376,11 @@ class Shortage:
 
     layout: Layout
     need_bytes: int
-    """Predicted for the fullest device, with all overhead."""
+    """Predicted memory of the fullest device, with all overhead."""
     free_bytes: int
     """Free memory of the fullest device before the job."""
     cause: str
-    """End of the plan, one sentence."""
+    """Description of the plan's end, one sentence."""
     noticed_at: str
 
     def __post_init__(self) -> None:

@@ -22,13 +22,13 @@ class StageMemory:
 
     pp_rank: int
     num_layers: int
-    """Transformer layers in all chunks."""
+    """Transformer layers in all chunks of the stage."""
     parts_bytes: dict[str, int]
     """The peak by kind; the values sum to `peak_bytes`."""
     model_peak_bytes: int
     """Torch's allocations for the model's own tensors at their peak."""
     peak_bytes: int
-    """Tensors of the model and all overhead."""
+    """Peak of the device: tensors of the model and all overhead."""
 
     def __post_init__(self) -> None:
         if tuple(self.parts_bytes) != PARTS:
@@ -52,7 +52,7 @@ class Prediction:
     devices_per_host: int
     device_kind: Literal["cuda", "cpu"]
     device_name: str
-    """Empty = the machines are unknown."""
+    """Name of the devices; empty = the machines are unknown."""
     machines: str
     """Origin of the machines' figures, in a few words."""
     global_batch_size: int
@@ -87,7 +87,7 @@ class Prediction:
 
     @property
     def fullest(self) -> StageMemory:
-        """The stage with the highest peak; the first if several are equal."""
+        """Stage with the highest peak, or the first of several."""
         return max(self.stages, key=lambda stage: stage.peak_bytes)
 
 
@@ -98,7 +98,7 @@ class Explanation:
     key: str
     what: str
     unit: str
-    """Empty for a word without a number."""
+    """Unit of the number; empty for a word without a number."""
     how: str
     source: str
     value: str
@@ -121,7 +121,7 @@ class Entry:
 
     name: str
     choice: Choice | None
-    """None = there is no plan, or it cannot be priced."""
+    """The plan's choice; None = there is no plan, or it cannot be priced."""
     gap: float | None
     """(Step time / proven floor) - 1; None = nothing was proven."""
     num_moved: int | None
@@ -133,7 +133,7 @@ class Entry:
 
     @property
     def runs(self) -> bool:
-        """True if it can be compared with other plans."""
+        """True if the plan can run and can be compared."""
         return self.choice is not None and not self.faults
 
 

@@ -38,7 +38,7 @@ ends."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 FORWARD, BACKWARD, INPUT, WEIGHT = range(len(KINDS))
-"""Index of each kind in `KINDS`."""
+"""Indices of the kinds in `KINDS`."""
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 _NOWHERE = -1
@@ -83,11 +83,11 @@ class Columns(NamedTuple):
     rank_A: NDArray[np.int64]
     stage_A: NDArray[np.int64]
     kind_A: NDArray[np.int64]
-    """Indices into `KINDS`."""
+    """Kind of each action as an index into `KINDS`."""
     microbatch_A: NDArray[np.int64]
 
     def action(self, index: int) -> Action:
-        """Return one action."""
+        """Return one action of the schedule."""
         return Action(int(self.stage_A[index]), KINDS[self.kind_A[index]], int(self.microbatch_A[index]))
 
 
@@ -103,17 +103,17 @@ class PassTimes:
     """
 
     forward: tuple[int, ...]
-    """One entry for each stage, as in `backward`, `input` and `weight`."""
+    """Times of the forward on each stage. `backward`, `input` and `weight` also have one entry for each stage."""
     backward: tuple[int, ...]
-    """The whole backward."""
+    """Times of the whole backward on each stage."""
     input: tuple[int, ...]
-    """The gradient of the input only."""
+    """Times of the input gradient on each stage."""
     weight: tuple[int, ...]
-    """The gradients of the weights only."""
+    """Times of the weight gradients on each stage."""
     forward_hop: tuple[int, ...]
-    """From stage s to s + 1; one entry less than stages."""
+    """Times of the messages from stage s to s + 1; one entry less than stages."""
     backward_hop: tuple[int, ...]
-    """From stage s + 1 to s."""
+    """Times of the messages from stage s + 1 to s."""
 
     def __post_init__(self) -> None:
         passes = (self.forward, self.backward, self.input, self.weight)
@@ -133,7 +133,7 @@ class PassTimes:
         return cls(forward=one, backward=one, input=one, weight=one, forward_hop=nothing, backward_hop=nothing)
 
     def of(self, action: Action) -> int:
-        """Return the time of a pass."""
+        """Return the expected time of a pass."""
         times = {"F": self.forward, "B": self.backward, "I": self.input, "W": self.weight}
         return times[action.kind][action.stage]
 
@@ -190,7 +190,7 @@ class Schedule:
 
     @property
     def columns(self) -> Columns:
-        """The actions as arrays. Each call makes new ones."""
+        """The actions as new arrays."""
         rank_A = np.repeat(np.arange(self.pp), [len(actions) for actions in self.ranks])
         stages, kinds, microbatches = [], [], []
         for actions in self.ranks:
@@ -251,6 +251,8 @@ def _check_passes(schedule: Schedule, columns: Columns) -> None:
 VARIABLE = "PIPETTE_SCHEDULE"
 """Environment variable with the path of the file for the patch `schedules`."""
 
+_SHARED = ("name", "pp", "vpp", "num_microbatches", "placement", "times")
+"""Fields that a schedule and its file have in common."""
 _WORD = re.compile(rf"(\d{{1,9}})([{''.join(KINDS)}])(\d{{1,9}})", re.ASCII)
 
 
@@ -282,28 +284,14 @@ class ScheduleFile:
     @classmethod
     def of(cls, schedule: Schedule, *, checks_first_step: bool = False) -> ScheduleFile:
         """Convert a schedule to its file."""
-        return cls(
-            checks_first_step=checks_first_step,
-            name=schedule.name,
-            pp=schedule.pp,
-            vpp=schedule.vpp,
-            num_microbatches=schedule.num_microbatches,
-            placement=schedule.placement,
-            times=schedule.times,
-            ranks=tuple(" ".join(words(actions)) for actions in schedule.ranks),
-        )
+        shared = {name: getattr(schedule, name) for name in _SHARED}
+        ranks = tuple(" ".join(words(actions)) for actions in schedule.ranks)
+        return cls(ranks=ranks, checks_first_step=checks_first_step, **shared)
 
     def schedule(self) -> Schedule:
         """Convert the file to a schedule; FactError if its actions do not form one."""
-        return Schedule(
-            name=self.name,
-            pp=self.pp,
-            vpp=self.vpp,
-            num_microbatches=self.num_microbatches,
-            placement=self.placement,
-            times=self.times,
-            ranks=tuple(tuple(map(action_of, rank.split())) for rank in self.ranks),
-        )
+        shared = {name: getattr(self, name) for name in _SHARED}
+        return Schedule(ranks=tuple(tuple(map(action_of, rank.split())) for rank in self.ranks), **shared)
 
 
 def action_of(word: str) -> Action:
@@ -321,7 +309,7 @@ class Message(NamedTuple):
     """A tensor on its way between two ranks."""
 
     source: int
-    """Pipeline rank."""
+    """Pipeline rank that sends the tensor."""
     target: int
     is_gradient: bool
     """True for the gradient of a stage's input, False for a stage's output."""
@@ -331,7 +319,7 @@ class Message(NamedTuple):
 
     @property
     def way(self) -> tuple[int, int]:
-        """Sender and receiver."""
+        """Pipeline ranks of sender and receiver."""
         return self.source, self.target
 
 
@@ -433,8 +421,8 @@ def message_to(action: Action, rank_S: Sequence[int]) -> Message | None:
     is_gradient = action.kind != "F"
     if action.kind == "W" or action.stage == (len(rank_S) - 1 if is_gradient else 0):
         return None
-    giver = action.stage + (1 if is_gradient else -1)
-    message = message_of(rank_S, giver, action.microbatch, is_gradient=is_gradient)
+    source = action.stage + (1 if is_gradient else -1)
+    message = message_of(rank_S, source, action.microbatch, is_gradient=is_gradient)
     return message if message.source != message.target else None
 
 

@@ -247,7 +247,7 @@ class CorrectedPredictor(Predictor):
         return max(peaks) / peak_memory_bytes(self._job, layout)[fullest].total
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
-        """Return what was assumed for a layout, and which of its stages were measured, one sentence each."""
+        """Return the assumptions for a layout, and the stages that were measured, one sentence each."""
         return (*super().notes(layout), *self._stages.notes(layout))
 
 

@@ -1,1 +1,1 @@
-"""Which ranks exchange how many bytes, and how many seconds an exchange takes."""
+"""Bytes that ranks exchange, and the seconds of each exchange."""

@@ -11,10 +11,10 @@ of each kind for k members and a tensor of `bytes`:
     send                   1 step of bytes
 
 `bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. If a group of the same or a
-similar shape was measured, its result corrects the formula, so a measured group costs what was measured. A factor
-corrects the time per byte: slower links still cost more, and the links of all members on a host count together. Latency
-beyond that of the links comes from the library, so it is added to each step. Sends are not corrected, because links are
-measured by sends. Groups that run at the same time are priced separately; a measurement includes their contention.
+similar shape was measured, its result corrects the formula, so a measured group gets its measured time. A factor
+corrects the time per byte: slower links still cost more, and the links of all members on a host count together. The
+library's own latency is added to each step. Sends are not corrected, because links are measured by sends. Groups that
+run at the same time are priced separately; a measurement includes their contention.
 """
 
 # G = groups of one kind, K = members of a group in ring order, L = links, T = groups of any kinds, S = slots,
@@ -86,7 +86,7 @@ def num_steps(kind: Collective, size: int) -> int:
 
 
 def chunk_share(kind: Collective, size: int) -> float:
-    """Return the share of the tensor that one step moves."""
+    """Return the share of the tensor that a step moves."""
     return 1.0 if COLLECTIVES[kind].moves_all else 1.0 / size
 
 
@@ -102,8 +102,8 @@ def most_from_within(kind: Collective, device_kind: Literal["cuda", "cpu"]) -> f
     """Return the largest factor on time per byte that groups inside hosts may pass on to groups across hosts.
 
     It is used if no group across hosts was measured. The library's algorithm explains a factor up to this value: gloo's
-    reduce-scatter is an all-reduce, its other rings send what a ring must, and NCCL's algorithm is not known. A larger
-    factor comes from processors that share a host and does not hold for links between hosts: with it, a step of 8 CPU
+    reduce-scatter is an all-reduce, its other rings are plain rings, and NCCL's algorithm is not known. A larger factor
+    comes from processors that share a host and does not hold for links between hosts: with it, a step of 8 CPU
     ranks on slow links was predicted to take 22 s, and took 2.9 s.
     """
     return LIBRARYS_SHARE if device_kind == "cuda" else _library_runs(kind, device_kind)
@@ -285,7 +285,7 @@ class Scale:
     latency_factor: Floats
     """Factor on each link's latency, at most 1."""
     extra_latency_s: Floats
-    """Latency of each step beyond that of its link."""
+    """Latency of each step beyond its link's latency."""
     bytes_factor: Floats
     """Factor on each link's time per byte, to be divided by a group's `links_together`."""
     least_bytes_factor: Floats
@@ -371,7 +371,7 @@ class MeasuredGroups:
         bytes_factor *= more
         if self._device_kind == "cpu":
             # Waiting of members for each other grows with the steps, but less: all-reduces of 4 slots on 2 hosts took
-            # 10 ms, those of 2 slots 7 ms; reduce-scatters of 4 hosts took 9 ms, those of 2 hosts 3 ms.
+            # 10 ms, and 7 ms on 2 slots; reduce-scatters of 4 hosts took 9 ms, and 3 ms on 2 hosts.
             longer = max(num_steps(kind, size), 1) / num_steps(measured.kind, len(measured.slots))
             extra_s *= math.sqrt(longer * more) / longer
         return latency_factor, extra_s, bytes_factor

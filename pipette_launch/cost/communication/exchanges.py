@@ -85,7 +85,7 @@ class LayerCounts:
     embedding_S: Ints
     head_S: Ints
     prediction_S: Ints
-    """1 on the stage of the depths of multi-token prediction, also if there are none."""
+    """1 on the stage of the depths of multi-token prediction, also in a model without depths."""
 
     @classmethod
     def of(cls, job: Job, layout: Layout) -> LayerCounts:

@@ -32,7 +32,7 @@ GENERIC = DeviceSpec(
     memory_bytes=1 << 34,
     within_host=_LOCAL,
     between_hosts=_LOCAL,
-    # Those of a CPU core: wide products near the peak, ten microseconds of torch's dispatcher for each kernel.
+    # Figures of a CPU core: wide products near the peak, ten microseconds of torch's dispatcher for each kernel.
     efficiency=Efficiency(matmul_share=0.8, half_size=16, attention_share=0.5, memory_share=0.8, launch_s=1e-5),
     source="A core of 50 GFLOP/s and 10 GB/s, of which only ratios are used.",
 )

@@ -156,7 +156,7 @@ def imagined(
     layouts: Iterable[Layout],
     fabric: FabricSpec = UNIFORM,
 ) -> Measurements:
-    """Return what a warm-up would measure on equal hosts of one device type.
+    """Return the measurements that a warm-up would make on equal hosts of one device type.
 
     Args:
         job: gives the model and the flags.

@@ -72,7 +72,7 @@ class Passes:
 class ComputeTable:
     """Measured compute times of a job, and times of unmeasured cases derived from them.
 
-    The time of an unmeasured case is that of the measured case with the same tp and the nearest number of tokens, in
+    An unmeasured case takes the time of the measured case with the same tp and the nearest number of tokens, in
     proportion to the tokens (micro-batch over cp). No time is carried over to another tp, because kernels of other
     widths were not measured.
     """
@@ -195,8 +195,8 @@ class ComputeTable:
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return the units that `chunk_passes` adds up; 0 s for kinds that the model does not have.
 
-        For each kind of layer that the model may have: one that full recompute skips (with selective recompute) and one
-        that it runs again. Then embedding, heads, and the depths of multi-token prediction.
+        For each possible kind of layer: a layer that full recompute skips (with selective recompute) and a
+        layer that it runs again. Then embedding, heads, and the depths of multi-token prediction.
 
         Raises:
             PlanError: no case of this tp was measured.
@@ -282,7 +282,7 @@ class ComputeTable:
         return head * (1 + model.mtp_num_layers), depth * model.mtp_num_layers
 
     def _whole_layer(self, layout: Layout, part: dict[str, Passes], kind: LayerKind, *, again: bool = False) -> Passes:
-        """Return a layer that method block skips, or runs `again`; 0 s if the model has none of this kind."""
+        """Return a layer that method block skips, or runs `again`; 0 s if the model lacks this kind."""
         if kind not in self._parts:
             return Passes()
         return self._layer(layout, part, 0 if again else layout.recompute.num_layers, kind)
@@ -333,7 +333,7 @@ def _median_passes(
 
 
 def _tokens(case: ComputeCase, source: ComputeCase) -> float:
-    """Return the tokens of a case on each slot, divided by those of `source`."""
+    """Return the tokens of a case on each slot, divided by the tokens of `source`."""
     return (case.micro_batch_size * source.cp) / (case.cp * source.micro_batch_size)
 
 

@@ -1,1 +1,1 @@
-"""What the layers of a model hold on one rank: parameters, kept activations and optimizer state."""
+"""Cost of the parts of a model on one rank: parameters, kept activations, work for the device, exchanges."""

@@ -58,7 +58,7 @@ class Attention(Block):
         return Parameters(dense=model.hidden_size * (query + key_value + query) + bias + norms)
 
     def shapes(self, model: ModelSpec, layout: Layout) -> set[tuple[int, int]]:
-        """Return the shapes of both projections; those of latent attention are left out."""
+        """Return the shapes of both projections; latent attention's projections are left out."""
         if model.latent_attention:
             return set()
         query = _heads(model, layout) * model.kv_channels
@@ -163,7 +163,7 @@ def norm_bytes(job: Job, layout: Layout) -> int:
 
 
 def projected_bytes(job: Job, layout: Layout) -> int:
-    """Count query, key, value and context, at least T*(2a + 2k)*d elements, and what is kept between them.
+    """Count query, key, value and context, at least T*(2a + 2k)*d elements, and the tensors kept between them.
 
     The query-key-value matrix's whole output is not kept: TE makes query, key and value contiguous, and the query is
     copied by its reshape with query groups (TE utils.py, get_qkv_layout; MC transformer/attention.py:1463).
@@ -189,7 +189,7 @@ def projected_bytes(job: Job, layout: Layout) -> int:
 
 
 def core_bytes(job: Job, layout: Layout) -> int:
-    """Count what the attention core keeps, by backend.
+    """Count the bytes that the attention core keeps, by backend.
 
     Flash and fused attention keep the log-sum-exp in fp32. Unfused attention, as Megatron's own, keeps probabilities,
     and with dropout a mask and the dropped probabilities: 5as/(h*t) in bf16. If Megatron's softmax is neither fused nor
@@ -208,7 +208,7 @@ def core_bytes(job: Job, layout: Layout) -> int:
 
 
 def held_for_recompute_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Count what recompute of the core holds beyond query, key and value: the rest of the tensor that contains them.
+    """Count the bytes that recompute of the core holds beyond query, key and value: the rest of their tensor.
 
     Query, key and value are views of one output. Recompute keeps the core's arguments, not contiguous copies. If a
     rotary embedding has made a new query and key, the value alone holds the whole output. Otherwise the output is not
@@ -236,11 +236,12 @@ def scores_buffer_bytes(model: ModelSpec, layout: Layout) -> int:
 
 
 def core_backward_bytes(job: Job, layout: Layout) -> int:
-    """Count what the core's backward needs beyond what the core kept.
+    """Count the bytes that the core's backward needs beyond its kept activations.
 
     These are gradients of query, key, value and context. Unfused attention also needs a gradient as large as the
     probabilities, before the dropped ones are freed. A ring has two buffers, each for keys, values and their gradients,
-    and one step's gradients, those of keys and values twice (TE context_parallel.py, AttnFuncWithCPAndKVP2P.backward).
+    and one step's gradients, with gradients of keys and values twice (TE context_parallel.py,
+    AttnFuncWithCPAndKVP2P.backward).
     """
     model, latent, heads = job.model, job.model.latent_attention, _heads(job.model, layout)
     query = latent.query_channels if latent else model.kv_channels
@@ -255,7 +256,7 @@ def core_backward_bytes(job: Job, layout: Layout) -> int:
 
 
 def exchange_bytes(job: Job, layout: Layout) -> int:
-    """Count what context parallelism holds in one layer beside the core's inputs and output.
+    """Count the bytes that context parallelism holds in one layer beside the core's inputs and output.
 
     A ring keeps keys, values, output and statistics of every step until the last step corrects them all. On the rank of
     the last piece every output is whole. `all_gather` holds the keys and values of the whole sequence. Exchanges by
@@ -296,9 +297,10 @@ def is_flash(model: ModelSpec) -> bool:
 def core_loads(model: ModelSpec, layout: Layout) -> PassLoads:
     """Return the work of scores, softmax and context: flash attention, or every score written to memory.
 
-    Flash attention skips what the causal mask hides, half of 2 * T * s * a * (d of query + d of value), and what lies
-    outside a window (in the mean of all layers). Its backward has 5 products, its forward 2 (Dao 2023). Otherwise all
-    scores and contexts are computed, and T * s * a scores are written, masked and normalised, dropped, and read again.
+    Flash attention skips the scores behind the causal mask, half of 2 * T * s * a * (d of query + d of value), and the
+    scores outside a window (in the mean of all layers). Its backward has 5 products, its forward 2 (Dao 2023).
+    Otherwise all scores and contexts are computed, and T * s * a scores are written, masked and normalised, dropped,
+    and read again.
     """
     count, one, latent = tokens(model, layout), model.seq_length, model.latent_attention
     heads = _heads(model, layout)
@@ -334,7 +336,7 @@ class LatentBytes(NamedTuple):
 
 
 def latent_bytes(model: ModelSpec, latent: LatentAttention, layout: Layout, *, fused_rope: bool) -> LatentBytes:
-    """Count what one layer's latent attention keeps (MLA:580-850).
+    """Count the bytes that a layer's latent attention keeps (MLA:580-850).
 
     Query, key and value are assembled from the up-projections' outputs, which are not kept. An unfused rotary embedding
     keeps the sines and cosines of queries and keys. Latents are split over the sequence, like the norm's output.

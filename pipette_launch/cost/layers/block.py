@@ -364,7 +364,7 @@ class Block(ABC):
 
     @abstractmethod
     def backward_bytes(self, job: Job, layout: Layout) -> int:
-        """Count the bytes that the block's backward needs for a while, beyond what the layer keeps."""
+        """Count the bytes that the block's backward needs for a while, beyond the layer's kept activations."""
 
     @abstractmethod
     def loads(self, job: Job, layout: Layout) -> PassLoads:
@@ -390,7 +390,7 @@ class Block(ABC):
         again_S: Ints,  # noqa: ARG002
         domain: int,  # noqa: ARG002
     ) -> Iterator[Exchange]:
-        """Yield the collectives of the block, without those of tensor parallelism.
+        """Yield the collectives of the block, without the collectives of tensor parallelism.
 
         Args:
             job: its model and flags.

@@ -99,7 +99,7 @@ def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
 
 
 def deferred_bytes(job: Job, layout: Layout) -> int:
-    """Count what one deferred micro-batch keeps for the head's weight gradient until the cool-down.
+    """Count the bytes that a deferred micro-batch keeps for the head's weight gradient until the cool-down.
 
     With `--defer-embedding-wgrad-compute` and more than one pipeline rank: the head's input and the gradient of the
     logits (MC tensor_parallel/layers.py:509-511, 1003-1008).
@@ -150,7 +150,7 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
 
 
 def depth_parameters(model: ModelSpec, layout: Layout) -> int:
-    """Count what one depth of multi-token prediction has beside its layers (MTP:593-650).
+    """Count the parameters of one depth of multi-token prediction beside its layers (MTP:593-650).
 
     These are norms of embedding and hidden state, the projection of both to one, split over tp, and a final norm.
     """
@@ -158,10 +158,10 @@ def depth_parameters(model: ModelSpec, layout: Layout) -> int:
 
 
 def depth_bytes(job: Job, layout: Layout) -> int:
-    """Count what one depth keeps beside its layers and its head (MTP:653-745, GPT:592-625).
+    """Count the bytes that a depth keeps beside its layers and its head (MTP:653-745, GPT:592-625).
 
     These are the inputs of three norms, both halves of the projection's input, the depth's part of the tensor that all
-    heads read, and what an embedding keeps.
+    heads read, and the bytes of an embedding.
     """
     model = job.model
     own = 6 * model.dtype_bytes * local_tokens(model, layout) * model.hidden_size

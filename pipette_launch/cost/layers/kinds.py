@@ -49,7 +49,7 @@ _KERNELS_PER_COLLECTIVE = 3.0
 
 
 def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
-    """Count one layer on one rank, a norm for each block included; 0 for a kind with experts if the model has none."""
+    """Count one layer on one rank, with a norm for each block; 0 for experts in a model without experts."""
     blocks = KINDS[kind]
     if EXPERTS in blocks and not model.num_experts:
         return Parameters()
@@ -58,12 +58,12 @@ def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parame
 
 
 def kind_activations(job: Job, layout: Layout, kind: LayerKind) -> Activations:
-    """Count what one layer keeps without recompute and offloading."""
+    """Count the bytes that a layer keeps without recompute and offloading."""
     return sum((block.activations(job, layout) for block in KINDS[kind]), Activations())
 
 
 def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
-    """Count what one layer keeps if it is not fully recomputed."""
+    """Count the bytes that a layer keeps if it is not fully recomputed."""
     modules, found = recompute_modules(layout), kind_activations(job, layout, kind)
     kept = found.total - found.recomputed(modules)
     if ATTENTION in KINDS[kind] and "core_attn" in modules:
@@ -74,7 +74,7 @@ def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
 
 
 def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
-    """Count the most that the backward of one layer needs for a while, beyond what the layer kept.
+    """Count the most that the backward of one layer needs for a while, beyond the layer's kept activations.
 
     Autograd frees what an operation saved when its backward is done. The peak is in the MLP or experts, or in the
     attention core when the MLP's share is freed. Context parallelism may need more while the core runs forward, before
@@ -94,7 +94,7 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
 
 
 def prediction_bytes(job: Job, layout: Layout) -> int:
-    """Count what the depths of multi-token prediction keep, with the recompute of their layers."""
+    """Count the bytes that the depths of multi-token prediction keep, with the recompute of their layers."""
     model = job.model
     if not model.mtp_num_layers:
         return 0
@@ -118,7 +118,7 @@ def _around_blocks(model: ModelSpec, layout: Layout, blocks: int) -> PassLoads:
     """Return the work of norms, residual connections, and the launches of tensor-parallel collectives.
 
     Each block has one norm and one bias-dropout-add over T * h elements, split over tp by sequence parallelism. The
-    backward adds up the gradients of the block and of the residual connection, and sums those of biases over tokens.
+    backward adds up the gradients of block and residual connection, and sums gradients of biases over tokens.
     """
     one = residual_bytes(model, layout)
     mask = 0.5 * one if model.hidden_dropout > 0 else 0.0
@@ -188,8 +188,8 @@ class Offloaded:
     moved: int = 0
     """Bytes that are copied to the host, and back for the backward."""
     in_forward: int = 0
-    """Extra need of a forward before another micro-batch's backward: that one's last layer, which is back, and the
-    layer itself, of which nothing has left yet, with the scores of an unfused core."""
+    """Extra need of a forward before another micro-batch's backward: the other micro-batch's last layer, which is back,
+    and the layer itself, of which nothing has left yet, with the scores of an unfused core."""
 
     @property
     def left(self) -> int:
@@ -207,7 +207,7 @@ class _Tensor(NamedTuple):
 
 
 def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
-    """Count what leaves the device of one layer; modules of selective recompute run again in the backward."""
+    """Count the bytes of one layer that leave the device; modules of selective recompute run again in the backward."""
     options, model = performance_options(job), job.model
     if not options.fine_grained_activation_offloading or model.transformer_impl != "transformer_engine":
         return Offloaded()
@@ -234,7 +234,7 @@ def _hidden(job: Job, layout: Layout, *, is_stream: bool) -> _Tensor:
 
 
 def _offloaded_attention(job: Job, layout: Layout) -> Iterator[_Tensor]:
-    """Yield what is saved up to the output projection (MC transformer/attention.py, multi_latent_attention.py)."""
+    """Yield the tensors saved up to the output projection (MC transformer/attention.py, multi_latent_attention.py)."""
     model, modules, recomputed = job.model, performance_options(job).offload_modules, recompute_modules(layout)
     is_latent = model.latent_attention is not None
     if is_latent and "attn_norm" in modules:
@@ -265,7 +265,7 @@ def _offloaded_projection(job: Job, layout: Layout) -> Iterator[_Tensor]:
 
 
 def _offloaded_core(job: Job, layout: Layout) -> Iterator[_Tensor]:
-    """Yield query, key and value, what the core keeps, and its output, which the output projection keeps too."""
+    """Yield query, key, value, other kept tensors, and the output, which the output projection keeps too."""
     model, latent = job.model, job.model.latent_attention
     vectors, heads = tokens(model, layout), model.num_attention_heads // layout.tp
     if latent is None:
@@ -281,7 +281,7 @@ def _offloaded_core(job: Job, layout: Layout) -> Iterator[_Tensor]:
         size, copies = attention.core_bytes(job, layout), 1 if model.attention_dropout > 0 else 2
         yield _Tensor(vectors * heads * model.seq_length, size, copies * size)
         return
-    # Saved here and by the projection. What is offloaded with the projection is counted there.
+    # Saved here and by the projection. A tensor that is offloaded with the projection is counted there.
     elements = _output_elements(model, layout)
     yield _Tensor(elements, 0, elements * model.dtype_bytes)
 
@@ -292,7 +292,7 @@ def _output_elements(model: ModelSpec, layout: Layout) -> int:
 
 
 def _offloaded_experts(job: Job, layout: Layout) -> Iterator[_Tensor]:
-    """Yield what the norm before experts and grouped experts save (MC transformer/moe/experts.py)."""
+    """Yield the tensors that grouped experts and the norm before them save (MC transformer/moe/experts.py)."""
     model, options, recomputed = job.model, performance_options(job), recompute_modules(layout)
     if "mlp_norm" in options.offload_modules:
         yield _hidden(job, layout, is_stream=True)

@@ -71,7 +71,7 @@ class Mamba(Block):
         )
 
     def backward_bytes(self, job: Job, layout: Layout) -> int:
-        """Count what the scan's backward holds, and a gradient of the stream.
+        """Count the bytes that the scan's backward holds, and a gradient of the stream.
 
         The scan's backward holds the gradients of all its inputs, the convolved inputs again, the gradient of the
         scan's output and, for each chunk, states and their gradients.
@@ -133,7 +133,7 @@ MAMBA = Mamba()
 
 
 def mixer_bytes(model: ModelSpec, layout: Layout, *, narrow: int) -> int:
-    """Count what the mixer keeps: T*(2d + c + H) elements of the projection, and 3*T*d behind it.
+    """Count the bytes that the mixer keeps: T*(2d + c + H) elements of the projection, and 3*T*d behind it.
 
     These three are the scan's output before its gate, the gated norm's input, and the output projection's input. States
     of chunks are computed again in the backward. Context parallelism cuts heads instead of tokens between the

@@ -287,7 +287,7 @@ def unfused_gate_copies(megatron_version: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertActivations:
-    """Bytes that one expert block keeps, without the norm before it."""
+    """Bytes that a block of experts keeps, without the norm before it."""
 
     router: int
     """Scores, chosen experts, and the tensors of auxiliary losses."""
@@ -309,7 +309,7 @@ class ExpertActivations:
 
 
 def expert_capacity(job: Job, layout: Layout) -> int | None:
-    """Return the most rows of one rank that one expert takes; None without a limit (MO/moe_utils.py, get_capacity)."""
+    """Return the most rows of a rank for each expert; None = no limit (MO/moe_utils.py, get_capacity)."""
     factor = performance_options(job).moe_expert_capacity_factor
     if factor is None or factor < 0:
         return None
@@ -335,7 +335,7 @@ def expert_rows(job: Job, layout: Layout) -> int:
 
 
 def expert_activations(job: Job, layout: Layout) -> ExpertActivations:
-    """Count what one expert block keeps.
+    """Count the bytes that a block of experts keeps.
 
     The experts' inputs are one copy of M*h for every dispatcher: exchanges and sorts before it keep nothing, and the
     combination after it keeps indices (MO/moe_utils.py:378-460). The probability multiplies the activation, so the
@@ -372,7 +372,7 @@ def _fuses_activation(job: Job) -> bool:
 
 
 def _router_bytes(job: Job, layout: Layout) -> int:
-    """Count what TopKRouter.routing saves (MO/router.py:531-640, MO/moe_utils.py:600-740)."""
+    """Count the bytes that TopKRouter.routing saves (MO/router.py:531-640, MO/moe_utils.py:600-740)."""
     model, options = job.model, performance_options(job)
     local, num_experts, topk = local_tokens(model, layout), model.num_experts or 0, model.moe_router_topk
     balancing, coefficients = options.moe_router_load_balancing_type, options.moe_aux_loss_coeff

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, computes_in_fp8
 from pipette_launch.cost.layers.ends import depth_parameters
 from pipette_launch.cost.layers.kinds import KINDS, kind_parameters
-from pipette_launch.facts.job import SHARDS_GRADIENTS, Job
+from pipette_launch.facts.job import OPTIMIZER_STATE_BYTES, SHARDS_GRADIENTS, Job
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import LayerKind, ModelSpec
@@ -74,7 +74,7 @@ class UnitParameters:
     """Parameters on one rank of the units that make up chunks."""
 
     layers: dict[LayerKind, Parameters]
-    """One layer of each kind that the model may have; 0 for kinds with experts if the model has none."""
+    """One layer of each kind that the model may have; 0 for kinds with experts in a model without experts."""
     embedding: Parameters
     """Embeddings of the first chunk."""
     head: Parameters
@@ -150,7 +150,7 @@ def by_rank(chunks: tuple[Parameters, ...], pp: int) -> tuple[Parameters, ...]:
 
 
 def end_parameters(model: ModelSpec, layout: Layout) -> tuple[int, int]:
-    """Count one rank's parameters outside the layers: those of the embedding, and those of head and final norm."""
+    """Count one rank's parameters outside the layers: of the embedding, and of head and final norm."""
     unit = unit_parameters(model, layout)
     depth = sum(unit.layers[kind].dense for kind in model.prediction_kinds)
     return unit.embedding.dense, unit.head.dense + unit.prediction.dense - model.prediction_copies * depth
@@ -178,8 +178,8 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     Megatron's hooks need a gradient from every matrix. With `gradient_accumulation_fusion`, which adds gradients to
     their buffer as they are computed, TransformerEngine returns an empty tensor, made once for each shape and never
     freed (TE v2.3 on, pytorch/module/base.py, get_dummy_wgrad). Megatron's own linears use the same store from
-    core_v0.14 on, which needs TE 2.6 (tensor_parallel/layers.py:597). Left out: the matrices of latent attention, and
-    those of experts, which use the store from TE v2.12 on.
+    core_v0.14 on, which needs TE 2.6 (tensor_parallel/layers.py:597). Left out: matrices of latent attention, and
+    matrices of experts, which use the store from TE v2.12 on.
 
     Args:
         job: gives model, release and flags.
@@ -256,7 +256,7 @@ def layer_weight_bytes(job: Job) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """Bytes that one rank of a sharded job holds whole, beside its shards."""
+    """Bytes that a rank of a sharded job holds whole, beside its shards."""
 
     weights: int = 0
     """Layers at work or gathered ahead, and the ends of the model."""
@@ -273,7 +273,7 @@ class Whole:
 
 
 def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
-    """Count what one rank of a sharded job holds whole; `gradient` = bytes of each gradient.
+    """Count the bytes that a rank of a sharded job holds whole; `gradient` = bytes of each gradient.
 
     Megatron-FSDP gathers layers ahead up to half of `--suggested-communication-unit-size`. It frees reduced gradients
     only before the next bucket's reduction, and only if more parameters than this size wait. `--fsdp-double-buffer`
@@ -388,7 +388,7 @@ def shard(job: Job, counts: IntOrInts, num_shards: IntOrInts, *, across: bool = 
 def weight_bytes(
     job: Job, dense: IntOrInts, expert: IntOrInts, ends: IntOrInts, layout: Layout | LayoutColumns
 ) -> Ints:
-    """Count the bytes of the weights that one rank keeps: all of its own, or under FSDP a shard.
+    """Count the bytes of the weights on a rank: all of its own, or under FSDP a shard.
 
     Args:
         job: its flags decide whether weights are sharded.
@@ -407,7 +407,7 @@ def weight_bytes(
 
 
 def held_gradients(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
-    """Count the gradients that one rank keeps from micro-batch to micro-batch, without padding."""
+    """Count the gradients that a rank keeps from micro-batch to micro-batch, without padding."""
     sharding = sharding_of(job)
     if sharding is None or not sharding.gradients:
         return np.asarray(dense + expert)
@@ -451,14 +451,12 @@ def state_bytes_per_parameter(job: Job) -> int:
     """Return the bytes of the optimizer's states for one parameter that it holds.
 
     Adam keeps two moments of 4 bytes and, for 2-byte weights, an fp32 copy of 4. SGD keeps one momentum of 4. The
-    precision-aware optimizer keeps moments in chosen types. Of a bf16 weight's fp32 copy it keeps only the lower half,
+    precision-aware optimizer keeps moments in chosen types. It keeps only the lower half of a bf16 weight's fp32 copy,
     because the weight itself is the upper half (MC optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384).
     """
-    wide = job.model.params_dtype == "fp32"
-    if job.optimizer == "sgd":
-        return FP32_BYTES + (0 if wide else FP32_BYTES)
-    if not performance_options(job).use_precision_aware_optimizer:
-        return 2 * FP32_BYTES + (0 if wide else FP32_BYTES)
+    if job.optimizer == "sgd" or not performance_options(job).use_precision_aware_optimizer:
+        states = OPTIMIZER_STATE_BYTES.get(job.optimizer, OPTIMIZER_STATE_BYTES["adam"])
+        return states + (0 if job.model.params_dtype == "fp32" else FP32_BYTES)
     return sum(_chosen_state_bytes(job)) + (_REMAINDER_BYTES if _keeps_remainders(job) else 0)
 
 

@@ -1,1 +1,1 @@
-"""Peak memory of every pipeline rank, and what a process holds beside its tensors."""
+"""Peak memory of every pipeline rank, and the bytes that a process holds beside its tensors."""

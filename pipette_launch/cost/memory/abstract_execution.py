@@ -1,6 +1,6 @@
-"""Memory by abstract execution: megatron-core itself runs one rank without a GPU, in a process of its own.
+"""Memory by abstract execution: megatron-core runs one rank without a GPU, in a process of its own.
 
-Requests and answers are JSON, one line each, so that nothing here needs torch.
+Requests and answers are JSON, one line each, so nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts.files import digest, from_plain, parse, read_bytes, to_plain, write_text
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts, ExecutionAnswer, ExecutionRequest
-
-__all__ = ["ExecutedMemory", "ExecutedParts", "Executor", "execute"]
+from pipette_launch.facts.messages import ExecutedMemory, ExecutionAnswer, ExecutionRequest
 
 WORKER = ("-u", "-m", "pipette_patches.abstract")
 REVISION = 7
-"""Raise it whenever abstract execution counts anything differently: cached answers of other revisions are not read."""
+"""Raise it when abstract execution counts anything differently: cached answers of other revisions are not read."""
 LIMIT_S = 300.0
-"""Answers take seconds; megatron-core's own recompute of `mlp` never ends where that layer has biases (0.16.1)."""
+"""Answers take seconds; megatron-core's own recompute of `mlp` never ends if that layer has biases (0.16.1)."""
 _ERROR_LINES = 3
 
 
@@ -43,19 +41,19 @@ def execute(
     python: str = sys.executable,
     limit_s: float = LIMIT_S,
 ) -> tuple[ExecutedMemory, ...]:
-    """Count the bytes of one rank of each pipeline rank named, by executing megatron-core abstractly.
+    """Count the bytes of one rank of each named pipeline rank, by executing megatron-core abstractly.
 
     Args:
         job: the training job.
-        layout: how it is cut; need not be the job's own.
+        layout: any layout of the job.
         pp_ranks: pipeline ranks.
-        cache: a folder that keeps answers; None keeps none.
-        python: an interpreter that has torch, megatron-core and this package.
-        limit_s: seconds that the answer may take.
+        cache: folder for answers; None = no cache.
+        python: interpreter that has torch, megatron-core and this package.
+        limit_s: time limit of an answer, in seconds.
 
     Raises:
-        PlanError: megatron-core refuses the layout or does not end, or something in it is not modelled; the message
-            says what.
+        PlanError: megatron-core refuses the layout or does not end, or a part of it is not modelled; the message gives
+            the reason.
 
     """
     with Executor(cache=cache, python=python, limit_s=limit_s) as executor:
@@ -63,7 +61,7 @@ def execute(
 
 
 class Executor(contextlib.AbstractContextManager["Executor"]):
-    """One worker process for many requests: importing megatron-core takes longer than an answer.
+    """One worker process for many requests, because importing megatron-core takes longer than an answer.
 
     The process starts with the first request that the cache cannot answer.
     """
@@ -86,9 +84,9 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
             self._resources.close()
 
     def execute(self, job: Job, layout: Layout, pp_ranks: Sequence[int]) -> tuple[ExecutedMemory, ...]:
-        """As the function of this name."""
+        """Count as the function `execute` does."""
         if sharding_of(job):
-            # Megatron-FSDP asks the process group for all ranks of its mesh, and frees storage behind tensors' backs.
+            # Megatron-FSDP requires all ranks of its mesh from the process group, and frees storage behind tensors.
             raise PlanError("abstract execution runs no FSDP; count by formula with --method closed")
         if job.model.hybrid:
             raise PlanError("abstract execution builds no hybrid models; count by formula with --method closed")
@@ -98,10 +96,11 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         kept = {rank: self._cached(job, layout, rank) for rank in pp_ranks}
         missing = tuple(rank for rank, memory in kept.items() if memory is None)
         if missing:
-            request = ExecutionRequest(job=job, layout=layout, pp_ranks=missing)
-            for fresh in self._answer(request):
+            for fresh in self._answer(ExecutionRequest(job=job, layout=layout, pp_ranks=missing)):
                 kept[fresh.pp_rank] = fresh
-                self._save(job, layout, fresh)
+                if self._cache is not None:
+                    name = _name(job, layout, fresh.pp_rank)
+                    write_text(self._cache / name, json.dumps(to_plain(fresh)) + "\n")
         return tuple(memory for rank in pp_ranks if (memory := kept[rank]) is not None)
 
     def _answer(self, request: ExecutionRequest) -> tuple[ExecutedMemory, ...]:
@@ -125,7 +124,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         return answer.ranks
 
     def _exchange(self, line: str) -> tuple[str, bool]:
-        """Send a line; return the one that comes back, empty if none does, and whether the time ran out."""
+        """Send a line; return the answer, empty without one, and True if the time ran out."""
         worker = self._worker = self._worker or self._started()
         assert worker.stdin
         assert worker.stdout
@@ -148,7 +147,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
             clock.cancel()
 
     def _started(self) -> subprocess.Popen[str]:
-        """Start a worker that ends with `close`, and keep what it says on stderr."""
+        """Start a worker that ends with `close`, and keep its stderr."""
         self._errors = self._resources.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))  # noqa: SIM115
         try:
             worker = subprocess.Popen(
@@ -167,7 +166,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         return worker
 
     def _last_errors(self) -> str:
-        """End the worker, and return what it said last."""
+        """End the worker, and return its last lines of stderr."""
         assert self._worker
         code = self._worker.wait()
         self._errors.seek(0)
@@ -181,17 +180,13 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         try:
             memory: ExecutedMemory = _read(ExecutedMemory, read_bytes(self._cache / _name(job, layout, pp_rank)))
         except FileFormatError:
-            # Whatever cannot be read is counted anew, and written over.
+            # A file that cannot be read is computed again and overwritten.
             return None
         return memory
 
-    def _save(self, job: Job, layout: Layout, memory: ExecutedMemory) -> None:
-        if self._cache is not None:
-            write_text(self._cache / _name(job, layout, memory.pp_rank), json.dumps(to_plain(memory)) + "\n")
-
 
 def _name(job: Job, layout: Layout, pp_rank: int) -> str:
-    """A file for whatever can change the answer, and for nothing else."""
+    """Return the name of the file for all facts that can change the answer, and no others."""
     facts = (
         job.model,
         layout.num_microbatches(job.batch.global_batch_size),
@@ -212,7 +207,7 @@ def _version(package: str) -> str:
 
 
 def _environment(python: str) -> dict[str, str]:
-    """One thread, nothing compiled, and this interpreter's own path if it is the same interpreter."""
+    """Return one thread, nothing compiled, and this interpreter's own path if it is the same interpreter."""
     own = {"PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)} if python == sys.executable else {}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 

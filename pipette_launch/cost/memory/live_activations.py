@@ -194,7 +194,7 @@ def peak_live_bytes(
         return min(num_microbatches, pp - stage) * chunk_bytes_V[0]
     group_size = group_size or pp
     ahead = num_warmup(pp, vpp, group_size, stage)
-    # Whole groups are left out of the middle: after the warm-up every group holds what the group before held.
+    # Whole groups are left out of the middle: after the warm-up every group holds as much as the group before.
     groups, rest = divmod(num_microbatches, group_size)
     repeating = min(groups, -(-ahead // (vpp * group_size)) + 2) * group_size + rest
     chunks_M = _chunk_order(vpp, repeating, group_size)

@@ -1,8 +1,8 @@
-"""What a rank's device holds beside the model's own tensors, each figure measured or a stated default with its origin.
+"""Bytes that a rank's device holds beside the model's own tensors; each figure is measured or a stated default.
 
 All of pipette-launch uses this rule: a layout fits if
-`reserve * (model's peak + workspace) + context + communicators` stays below the device's memory less a margin.
-Not in it: routing that gives one expert more tokens than another, and fragmentation beyond the allocator's reserve.
+`reserve * (model's peak + workspace) + context + communicators` stays below the device's memory minus a margin.
+Not included: routing that gives one expert more tokens than another, and fragmentation beyond the allocator's reserve.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipette_launch.megatron.performance import EXPANDABLE, VARIABLES, allocator
 from pipette_launch.text import MIB
 
 NUM_CUBLAS_THREADS = 2
-"""The main thread and the backward's."""
+"""The main thread and the backward's thread."""
 NUM_GROUPED_GEMM_STREAMS = 4
 NUM_OVERLAP_STREAMS = 3
 """Streams that share TransformerEngine's own workspace under `--tp-comm-overlap` (pytorch/module/base.py)."""
@@ -33,39 +33,6 @@ _HOPPER = 9
 _LARGE_BYTES = 32 << 20
 _SMALL_CUBLAS_BYTES = (2 * 4096 + 8 * 16) * _KIB
 _SMALL_TE_BYTES = 4 << 20
-
-
-def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[str, str]) -> int:
-    """Count the workspaces that a rank holds from its first step on.
-
-    Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both to 0.1 MiB at pp 1; the
-    test with `--tp-comm-overlap` holds 64 MiB more.
-
-    Args:
-        job: its implementation and grouped GEMMs count.
-        compute_capability: the major number: 8 for A100 and RTX 4090, 9 for H100, 10 for B200.
-        environment: of the worker; CUBLAS_WORKSPACE_CONFIG counts, which deterministic runs must set.
-
-    """
-    total = NUM_CUBLAS_THREADS * cublas_workspace_bytes(compute_capability, environment)
-    if job.model.transformer_impl == "transformer_engine":
-        own = _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_TE_BYTES
-        grouped = bool(job.model.num_experts) and performance_options(job).moe_grouped_gemm
-        streams = NUM_OVERLAP_STREAMS if performance_options(job).tp_comm_overlap else 1
-        total += own * (streams + (NUM_GROUPED_GEMM_STREAMS if grouped else 0))
-    return total
-
-
-def cublas_workspace_bytes(compute_capability: int, environment: Mapping[str, str]) -> int:
-    """Return the size of a cuBLAS workspace of PyTorch: 8.1 MiB, 32 MiB from Hopper on, or as the environment sets it.
-
-    A value that has no `:SIZE:COUNT` in it counts as none, as in PyTorch.
-    """
-    pools = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if pools:
-        return sum(int(size) * int(count) * _KIB for size, count in pools)
-    return _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_CUBLAS_BYTES
-
 
 DENSE_RESERVE = 1.03
 MOE_RESERVE = 1.15
@@ -99,9 +66,45 @@ MEASURED = "measured by the warm-up"
 CPU_SOURCE = "a host has no context, no communicators and no workspaces on a device"
 
 
+def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[str, str]) -> int:
+    """Count the workspaces of matrix libraries that a rank holds from its first step on.
+
+    Sizes are read from the libraries' sources. PyTorch gives each pair of thread and stream that multiplies matrices a
+    cuBLAS workspace and never frees it. A training rank has two: the main thread runs forwards, autograd's own thread
+    runs backwards (ATen, CublasHandlePool.cpp). TransformerEngine has one of its own
+    (`get_cublas_workspace_size_bytes`), and four more for grouped GEMMs, one a stream
+    (`get_multi_stream_cublas_workspace`). Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both
+    to 0.1 MiB at pp 1; the test with `--tp-comm-overlap` holds 64 MiB more.
+
+    Args:
+        job: its implementation and grouped GEMMs count.
+        compute_capability: the major number: 8 for A100 and RTX 4090, 9 for H100, 10 for B200.
+        environment: variables of the worker; CUBLAS_WORKSPACE_CONFIG counts, which deterministic runs must set.
+
+    """
+    total = NUM_CUBLAS_THREADS * cublas_workspace_bytes(compute_capability, environment)
+    if job.model.transformer_impl == "transformer_engine":
+        own = _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_TE_BYTES
+        grouped = bool(job.model.num_experts) and performance_options(job).moe_grouped_gemm
+        streams = NUM_OVERLAP_STREAMS if performance_options(job).tp_comm_overlap else 1
+        total += own * (streams + (NUM_GROUPED_GEMM_STREAMS if grouped else 0))
+    return total
+
+
+def cublas_workspace_bytes(compute_capability: int, environment: Mapping[str, str]) -> int:
+    """Return the size of PyTorch's cuBLAS workspace: 8.1 MiB, 32 MiB from Hopper on, or as the environment sets it.
+
+    As in PyTorch, a value without any `:SIZE:COUNT` is ignored.
+    """
+    pools = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pools:
+        return sum(int(size) * int(count) * _KIB for size, count in pools)
+    return _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_CUBLAS_BYTES
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One number and where it comes from."""
+    """One number with its origin."""
 
     value: float
     source: str
@@ -114,16 +117,16 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overhead:
-    """What one rank's device holds beside the model's tensors. Figures are bytes, the reserve is a ratio."""
+    """Bytes that a rank's device holds beside the model's tensors, and the allocator's reserve as a ratio."""
 
     workspace: Figure
-    """Of cuBLAS and Transformer Engine, inside torch's allocator."""
+    """Workspaces of cuBLAS and Transformer Engine, inside torch's allocator."""
     context: Figure
-    """Of CUDA and its libraries, outside the allocator."""
+    """Context of CUDA and its libraries, outside the allocator."""
     communicators: Figure
-    """Of NCCL, for all groups of the rank together."""
+    """NCCL communicators of all groups of the rank."""
     reserve: Figure
-    """What the allocator reserves at its peak over what it has allocated; at least 1."""
+    """Bytes that the allocator reserves at its peak, divided by the bytes it has allocated; at least 1."""
 
     def __post_init__(self) -> None:
         if self.reserve.value < 1:
@@ -131,20 +134,20 @@ class Overhead:
 
     @property
     def outside_bytes(self) -> int:
-        """What never passes through torch's allocator."""
+        """Bytes that never pass through torch's allocator."""
         return int(self.context.value) + int(self.communicators.value)
 
     def device_peak_bytes(self, allocated_bytes: int) -> int:
-        """What the device holds when the model's tensors (`MemoryParts.total`) are at their peak."""
+        """Return the bytes on the device when the model's tensors (`MemoryParts.total`) are at their peak."""
         return math.ceil(self.reserve.value * (allocated_bytes + int(self.workspace.value))) + self.outside_bytes
 
     def limit_bytes(self, capacity_bytes: int, *, memory_margin: float) -> int:
-        """The most that the model's tensors may need so that the device keeps its margin; 0 where nothing is left."""
+        """Return the most bytes of the model's tensors with which the device keeps its margin; at least 0."""
         inside = allowed_bytes(capacity_bytes, memory_margin=memory_margin) - self.outside_bytes
         return max(0, math.floor(inside / self.reserve.value) - int(self.workspace.value))
 
     def need(self, peaks_bytes: Sequence[int], capacity_bytes: int, *, memory_margin: float) -> MemoryNeed:
-        """What each pipeline rank's device holds when the model's tensors are at these peaks, and what it may hold."""
+        """Return each pipeline rank's device bytes when the model's tensors have these peaks, and the limit."""
         return MemoryNeed(
             need_bytes=tuple(map(self.device_peak_bytes, peaks_bytes)),
             free_bytes=capacity_bytes,
@@ -152,7 +155,7 @@ class Overhead:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Where every figure comes from that is not 0, one sentence each."""
+        """Return the origin of every figure that is not 0, one sentence each."""
         named = (
             ("Workspaces inside the allocator", self.workspace, f"{self.workspace.value / MIB:.0f} MiB"),
             ("Context", self.context, f"{self.context.value / MIB:.0f} MiB"),
@@ -165,10 +168,10 @@ class Overhead:
 
 
 def uncounted(job: Job) -> tuple[str, ...]:
-    """Say which of the job's flags change what devices hold and not the predicted memory, and in which direction.
+    """Return sentences about flags that change the memory of devices but not the predicted memory.
 
-    What captured graphs hold has no published formula: NVIDIA's notes speak of some GB with Transformer Engine's, above
-    10 GB with a pipeline, and of 1.5 to 2 times the peak with whole iterations.
+    No formula for the memory of captured graphs is published. NVIDIA's notes mention some GB with Transformer Engine's
+    graphs, above 10 GB with a pipeline, and 1.5 to 2 times the peak with whole iterations.
     """
     options, found = performance_options(job), []
     captured = {
@@ -197,7 +200,7 @@ def uncounted(job: Job) -> tuple[str, ...]:
 
 
 def allowed_bytes(capacity_bytes: int, *, memory_margin: float) -> int:
-    """What a rank may hold on a device of this capacity in all."""
+    """Return all bytes that a rank may hold on a device of this capacity."""
     if not 0 <= memory_margin < 1:
         raise FactError(f"memory_margin must be at least 0 and below 1, got {memory_margin}")
     return int((1 - memory_margin) * capacity_bytes)
@@ -215,31 +218,27 @@ def overhead_of(
     readings: Sequence[StageReading] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Overhead:
-    """Return what a rank of this layout holds beside the model.
+    """Return the bytes that a rank of this layout holds beside the model.
 
     Args:
-        job: the model decides the allocator's reserve and the workspaces.
+        job: decides the allocator's reserve and the workspaces.
         layout: its process groups decide the communicators.
         device_kind: `cuda` or `cpu`.
-        device_name: as the driver or the user gives it; decides the workspaces.
-        capability: major number of the compute capability; None for the number that the name tells.
+        device_name: name from the driver or the user; decides the workspaces.
+        capability: major number of the compute capability; None = the number that belongs to the name.
         measured_bytes: `Measurements.overhead_bytes`: context and communicators together, as the warm-up's workers held
-            them. None for machines that were not measured; 0 on a GPU counts as None, for no context is that small.
-        apart: `Measurements.overhead`, the same told apart: then the layout has as many communicators as it needs, each
-            as large as one of the warm-up's was on average.
+            them. None for machines that were not measured; 0 on a GPU counts as None, because a context is never 0.
+        apart: `Measurements.overhead`: the same two figures separately. Then the layout has as many communicators as it
+            needs, each as large as the mean communicator of the warm-up.
         readings: `Measurements.stages`; readings of this job give the allocator's ratio of reserved to allocated bytes.
-        environment: of the worker, for the variables that size workspaces; None for what the job was read with.
+        environment: variables of the worker that set workspace sizes; None = those the job was read with.
 
     """
     if device_kind == "cpu":
         nothing = Figure(value=0, source=CPU_SOURCE)
         outside = Figure(value=measured_bytes, source=MEASURED, is_measured=True) if measured_bytes else nothing
-        return Overhead(
-            workspace=nothing,
-            context=outside,
-            communicators=nothing,
-            reserve=Figure(value=1.0, source="a host's allocator keeps no reserve"),
-        )
+        reserve = Figure(value=1.0, source="a host's allocator keeps no reserve")
+        return Overhead(workspace=nothing, context=outside, communicators=nothing, reserve=reserve)
     context, communicators = _outside(job, layout, measured_bytes, apart)
     if environment is None:
         environment = {"CUBLAS_WORKSPACE_CONFIG": job.cublas_workspace_config}
@@ -257,7 +256,7 @@ def overhead_of(
 
 
 def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> Overhead:
-    """Return the overhead of a rank, measured figures first."""
+    """Return the overhead of a rank, with measured figures if there are any."""
     device = measurements.cluster.hosts[0].devices[0]
     return overhead_of(
         job,
@@ -317,7 +316,7 @@ def num_group_kinds(layout: Layout) -> int: ...
 @overload
 def num_group_kinds(layout: LayoutColumns) -> Ints: ...
 def num_group_kinds(layout: Layout | LayoutColumns) -> int | Ints:
-    """Count tp, cp, pp, dp and ep where they are above 1: the unit of the default for communicators."""
+    """Count which of tp, cp, pp, dp and ep are above 1: the unit of the default for communicators."""
     return sum(several(size) for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
 
 
@@ -326,11 +325,11 @@ def num_communicators(job: Job, layout: Layout) -> int: ...
 @overload
 def num_communicators(job: Job, layout: LayoutColumns) -> Ints: ...
 def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
-    """Count the NCCL communicators of a rank that has the most: a first or last stage.
+    """Count the NCCL communicators of the rank that has the most: one of a first or last stage.
 
     torch opens one for each group at its first collective or batch of messages. A plain isend or irecv opens one for
-    the two ranks instead (ProcessGroupNCCL.cpp, pointToPoint). Groups of one rank do not count. Left out: groups
-    for sharded weights, checkpoints and MoE's auxiliary losses. Sources: parallel_state.py, and the file beside each.
+    the two ranks instead (ProcessGroupNCCL.cpp, pointToPoint). Groups of one rank do not count. Left out: groups for
+    sharded weights, checkpoints and MoE's auxiliary losses. Sources: parallel_state.py, and the file at each line.
     """
     options, model = performance_options(job), job.model
     world = several(layout.tp * layout.cp * layout.pp * layout.dp)
@@ -343,7 +342,7 @@ def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
         + pipeline * (not model.untie_embeddings_and_output_weights)
         # training.py, train_step(): logical_and_across_model_parallel_group().
         + several(layout.tp * layout.pp)
-        # optimizer/__init__.py: the gradient norm of the distributed optimizer has a group of all ranks of its own.
+        # optimizer/__init__.py: the gradient norm of the distributed optimizer has its own group of all ranks.
         + world * (layout.use_distributed_optimizer > 0)
         # param_and_grad_buffer.py: inside an instance of the distributed optimizer, and between instances.
         + gradients * (1 + (options.num_distributed_optimizer_instances > 1))
@@ -369,15 +368,15 @@ def several(size: int) -> int: ...
 @overload
 def several(size: Ints) -> Ints: ...
 def several(size: int | Ints) -> int | Ints:
-    """Return 1 for a group of several ranks, 0 for a rank alone."""
+    """Return 1 for a group of several ranks, 0 for a single rank."""
     return (size > 1) * 1
 
 
 class MeasuredStages:
-    """What was read of a job's stages; nothing where another job was measured, or an earlier release did it.
+    """Readings of a job's stages; empty if another job was measured or an earlier release measured it.
 
-    On CPU the tensors that were counted stand for the peak, as in every prediction: the resident set holds the
-    interpreter and the heap's gaps too, of which no prediction knows.
+    On CPU the counted tensors are the peak, as in every prediction: the resident set also holds the interpreter and the
+    heap's gaps, which no prediction includes.
     """
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
@@ -390,13 +389,13 @@ class MeasuredStages:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Of which at least one stage was run."""
+        """Layouts of which at least one stage was run."""
         return tuple(self._readings)
 
     def peaks(self, layout: Layout, predicted: Sequence[int]) -> tuple[int, ...]:
-        """Peak bytes of the model's tensors on each pipeline rank: as measured where it was, else as predicted.
+        """Return the peak bytes of the model's tensors on each pipeline rank: measured, or else predicted.
 
-        A stage that ran out of memory holds at least what the device has.
+        A stage that ran out of memory holds at least the device's memory.
         """
         known = self._readings.get(layout)
         if not known:
@@ -409,12 +408,12 @@ class MeasuredStages:
             if reading.ran_out:
                 peaks[rank] = max(peaks[rank], cluster.memory_bytes)
             else:
-                # The limit leaves room for workspaces; here they are part of what was read.
+                # The limit leaves room for workspaces; the reading includes them.
                 peaks[rank] = max(reading.allocator_peak_bytes - int(overhead.workspace.value), 1)
         return tuple(peaks)
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
-        """Which of a layout's stages were run, one sentence; none where none was."""
+        """Return a sentence about the stages of a layout that were run, if any."""
         ranks = sorted(self._readings.get(layout, {}))
         if not ranks:
             return ()

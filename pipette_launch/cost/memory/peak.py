@@ -202,7 +202,7 @@ def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[M
 
     Args:
         job: the training job.
-        layout: three pipeline ranks or more, so that one rank has no end of the model under Megatron's placement.
+        layout: three pipeline ranks or more, so that a rank has no end of the model under Megatron's placement.
         live_bytes: activations of all live micro-batches on each rank.
 
     Raises:

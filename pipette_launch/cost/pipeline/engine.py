@@ -1,10 +1,9 @@
-"""A schedule made ready for pricing: when each of its actions ends, by longest path."""
+"""Schedules made ready for pricing: the end of each action, by longest path, in one pass over the actions."""
 
-# A = actions of all ranks, P = pipeline ranks, N = forwards of one rank (micro-batches times chunks).
-# A = actions of all ranks, P = pipeline ranks, S = stages, K = kinds of action, M = micro-batches.
-# S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced side by side.
-# Durations are laid out as blocks of S: forwards, whole backwards, first forwards and, where the backward is split,
-# input gradients and weight gradients. Hops are laid out as S - 1 forward ones, S - 1 backward ones and a 0.
+# S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced side by side,
+# M = micro-batches, N = forwards of one rank (micro-batches times chunks).
+# Durations are blocks of S: forwards, whole backwards, first forwards and, if the backward is split, input gradients
+# and weight gradients. Hops are S - 1 forward ones, S - 1 backward ones and a 0.
 
 from __future__ import annotations
 
@@ -17,33 +16,43 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.known_schedules import check_interleaving, num_warmup, schedule_of
-from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Columns, PassTimes, Schedule, positions
 from pipette_launch.installed import compiled
 
+Floats = NDArray[np.float64]
+
 NANOSECOND_S = 1e-9
+NO_ACTION = -1
+_IN_C = compiled("cost.pipeline._longest_path")
+_ACTIONS_OF_A_LEVEL = 40
+"""Number of actions that take as long one by one as one level of actions as arrays (measured: 0.13 us against 5 us)."""
+_ENDS_AT_ONCE = 1 << 21
+"""Pipelines are priced in blocks of about this many actions, 16 MB, ..."""
+_FEWEST_AT_ONCE = 64
+"""... and of at least this many pipelines, if enough are given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Seconds of one micro-batch on each stage of one pipeline, and on the way between neighbours."""
+    """Seconds of one micro-batch on each stage of one pipeline, and between neighbouring stages."""
 
     forward_s: tuple[float, ...]
     """One entry for each stage, as in `backward_s`."""
     backward_s: tuple[float, ...]
     """The whole backward."""
     forward_hop_s: tuple[float, ...]
-    """From stage s to s + 1: S - 1 entries. Not asked for where both lie on one rank, as at the turn of a V."""
+    """From stage s to s + 1: S - 1 entries. Not used if both are on one rank, as at the turn of a V."""
     backward_hop_s: tuple[float, ...]
     """From stage s + 1 to s: S - 1 entries."""
     first_forward_s: tuple[float, ...] = ()
-    """The forward of micro-batch 0, where something makes it longer; empty = as the others."""
+    """The forward of micro-batch 0, if it is longer; empty = equal to the others."""
     input_s: tuple[float, ...] = ()
-    """The input's gradient, for a schedule that splits the backward; empty = not known apart."""
+    """The input's gradient, for a schedule that splits the backward; empty = unknown."""
     weight_s: tuple[float, ...] = ()
     """The weights' gradients."""
     recompute_s: tuple[float, ...] = ()
-    """What is computed again before each backward, once its gradient has arrived; empty = nothing."""
+    """Recompute before each backward, once its gradient has arrived; empty = none."""
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -60,15 +69,20 @@ class StageTimes:
 
     @property
     def durations_s(self) -> list[float]:
-        """Forwards, backwards, first forwards; then input and weight gradients, where they are known."""
+        """Forwards, backwards, first forwards; then input and weight gradients, if they are known."""
         again = self.recompute_s or (0.0,) * len(self.forward_s)
         backward_s = [more + seconds for more, seconds in zip(again, self.backward_s, strict=True)]
         input_s = [more + seconds for more, seconds in zip(again, self.input_s, strict=True)] if self.input_s else []
         return [*self.forward_s, *backward_s, *(self.first_forward_s or self.forward_s), *input_s, *self.weight_s]
 
     @property
+    def hops_s(self) -> list[float]:
+        """Forward hops, backward hops, and 0 for no hop."""
+        return [*self.forward_hop_s, *self.backward_hop_s, 0.0]
+
+    @property
     def expected(self) -> PassTimes:
-        """The same in nanoseconds, for schedules that split the backward too."""
+        """The same times in nanoseconds, for schedules that split the backward too."""
         stages = len(self.forward_s)
         durations = [max(1, round(seconds / NANOSECOND_S)) for seconds in self.durations_s]
         forward, backward, _, *halves = (tuple(durations[at : at + stages]) for at in range(0, len(durations), stages))
@@ -84,37 +98,29 @@ class StageTimes:
             backward_hop=backward_hop,
         )
 
-    @property
-    def hops_s(self) -> list[float]:
-        """Forward hops, backward hops, and 0 for no hop."""
-        return [*self.forward_hop_s, *self.backward_hop_s, 0.0]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
     """One pipeline's step, action by action."""
 
     start_s: tuple[tuple[float, ...], ...]
-    """For each rank, the start of each of its actions."""
+    """Start of each action of each rank."""
     end_s: tuple[tuple[float, ...], ...]
 
     @property
     def makespan_s(self) -> float:
-        """From the first forward to the last backward."""
+        """Time from the first forward to the last backward."""
         return max(ends[-1] for ends in self.end_s)
 
     @property
     def span_s_P(self) -> tuple[float, ...]:
-        """From each rank's own first start to its last end."""
+        """Time from each rank's own first start to its last end."""
         return tuple(ends[-1] - starts[0] for starts, ends in zip(self.start_s, self.end_s, strict=True))
-
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The schedule that stock Megatron runs for a shape; `schedule` is the same with an object for each action.
+    """The schedule that stock Megatron runs for a shape, as columns, without an object for each action.
 
     Raises:
         LayoutError: Megatron would refuse these numbers.
@@ -124,12 +130,12 @@ class Order:
     pp: int
     vpp: int
     group_size: int
-    """Micro-batches that go through one chunk before the next; without interleaving it says nothing."""
+    """Micro-batches that pass through one chunk before the next; not used without interleaving."""
     num_microbatches: int
     rendezvous: bool = False
-    """Whether a message starts when its receiver asks for it, and not when it is sent (`traffic.meets_receivers`)."""
+    """True if a message starts when its receiver asks for it, not when it is sent (`exchanges.meets_receivers`)."""
     blocking_ends: bool = False
-    """Whether warm-up and cool-down wait for their messages, each before its next pass (`traffic.blocks_at_ends`)."""
+    """True if warm-up and cool-down wait for messages before the next pass (`exchanges.blocks_at_ends`)."""
 
     def __post_init__(self) -> None:
         if self.vpp > 1:
@@ -137,12 +143,12 @@ class Order:
 
     @property
     def name(self) -> str:
-        """As `Schedule.name`."""
+        """Name as in `Schedule.name`."""
         return self._layout.schedule_name
 
     @property
     def num_stages(self) -> int:
-        """Model chunks in all."""
+        """Number of model chunks."""
         return self.pp * self.vpp
 
     @property
@@ -152,14 +158,14 @@ class Order:
 
     @property
     def warmup_P(self) -> Ints:
-        """Forwards that each rank runs before its first backward, not capped by their number."""
+        """Forwards that each rank runs before its first backward, not limited by their number."""
         if self.vpp == 1:
             return np.arange(self.pp - 1, -1, -1)
         return np.array([num_warmup(self.pp, self.vpp, self.group_size, rank) for rank in range(self.pp)])
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule itself."""
+        """The same schedule with an object for each action."""
         return schedule_of(self._layout, self.num_microbatches)
 
     @property
@@ -168,10 +174,15 @@ class Order:
 
     @cached_property
     def columns(self) -> Columns:
-        """As `Schedule.columns`: warm-up, then a forward and a backward in turn, then what is left."""
-        microbatch_N, chunk_N = self._table()
-        forwards = len(microbatch_N)
-        index_N = np.arange(forwards)
+        """Actions as in `Schedule.columns`: warm-up, then a forward and a backward in turn, then the rest."""
+        # Micro-batch and chunk of each forward of a rank (facts.known_schedules.schedule_table).
+        group = self.group_size if self.vpp > 1 else self.num_microbatches
+        index_N = np.arange(self.num_microbatches * self.vpp)
+        first_N = index_N // (group * self.vpp) * group
+        inside_N = index_N - first_N * self.vpp
+        width_N = np.minimum(group, self.num_microbatches - first_N)
+        microbatch_N, chunk_N = first_N + inside_N % width_N, inside_N // width_N
+        forwards = len(index_N)
         rank_P1 = np.arange(self.pp)[:, None]
         ahead_P1 = np.minimum(self.warmup_P, forwards)[:, None]
         rows = rank_P1 * 2 * forwards
@@ -187,10 +198,10 @@ class Order:
 
     @cached_property
     def blocked_A(self) -> NDArray[np.bool_]:
-        """Which actions of `columns` start only after a message that their rank waits for beforehand.
+        """True for actions of `columns` that start only after a message for which their rank waits beforehand.
 
-        With blocking ends these are the forwards of the warm-up and the one behind it, and the backwards of the
-        cool-down but its first, which was asked for while others computed (schedules.py of core_v0.16.1,
+        With blocking ends these are the forwards of the warm-up and the next one, and the backwards of the cool-down
+        except the first, whose message was requested while others computed (schedules.py of core_v0.16.1,
         forward_backward_pipelining_with_interleaving).
         """
         rank_A, _, kind_A, _ = self.columns
@@ -199,21 +210,9 @@ class Order:
         forwards = self.num_microbatches * self.vpp
         ahead_A = np.minimum(self.warmup_P, forwards)[rank_A]
         is_forward_A = kind_A == FORWARD
-        # Of the rank's forwards, or of its backwards, from 0.
+        # Number of the action among its rank's forwards or backwards, from 0.
         number_A = np.where(is_forward_A, np.cumsum(is_forward_A), np.cumsum(~is_forward_A)) - rank_A * forwards - 1
         return np.where(is_forward_A, number_A <= ahead_A, number_A > forwards - ahead_A)
-
-    def _table(self) -> tuple[Ints, Ints]:
-        """Micro-batch and chunk of each forward of a rank (facts.schedules.schedule_table)."""
-        group = self.group_size if self.vpp > 1 else self.num_microbatches
-        index_N = np.arange(self.num_microbatches * self.vpp)
-        start_N = index_N // (group * self.vpp) * group
-        inside_N = index_N - start_N * self.vpp
-        width_N = np.minimum(group, self.num_microbatches - start_N)
-        return start_N + inside_N % width_N, inside_N // width_N
-
-
-NO_ACTION = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,27 +221,38 @@ class Dependencies:
 
     columns: Columns
     previous_A: Ints
-    """The rank's action before, or -1."""
+    """The rank's previous action, or -1."""
     cause_A: Ints
-    """The action whose result is needed, or -1: that of F(s) is F(s - 1), that of B(s) or I(s) is B or I of s + 1, that
-    of the last stage is its own F; a W needs only its own I, which its rank has always run before."""
+    """The action whose result is needed, or -1. The cause of F(s) is F(s - 1). The cause of B(s) or I(s) is B or I of
+    s + 1; on the last stage it is its own F. A W needs only its own I, which its rank has always run before."""
     level_A: Ints
-    """Longest chain of actions in front of each one."""
+    """Longest chain of actions before each action."""
 
     @classmethod
     def of(cls, schedule: Schedule | Order) -> Dependencies:
-        """Find them; raises FactError where the order can never run."""
+        """Return the graph; raises FactError if the order can never run."""
         columns = schedule.columns
         count = len(columns.rank_A)
         first_A = np.concatenate(([True], columns.rank_A[1:] != columns.rank_A[:-1]))
-        previous_A = np.where(first_A, NO_ACTION, np.arange(count) - 1)
-        cause_A = _causes(schedule, columns)
+        place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
+        back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
+        nothing_1M = np.full((1, schedule.num_microbatches), NO_ACTION)
+        forward_cause_SM = np.concatenate((nothing_1M, place_SKM[:-1, FORWARD]))
+        backward_cause_SM = np.concatenate((back_SM[1:], place_SKM[-1:, FORWARD]))
+        _, stage_A, kind_A, microbatch_A = columns
+        where = (stage_A, microbatch_A)
+        backward_A = np.where(kind_A == WEIGHT, NO_ACTION, backward_cause_SM[where])
+        cause_A = np.where(kind_A == FORWARD, forward_cause_SM[where], backward_A)
         bounds_P = np.concatenate((np.flatnonzero(first_A), [count]))
-        level_A = _levels(cause_A, bounds_P, columns, schedule.name)
-        return cls(columns=columns, previous_A=previous_A, cause_A=cause_A, level_A=level_A)
+        return cls(
+            columns=columns,
+            previous_A=np.where(first_A, NO_ACTION, np.arange(count) - 1),
+            cause_A=cause_A,
+            level_A=_levels(cause_A, bounds_P, columns, schedule.name),
+        )
 
     def target_A(self, rank_S: Ints) -> Ints:
-        """Return the rank that waits for each action's result; its own where no other does."""
+        """Return the rank that needs each action's result; the action's own rank if no other does."""
         _, stage_A, kind_A, _ = self.columns
         last = len(rank_S) - 1
         sends_on_A = (kind_A == FORWARD) & (stage_A < last)
@@ -250,23 +260,11 @@ class Dependencies:
         return np.asarray(rank_S[stage_A + sends_on_A - sends_back_A])
 
 
-def _causes(schedule: Schedule | Order, columns: Columns) -> Ints:
-    place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
-    back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
-    nothing_1M = np.full((1, schedule.num_microbatches), NO_ACTION)
-    forward_cause_SM = np.concatenate((nothing_1M, place_SKM[:-1, FORWARD]))
-    backward_cause_SM = np.concatenate((back_SM[1:], place_SKM[-1:, FORWARD]))
-    _, stage_A, kind_A, microbatch_A = columns
-    where = (stage_A, microbatch_A)
-    backward_A = np.where(kind_A == WEIGHT, NO_ACTION, backward_cause_SM[where])
-    return np.where(kind_A == FORWARD, forward_cause_SM[where], backward_A)
-
-
 def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
-    """All ranks step together, one action each where they can: the step at which an action runs is its level."""
+    """Let all ranks step together, one action each if they can: the step at which an action runs is its level."""
     count = len(cause_A)
     level_A = np.full(count + 1, count)
-    level_A[NO_ACTION] = NO_ACTION  # nothing is waited for
+    level_A[NO_ACTION] = NO_ACTION
     next_P = bounds_P[:-1].copy()
     end_P = bounds_P[1:].copy()
     step = 0
@@ -286,25 +284,13 @@ def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
     return level_A[:-1]
 
 
-Floats = NDArray[np.float64]
-
-_IN_C = compiled("cost.pipeline._longest_path")
-_ACTIONS_OF_A_LEVEL = 40
-"""A level of actions as arrays takes as long as so many actions one by one (measured: 5 us against 0.13 us)."""
-
-_ENDS_AT_ONCE = 1 << 21
-"""Pipelines are priced in blocks of about so many actions, 16 MB, ..."""
-_FEWEST_AT_ONCE = 64
-"""... and of so many pipelines, if there are."""
-
-
 class Engine:
     """A schedule made ready for pricing: its actions in an order in which every cause comes before its effect.
 
-    start = max(end of the rank's previous action, end of the cause + its hop); where a
-    message meets its receiver (`Order.blocked_A`) the hop begins after both. Sends do not occupy a rank, but where
-    nothing comes in that way: then the rank waits for what it sends. The order depends on the schedule only, so it is
-    found once, and each pricing is one pass: O(pp * vpp * n).
+    start = max(end of the rank's previous action, end of the cause + its hop). If a message meets its receiver
+    (`Order.blocked_A`), the hop begins after both. Sends do not occupy a rank, except at blocking ends: there a rank
+    that receives nothing waits for its own send. The order depends on the schedule only, so it is found once,
+    and each pricing is one pass: O(pp * vpp * n).
 
     Raises:
         FactError: the schedule deadlocks.
@@ -313,35 +299,35 @@ class Engine:
 
     def __init__(self, schedule: Schedule | Order) -> None:
         self._order = schedule
-        # Megatron's own schedules never deadlock; the order of another is found at once, so that a deadlock is, too.
+        # Megatron's own schedules never deadlock. The order of another is found now, to find a deadlock now.
         if not isinstance(schedule, Order):
             assert len(self.dependencies.level_A)
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        """What each action waits for."""
+        """The graph of the schedule."""
         return Dependencies.of(self._order)
 
     @property
     def meets_receivers(self) -> bool:
-        """Whether some messages meet their receivers; a schedule alone does not say how its messages travel."""
+        """True if some messages meet their receivers; other schedules than Megatron's do not say so."""
         return isinstance(self._order, Order) and (self._order.rendezvous or self._order.blocking_ends)
 
     @property
     def columns(self) -> Columns:
-        """Its actions, rank after rank, as a `Timeline` has them."""
+        """Actions, rank after rank, in the order of a `Timeline`."""
         return self._order.columns
 
     @property
     def num_prepared(self) -> int:
-        """Actions whose order is kept in memory."""
+        """Number of actions whose order is in memory."""
         return len(self.dependencies.level_A) if "dependencies" in self.__dict__ else 0
 
     @cached_property
     def place_A(self) -> Ints:
-        """Where each action of `dependencies` stands in the engine's own order.
+        """Place of each action of `dependencies` in the engine's own order.
 
-        The last entry is one more place, for the action -1: it always ends at 0.
+        The last entry is one more place, for the action -1, which ends at 0.
         """
         place_A = np.empty(len(self._order_A) + 1, dtype=np.int64)
         place_A[self._order_A] = np.arange(len(self._order_A))
@@ -352,7 +338,7 @@ class Engine:
     def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """(previous, cause, hop, wait, duration) of each action in the engine's own order, as indices.
 
-        The hop is what lies between the cause and the action, the wait what lies between the previous action and this.
+        The hop is between the cause and the action, the wait between the previous action and this one.
         """
         order_A = self._order_A
         graph = self.dependencies
@@ -362,7 +348,7 @@ class Engine:
 
     @cached_property
     def last_backward_S(self) -> Ints:
-        """Where each stage's last backward stands in the engine's own order."""
+        """Place of each stage's last backward in the engine's own order."""
         _, stage_A, kind_A, _ = self.dependencies.columns
         ends_A = np.flatnonzero((kind_A != FORWARD) & (kind_A != INPUT))
         last_S = np.zeros(self._order.num_stages, dtype=np.int64)
@@ -370,16 +356,16 @@ class Engine:
         return np.asarray(self.place_A[last_S])
 
     def drain_s(self, times: StageTimes) -> list[float]:
-        """End of each stage's last backward: from then on its gradients can be reduced."""
+        """Return the end of each stage's last backward: from then on its gradients can be reduced."""
         ends = self._ends(times)
         return [ends[place] for place in self.last_backward_S.tolist()]
 
     def makespan_s(self, times: StageTimes) -> float:
-        """End of the last backward of all."""
+        """Return the end of the last backward."""
         return max(self.drain_s(times))
 
     def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
-        """Price several pipelines at once, as `drain_s` does one: the same operations, hence the same digits.
+        """Price several pipelines as `drain_s` does one: the same operations, hence the same digits.
 
         Args:
             durations_R: `StageTimes.durations_s`, one column for each pipeline.
@@ -390,10 +376,10 @@ class Engine:
         return self.ends_at(self.last_backward_S, durations_R, hops_R)
 
     def ends_at(self, places_X: Ints, durations_R: Floats, hops_R: Floats) -> Floats:
-        """Ends of the actions at these places of the engine's own order, one column for each pipeline."""
+        """Return the ends of the actions at these places of the engine's own order, one column for each pipeline."""
         pipelines = durations_R.shape[1]
         found = np.empty((len(places_X), pipelines))
-        if _IN_C or len(self._level_A) * pipelines > _ACTIONS_OF_A_LEVEL * self._num_levels:
+        if _IN_C or len(self._level_A) * pipelines > _ACTIONS_OF_A_LEVEL * (int(self._level_A[-1]) + 1):
             block = max(_ENDS_AT_ONCE // len(self._level_A), _FEWEST_AT_ONCE)
             for first in range(0, pipelines, block):
                 some = slice(first, first + block)
@@ -406,9 +392,9 @@ class Engine:
         return found
 
     def ends_AR(self, durations_R: Floats, hops_R: Floats) -> Floats:
-        """Ends of all actions of several pipelines, in the engine's own order, and a row of 0 behind them.
+        """Return the ends of all actions of several pipelines, in the engine's own order, followed by a row of 0.
 
-        All of them are kept: A * R numbers. `ends_at` keeps those that are asked for, and goes block by block.
+        The result has A * R numbers. `ends_at` keeps only the requested ones, and works block by block.
         """
         ends = np.zeros((len(self._level_A) + 1, durations_R.shape[1]))
         durations_R = self.row_durations(durations_R)
@@ -455,13 +441,9 @@ class Engine:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some gradients of weights come apart from those of their inputs."""
-        # Megatron's own schedules do not, which is known before their actions are listed.
+        """True if some weight gradients are separate from input gradients."""
+        # Megatron's own schedules do not split it, which is known before their actions are listed.
         return not isinstance(self._order, Order) and bool((self.dependencies.columns.kind_A == WEIGHT).any())
-
-    @cached_property
-    def _num_levels(self) -> int:
-        return int(self._level_A[-1]) + 1
 
     @cached_property
     def _level_A(self) -> Ints:
@@ -470,7 +452,7 @@ class Engine:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints, Ints]]:
-        """The same for actions of equal level as arrays: none of them needs another."""
+        """`table_A` for actions of equal level: none of them needs another."""
         bounds = np.cumsum(np.bincount(self._level_A)).tolist()
         previous, cause, hop, wait, duration = self.table_A
         return [
@@ -479,7 +461,7 @@ class Engine:
         ]
 
     def _duration_A(self) -> Ints:
-        """Where each action's time stands in `StageTimes.durations_s`."""
+        """Return the place of each action's time in `StageTimes.durations_s`."""
         _, stage_A, kind_A, microbatch_A = self.dependencies.columns
         # F, B, I, W as in `KINDS`; a first forward has a block of its own.
         block_A = np.array([0, 1, 3, 4])[kind_A]
@@ -487,7 +469,7 @@ class Engine:
         return block_A * self._order.num_stages + stage_A
 
     def _hop_A(self) -> Ints:
-        """Where the time of each action's incoming hop stands in `StageTimes.hops_s`."""
+        """Return the place of the time of each action's incoming hop in `StageTimes.hops_s`."""
         _, stage_A, kind_A, _ = self.dependencies.columns
         stages = self._order.num_stages
         rank_S = np.array(self._order.rank_S)
@@ -499,16 +481,17 @@ class Engine:
         return np.where(kind_A == WEIGHT, none, hop_A)
 
     def _wait_A(self, hop_A: Ints) -> Ints:
-        """Where the time stands that each action's rank waits for a message after its previous action.
+        """Return the place of the time that each action's rank waits for a message after its previous action.
 
-        That of the message that it needs, or, where blocking ends leave it none, of the one that it has sent before.
+        It is the time of the message that the action needs. With blocking ends, an action that needs no message waits
+        for the message that its rank has sent before.
         """
         none = 2 * (self._order.num_stages - 1)
         if not isinstance(self._order, Order) or not self.meets_receivers:
             return np.full(len(hop_A), none)
         if not self._order.rendezvous:
             previous_A = self.dependencies.previous_A
-            # The hop of each action's result, which its own rank may be the one to need.
+            # The hop of each action's result; no hop if its own rank needs it.
             rank_A, stage_A, kind_A, _ = self.dependencies.columns
             stays_A = self.dependencies.target_A(np.array(self._order.rank_S)) == rank_A
             way_A = np.where(kind_A == FORWARD, stage_A, self._order.num_stages - 2 + stage_A)
@@ -531,16 +514,11 @@ class Engine:
         return self._run(durations, times.hops_s)
 
     def _run(self, durations: list[float], hops: list[float]) -> list[float]:
-        """Ends in the engine's own order, and a 0 behind them."""
+        """Return the ends in the engine's own order, followed by a 0."""
         ends = [0.0] * (len(self._level_A) + 1)
-        # Comparisons, as max() would double the time of these loops.
-        if self.meets_receivers:
-            for place, (previous, cause, hop, wait, duration) in enumerate(self._steps):
-                ready, free = ends[cause] + hops[hop], ends[previous] + hops[wait]
-                ends[place] = (free if free > ready else ready) + durations[duration]  # noqa: FURB136
-            return ends
-        for place, (previous, cause, hop, _, duration) in enumerate(self._steps):
-            ready, free = ends[cause] + hops[hop], ends[previous]
+        # Comparisons, because max() would double the time of this loop.
+        for place, (previous, cause, hop, wait, duration) in enumerate(self._steps):
+            ready, free = ends[cause] + hops[hop], ends[previous] + hops[wait]
             ends[place] = (free if free > ready else ready) + durations[duration]  # noqa: FURB136
         return ends
 
@@ -549,17 +527,17 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
     """Price one pipeline, action by action.
 
     Raises:
-        FactError: the schedule deadlocks, or the times are those of another one.
+        FactError: the schedule deadlocks, or the times belong to another schedule.
 
     """
     return Engine(schedule).timeline(times)
 
 
 def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Floats]:
-    """Count how often each duration and each hop lies on the longest path of each pipeline.
+    """Count how often each duration and each hop is on the longest path of each pipeline.
 
-    The makespan is the largest over all paths of a sum of durations and hops, so it is convex in them, and these
-    counts are a subgradient: at any other times it is at least counts * times.
+    The makespan is the largest over all paths of a sum of durations and hops, so it is convex in them, and these counts
+    are a subgradient: at any other times it is at least counts * times.
 
     Args:
         engine: the schedule.
@@ -567,7 +545,7 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
         hops_R: likewise.
 
     Returns:
-        Counts in the shapes of `durations_R` and `hops_R`; the last hop, which is none, counts 0.
+        Counts in the shapes of `durations_R` and `hops_R`; the last hop, which stands for no hop, counts 0.
 
     """
     previous_A, cause_A, hop_A, wait_A, duration_A = engine.table_A
@@ -586,7 +564,7 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
     while len(column):
         duration_counts[duration_A[place], column] += 1
         hop, wait, cause, before = hop_A[place], wait_A[place], cause_A[place], previous_A[place]
-        # The rank itself wins a tie.
+        # If both are equally late, the rank's own previous action counts.
         waits = ends[cause, column] + hops_R[hop, column] > ends[before, column] + hops_R[wait, column]
         hop_counts[np.where(waits, hop, wait), column] += 1
         place = np.where(waits, cause, before)

@@ -1,11 +1,11 @@
 """Megatron's own schedules, priced without running through every micro-batch.
 
-After its warm-up a pipeline repeats itself: all that the rest of a step depends on (when each rank is free, and what is
-on its way) is after some turns what it was before, only later by a constant. The ends of actions are a max-plus linear
-system, and once that has held for one period it holds for good (Baccelli et al. 1992, Synchronization and Linearity,
-section 3.7). So a step ends as one of fewer micro-batches does, later by that constant for each period that was left
-out. Where a step does not come to repeat itself it is run whole. The answer is that of the whole schedule but for
-rounding, some parts in 10^13, and does not depend on what else is priced beside it.
+After its warm-up a pipeline repeats itself: the state that decides the rest of a step (when each rank is free, and the
+messages on their way) equals the state some turns earlier, delayed by a constant. The ends of actions are a max-plus
+linear system, so if this holds for one period, it always holds (Baccelli et al. 1992, Synchronization and Linearity,
+section 3.7). A step therefore ends like a step of fewer micro-batches, plus this constant for each period left out. A
+step that does not come to repeat itself is run whole. The result equals the whole schedule's except for rounding,
+some parts in 10^13, and does not depend on the other pipelines priced at the same time.
 """
 
 # S = stages, P = pipeline ranks, R = pipelines that are priced side by side, X = entries of the state, T = turns back.
@@ -18,34 +18,31 @@ from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.pipeline.engine import Engine, Floats, Order
-from pipette_launch.facts.layout import Layout
-
-Ints = NDArray[np.int64]
+from pipette_launch.facts.layout import Ints, Layout
 
 _ROUNDING = 1e-13
-"""Two ends are as far apart as two others if it differs by less than this part of the time since the step began."""
+"""Two delays are equal if they differ by less than this share of the time since the step began."""
 _CACHED_SHAPES = 512
 _CACHED_ACTIONS = 1 << 20
-"""Engines are kept up to so many actions in all, some 300 MB."""
+"""Most actions of the engines in memory, some 300 MB."""
 
 
 class SteadyEngine(Engine):
-    """An engine that simulates only as many micro-batches as it takes to find the period of the steady state."""
+    """Engine that simulates only enough micro-batches to find the period of the steady state."""
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)
         self._shape = order
 
     def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
-        """Price several pipelines at once, each as it would be priced alone; arguments as of `Engine`."""
+        """Price several pipelines, each independently of the others; arguments as of `Engine`."""
         shape = self._shape
         drained = np.empty((shape.num_stages, durations_R.shape[1]))
-        # A last group that is not full is not like the others: every length that is tried has as many in it.
+        # A last group that is not full differs from the others: every tried length has one of the same size.
         group, last_group = (shape.group_size, shape.num_microbatches % shape.group_size) if shape.vpp > 1 else (1, 0)
-        # The fewest micro-batches of which the state can be read as often as it takes.
+        # The fewest micro-batches in which the state can be read often enough.
         fewest = 4 * group + last_group if shape.vpp > 1 else 2 * shape.pp + 1
         todo = [(fewest, np.arange(durations_R.shape[1]))]
         while todo:
@@ -60,7 +57,7 @@ class SteadyEngine(Engine):
             done_R = rest_R == 0
             later_s_R = missing // np.maximum(turns_R, 1) * later_s_R
             drained[:, some[done_R]] = ended[:, done_R] + later_s_R[done_R]
-            # What is left out must be a multiple of the period; where there is none yet, it may come later.
+            # The micro-batches left out must be a multiple of the period. Without a period yet, try a longer step.
             for rest in np.unique(rest_R[~done_R]).tolist():
                 longer = length + rest * start.turn if rest > 0 else 2 * length - last_group
                 todo.append((longer, some[rest_R == rest]))
@@ -68,20 +65,20 @@ class SteadyEngine(Engine):
 
 
 class _Start(Engine):
-    """The same schedule with fewer micro-batches, and where in it the state of the pipeline is read."""
+    """The same schedule with fewer micro-batches, and the places where the state of the pipeline is read."""
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)
         self.turn = order.group_size if order.vpp > 1 else 1
-        """Micro-batches after which the same chunks come again."""
+        """Number of micro-batches after which the same chunks come again."""
         self._shape = order
 
     def price(self, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Ints, Floats]:
-        """Price it, and find the period of its steady state.
+        """Price the schedule, and find the period of its steady state.
 
         Returns:
-            Ends of the stages' last backwards, as `drain_s_SR`; after how many turns each pipeline repeats itself, 0
-            where it does not yet; and how much later.
+            Ends of the stages' last backwards, as `drain_s_SR`; the period of each pipeline in turns, 0 if there is
+            none yet; and the delay of a period.
 
         """
         places = np.concatenate([self.last_backward_S, *self._states])
@@ -103,17 +100,17 @@ class _Start(Engine):
 
     @cached_property
     def _states(self) -> list[Ints]:
-        """Places of the ends that make up the state: late in the step, one turn before, two turns before and so on.
+        """Places of the ends that make up the state: late in the step, one turn before, two turns before, and so on.
 
-        A round is one forward and one backward of a rank in the steady part. The state is read after round j on rank
-        0 and, interleaved, j + r on rank r: then no rank has used what another has not sent, and what is on its way
-        was sent in the last rounds, one of them, or g - p + 1 for groups of g. (Rank r is w(r) forwards ahead, and
-        w(r) - w(r + 1) is 1, or 2 interleaved; from the last rank back to the first it is g chunk passes.)
+        A round is one forward and one backward of a rank in the steady part. The state is read after round j on rank 0
+        and, interleaved, after round j + r on rank r: then no rank has used what another has not sent, and messages on
+        their way were sent in the last rounds: one round, or g - p + 1 for groups of g. (Rank r is w(r) forwards ahead,
+        and w(r) - w(r + 1) is 1, or 2 interleaved; from the last rank back to the first it is g chunk passes.)
         """
         order = self._shape
         interleaved = order.vpp > 1
         warmup_P = order.warmup_P
-        # A last group that is not full is not like the others; it belongs to the end of the step.
+        # A last group that is not full differs from the others; it belongs to the end of the step.
         full = order.num_microbatches // self.turn * self.turn * order.vpp
         last = full - int(warmup_P[0]) - 1
         rounds = order.group_size - order.pp + 1 if interleaved else 1
@@ -125,7 +122,7 @@ class _Start(Engine):
             round_P = last - turns * per_turn + (rank_P if interleaved else 0)
             forward = [first_P + 2 * (round_P - back) for back in range(rounds)]
             states.append(self.place_A[np.concatenate([*forward, *(places + 1 for places in forward)])])
-        # The longest period that is looked for: a loop of hops over k ranks repeats itself after k micro-batches.
+        # The longest period that is tried: a loop of hops over k ranks repeats itself after k micro-batches.
         most_turns = 2 if interleaved else order.pp
         return states[: most_turns + 1]
 
@@ -137,7 +134,7 @@ def engine_of(
 
     Args:
         layout: its pipeline.
-        num_microbatches: of one replica and step.
+        num_microbatches: micro-batches of one replica and step.
         rendezvous: as `Order.rendezvous`.
         blocking_ends: as `Order.blocking_ends`.
 
@@ -160,7 +157,7 @@ E = TypeVar("E", SteadyEngine, _Start)
 
 
 def _kept(order: Order, make: type[E]) -> E:
-    """Make an engine, or find the one that was made; those that were not used for long go first."""
+    """Return an engine from memory, or make it; the engines that were not used for longest are dropped first."""
     engine = _engines.pop((make, order), None)
     if not isinstance(engine, make):
         engine = make(order)

@@ -6,7 +6,6 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.layers.block import Parameters
-from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.parameters import (
     Whole,
     buffered_parameters,
@@ -15,6 +14,7 @@ from pipette_launch.cost.layers.parameters import (
     expert_dp,
     gradient_bytes_per_parameter,
     held_gradients,
+    kind_parameters,
     optimizer_bytes,
     resident_parameters,
     sharding_of,

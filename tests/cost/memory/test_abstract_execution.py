@@ -9,10 +9,11 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.memory import abstract_execution
-from pipette_launch.cost.memory.abstract_execution import ExecutedMemory, ExecutedParts, Executor
+from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import HybridLayers, Layout
 from pipette_launch.facts.files import to_plain
+from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
 
 LAYOUT = Layout(pp=2, dp=2)
 FAKE = """

@@ -11,8 +11,12 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.layers.kinds import kind_parameters
-from pipette_launch.cost.layers.parameters import dummy_gradient_bytes, fp8_weight_bytes, stage_parameters
+from pipette_launch.cost.layers.parameters import (
+    dummy_gradient_bytes,
+    fp8_weight_bytes,
+    kind_parameters,
+    stage_parameters,
+)
 from pipette_launch.cost.memory.live_activations import peak_live_bytes
 from pipette_launch.cost.memory.peak import (
     NO_MASK,

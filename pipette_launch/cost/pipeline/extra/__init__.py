@@ -1,7 +1,8 @@
-"""Every pipeline schedule by its name, in one table: what it is known for, and what makes it.
+"""Pipeline schedules by name, also those that Megatron lacks: their orders, their memory, and their time over NCCL.
 
-A new schedule is a function that makes its order, and an entry in `SCHEDULES`. The function belongs to
-`facts.schedules` where a few counts decide the order, to `zero_bubble` or `v_schedules` where the stages' times do.
+The rest of the product reaches this optional part through this module only. A new schedule is a function that makes
+its order, and an entry in `SCHEDULES`. The function belongs to `facts.known_schedules` if a few counts decide the
+order, and to `drafts` if the stages' times do.
 """
 
 # A = actions of all ranks, S = stages.
@@ -18,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from pipette_launch.cost.pipeline.engine import Engine, Floats, Ints, StageTimes
+from pipette_launch.cost.pipeline.engine import Engine, Floats, StageTimes
 from pipette_launch.cost.pipeline.extra.drafts import (
     SchedulingProblem,
     one_forward_one_backward_v,
@@ -35,6 +36,7 @@ from pipette_launch.facts.known_schedules import (
     interleaved_zero_bubble,
     one_forward_one_backward,
 )
+from pipette_launch.facts.layout import Ints
 from pipette_launch.facts.schedule import (
     BACKWARD,
     FORWARD,
@@ -57,36 +59,36 @@ Chunks = Literal["one", "two", "several"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """The numbers that decide a schedule whose order needs no times."""
+    """Numbers that decide a schedule whose order needs no times."""
 
     pp: int
     vpp: int
     num_microbatches: int
     group_size: int
-    """Micro-batches that pass a chunk before the next."""
+    """Micro-batches that pass through a chunk before the next."""
     extra: int | None = None
-    """Forwards ahead beyond those of 1F1B; None = as many as 1F1B's own."""
+    """Forwards ahead beyond 1F1B's; None = as many as in 1F1B."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedSchedule:
-    """What a name stands for: it is made by counts or, where its order depends on the stages' times, by times."""
+    """A schedule that is made by counts or, if its order depends on the stages' times, by times."""
 
     sentence: str
     peak: Callable[[int, int, int], float]
-    """Most micro-batches that a rank keeps, of pp, vpp and group size, W not yet run counted in full."""
+    """Most micro-batches that a rank keeps, by pp, vpp and group size; a W that has not run counts in full."""
     by_counts: Callable[[Counts], Schedule] | None = None
     by_times: Callable[[SchedulingProblem], Schedule] | None = None
     chunks: Chunks = "one"
-    """How many chunks each rank holds."""
+    """Number of chunks of each rank."""
     placement: Placement = "loop"
     splits_backward: bool = True
     refills: bool = False
-    """Whether its W are placed again where times are given."""
+    """True if its W are placed again when times are given."""
     has_groups: bool = False
-    """Whether the size of the micro-batch groups can be chosen."""
+    """True if the size of the micro-batch groups can be chosen."""
     has_extra: bool = False
-    """Whether the number of forwards ahead can be chosen."""
+    """True if the number of forwards ahead can be chosen."""
 
 
 SCHEDULES: dict[str, NamedSchedule] = {
@@ -150,7 +152,7 @@ SCHEDULES: dict[str, NamedSchedule] = {
     "v-zb": NamedSchedule(
         sentence="V placement within 1F1B's memory",
         peak=lambda p, _v, _g: p,
-        # Slopes of half a period: all ranks repeat the same order, so no bubble repeats, whatever F, I and W take.
+        # With slopes of half a period all ranks repeat the same order, so no bubble repeats, for any times.
         by_times=lambda problem: v_schedule("v-zb", problem, ((3, 3, 3, 3),)),
         chunks="two",
         placement="v",
@@ -203,19 +205,19 @@ def named_schedule(
         name: one of `SCHEDULES`.
         pp: pipeline ranks.
         vpp: chunks of each rank.
-        num_microbatches: of one step.
-        group_size: micro-batches that pass a chunk before the next (interleaved-1f1b and gis); None = pp.
-        extra: forwards ahead beyond 1F1B's (eager-1f1b); None = as many as 1F1B's own.
-        times: of the stages, with input and weight gradients apart. Schedules that times decide take equal ones where
-            they are None; gis and interleaved-zb put their W anew where they are given.
-        held_S: what each stage keeps for one micro-batch, in any unit; None = equal parts of one micro-batch.
-        w_share: the share of it that W still needs.
-        limit_P: most that each rank may keep, in the unit of `held_S`; None = what the schedule is known for.
-        objective: what schedules that times decide keep short; `span` only with zero bubble's post-validation.
+        num_microbatches: micro-batches of one step.
+        group_size: micro-batches that pass through a chunk before the next (interleaved-1f1b and gis); None = pp.
+        extra: forwards ahead beyond 1F1B's (eager-1f1b); None = as many as in 1F1B.
+        times: times of the stages, with input and weight gradients separate. None = equal times, for schedules that
+            times decide. With times, gis and interleaved-zb place their W again.
+        held_S: memory of each stage for one micro-batch, in any unit; None = equal parts of one micro-batch.
+        w_share: share of this memory that W still needs.
+        limit_P: most memory of each rank, in the unit of `held_S`; None = the schedule's known peak.
+        objective: time that schedules decided by times minimize; `span` only with zero bubble's post-validation.
 
     Raises:
-        LayoutError: there is no such schedule of these numbers; the message gives the reason.
-        FactError: times, sizes or limits contradict each other, or the limits leave no order.
+        LayoutError: no such schedule exists for these numbers; the message gives the reason.
+        FactError: times, sizes or limits contradict each other, or the limits allow no order.
 
     """
     group = pp if group_size is None else group_size
@@ -246,7 +248,7 @@ def named_schedule(
 
 
 def _checked(name: str, counts: Counts, *, chooses_group: bool) -> NamedSchedule:
-    """Look up a schedule; raise LayoutError where there is none of this name or the numbers are none of its own."""
+    """Return a schedule by its name; raise LayoutError if the name is unknown or the numbers do not suit it."""
     if name not in SCHEDULES:
         hint = did_you_mean(name.lower(), SCHEDULES, otherwise=f"there are {', '.join(SCHEDULES)}")
         raise LayoutError(f"no schedule is called {name!r}; {hint}")
@@ -273,9 +275,9 @@ def _equal_times(stages: int) -> StageTimes:
 
 
 def most_kept(name: str, counts: Counts, held_S: Sequence[float]) -> tuple[float, ...]:
-    """Return what each rank keeps at most under a schedule, before it is made, in the unit of `held_S`.
+    """Return the most memory of each rank under a schedule that is not made yet, in the unit of `held_S`.
 
-    `held_S` is what each stage keeps for one micro-batch.
+    `held_S` is the memory of each stage for one micro-batch.
     """
     known = SCHEDULES[name]
     held_P = [0.0] * counts.pp
@@ -288,20 +290,20 @@ def most_kept(name: str, counts: Counts, held_S: Sequence[float]) -> tuple[float
 def peak_live_bytes(
     schedule: Schedule, chunk_bytes: Sequence[int], waiting_bytes: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Most bytes that each rank's stages hold for micro-batches whose backward is not done.
+    """Return the most bytes that each rank's stages hold for micro-batches whose backward is not done.
 
-    The order alone decides: F takes its stage's bytes, B gives them back; I leaves what W needs.
-    For the schedules of stock Megatron this equals `cost.memory.live_activations.peak_live_bytes` on every rank.
+    Only the order matters: F takes its stage's bytes, B frees them, I leaves the bytes that W needs. For the schedules
+    of stock Megatron this equals `cost.memory.live_activations.peak_live_bytes` on every rank.
 
     Args:
-        schedule: what runs.
-        chunk_bytes: what each stage keeps for one micro-batch, in model order.
-        waiting_bytes: what each stage's weights' gradients still need of one micro-batch once the input's is done: 32
-            of the 34 + 5as/h bytes of a layer in Korthikanti et al. 2022, equation 1, of which a fully recomputed
-            layer keeps 2; None = all of `chunk_bytes`.
+        schedule: the schedule.
+        chunk_bytes: bytes that each stage keeps for one micro-batch, in model order.
+        waiting_bytes: bytes that each stage's weight gradients still need when the input gradient is done: 32 of the
+            34 + 5as/h bytes of a layer in Korthikanti et al. 2022, equation 1 (a fully recomputed layer keeps 2);
+            None = all of `chunk_bytes`.
 
     Raises:
-        FactError: another number of stages, or a negative size.
+        FactError: the number of stages is wrong, or a size is negative.
 
     """
     waiting_bytes = chunk_bytes if waiting_bytes is None else waiting_bytes
@@ -323,13 +325,20 @@ def peak_live_bytes(
 
 
 _NOTHING = -1
-"""In place of a row: it ends at 0."""
+"""Stands for no row; it ends at 0."""
 _NO_TIME = 0
-"""Place of the duration 0, in front of the durations of passes."""
+"""Place of the duration 0, before the durations of passes."""
 
 
 class StreamEngine(Engine):
-    """An engine for schedules over NCCL: `facts.pipeline.lowering` puts the messages between the passes."""
+    """Engine for schedules over NCCL: the longest path through the programs that the workers run.
+
+    A rank posts a send or a receive after its last pass. Each starts when this pass has ended and the previous message
+    in the same direction too. A message travels once both ends have started. A device with one work queue starts passes
+    and messages in the order in which its rank posts them (CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron requires for
+    tensor parallelism before Blackwell). All devices are priced like this: of 400 drawn steps the worst was 3 % longer
+    than with more queues. Not priced: multiprocessors that a waiting receive occupies.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule)
@@ -337,7 +346,7 @@ class StreamEngine(Engine):
 
     @cached_property
     def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """As `Engine.table_A`, with three rows for each message: one for each rank that is ready, and its start."""
+        """Return `Engine.table_A` with three more rows for each message: one for each ready rank, and its start."""
         order, place = self._rows_by_level, self._place_of_row
         previous, cause, hop, duration = np.array(self._rows.table, dtype=np.int64).reshape(-1, 4)[order].T
         no_hop = np.full(len(order), self._no_hop)
@@ -345,12 +354,12 @@ class StreamEngine(Engine):
 
     @cached_property
     def place_A(self) -> Ints:
-        """As `Engine.place_A`."""
+        """Return the places as `Engine.place_A` does."""
         row_A = [self._rows.row_of[action] for actions in self._schedule.ranks for action in actions]
         return self._place_of_row[[*row_A, _NOTHING]]
 
     def row_durations(self, durations_R: Floats) -> Floats:
-        """Put the duration 0, which starts of messages take, in front of the durations of passes."""
+        """Put the duration 0 of message starts before the durations of passes."""
         return np.concatenate([np.zeros((1, durations_R.shape[1])), durations_R])
 
     def _run(self, durations: list[float], hops: list[float]) -> list[float]:
@@ -367,7 +376,7 @@ class StreamEngine(Engine):
 
     @cached_property
     def _place_of_row(self) -> Ints:
-        """Place of each row in that order, and at the end the place of no row."""
+        """Place of each row in this order, followed by the place of no row."""
         place = np.empty(len(self._rows_by_level) + 1, dtype=np.int64)
         place[self._rows_by_level] = np.arange(len(self._rows_by_level))
         place[_NOTHING] = len(self._rows_by_level)
@@ -390,10 +399,10 @@ class _Rows:
     """Passes and starts of messages, each with the two rows that it waits for.
 
     Args:
-        programs: of all ranks.
+        programs: programs of all ranks.
         rank_S: pipeline rank of each stage.
-        duration_of: where the time of each pass stands among the durations.
-        no_hop: where the hop of 0 stands among the hops.
+        duration_of: place of each pass's time among the durations.
+        no_hop: place of the hop of 0 among the hops.
 
     """
 
@@ -401,17 +410,17 @@ class _Rows:
         self, programs: tuple[Program, ...], rank_S: tuple[int, ...], duration_of: dict[Action, int], *, no_hop: int
     ) -> None:
         self.table: list[tuple[int, int, int, int]] = []
-        """Row before, row that is waited for, the hop between, and the duration."""
+        """Previous row, row whose result is needed, the hop between them, and the duration."""
         self.level: list[int] = []
-        """Longest chain of rows in front of each one."""
+        """Longest chain of rows before each row."""
         self.row_of: dict[Action | Message, int] = {}
         self._no_hop = no_hop
         self._last = [_NOTHING] * len(programs)
         """The last row of each rank: nothing starts before it ends."""
         self._posted: dict[Message, int] = {}
-        """Start of the first of two ends of a message."""
+        """Row of the first of the two ends of a message."""
         self._before: dict[tuple[int, tuple[int, int]], Message] = {}
-        """By rank and way: the message that the rank has posted last."""
+        """Last message that a rank has posted in a direction, by rank and direction."""
         at = [0] * len(programs)
         ready = deque(range(len(programs)))
         while ready:
@@ -439,5 +448,5 @@ class _Rows:
         return len(self.table) - 1
 
     def _hop(self, message: Message) -> int:
-        """Return where the time of a message stands among the hops."""
+        """Return the place of a message's time among the hops."""
         return message.stage + self._no_hop // 2 - 1 if message.is_gradient else message.stage

@@ -1,4 +1,9 @@
-"""Weight gradients put where ranks would wait: a given order run by real times, under a memory limit."""
+"""Schedules decided by the times of the stages: orders of passes whose weight gradients fill gaps.
+
+`fill` runs a given order with real times within a memory limit, and puts weight gradients (W) into the gaps in which a
+rank would wait. `best_draft` tries several orders and rules, and improves the best drafts. The orders are those of zero
+bubble (1F1B with delayed W) and of V placements (repeated building blocks).
+"""
 
 # S = stages, P = pipeline ranks, M = micro-batches. Kinds: F, and I (its W is owed from then on) or B (no W).
 # S = stages, P = pipeline ranks.
@@ -22,16 +27,16 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.schedule import Action, Kind, Placement, Schedule, rank_of
 
 PassOrder = tuple[tuple[Action, ...], ...]
-"""For each rank its forwards and backwards, without W; each stage's micro-batches ascend."""
+"""Forwards and backwards of each rank, without W; each stage's micro-batches ascend."""
 
 _NEVER = float("inf")
 _SLACK = 1e-9
-"""Sums of floats that should be equal differ by less, relative to a limit or to a second."""
+"""Sums of floats that should be equal differ by less than this, relative to a limit or to a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulingProblem:
-    """What a generated schedule is for: a pipeline, its times and how much it may keep."""
+    """A pipeline to be scheduled, with its times and memory limits."""
 
     pp: int
     vpp: int
@@ -39,13 +44,13 @@ class SchedulingProblem:
     num_microbatches: int
     times: StageTimes
     held_S: tuple[float, ...]
-    """What each stage keeps for one micro-batch, in any unit."""
+    """Memory that each stage keeps for one micro-batch, in any unit."""
     w_share: float = 1.0
-    """The share of it that the weight gradient still needs."""
+    """Share of this memory that the weight gradient still needs."""
     limit_P: tuple[float, ...]
-    """Most that each rank may keep, in the same unit."""
+    """Most memory that each rank may keep, in the same unit."""
     objective: Literal["makespan", "span"] = "makespan"
-    """What to keep short: the whole, or the longest rank's own."""
+    """Time to minimize: of the whole step, or of the rank with the longest span."""
 
     def __post_init__(self) -> None:
         stages = self.pp * self.vpp
@@ -70,24 +75,25 @@ class SchedulingProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FillRules:
-    """What an idle rank does while the next action of its order is still to come."""
+    """Actions that a rank runs while it waits for the next action of its order."""
 
     weight_gap: float
-    """A W is put into a gap of at least this many times its length."""
+    """A W fills a gap of at least this multiple of its length."""
     pull: Literal["none", "backward", "all"] = "none"
-    """Which later actions of the order may run first: none, backwards, or forwards too where memory allows."""
+    """Later actions of the order that may run first: none, backwards, or also forwards if memory allows."""
     pull_gap: float = 0.0
-    """They are pulled into a gap of at least this many times their length."""
+    """A later action fills a gap of at least this multiple of its length."""
     pull_first: bool = False
-    """Whether they come before a W that would fit."""
+    """True if later actions come before a W that fits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSchedule:
-    """What came out: for each rank its actions with start and end, and whether all of them ran within the limits."""
+    """Actions of each rank with start and end."""
 
     ranks: tuple[tuple[tuple[float, float, Action], ...], ...]
     complete: bool
+    """True if all actions ran within the limits."""
 
     @property
     def makespan_s(self) -> float:
@@ -95,7 +101,7 @@ class DraftSchedule:
         return max(rank[-1][1] for rank in self.ranks)
 
     def score_s(self, problem: SchedulingProblem) -> float:
-        """What the problem wants short; infinite where some actions could not run."""
+        """Return the time that the problem minimizes; infinite if some actions could not run."""
         if not self.complete:
             return _NEVER
         if problem.objective == "makespan":
@@ -103,7 +109,7 @@ class DraftSchedule:
         return max(rank[-1][1] - rank[0][0] for rank in self.ranks)
 
     def schedule(self, name: str, problem: SchedulingProblem) -> Schedule:
-        """Return the order that was found."""
+        """Return the schedule of this draft."""
         return Schedule(
             name=name,
             pp=problem.pp,
@@ -117,22 +123,22 @@ class DraftSchedule:
 def fill(
     problem: SchedulingProblem, order: PassOrder, rules: FillRules, patient: frozenset[Action] = frozenset()
 ) -> DraftSchedule:
-    """Simulate an order: each rank runs its next action as soon as it can, and while it waits what the rules allow.
+    """Simulate an order: each rank runs its next action as soon as possible, and fills waits as the rules allow.
 
-    A forward that would pass the limit waits for a W that makes room; where none is owed the draft stays incomplete.
+    A forward that would exceed the limit waits for a W that frees memory. If no W is due, the draft stays incomplete.
 
     Args:
         problem: times, sizes and limits.
         order: forwards and backwards of each rank.
-        rules: what idle ranks do.
-        patient: actions for which a rank waits, and does nothing meanwhile.
+        rules: actions that fill waits.
+        patient: actions for which a rank waits without running others.
 
     """
     return _Clock(problem, order, rules, patient).run()
 
 
 class _Clock:
-    """The state of one run. Events say that a rank may have something to do; a busy or idle rank just ignores them."""
+    """State of one run. An event is a time at which a rank may have an action to start; a busy rank ignores it."""
 
     def __init__(
         self, problem: SchedulingProblem, order: PassOrder, rules: FillRules, patient: frozenset[Action]
@@ -155,7 +161,7 @@ class _Clock:
         self.free_s = [0.0] * problem.pp
         self.ran: list[list[tuple[float, float, Action]]] = [[] for _ in order]
         self.events = [(0.0, rank) for rank in range(problem.pp)]
-        # For each rank, where the micro-batches of each stage and kind stand in its order.
+        # By rank: places in its order of the micro-batches of each stage and kind.
         self.chains: list[defaultdict[tuple[int, str], list[int]]] = []
         for actions in order if rules.pull != "none" else ():
             self.chains.append(defaultdict(list))
@@ -174,7 +180,7 @@ class _Clock:
         return DraftSchedule(ranks=tuple(tuple(ran) for ran in self.ran), complete=complete)
 
     def choose(self, rank: int, now: float) -> Action | None:
-        """The action to start now, or None to wait for an event."""
+        """Return the action to start now, or None to wait for an event."""
         weight = self.owed[rank][self.paid[rank]] if self.paid[rank] < len(self.owed[rank]) else None
         action = self.next_of(rank)
         if action is None:
@@ -195,7 +201,7 @@ class _Clock:
         return None
 
     def next_of(self, rank: int) -> Action | None:
-        """The first action of the rank's order that has not run."""
+        """Return the first action of the rank's order that has not run."""
         actions, place = self.order[rank], self.place[rank]
         while place < len(actions) and actions[place].microbatch < self.done[actions[place].kind][actions[place].stage]:
             place += 1
@@ -203,7 +209,7 @@ class _Clock:
         return actions[place] if place < len(actions) else None
 
     def meanwhile(self, rank: int, now: float, gap_s: float, weight: Action | None) -> Action | None:
-        """What fits into a gap by the rules."""
+        """Return an action that fits into a gap by the rules."""
         if weight is not None and gap_s < self.rules.weight_gap * self.weight_s[weight.stage]:
             weight = None
         if self.rules.pull == "none" or (weight is not None and not self.rules.pull_first):
@@ -211,7 +217,7 @@ class _Clock:
         return self.pulled(rank, now, gap_s) or weight
 
     def pulled(self, rank: int, now: float, gap_s: float) -> Action | None:
-        """The first later action of the order that could run now and fits into the gap."""
+        """Return the first later action of the order that could run now and fits into the gap."""
         best, best_place = None, len(self.order[rank])
         for (stage, kind), places in self.chains[rank].items():
             microbatch = self.done[kind][stage]
@@ -228,7 +234,7 @@ class _Clock:
         return best
 
     def leaves_room(self, rank: int, stage: int, place: int) -> bool:
-        """Whether all that the order has before a pulled forward still fits beside it, each W right after its I."""
+        """Return True if the actions before a pulled forward still fit beside it, each W directly after its I."""
         held_S, ceiling = self.problem.held_S, self.ceiling_P[rank]
         live = self.live[rank] + held_S[stage]
         if live > ceiling:
@@ -243,14 +249,14 @@ class _Clock:
         return True
 
     def seconds_of(self, action: Action) -> float:
-        """How long an action takes."""
+        """Return the duration of an action."""
         stage, kind, microbatch = action
         if kind == "F":
             return self.forward_s[stage] if microbatch else self.first_s[stage]
         return {"B": self.backward_s, "I": self.input_s, "W": self.weight_s}[kind][stage]
 
     def start(self, rank: int, now: float, action: Action) -> None:
-        """Run an action, and tell the rank that waits for its result when it will be there."""
+        """Run an action, and add an event for the rank that needs its result."""
         stage, kind, microbatch = action
         end_s = now + self.seconds_of(action)
         held = self.problem.held_S[stage]
@@ -276,19 +282,19 @@ class _Clock:
             self.send(now, end_s, action, stage - 1)
 
     def send(self, now: float, end_s: float, action: Action, target: int) -> None:
-        """Take a result to a neighbouring stage: from now on its rank knows when it comes."""
+        """Send a result to a neighbouring stage, whose rank now has its arrival time."""
         stage, kind, microbatch = action
         rank = self.rank_S[target]
         hops = self.problem.times.forward_hop_s if kind == "F" else self.problem.times.backward_hop_s
         arrival_s = end_s + (hops[min(stage, target)] if rank != self.rank_S[stage] else 0.0)
         self.arrival[kind][target][microbatch] = arrival_s
-        # A busy rank looks for itself when it is free, but only for what its order has next.
+        # A busy rank checks the next action of its order when it is free; with chains it may pull this one.
         if self.chains or self.free_s[rank] <= now:
             heapq.heappush(self.events, (max(arrival_s, self.free_s[rank]), rank))
 
 
 def order_of(schedule: Schedule, num_microbatches: int) -> PassOrder:
-    """Forwards and backwards of a schedule's first micro-batches, without their W."""
+    """Return the forwards and backwards of a schedule's first micro-batches, without their W."""
     return tuple(
         tuple(action for action in actions if action.kind != "W" and action.microbatch < num_microbatches)
         for actions in schedule.ranks
@@ -296,37 +302,37 @@ def order_of(schedule: Schedule, num_microbatches: int) -> PassOrder:
 
 
 _TRIES = 4
-"""Single waits that are tried in a round, besides all of them together."""
+"""Single waits that are tried in a round, besides all waits together."""
 _FINALISTS = 6
 _KEPT = 3
-"""Choices that are left of a long step once it was tried shortened, and drafts that are polished."""
+"""Number of drafts that are polished."""
 _ACTIONS = 1_000_000
-"""Actions that may be run to choose a draft, and a quarter of that to polish it: seconds for any pipeline."""
+"""Actions that may be simulated to choose a draft, and a quarter more to polish it: seconds for any pipeline."""
 _SAME = 1e-9
 
 Ran = tuple[float, float, Action]
 Choice = tuple[int, FillRules]
-"""The place of an order among all, and how W are put into it."""
+"""Index of an order, and rules for its W."""
 
 
 def best_draft(
     problem: SchedulingProblem, orders: Callable[[SchedulingProblem], Iterable[PassOrder]], rules: Sequence[FillRules]
 ) -> DraftSchedule:
-    """Try every order with all rules, and polish the shortest by the problem's objective.
+    """Try every order with all rules, and polish the shortest drafts by the problem's objective.
 
-    A long step is tried with its first few micro-batches first, as all later ones repeat the same pattern.
+    A long step is first tried with its first few micro-batches, because the later ones repeat the same pattern.
 
     Args:
-        problem: what the schedule is for.
-        orders: makes the orders that are possible, always in the same number.
-        rules: how W may be put into them.
+        problem: the pipeline.
+        orders: returns the possible orders, always the same number of them.
+        rules: rules for the W.
 
     Raises:
-        FactError: none of them can run to its end within the limits.
+        FactError: no order can run to its end within the limits.
 
     """
     pairs = itertools.product(range(len(tuple(orders(problem)))), range(len(rules)))
-    # The first orders and rules come before the later ones, as not all of them may be tried.
+    # The first orders and rules come first, because later ones may not be tried.
     choices = [(place, rules[number]) for place, number in sorted(pairs, key=lambda pair: (sum(pair), pair))]
     if len(choices) > max(_fills(problem), _FINALISTS):
         # Enough micro-batches to fill the pipeline, run a while and drain it.
@@ -352,9 +358,9 @@ def best_draft(
 def polish(
     problem: SchedulingProblem, order: PassOrder, rules: FillRules, draft: DraftSchedule, fills: int
 ) -> DraftSchedule:
-    """Let ranks wait where something that was put into a gap delays the critical path, as long as that helps.
+    """Let ranks wait if an action in a gap delays the critical path, as long as this shortens the step.
 
-    Runs the order at most `fills` times.
+    The order is simulated at most `fills` times.
     """
     patient: frozenset[Action] = frozenset()
     while draft.complete and fills > 0:
@@ -372,7 +378,7 @@ def polish(
 
 
 def _fills(problem: SchedulingProblem) -> int:
-    """How often the actions of a problem may be run."""
+    """Return how often the actions of a problem may be simulated."""
     return max(_ACTIONS // (3 * problem.pp * problem.vpp * problem.num_microbatches), 1)
 
 
@@ -381,7 +387,7 @@ def _ranked(
     orders: Callable[[SchedulingProblem], Iterable[PassOrder]],
     choices: Sequence[Choice],
 ) -> list[tuple[DraftSchedule, Choice]]:
-    """Drafts of the choices, the shortest first."""
+    """Return drafts of the choices, the shortest first."""
     made = tuple(orders(problem))
     seen: dict[tuple[PassOrder, FillRules], tuple[DraftSchedule, Choice]] = {}
     for place, rule in choices:
@@ -391,13 +397,13 @@ def _ranked(
 
 
 def _waits(problem: SchedulingProblem, draft: DraftSchedule) -> Iterator[frozenset[Action]]:
-    """For each link on the critical path, the actions before it that could have started but for a W before them."""
+    """Yield, for each link of the critical path, the actions before it that a W before them delays."""
     where = {action: (rank, place) for rank, ran in enumerate(draft.ranks) for place, (_, _, action) in enumerate(ran)}
     lengths = [ran[-1][1] - (0.0 if problem.objective == "makespan" else ran[0][0]) for ran in draft.ranks]
     rank = lengths.index(max(lengths))
     place = len(draft.ranks[rank]) - 1
     while True:
-        # To where the busy time of the rank begins that the action belongs to.
+        # Go back to the beginning of the rank's busy time.
         while _follows(draft.ranks[rank], place):
             place -= 1
         cause = _cause(problem, draft.ranks[rank][place][2])
@@ -413,12 +419,12 @@ def _waits(problem: SchedulingProblem, draft: DraftSchedule) -> Iterator[frozens
 
 
 def _follows(ran: tuple[Ran, ...], place: int) -> bool:
-    """Whether an action starts as the one before it ends."""
+    """Return True if an action starts when the previous one ends."""
     return place > 0 and ran[place - 1][1] >= ran[place][0] - _SAME
 
 
 def _cause(problem: SchedulingProblem, action: Action) -> Action | None:
-    """The action of another stage, or the forward of the last, whose result an action needs; none for a W."""
+    """Return the action of another stage, or the last stage's forward, whose result an action needs; None for a W."""
     stage, kind, microbatch = action
     if kind == "W" or (kind == "F" and stage == 0):
         return None
@@ -430,15 +436,15 @@ def _cause(problem: SchedulingProblem, action: Action) -> Action | None:
 
 _KINDS: tuple[Kind, Kind] = ("F", "I")
 WEIGHT_GAPS = tuple(FillRules(weight_gap=gap) for gap in (0.25, 0.9, 0.0, 0.5))
-"""A W is put into any gap, or into those that it nearly fits: which is best depends on the times (measured)."""
+"""A W fills any gap, or gaps that it nearly fits. The best rule depends on the times (measured)."""
 
 
 def zero_bubble(name: str, problem: SchedulingProblem) -> Schedule:
-    """ZB-1P where a rank may keep what 1F1B's first rank keeps, ZB-2P where it may keep twice that (2401.10241).
+    """Return ZB-1P or ZB-2P, which may keep as much as 1F1B's first rank, or twice as much (2401.10241).
 
-    Between F and I the order is 1F1B's; how many forwards run ahead depends on the limit and on when the first gradient
-    comes back, and several such counts are tried, each with W by all of `WEIGHT_GAPS`. With equal stages ZB-1P comes to
-    (p-1)(F+I-W+4c), the rates of 2401.10241, Table 5.
+    F and I are in 1F1B's order. The number of forwards ahead depends on the limit and on the time at which the first
+    gradient comes back. Several numbers are tried, each with W by all of `WEIGHT_GAPS`. With equal stages ZB-1P comes
+    to (p-1)(F+I-W+4c), the rates of 2401.10241, Table 5.
 
     Raises:
         FactError: a rank may keep less than one micro-batch.
@@ -448,9 +454,9 @@ def zero_bubble(name: str, problem: SchedulingProblem) -> Schedule:
 
 
 def refilled(schedule: Schedule, problem: SchedulingProblem) -> Schedule:
-    """Put the W of a split schedule anew, by real times and within the limits; forwards and backwards keep their order.
+    """Place the W of a split schedule again, by real times and within the limits; F and I keep their order.
 
-    Returns the schedule itself where that is no better.
+    Returns the given schedule if the result is not better.
     """
 
     def orders(asked: SchedulingProblem) -> tuple[PassOrder, ...]:
@@ -464,7 +470,7 @@ def refilled(schedule: Schedule, problem: SchedulingProblem) -> Schedule:
 
 
 def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
-    """One order for each rule of the warm-up, some the same: forwards, then a backward and a forward in turn."""
+    """Yield one order for each rule of the warm-up: forwards, then a backward and a forward in turn."""
     for rule in _WARMUPS:
         ranks = []
         for rank in range(problem.pp):
@@ -478,13 +484,13 @@ def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
 
 
 def _ahead(problem: SchedulingProblem, rank: int, count: Callable[[SchedulingProblem, int], int]) -> int:
-    """Forwards before a rank's first backward: at least what 1F1B needs, at most what memory allows."""
+    """Count the forwards before a rank's first backward: at least as many as in 1F1B, at most what memory allows."""
     room = math.floor(problem.limit_P[rank] / problem.held_S[rank] * (1 + 1e-9)) if problem.held_S[rank] else math.inf
     return int(max(1, min(max(count(problem, rank), problem.pp - rank), room, problem.num_microbatches)))
 
 
 def _until_return(problem: SchedulingProblem, rank: int) -> float:
-    """How many forwards fit before the first gradient comes back to a rank."""
+    """Return the number of forwards that fit before the first gradient comes back to a rank."""
     times = problem.times
     input_s = times.durations_s[3 * problem.pp :]
     later_s = sum(times.forward_s[rank:]) + sum(input_s[rank + 1 : problem.pp])
@@ -493,7 +499,7 @@ def _until_return(problem: SchedulingProblem, rank: int) -> float:
 
 
 def _covers_beside_first(problem: SchedulingProblem, rank: int) -> int:
-    """Where rank 0 has no room for all that would fit, the others run as many fewer ahead: all gradients come late."""
+    """If rank 0 has no memory for all forwards that fit, other ranks run as many fewer: all gradients come late."""
     room = problem.limit_P[0] / problem.held_S[0] if problem.held_S[0] else math.inf
     late = max(0.0, _until_return(problem, 0) - room)
     return math.ceil(_capped(problem, _until_return(problem, rank) - late))
@@ -510,16 +516,16 @@ _WARMUPS: tuple[Callable[[SchedulingProblem, int], int], ...] = (
     lambda problem, rank: math.ceil(_capped(problem, _until_return(problem, rank))),
     _covers_beside_first,
 )
-"""Forwards before a rank's first backward: as in 1F1B, in eager 1F1B, or as many as the wait for a gradient holds."""
+"""Rules for the forwards before a rank's first backward: 1F1B, eager 1F1B, or as many as fit before a gradient."""
 
 
 PERIOD = 6
-"""Units of work of one micro-batch on one rank: two chunks, each forward, input and weight gradient of one unit."""
+"""Units of work of one micro-batch on one rank: two chunks with forward, input gradient and weight gradient."""
 
 Slots = tuple[int, int, int, int]
 Block = tuple[Slots, ...]
 Slopes = tuple[int, int, int, int]
-"""Units from a rank to the next for each of the four passes."""
+"""Units from one rank to the next for each of the four passes."""
 
 SPLIT_RULES = (
     FillRules(weight_gap=0.5),
@@ -537,14 +543,14 @@ WHOLE_RULES = (
 )
 
 _BLOCKS = 6
-"""Blocks of equal slopes that are tried."""
+"""Number of blocks of equal slopes that are tried."""
 
 
 def v_schedule(name: str, problem: SchedulingProblem, slopes: Sequence[Slopes]) -> Schedule:
-    """V-ZB, V-Half or V-Min: every possible block of its offsets, with W and squeezing by real times.
+    """Return V-ZB, V-Half or V-Min: the best of all blocks with these slopes, squeezed by real times.
 
-    Peaks are kept under the problem's limits, which are p, floor((p+2)/2) and floor((p+4)/3) micro-batches where no
-    others are given (2405.15362).
+    Peaks stay within the problem's limits. The defaults are p, floor((p+2)/2) and floor((p+4)/3) micro-batches
+    (2405.15362).
 
     Raises:
         FactError: no block runs within the limits.
@@ -560,7 +566,7 @@ def v_schedule(name: str, problem: SchedulingProblem, slopes: Sequence[Slopes]) 
 
 
 def one_forward_one_backward_v(problem: SchedulingProblem) -> Schedule:
-    """1F1B-V: whole backwards on a V, with the blocks of shortest life: two thirds of 1F1B's memory.
+    """Return 1F1B-V: whole backwards on a V, with the blocks of shortest life: two thirds of 1F1B's memory.
 
     Raises:
         FactError: no block runs within the limits.
@@ -574,7 +580,7 @@ def one_forward_one_backward_v(problem: SchedulingProblem) -> Schedule:
 
 
 def order_of_block(block: Block, num_microbatches: int, backward: Kind) -> PassOrder:
-    """Repeat a block for every micro-batch and read each rank's passes in the order of their slots."""
+    """Repeat a block for every micro-batch, and return each rank's passes in the order of their slots."""
     pp = len(block)
     ranks = []
     for rank, slots in enumerate(block):
@@ -595,9 +601,9 @@ def order_of_block(block: Block, num_microbatches: int, backward: Kind) -> PassO
 
 @lru_cache(maxsize=256)
 def linear_blocks(pp: int, slopes: Slopes) -> tuple[Block, ...]:
-    """Blocks whose passes are `slopes` units apart from rank to rank, those of the shortest life first.
+    """Return blocks whose passes are `slopes` units apart from rank to rank, blocks of the shortest life first.
 
-    At its ends the V may wait a few units; of all such waits those remain in which no two passes of a rank ever meet.
+    At its ends the V may wait a few units. The blocks are those waits in which two passes of a rank never coincide.
     """
     down, up, back_down, back_up = slopes
     last = pp - 1
@@ -611,7 +617,7 @@ def linear_blocks(pp: int, slopes: Slopes) -> tuple[Block, ...]:
             for rank in range(pp)
         )
         if all(len({slot % PERIOD for slot in slots}) == 4 for slots in block):
-            # Units that the passes of a rank are alive, on the worst rank.
+            # Units for which activations are kept, on the worst rank.
             life = max(slots[3] - slots[0] + slots[2] - slots[1] for slots in block)
             blocks.append((life, block))
     return tuple(block for _, block in sorted(blocks))
@@ -623,10 +629,10 @@ Residues = tuple[int, int, int, int]
 
 @lru_cache(maxsize=64)
 def short_lived_blocks(pp: int) -> tuple[Block, ...]:
-    """Blocks of whole backwards, two units long, in which micro-batches live shortest; one for each pattern of rank 0.
+    """Return blocks of whole backwards, two units long, that keep activations shortest; one for each first pattern.
 
-    On every rank the four passes fill the period, so a rank has one of 36 patterns, and the way from a rank to the next
-    is fixed by their patterns: a shortest path over the ranks.
+    On every rank the four passes fill the period, so a rank has one of 36 patterns. The patterns of neighbouring ranks
+    fix the delay between them, so the best block is a shortest path over the ranks.
     """
     patterns = []
     for first, second, back, last in itertools.product(range(PERIOD), repeat=4):
@@ -642,27 +648,27 @@ def short_lived_blocks(pp: int) -> tuple[Block, ...]:
             for own in patterns
         }
     found = sorted((life + _delay(own[1], own[2], 1), ranks) for own, (life, ranks) in best.items())
-    # Patterns that differ by a turn of the period are the same block.
+    # Patterns that differ by a rotation of the period are the same block.
     shapes = {_block_of(ranks): None for _, ranks in found}
     return tuple(shapes)
 
 
 def _delay(before: int, after: int, units: int) -> int:
-    """From the start of a pass of so many units to the next start of the pattern that needs its result."""
+    """Return the units from the start of a pass of length `units` to the start of the pass that needs its result."""
     return (after - before - units) % PERIOD + units
 
 
 def _between(own: Residues, after: Residues) -> int:
-    """What a step down the V adds to the life of a micro-batch: twice down, twice up."""
+    """Return the units that another rank adds to the life of a micro-batch: twice down the V, twice up."""
     forward = _delay(own[0], after[0], 1) + _delay(after[1], own[1], 1)
     return forward + _delay(own[2], after[2], 2) + _delay(after[3], own[3], 2)
 
 
 def _block_of(ranks: tuple[Residues, ...]) -> Block:
-    """Slots of a chain of patterns, from 0 on."""
+    """Return the slots of a chain of patterns, starting at 0."""
 
     def slots(ways: tuple[Residues, ...], which: int, units: int, start: int) -> list[int]:
-        """The slots of one pass on each rank, in the order in which it comes to them."""
+        """Return the slots of one pass on each rank, in the order of its way."""
         steps = (_delay(before[which], after[which], units) for before, after in itertools.pairwise(ways))
         return list(itertools.accumulate(steps, initial=start))
 

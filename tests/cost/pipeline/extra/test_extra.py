@@ -118,7 +118,7 @@ def test_counted_orders_have_the_bubbles_simulated_elsewhere(
     ("name", "asked", "reason"),
     [
         ("1f1p", {}, "did you mean 1f1b"),
-        ("pipedream", {}, "Known are gpipe, 1f1b"),
+        ("pipedream", {}, "there are gpipe, 1f1b"),
         ("1f1b", {"vpp": 2}, "one chunks on each rank, got vpp=2"),
         ("v-half", {"vpp": 3}, "two chunks"),
         ("v-half", {"vpp": 2, "pp": 1}, "needs a pipeline"),

@@ -28,7 +28,7 @@ SLOW_SPEED = 0.85
 
 WORDS = (
     "A GPT of 96 layers, hidden size 12,288, sequences of 2,048, bf16, in steps of max(1,536, 3 x hosts) sequences, on "
-    f"imagined hosts of {DEVICES_PER_HOST} A100-80GB (`cost.compute.imagined_device`), all cuts' shapes covered. Links "
+    f"imagined hosts of {DEVICES_PER_HOST} A100-80GB (`cost.compute.device_model`), all cuts' shapes covered. Links "
     f"between hosts: leaves of {LEAF_HOSTS} hosts and pods of {POD_HOSTS}, in torchrun's order shuffled; bandwidths "
     f"times a normal factor of deviation {NOISE:g}; {SLOW_HOSTS:.0%} of hosts have {SLOW_SHARE:g} of theirs; "
     f"{SLOW_SLOTS:.1%} of devices run at {SLOW_SPEED:g} of their speed. The user's own layout is tp8 pp16."

@@ -35,7 +35,7 @@ LOSSES: Mapping[str, Loss] = {
 }
 CONDITIONS = f"""\
 - Predicted, not run: equal hosts of 8 {DEVICE} with equal links, computing and links imagined for the device
-  (`cost.compute.imagined_device`); every way is priced by `cost.Predictor` and fitted by the same memory model, margin
+  (`cost.compute`); every way is priced by `cost.step.predictor` and fitted by the same memory model, margin
   8 %.
 - GPT of 32 x 4,096 (6.7B) and 96 x 12,288 (175B), sequence 2,048, bf16, Adam. 6.7B with 1,024 samples a step is
   Oobleck's largest job (stated: the code that reproduces its Figures 9 to 15, `eval_tput_vs_freq.py` and what it

@@ -24,8 +24,8 @@ def conditions(setting: Setting, *, is_plain: bool) -> Iterator[str]:
     )
     yield ""
     yield (
-        f"- Predicted, not run: compute and NVLink imagined for the device (`cost.compute.imagined_device`), every "
-        f"plan and pick priced by `cost.Predictor` and fitted by the same memory model, margin {MEMORY_MARGIN:.0%}."
+        f"- Predicted, not run: compute and NVLink imagined for the device (`cost.compute`), every plan "
+        f"and pick priced by `cost.step.predictor` and fitted by the same memory model, margin {MEMORY_MARGIN:.0%}."
     )
     yield from (f"- {name}: {machine.words}." for name, machine in MACHINES.items())
     yield (

@@ -28,7 +28,8 @@ from benchmarks.rivals.pick import Pick, Placement, PlannerOptions, Ranking, div
 from benchmarks.rivals.varuna_schedule import PipelineTimes, makespan_s
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.groups import Groups
-from pipette_launch.cost.layers import activations, ends, kinds
+from pipette_launch.cost.layers import ends, kinds
+from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.parameters import gradient_bytes_per_parameter, optimizer_bytes, stage_parameters
 from pipette_launch.cost.pipeline.engine import StageTimes
 from pipette_launch.cost.pipeline.steady_state import engine_of
@@ -80,7 +81,7 @@ class VarunaPrices:
 
     def _hops_s(self, layout: Layout, host_DP: NDArray[np.int64]) -> set[tuple[float, ...]]:
         """Price the hops of each pipeline: the mean send of all links within hosts, or of all between them."""
-        size = activations.residual_bytes(self._job.model, layout)
+        size = residual_bytes(self._job.model, layout)
         within, between = (latency_s + size * byte_s for latency_s, byte_s in self._sends)
         hops_DP = np.where(host_DP[:, 1:] == host_DP[:, :-1], within, between)
         return {tuple(hops) for hops in hops_DP.tolist()}
@@ -95,7 +96,7 @@ def memory_bytes(job: Job, layout: Layout) -> int:
     plain = replace(layout, recompute=NO_RECOMPUTE)
     per_parameter = job.model.dtype_bytes + gradient_bytes_per_parameter(job)
     unsharded = replace(plain, use_distributed_optimizer=False)
-    source = activations.residual_bytes(job.model, plain)
+    source = residual_bytes(job.model, plain)
     stages = []
     first = 0
     layers_of = layout.stage_layers(job.model.num_layers)

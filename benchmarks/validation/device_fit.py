@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.validation.case_factors import CaseFactor, shape_of, with_factors
-from pipette_launch.cost.compute import device_work
 from pipette_launch.cost.compute.device_model import case_of, imagined
+from pipette_launch.cost.layers.attention import is_flash
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import DeviceSpec
@@ -122,7 +122,7 @@ def fit(steps: Sequence[MeasuredStep], device: DeviceSpec, *, by_case: bool = Tr
 def _told_by(steps: Sequence[MeasuredStep]) -> list[int]:
     """Indices of the parameters on which any of these steps can depend."""
     silent = set() if any(step.num_hosts > 1 for step in steps) else {"between_latency", "between_bandwidth"}
-    if not any(device_work.is_flash(step.job.model) for step in steps):
+    if not any(is_flash(step.job.model) for step in steps):
         silent.add("attention_share")
     return [index for index, name in enumerate(PARAMETERS) if name not in silent]
 

@@ -52,7 +52,7 @@ class Efficiency:
     memory_share: float
     """Share of the memory bandwidth that norms, activation functions, dropout and the optimizer reach."""
     launch_s: float
-    """Seconds of the host (Python, torch's dispatcher, the launch) for each kernel of `cost.compute.device_work`.
+    """Seconds of the host (Python, torch's dispatcher, the launch) for each kernel of `cost.layers`.
 
     The host decides the time of shorter kernels. 50 us comes from Megatron-LM's functional tests on DGX A100 and H100:
     3 to 6 ms for one layer and micro-batch with hidden size 512.

@@ -119,7 +119,7 @@ def device_of_driver(name: str) -> DeviceSpec | None:
     """Return the device with this name, also in the driver's form, such as `NVIDIA H100 80GB HBM3`; None if unknown.
 
     A part of a device (MIG, vGPU), a laptop's chip and another memory size are unknown, because their peaks differ.
-    `cost.compute.extrapolated.spec_of` takes the most similar device, but only for ratios of times.
+    `cost.compute.carried_over.spec_of` takes the most similar device, but only for ratios of times.
     """
     found = _meant(name)
     return found[0] if len(found) == 1 else None

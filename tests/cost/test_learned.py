@@ -37,7 +37,7 @@ LAYOUTS = [
 
 
 def outcome(layout: Layout, *, step: float = 1.2, memory: float | None = 1.1, **changes: object) -> Outcome:
-    """A run that took `step` times and held `memory` times what was predicted."""
+    """A run with these ratios of measured to predicted step and memory."""
     peak = PeakReading(
         rank=0, pp_rank=0, predicted_bytes=1_000_000, measured_bytes=int(1e6 * (memory or 0)), source="allocator"
     )
@@ -182,13 +182,13 @@ PARTS_S = {"compute": 0.6, "bubble": 0.3, "recompute": 0.1, "data_parallel": 5.0
 
 
 def chance_between(measurements: Measurements, one: Layout, other: Layout) -> float:
-    """Of two steps with the same parts."""
+    """Seconds by which two steps with the same parts may differ by chance."""
     doubt = Uncertainty(tiny_job(4), ComputeTable(tiny_job(4), measurements), measurements)
     return doubt.chance_s((one, PARTS_S), (other, PARTS_S))
 
 
 def scattered(measurements: Measurements, micro_batch_size: int, factors: Sequence[float]) -> Measurements:
-    """Let the layer of a case, without tensor parallelism, scatter around what it was."""
+    """Let the layer of a case without tensor parallelism scatter around its time."""
     case = ComputeCase(tp=1, cp=1, micro_batch_size=micro_batch_size)
 
     def spread(samples: Samples) -> Samples:
@@ -211,7 +211,7 @@ def test_the_same_compute_times_cannot_feign_a_gain() -> None:
 
 
 def test_single_looks_say_nothing_of_chance() -> None:
-    """What is not known is not doubted."""
+    """Without repeated samples the scatter is unknown and counts as 0."""
     assert chance_between(tiny_measurements(tiny_cluster()), OWN, OTHER) == 0.0
 
 

@@ -12,7 +12,7 @@ from labs import needs_lab
 from probe.workers import ROOT
 
 from benchmarks.netlab import Lab, everywhere, topology
-from pipette_launch.cost.communication.collectives import num_steps, ring_shift
+from pipette_launch.cost.communication.collectives import COLLECTIVES, num_steps
 from pipette_launch.cost.layers.block import Collective
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes, needs_lab]
@@ -37,7 +37,7 @@ def test_rings_go_the_way_that_they_are_priced(tmp_path: Path, fast_shift: int) 
         took_s = max(one[kind] for one in found)
         # Half of what the slow links would take for the bytes of a ring, with which bursts have nothing to do.
         limit_s = num_steps(kind, 3) * SIZE_BYTES / 3 / (SLOW_MBIT * 1e6 / 8) / 2
-        assert (ring_shift(kind, "cpu") == fast_shift) == (took_s < limit_s), (kind, took_s, limit_s)
+        assert (COLLECTIVES[kind].gloo_shift == fast_shift) == (took_s < limit_s), (kind, took_s, limit_s)
 
 
 def _rates(fast_shift: int) -> tuple[tuple[int, float], tuple[int, float]]:

@@ -110,12 +110,7 @@ def most_from_within(kind: Collective, device_kind: Literal["cuda", "cpu"]) -> f
 
 
 def spread_over_hosts(host_GK: Ints) -> tuple[Ints, Ints]:
-    """Count the hosts of each group, and its members on the host with the fewest; 1 for a group on one host.
-
-    Args:
-        host_GK: the host of every member of every group.
-
-    """
+    """Count the hosts of each group, and its members on the host with the fewest; 1 for a group on one host."""
     if (host_GK[:, 1:] < host_GK[:, :-1]).any():
         host_GK = np.sort(host_GK, axis=1)
     begins_GK = np.ones(host_GK.shape, dtype=bool)
@@ -141,11 +136,7 @@ def links_together(kind: Collective, fewest: Ints) -> Ints:
     pair of hosts over the links of all members on a host: one wire that they share, or their own network cards. Each
     byte passes every host, so the host with the fewest members limits the ring: NCCL gives a host with one member one
     network card. Unequal shares of one wire are therefore priced too high. In an all-to-all all members send at once.
-
-    Args:
-        kind: kind of the collective.
-        fewest: members on the host that has the fewest, from `spread_over_hosts`.
-
+    `fewest` comes from `spread_over_hosts`.
     """
     return fewest if COLLECTIVES[kind].is_ring else np.ones_like(fewest)
 
@@ -257,11 +248,7 @@ class Bottlenecks:
         """Return, by place, a bound on the seconds per byte of the slowest link of a group with a member there.
 
         A group leaves each of its places and comes back, and links no slower than its slowest one connect them all. So
-        each of its places is in a connected part of at least `fewest` places.
-
-        Args:
-            fewest: least number of places of the group, two or more.
-
+        each of its places is in a connected part of at least `fewest` places, two or more.
         """
         if fewest not in self._known:
             joined_H = np.zeros(len(self._leave_H))
@@ -537,15 +524,7 @@ class Fabric:
     def bounds_s(
         self, kind: Collective, size: int, size_bytes: NDArray[np.int64 | np.float64], *, fewest: int = 1
     ) -> Floats:
-        """Return `bound_s` of many sizes at once; 0 s for 0 bytes.
-
-        Args:
-            kind: kind of the collective.
-            size: members of each group.
-            size_bytes: sizes in an array of any shape.
-            fewest: least number of hosts of each group.
-
-        """
+        """Return `bound_s` of an array of sizes, for groups on at least `fewest` hosts; 0 s for 0 bytes."""
         found = np.full(size_bytes.shape, np.inf)
         for fixed_s, byte_s in self._bound_lines_of(kind, size, fewest):
             found = np.minimum(found, fixed_s + byte_s * size_bytes)

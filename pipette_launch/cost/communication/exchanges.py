@@ -57,13 +57,7 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
     """Return the collectives of any stages, given by their content; they are linear in `counts`.
 
     Each depth of multi-token prediction has layers and a lookup where the depths are, and a head beside the model's.
-
-    Args:
-        job: its model and flags.
-        layout: its degrees.
-        counts: content of the stages.
-        domain: number of slots that the fastest links join; `flex` dispatchers treat them differently.
-
+    `domain` is the number of slots that the fastest links join; `flex` dispatchers treat them differently.
     """
     found = [*depth_exchanges(job, layout, job.model.mtp_num_layers * counts.prediction_S)]
     counts = counts.with_depths(job, layout)
@@ -181,13 +175,7 @@ def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[E
     communicator, so they share the backward of a layer in proportion to their bytes. Nothing hides the first layer's
     gather, because only the embedding computes before it. Nothing hides the reductions of the first layer and of the
     embedding, because every micro-batch waits for their end (FSDP megatron_fsdp.py:755-791,
-    param_and_grad_buffer.py:3018).
-
-    Args:
-        job: its flags decide the sharding.
-        layout: its degrees.
-        counts: content of the stages, with the depths of multi-token prediction.
-
+    param_and_grad_buffer.py:3018). `counts` includes the depths of multi-token prediction.
     """
     sharding = sharding_of(job)
     if sharding is None or not sharding.gradients:

@@ -177,7 +177,7 @@ def imagined(
             f"an imagined cluster needs hosts, devices and a layout, got {num_hosts} hosts of {devices_per_host} "
             f"devices and {len(chosen)} layouts"
         )
-    cluster = _imagined_cluster(device, num_hosts, devices_per_host, fabric)
+    cluster = imagined_cluster(device, num_hosts=num_hosts, devices_per_host=devices_per_host, fabric=fabric)
     return Measurements(
         cluster=cluster,
         compute=modelled_compute(job, device, chosen),
@@ -261,7 +261,9 @@ def assumptions(
     return tuple(filter(None, sentences))
 
 
-def _imagined_cluster(device: DeviceSpec, num_hosts: int, devices_per_host: int, fabric: FabricSpec) -> Cluster:
+def imagined_cluster(
+    device: DeviceSpec, *, num_hosts: int, devices_per_host: int, fabric: FabricSpec = UNIFORM
+) -> Cluster:
     """Return hosts of equal devices, with the device's usual links within and the fabric's between them."""
     inside = device.within_host
     within = Links.uniform(devices_per_host, latency_s=inside.latency_s, bandwidth_bytes_per_s=inside.fair_bytes_per_s)

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 
 from pipette_launch.facts.job import ITERATION, Job, PerformanceOptions
 from pipette_launch.facts.layout import Ints, Layout
+from pipette_launch.facts.messages import CollectiveKind
 from pipette_launch.facts.model import LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
@@ -255,7 +256,7 @@ def matrix(
     )
 
 
-Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Collective: TypeAlias = Literal[CollectiveKind, "send"]
 Group: TypeAlias = Literal["tp", "cp", "ep", "etp", "ep_etp", "shard", "expert_shard"]
 """A field of `communication.groups.Groups`."""
 OfLayer: TypeAlias = tuple[Literal["forward", "backward"], LayerKind]
@@ -392,12 +393,7 @@ class Block(ABC):
     ) -> Iterator[Exchange]:
         """Yield the collectives of the block, without the collectives of tensor parallelism.
 
-        Args:
-            job: its model and flags.
-            layout: its degrees.
-            once_S: number of blocks of this class on each stage.
-            again_S: number of blocks that full recompute runs again.
-            domain: number of slots that the fastest links join.
-
+        `once_S` counts the blocks of this class on each stage, `again_S` those that full recompute runs again. `domain`
+        is the number of slots that the fastest links join.
         """
         yield from ()

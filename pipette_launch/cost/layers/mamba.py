@@ -137,13 +137,8 @@ def mixer_bytes(model: ModelSpec, layout: Layout, *, narrow: int) -> int:
 
     These three are the scan's output before its gate, the gated norm's input, and the output projection's input. States
     of chunks are computed again in the backward. Context parallelism cuts heads instead of tokens between the
-    projections, which leaves the same number of elements.
-
-    Args:
-        model: gives the element's type and the sizes.
-        layout: tensor and context parallelism cut the mixer.
-        narrow: element size divided by the size of a kept matrix input, above 1 in FP8.
-
+    projections, which leaves the same number of elements. `narrow` is the element size divided by the size of a kept
+    matrix input, above 1 in FP8.
     """
     mamba = _sizes(model)
     element = model.dtype_bytes * tokens(model, layout)

@@ -179,13 +179,7 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     their buffer as they are computed, TransformerEngine returns an empty tensor, made once for each shape and never
     freed (TE v2.3 on, pytorch/module/base.py, get_dummy_wgrad). Megatron's own linears use the same store from
     core_v0.14 on, which needs TE 2.6 (tensor_parallel/layers.py:597). Left out: matrices of latent attention, and
-    matrices of experts, which use the store from TE v2.12 on.
-
-    Args:
-        job: gives model, release and flags.
-        layout: tensor parallelism cuts the matrices.
-        has_head: True for the last pipeline rank.
-
+    matrices of experts, which use the store from TE v2.12 on. `has_head` is True for the last pipeline rank.
     """
     model = job.model
     release = tuple(int(part) for part in job.megatron_version.split(".")[:2] if part.isdigit())
@@ -390,13 +384,7 @@ def weight_bytes(
 ) -> Ints:
     """Count the bytes of the weights on a rank: all of its own, or under FSDP a shard.
 
-    Args:
-        job: its flags decide whether weights are sharded.
-        dense: parameters of one rank without experts.
-        expert: parameters of its experts.
-        ends: dense parameters outside the layers, which are never in FP8.
-        layout: its degrees decide the number of shards.
-
+    `ends` are the dense parameters outside the layers, which are never in FP8.
     """
     sharding = sharding_of(job)
     if sharding is None or not sharding.weights:

@@ -181,14 +181,7 @@ def peak_live_bytes(
 ) -> int:
     """Count the most bytes that a stage's chunks hold for micro-batches whose backward has not run.
 
-    Args:
-        pp: pipeline ranks.
-        vpp: chunks of each rank.
-        group_size: micro-batches that a chunk runs in a row; 0 stands for `pp`.
-        stage: the pipeline rank.
-        num_microbatches: number of micro-batches in a step.
-        chunk_bytes_V: bytes that each chunk keeps for one micro-batch.
-
+    A chunk runs `group_size` micro-batches in a row (0 stands for `pp`), and keeps `chunk_bytes_V` for each of them.
     """
     if vpp == 1:
         return min(num_microbatches, pp - stage) * chunk_bytes_V[0]

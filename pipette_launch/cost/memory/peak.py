@@ -270,13 +270,8 @@ def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     """Count Megatron's global buffer, as large as its largest user on a pipeline rank.
 
     Users: the gathered input of sequence parallelism in Megatron's own linear layers (with TransformerEngine only the
-    head is one), the tokens that the all-gather dispatcher gathers, and local attention's scores.
-
-    Args:
-        job: its model and flags decide which users exist.
-        layout: its degrees decide the sizes.
-        has_head: True for the last pipeline rank.
-
+    head is one), the tokens that the all-gather dispatcher gathers, and local attention's scores. `has_head` is True
+    for the last pipeline rank.
     """
     has_linear = job.model.transformer_impl == "local" or has_head
     gathers = layout.sequence_parallel and layout.tp > 1 and has_linear

@@ -120,7 +120,7 @@ KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "
 def measured(
     kind: Collective, slots: tuple[int, ...], *, latency_s: float = 2e-3, seconds_per_byte: float = 4e-8
 ) -> CollectiveTime:
-    """A fit that is far from what the links of `tiny_cluster` say."""
+    """A fit that is far from the links of `tiny_cluster`."""
     return CollectiveTime(
         kind=kind,
         slots=slots,
@@ -230,7 +230,7 @@ def test_an_all_to_all_uses_every_pair() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "send"])
 @pytest.mark.parametrize("latency_s", [0.0, 1e-4, 2e-3])
 def test_a_measured_group_costs_what_was_measured(kind: Collective, latency_s: float) -> None:
-    """The fit is taken as it is, for every number of bytes, be its latency below or above that of the links."""
+    """A measured group gets its own fit at every size, also if its latency is below the links' latency."""
     slots = (0, 1, 2, 3)
     fabric = Fabric(tiny_cluster(2, 2), [measured(kind, slots, latency_s=latency_s)])
 
@@ -247,7 +247,7 @@ def test_a_send_is_what_its_link_says() -> None:
 
 @pytest.mark.parametrize(("kind", "factor"), [("all_reduce", 1), ("all_gather", 1), ("reduce_scatter", 2)])
 def test_what_crowds_a_host_slows_no_wire(kind: Collective, factor: int) -> None:
-    """Of a group inside a host that took 40 times its links' time, wires get what gloo's algorithm can explain.
+    """A group inside a host took 40 times its links' time. Groups across hosts get only gloo's own factor.
 
     Two members on each host have both slots' parts of the wire.
     """
@@ -266,7 +266,7 @@ def test_what_crowds_a_host_slows_no_wire(kind: Collective, factor: int) -> None
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_a_ring_has_the_links_of_all_its_members_on_a_host(kind: Collective) -> None:
-    """Of two slots on each host a ring of all sends over one wire what two rings of one slot a host share."""
+    """A ring of two slots on each host sends over one wire the bytes that two rings of one slot a host share."""
     cluster = tiny_cluster(2, 2)
     alone = measured(kind, (0, 2), latency_s=0.0, seconds_per_byte=num_steps(kind, 2) / 2 / 1e8)
     fabric = Fabric(cluster, [alone])
@@ -321,7 +321,7 @@ def test_an_all_to_all_has_a_part_of_the_wire_for_each_member() -> None:
 
 
 def test_what_gloo_waits_for_others_grows_with_the_root_of_the_steps() -> None:
-    """What a pair took beyond its links' latency is root 3 as much for four, who take three times as many steps."""
+    """A pair's extra latency grows by root 3 for four members, which take three times as many steps."""
     fabric = Fabric(tiny_cluster(4, 1), [measured("all_reduce", (0, 1), latency_s=5e-3, seconds_per_byte=1e-8)])
     wait_s = 5e-3 - 2 * 1e-4
 
@@ -350,7 +350,7 @@ def test_a_group_of_equal_shape_costs_more_over_a_slower_link() -> None:
 
 
 def test_the_nearest_shape_is_taken() -> None:
-    """Within a host or across comes first, then the number of members, whatever the order of the measurements."""
+    """The nearest group agrees in crossing hosts, then in members; the order of the measurements has no effect."""
     fits = [
         measured("all_reduce", (0, 1), latency_s=1.0),
         measured("all_reduce", (0, 4), latency_s=2.0),

@@ -128,7 +128,7 @@ def test_all_to_all_dispatcher() -> None:
     ids=["one domain", "two domains", "no fast links"],
 )
 def test_flex_sends_one_copy_to_a_rank_or_domain(domain: int, copies: float) -> None:
-    """Of four ranks a token with two experts goes to 1.75 in the mean, of two domains to 1.5."""
+    """A token with two experts goes to 1.75 of four ranks in the mean, and to 1.5 of two domains."""
     job = moe_job(performance_flags=("--moe-token-dispatcher-type flex",))
     (item,) = exchanges(job, Layout(dp=4, ep=4), Hiding(), domain)
 
@@ -145,7 +145,7 @@ def test_overlapped_experts_pass_behind_another_micro_batch() -> None:
 
 
 def test_userbuffers_hide_all_chunks_but_one() -> None:
-    """Of the layers' gathers and scatters forward; those of embedding and head stay as they are."""
+    """Only the layers' gathers and scatters of the forward are hidden; embedding's and head's are not."""
     layout = Layout(tp=2, pp=2, sequence_parallel=True)
     job = tiny_job(performance_flags=("--tp-comm-overlap",))
     found = exchanges(job, layout, Hiding(forward_s=1e-3))
@@ -385,7 +385,7 @@ def test_tied_embedding(pp: int, untied: bool, expected: int) -> None:
 
 
 def test_only_the_first_chunk_is_split_into_buckets() -> None:
-    """And only to overlap: 40M parameters each."""
+    """Gradients are split only to overlap: 40M parameters in each part."""
     large = tiny_job(model=tiny_model(hidden_size=4096, ffn_hidden_size=16384, kv_channels=1024))
     overlapped = step_traffic(large, Layout(pp=2, overlap_grad_reduce=True)).num_buckets
 
@@ -426,7 +426,7 @@ def test_gathers_are_aligned_with_virtual_stages_unless_the_user_says_no() -> No
 
 
 def test_prediction_copies_the_embedding_of_an_untied_head_too() -> None:
-    """Its gradient is summed over both ends of a pipeline, as that of a tied head is; a single stage has one."""
+    """The embedding's gradient is summed over both ends of a pipeline; a single stage has one copy."""
     untied = {"untie_embeddings_and_output_weights": True}
     found = [
         step_traffic(tiny_job(model=tiny_model(mtp_num_layers=depths, **untied)), Layout(pp=pp)).embedding_bytes

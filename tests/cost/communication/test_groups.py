@@ -17,7 +17,7 @@ LAYOUTS = [
 
 
 def as_sets(groups: Ranks) -> set[tuple[int, ...]]:
-    """Groups as tuples, whatever their order."""
+    """Groups as a set of tuples."""
     return {tuple(row) for row in groups.tolist()}
 
 

@@ -45,7 +45,7 @@ def test_twice_the_tensor_ranks_take_about_half() -> None:
 
 
 def test_recompute_is_carried_over_with_the_forward() -> None:
-    """What a measured layer took to run again, in forwards, it takes in the other case too."""
+    """The recompute time of a layer, in forwards, is the same in the other case."""
     one = measured(ONE, unmeasured=(MBS4,))
     again = tuple(replace(time, recompute=Samples(values_s=(1.25 * time.forward.median_s,))) for time in one.compute)
     found = layer(with_extrapolated_times(JOB, replace(one, compute=again)), MBS4)
@@ -55,7 +55,7 @@ def test_recompute_is_carried_over_with_the_forward() -> None:
 
 
 def test_machines_that_are_the_model_get_its_times_back() -> None:
-    """If what was measured is the model's own, so is what is carried over."""
+    """If the measured times are the model's, the carried times are the model's too."""
     layouts = [Layout(tp=tp, micro_batch_size=size, sequence_parallel=tp > 1) for tp in (1, 2) for size in (1, 4)]
     truth = modelled_compute(JOB, GENERIC, layouts)
     known = tuple(time for time in truth if time.case == ONE)
@@ -67,7 +67,7 @@ def test_machines_that_are_the_model_get_its_times_back() -> None:
 
 
 def test_nothing_is_added_to_what_is_complete() -> None:
-    """Measured cases stay as they are, and nothing is said."""
+    """Measured cases do not change, and there is no note."""
     whole = measured(ONE, TP2)
 
     assert whole is with_extrapolated_times(JOB, whole)
@@ -160,7 +160,7 @@ def test_fp8_shortens_a_measured_layer_as_the_device_model_has_it() -> None:
 
 @pytest.mark.parametrize("flags", [(FP8,), (FP8, "--fp8-recipe tensorwise", "--cuda-graph-impl local")])
 def test_an_h100_that_is_the_model_gets_its_times_back(flags: tuple[str, ...]) -> None:
-    """If what was timed is the model's BF16, times of all flags are the model's, also of cases carried over."""
+    """If the timed layers are the model's BF16, the times with all flags are the model's, also in carried cases."""
     timed = replace(bf16_measurements(), compute=by_model(job_with(), ONE), unmeasured=(MBS4,))
     job = job_with(*flags)
     whole = with_extrapolated_times(job, timed)
@@ -201,7 +201,7 @@ def test_the_factor_stands_beside_the_plan() -> None:
 
 
 def test_a_device_without_the_format_is_left_as_it_is() -> None:
-    """An A100 has no FP8: the reason is that of the device's table."""
+    """An A100 has no FP8: the note has the reason of the device's table."""
     job = job_with(FP8)
     (note,) = (
         one for one in Predictor(job, bf16_measurements("NVIDIA A100-SXM4-80GB")).notes(Layout(dp=4)) if "timed" in one
@@ -212,7 +212,7 @@ def test_a_device_without_the_format_is_left_as_it_is() -> None:
 
 
 def test_imagined_times_hold_all_flags_already() -> None:
-    """Where no warm-up measured, no factor is applied, and no note is made."""
+    """Without a warm-up no factor is applied, and there is no note."""
     job, imagined = job_with(FP8), replace(bf16_measurements(), versions={})
 
     assert pytest.approx(3e-3) == layer_s(job, imagined)

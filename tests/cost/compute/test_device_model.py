@@ -1,4 +1,4 @@
-"""What a device takes for a load: limits, hand-computed cases, and the formats of FP8 and FP4."""
+"""Times of the device model: limits, hand-computed cases, and the formats of FP8 and FP4."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ sizes = st.integers(min_value=1, max_value=1 << 17)
 
 
 def precision(*flags: str, device: DeviceSpec = DEVICE, implementation: str = "transformer_engine") -> Precision:
-    """Of a job of 4 layers with these flags."""
+    """The formats of a job of 4 layers with these flags."""
     model = tiny_model(params_dtype="bf16", transformer_impl=implementation)
     return Precision.of(tiny_job(model=model, performance_flags=flags), device)
 
@@ -86,7 +86,7 @@ def test_a_scan_moves_its_bytes_at_its_own_share() -> None:
 
 @given(m=sizes, n=sizes, k=sizes)
 def test_efficiency_lies_between_0_and_its_limit(m: int, n: int, k: int) -> None:
-    """And a product that is longer in a dimension is never less efficient, nor faster."""
+    """A product that is longer in a dimension is never less efficient, and never faster."""
     small, large = Product(m=m, n=n, k=k), Product(m=2 * m, n=n, k=k)
 
     assert 0 < matmul_efficiency(DEVICE, "bf16", small) <= matmul_efficiency(DEVICE, "bf16", large) <= 0.5
@@ -117,7 +117,7 @@ def test_layers_that_stay_in_16_bits_count_as_such() -> None:
 
 
 def test_one_copy_serves_both_products_on_blackwell() -> None:
-    """Where the scale is that of the whole tensor: blocks along rows are none along columns."""
+    """Scales of the whole tensor serve both products; blocks along rows do not serve columns."""
     hopper, blackwell = (known_devices()[name] for name in ("H100-SXM", "B200"))
     tensorwise = ("--fp8-format hybrid", "--fp8-recipe tensorwise")
     blocks = ("--fp8-format e4m3", "--fp8-recipe mxfp8")
@@ -209,7 +209,7 @@ def test_weight_gradient_costs_what_the_forward_does() -> None:
 
 @given(mbs=st.sampled_from([1, 2, 4, 8]), tp=st.sampled_from([1, 2, 4]))
 def test_more_tokens_are_never_faster(mbs: int, tp: int) -> None:
-    """And never take more than in proportion, as efficiency rises."""
+    """Time grows at most in proportion, because efficiency rises."""
     layouts = [Layout(tp=tp, micro_batch_size=size) for size in (mbs, 2 * mbs)]
     found = imagined(job(), GPU, num_hosts=1, devices_per_host=tp, layouts=layouts)
 
@@ -320,7 +320,7 @@ def test_predictor_prices_what_was_imagined() -> None:
     full=st.booleans(),
 )
 def test_no_step_beats_the_peak(tp: int, pp: int, mbs: int, name: str, sequence_parallel: bool, full: bool) -> None:
-    """All devices together compute at most at their share of the peak, whatever the layout and its overlaps."""
+    """All devices together compute at most at their share of the peak, for every layout."""
     device = known_devices()[name]
     model = tiny_model(hidden_size=2048, ffn_hidden_size=8192, kv_channels=512, seq_length=1024, params_dtype="fp16")
     recompute = Recompute(granularity="full", method="uniform", num_layers=1) if full else Recompute(granularity="none")
@@ -358,7 +358,7 @@ def test_a_layout_takes_as_long_beside_others_as_alone(mtp_num_layers: int) -> N
 
 
 def test_assumptions_are_stated() -> None:
-    """Whoever reads the plan sees that nothing was measured, and every figure that was assumed instead."""
+    """The notes report that nothing was measured, and list every assumed figure."""
     text = " ".join(imagined(job(), GPU, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)]).notes)
 
     for words in ("Nothing was measured", "Made up.", "100 TFLOP/s (bf16)", "10 us", "100 GB/s", "10 GB/s", "rings"):
@@ -399,7 +399,7 @@ def test_gradients_that_meet_are_added_up(biases: bool, passes: int) -> None:
 
 @pytest.mark.parametrize(("backend", "share"), [("flash", pytest.approx(0.5, abs=0.05)), ("unfused", 1.0)])
 def test_windows_take_scores_off_where_none_is_written(backend: str, share: float) -> None:
-    """Flash attention skips what a window hides; scores that are written are written in full."""
+    """Flash attention skips the scores outside a window; unfused attention writes all scores."""
     whole = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", attention_backend=backend)
     model = replace(whole, attention_windows=(1, 0) * (whole.num_layers // 2))
     all_of_it, seen = (core_loads(each, Layout()).forward for each in (whole, model))

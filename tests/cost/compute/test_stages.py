@@ -51,7 +51,7 @@ def test_stages_that_need_tokens_or_labels_load_every_micro_batch() -> None:
     plain = ComputeTable(tiny_job(), measured)
 
     def longer_ms(layout: Layout) -> list[float]:
-        """How much longer the forwards are."""
+        """Ratio of the forwards of two tables."""
         with_and_without = zip(loads.chunk_passes(layout), plain.chunk_passes(layout), strict=True)
         return [round(1e3 * (one.forward_s - other.forward_s), 9) for one, other in with_and_without]
 

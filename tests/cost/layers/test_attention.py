@@ -1,4 +1,4 @@
-"""What attention keeps, by hand: s 32, b 1, h 64, four heads of 16 in bf16; s*b*h is 2,048 elements."""
+"""Kept bytes of attention, by hand: s 32, b 1, h 64, four heads of 16 in bf16; s*b*h is 2,048 elements."""
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
@@ -43,7 +43,7 @@ def job(*flags: str, **changes: object) -> Job:
     ],
 )
 def test_attention_core_by_backend(changes: dict[str, object], expected: int) -> None:
-    """What autograd saves in attention decides more than anything else."""
+    """The bytes that autograd saves in attention, by backend."""
     assert core_bytes(job(**changes), Layout()) == expected
 
 
@@ -115,7 +115,7 @@ def test_norms_of_query_and_key() -> None:
 
 
 def test_unfused_rotary_embedding_keeps_its_angles() -> None:
-    """Sine and cosine for query and for key: four tensors of s * 16, whatever the micro-batch."""
+    """Sine and cosine for query and for key: four tensors of s * 16, for any micro-batch."""
     plain, unfused = (job(*flags, position_embedding_type="rope") for flags in ((), ("--no-rope-fusion",)))
     layout = Layout(micro_batch_size=2)
 
@@ -146,7 +146,7 @@ def test_recompute_of_the_core_holds_what_query_key_and_value_lie_in(changes: di
 
 
 RING_OUT, RING_PAIR, RING_STATISTICS = 16 * 64 * 2, 2 * 16 * 64 * 2, 4 * 4 * 16
-"""Of one step on one of two ranks: output, keys and values in bf16, log-sum-exp in fp32."""
+"""One step on one of two ranks: output, keys and values in bf16, log-sum-exp in fp32."""
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ RING_OUT, RING_PAIR, RING_STATISTICS = 16 * 64 * 2, 2 * 16 * 64 * 2, 4 * 4 * 16
         ((), {}, Layout(), 0),
         ((), {}, Layout(cp=2), 2 * (RING_OUT + RING_PAIR + RING_STATISTICS)),
         ((), {}, Layout(cp=2, micro_batch_size=3), 3 * 2 * (RING_OUT + RING_PAIR + RING_STATISTICS)),
-        # Of a longer ring every rank has less, and the ring holds as much.
+        # In a longer ring every rank has less, and the ring holds the same.
         ((), {}, Layout(cp=8), 2 * (RING_OUT + RING_PAIR + RING_STATISTICS)),
         ((), {}, Layout(cp=2, tp=2), RING_OUT + RING_PAIR + RING_STATISTICS),
         ((), {"num_query_groups": 1}, Layout(cp=2), 2 * (RING_OUT + RING_PAIR // 4 + RING_STATISTICS)),

@@ -1,4 +1,4 @@
-"""Layers of hybrid models keep what the parts of a transformer's layer keep."""
+"""Kept bytes, offloading and FLOP shares of layers of each kind, by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plain_job() -> Job:
 
 @pytest.mark.parametrize(("kind", "moe"), [("mlp_layer", False), ("expert_layer", True)])
 def test_attention_and_the_rest_make_a_layer(kind: kinds.LayerKind, moe: bool) -> None:
-    """Both blocks keep together what a transformer's layer keeps: its two inputs, norms and blocks."""
+    """Both blocks together keep the bytes of a transformer's layer: two inputs, norms and blocks."""
     job = hybrid_job()
     parts = [kinds.kept_bytes(job, Layout(), part) for part in ("attention_layer", kind)]
 
@@ -51,7 +51,7 @@ def test_attention_and_the_rest_make_a_layer(kind: kinds.LayerKind, moe: bool) -
 
 
 def test_a_mamba_layer_keeps_input_norm_and_mixer() -> None:
-    """Of 32 tokens in 2 bytes: twice the hidden size, 336 projected, three times 128, deviations of 2 groups."""
+    """32 tokens in 2 bytes: twice the hidden size, 336 projected, three times 128, deviations of 2 groups."""
     job = hybrid_job()
 
     assert 32 * (2 * (2 * 64 + 336 + 3 * 128) + 4 * 2) == kinds.kept_bytes(job, Layout(), "mamba_layer")
@@ -63,7 +63,7 @@ def test_a_mamba_layer_keeps_input_norm_and_mixer() -> None:
 
 
 def test_recompute_saves_what_its_modules_are_made_of() -> None:
-    """Norms before experts are kernels of their own; those of Mamba lie within its projection."""
+    """Norms before experts are separate kernels; Mamba's norm is part of its projection."""
     layout = Layout(recompute=Recompute(granularity="selective", modules=("layernorm", "moe")))
     job = hybrid_job()
     routed = kinds.kind_activations(job, layout, "expert_layer")
@@ -261,7 +261,7 @@ def test_the_layers_of_multi_token_prediction() -> None:
 
 
 def test_the_backward_of_an_expert_layer() -> None:
-    """The experts' own, or that of unfused attention once the experts' share is freed; overlapped, a layer more."""
+    """The experts' need, or unfused attention's after the experts' share is freed; with overlap one more layer."""
     moe = job(num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128)
     long = replace(moe, model=replace(moe.model, attention_backend="unfused", seq_length=4096))
     overlapped = replace(moe, performance_flags=("--overlap-moe-expert-parallel-comm",))
@@ -299,7 +299,7 @@ def offloading_job(modules: str, *flags: str, **changes: Any) -> Job:
 
 
 def of(this: Job, *, moe: bool = True, recomputed: tuple[str, ...] = ()) -> Offloaded:
-    """What one layer offloads without parallelism."""
+    """Offloaded bytes of a layer without parallelism."""
     layout = Layout()
     if recomputed:
         layout = Layout(recompute=Recompute(granularity="selective", modules=recomputed))

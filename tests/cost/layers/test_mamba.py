@@ -1,4 +1,4 @@
-"""Mamba layers: parameters by hand, and what they keep."""
+"""Mamba layers: parameters, kept bytes and work for the device, by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipette_launch.cost.layers.mamba import MAMBA, mixer_bytes
 from pipette_launch.facts import HybridLayers, Job, Layout
 
 SIZES = HybridLayers(pattern="MM*-", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16)
-"""Of 128 channels, 192 that are convolved and 336 columns of the input projection."""
+"""128 channels, 192 convolved channels, and 336 columns of the input projection."""
 
 
 def test_parameters_are_those_of_the_mixer() -> None:
@@ -49,7 +49,7 @@ def job(*flags: str) -> Job:
 
 
 def loads(layout: Layout) -> PassLoads:
-    """Those of one layer."""
+    """Work of one layer for the device."""
     return MAMBA.loads(tiny_job(model=tiny_model(hybrid=SIZES)), layout)
 
 

@@ -59,7 +59,7 @@ def test_defaults_are_megatrons() -> None:
 
 
 def test_flags_are_read() -> None:
-    """Losses without weight do not count, a sinkhorn does; a negative capacity is none."""
+    """Losses of weight 0 do not count, sinkhorn does; a negative capacity means no limit."""
     kinds = "--moe-router-load-balancing-type aux_loss seq_aux_loss"
 
     assert router("--moe-aux-loss-coeff 0 1e-2", kinds) == router("--moe-aux-loss-coeff 1e-2") > router()
@@ -70,7 +70,7 @@ def test_flags_are_read() -> None:
 
 
 def test_rows_of_a_rank() -> None:
-    """Two for each token; expert tensor parallelism gathers those of its ranks, whose sequences are shares."""
+    """Two rows for each token; expert tensor parallelism gathers the rows of its ranks."""
     assert rows(job(), Layout()) == 64
     assert rows(job(), Layout(tp=2, etp=2, sequence_parallel=True)) == 64
     assert rows(job(), Layout(tp=2, sequence_parallel=True)) == 32
@@ -175,7 +175,7 @@ def test_a_router_has_a_bias_where_the_model_has() -> None:
 
 @given(ep=st.sampled_from([1, 2, 4]), tp=st.sampled_from([1, 2, 4]), has_etp=st.booleans())
 def test_balanced_experts_keep_the_same_wherever_they_are(ep: int, tp: int, has_etp: bool) -> None:
-    """What the experts keep of a micro-batch depends on the tokens that a rank has, not on who computes them."""
+    """Kept bytes of experts depend on the tokens of a rank, not on the rank that computes them."""
     layout = Layout(tp=tp, dp=4, ep=ep, etp=tp if has_etp else 1, sequence_parallel=tp > 1)
     kept = expert_activations(job(ALLTOALL), layout)
     tokens = local_tokens(job().model, layout)
@@ -217,7 +217,7 @@ def moe_job(*flags: str, add_bias_linear: bool = False) -> Job:
 
 
 def kernels(loads: PassLoads) -> float:
-    """Of all passes."""
+    """Kernels of all passes."""
     return sum(load.kernels for load in (loads.forward, loads.input_grad, loads.weight_grad))
 
 
@@ -241,7 +241,7 @@ def test_grouped_products_are_of_each_experts_own_tokens() -> None:
     ],
 )
 def test_dispatchers_differ_in_how_often_they_touch_a_copy(flags: tuple[str, ...], touches: int) -> None:
-    """Of two copies of 32 tokens, beside the activation: one read and one write of the experts' width."""
+    """The dispatcher touches two copies of 32 tokens; the activation reads and writes the experts' width."""
     moved = EXPERTS.loads(moe_job(*flags), Layout()).forward.moved_bytes
 
     assert touches * 2 * TOKENS * HIDDEN * 2 + 2 * (2 * TOKENS * FFN * 2) == moved
@@ -255,7 +255,7 @@ def test_biases_of_experts_are_kernels_of_their_own() -> None:
 
 
 def test_graphs_take_launches_off() -> None:
-    """Of attention, of half of what routes, or of all; what the device does stays."""
+    """A graph launches attention, half of the routing, or all kernels; the products do not change."""
     graph = ("--cuda-graph-impl transformer_engine",)
     none, router, attention = (
         kind_loads(moe_job(*flags), Layout(), "moe_layer")

@@ -6,6 +6,7 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.layers.block import Parameters
+from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.parameters import (
     Whole,
     buffered_parameters,
@@ -14,7 +15,6 @@ from pipette_launch.cost.layers.parameters import (
     expert_dp,
     gradient_bytes_per_parameter,
     held_gradients,
-    kind_parameters,
     optimizer_bytes,
     resident_parameters,
     sharding_of,
@@ -110,7 +110,7 @@ def test_the_vocabulary_is_padded_and_split() -> None:
 
 
 def test_chunks_follow_the_layers() -> None:
-    """Uneven chunks hold what they are given, and ranks hold every pp-th chunk."""
+    """Uneven chunks have their given layers, and ranks hold every pp-th chunk."""
     model = tiny_model(position_embedding_type="rope", untie_embeddings_and_output_weights=True)
     layer = kind_parameters(model, Layout(), "layer").dense
     layout = Layout(pp=2, vpp=2, layers_per_chunk=(0, 1, 2, 1))
@@ -163,7 +163,7 @@ def test_without_fsdp_nothing_is_sharded() -> None:
     ],
 )
 def test_strategies(strategy: str, expected: tuple[int, ...]) -> None:
-    """Bytes of weights, gradients and stepped parameters of 1,000, over four ranks; what is whole is padded to 128."""
+    """Bytes of weights, gradients and stepped parameters of 1,000 over four ranks; unsharded ones are padded to 128."""
     this = job(MEGATRON, f"--data-parallel-sharding-strategy {strategy}")
     counts = (held_gradients(this, 1000, 0, SHARDED), resident_parameters(this, 1000, 0, SHARDED))
 
@@ -226,7 +226,7 @@ def test_a_small_unit_of_communication() -> None:
 
 
 def test_two_buffers_stay() -> None:
-    """Of weights and of gradients, and nothing waits."""
+    """Two buffers of weights and two of gradients; no layer waits."""
     whole = whole_beside_shards(job(MEGATRON, ALL, "--fsdp-double-buffer"), SHARDED, 4)
 
     assert whole.weights == whole.gradients == 4 * (2 * LAYER + EMBEDDING + 128)
@@ -243,7 +243,7 @@ def test_weights_that_are_not_sharded_are_not_gathered() -> None:
 
 
 def test_reductions_that_overlap_go_by_buckets() -> None:
-    """Of forty million parameters; what is beyond the first of them waits."""
+    """Buckets have forty million parameters; all but the first wait."""
     long = job(MEGATRON, "--data-parallel-sharding-strategy optim_grads", num_layers=1000)
     overlapped = replace(long, own=replace(long.own, overlap_grad_reduce=True))
     whole = whole_beside_shards(overlapped, SHARDED, 4)

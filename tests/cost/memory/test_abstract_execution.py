@@ -1,4 +1,4 @@
-"""Abstract execution is asked and answered in JSON; the worker here is a fake."""
+"""Requests and answers of abstract execution are JSON; the worker here is a fake."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ Log = Callable[[], list[dict[str, object]]]
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Log]:
-    """Put a worker that gives one answer in the place of megatron-core; returns what it was asked."""
+    """Replace megatron-core by a worker that gives one answer; returns the file of its requests."""
 
     def put(answer: str) -> Log:
         log, script = tmp_path / "log", tmp_path / "worker.py"
@@ -86,7 +86,7 @@ def test_the_cache_answers_without_a_worker(fake: Callable[[str], Log], tmp_path
 
 
 def test_a_refusal_is_an_error_with_its_reason(fake: Callable[[str], Log]) -> None:
-    """What the worker cannot do is said in its own words, and the next question is still answered."""
+    """The error has the worker's own reason, and the next request is still answered."""
     fake("{'ranks': [], 'error': 'FP4 is not modelled'}")
     with Executor() as executor, pytest.raises(PlanError, match=r"tp1 pp2 dp2 mbs1: FP4 is not modelled"):
         executor.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))

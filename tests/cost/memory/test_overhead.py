@@ -1,4 +1,4 @@
-"""What lies outside the model's tensors is stated, has an origin, and decides what fits."""
+"""Bytes outside the model's tensors are stated with their origin, and decide which layouts fit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_grouped_gemms_have_four_more() -> None:
 
 
 def test_overlapped_tensor_parallelism_has_three() -> None:
-    """TransformerEngine's own workspace is three times as large; Megatron's own layers have none."""
+    """TransformerEngine's own workspace is three times as large; Megatron's own layers have no such workspace."""
     sizes = [
         workspace_bytes(
             tiny_job(model=tiny_model(transformer_impl=impl), performance_flags=("--tp-comm-overlap",)),
@@ -152,7 +152,7 @@ def test_what_was_measured_takes_the_place_of_defaults() -> None:
 
 
 def test_communicators_are_counted_one_by_one() -> None:
-    """Four of them added 4 GiB to 1; a layout that needs six has six, one without has none."""
+    """Four communicators added 4 GiB to 1 GiB; a layout that needs six has six times 1 GiB, another has 0."""
     apart = DeviceOverhead(alone_bytes=GIB, together_bytes=5 * GIB, num_communicators=4, workspace_bytes=0)
 
     def outside(layout: Layout) -> int:
@@ -214,7 +214,7 @@ def test_communicators_are_counted_as_torch_opens_them(layout: Layout, flags: tu
     ],
 )
 def test_experts_have_communicators_of_their_own(layout: Layout, count: int) -> None:
-    """Groups of expert parallelism are not those of the dense layers, even of the same ranks."""
+    """Groups of expert parallelism differ from groups of dense layers, even with the same ranks."""
     moe = replace(GPT, model=tiny_model(num_experts=8, moe_layer_freq=(1, 1, 1, 1)))
 
     assert count == num_communicators(moe, layout)
@@ -249,7 +249,7 @@ def test_many_layouts_are_counted_as_one_by_one(layouts: list[Layout]) -> None:
 
 
 def test_without_measurements_half_a_gigabyte_counts_for_each_degree() -> None:
-    """That rule of the literature knows tp, cp, pp, dp and ep, and its unit covers the small groups beside them."""
+    """The rule of the literature counts tp, cp, pp, dp and ep; its unit includes the small groups beside them."""
     assert 3 == num_group_kinds(Layout(tp=2, pp=2, dp=2))
     assert 2_000_000_000 == overhead_of(GPT, Layout(tp=2, pp=2, dp=2), device_kind="cuda").outside_bytes
 
@@ -359,7 +359,7 @@ EXPANDABLE = "expandable_segments:True"
     ],
 )
 def test_expandable_segments_reserve_less(config: str, dense: float, experts: float) -> None:
-    """54 % of the usual reserve beyond what is allocated, under torch's own allocator, with its source."""
+    """54 % of the usual reserve beyond allocated bytes, with torch's own allocator; the source is named."""
     moe = tiny_model(num_experts=4, moe_layer_freq=(1, 1, 1, 1))
     jobs = (replace(GPT, allocator_config=config), replace(GPT, model=moe, allocator_config=config))
     found = [overhead_of(job, Layout(), device_kind="cuda").reserve for job in jobs]
@@ -390,7 +390,7 @@ def test_a_reserve_that_was_measured_counts_first_where_the_allocator_was_the_sa
     ],
 )
 def test_options_of_the_allocator_without_a_price_are_named(config: str, expected: str) -> None:
-    """Those that round or limit what the allocator takes."""
+    """Options that round or limit the allocator's blocks are named."""
     notes = uncounted(replace(GPT, allocator_config=config))
 
     assert [expected] * bool(expected) == [
@@ -441,7 +441,7 @@ def on_gpus(cluster: Cluster) -> Cluster:
 
 
 def reading(layout: Layout, pp_rank: int, peak: int, *, job: Job = JOB, ran_out: bool = False) -> StageReading:
-    """A stage that held so much."""
+    """A reading of a stage that held these bytes."""
     return StageReading(
         job_digest=memory_digest(job),
         layout=layout,
@@ -477,7 +477,7 @@ def test_only_the_stage_that_was_run_changes() -> None:
 
 
 def test_workspaces_are_not_counted_twice() -> None:
-    """On a GPU they are inside what was read, and the limit leaves room for them already."""
+    """On a GPU the reading includes workspaces, and the limit already leaves room for them."""
     cluster = on_gpus(tiny_cluster())
     workspace = overhead_of(JOB, PLAIN, device_kind="cuda", device_name="NVIDIA H100").workspace.value
     predictor = CorrectedPredictor(JOB, measured(reading(PLAIN, 0, GIB), cluster=cluster))
@@ -487,7 +487,7 @@ def test_workspaces_are_not_counted_twice() -> None:
 
 
 def test_a_stage_that_ran_out_of_memory_does_not_fit() -> None:
-    """It needs at least all that the device has, whatever was reached before it failed."""
+    """A stage that ran out needs at least the device's memory, also if less was reached before."""
     cluster = tiny_cluster(memory_bytes=GIB)
     predictor = CorrectedPredictor(JOB, measured(reading(PLAIN, 0, 5, ran_out=True), cluster=cluster))
 
@@ -495,7 +495,7 @@ def test_a_stage_that_ran_out_of_memory_does_not_fit() -> None:
 
 
 def test_another_jobs_stages_tell_nothing() -> None:
-    """Measurements outlive a job: those of another batch size, or of another number of slots, are passed over."""
+    """Readings of another batch size, or of another number of slots, are ignored."""
     other = replace(JOB, batch=Batch(global_batch_size=64))
     larger = Layout(dp=8)
     found = measured(reading(PLAIN, 0, 5, job=other), reading(larger, 0, 5))

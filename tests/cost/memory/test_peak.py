@@ -1,4 +1,4 @@
-"""Every part of the peak by hand, and what must hold whatever the layout."""
+"""Every part of the peak by hand, and properties of all layouts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.layers.parameters import (
-    dummy_gradient_bytes,
-    fp8_weight_bytes,
-    kind_parameters,
-    stage_parameters,
-)
+from pipette_launch.cost.layers.kinds import kind_parameters
+from pipette_launch.cost.layers.parameters import dummy_gradient_bytes, fp8_weight_bytes, stage_parameters
 from pipette_launch.cost.memory.live_activations import peak_live_bytes
 from pipette_launch.cost.memory.peak import (
     NO_MASK,
@@ -36,7 +32,7 @@ from pipette_launch.facts.layout import LayoutColumns, codes_of
 
 FULL_UNIFORM = Recompute(granularity="full", method="uniform", num_layers=1)
 KEPT = 32 * 2048 + 4 * 4 * 32
-"""What one layer of `job` keeps: see test_activations."""
+"""Kept bytes of one layer of `job`; see test_kinds."""
 
 
 SHARDED_4 = Layout(dp=4, use_distributed_optimizer=True)
@@ -49,7 +45,7 @@ def job(**changes: object) -> Job:
 
 
 def with_batch(samples: int) -> Job:
-    """The same with so many samples in a step."""
+    """The same job with another number of samples in a step."""
     return replace(job(), batch=Batch(global_batch_size=samples))
 
 
@@ -138,7 +134,7 @@ def test_activations_of_chunks() -> None:
     ],
 )
 def test_recompute(recompute: Recompute, kept: int, working_set: int) -> None:
-    """What stays for every micro-batch, and what comes back for a while."""
+    """Bytes kept for every micro-batch, and bytes of recompute."""
     (parts,) = peak_memory_bytes(job(), Layout(recompute=recompute))
 
     assert (parts.activations, parts.recompute) == (kept, working_set)
@@ -214,7 +210,7 @@ def test_loss_and_backward_are_never_at_once() -> None:
     ],
 )
 def test_kinds_add_up_to_the_peak(changes: dict[str, int], expected: dict[str, int]) -> None:
-    """Users read six kinds, whatever the instant of the peak."""
+    """Users read six kinds, at every instant of the peak."""
     parts = replace(PARTS, **changes)
 
     assert parts.by_kind() == {"weights": 1, "gradients": 2, "optimizer": 3, **expected}
@@ -268,7 +264,7 @@ def test_no_mask_is_loaded_that_is_not_made(flag: str) -> None:
 
 @given(st.sampled_from([(2, 2), (2, 4), (4, 2)]), st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_an_early_mask_meets_few_live_microbatches(pipeline: tuple[int, int], rounds: int, cp: int) -> None:
-    """The first stage loads with what is kept before its first chunk, by the order of its passes."""
+    """The first stage loads beside the bytes kept before its first chunk, by the order of its passes."""
     pp, vpp = pipeline
     layout = Layout(pp=pp, vpp=vpp, cp=cp)
     this = replace(job(seq_length=8192, num_layers=8), batch=Batch(global_batch_size=rounds * pp))
@@ -381,7 +377,7 @@ def test_published_peaks_lie_a_workspace_above(layout: Layout, measured_bytes: i
 
 
 def test_shards_and_what_stands_whole() -> None:
-    """Under FSDP ranks hold a quarter of everything, two layers' weights and gradients, and those of the ends."""
+    """Under FSDP ranks hold a quarter of all states, weights and gradients of two layers, and the ends."""
     flags = (
         "--use-megatron-fsdp",
         "--data-parallel-sharding-strategy optim_grads_params",
@@ -505,7 +501,7 @@ JOB = replace(tiny_job(4, own=LAYOUT, batch=Batch(global_batch_size=8)), model=M
 
 
 def test_the_first_rank_holds_both_ends_and_nothing_is_lost() -> None:
-    """Weights of all ranks add up to those of Megatron's placement; the first has what first and last had of ends."""
+    """Weights of all ranks add up to Megatron's placement; the first rank has both ends."""
     folded = folded_peaks(JOB, LAYOUT, [100, 90, 80, 70])
     stock = peak_memory_bytes(JOB, LAYOUT)
     counts = [each.dense for each in stage_parameters(MODEL, LAYOUT)]
@@ -608,7 +604,7 @@ def test_a_job_without_a_mask_has_none_to_leave_out() -> None:
     ],
 )
 def test_a_data_set_that_makes_no_mask_is_named(flags: tuple[str, ...], version: str, expected: bool) -> None:
-    """The one for supervised fine-tuning asserts so from 0.16 on, whatever the length of its samples."""
+    """From 0.16 on the data set for supervised fine-tuning asserts that no mask is made."""
     short = replace(mask_job(*flags, seq_length=512), megatron_version=version)
     notes = mask_notes(short, Layout())
 
@@ -671,7 +667,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @given(st.sampled_from(MODELS), st.sampled_from(FLAGS), st.lists(layouts(), min_size=1, max_size=12))
 def test_columns_equal_single_layouts(model: dict[str, object], flags: tuple[str, ...], rows: list[Layout]) -> None:
-    """Every part on every stage, whatever stands beside it in the table."""
+    """Every part on every stage is the same alone and among other layouts."""
     this = long_job(model, flags)
 
     columns = peak_memory_columns(this, LayoutColumns.of(rows))
@@ -707,7 +703,7 @@ def test_no_layouts() -> None:
     ],
 )
 def test_an_impossible_row(bad: Layout, message: str) -> None:
-    """The error is that of the layout alone."""
+    """The error is the same as for the layout alone."""
     with pytest.raises(LayoutError, match=message):
         peak_memory_columns(long_job({}), LayoutColumns.of([Layout(), bad]))
 

@@ -134,7 +134,7 @@ KINDS_OF_SCHEDULE = ("1f1b", "gpipe", "eager", "interleaved", "gis", "zb", "v")
     st.randoms(),
 )
 def test_equals_a_naive_event_loop(pp: int, vpp: int, microbatches: int, kind: str, rng: random.Random) -> None:
-    """Whatever the seconds, every action ends when an event loop says."""
+    """For all seconds, every action ends as in an event loop."""
     schedule = small_schedule(kind, pp, vpp, microbatches)
     times = drawn_stages(schedule.num_stages, rng)
 
@@ -157,7 +157,7 @@ def test_a_recompute_comes_before_each_backward() -> None:
 
 
 def test_the_turn_of_a_v_is_free() -> None:
-    """Both stages lie on one rank: whatever the hop between them is said to take, nothing is sent."""
+    """Both stages are on one rank: no message is sent, for any time of the hop."""
     schedule = v_of_one_by_one(2, 1)
     turn = dataclasses.replace(equal_stages(4), forward_hop_s=(0.0, 9.0, 0.0), backward_hop_s=(0.0, 9.0, 0.0))
 
@@ -191,7 +191,7 @@ def test_many_pipelines_at_once_give_the_same_digits(count: int) -> None:
 
 
 def test_a_schedule_that_cannot_run_is_named() -> None:
-    """Two ranks that wait for each other are named with what they wait for."""
+    """The error names two ranks that wait for each other, and the actions they wait for."""
     schedule = from_words("mine", pp=2, vpp=1, ranks=[["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
 
     with pytest.raises(FactError, match="mine deadlocks: 0B0 waits for 1B0, which never runs"):
@@ -293,7 +293,7 @@ def test_what_blocking_ends_cost_depends_on_the_group_and_not_on_the_number_of_m
     times = equal_stages(4, forward_s=1.0, backward_s=2.0, hop_s=0.125)
 
     def more_s(size: int, microbatches: int) -> float:
-        """How much longer the step takes."""
+        """Increase of the step."""
         longer, shorter = (
             Engine(chunked(size, microbatches, blocking_ends=blocking)).makespan_s(times) for blocking in (True, False)
         )
@@ -313,7 +313,7 @@ ENGINES = [
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(ENGINES), st.integers(0, 1000), st.integers(1, 9))
 def test_counts_are_a_subgradient(engine: Engine, seed: int, pipelines: int) -> None:
-    """They give each makespan exactly, and no other pipeline's makespan is below what they say of it."""
+    """The counts give each makespan exactly, and bound every other pipeline's makespan from below."""
     stages = len(engine.last_backward_S)
     rng = np.random.default_rng(seed)
     durations, hops = rng.random((3 * stages, pipelines)), rng.random((2 * stages - 1, pipelines))

@@ -88,7 +88,7 @@ def test_a_long_step_is_not_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_engines_are_forgotten_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were used last stay, up to so many actions in all."""
+    """Engines that were used last stay in memory, up to a number of actions."""
     monkeypatch.setattr(steady_state, "_engines", type(steady_state._engines)())
     monkeypatch.setattr(steady_state, "_CACHED_ACTIONS", 100)
     engines = [engine_of(Layout(pp=2), 10 + extra) for extra in range(5)]

@@ -9,8 +9,8 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from pipette_launch.cost.layers.activations import kept_bytes
 
+from pipette_launch.cost.layers.kinds import kept_bytes
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.peak import peak_memory_bytes
@@ -117,8 +117,10 @@ def test_overlapped_exchanges_keep_one_more_layer(executor: Executor) -> None:
     found = executor.execute(job, layout, (0,))[0]
     expected = peak_memory_bytes(job, layout)[0]
 
-    assert expected.backward > kept_bytes(job, layout, moe=True)
-    assert pytest.approx(expected.activations + kept_bytes(job, layout, moe=True), rel=0.05) == found.parts.activations
+    assert expected.backward > kept_bytes(job, layout, "moe_layer")
+    assert (
+        pytest.approx(expected.activations + kept_bytes(job, layout, "moe_layer"), rel=0.05) == found.parts.activations
+    )
 
 
 def test_uneven_chunks_with_token_prediction(executor: Executor) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from facts_for_tests import fine_grained_model, tiny_model
 
-from pipette_launch.cost.layers.attention import prediction_parameters
-from pipette_launch.cost.layers.kinds import kind_parameters, word_embedding_parameters
+from pipette_launch.cost.layers.ends import depth_parameters
+from pipette_launch.cost.layers.kinds import kind_parameters
+from pipette_launch.cost.layers.parameters import word_embedding_parameters
 from pipette_launch.facts import Layout
 
 ROOT = Path(__file__).parents[3]
@@ -178,4 +179,4 @@ def test_parts_of_fine_grained_models_weigh_what_is_predicted(found: dict[str, A
     assert ["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"] == [*weighs]
     assert dense.count == weighs["layer"]
     assert moe.count == weighs["moe_layer"]
-    assert moe.count + prediction_parameters(model, layout) + 2 * table == weighs["prediction"]
+    assert moe.count + depth_parameters(model, layout) + 2 * table == weighs["prediction"]

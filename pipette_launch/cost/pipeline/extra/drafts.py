@@ -5,10 +5,10 @@ rank would wait. `best_draft` tries several orders and rules, and improves the b
 bubble (1F1B with delayed W) and of V placements (repeated building blocks).
 """
 
-# S = stages, P = pipeline ranks, M = micro-batches. Kinds: F, and I (its W is owed from then on) or B (no W).
-# S = stages, P = pipeline ranks.
+# S = stages, P = pipeline ranks, M = micro-batches. Kinds of passes: F = forward, B = whole backward, I = input
+# gradient, after which the weight gradient W is due.
 # Slots are the times of one micro-batch's passes on one rank, in the order F of chunk 0, F of chunk 1, backward of
-# chunk 1, backward of chunk 0. A block is the slots of every rank; it repeats every six units (2405.15362).
+# chunk 1, backward of chunk 0. A block contains the slots of every rank; it repeats every six units (2405.15362).
 
 from __future__ import annotations
 

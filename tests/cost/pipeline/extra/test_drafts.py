@@ -1,4 +1,4 @@
-"""Schedules on a V: their blocks, their peaks, and their bubbles against what was simulated elsewhere."""
+"""Schedules on a V and with zero bubble: blocks, peaks and bubbles against published figures."""
 
 import itertools
 import random
@@ -32,7 +32,7 @@ V_NAMES = ("v-zb", "v-half", "v-min", "1f1b-v")
 
 
 def split_times(pp: int, forward_s: float, input_s: float, weight_s: float, hop_s: float) -> StageTimes:
-    """Two equal chunks on each rank; the times are those of a whole rank."""
+    """Two equal chunks on each rank; the times belong to a whole rank."""
     stages = 2 * pp
     return StageTimes(
         forward_s=(forward_s / 2,) * stages,
@@ -83,7 +83,7 @@ def test_no_worse_than_simulated_elsewhere(
 def test_where_others_found_better_orders(
     name: str, times: tuple[float, float, float, float], expected: float, elsewhere: float
 ) -> None:
-    """Four entries of that table are not reached; what is reached is held."""
+    """Four entries of the paper's table are not reached; the others are kept."""
     stage_times = split_times(8, *times)
     schedule = named_schedule(name, pp=8, vpp=2, num_microbatches=32, times=stage_times)
 
@@ -103,7 +103,7 @@ def test_published_peaks(pp: int) -> None:
 @given(st.sampled_from(V_NAMES), st.integers(2, 5), st.integers(1, 9), st.randoms())
 @examples(max_examples=30)
 def test_any_v_runs_within_its_peak(name: str, pp: int, microbatches: int, rng: random.Random) -> None:
-    """Whatever the times: complete, without deadlock, and within the memory that the schedule is known for."""
+    """For all times: complete, without deadlock, and within the schedule's known memory."""
     times = drawn_stages(2 * pp, rng)
     schedule = named_schedule(name, pp=pp, vpp=2, num_microbatches=microbatches, times=times)
 
@@ -114,7 +114,7 @@ def test_any_v_runs_within_its_peak(name: str, pp: int, microbatches: int, rng: 
 @pytest.mark.parametrize("pp", range(2, 10))
 @pytest.mark.parametrize("slopes", [(3, 3, 3, 3), (1, 1, 1, 1), (2, 1, 1, 2)])
 def test_passes_of_a_block_never_meet(pp: int, slopes: tuple[int, int, int, int]) -> None:
-    """Repeated every six units, no two passes of a rank ask for the same unit, and each follows what it needs."""
+    """Repeated every six units, two passes of a rank never use the same unit, and each follows its cause."""
     for block in linear_blocks(pp, slopes):
         for slots in block:
             assert len({slot % PERIOD for slot in slots}) == 4
@@ -124,7 +124,7 @@ def test_passes_of_a_block_never_meet(pp: int, slopes: tuple[int, int, int, int]
 
 @pytest.mark.parametrize("pp", range(2, 10))
 def test_whole_backwards_fill_the_period(pp: int) -> None:
-    """Two forwards of one unit and two backwards of two leave no unit free, and each follows what it needs."""
+    """Two forwards of one unit and two backwards of two leave no unit free, and each follows its cause."""
     for block in short_lived_blocks(pp):
         for first, second, back, last in block:
             used = {first, second, back, back + 1, last, last + 1}
@@ -210,7 +210,7 @@ def test_zb_2p_is_no_worse_than_published(
 
 
 def drawn_problem(pp: int, microbatches: int, room: float, rng: random.Random) -> SchedulingProblem:
-    """Unequal stages and a limit of so much more than one micro-batch."""
+    """Unequal stages, and a memory limit above one micro-batch."""
     held = tuple(float(rng.randint(1, 8)) for _ in range(pp))
     return SchedulingProblem(
         pp=pp,
@@ -229,7 +229,7 @@ def drawn_problem(pp: int, microbatches: int, room: float, rng: random.Random) -
 def test_any_zero_bubble_order_runs_within_its_limits(
     pp: int, microbatches: int, room: float, rng: random.Random
 ) -> None:
-    """Whatever the times, sizes and limits: complete, without deadlock, and no rank keeps more than it may."""
+    """For all times, sizes and limits: complete, without deadlock, and every rank within its limit."""
     problem = drawn_problem(pp, microbatches, room, rng)
     schedule = zero_bubble("zb-1p", problem)
 

@@ -132,7 +132,7 @@ def test_counted_orders_have_the_bubbles_simulated_elsewhere(
     ],
 )
 def test_what_does_not_exist_is_refused_with_the_reason(name: str, asked: dict[str, object], reason: str) -> None:
-    """A wrong name gets the nearest one, wrong numbers what is wrong with them."""
+    """The error suggests the nearest name, or names the wrong number."""
     with pytest.raises(LayoutError, match=reason):
         named_schedule(name, **{"pp": 4, "num_microbatches": 8, **asked})
 
@@ -156,7 +156,7 @@ def test_times_of_another_pipeline_are_refused() -> None:
 def test_stock_schedules_hold_what_the_closed_form_says(
     pp: int, vpp: int, rounds: int, extra: int, rng: random.Random
 ) -> None:
-    """Each rank's peak is that of `cost.memory.live_activations.peak_live_bytes`, whatever its chunks keep."""
+    """Each rank's peak equals `cost.memory.live_activations.peak_live_bytes`, for all sizes of chunks."""
     group = pp + extra
     layout = Layout(pp=pp, vpp=vpp if pp > 1 else 1, microbatch_group_size=group if vpp > 1 and pp > 1 else 0)
     sizes = tuple(rng.randint(0, 9) for _ in range(layout.num_chunks))
@@ -217,7 +217,7 @@ def drawn(rng: random.Random, *, names: list[str] = NAMES) -> tuple[Schedule, St
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 1 << 30), ordered=st.sampled_from(("by these times", "by others", "by none")))
 def test_a_step_takes_as_long_as_under_the_rules_of_nccl(seed: int, ordered: str) -> None:
-    """Whatever times the messages were ordered by; with more than one work queue a step is no longer."""
+    """The times equal the stand-in's for every order of messages; more work queues never make a step longer."""
     rng = random.Random(seed)
     schedule, times = drawn(rng)
     if ordered != "by these times":

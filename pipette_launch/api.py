@@ -49,7 +49,7 @@ def measure(command: Sequence[str]) -> Measurements:
 def load_plan(path: str | Path) -> Plan:
     """Read a plan file, as `pipette plan --out` and a job write it; times in seconds, sizes in bytes.
 
-    `chosen.placement` has one entry for each rank: its slot, which is host * devices_per_host + device.
+    `chosen.placement` has the rank of each slot; the index of a slot is host * devices_per_host + device.
 
     >>> import pipette_launch
     >>> pipette_launch.load_plan("missing.plan.json")

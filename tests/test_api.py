@@ -159,4 +159,4 @@ def test_a_device_of_a_file_is_planned_and_predicted() -> None:
     predicted = pipette_launch.predict(SMALL, gpu=files.read(path, DeviceFile), num_hosts=1, megatron_version="0.16.1")
 
     assert ("MI300X", "MI300X") == (planned.setting.device_name, predicted.device_name)
-    assert [True, True] == [any("As of H100-SXM" in note for note in one.notes) for one in (planned, predicted)]
+    assert [True, True] == [any("Taken from H100-SXM:" in note for note in one.notes) for one in (planned, predicted)]

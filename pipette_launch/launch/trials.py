@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pipette_launch.cost.learned import ERRORS_APART
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Samples
 from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
@@ -149,6 +148,7 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
 def noise_s(one: Samples, other: Samples) -> float:
     """Return the largest difference of two medians that chance explains."""
     # Imported after a trial only: a start from the cache does not need the code that prices plans.
+    from pipette_launch.cost.learned import ERRORS_APART
 
     return ERRORS_APART * math.hypot(one.median_error_s, other.median_error_s)
 

@@ -101,7 +101,7 @@ def plan(
         megatron_version: such as `0.16.1`; None for the version that a script here would import, else the newest known.
 
     Returns:
-        The plan, times in seconds and sizes in bytes; `chosen.placement` has the slot of each rank.
+        The plan, times in seconds and sizes in bytes; `chosen.placement` has the rank of each slot.
 
     Raises:
         UsageError: neither or both of `gpu` and `cluster`, or a wrong size, name or budget.

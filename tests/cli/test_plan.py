@@ -192,7 +192,9 @@ def test_a_flag_that_is_not_priced_has_a_note(capsys: pytest.CaptureFixture[str]
     code, out, _ = answer(f"plan --gpu h100 --nodes 1 --fix all {JOB} {flags}", capsys)
 
     assert 0 == code
-    assert "--num-distributed-optimizer-instances 2 is in the memory and not in" in " ".join(out.split())
+    assert "--num-distributed-optimizer-instances 2 is in the predicted memory, but not in the step time" in " ".join(
+        out.split()
+    )
 
 
 def test_hybrid_models_are_planned_on_imagined_machines(capsys: pytest.CaptureFixture[str]) -> None:

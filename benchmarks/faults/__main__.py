@@ -32,7 +32,7 @@ from benchmarks.faults.table import table
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     soak = commands.add_parser("soak")

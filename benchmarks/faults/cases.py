@@ -17,9 +17,9 @@ from benchmarks.faults.job import Job, await_so
 TRAIN_ITERS = 40
 SLOW_MBIT = 20.0
 FURTHER = {"link cut": 1, "far link cut": 2}
-"""How far on the host is to which a wire is cut: the next one's agent is watched by this one's."""
+"""Places from a host to the other end of its cut wire. A host's agent watches the agent of the next host."""
 Fault: TypeAlias = Callable[[Job, str], None]
-"""What it does to one host of a job."""
+"""Causes a fault on one host of a job."""
 
 
 class Case(NamedTuple):
@@ -39,9 +39,9 @@ class Phase:
     wait_s: float = 0.0
     """So long after the line, at least."""
     lasts_s: float = 0.0
-    """The fault comes at a moment drawn from so many seconds."""
+    """Length in seconds of the phase; the moment of the fault is drawn from it."""
     is_cached: bool = True
-    """Whether the job starts from a cached plan."""
+    """True if the job starts from a cached plan."""
     has_workers: bool = True
 
 
@@ -124,7 +124,7 @@ def _after(job: Job, host: str, further: int) -> str:
 
 
 def cut_link(job: Job, host: str, *, further: int) -> None:
-    """Cut the wire to the host so much further on; both ends reach all others."""
+    """Cut the wire to the host that is `further` places on; both ends still reach all other hosts."""
     job.lab.cut((host, _after(job, host, further)))
 
 

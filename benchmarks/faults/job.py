@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
 @dataclass
 class Job:
-    """Launchers on all hosts of a laboratory, and what they said."""
+    """Launchers on all hosts of a laboratory, and their output."""
 
     lab: Lab
     disk: Path

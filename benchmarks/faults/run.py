@@ -26,7 +26,7 @@ LEAVES_PROCESSES = ("launcher stopped", "launcher killed", "host cut off")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a training."""
+    """Result of a training."""
 
     case: Case
     ended: str
@@ -35,15 +35,15 @@ class Result:
     """From the fault to the next iteration, or to the end of the job."""
     words: str = ""
     false_alarms: tuple[str, ...] = ()
-    """Losses that were told before the fault, or of a host that it did not come to."""
+    """Reports of a loss before the fault, or of a host without a fault."""
     lost_checkpoint: str = ""
-    """What a checkpoint held and was trained again; empty for nothing."""
+    """Steps of a checkpoint that were trained again; empty without such steps."""
     left: tuple[str, ...] = ()
     """Command lines of processes that were left on hosts that can be reached."""
 
     @property
     def is_well(self) -> bool:
-        """Whether the job survived or ended with words, in time, and left nothing."""
+        """True if the job survived or ended with a message, in time, and left no process."""
         survived = self.ended == "trained" or (self.ended == "ended" and bool(self.words))
         return survived and not self.lost_checkpoint and not self.left and not self.false_alarms
 
@@ -88,13 +88,13 @@ def _await_end(job: Job, case: Case, at_s: float) -> Result:
 
 
 def _words(job: Job, at_s: float) -> str:
-    """Return what the launchers said first of the fault."""
+    """Return the first line of the launchers about the fault."""
     told = job.matches(r"^pipette-launch: (.*(?:is lost|failed|ended with|does not|error: |ends here).*)", at_s)
     return told[0][1].group(1) if told else ""
 
 
 def _false_alarms(job: Job, case: Case, at_s: float) -> tuple[str, ...]:
-    """List lines of other hosts that tell of a loss before the fault, or of a host that it did not come to."""
+    """Return lines of other hosts that report a loss before the fault, or the loss of a host without a fault."""
     hit = ends_of(job, case)
     told = job.matches(r"(\w+) is lost")
     return tuple(

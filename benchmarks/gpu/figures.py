@@ -110,7 +110,7 @@ def host_bound(book: Notebook, watch: Stopwatch, habits: Habits, has_te: bool) -
 
 
 def _graph(book: Notebook, layer: Part) -> None:
-    """The same layer's forward and backward captured and replayed: what is left is the device's own time."""
+    """Capture and replay the same layer's forward and backward, so that only the device's own time remains."""
     from megatron.core import tensor_parallel
 
     if book.kind != "cuda":

@@ -34,7 +34,7 @@ Fact = TypeVar("Fact")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What one launcher did."""
+    """Output and measurements of one launcher."""
 
     code: int | None
     """None where it had to be ended."""
@@ -44,7 +44,7 @@ class Run:
     first_iteration_s: float | None
     """From the start of the launcher to the first iteration line."""
     most_bytes: int
-    """That the device held for it at most, by NVML; 0 on a CPU."""
+    """Peak bytes of the launcher's processes on the device, by NVML; 0 on a CPU."""
 
     @property
     def iterations(self) -> list[Iteration]:
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def losses(self) -> dict[int, str]:
-        """Of each iteration, as printed."""
+        """Loss of each iteration, as printed."""
         return {one.iteration: one.loss or "" for one in self.iterations}
 
     @property
@@ -100,7 +100,7 @@ class Launch:
             reader.start()
 
     def finish(self, limit_s: float) -> Run:
-        """Wait until it ends; one that takes longer is ended, and its workers with it."""
+        """Wait until the launcher ends; at the deadline end it and its workers."""
         with nvml.session() if self.device.kind == "cuda" else nullcontext() as driver:
             code, most_bytes = self._watch(driver, time.perf_counter() + limit_s)
         if code is None:
@@ -154,7 +154,7 @@ def losses_apart(some: Sequence[str], others: Sequence[str]) -> float:
 
 
 def newest_cached(folder: Path, kind: type[Fact], name: str) -> Fact:
-    """Read the file that a launcher left last in its cache; raises PipetteError where there is none."""
+    """Read the newest file of a launcher's cache; raise PipetteError if it is missing."""
     found = sorted((folder / "cache").glob(f"pipette-launch/*/{name}"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise PipetteError(f"the launcher left no {name}")

@@ -40,7 +40,7 @@ TRIALS = {"cuda": 2, "cpu": 1}
 LEAST_SHARE = 0.5
 """Share of the wanted compute cases that a warm-up has to time: a plan over fewer rests on the device model."""
 MARGIN_BYTES = {"cuda": 512 * MIB, "cpu": 40 * MIB}
-"""What libraries and threads take beside what was foretold, when memory is tight."""
+"""Bytes left for libraries and threads beyond the prediction if memory is tight."""
 
 
 @dataclass(kw_only=True)
@@ -104,7 +104,7 @@ def measure(book: Notebook) -> None:
 
 
 def run_cold(job: Job) -> None:
-    """Measure, plan and train; keep what was foretold and what came."""
+    """Measure, plan and train; keep predictions and results."""
     done = job.run(["--pipette-budget", BUDGET_S[job.book.kind]])
     _keep(job, "cold", done)
     cluster = newest_cached(job.folder, Measurements, "cluster.json")
@@ -210,7 +210,7 @@ def _keep(job: Job, name: str, done: Run, **more: object) -> None:
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """What was foretold and what came, then every run."""
+    """Compare predictions with results, then list every run."""
     yield from _foretold(records)
     runs = of_kind(records, "run")
     if runs:

@@ -1,4 +1,4 @@
-"""Peaks of single ranks of large jobs, each run for real under a fake process group, beside what was foretold.
+"""Compare measured peaks of single ranks of large jobs with predictions; each rank runs under a fake process group.
 
 The warm-up's own stage probe (`probe.compute.benches`) measures. On CUDA torch's allocator and NVML count; on a
 CPU tensors are counted one by one in the place of the allocator, and there is nothing in the place of NVML.
@@ -186,7 +186,7 @@ class Foretellers:
         return self._pool.submit(self._foretell, job, case)
 
     def close(self) -> None:
-        """End the processes; what was not answered yet never will be."""
+        """End the processes; open requests get no answer."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for executor in self._executors:
             executor.close()
@@ -200,7 +200,7 @@ class Foretellers:
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """A row for each rank, then the errors, and what the default overheads are off by."""
+    """Write a row for each rank, then the errors, and the errors of the default overheads."""
     ranks = of_kind(records, "rank")
     closed = {record["case"]: record for record in of_kind(records, "closed form")}
     abstract = {record["case"]: record["bytes"] for record in of_kind(records, "abstract")}
@@ -209,7 +209,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
     errors: dict[str, list[float]] = {"Abstract execution": [], "Closed form": [], "Whole device (closed form)": []}
     for rank in ranks:
         form = closed.get(rank["case"])
-        # What libraries keep in the allocator is no tensor of the model.
+        # Memory that libraries hold in the allocator is not part of the model's tensors.
         held = rank["allocated_bytes"] - (form["workspace_bytes"] if form and rank["reserved_bytes"] else 0)
         whole = rank["device_bytes"] if rank["reserved_bytes"] else 0
         pairs = (

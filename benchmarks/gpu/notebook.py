@@ -1,4 +1,4 @@
-"""What one part of the check found, written to disk after every record: a part that is cut short loses nothing."""
+"""The results of one part of the check, written to disk after every record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Record = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Notebook:
-    """The records of one part, and what the part could not do."""
+    """The records of one part, and the work that it left out."""
 
     path: Path
     part: str
@@ -54,7 +54,7 @@ class Notebook:
 
     @property
     def kind(self) -> Literal["cuda", "cpu"]:
-        """What the part runs on."""
+        """Kind of device that the part uses."""
         return self.device.kind
 
     def left_s(self) -> float:
@@ -124,12 +124,12 @@ def first_line(error: BaseException) -> str:
 
 
 def device_here(kind: Literal["auto", "cuda", "cpu"]) -> Device:
-    """The first device of this machine; raises ClusterError where `cuda` was asked for and there is none."""
+    """Return the first device of this machine; raise ClusterError for `cuda` without a device."""
     return inventory.host(name="here", address="", num_devices=1, device=kind).devices[0]
 
 
 def circumstances() -> dict[str, Any]:
-    """What must be known to doubt the figures."""
+    """Return the conditions of the figures."""
     driver = inventory.versions().get("driver")
     known = conditions(None)
     noted = ROOT / ".gpu-wheels" / "COMMIT"

@@ -1,4 +1,4 @@
-"""What the driver tells, what clocks and events are worth, what copies and one rank of the backend cost."""
+"""Driver answers, accuracy of clocks and events, and the cost of copies and of one rank of the backend."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _conditions(book: Notebook, when: str) -> None:
 
 
 def _one_rank(book: Notebook, reads: MemoryMeter, watch: Stopwatch) -> None:
-    """What a communicator of one rank takes to open, to hold and to use: no message leaves the device."""
+    """Measure the time and memory of a communicator of one rank: no message leaves the device."""
     torch.zeros(1, device=book.kind)
     alone_bytes = reads.overhead_bytes()
     before_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the records of a check say, as Markdown: `python -m benchmarks.gpu.report FOLDER [--out FILE]`.
+"""Write the records of a check as Markdown: `python -m benchmarks.gpu.report FOLDER [--out FILE]`.
 
 Without `--out` the file is `benchmarks/results/gpu_<device>_<date>.md`.
 """
@@ -56,7 +56,7 @@ def part_text(path: Path) -> str:
 
 
 def whole_text(folder: Path) -> str:
-    """All parts of a check, as Markdown; raises FileFormatError where there is none."""
+    """Return all parts of a check as Markdown; raise FileFormatError if there is no part."""
     parts = [load(folder / f"{part.name}.json") for part in PARTS if (folder / f"{part.name}.json").exists()]
     if not parts:
         raise FileFormatError(f"{folder}: no records of a check")
@@ -129,7 +129,7 @@ def _part_lines(part: dict[str, Any]) -> Iterator[str]:
 
 
 def _as_item(line: str) -> str:
-    """A sentence as an item of a list; rows of tables, code and what is an item already stay."""
+    """Turn a sentence into a list item; leave table rows, code and list items unchanged."""
     return line if not line or line.startswith(("|", "-", "    ")) else f"- {line}"
 
 

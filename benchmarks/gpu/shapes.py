@@ -23,11 +23,11 @@ class Shape:
     ffn: int
     heads: int
     groups: int
-    """Of queries that share a key and value; as many as heads without grouping."""
+    """Number of groups of queries that share a key and value; equal to `heads` without grouping."""
     seq_length: int = 2048
     vocab: int = 32000
     experts: int = 0
-    """Of each layer; 0 = dense. Each token goes to two."""
+    """Experts in each layer; 0 = dense. Each token goes to two experts."""
 
 
 SHAPES: dict[DeviceKind, dict[str, Shape]] = {
@@ -49,7 +49,7 @@ SHAPES: dict[DeviceKind, dict[str, Shape]] = {
 
 
 def job_of(shape: Shape, layout: Layout, *, has_te: bool) -> Job:
-    """Return a job in bf16 of such a model, of four micro-batches a step or two a stage, whichever is more."""
+    """Return a bf16 job of this model with four micro-batches a step or two a stage, the larger number."""
     job = gpt_job(
         (shape.layers, shape.hidden, shape.heads),
         seq_length=shape.seq_length,
@@ -80,7 +80,7 @@ def job_of(shape: Shape, layout: Layout, *, has_te: bool) -> Job:
 
 
 def has_transformer_engine(device_kind: str) -> bool:
-    """Whether Megatron-core would build its layers from Transformer Engine's; imports megatron-core."""
+    """Return whether megatron-core would build its layers from Transformer Engine's; imports megatron-core."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     return device_kind == "cuda" and bool(getattr(gpt_layer_specs, "HAVE_TE", False))

@@ -35,7 +35,7 @@ def stand_in_for(backend: str) -> None:
 
 
 def _maker(backend: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Ask for our backend where the other one is asked for, and without its own options."""
+    """Use our backend in place of the other, without its own options."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -68,7 +68,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     from torch.utils import _pytree as pytree
 
     def on_host(value: Any) -> Any:
-        # Always a copy: what is sent may be freed or changed before it has left.
+        # Always copy, because the sender may free or change the tensor before it was sent.
         return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
     class Work(dist._Work):
@@ -105,7 +105,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
             copies, named = pytree.tree_map(on_host, args), pytree.tree_map(on_host, kwargs)
             inner = getattr(self._gloo, name)(*copies, **named)
-            # What is sent comes back unchanged, and may be gone by then.
+            # Tensors that are sent come back unchanged, and may be freed by then.
             results = [] if name == "send" else _tensors(pytree, (args, kwargs))
             return Work(inner, results, _tensors(pytree, (copies, named)) if results else [])
 

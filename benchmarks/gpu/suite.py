@@ -44,7 +44,7 @@ def _outcome(case: ET.Element) -> dict[str, object]:
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """How many passed, and each that did not."""
+    """Return the number of passed tests, and each test that did not pass."""
     tests = of_kind(records, "test")
     count = {name: sum(test["outcome"] == name for test in tests) for name in ("passed", "failure", "error", "skipped")}
     yield (

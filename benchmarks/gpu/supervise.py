@@ -1,4 +1,4 @@
-"""Runs one part after another, each in a process of its own that ends in time whatever hangs in it."""
+"""Run one part after another, each in its own process with a deadline, even if something in it hangs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Part:
     name: str
     module: str
     share: float
-    """Of the time that is left when all parts that follow still have to run."""
+    """Share of the remaining time if all later parts still have to run."""
     says: str
-    """What it finds out, for `--help` and the report."""
+    """Purpose of the part, for `--help` and the report."""
 
 
 PARTS = (
@@ -54,13 +54,13 @@ PARTS = (
 
 
 def adopt_orphans() -> None:
-    """Let whatever a part's launchers leave behind become this process's children, so that it can be ended."""
+    """Adopt all processes that a part's launchers leave behind, so that this process can end them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def limits_s(parts: tuple[Part, ...], left_s: float) -> float:
-    """How long the first of these parts may take, if all of them are to run in the time that is left."""
+    """Return the time for the first of these parts, if all of them are to run in the remaining time."""
     return left_s * parts[0].share / sum(part.share for part in parts)
 
 
@@ -108,7 +108,7 @@ def end_children() -> int:
             with contextlib.suppress(psutil.NoSuchProcess):
                 act(one)
         _, family = psutil.wait_procs(family, timeout=GRACE_S)
-        # What had not been born when the first ones were told.
+        # Processes that started after the first signal.
         family = list({*family, *psutil.Process().children(recursive=True)})
         if not family:
             return 0

@@ -21,7 +21,7 @@ VM_DATA = "VmData:"
 
 
 def tighten(total_bytes: int) -> None:
-    """Leave so many bytes to the tensors of this process; on a CPU to those that are still to come."""
+    """Leave this number of bytes to the tensors of this process; on a CPU only to tensors that it makes later."""
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         left_bytes = total_bytes - torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Layers over a grid of shapes, timed as a warm-up times them, beside what the device model says of the same layers."""
+"""Compare times of layers over a grid of shapes, measured as in a warm-up, with the device model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pipette_patches.workload import optimizer_step
 CASE_S = 6.0
 """Less time is not enough for one more shape."""
 HASTE = 2.0
-"""Times are looked at in so many times less than in a warm-up: there are more of them."""
+"""Divisor of the warm-up's number of time samples, because there are more layers here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ def measure(book: Notebook) -> None:
 
 
 def _spec(book: Notebook) -> DeviceSpec:
-    """The device's figures; of one that is not known, its own peak and bandwidth as just measured."""
+    """Return the device's figures; for an unknown device, its own peak and bandwidth as just measured."""
     known = device_of_driver(book.device.name)
     if known is not None:
         return known

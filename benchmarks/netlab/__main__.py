@@ -35,7 +35,7 @@ from benchmarks.netlab.topology import TopologyError
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of what stands before the first `--`."""
+    """Return the parser of the command line before the first `--`."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.netlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,7 +66,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the command line asks; returns the exit code."""
+    """Run the command, and return the exit code."""
     options = parsed(arguments)
     try:
         if options.action == "clean":

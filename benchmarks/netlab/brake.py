@@ -23,11 +23,11 @@ from benchmarks.netlab.system import LabError
 from benchmarks.netlab.topology import Topology
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
-"""Of control groups version 1. Version 2 lets a process that is not at the root limit nobody, so it is not tried."""
+"""Folder of control groups version 1. In version 2 a process below the root cannot limit others."""
 GROUP_PERIOD_US = 20_000
 USUAL_WEIGHT = 1024
 FENCE_WEIGHT = 64 * USUAL_WEIGHT
-"""What a fenced host may use it gets, whatever else the machine has to do."""
+"""Weight of a fenced host, so that it gets its quota beside any other load."""
 SIGNAL_PERIOD_S = 0.05
 LOOK_EVERY = 4
 """Periods between two looks at who lives in a host: that reads all of /proc."""
@@ -68,7 +68,7 @@ class Brake:
 
     @property
     def words(self) -> str:
-        """How hosts are held back here."""
+        """The way in which this machine slows hosts."""
         return "cpu.cfs_quota_us and cpu.shares of a control group" if self._groups else "SIGSTOP and SIGCONT in turns"
 
     def __enter__(self) -> Brake:
@@ -90,7 +90,7 @@ class Brake:
         return tuple(sorted({core for cores in self._places.values() for core in cores}))
 
     def entrance(self, host: str) -> str:
-        """The file into which a process of this host writes its id; empty where there is none."""
+        """Return the file into which a process of this host writes its id; empty without a control group."""
         return str(self._groups[host] / "cgroup.procs") if self._groups else ""
 
     def cores(self, host: str) -> str:
@@ -98,7 +98,7 @@ class Brake:
         return ",".join(map(str, self._places.get(host, ())))
 
     def slow(self, host: str, share: float) -> None:
-        """Give a host this share of its part of the machine, or of what the fence gives it; 1 = all of it."""
+        """Limit a host to this share of its part of the machine or of its fence; 1 = no limit."""
         self._topology.host(host)
         if self._fenced:
             quota = fence.timing_us(share * fence.processors(self._topology, host), fence.PERIOD_US)
@@ -123,7 +123,7 @@ class Brake:
         return self._topology.host(host).slots * min(1.0, cores / slots)
 
     def _stop_and_go(self) -> None:
-        """Stop what is slow for a part of each period, all hosts in one thread."""
+        """Stop the processes of slow hosts for a part of each period, all in one thread."""
         turns = 0
         lived: dict[str, list[int]] = {}
         while not self._done.is_set():

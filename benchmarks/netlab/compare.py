@@ -23,7 +23,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "-m", "pipette_patches.run", "--patch
 """On CPUs pipette-launch starts the script through the same patch."""
 SHOWN_LINES = 30
 PATIENCE_S = 30.0
-"""How long others may go on after a host has failed."""
+"""Seconds for other hosts to go on after a host has failed."""
 T = TypeVar("T")
 
 
@@ -32,7 +32,7 @@ class Ended:
     """One training."""
 
     step_s: tuple[float, ...]
-    """Of every iteration, warm-up iterations included."""
+    """Time of every iteration, including warm-up iterations."""
     losses: tuple[str, ...]
     """As printed."""
     wall_s: float
@@ -74,7 +74,7 @@ class Comparison:
         yield f"whole job       {self.cold.wall_s:.1f} s with warm-up and planning, {cached_s:.1f} s from the cache"
 
     def agreement(self) -> str:
-        """How far the losses of both are apart: equal layouts print equal losses, others draw other first weights."""
+        """Say if the losses agree, and by how much they differ; other layouts draw other first weights."""
         stock, ours = self.pairs[0]
         if stock.losses == ours.losses:
             return f"the same to every printed digit over {len(stock.losses)} iterations"
@@ -101,10 +101,10 @@ def compare(
         pairs: how many trainings of each.
         skip: iterations at the start of each that do not count.
         ours: flags of pipette-launch.
-        say: is told what runs.
+        say: receives a line about each training that starts.
 
     Raises:
-        LabError: a training failed or printed no iteration; the text holds the end of what it printed.
+        LabError: a training failed or printed no iteration; the text contains the end of its output.
 
     """
     cache = f"--pipette-cache={lab.folder / 'plans'}"
@@ -117,14 +117,14 @@ def compare(
 
 
 def launched(cache: Path, budget_s: float, *flags: str) -> tuple[str, ...]:
-    """Return the words that start pipette-launch with its plans in a folder, and so many seconds for a warm-up."""
+    """Return the command that starts pipette-launch with a folder for plans and a number of seconds for a warm-up."""
     return ("-m", "pipette_launch", f"--pipette-cache={cache}", f"--pipette-budget={budget_s:g}", *flags)
 
 
 def in_turns(
     one: Callable[[], T], other: Callable[[], T], *, pairs: int, say: Callable[[str], None] = lambda _text: None
 ) -> tuple[tuple[T, T], ...]:
-    """Do both so many times; each leads every other time, so that what drifts hits both."""
+    """Train both in turns `pairs` times; each begins every other pair, so that a drift affects both."""
     found = []
     for number in range(pairs):
         say(f"pair {number + 1} of {pairs}")
@@ -150,7 +150,7 @@ def train(
         env: variables of a host beside those that all have.
 
     Raises:
-        LabError: it failed or printed no iteration; the text holds the end of what it printed.
+        LabError: it failed or printed no iteration; the text contains the end of its output.
 
     """
     began_s = time.monotonic()
@@ -182,7 +182,7 @@ def ended(words: Sequence[str], outputs: Sequence[Path], *, wall_s: float, fault
         fault: what went wrong; empty = nothing.
 
     Raises:
-        LabError: it failed or printed no iteration; the text holds the end of what it printed.
+        LabError: it failed or printed no iteration; the text contains the end of its output.
 
     """
     lines = [line for path in outputs for line in path.read_text(errors="replace").splitlines()]

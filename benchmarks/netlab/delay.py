@@ -99,7 +99,7 @@ class Way:
                 self.frames.append((time.monotonic() + self.latency_s, frame))
 
     def deliver(self, now_s: float) -> float:
-        """Let out what has arrived; returns when the next frame will, infinity if there is none."""
+        """Send the frames that are due; return the time of the next frame, or infinity."""
         while self.frames and self.frames[0][0] <= now_s:
             with suppress(OSError):  # The other end is down: the frame is lost.
                 os.write(self.target, self.frames[0][1])

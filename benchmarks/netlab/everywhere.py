@@ -1,4 +1,4 @@
-"""Runs one command on every host of a laboratory and joins what they print."""
+"""Run one command on every host of a laboratory and join the output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
 def run(
     lab: Lab, words: Sequence[str], *, env: Mapping[str, str] | None = None, patience_s: float = 60.0
 ) -> tuple[int, str]:
-    """Run a command on every host; what they print comes out line by line, marked with the host's name.
+    """Run a command on every host; each line of output begins with the host's name.
 
     Args:
         lab: where.

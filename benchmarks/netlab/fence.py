@@ -1,4 +1,4 @@
-"""How much processor a fenced host has, and where: decided from the topology alone. Pure.
+"""Processor quota and cores of a fenced host, computed from the topology alone. Pure.
 
 A host keeps to cores of its own choice, so that its quota is never split over processors that take turns in using it
 up, and the quotas on one core never add up to more than the core.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.netlab.topology import Topology, TopologyError
 
 PERIOD_US = 5_000
-"""Of the quota: short against messages of the tens of milliseconds that make a step."""
+"""Period of the quota in microseconds: short, because the messages of a step take tens of milliseconds."""
 LEAST_US = 1_000
 """The kernel takes no smaller quota and no shorter period."""
 ROUNDING = 1e-9
@@ -31,7 +31,7 @@ def processors(topology: Topology, host: str) -> float:
 
 
 def timing_us(wanted: float, period_us: int) -> tuple[int, int]:
-    """Return quota and period for so many processors; the period grows where the quota would be too small."""
+    """Return quota and period for a number of processors; a small quota gets a longer period."""
     period_us = max(period_us, math.ceil(LEAST_US / wanted))
     return round(wanted * period_us), period_us
 

@@ -1,4 +1,4 @@
-"""A laboratory: hosts as namespaces, links as veth pairs, and whatever is done to them while a job runs."""
+"""A laboratory: hosts as namespaces, links as veth pairs, and functions that disturb them while a job runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Lab:
     """Hosts that exist while the `with` block runs; nothing of them is left after it, however it ends.
 
     SIGTERM ends the block as an interrupt does, so that it cleans up, too (in the main thread only: Python's rule).
-    What a lab that was killed left behind is removed when the next one starts.
+    The next laboratory removes the remains of a laboratory that was killed.
 
     Raises:
         LabError: this machine can have no laboratory, or a link misses its rate (`check`).
@@ -97,11 +97,11 @@ class Lab:
         return tuple(self._homes)
 
     def address(self, host: str) -> str:
-        """Where its peers reach a host."""
+        """Address at which other hosts reach a host."""
         return wires.address(self.topology.index(host))
 
     def values(self, host: str) -> dict[str, str]:
-        """What a command on this host may need to know, as text."""
+        """Values that a command on this host can use, as text."""
         return {
             "host": host,
             "address": self.address(host),
@@ -114,7 +114,7 @@ class Lab:
         }
 
     def environment(self, host: str) -> dict[str, str]:
-        """Variables that a process on this host gets beside those of its parent.
+        """Variables of a process on this host in addition to its parent's.
 
         The PET_* ones are torchrun's flags, pipette-launch's too; NETLAB_* say the same to any other program.
         """
@@ -179,7 +179,7 @@ class Lab:
             system.batch("tc", lines, namespace=self._homes[sender])
 
     def cut(self, link: Link) -> None:
-        """Take a wire down; packets vanish and nobody is told."""
+        """Take a wire down: packets vanish without an error."""
         for host, peer in self._ways(link):
             system.batch("ip", wires.disconnect(peer), namespace=self._homes[host])
 
@@ -205,7 +205,7 @@ class Lab:
 
     @property
     def slowed_by(self) -> str:
-        """What holds slow hosts back on this machine, in words."""
+        """Return how this machine slows hosts, in words."""
         return self._brake.words
 
     def pids(self, host: str) -> list[int]:
@@ -226,7 +226,7 @@ class Lab:
             wrong = [way for way, one in found.items() if not one.fits(tolerance)]
             if not wrong:
                 break
-            # What takes the processor away, such as another virtual machine, does so for seconds.
+            # Another virtual machine takes the processor away for seconds at a time.
             time.sleep(turn * PAUSE_S)
             found |= {(one.sender, one.receiver): one for one in measure(self.topology, self.within, wrong)}
         return tuple(found.values())
@@ -258,7 +258,7 @@ def _terminable() -> Any:
         raise SystemExit(128 + number)
 
     before = {}
-    with suppress(ValueError):  # Not the main thread: only that one may, and signals go to it anyway.
+    with suppress(ValueError):  # Only the main thread may set handlers, and it gets all signals.
         for number in (signal.SIGTERM, signal.SIGHUP):
             before[number] = signal.signal(number, leave)
     try:

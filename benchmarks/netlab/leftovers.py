@@ -1,4 +1,4 @@
-"""Which laboratories live, and the removal of what a dead one left.
+"""Find laboratories that live, and remove the remains of dead laboratories.
 
 A lab owns a folder whose lock it holds while it lives; the kernel drops the lock with the process, however that ends,
 so a process id that was given anew cannot make a dead lab look alive.

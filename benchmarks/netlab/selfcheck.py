@@ -1,4 +1,4 @@
-"""Whether the links of a laboratory have the rates that were asked for, by plain sockets.
+"""Check by plain sockets that the links of a laboratory have the rates of its file.
 
 One process plays both ends: a socket belongs to the namespace in which it was made. Rounds of disjoint pairs keep the
 machine's few processors from being what is measured; what passes at once by the token bucket's burst is not counted.
@@ -21,9 +21,9 @@ from benchmarks.netlab.topology import Path, Topology
 Way = tuple[str, str]
 Within = Callable[[str, Callable[[], Any]], Any]
 SEND_S = 0.2
-"""How long each direction is kept busy."""
+"""Seconds of traffic in each direction."""
 SKIPPED = 0.3
-"""Of the bytes, at the start: burst and TCP's own start."""
+"""Share of the bytes at the start that does not count: burst and TCP's slow start."""
 CHUNK_BYTES = 1 << 20
 PATIENCE_S = 10.0
 AT_ONCE = 2
@@ -31,14 +31,14 @@ AT_ONCE = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """One direction of a link: what was asked for, and what plain sockets got."""
+    """One direction of a link: the rate in the file, and the rate that plain sockets reached."""
 
     sender: str
     receiver: str
     asked_mbit: float
     got_mbit: float
     round_trip_ms: float
-    """Of a tiny message, the fastest of several."""
+    """Time of a tiny message, the fastest of several."""
 
     @property
     def ratio(self) -> float:
@@ -46,7 +46,7 @@ class Reading:
         return self.got_mbit / self.asked_mbit
 
     def fits(self, tolerance: float) -> bool:
-        """Whether the link has its rate."""
+        """Return whether the link has its rate."""
         return abs(self.ratio - 1) <= tolerance
 
     def words(self) -> str:

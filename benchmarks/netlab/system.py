@@ -1,4 +1,4 @@
-"""What the laboratory asks of the operating system: iproute2, namespaces, and who lives in them."""
+"""Calls to the operating system: iproute2, namespaces, and processes in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class LabError(RuntimeError):
-    """The laboratory could not do what was asked."""
+    """The laboratory could not do the requested change."""
 
 
 def missing() -> str:
@@ -68,7 +68,7 @@ def namespaces(prefix: str) -> list[str]:
 
 
 def inhabitants(namespace: str) -> list[int]:
-    """Processes in a network namespace, children of what was started there included."""
+    """Return the processes in a network namespace, including children."""
     with suppress(OSError):
         home = (NETNS / namespace).stat()
         return [pid for pid in _pids() if _lives_in(pid, home)]

@@ -1,4 +1,4 @@
-"""What a laboratory looks like, read from a TOML file: hosts, and a rate and latency for every direction. Pure.
+"""Read a laboratory from a TOML file: hosts, and a rate and latency for every direction. Pure.
 
 rate_mbit = 1000                                   # of every pair that nothing below names
 latency_ms = { near = 0.0, far = 2.0 }             # classes; the first is that of every pair
@@ -43,7 +43,7 @@ KEYS = {
 
 
 class TopologyError(ValueError):
-    """A topology makes no sense; the text names the entry and what it may be."""
+    """A topology makes no sense; the text names the entry and the allowed values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Host:
     name: str
     slots: int = 1
     share: float = 1.0
-    """Of the processor time that a host of equally many slots gets: of the fence, or, without one, when all compute."""
+    """Share of the processor time that a host with the same number of slots gets when all hosts compute."""
 
     def __post_init__(self) -> None:
         if not HOST_NAME.fullmatch(self.name):
@@ -68,7 +68,7 @@ class Path:
 
     rate_mbit: float
     latency_ms: float = 0.0
-    """Added to what the machine itself needs, which is some 0.05 ms."""
+    """Latency in addition to the machine's own 0.05 ms."""
 
     def __post_init__(self) -> None:
         if not self.rate_mbit > 0 or self.latency_ms < 0:
@@ -83,7 +83,7 @@ class Topology:
     paths: Mapping[tuple[str, str], Path] = field(default_factory=dict)
     """By (sender, receiver)."""
     cores_per_slot: float | None = None
-    """Of processor time that a slot has, no more and no less, whatever other hosts do; None = what is left of it."""
+    """Processors of each slot, no more and no less, even while other hosts idle; None = no fence."""
 
     def __post_init__(self) -> None:
         if self.cores_per_slot is not None and not self.cores_per_slot > 0:

@@ -2,7 +2,7 @@
 
 A training of seconds costs several times that in imports, in every launcher and worker. An executable that stands for
 Python hands its command line, variables, files and signals to a server (warm_server), which forks; the fork moves to
-the host of whoever asked (warm_fork). What no fork can imitate runs in a real interpreter, and is told (`cold_starts`).
+the client's host (warm_fork). If a fork cannot imitate a start, a real interpreter runs it (`cold_starts` lists these).
 
 Not as with a real interpreter: the process that a parent sees is not the one that computes (SIGSTOP stops only the
 former, whose processor time is nought), hash seeds are the same in all forks, and `getppid` names the server. A signal
@@ -32,7 +32,7 @@ from benchmarks.netlab.system import LabError
 HERE = Path(__file__).parent
 FAMILIES = 2
 MAX_FIRST_LINE = 255
-"""Of a script, beyond which the kernel does not find its interpreter."""
+"""Longest first line of a script in which the kernel finds the interpreter."""
 CLIENT = """#!{python} -IS
 import sys
 sys.path.insert(0, {here!r})
@@ -54,7 +54,7 @@ class WarmPython:
             megatron-core.
 
     Raises:
-        LabError: the imports failed; the text holds the end of what they printed.
+        LabError: the imports failed; the text contains the end of their output.
 
     """
 
@@ -64,7 +64,7 @@ class WarmPython:
         self._stack = ExitStack()
         self._folder = Path()
         self.path = ""
-        """Of the executable, while the block runs."""
+        """Path of the executable during the block."""
 
     def __enter__(self) -> str:
         with ExitStack() as stack:

@@ -13,7 +13,7 @@ import marshal
 import os
 import sys
 
-# What libraries read when they are imported, or the interpreter when it starts.
+# Variables that libraries read at import, or the interpreter at its start.
 READ_EARLY = (
     "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "LOGLEVEL",
     "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_",
@@ -41,7 +41,7 @@ def early(environment: dict[str, str]) -> dict[str, str]:
 
 
 def read(words: list[str]) -> dict | None:
-    """Read Python's own command line; None where it is one that only Python itself understands."""
+    """Read Python's own command line; None if only Python itself understands it."""
     rest, unbuffered = list(words), bool(os.environ.get("PYTHONUNBUFFERED"))
     while rest and rest[0] == "-u":
         unbuffered = bool(rest.pop(0))
@@ -56,7 +56,7 @@ def read(words: list[str]) -> dict | None:
 
 
 def family(command: dict) -> str:
-    """Which interpreter to fork: the one whose megatron-core is patched for the CPU, or one that knows none."""
+    """Return the interpreter to fork: with a megatron-core that is patched for the CPU, or without megatron-core."""
     line = [command["program"], *command["arguments"]]
     is_patched = command["kind"] == "module" and any(line[: len(words)] == words for words in PATCHED)
     return "patched" if is_patched else "plain"
@@ -103,7 +103,7 @@ def become_real(settings: dict, reason: str) -> None:
 
 
 def hand_over(connection: _socket.socket, command: dict, parent: int) -> None:
-    """Give all that makes a process: words, variables, folder, files, and what it does about signals."""
+    """Send everything that makes a process: arguments, variables, folder, files, and its handling of signals."""
     ignored = [number for number in PASSED_ON if _signal.getsignal(number) == _signal.SIG_IGN]
 
     def pass_on(number: int, _frame: object) -> None:
@@ -135,7 +135,7 @@ def hand_over(connection: _socket.socket, command: dict, parent: int) -> None:
         _signal.signal(number, pass_on)
     connection.sendall(message)
     _signal.pthread_sigmask(_signal.SIG_SETMASK, blocked)
-    # Whoever reads a pipe to its end must not wait for this process.
+    # A reader of a pipe must not wait for this process.
     nothing = os.open("/dev/null", os.O_RDWR)
     for number in files:
         os.dup2(nothing, number)

@@ -1,10 +1,10 @@
-"""What a fork does to be the process that a client of the warm Python asked for.
+"""Turn a fork into the process that a client of the warm Python requested.
 
 Imported by warm_server alone, and forgotten in the fork.
 """
 
 # ruff: noqa: PTH100, PTH109, PTH115, PTH118, PTH120, PTH123, PTH208, SLF001
-# What lies in /proc is text; what `python -m` does is private.
+# /proc contains text; the code behind `python -m` is private.
 
 import atexit
 import contextlib
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
     client: int
     files: tuple[int, ...]
-    """Where the client's files are here; their numbers there are in `asked`."""
+    """The client's files in this process; `asked` has their numbers in the client."""
     asked: dict[str, Any]
     """See warm_client.hand_over."""
 
@@ -58,7 +58,7 @@ def become(request: Request, base: list[str]) -> NoReturn:
     """Be the process that the client asked for, to its end.
 
     Args:
-        request: what it asked for.
+        request: the client's request.
         base: the interpreter's own part of sys.path.
 
     """
@@ -90,7 +90,7 @@ def become(request: Request, base: list[str]) -> NoReturn:
 
 
 def exit_code(given: object) -> int:
-    """What a process ends with that was asked to leave so."""
+    """Return the exit code for an argument of sys.exit."""
     if given is None or isinstance(given, int):
         return (given or 0) & 0xFF
     print(given, file=sys.stderr)
@@ -106,7 +106,7 @@ def end(code: int) -> NoReturn:
     """
     threading._shutdown()
     atexit._run_exitfuncs()
-    # What is left open is written out when it is taken apart. The server's own objects, frozen, are not among these.
+    # Close open objects, so that they are written. The server's own objects are frozen and not among them.
     for one in gc.get_objects():
         if type(one) in {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom}:
             with contextlib.suppress(OSError, ValueError):
@@ -146,7 +146,7 @@ def enter(host: int) -> None:
 
 
 def group_of(process: int) -> str:
-    """Its control group of version 1 for processor time; empty where there is none."""
+    """Return its control group of version 1 for processor time; empty without one."""
     with open(f"/proc/{process}/cgroup") as lines:
         found = [line.rstrip("\n").split(":", 2) for line in lines]
     return next((group for _, controllers, group in found if "cpu" in controllers.split(",")), "")
@@ -158,7 +158,7 @@ def namespace(process: int, kind: str) -> str:
 
 
 def reopen(files: list[int], *, unbuffered: bool) -> None:
-    """Make the standard streams anew: what they are decides how they buffer."""
+    """Make new standard streams, because their kind decides how they buffer."""
     before = (sys.stdin, sys.stdout, sys.stderr)
     made = [
         stream(number, old, unbuffered=unbuffered) if number in files else None for number, old in enumerate(before)
@@ -191,7 +191,7 @@ def stream(number: int, old: Any, *, unbuffered: bool) -> io.TextIOWrapper:
 
 
 def forget() -> None:
-    """Drop what the server learnt of itself, seeds included: Python alone renews its own in every fork."""
+    """Drop the server's own state, including seeds: only Python renews its own in every fork."""
     tempfile.tempdir = None
     np.random.seed()  # noqa: NPY002 - the numbers that everybody shares
     torch.default_generator.seed()
@@ -200,7 +200,7 @@ def forget() -> None:
 
 
 def first_path(asked: dict[str, Any]) -> str:
-    """What Python puts before all others on sys.path."""
+    """Return the first entry that Python puts on sys.path."""
     script = os.path.dirname(os.path.realpath(asked["program"]))
     return str({"module": os.getcwd(), "code": "", "script": script}[asked["kind"]])
 

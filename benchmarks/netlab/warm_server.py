@@ -1,4 +1,4 @@
-"""An interpreter that has imported everything heavy, and forks itself for whoever asks.
+"""An interpreter that has imported all heavy modules, and forks itself for each client.
 
     python warm_server.py FOLDER [MODULE ...]
 
@@ -8,7 +8,7 @@ that no package of the benchmarks is left behind in the forks.
 """
 
 # ruff: noqa: PTH100, PTH119, PTH208
-# What lies in /proc is text.
+# /proc contains text.
 
 import gc
 import json
@@ -39,7 +39,7 @@ TETHER = 64
 MAX_FILES = 250
 """As many as one message can carry."""
 PATIENCE_S = 10.0
-"""For what a client sends at once."""
+"""Seconds for a client's whole request."""
 
 
 class Job(NamedTuple):
@@ -48,12 +48,12 @@ class Job(NamedTuple):
     pid: int
     connection: socket.socket
     leads: bool
-    """Whether its client leads a process group: a signal then means the whole group."""
+    """True if the client leads a process group: then a signal goes to the whole group."""
 
     def signal(self, number: int) -> None:
         """Pass a signal on; the process is not reaped yet, so its number is still its own."""
         with suppress(ProcessLookupError):
-            # Before it has become what it was forked for, it leads nobody.
+            # Before the fork has become the requested process, it leads no group.
             if self.leads and os.getpgid(self.pid) == self.pid:
                 os.killpg(self.pid, number)
             else:
@@ -61,7 +61,7 @@ class Job(NamedTuple):
 
 
 def main(folder: str, *more: str) -> None:
-    """Serve until standard input ends; in a fork, run what was asked for and return when that has.
+    """Serve until standard input ends; in a fork, run the request and return when it ends.
 
     Args:
         folder: of the sockets.
@@ -88,7 +88,7 @@ def main(folder: str, *more: str) -> None:
 
 
 def paths_of_the_interpreter() -> list[str]:
-    """sys.path without what the command line and PYTHONPATH put in front."""
+    """Return sys.path without the entries of the command line and PYTHONPATH."""
     before = os.environ.get("PYTHONPATH", "")
     given = {os.path.abspath(entry) for entry in before.split(os.pathsep)} if before else set()
     return [entry for entry in sys.path[1:] if entry not in given]
@@ -178,7 +178,7 @@ def leave(selector: selectors.BaseSelector) -> None:
 
 
 def receive(connection: socket.socket) -> Request:
-    """Read what a client sends."""
+    """Read the request of a client."""
     connection.settimeout(PATIENCE_S)
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     head, files, _, _ = socket.recv_fds(connection, 8, MAX_FILES)

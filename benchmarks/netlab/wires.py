@@ -9,7 +9,7 @@ from pathlib import Path as FilePath
 from benchmarks.netlab.topology import Path, Topology
 
 OWN = "own0"
-"""The device that bears a host's address; gloo and NCCL are told its name."""
+"""Device with a host's address; gloo and NCCL get its name."""
 MTU = 9000
 BURST_S = 0.001
 MIN_BURST_BYTES = 16 << 10
@@ -19,7 +19,7 @@ CONGESTION_CONTROLS = ("cubic", "reno")
 
 
 def address(index: int) -> str:
-    """Of a host; three digits everywhere, so that torch, which sorts addresses as text, keeps the hosts' order."""
+    """Return the address of a host. Its last number has three digits, because torch sorts addresses as text."""
     return f"10.77.0.{101 + index}"
 
 
@@ -72,12 +72,12 @@ def connect(topology: Topology, host: str, peer: str) -> list[str]:
 
 
 def disconnect(peer: str) -> list[str]:
-    """Commands for `ip` that take an end of a wire down: packets vanish, nobody is told."""
+    """Return the commands for `ip` that take an end of a wire down: packets vanish without an error."""
     return [f"link set {device(peer)} down"]
 
 
 def free(peer: str) -> str:
-    """The command for `tc` that takes the rate towards a peer away, and what is queued for it."""
+    """Return the command for `tc` that removes the rate towards a peer, with its queue."""
     return f"qdisc del dev {device(peer)} root"
 
 
@@ -101,7 +101,7 @@ def outgoing(topology: Topology, host: str) -> Iterator[tuple[str, Path]]:
 
 
 def names(topology: Topology) -> str:
-    """What /etc/hosts says in every host."""
+    """Return the text of /etc/hosts on every host."""
     # torch listens on IPv6 sockets, to which IPv4 peers look mapped; without a name it warns of each.
     known = [
         f"{before}{address(index)} {host.name}"

@@ -27,7 +27,7 @@ PARTS = tuple(name for name in TITLES if importlib.util.find_spec(f"{__package__
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run parts and file what they found; 1 if one failed, whose former section stays, 2 without a laboratory."""
+    """Run parts and write their results; return 1 if a part failed, 2 without a laboratory."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.netlab.suite",
         description=__doc__,

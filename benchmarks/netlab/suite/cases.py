@@ -1,4 +1,4 @@
-"""The networks and the models of the suite. Four hosts of one slot, each with 0.4 of a core whatever others do."""
+"""The networks and models of the suite: four hosts of one slot, each fenced to 0.4 of a core."""
 
 from __future__ import annotations
 

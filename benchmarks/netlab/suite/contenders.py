@@ -1,4 +1,4 @@
-"""What others would run in our place: their picks on the cluster that our own warm-up measured, ready to be started."""
+"""The picks of other planners for the cluster that our warm-up measured, as commands that can be started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Contender:
     """Something to run."""
 
     names: tuple[str, ...]
-    """Of all who picked exactly this."""
+    """Names of all planners with this pick."""
     layout: Layout
     placement: Placement
     words: tuple[str, ...]
@@ -88,14 +88,14 @@ class Case:
 
 
 def rivals(case: Case, clock: Clock) -> tuple[tuple[Contender, ...], dict[str, str]]:
-    """Return what the user's own words and every rival would run, and why a rival would run nothing."""
+    """Return the commands of the user's own flags and of each rival, and the reason if a rival has no pick."""
     options = PlannerOptions(
         capacity_bytes=case.measurements.cluster.memory_bytes, clock=clock, budget_s=ANNEALING_S, seed=0
     )
     found = [case.contender(OWN, case.job.own, torchrun_order(case.job.own.world_size))]
     refused = {}
     for name, planner in RIVALS.items():
-        # Varuna always recomputes, whatever the user does.
+        # Varuna always recomputes, also if the user does not.
         pinned = [pin for pin in case.job.pinned if planner != "varuna" or pin != "recompute"]
         try:
             pick = RANKINGS[planner](replace(case.job, pinned=tuple(pinned)), case.measurements, options)[0]
@@ -115,7 +115,7 @@ def merged(found: Sequence[Contender]) -> tuple[Contender, ...]:
 
 
 def ours(plan: Plan) -> Choice:
-    """What a plan runs."""
+    """Return the configuration that a plan runs."""
     return plan.own if plan.keeps_own else plan.chosen
 
 
@@ -123,7 +123,7 @@ def new_plan(cache: Path, before: Collection[Path] = ()) -> Path:
     """Return the folder of the one plan that pipette-launch has left in its cache since there were these.
 
     Raises:
-        LabError: there is none, or more than one.
+        LabError: there is no such plan, or more than one.
 
     """
     made = sorted(set(cache.glob("*/plan.json")) - set(before))

@@ -1,4 +1,4 @@
-"""One training on the hosts of a laboratory without a launcher: each slot is told its RANK."""
+"""Train on the hosts of a laboratory without a launcher: each slot gets its RANK."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.netlab.lab import Lab
 from pipette_launch.facts.schedule import VARIABLE
 
 WORKER = TORCHRUN[TORCHRUN.index("torch.distributed.run") + 1 :]
-"""What torchrun starts on CPUs."""
+"""Worker command of torchrun on CPUs."""
 FIRST_PORT, NUM_PORTS = 29600, 2000
 TURN = count()
 """A store that has just closed keeps its port for a while, so each training takes the next."""
@@ -41,7 +41,7 @@ def trained(
         schedule: the file of a pipeline schedule that the patch `schedules` executes; None for Megatron's own.
 
     Raises:
-        LabError: a worker failed, or it took too long; the text holds the end of what was printed.
+        LabError: a worker failed, or it took too long; the text contains the end of the output.
 
     """
     began_s = time.monotonic()

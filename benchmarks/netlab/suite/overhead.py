@@ -1,4 +1,4 @@
-"""What pipette-launch costs beside torchrun: a later start, a warm-up, and the agent's memory and processor time.
+"""Cost of pipette-launch beside torchrun: a later start, a warm-up, memory and processor time of the agent.
 
 All of it with real interpreters, which import torch anew, as users' do.
 """
@@ -35,13 +35,13 @@ WATCH_S = 20.0
 BEGIN_S = 240.0
 """The most that a training may take to its second iteration, warm-up included."""
 SHORT_BUDGET_S = 10.0
-"""Where only a plan is needed, whichever."""
+"""Budget of warm-ups if any plan is enough."""
 WATCHED = "balanced"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Starts:
-    """How long launchers took until the last worker was at its script's first line after `import torch`."""
+    """Seconds until the last worker reached the first line of its script after `import torch`."""
 
     num_hosts: int
     pairs: tuple[tuple[float, float], ...]
@@ -59,7 +59,7 @@ class Starts:
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """What the launcher's own process took on a host while its workers trained."""
+    """Memory and processor time of the launcher's process on a host during training."""
 
     launcher: str
     host: str

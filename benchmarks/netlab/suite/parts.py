@@ -1,4 +1,4 @@
-"""What the parts of the suite have in common: what they are given, what they give back, how it becomes a report."""
+"""Common types of the suite's parts: their inputs, their results, and the report."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ HEAD = (
 QUICK_BUDGET_S = 10.0
 
 Say = Callable[[str], None]
-"""Is told what goes on, for the terminal."""
+"""Receives lines about the progress, for the terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How the suite is run."""
+    """Settings of a run of the suite."""
 
     quick: bool = False
     """A few runs that show that all works; their figures mean little."""
     known: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What earlier parts left as `PartResult.raw`, by the part's name."""
+    """`PartResult.raw` of earlier parts, by the part's name."""
 
     def budget_s(self, usual_s: float) -> float:
-        """Return what a warm-up may take: as usual, or what is enough to have some plan."""
+        """Return the seconds for a warm-up: the usual number, or enough for any plan."""
         return min(usual_s, QUICK_BUDGET_S) if self.quick else usual_s
 
     def python(self, lab: Lab, *, megatron_lm: Path | None = None) -> AbstractContextManager[str]:
@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:
-    """What a part found."""
+    """Result of a part."""
 
     name: str
     lines: tuple[str, ...]
@@ -73,7 +73,7 @@ Entry = Mapping[str, Any]
 
 
 def circumstances(name: str, *, quick: bool) -> dict[str, str]:
-    """What must be known to doubt a part's figures."""
+    """Conditions of a part's figures."""
     known = conditions(None)
     return {
         "command": f"python -m benchmarks.netlab.suite --part {name}{' --quick' if quick else ''}",

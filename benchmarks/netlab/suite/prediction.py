@@ -27,12 +27,12 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """Of the prediction, below 0 where the step took longer."""
+        """Error relative to the prediction; below 0 if the step took longer."""
         return self.predicted_s / self.measured_s - 1
 
 
 def run(setting: Setting, say: Say) -> PartResult:
-    """Compare what the parts that train have left.
+    """Compare the results of the parts that train.
 
     Raises:
         LabError: none of them has been run.
@@ -83,7 +83,7 @@ def _speedup(raw: Mapping[str, Any]) -> Mapping[str, list[Pair]]:
 
 
 def repeats(speedup: Mapping[str, Any]) -> list[float]:
-    """How far each training of the speed-up is from the one before it of the same configuration."""
+    """Return the difference of each training of the speed-up to the last one of the same configuration."""
     found = []
     for cell in speedup.get("cells", ()):
         for one in (cell["ours"], *cell["others"]):
@@ -93,7 +93,7 @@ def repeats(speedup: Mapping[str, Any]) -> list[float]:
 
 
 def pairs_of(entries: Sequence[Mapping[str, Any]], before: str = "") -> list[Pair]:
-    """Read what was predicted and measured from a part's raw figures, where both are known."""
+    """Read pairs of predicted and measured times from a part's raw figures."""
     return [
         Pair(
             what=f"{before}{one['layout']} on {','.join(map(str, one['placement']))}",

@@ -1,4 +1,4 @@
-"""Every layout in every order of hosts, really run: where the launcher's choice stands, and what it costs."""
+"""Run every layout in every order of hosts: the rank of the launcher's choice, and its cost."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ITERATIONS = 8
 SKIP = 3
 """Iterations at the start of each training that do not count."""
 PROMISING = 10
-"""Those that are predicted to be the quickest are run first: a best by chance alone would be easy to come near to."""
+"""The quickest predictions run first, because it would be easy to come near the best of random runs."""
 FINALISTS = 4
 FINALS = 3
 """The quickest, the launcher's choice and torchrun's default run so often again, in turns, and name the best, and so
 often once more, and only that counts: the least of many looks is luck, and it must not be held against the choice."""
 FIXED = ("recompute", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "layers_per_chunk")
-"""What launcher and space leave as the user has it, so that the space is small enough to be run."""
+"""Settings that launcher and space keep from the user, so that the space is small enough to run."""
 BUDGET_S = 40.0
 SEED = 7
 HEADS = (
@@ -46,7 +46,7 @@ HEADS = (
     ),
     "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
 )
-"""Of the table whose rows `row` writes."""
+"""Columns of the table whose rows `row` writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Field:
         return f"{self.topology}, 4 x {self.slots}"
 
     def made(self) -> Topology:
-        """Give every host so many slots, which share the host's cores."""
+        """Give every host this number of slots, which share the host's cores."""
         made = TOPOLOGIES[self.topology]()
         hosts = tuple(replace(host, slots=self.slots) for host in made.hosts)
         cores = None if made.cores_per_slot is None else made.cores_per_slot / self.slots
@@ -100,13 +100,13 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What came out on one network."""
+    """Result on one network."""
 
     name: str
     of: int
-    """How many runs there are in all."""
+    """Number of possible runs."""
     tried: tuple[Tried, ...]
-    """Those that ran, quickest first."""
+    """Completed runs, quickest first."""
     failed: tuple[Tried, ...]
     choice: Tried
     default: Tried
@@ -126,7 +126,7 @@ class Found:
 
     @property
     def rank(self) -> int:
-        """Of the choice, from 1."""
+        """Rank of the choice, from 1."""
         return 1 + sum(one.measured_s < self.choice.measured_s for one in self.tried)
 
 
@@ -273,7 +273,7 @@ class Meter:
             one.failure = str(error)
 
     def finals(self, always: Sequence[Tried], *, finalists: int, rounds: int) -> None:
-        """Run the quickest and some others in turns, so many rounds that name the best and as many that count."""
+        """Run the quickest and some others in turns: rounds that name the best, then as many that count."""
         quickest = sorted(self.done(), key=lambda each: each.measured_s)[:finalists]
         chosen = {id(each): each for each in (*quickest, *always)}.values()
         for counts in (False, True):
@@ -286,7 +286,7 @@ class Meter:
         return [one for one in self.all() if one.step_s]
 
     def all(self) -> list[Tried]:
-        """All that was asked for."""
+        """Return all requested runs."""
         return list(self._tried.values())
 
 
@@ -311,7 +311,7 @@ def row(one: Found) -> str:
 
 
 def chosen_and_best(found: Sequence[Found]) -> Iterator[str]:
-    """Name what was chosen, what was quickest and what torchrun runs, a line for each network."""
+    """Write a line for each network: the choice, the quickest, and torchrun's run."""
     for one in found:
         yield (
             f"- {one.name}: chosen {_words(one.choice)}; quickest {_words(one.best)}; default {_words(one.default)}."

@@ -1,4 +1,4 @@
-"""Pipeline schedules on hosts that compute apart: what the simulator says of each, and what a step takes."""
+"""Pipeline schedules on hosts that compute apart: simulated and measured step times."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _runs(case: Case) -> list[Run]:
 
 
 def _fitting(case: Case) -> tuple[int, list[Run]]:
-    """Plan with less memory, with folded schedules and without; returns the limit and what is to be run."""
+    """Plan with less memory, with and without folded schedules; return the limit and the runs."""
     layout = Layout(pp=NUM_HOSTS, micro_batch_size=MICRO_BATCH)
     cluster = case.measurements.cluster
     predictor = CorrectedPredictor(case.job, case.measurements)

@@ -69,7 +69,7 @@ def _on_network(network: str, models: Sequence[str], setting: Setting, *, rounds
 
 
 def _failed(network: str, model: str, text: str) -> Cell:
-    """What is left of a cell in which pipette-launch left no plan."""
+    """Result of a cell in which pipette-launch wrote no plan."""
     nothing = Entrant(
         names=("pipette-launch",), layout="no plan", placement=(), predicted_s=None, rounds=(), failure=why(text)
     )
@@ -104,7 +104,7 @@ class _Runner:
         return self._checked(one, [*TORCHRUN, *one.words], contenders.in_order(self._lab, one.placement))
 
     def _checked(self, one: Contender, words: Sequence[str], env: Callable[[str], Mapping[str, str]]) -> Start:
-        """Train, and see that the workers had the RANKs that were asked for."""
+        """Train, and check the RANKs of the workers."""
 
         def start() -> Ended:
             ended = train(self._lab, words, python=self._python, env=env)

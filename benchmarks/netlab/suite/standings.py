@@ -59,7 +59,7 @@ class Cell:
     """Why a rival would run nothing, by its name."""
 
     def other(self, name: str) -> Entrant | None:
-        """What a rival ran."""
+        """Configuration of a rival."""
         return next((one for one in self.others if name in one.names), None)
 
     def ratios(self, name: str) -> tuple[float, ...]:
@@ -76,18 +76,18 @@ class Cell:
 
     @property
     def noise(self) -> float:
-        """What is no difference in this cell: the larger spread of ours and of torchrun's rounds."""
+        """Noise of this cell: the larger spread of our rounds and torchrun's."""
         own = self.other(OWN)
         return max(LEAST_NOISE, self.ours.spread, own.spread if own else 0.0)
 
     @property
     def is_slower(self) -> bool:
-        """Whether pipette-launch was slower than torchrun beyond noise."""
+        """Return whether pipette-launch was slower than torchrun beyond noise."""
         ratio = self.ratio(OWN)
         return ratio is not None and ratio < 1 / (1 + self.noise)
 
     def agreement(self) -> str:
-        """Whether losses agree to the digit wherever the layout is ours, and how far apart they are elsewhere."""
+        """Return whether losses of our layouts agree to the digit, and the largest difference of other layouts."""
         same, apart, wrong = 0, [], []
         for one in self.others:
             for theirs, own in zip(one.rounds, self.ours.rounds, strict=False):

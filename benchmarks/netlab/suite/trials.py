@@ -1,4 +1,4 @@
-"""What trials before the training cost, and whether the pick is never slower than the user's own configuration."""
+"""Cost of trials before the training, and a check that the pick is never slower than the user's own configuration."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NETWORKS = ("islands", "already-best")
 MODEL = "communication-heavy"
 NUM_PLANS = 2
 SKIP = 3
-"""Of each training's iterations, so many at the start do not count."""
+"""Number of iterations at the start of each training that do not count."""
 BUDGET_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """How long a race is."""
+    """Size of a race."""
 
     trial_iters: int = 5
     iterations: int = 10
@@ -46,7 +46,7 @@ FULL, QUICK = Length(), Length(trial_iters=3, pairs=1)
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """One network: what was tried, and the pick beside the user's own configuration under torchrun."""
+    """One network: the trials, and the pick beside the user's own configuration under torchrun."""
 
     network: str
     pick: str
@@ -59,7 +59,7 @@ class Race:
 
     @property
     def ratio(self) -> float:
-        """How much faster the pick is, by the median of pairs; below 1 it is slower."""
+        """Speed of the pick against the user's configuration, median of pairs; below 1 it is slower."""
         return statistics.median(stock_s / ours_s for stock_s, ours_s in self.pairs)
 
     @property
@@ -93,7 +93,7 @@ def run(setting: Setting, say: Say) -> PartResult:
 
 
 def headline(races: Sequence[Race]) -> str:
-    """Speed-ups, and what the trials took."""
+    """Write the speed-ups and the cost of the trials."""
     found = ", ".join(f"{race.ratio:.2f} on {race.network}" for race in races)
     took = " and ".join(f"{race.trials.took_s:.0f}" for race in races)
     return f"measured pick over the user's own under torchrun: {found}; trials took {took} s"
@@ -127,7 +127,7 @@ def _race(network: str, setting: Setting, length: Length, say: Say) -> Race:
 
 
 def _kept(cache: Path) -> Plan:
-    """The plan that the first job left, with what was measured."""
+    """Read the plan of the first job, with its measurements."""
     path = new_plan(cache) / "plan.json"
     plan = files.read(path, Plan)
     if plan.trials is None:

@@ -169,23 +169,20 @@ def _transformer_config(model: ModelSpec, fields: Mapping[str, Any]) -> Any:
     return _build(MLATransformerConfig if model.latent_attention else TransformerConfig, fields)
 
 
+_SAME_IN_MODEL = """
+hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels gated_linear_unit normalization
+add_bias_linear add_qkv_bias attention_dropout hidden_dropout
+"""
+"""Fields of TransformerConfig that have the same name in ModelSpec."""
+
+
 def _model_fields(model: ModelSpec, num_layers: int) -> dict[str, Any]:
     """Return the fields that describe the model without its experts."""
     dtype, latent = DTYPES[model.params_dtype], model.latent_attention
     return {
+        **{name: getattr(model, name) for name in _SAME_IN_MODEL.split()},
         "num_layers": num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
-        "gated_linear_unit": model.gated_linear_unit,
         "activation_func": torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu,
-        "normalization": model.normalization,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
-        "attention_dropout": model.attention_dropout,
-        "hidden_dropout": model.hidden_dropout,
         "bf16": model.params_dtype == "bf16",
         "fp16": model.params_dtype == "fp16",
         "params_dtype": dtype,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,18 @@ from pipette_patches import megatron_config
 from pipette_patches.megatron_config import flags
 from pipette_patches.replacements import Replacements, in_module, wrapping
 from pipette_patches.storage_meter import StorageMeter, Stretch, current, local, under
+
+
+def import_megatron() -> None:
+    """Import the parts of megatron-core that a rank runs, which takes seconds."""
+    with warnings.catch_warnings():
+        # megatron-core warns of each optional library that is missing.
+        warnings.simplefilter("ignore")
+        import megatron.core.distributed
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.models.gpt.gpt_model
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel.schedules  # noqa: F401
 
 
 @contextlib.contextmanager

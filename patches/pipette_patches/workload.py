@@ -20,7 +20,7 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Job, Layout
 from pipette_patches import registry
 from pipette_patches.megatron_config import DTYPES, PartName, layers_config
-from pipette_patches.one_rank import one_rank
+from pipette_patches.one_rank import import_megatron, one_rank
 
 _REFUSALS = (AssertionError, AttributeError, ImportError, NameError, RuntimeError, TypeError, ValueError)
 """Errors that megatron-core raises for a case that it cannot run (NameError: MoE without Transformer Engine, 0.16)."""
@@ -104,14 +104,9 @@ def load(device_kind: str) -> None:
     """Import everything that a case runs, which takes seconds; on a CPU, also apply the patch `cpu_backend`."""
     if device_kind == "cpu":
         registry.apply("cpu_backend")
+    import_megatron()
     with warnings.catch_warnings():
-        # megatron-core warns of each optional library that is missing.
         warnings.simplefilter("ignore")
-        import megatron.core.distributed
-        import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.models.gpt.gpt_model
-        import megatron.core.optimizer
-        import megatron.core.pipeline_parallel.schedules  # noqa: F401
         import torch._dynamo
 
         if device_kind == "cuda":

@@ -64,7 +64,7 @@ def train(options: dict[str, Any], *, first: int, steps: int, source: Path | Non
 
 
 def state_of(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    """What a checkpoint holds, as Megatron's trainer collects it."""
+    """Return the contents of a checkpoint, as Megatron's trainer collects them."""
     model = {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(chunks)}
     optimizer_state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
     return {**model, "optimizer": optimizer_state}

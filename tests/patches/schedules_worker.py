@@ -36,7 +36,7 @@ STEPS = 3
 
 
 Gradients = list[dict[str, torch.Tensor]]
-"""Of each step, by the parameter's name in the whole model."""
+"""Gradients of each step, by the parameter's name in the whole model."""
 
 
 def train(options: dict[str, Any]) -> tuple[list[float], Gradients, int]:
@@ -81,7 +81,7 @@ def train(options: dict[str, Any]) -> tuple[list[float], Gradients, int]:
 
 
 def leave() -> None:
-    """Destroy all groups but that of all ranks: gloo keeps threads for each."""
+    """Destroy all groups except the group of all ranks, because gloo keeps threads for each group."""
     mpu.destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

@@ -15,7 +15,7 @@ LLAMA = {
     "untie_embeddings_and_output_weights": True,
 }
 FLAGS = ("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion")
-"""What a CPU has to do without, said as a user would."""
+"""Things that a CPU lacks, in the words of a user."""
 
 
 @dataclass(frozen=True, kw_only=True)

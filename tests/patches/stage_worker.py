@@ -1,4 +1,4 @@
-"""A worker for the tests: runs whole stages with megatron-core and prints what they held as one line of JSON."""
+"""A worker for the tests: runs whole stages with megatron-core and prints their memory as one line of JSON."""
 
 import json
 import sys

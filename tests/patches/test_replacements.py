@@ -42,7 +42,7 @@ def test_a_later_import_acts_once_and_looks_untouched(absent: str) -> None:
 
 
 def test_a_loaded_module_is_acted_upon_at_once(absent: str) -> None:
-    """Whoever comes late is served too."""
+    """An action for a module that is already imported runs at once."""
     module = importlib.import_module(absent)
     seen: list[ModuleType] = []
     when_imported(absent, seen.append)
@@ -64,7 +64,7 @@ def test_forgotten_actions_do_not_run_and_no_finder_stays(absent: str) -> None:
 
 
 def replacement(module: str, path: str = "f") -> Replacement:
-    """Put quotes around what a function says."""
+    """Put quotes around the result of a function."""
     return Replacement(module=module, path=path, make=lambda original: lambda: f"<{original()}>")
 
 

@@ -60,14 +60,14 @@ def test_the_two_dashes_may_be_missing() -> None:
 
 @pytest.mark.parametrize("argv", [[], ["--patch"], ["--patch", "a"], ["--", "-m"], ["--patches", "a", "x.py"], ["-x"]])
 def test_a_command_without_a_program_is_refused(argv: list[str]) -> None:
-    """What is missing is said, with the usage line."""
+    """The error names the missing argument, with the usage line."""
     with pytest.raises(UsageError, match=r"usage: python -m pipette_patches\.run"):
         read(argv)
 
 
 @pytest.mark.parametrize("program", [["sub/shows.py"], ["-m", "sub.shows"], ["-m", "sub"]])
 def test_the_program_sees_what_python_shows_it(tmp_path: Path, program: list[str]) -> None:
-    """argv, path, file, package and spec are those of a plain run, for scripts, modules and packages."""
+    """argv, path, file, package and spec equal those of a plain run, for scripts, modules and packages."""
     (tmp_path / "sub").mkdir()
     for name in ("shows.py", "__main__.py"):
         (tmp_path / "sub" / name).write_text(SHOWS)
@@ -80,7 +80,7 @@ def test_the_program_sees_what_python_shows_it(tmp_path: Path, program: list[str
 
 @pytest.mark.parametrize("ending", ["sys.exit(7)", "sys.exit('a reason')", "raise ValueError('boo')", "1 +"])
 def test_the_program_ends_as_under_python(tmp_path: Path, ending: str) -> None:
-    """Exit code, SystemExit's text and the traceback of an exception are those of a plain run."""
+    """Exit code, SystemExit's text and the traceback of an exception equal those of a plain run."""
     script = tmp_path / "ends.py"
     script.write_text(f"import sys\n\n\ndef end():\n    {ending}\n\n\nend()\n")
     plain = python(tmp_path, str(script))
@@ -98,7 +98,7 @@ def test_the_program_ends_as_under_python(tmp_path: Path, ending: str) -> None:
     ],
 )
 def test_our_own_errors_are_one_line(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
-    """What is wrong with our command line is said without a traceback."""
+    """An error in our command line is printed without a traceback."""
     (tmp_path / "here.py").write_text("print('ran')")
     done = python(tmp_path, "-m", "pipette_patches.run", *arguments)
 

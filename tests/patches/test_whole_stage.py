@@ -1,4 +1,4 @@
-"""A whole stage with real tensors holds what a count by hand and abstract execution say."""
+"""A whole stage with real tensors holds the bytes of a count by hand and of abstract execution."""
 
 import json
 import os
@@ -20,7 +20,7 @@ WORKER = Path(__file__).with_name("stage_worker.py")
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What a process of its own found out: megatron-core and its process groups stay out of this one."""
+    """Results of a separate process, so that this process has no megatron-core and no process groups."""
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "patches", "tests"))
     worker = subprocess.run(
         [sys.executable, str(WORKER)],
@@ -48,7 +48,7 @@ def test_states_are_those_of_the_parameters(found: dict[str, Any], name: str) ->
 
 
 def test_more_micro_batches_are_in_flight_on_earlier_stages(found: dict[str, Any]) -> None:
-    """Of four stages with two layers each the first keeps four micro-batches, the third two."""
+    """With four stages of two layers the first stage keeps four micro-batches, the third keeps two."""
     first, third = (found[name]["parts"]["activations"] for name in ("first of four", "third of four"))
 
     # One layer at work comes on top on both.
@@ -64,7 +64,7 @@ def test_fp16_steps_whatever_its_gradients_are(found: dict[str, Any]) -> None:
 
 
 def predicted(name: str) -> MemoryParts:
-    """What the formula says of a stage under Megatron-FSDP."""
+    """Return the formula's bytes of a stage under Megatron-FSDP."""
     case = SHARDED[name]
     (parts,) = peak_memory_bytes(job_of(case.changes, case.layout, case.flags), case.layout)
     return parts
@@ -89,12 +89,12 @@ def test_what_sharding_saves_is_what_the_formula_says(found: dict[str, Any], nam
 
 @pytest.mark.parametrize("name", [name for name in SHARDED if name.startswith("wide")])
 def test_gradients_wait_while_gathered_weights_go(found: dict[str, Any], name: str) -> None:
-    """Where gradients of a layer are larger than its activations the peak comes late in the backward."""
+    """If gradients of a layer are larger than its activations, the peak comes late in the backward."""
     assert pytest.approx(predicted(name).total, rel=0.01) == found[name]["peak"]
 
 
 def test_abstract_execution_sees_the_same(found: dict[str, Any]) -> None:
-    """What two more micro-batches in flight keep is the same within 3 %, and peaks are within 8 %.
+    """Two more micro-batches in flight keep the same bytes within 3 %, and peaks agree within 8 %.
 
     Between forward and backward a CPU's kernels make more tensors than a GPU's: the working set of one layer is larger.
     """

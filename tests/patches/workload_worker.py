@@ -1,4 +1,4 @@
-"""A worker for the tests: builds workloads with megatron-core and prints what it finds as one line of JSON."""
+"""A worker for the tests: builds workloads with megatron-core and prints its findings as one line of JSON."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ JOB = replace(tiny_job(1), model=tiny_model(untie_embeddings_and_output_weights=
 
 
 def whole_and_parts(work: Workload) -> list[float]:
-    """The loss of Megatron's own forward over a hidden state, and that of the layer and then the head."""
+    """Return the loss of Megatron's own forward over a hidden state, and the loss of the layer and then the head."""
     layer, _, head, _ = work.parts
     hidden = layer.source
     assert hidden is not None
@@ -47,7 +47,7 @@ def gradients(part: Part, frozen: bool) -> tuple[torch.Tensor, list[bool]]:
 
 
 def accumulated(part: Part) -> list[bool]:
-    """Whether two backwards give twice the main gradient of one, and leave no other."""
+    """Return whether two backwards give twice the main gradient of one, and leave no other gradient."""
     with part.accumulating():
         part.backward(part.forward(1))
         once = [parameter.main_grad.clone() for parameter in part.parameters]  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def accumulated(part: Part) -> list[bool]:
 
 
 def moved(work: Workload) -> list[Any]:
-    """Whether a step moves every matrix, and over how many parameters."""
+    """Return whether a step moves every matrix, and the number of parameters."""
     before = [parameter.detach().clone() for parameter in work.model.parameters()]
     step = optimizer_step(work, replace(JOB, optimizer="adam"))
     gradients = [parameter.main_grad.clone() for parameter in work.model.parameters()]
@@ -75,7 +75,7 @@ def moved(work: Workload) -> list[Any]:
 
 
 def run_again(layer: Part) -> list[Any]:
-    """Whether two layers under full recompute give the same value and gradients, and how often each forward runs."""
+    """Return whether two layers under full recompute give the same value and gradients, and the number of forwards."""
     assert layer.source is not None
     assert layer.recomputed is not None
     runs: list[bool] = []
@@ -97,7 +97,7 @@ def run_again(layer: Part) -> list[Any]:
 
 
 def core_alone(work: Workload) -> list[Any]:
-    """Whether the core gives what it gave inside the layer, and gradients to queries, keys and values."""
+    """Return whether the core gives the same output as inside the layer, and gradients to queries, keys and values."""
     layer, core = work.parts[0], work.parts[-1]
     seen: list[torch.Tensor] = []
     hook = WATCHED[0].self_attention.core_attention.register_forward_hook(lambda *call: seen.append(call[-1]))
@@ -138,7 +138,7 @@ def refusal(action: Any) -> str:
 
 
 def without_its_engine() -> str:
-    """What is said where megatron-core uses a name that is not there."""
+    """Return the error if megatron-core uses a name that is not there."""
 
     def miss(*_args: object, **_kwargs: object) -> None:
         raise NameError("name 'te_general_gemm' is not defined")
@@ -154,7 +154,7 @@ def without_its_engine() -> str:
 
 
 def splits_sequence() -> list[bool]:
-    """Whether a GPU's tensor-parallel layer is timed with sequence parallelism: with and without an engine for it."""
+    """Return whether a GPU's tensor-parallel layer is timed with sequence parallelism, with and without an engine."""
     configs = [
         layers_config(JOB, replace(CASE, tp=2), ("layer",), device_kind="cuda", uses_te=uses_te)[0]
         for uses_te in (True, False)
@@ -163,7 +163,7 @@ def splits_sequence() -> list[bool]:
 
 
 def attention_backends() -> list[str]:
-    """What a GPU's layers and its whole stages are run with, where the user's flags name a backend."""
+    """Return the attention backends of a GPU's layers and of its whole stages, if the user's flags name one."""
     job = replace(JOB, model=replace(JOB.model, transformer_impl="local", attention_backend="local"))
     config, _ = layers_config(job, CASE, ("layer",), device_kind="cuda", uses_te=False)
     _, changes, _ = _as_run_here(job, "cuda")
@@ -171,7 +171,7 @@ def attention_backends() -> list[str]:
 
 
 def exchange_notes() -> list[str]:
-    """What is noted of context parallelism by another exchange than the ring that is timed."""
+    """Return the notes on context parallelism with another exchange than the timed ring."""
     job = replace(JOB, performance_flags=("--cp-comm-type a2a",))
     cases = (replace(CASE, cp=cp) for cp in (1, 2))
     notes = (layers_config(job, case, ("layer",), device_kind="cuda", uses_te=True)[1] for case in cases)
@@ -179,7 +179,7 @@ def exchange_notes() -> list[str]:
 
 
 def compiler() -> list[Any]:
-    """Whether `load` for a GPU imports torch's compiler, and how many variants of a function that keeps."""
+    """Return whether `load` for a GPU imports torch's compiler, and how many variants of a function it keeps."""
     load("cuda")
     return ["torch._inductor.compile_fx" in sys.modules, torch._dynamo.config.cache_size_limit]
 
@@ -202,7 +202,7 @@ def narrow_values(work: Workload) -> list[Any]:
 
 
 def predicted(work: Workload) -> list[Any]:
-    """What the head reads of a depth: in Megatron's own forward behind the layers, and in the timed part."""
+    """Return the head's input of a depth: behind the layers in Megatron's own forward, and in the timed part."""
     dense, moe, *_, depth = work.parts
     hidden = depth.source
     assert hidden is not None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
 from pipette_patches import megatron_config
 from pipette_patches.abstract import gpu_replacements, kernels, transformer_engine
 from pipette_patches.megatron_config import flags
-from pipette_patches.one_rank import Size, Trace, Trainer, enough_microbatches, full_size, one_rank
+from pipette_patches.one_rank import Size, Trace, Trainer, enough_microbatches, full_size, import_megatron, one_rank
 from pipette_patches.replacements import Replacements
 from pipette_patches.storage_meter import Stretch, metered
 
@@ -45,13 +44,7 @@ def load() -> None:
         gpu_replacements.OFFLOADING,
     )
     Replacements([each for group in replacements for each in group]).apply()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import megatron.core.distributed
-        import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.models.gpt.gpt_model
-        import megatron.core.optimizer
-        import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    import_megatron()
     # Imported objects stay. Without this call the collection after each rank takes longer than the rank.
     gc.freeze()
 

@@ -65,7 +65,7 @@ def test_a_kernel_holds_no_intermediates() -> None:
 
 
 def test_a_kernel_within_a_kernel_holds_none_either() -> None:
-    """What the inner one hands out is an intermediate of the outer one."""
+    """The outputs of an inner kernel are intermediates of the outer kernel."""
     with metered() as meter:
         given = make(KIB)
         inner = as_one_kernel(lambda one: one * 2)
@@ -76,7 +76,7 @@ def test_a_kernel_within_a_kernel_holds_none_either() -> None:
 
 
 def test_labels_split_the_peak() -> None:
-    """What a function makes is counted under its label, at the peak too; a tensor can change its label."""
+    """Storages that a function makes count under its label, also at the peak; a tensor can change its label."""
     with metered() as meter:
         first = under("embedding", make)(KIB)
         second = make(KIB)
@@ -112,7 +112,7 @@ def shown(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("name", sorted(str(func) for func in QUICK))
 def test_quick_shapes_are_torchs_own(name: str) -> None:
-    """Whatever is answered quickly is what torch answers: shape, type, strides; in-place results are the argument."""
+    """Each quick function gives the same shape, type and strides as torch; in-place functions return their argument."""
     func = next(func for func in QUICK if str(func) == name)
     answered = 0
     for args in cases(*name.removeprefix("aten.").split(".")):

@@ -112,7 +112,7 @@ def test_a_storage_is_known_by_one_object_as_long_as_it_lives() -> None:
 
 
 def test_every_class_that_megatron_wraps_has_a_stand_in() -> None:
-    """What core's extension subclasses of Transformer Engine is a class here."""
+    """Every name of Transformer Engine that megatron-core subclasses is a class here."""
     bases = [
         ast.unparse(base)
         for node in ast.walk(ast.Module(body_of("megatron.core.extensions.transformer_engine"), []))

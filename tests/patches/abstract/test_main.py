@@ -38,7 +38,7 @@ def small(**changes: object) -> ModelSpec:
 
 
 def job_of(model: ModelSpec, layout: Layout, microbatches: int = 4) -> Job:
-    """A job of so many micro-batches."""
+    """Return a job with this number of micro-batches."""
     batch = Batch(global_batch_size=microbatches * layout.dp * layout.micro_batch_size)
     return tiny_job(layout.world_size, model=model, own=layout, batch=batch)
 

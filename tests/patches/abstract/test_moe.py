@@ -1,4 +1,4 @@
-"""Experts, latent attention and token prediction run without a GPU, and hold what the closed form says."""
+"""Experts, latent attention and token prediction run without a GPU, and hold the bytes of the formulas."""
 
 import os
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ def job_of(layout: Layout, *flags: str, **changes: object) -> Job:
 def test_activations_are_those_of_the_closed_form(
     executor: Executor, layout: Layout, flags: tuple[str, ...], changes: dict[str, Any]
 ) -> None:
-    """Two layers' worth within 5 %: what the closed form leaves out are norms' statistics and rounding."""
+    """Two layers agree within 5 %: the formula leaves out norms' statistics and rounding."""
     job = job_of(layout, *flags, **changes)
     found = executor.execute(job, layout, (0,))[0]
 

@@ -21,7 +21,7 @@ SIZES = ("peak", "first_peak", "allocated_after_step", "weights", "gradients", "
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[dict[str, Any]]]:
-    """What a process of its own counted, each case scaled and whole."""
+    """Bytes that a separate process counted, for each case scaled up and whole."""
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "patches", "tests"))
     worker = subprocess.run(
         [sys.executable, str(WORKER)],

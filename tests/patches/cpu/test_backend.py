@@ -92,7 +92,7 @@ def test_random_state_is_the_generators() -> None:
 
 
 def test_events_measure_time() -> None:
-    """What is timed by events has a duration in milliseconds."""
+    """Events measure a duration in milliseconds."""
     with patched.use("cpu_backend"):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -104,7 +104,7 @@ def test_events_measure_time() -> None:
 
 
 def losses(num_processes: int, cases: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Train the tiny GPT in processes of its own, once for each case, and read what it prints."""
+    """Train the tiny GPT in separate processes, once for each case, and read the output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

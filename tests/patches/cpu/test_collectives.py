@@ -9,7 +9,7 @@ from pipette_patches.cpu_backend import _alone, _one_by_one
 
 
 def test_nobody_waits_for_a_collective_of_one() -> None:
-    """What one rank would sum or send stays as it is, and the backend is not asked; it alone gives handles."""
+    """A collective of one rank leaves its tensor unchanged and does not call the backend, except for a handle."""
     asked: list[tuple[object, bool]] = []
 
     def original(_tensor: object, _op: object = "sum", group: object = None, async_op: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""What Megatron gets wrong around torch's Adam is mended."""
+"""The patch corrects how Megatron saves and loads torch's Adam."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +60,7 @@ def test_every_parameter_counts_its_own_steps_after_a_load() -> None:
 
 
 def test_a_shards_state_does_not_turn_the_steps_back() -> None:
-    """The count that came with the parameter groups stays, whether the shard's state has none or an old one."""
+    """The step counter of the parameter groups stays, if the shard's state has no counter or an old one."""
     optimizer = distributed_optimizer()
     for shard in optimizer.shards:
         optimizer.optimizer.state[shard] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(shard)}

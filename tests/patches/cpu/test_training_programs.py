@@ -1,4 +1,4 @@
-"""What cpu_backend does to Megatron-LM's own programs, function by function."""
+"""Changes of cpu_backend to Megatron-LM's own programs, function by function."""
 
 import argparse
 import logging
@@ -22,7 +22,7 @@ from pipette_patches.cpu_backend import (
 
 
 def test_a_gpu_machines_flags_become_a_cpus_before_megatron_checks_them(caplog: pytest.LogCaptureFixture) -> None:
-    """Each change is said in one line; what a CPU can do stays; flags that a version lacks stay absent."""
+    """Each change logs one line; flags that a CPU supports stay, and missing flags stay missing."""
     say_once.cache_clear()
     args = argparse.Namespace(distributed_backend="nccl", transformer_impl="local", fp8="hybrid", hidden_size=64)
     with caplog.at_level(logging.WARNING):
@@ -108,7 +108,7 @@ def test_helpers_are_not_compiled_where_they_are_already(monkeypatch: pytest.Mon
 
 
 def test_helpers_are_compiled_for_the_running_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make is told this Python's suffix and include folder, and MAKEFLAGS is as before afterwards."""
+    """Make gets this Python's suffix and include folder, and MAKEFLAGS is restored afterwards."""
     pytest.importorskip("pybind11")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     monkeypatch.setenv("MAKEFLAGS", "-s")

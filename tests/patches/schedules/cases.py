@@ -1,4 +1,4 @@
-"""What the executor is tried with: a few cases for every run of the tests, and a grid for a long one."""
+"""Cases for the executor: a few for every run of the tests, and a grid for a long run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint holds the model's layers, not a schedule's chunks: what one schedule writes, any other goes on from."""
+"""A checkpoint holds the layers of the model, so training can go on under any other schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDED = {"vpp": 2, "layers": 8, "named_weights": True}
     ids=["tied", "distributed optimizer"],
 )
 def test_training_goes_on_under_another_schedule(tmp_path: Path, names: list[str], options: dict[str, Any]) -> None:
-    """Each step starts from the checkpoint of the one before; losses are those of Megatron's own without any."""
+    """Each step starts from the last checkpoint; losses are the same as under Megatron's own without checkpoints."""
     words = (tmp_path, json.dumps(names), json.dumps(options))
     (found,) = answers("checkpoint_worker.py", *words, size=4, timeout_s=180, num_lines=1)
 

@@ -22,7 +22,7 @@ ALL = dict(CASES) | (dict(grid()) if IS_WHOLE else {})
 
 
 class Found(dict[str, list[dict[str, float]]]):
-    """What each rank saw in each case; cases are trained, some together, when one of them is asked for."""
+    """Results of each rank in each case. The first request for a case trains it, together with similar cases."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Found(dict[str, list[dict[str, float]]]):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank saw in each case."""
+    """Results of each rank in each case."""
     return Found(tmp_path_factory.mktemp("schedules"))
 
 
@@ -98,7 +98,7 @@ def test_losses_of_a_folded_pipeline_do_not_lie_on_the_senders_gpu(found: Found,
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("checks_first_step")])
 def test_a_first_step_that_differs_gives_way_to_megatrons_own(found: Found, name: str) -> None:
-    """An executor that loses a product is found out on every rank, and one that does not is followed."""
+    """Every rank finds that a product is missing and leaves the schedule; a correct executor keeps it."""
     assert {rank["follows"] for rank in found[name]} == {not CASES[name].get("is_broken", False)}
 
 

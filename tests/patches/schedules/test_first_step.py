@@ -1,4 +1,4 @@
-"""What is compared of a step, and the data that is given again."""
+"""The comparison of two first steps, and the replay of their data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEP = Figures(losses=(2.5, 3.5), norms=(0.7,))
 
 
 def test_data_is_given_again_and_goes_on_behind() -> None:
-    """The second run reads what the first read, and what it did not."""
+    """The second run reads the same items as the first, and then new ones."""
     data = Replay(iter(range(5)))
     first = [next(data), next(data)]
     data.rewind()

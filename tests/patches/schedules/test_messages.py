@@ -14,7 +14,7 @@ from pipette_patches.schedules import executor
 
 
 class FakeDistributed:
-    """torch.distributed as one rank of a pipeline of `size` sees it; keeps what is posted.
+    """A stand-in for torch.distributed on one rank of a pipeline of `size` ranks; it keeps posted messages.
 
     Rule: an unbatched operation has the communicator of its process group and pair of ranks (getKeySendRecv in
     ProcessGroupNCCL.cpp, where the group is not bound to a device).
@@ -56,7 +56,7 @@ class FakeDistributed:
 def opened(
     monkeypatch: pytest.MonkeyPatch, rank: int, size: int, ways: set[tuple[int, int]]
 ) -> list[tuple[str, int, int]]:
-    """What a rank posts to open its ways."""
+    """Return the messages that a rank posts to open its ways."""
     fake = FakeDistributed(rank, size)
     monkeypatch.setattr(executor, "dist", fake)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
@@ -71,7 +71,7 @@ def ring(size: int) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("size", range(2, 10))
 def test_each_way_has_its_own_communicator_and_both_ends_know_which(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Of one process group and one pair of ranks there is one communicator with one stream."""
+    """One process group and one pair of ranks have one communicator with one stream."""
     posted = [opened(monkeypatch, rank, size, ring(size)) for rank in range(size)]
 
     group_of = {(source, target): group for ranks in posted for group, source, target in ranks}

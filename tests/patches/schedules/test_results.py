@@ -39,7 +39,7 @@ stores = st.lists(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two results are of the same types and values, down to the last bit of their tensors."""
+    """Return whether two results have the same types and values, down to the last bit of their tensors."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -79,7 +79,7 @@ def test_the_source_does_not_wait_for_its_device() -> None:
 
 
 def carried(mail: Mail, rank: int, store: Any) -> Any:
-    """What a rank of four gets."""
+    """Return the results on one of four ranks."""
     mail.rank = rank
     return v_placement.carry(store, SimpleNamespace(rank=lambda: rank, size=lambda: 4), 0)
 

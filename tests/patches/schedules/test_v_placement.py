@@ -58,7 +58,7 @@ def test_a_trainer_builds_the_head_on_the_first_rank_and_reads_losses_on_the_las
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_gets_labels_too(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """In the function of 0.16 and 0.17 and in that of 0.18 to 0.20, by position or by name."""
+    """The argument is found in the functions of 0.16 to 0.20, by position or by name."""
     state = pytest.importorskip("megatron.core.parallel_state", reason="needs megatron-core")
     monkeypatch.setattr(state, "get_pipeline_model_parallel_rank", lambda: rank)
 

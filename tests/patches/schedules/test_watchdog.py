@@ -1,4 +1,4 @@
-"""A rank that does not move is named with what it is at."""
+"""The watchdog names a rank that does not move, and its pass."""
 
 from __future__ import annotations
 

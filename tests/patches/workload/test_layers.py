@@ -21,7 +21,7 @@ WORKER = Path(__file__).parents[1] / "workload_worker.py"
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What a process of its own found out: megatron-core and its process groups stay out of this one."""
+    """Results of a separate process, so that this process has no megatron-core and no process groups."""
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "patches", "tests"))
     worker = subprocess.run(
         [sys.executable, str(WORKER)],
@@ -47,7 +47,7 @@ def test_the_compiler_is_imported_and_keeps_all_shapes(found: dict[str, Any]) ->
 
 
 def test_another_exchange_of_context_parallelism_is_noted(found: dict[str, Any]) -> None:
-    """Layers with context parallelism are timed as a ring, whatever the flag says; without it nothing differs."""
+    """Layers with context parallelism are timed as a ring, with a note for other exchanges."""
     assert ["compute with cp2 was timed as a ring, not with --cp-comm-type a2a"] == found["exchange"]
 
 
@@ -61,7 +61,7 @@ def test_layer_and_head_are_the_model(found: dict[str, Any]) -> None:
 
 
 def test_a_frozen_part_has_the_same_input_gradient_and_no_other(found: dict[str, Any]) -> None:
-    """What is timed as the input's gradient is exactly that: same value, no weight's gradient."""
+    """The timed gradient of the input has the right value, and no weight gets a gradient."""
     same, all_with_weights, any_without = found["frozen"]
 
     assert same
@@ -85,12 +85,12 @@ def test_full_recompute_is_megatrons(found: dict[str, Any]) -> None:
 
 
 def test_the_attention_core_is_the_layers_own(found: dict[str, Any]) -> None:
-    """On the layer's queries, keys and values it gives what it gave in there; it chains, and has a backward."""
+    """With the layer's queries, keys and values the core gives the layer's output; it chains and has a backward."""
     assert [True, True, True] == found["core"]
 
 
 def test_the_fused_loss_is_the_other_one(found: dict[str, Any]) -> None:
-    """Value and gradient of the head agree, whichever loss the user's flags ask for."""
+    """Value and gradient of the head agree for each loss function that flags can select."""
     value, gradient, fused_value, fused_gradient = found["fused losses"]
 
     assert pytest.approx(value, rel=1e-5) == fused_value
@@ -131,7 +131,7 @@ def test_nothing_is_left_behind(found: dict[str, Any]) -> None:
 
 
 def test_a_name_that_megatron_core_misses_is_a_refusal(found: dict[str, Any]) -> None:
-    """Without Transformer Engine 0.16 names what it did not import: that ends the case, not the warm-up."""
+    """Without Transformer Engine 0.16 uses a name that it did not import: the case ends, but not the warm-up."""
     assert "megatron-core refuses tp1 cp1 mbs2: name 'te_general_gemm' is not defined" == found["without its engine"]
 
 
@@ -156,7 +156,7 @@ def test_latent_attention_is_built_of_megatrons_own_layers(found: dict[str, Any]
 
 
 def test_a_depth_of_prediction_is_megatrons_own(found: dict[str, Any]) -> None:
-    """The head reads of it what it reads in the whole model, and its loss goes back to every weight and the input.
+    """The head reads the same part as in the whole model, and its loss reaches every weight and the input.
 
     Two experts of four a token may leave one without tokens: then its four parameters have no gradient.
     """

@@ -24,12 +24,7 @@ def comparison_screen(
 ) -> str:
     """Show several plans in one screen.
 
-    Args:
-        comparison: at least one entry; the first is what the others are measured by.
-        width: columns; None for the terminal's, 80 without one.
-        colour: None for yes on a terminal only.
-        stream: where it will be shown; None for stdout.
-
+    The other entries are compared with the first one.
     """
     sections: tuple[Section, ...] = (
         ("Plans", _plans(comparison)),
@@ -77,7 +72,7 @@ def _memory(choice: Choice) -> str:
 
 
 def _parts(comparison: Comparison) -> Iterator[RenderableType]:
-    """What each step consists of: a column for each of the longest parts, and one for what is left."""
+    """Parts of each step: a column for each of the longest parts, and a column for the rest."""
     shown = [(number, entry.choice) for number, entry in enumerate(comparison.entries, 1) if entry.choice is not None]
     # A plan that cannot run must not choose the columns: its longest part may be in no other plan.
     weighed = [entry.choice for entry in comparison.entries if entry.runs and entry.choice] or [one for _, one in shown]
@@ -98,7 +93,7 @@ def _parts(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def _places(comparison: Comparison) -> Iterator[RenderableType]:
-    """How many ranks are on another device than in the first plan."""
+    """Number of ranks on another device than in the first plan."""
     first, *others = comparison.entries
     counts = [(number, entry) for number, entry in enumerate(others, 2) if entry.choice and first.choice]
     moved = [f"plan {number}: {entry.num_moved}" for number, entry in counts if entry.num_moved]

@@ -20,7 +20,7 @@ PHASES = {"warmup": "warm-up", "": "unknown"}
 
 
 class Row(NamedTuple):
-    """One line of what is known; a row without a name goes on with the one before."""
+    """One line of the screen; a row without a name belongs to the row above."""
 
     name: str
     words: str
@@ -29,11 +29,10 @@ class Row(NamedTuple):
 
 
 def live_rows(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
-    """Say what is known of a job.
+    """Return the rows of a job's screen.
 
     Args:
-        job: as it was read.
-        steps_s: those that were seen of it, the newest last.
+        steps_s: observed steps, the newest last.
 
     """
     yield Row("Job", _job_words(job))
@@ -51,7 +50,7 @@ def live_rows(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
 
 
 def live_line(job: LiveJob) -> str:
-    """Say what is known in one line, without how old it is."""
+    """Return the state of a job in one line, without its age."""
     parts = [PHASES.get(job.phase, job.phase)]
     if job.phase == "warmup" and job.warmup_phase:
         parts.append(_warmup_words(job))
@@ -81,11 +80,7 @@ def live_screen(
     """Show a job on at most 24 lines of 80 columns.
 
     Args:
-        job: as it was read.
-        steps_s: those that were seen of it, the newest last.
-        width: columns; None for the terminal's, 80 without one.
-        colour: None for yes on a terminal only.
-        stream: where it will be shown; None for stdout.
+        steps_s: observed steps, the newest last.
 
     """
     sections: list[tuple[str, list[RenderableType]]] = []
@@ -157,7 +152,7 @@ def _iteration_words(job: LiveJob) -> str:
 
 
 def _pace_words(job: LiveJob, steps_s: Sequence[float]) -> str:
-    """How far the training is, and how long the rest takes at the pace that was seen."""
+    """Progress bar of the training, and the time left at the observed pace."""
     if not job.iterations or job.iteration is None or job.is_over:
         return ""
     part = min(max(job.iteration / job.iterations, 0.0), 1.0)

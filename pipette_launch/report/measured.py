@@ -1,4 +1,4 @@
-"""Shows what a warm-up measured: machines, links, groups, compute, memory, and what it took."""
+"""Screens of a warm-up's measurements, and of faults of machines that a warm-up or `pipette doctor` finds."""
 
 # H = hosts.
 
@@ -31,9 +31,8 @@ def health(
     """A sentence for each of the first few; devices of one host that have the same kind of fault share one.
 
     Args:
-        verdicts: in any order.
-        where: what has the rest.
-        most: how many sentences.
+        where: file or page with the other faults.
+        most: number of sentences.
 
     """
     groups: dict[tuple[bool, str, str, str], list[Verdict]] = {}
@@ -55,15 +54,7 @@ def health(
 def checkup_screen(
     checkup: Checkup, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
 ) -> str:
-    """Show the findings, what would stop a job first.
-
-    Args:
-        checkup: of one machine.
-        width: columns; None for the terminal's, 80 without one.
-        colour: None for yes on a terminal only.
-        stream: where it will be shown; None for stdout.
-
-    """
+    """Show the findings, what would stop a job first."""
     sections: list[Section] = [
         (heading, [bullet(one.words()) for one in checkup.findings if one.severity == severity])
         for severity, heading in HEADINGS.items()
@@ -74,7 +65,7 @@ def checkup_screen(
 
 
 MOST_COLUMNS = 8
-"""So many hosts fit into a matrix on a screen."""
+"""Most hosts in a matrix on a screen."""
 MOST_ROWS = 12
 
 
@@ -87,15 +78,11 @@ def measured_screen(
     colour: bool | None = None,
     stream: TextIO | None = None,
 ) -> str:
-    """Show what was measured.
+    """Draw the screen of a warm-up's measurements.
 
     Args:
-        measurements: of one allocation.
-        title: the command that shows it.
-        saved_to: where the file lies, if anywhere.
-        width: columns; None for the terminal's, 80 without one.
-        colour: None for yes on a terminal only.
-        stream: where it will be shown; None for stdout.
+        title: command that shows the screen.
+        saved_to: path of the file; None without one.
 
     """
     cluster = measurements.cluster
@@ -114,7 +101,7 @@ def measured_screen(
 
 
 def what_the_plan_rests_on(plan: Plan, measurements: Measurements | None) -> Iterator[Text]:
-    """What was measured for a plan, or where a plan that was not measured now comes from."""
+    """Measurements of a plan, or the origin of a plan without measurements in this start."""
     if measurements is None:
         origin = {
             "cached": "kept from an earlier start",
@@ -152,7 +139,7 @@ def _chosen_layer(plan: Plan, measurements: Measurements) -> Iterator[Text]:
 
 
 def machines(measurements: Measurements, *, remark: str = "") -> Text:
-    """What the hosts are, and how long measuring them took."""
+    """The hosts, and the time that measuring them took."""
     cluster = measurements.cluster
     names = sorted({device.name for host in cluster.hosts for device in host.devices})
     hosts, devices = len(cluster.hosts), cluster.devices_per_host

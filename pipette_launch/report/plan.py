@@ -1,4 +1,4 @@
-"""The screens of a plan: of one that the launcher is about to run, and of one that a file holds; each short or whole.
+"""Screens of a plan that the launcher is about to run, and of a plan in a file. Each can be short or whole.
 
 A short screen fits `MOST_LINES` lines: its listings are cut, and of the notes it has those on which the user can act.
 It says how much is left out and where that can be read.
@@ -50,7 +50,7 @@ LEAST_ROWS = 2
 
 
 def chosen(plan: Plan, width: int, most: int | None) -> Iterator[RenderableType]:
-    """The layout, the parts of its step, and where its ranks sit, in so many columns."""
+    """Layout, parts of its step, and its ranks by host, in `width` columns."""
     choice = plan.chosen
     whose = "your own configuration, " if plan.keeps_own else ""
     line = text(f"{choice.layout.words()}", "bold green")
@@ -123,7 +123,7 @@ def step_times(plan: Plan, most: int | None) -> Iterator[RenderableType]:
 
 
 def trials(plan: Plan, most: int | None) -> Iterator[RenderableType]:
-    """What was measured of the plans and of the user's own configuration before the training."""
+    """Measured trials of plans and of the user's own configuration."""
     if plan.trials is None:
         return
     runs = plan.trials.runs
@@ -155,7 +155,7 @@ def trials(plan: Plan, most: int | None) -> Iterator[RenderableType]:
 
 
 def memory(choice: Choice, most: int | None) -> Iterator[RenderableType]:
-    """What each stage's device holds at its peak, against the limit."""
+    """Peak memory of each stage's device, against the limit."""
     shown = choice.memory_shown
     # A line that counts one stage would take the place of that stage.
     stages = stages_shown(shown.need_bytes) if most is None else stages_shown(shown.need_bytes, most + 1)
@@ -173,8 +173,7 @@ def templates(plan: Plan, most: int | None = None) -> Iterator[RenderableType]:
     """One line for the plan and for each template: nodes, step time, what that is of the plan's, layout, checkpoint.
 
     Args:
-        plan: with its templates.
-        most: how many lines; None for all of them.
+        most: number of lines; None for all fallback plans.
 
     """
     if not plan.templates:
@@ -199,7 +198,7 @@ def templates(plan: Plan, most: int | None = None) -> Iterator[RenderableType]:
 
 
 def checkpoint_words(before: Choice, after: Choice) -> str:
-    """Say what becomes of a checkpoint that one layout wrote and the other loads."""
+    """Say if a checkpoint of one layout must be resharded for the other."""
     is_same = (before.layout.tp, before.layout.pp) == (after.layout.tp, after.layout.pp)
     return "keeps TP and PP" if is_same else "reshards the checkpoint"
 
@@ -207,10 +206,10 @@ def checkpoint_words(before: Choice, after: Choice) -> str:
 MOST_LINES = 40
 """A short screen has no more, at 100 columns."""
 LISTINGS = ((6, True), (5, True), (4, True), (4, False), (3, False), (2, False), (1, False))
-"""How many lines a listing of a short screen has at most, and whether empty lines part the sections: the first fits."""
+"""Options of a short screen: most lines of a listing, and True for empty lines. The first that fits is drawn."""
 MOST_REASONS = 5
 OUTCOME_WIDTH = 84
-"""Of 100 columns, without the head of a line."""
+"""Columns of an outcome line: 100 without the log's prefix."""
 
 
 def plan_screen(
@@ -226,19 +225,15 @@ def plan_screen(
     width: int | None = None,
     colour: bool | None = None,
 ) -> str:
-    """Show in one screen what was measured, what was chosen and why, and what changes for the script.
+    """Draw the launcher's screen of a plan: measurements, choice, reasons, and changes of the script's flags.
 
     Args:
-        plan: the plan to show.
-        measurements: what it rests on; None for a plan from the cache or a file.
-        arguments: the script's arguments as the user gave them.
-        new_arguments: the arguments that the script will get; None for the user's own.
-        saved_to: where the plan file lies, if anywhere.
-        drawn_to: where its report lies, an HTML file, if anywhere.
-        unsaved: why there is none, and what to do; empty where none was wanted.
-        is_whole: with all notes and listings, however long that is.
-        width: columns; None for the terminal's, 80 without one.
-        colour: None for yes on a terminal only.
+        measurements: its measurements; None for a plan from the cache or a file.
+        new_arguments: arguments of the script under the plan; None for the user's own.
+        saved_to: path of the plan file; None without one.
+        drawn_to: path of its HTML report; None without one.
+        unsaved: reason why no file was written, with a remedy; empty if no file was requested.
+        is_whole: true for all notes and listings, at any length.
 
     """
     wide = columns(width, sys.stderr)
@@ -271,17 +266,13 @@ def plan_file_screen(
     colour: bool | None = None,
     stream: TextIO | None = None,
 ) -> str:
-    """Show in one screen what a plan is for, what it chose, how sure that is, and what to paste.
+    """Draw the screen of a plan file: job, machines, choice, reasons, and flags to paste.
 
     Args:
-        plan: as `pipette plan` made it or a file holds it.
-        title: the command that shows it.
-        saved_to: where the plan file lies, if anywhere.
-        drawn_to: where its report lies, an HTML file, if anywhere.
-        is_whole: with all notes and listings, however long that is.
-        width: columns; None for the terminal's, 80 without one.
-        colour: None for yes on a terminal only.
-        stream: where it will be shown; None for stdout.
+        title: command that shows the screen.
+        saved_to: path of the plan file; None without one.
+        drawn_to: path of its HTML report; None without one.
+        is_whole: true for all notes and listings, at any length.
 
     """
     setting, target = plan.setting, stream or sys.stdout
@@ -310,7 +301,7 @@ def plan_file_screen(
 
 
 def chosen_line(plan: Plan) -> str:
-    """Say in one line what was chosen, and what it saves."""
+    """Return the choice and its saving in one line."""
     choice, own = plan.chosen, plan.own
     words = f"{choice.layout.words()}, {choice.schedule}, {seconds_text(choice.step_time_s)} a step predicted"
     if plan.keeps_own:
@@ -341,9 +332,9 @@ def schedule_words(plan: Plan) -> str:
 
 
 def _choice(plan: Plan, width: int, most: int | None) -> tuple[Section, ...]:
-    """The sections that both screens share: what was chosen and why."""
+    """Sections that both screens share: choice and reasons."""
     reasons = plan.reasons
-    # Reasons are what a reader looks for: other listings are cut before them.
+    # Reasons matter most to a reader, so other listings are cut first.
     if most is not None and len(reasons) > most + 1:
         # The last one says how much faster any other plan could be.
         reasons = (*reasons[:most], *(reasons[-1:] if most > 1 else ()))
@@ -366,7 +357,7 @@ def _flags(
 
 
 def _where(saved_to: Path | None, drawn_to: Path | None, *, otherwise: str) -> str:
-    """Say where one reads what a short screen leaves out."""
+    """Return where the notes that a short screen leaves out can be read."""
     if drawn_to is not None:
         return "the report lists them"
     return "pipette report shows them" if saved_to is not None else otherwise
@@ -380,7 +371,7 @@ def _file(saved_to: Path | None, drawn_to: Path | None, unsaved: str = "") -> It
 
 
 def outcome_line(outcome: Outcome, width: int = OUTCOME_WIDTH) -> str:
-    """Say in one line how the prediction compares with what was measured; tokens a second where they still fit."""
+    """Compare prediction and measurement in one line, with tokens per second if the line has room."""
     measured = outcome.measured_step
     words = f"step {step_words(measured.median_s, outcome.predicted_step_s)}"
     if measured.is_unstable:
@@ -436,7 +427,7 @@ def _dropped(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _notes(plan: Plan, where: str, most: int | None, *, counts_dropped: bool = True) -> Iterator[RenderableType]:
-    """What was assumed, one sentence each, and how many layouts were dropped; a short screen counts the most of it."""
+    """Assumptions, one sentence each, and the number of dropped layouts. A short screen shows only some."""
     dropped = sum(plan.dropped.values())
     told: tuple[str, ...] = ()
     if dropped and counts_dropped:

@@ -46,15 +46,7 @@ STYLES = {"fits": "bold green", "tight": "bold yellow", "too large": "bold red",
 def prediction_screen(
     prediction: Prediction, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
 ) -> str:
-    """Show in one screen whether a configuration fits and how long its step is.
-
-    Args:
-        prediction: what to show.
-        width: columns; None for the terminal's, 80 without one.
-        colour: None for yes on a terminal only.
-        stream: where it will be shown; None for stdout.
-
-    """
+    """Show in one screen whether a configuration fits and how long its step is."""
     target = stream or sys.stdout
     wide = columns(width, target)
     sections: tuple[Section, ...] = (
@@ -111,7 +103,7 @@ def _verdict(prediction: Prediction) -> Text:
 
 
 def _memory(prediction: Prediction) -> Iterator[RenderableType]:
-    """What each stage's device holds at its peak, against the limit where it is known."""
+    """Peak memory of each stage's device, against the limit if it is known."""
     shown, limit = _shown(prediction, MOST_BARS), prediction.limit_bytes
     yield memory_bars([(stage.pp_rank, stage.peak_bytes) for stage in shown], limit)
     hidden = len(prediction.stages) - len(shown)
@@ -128,7 +120,7 @@ def _shown(prediction: Prediction, most: int) -> Sequence[StageMemory]:
 
 
 def _split(prediction: Prediction, width: int) -> Iterator[RenderableType]:
-    """What lives at each stage's peak, by kind."""
+    """Memory at each stage's peak, by kind."""
     if width < TABLE_WIDTH:
         fullest = prediction.fullest
         parts = " · ".join(f"{name} {bytes_text(size)}" for name, size in fullest.parts_bytes.items())

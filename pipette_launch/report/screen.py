@@ -1,4 +1,4 @@
-"""How everything of ours looks on a terminal: words, bars, bullets, and the frame around them."""
+"""Elements of every screen on a terminal: texts, bars, bullets, tables of memory and flags, and the frame."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def bullet(sentence: str) -> RenderableType:
 
 
 def text(words: str, style: str = "default", *, keep: str = "", **options: str) -> Text:
-    """Plain words in one style; what is not printed stands as its escape, but for the characters in `keep`."""
+    """Return a text in one style. Characters that cannot be printed are escaped, except those in `keep`."""
     return Text(printable(words, keep=keep), style=style, **options)  # type: ignore[arg-type]
 
 
@@ -92,7 +92,7 @@ def sheet(sections: Iterable[Section], *, has_gaps: bool = True) -> RenderableTy
 
 
 def columns(width: int | None, target: TextIO) -> int:
-    """How wide to draw: as said, else as the terminal, and 80 without one."""
+    """Return the width to draw: the given one, else the terminal's, else 80."""
     if width is not None:
         return width
     found = shutil.get_terminal_size((80, 24)).columns if target.isatty() else 80
@@ -105,8 +105,6 @@ def render(
     """Frame a screen.
 
     Args:
-        title: of the frame.
-        body: what it holds.
         width: columns; None for the terminal's, 80 without one.
         colour: None for yes on a terminal only.
         stream: where the screen will be shown; None for stderr.
@@ -148,7 +146,7 @@ def rate_words(rate: Rate, world_size: int) -> str:
 
 
 def step_words(measured_s: float, predicted_s: float) -> str:
-    """Set a measured step beside the predicted one; the error of the prediction is a part of what was measured."""
+    """Compare a measured step with the predicted one; the error is a share of the measured step."""
     words = f"{seconds_text(measured_s)}, predicted {seconds_text(predicted_s)}"
     error = round(predicted_s / measured_s - 1, 3) if measured_s > 0 else 0.0
     if not error:
@@ -172,7 +170,7 @@ def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> T
 
 
 def limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
-    """Say what the figures hold and what the limit is; the same words on every screen."""
+    """Explain the memory figures and their limit, in the words of every screen."""
     if not free_bytes:
         return "the model's tensors alone: this file of an earlier release has no overhead"
     return (
@@ -207,9 +205,8 @@ def without_gaps(notes: Sequence[str], *, what: str, listed: str) -> Iterator[st
     """Leave out the notes on effects that are not modelled, and say at the end how many there are.
 
     Args:
-        notes: of a plan, a prediction or a comparison.
-        what: the effects are on, such as ` on the step's time`; may be empty.
-        listed: where they can be read, a clause.
+        what: end of "effects", such as ` on the step's time`; may be empty.
+        listed: clause that says where the effects can be read.
 
     """
     gaps = sum(note.startswith(NOT_MODELLED) for note in notes)
@@ -219,11 +216,11 @@ def without_gaps(notes: Sequence[str], *, what: str, listed: str) -> Iterator[st
 
 
 BETWEEN = "   "
-"""What stands between two changes on a line."""
+"""Separator of two changes on a line."""
 
 
 def flag_lines(arguments: Sequence[str], new_arguments: Sequence[str] | None) -> Iterator[Text]:
-    """What changes for the script."""
+    """Changes of the script's flags, one on a line."""
     changes = [] if new_arguments is None else arguments_diff(arguments, new_arguments)
     if not changes:
         yield text("your own, unchanged")
@@ -237,7 +234,7 @@ def flag_lines(arguments: Sequence[str], new_arguments: Sequence[str] | None) ->
 def packed_flag_lines(
     arguments: Sequence[str], new_arguments: Sequence[str] | None, *, width: int, most: int
 ) -> Iterator[Text]:
-    """What changes for the script, as many changes on a line as fit.
+    """Changes of the script's flags, several on a line.
 
     Args:
         arguments: as the user gave them.
@@ -263,7 +260,7 @@ def packed_flag_lines(
 
 
 def arguments_diff(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
-    """What changes in a command line: (`~`, flag old → new), (`+`, flag) and (`-`, flag), in the order of flags."""
+    """Return changes of a command line: (`~`, flag old → new), (`+`, flag) and (`-`, flag), in the order of flags."""
     before, after = _values_of_flags(old), _values_of_flags(new)
     lines = []
     for flag, values in before.items():
@@ -275,12 +272,12 @@ def arguments_diff(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, st
 
 
 def paste_text(old: Sequence[str], new: Sequence[str], *, width: int = 0) -> str:
-    """Flags to append to the job's own, so that a shell takes them: no flag is wrapped, whatever the width.
+    """Flags to append to the job's own, in shell syntax; a flag is never wrapped.
 
     Args:
         old: as the user gave them.
         new: as the plan wants them.
-        width: as many flags on a line as fit into so many columns; 0 sets one on each.
+        width: columns of a line; 0 puts one flag on each line.
 
     """
     added, deleted = paste_words(old, new)

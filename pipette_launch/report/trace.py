@@ -1,4 +1,4 @@
-"""The predicted steps of a plan, and what was measured, as a trace: JSON in Chrome's trace event format, for Perfetto.
+"""Predicted and measured steps of a plan as a trace for Perfetto: JSON in Chrome's trace event format.
 
 Every event that lasts is a complete event (`ph` is `X`) with its start `ts` and its length `dur` in microseconds. A
 process (`pid`) is one thing to look at, a thread (`tid`) is one of its tracks.
@@ -51,7 +51,7 @@ def in_line(parts: Iterable[tuple[str, float, dict[str, object]]], kind: str, at
 
 
 MOST_PASSES = 10_000
-"""Of all ranks; of more, the first of each rank are drawn."""
+"""Most passes of all ranks together; the first passes of each rank are drawn."""
 
 
 def profile_events(pid: int, plan: Plan, step: DrawnStep, ranks: Sequence[ProfiledRank]) -> Iterator[Event]:
@@ -61,7 +61,7 @@ def profile_events(pid: int, plan: Plan, step: DrawnStep, ranks: Sequence[Profil
         pid: the process of the tracks.
         plan: of which the chosen configuration was profiled.
         step: its predicted step.
-        ranks: what was measured; empty draws nothing.
+        ranks: measured passes; empty draws nothing.
 
     Raises:
         PlanError: these are not the passes of that configuration.
@@ -111,15 +111,15 @@ def _passes(
 
 
 MOST_TRACKS = 100
-"""Of layers, each in the shape of one layout."""
+"""Most tracks of layers, each in the shape of one layout."""
 MOST_LINKS = 300
-"""The slowest ones are drawn."""
+"""Most links that are drawn, the slowest first."""
 MOST_STEPS = 200
-"""Measured ones."""
+"""Most measured steps that are drawn."""
 SHORTEST_S = 1e-9
-"""What is shorter rounds to nothing, and is not drawn."""
+"""Shorter events round to nothing and are not drawn."""
 MESSAGE_BYTES = 1 << 20
-"""A link is drawn as long as it takes to send so much."""
+"""Message size of a link's event: its length is the time to send this many bytes."""
 AFTER = {
     "data_parallel": "gradient reduction",
     "embedding_gradients": "embedding gradients",
@@ -141,13 +141,13 @@ def trace_text(
 
     Args:
         plan: whose steps it shows.
-        measurements: what the plan was priced by; None leaves out layers and links.
+        measurements: measurements that priced the plan; None leaves out layers and links.
         picture: the passes of its step; None leaves them out.
-        outcome: what the plan's training took, where it ran.
+        outcome: outcome of the plan's training; None if it has not run.
         profiled: measured passes of some ranks of the chosen configuration.
 
     Raises:
-        PlanError: the measured passes are not those of the plan.
+        PlanError: the measured passes belong to another plan.
 
     """
     left_out: list[str] = []
@@ -172,7 +172,7 @@ def _words(choice: Choice) -> str:
 
 
 def _step(pid: int, title: str, step: DrawnStep, left_out: list[str]) -> Iterator[Event]:
-    """One track for each pipeline rank: its passes, what they exchange and nothing hides, and the end of the step."""
+    """One track for each pipeline rank: passes, exposed communication, and the end of the step."""
     yield named("process_name", pid, 0, title)
     rows: dict[int, list[int]] = {rank: [] for rank in range(step.pp)}
     for index, rank in enumerate(step.rank_A):
@@ -206,7 +206,7 @@ def _pass(step: DrawnStep, index: int, at: tuple[int, int]) -> Iterator[Event]:
 
 
 def _after(step: DrawnStep, at: tuple[int, int]) -> Iterator[Event]:
-    """What follows the last backward of all ranks."""
+    """Events after the last backward of all ranks."""
     start_s = step.makespan_s
     for name, seconds in step.after_s:
         if seconds > SHORTEST_S:
@@ -283,7 +283,7 @@ def _links(measurements: Measurements, how: str, left_out: list[str]) -> Iterato
 
 
 def _slowest(links: Links, names: list[str]) -> list[tuple[str, float, dict[str, object]]]:
-    """The slowest links, with what a message of MESSAGE_BYTES takes on each."""
+    """The slowest links, with the seconds of a message of MESSAGE_BYTES."""
     count = len(names)
     with np.errstate(divide="ignore"):
         seconds = links.latency_s + MESSAGE_BYTES / links.bandwidth_bytes_per_s

@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs no network: what was chosen and why, drawn and as tables."""
+"""A plan as one HTML file without network requests: the choice and its reasons, as drawings and tables."""
 
 from pipette_launch.report.page.page import plan_page, with_outcome
 

@@ -1,4 +1,4 @@
-"""The choice and its alternatives: figures in large, what it changes, points of step time against memory."""
+"""Sections on the choice: key figures, changes, alternatives by step time and memory, and the passes of a step."""
 
 # A = actions of all pipeline ranks.
 
@@ -29,7 +29,7 @@ PARTS = (
 
 
 def tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """Return id, name, figure and remark of what a reader wants to know first."""
+    """Return id, name, figure and remark of each key figure."""
     chosen, own = plan.chosen, plan.own
     step = "" if plan.keeps_own or plan.own_fault else f"yours: {seconds_text(own.step_time_s)}"
     found = [("step", "Step, predicted", seconds_text(chosen.step_time_s), step)]
@@ -100,7 +100,7 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
 
 
 def _layers_words(layout: Layout) -> str:
-    """Say the layers of each pipeline rank, those of its chunks joined by +; nothing where all chunks are alike."""
+    """Return the layers of each pipeline rank, chunks joined by +; empty if all chunks are equal."""
     chunks = layout.layers_per_chunk
     return " ".join("+".join(map(str, chunks[rank :: layout.pp])) for rank in range(layout.pp)) if chunks else ""
 
@@ -167,7 +167,7 @@ def front(points: list[tuple[float, int]]) -> set[int]:
 
 
 def tables_of_the_search(plan: Plan) -> list[Table]:
-    """What fell out and why, and what the job goes on with after a loss; tables without rows are left out."""
+    """Tables of dropped layouts and of fallback plans; tables without rows are left out."""
     dropped = sorted(plan.dropped.items(), key=lambda item: -item[1])
     losses = [
         (
@@ -211,7 +211,7 @@ def step_parts(plan: Plan) -> dict[str, Any]:
 
 
 MOST_ACTIONS = 20_000
-"""Of one step; of more, some pipeline ranks are drawn, and of those the first passes. Each takes some 12 bytes."""
+"""Most passes of a drawn step, about 12 bytes each. Longer steps show some ranks and their first passes."""
 RESOLUTION = 100_000
 """Times are whole numbers of this part of the longer step."""
 AFTER_NAMES = {
@@ -276,7 +276,7 @@ def _ranks_drawn(step: DrawnStep) -> list[int]:
 
 
 def _indices(step: DrawnStep) -> list[list[int]]:
-    """Where the actions of each rank stand."""
+    """Indices of each rank's actions."""
     found: list[list[int]] = [[] for _ in range(step.pp)]
     for index, rank in enumerate(step.rank_A):
         found[rank].append(index)
@@ -306,7 +306,7 @@ def _numbers(step: DrawnStep, ranks: dict[int, list[int]], unit_s: float) -> dic
 
 
 class _Figures(NamedTuple):
-    """What one rank does with the step: passes, exchanges that nothing hides, and waiting."""
+    """One rank's time in a step: passes, exposed communication, and waiting."""
 
     rank: int
     passes: int

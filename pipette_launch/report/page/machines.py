@@ -1,4 +1,4 @@
-"""The machines: ranks host by host, layer times, and what is amiss."""
+"""Sections on the machines: ranks of each host, layer times, faults, links, and islands of fast links."""
 
 # H = hosts (or the devices of a single host), B = blocks of hosts that are drawn as one.
 
@@ -98,7 +98,7 @@ def _passes(times: list[ComputeTime]) -> tuple[float, float]:
 
 
 def health_table(measurements: Measurements | None) -> Table | None:
-    """One row for each problem, what may leave a host out first; None where there is none."""
+    """One row for each fault, faults that exclude a host first; None without faults."""
     verdicts = sorted(measurements.verdicts, key=lambda one: not one.is_sick) if measurements else []
     rows = [
         (
@@ -118,7 +118,7 @@ MOST_CELLS = 64
 """Rows of a drawn matrix; of more hosts, neighbours are drawn as one, by their slowest link."""
 LEVELS = 7
 STEP = 1.15
-"""Islands are told apart where no link has a bandwidth between one and this times it."""
+"""Islands are separate if no link has a bandwidth between a value and this multiple of it."""
 
 Floats = NDArray[np.float64]
 
@@ -194,7 +194,7 @@ def _matrix(
         "title": title,
         "size": len(blocks),
         "paths": paths,
-        # The diagonal is no link, unless a block holds several hosts: then it tells which island the host belongs to.
+        # A cell on the diagonal is no link. If it stands for several hosts, it shows the links among them.
         "diagonal": [island_of.get(block[0], -1) if len(block) == 1 else -1 for block in blocks],
         "names": [" … ".join(dict.fromkeys((names[block[0]], names[block[-1]]))) for block in blocks],
         "rates": [[None if math.isinf(rate) else float(f"{rate:.3g}") for rate in row] for row in rates_BB.tolist()],

@@ -21,7 +21,7 @@ from pipette_launch.report.screen import NOT_MODELLED, arguments_diff, paste_tex
 from pipette_launch.text import bytes_text, count_text, printable, seconds_text
 
 BEGIN, END = "<!--outcome-->", "<!--/outcome-->"
-"""What was measured stands between these; names of others cannot hold them, since their `<` is escaped."""
+"""Marks around the outcome in the page; names cannot contain them, as `<` is escaped."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """A page from the disk asks for nothing."""
@@ -36,8 +36,8 @@ def plan_page(
     """Draw a plan as one HTML file, which asks for nothing from any network.
 
     Args:
-        plan: what was chosen, with its setting if its file has one.
-        measurements: what it was priced by; None leaves out links, layer times and verdicts.
+        plan: the plan, with its setting if the file has one.
+        measurements: measurements that priced it; None leaves out links, layer times and verdicts.
         picture: what its file does not hold; None leaves out the timeline and the split of memory.
         outcome: what its run came to; None where it did not run, or not long enough.
 
@@ -78,7 +78,7 @@ def plan_page(
 
 
 def with_outcome(html: str, outcome: Outcome) -> str:
-    """Write what was measured into a page of the same plan; a page of another plan is returned as it is.
+    """Write an outcome into the page of the same plan; the page of another plan is returned unchanged.
 
     Raises:
         PipetteError: jinja2 is not installed.
@@ -133,7 +133,7 @@ def _job(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _flags(plan: Plan) -> dict[str, Any] | None:
-    """How the script's flags change, and what to paste; None where the plan's file does not name them."""
+    """Changes of the script's flags, and a text to paste; None if the plan file has no flags."""
     if plan.setting is None:
         return None
     old, new = plan.setting.arguments, plan.setting.new_arguments

@@ -37,7 +37,7 @@ def bar(label: str, segments: Sequence[Segment], *, kinds: Sequence[str], whole:
     """Lay segments end to end on a scale from 0 to `whole`; those without a size are left out.
 
     Args:
-        label: what the bar is of.
+        label: name of the bar.
         segments: in the order in which they are drawn.
         kinds: all names in the order of their colours; a segment with another name has the last colour.
         whole: the size that the full width stands for.
@@ -85,7 +85,7 @@ class Axis:
         return round(100 * (value - self.low) / (self.high - self.low), 3)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Return at most so many round values: 1, 2 or 5 times a power of ten apart."""
+        """Return at most `most` round values: 1, 2 or 5 times a power of ten apart."""
         step = self._step(most)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return [count * step for count in range(first, last + 1)]
@@ -103,7 +103,7 @@ class Axis:
 
 
 MOST_STAGES = 64
-"""Of longer pipelines the first, the last, the fullest and some between them are drawn."""
+"""Most bars. A longer pipeline shows the first, the last, the fullest and some other stages."""
 
 
 def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
@@ -135,12 +135,12 @@ def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
 
 
 def limit_in_view(limit_bytes: int, need_bytes: int) -> bool:
-    """Whether a scale that holds the limit still shows what is needed; else the limit is told in words alone."""
+    """True if a scale up to the limit still shows the need; else only a sentence states the limit."""
     return limit_bytes <= 5 * need_bytes
 
 
 def stages_drawn(needs: tuple[int, ...], most: int = MOST_STAGES) -> list[int]:
-    """All stages of a short pipeline; of a long one at most so many, its ends and the fullest among them."""
+    """All stages of a short pipeline; at most `most` stages of a long one, with its ends and the fullest."""
     if len(needs) <= most:
         return list(range(len(needs)))
     spaced = {round(index * (len(needs) - 1) / (most - 2)) for index in range(most - 1)}
@@ -148,7 +148,7 @@ def stages_drawn(needs: tuple[int, ...], most: int = MOST_STAGES) -> list[int]:
 
 
 def trials_table(plan: Plan) -> Table | None:
-    """Set measured trials beside what was predicted for them; None without trials."""
+    """Table of trials, measured beside predicted; None without trials."""
     if plan.trials is None:
         return None
     rows = [

@@ -66,7 +66,7 @@ def _rates(comparison: Comparison) -> Iterator[Text]:
 
 
 def _memory(choice: Choice) -> str:
-    """The fullest stage's device, as a part of the limit."""
+    """Memory of the fullest stage's device, divided by the limit."""
     shown = choice.memory_shown
     return f"{max(shown.need_bytes) / shown.limit_bytes:.0%}" if shown.limit_bytes > 0 else "over"
 
@@ -74,7 +74,7 @@ def _memory(choice: Choice) -> str:
 def _parts(comparison: Comparison) -> Iterator[RenderableType]:
     """Parts of each step: a column for each of the longest parts, and a column for the rest."""
     shown = [(number, entry.choice) for number, entry in enumerate(comparison.entries, 1) if entry.choice is not None]
-    # A plan that cannot run must not choose the columns: its longest part may be in no other plan.
+    # Plans that cannot run do not choose the columns, as their longest part may be in no other plan.
     weighed = [entry.choice for entry in comparison.entries if entry.runs and entry.choice] or [one for _, one in shown]
     longest_s = {
         name: max(choice.breakdown_s.get(name, 0.0) for choice in weighed)
@@ -117,6 +117,6 @@ def _table(heads: tuple[str, ...], *, right: tuple[int, ...] | range, folds: boo
     last = len(heads) - 1
     for index in range(len(heads)):
         table.add_column(justify="right" if index in right else "left", no_wrap=not folds or index != last)
-    # Words of a heading stand below each other, so that no column is wider than its figures.
+    # A heading has one word per line, so that no column is wider than its figures.
     table.add_row(*(text(head.replace(" ", "\n"), "dim", keep="\n") for head in heads))
     return table

@@ -163,7 +163,7 @@ def _pace_words(job: LiveJob, steps_s: Sequence[float]) -> str:
 
 
 def _step_words(job: LiveJob) -> str:
-    """The step that was printed last, and how far the prediction is from it."""
+    """The last printed step, compared with the prediction."""
     assert job.step_s is not None
     return step_words(job.step_s, job.predicted_step_s) if job.predicted_step_s else seconds_text(job.step_s)
 
@@ -197,7 +197,7 @@ def _age(job: LiveJob) -> Row:
 
 
 def _clock(moment_s: float, now_s: float) -> str:
-    """The time of the day, with the date unless it is today."""
+    """Local time, with the date unless it is today."""
     try:
         then, now = time.localtime(moment_s), time.localtime(now_s)
     except (OverflowError, OSError, ValueError):

@@ -28,7 +28,7 @@ UNSEEN = "not checked, because one machine alone cannot: clocks that differ betw
 def health(
     verdicts: Sequence[Verdict], *, where: str = "cluster.json", most: int = MOST_VERDICTS
 ) -> Iterator[RenderableType]:
-    """A sentence for each of the first few; devices of one host that have the same kind of fault share one.
+    """One sentence for each of the first faults; devices of one host with the same kind of fault share a sentence.
 
     Args:
         where: file or page with the other faults.
@@ -54,7 +54,7 @@ def health(
 def checkup_screen(
     checkup: Checkup, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
 ) -> str:
-    """Show the findings, what would stop a job first."""
+    """Draw the findings of `pipette doctor`, first those that would stop a job."""
     sections: list[Section] = [
         (heading, [bullet(one.words()) for one in checkup.findings if one.severity == severity])
         for severity, heading in HEADINGS.items()

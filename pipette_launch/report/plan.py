@@ -46,7 +46,7 @@ MOST_HOST_LINES = 12
 SHORT_HOST_LINES = 3
 HOST_GAP = 3
 LEAST_ROWS = 2
-"""The chosen configuration and the user's own are always listed."""
+"""Fewest rows of a listing: the chosen configuration and the user's own."""
 
 
 def chosen(plan: Plan, width: int, most: int | None) -> Iterator[RenderableType]:
@@ -67,7 +67,7 @@ def chosen(plan: Plan, width: int, most: int | None) -> Iterator[RenderableType]
 
 
 def _rank_map(plan: Plan, width: int, most: int) -> Iterator[RenderableType]:
-    """Host → ranks, as many hosts on a line as fit."""
+    """Hosts with their ranks, several on a line."""
     size = plan.devices_per_host
     names = max(len(name) for name in plan.hosts)
     cells = []
@@ -85,7 +85,7 @@ def _rank_map(plan: Plan, width: int, most: int) -> Iterator[RenderableType]:
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """Ranks in their order, runs written short: `0-3 8 10`."""
+    """Return ranks in their order, with runs shortened: `0-3 8 10`."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
@@ -96,7 +96,7 @@ def rank_ranges(ranks: Sequence[int]) -> str:
 
 
 def step_times(plan: Plan, most: int | None) -> Iterator[RenderableType]:
-    """The chosen one, the runners-up and the user's own, as bars."""
+    """Step times of the chosen configuration, the runners-up and the user's own, as bars."""
     if most is not None and plan.trials is not None:
         # The trials show the same configurations, measured and predicted.
         return
@@ -157,7 +157,7 @@ def trials(plan: Plan, most: int | None) -> Iterator[RenderableType]:
 def memory(choice: Choice, most: int | None) -> Iterator[RenderableType]:
     """Peak memory of each stage's device, against the limit."""
     shown = choice.memory_shown
-    # A line that counts one stage would take the place of that stage.
+    # A line "1 more stage" would take the line of that stage.
     stages = stages_shown(shown.need_bytes) if most is None else stages_shown(shown.need_bytes, most + 1)
     if most is not None and len(stages) > most + 1:
         stages = [list(shown.need_bytes).index(max(shown.need_bytes))]
@@ -170,7 +170,7 @@ def memory(choice: Choice, most: int | None) -> Iterator[RenderableType]:
 
 
 def templates(plan: Plan, most: int | None = None) -> Iterator[RenderableType]:
-    """One line for the plan and for each template: nodes, step time, what that is of the plan's, layout, checkpoint.
+    """One line for the plan and for each fallback plan: nodes, step time, slowdown, layout, checkpoint.
 
     Args:
         most: number of lines; None for all fallback plans.
@@ -204,7 +204,7 @@ def checkpoint_words(before: Choice, after: Choice) -> str:
 
 
 MOST_LINES = 40
-"""A short screen has no more, at 100 columns."""
+"""Most lines of a short screen at 100 columns."""
 LISTINGS = ((6, True), (5, True), (4, True), (4, False), (3, False), (2, False), (1, False))
 """Options of a short screen: most lines of a listing, and True for empty lines. The first that fits is drawn."""
 MOST_REASONS = 5
@@ -320,7 +320,7 @@ def _fitted(draw: Callable[[int | None, bool], str], *, is_whole: bool) -> str:
 
 
 def schedule_words(plan: Plan) -> str:
-    """Say that flags alone do not run a schedule which Megatron lacks."""
+    """Return a remark that flags alone do not run a schedule that Megatron lacks; empty for Megatron's schedules."""
     order = None if plan.keeps_own else plan.chosen.order
     if order is None:
         return ""
@@ -336,7 +336,7 @@ def _choice(plan: Plan, width: int, most: int | None) -> tuple[Section, ...]:
     reasons = plan.reasons
     # Reasons matter most to a reader, so other listings are cut first.
     if most is not None and len(reasons) > most + 1:
-        # The last one says how much faster any other plan could be.
+        # The last reason states the gap to the bound.
         reasons = (*reasons[:most], *(reasons[-1:] if most > 1 else ()))
     return (
         ("Chosen", chosen(plan, width - INDENT, most)),
@@ -410,7 +410,7 @@ def _machines(plan: Plan) -> Iterator[Text]:
 
 
 def _dropped(plan: Plan) -> Iterator[RenderableType]:
-    """Why the others fell out, most first."""
+    """Numbers of dropped layouts by reason."""
     if not plan.dropped:
         return
     yield text(f"from {plan.num_layouts:,} legal layouts, and from combinations that Megatron refuses:")

@@ -35,7 +35,7 @@ MOST_ROWS = 16
 TABLE_WIDTH = 80
 """Narrower screens list the parts of the fullest stage in words."""
 LONG_WIDTH = 100
-"""From here on the table's headings are whole words."""
+"""Screens of this width have whole words as headings."""
 METHODS = {
     "closed": "the model's tensors counted by formula",
     "abstract": "the model's tensors counted by running megatron-core's own code without data",
@@ -46,7 +46,7 @@ STYLES = {"fits": "bold green", "tight": "bold yellow", "too large": "bold red",
 def prediction_screen(
     prediction: Prediction, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
 ) -> str:
-    """Show in one screen whether a configuration fits and how long its step is."""
+    """Draw the screen of a prediction: does the configuration fit, and how long is its step?"""
     target = stream or sys.stdout
     wide = columns(width, target)
     sections: tuple[Section, ...] = (
@@ -85,7 +85,7 @@ def _machines(prediction: Prediction) -> Iterator[Text]:
 
 
 def _verdict(prediction: Prediction) -> Text:
-    """One sentence; the stage that decides it is named."""
+    """One sentence that names the fullest stage."""
     fullest, capacity, limit = prediction.fullest, prediction.capacity_bytes, prediction.limit_bytes
     where = "the stage shown" if len(prediction.stages) == 1 else f"stage {fullest.pp_rank}, the fullest,"
     need = f"{where} needs {bytes_text(fullest.peak_bytes)}"

@@ -25,7 +25,7 @@ MOST_STAGES = 8
 HEADING = 9
 GAP = 2
 INDENT = HEADING + GAP
-"""Columns that stand before the lines of a section."""
+"""Columns left of a section's lines."""
 ASCII = str.maketrans(
     {
         "─": "-",
@@ -41,11 +41,11 @@ ASCII = str.maketrans(
 
 
 Section = tuple[str, "Iterable[RenderableType]"]
-"""A heading and the lines beside it; without lines it is left out."""
+"""A heading and the lines beside it; a section without lines is not drawn."""
 
 
 def bar(part: float, style: str) -> Text:
-    """Draw a part of a whole, from 0 to 1."""
+    """Draw a bar for a share from 0 to 1."""
     full = max(1, round(part * BAR_CELLS)) if part > 0 else 0
     drawn = text("█" * full, style)
     drawn.append("░" * (BAR_CELLS - full), "dim")
@@ -53,7 +53,7 @@ def bar(part: float, style: str) -> Text:
 
 
 def bullet(sentence: str) -> RenderableType:
-    """One of several sentences."""
+    """Return a sentence with a bullet before it."""
     row = Table.grid(padding=(0, 1, 0, 0))
     row.add_row(text("•", "dim"), text(sentence))
     return row
@@ -65,21 +65,21 @@ def text(words: str, style: str = "default", *, keep: str = "", **options: str) 
 
 
 def breakdown(parts_s: Mapping[str, float], total_s: float) -> Text:
-    """The parts of a step, the longest first, without those that are too short to matter."""
+    """Return the parts of a step, the longest first, without parts below 0.5 %."""
     parts = sorted(parts_s.items(), key=lambda part: -part[1])
     shown = [f"{name.replace('_', ' ')} {seconds_text(part_s)}" for name, part_s in parts if part_s >= 0.005 * total_s]
     return text(" · ".join(shown), "dim")
 
 
 def stages_shown(peaks: Sequence[int], most: int = MOST_STAGES) -> list[int]:
-    """All stages of a short pipeline; of a long one the first, the fullest and the last."""
+    """Return all stages of a short pipeline; the first, the fullest and the last of a long one."""
     if len(peaks) <= most:
         return list(range(len(peaks)))
     return sorted({0, list(peaks).index(max(peaks)), len(peaks) - 1})
 
 
 def sheet(sections: Iterable[Section], *, has_gaps: bool = True) -> RenderableType:
-    """Set sections below each other, their headings on the left; an empty line between them or none."""
+    """Set sections below each other, with headings on the left; `has_gaps` puts empty lines between them."""
     rows = Table.grid(padding=(0, GAP, 0, 0), expand=True)
     rows.add_column(width=HEADING, no_wrap=True)
     rows.add_column(ratio=1)
@@ -131,7 +131,7 @@ def render(
 
 
 NOT_MODELLED = "Not modelled: "
-"""The beginning of a note on an effect that the cost model leaves out. Screens count these notes; files list them."""
+"""Start of a note about an effect that the cost model leaves out. Screens count these notes; files list them."""
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 TELLING = re.compile(
     r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running"
@@ -139,7 +139,7 @@ TELLING = re.compile(
 
 
 def rate_words(rate: Rate, world_size: int) -> str:
-    """Tokens of all ranks and of each, model FLOPs of each, and their part of the peak, if known."""
+    """Return tokens per second in all and per rank, model FLOP/s per rank, and MFU if the peak is known."""
     mfu = "" if rate.mfu is None else f", MFU {rate.mfu:.1%}"
     tokens = f"{count_text(rate.tokens_per_s)} tokens/s, {rate.tokens_per_s / world_size:,.0f} on each rank"
     return f"{tokens}; {flops_text(rate.flops_per_s)} on each{mfu}"
@@ -155,7 +155,7 @@ def step_words(measured_s: float, predicted_s: float) -> str:
 
 
 def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> Table:
-    """A bar for each (stage, bytes); without a limit beside the fullest."""
+    """Draw a bar for each (stage, bytes), as a share of the limit, or of the fullest stage without a limit."""
     table = Table.grid(padding=(0, 2, 0, 0))
     whole = max(need for _, need in stages) if limit_bytes is None else limit_bytes
     limit = "" if limit_bytes is None else f" of {bytes_text(limit_bytes)}"
@@ -189,9 +189,8 @@ def short_limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
 def advice(notes: Sequence[str]) -> list[str]:
     """Pick the notes of a plan on which the user can act.
 
-    They name a flag that he can change, speak of what becomes of his own configuration or of other work on hosts, or
-    stand behind the notes on effects that are not modelled, with which a search ends: what was added later is on files,
-    hosts and memory.
+    These notes name a flag, the user's own configuration or other work on the hosts, or they come after the notes on
+    effects that are not modelled. A search ends with the latter, and notes on files, hosts and memory follow.
     """
     later = max((index for index, note in enumerate(notes) if note.startswith(NOT_MODELLED)), default=len(notes))
     return [
@@ -202,7 +201,7 @@ def advice(notes: Sequence[str]) -> list[str]:
 
 
 def without_gaps(notes: Sequence[str], *, what: str, listed: str) -> Iterator[str]:
-    """Leave out the notes on effects that are not modelled, and say at the end how many there are.
+    """Replace the notes on effects that are not modelled by their number, at the end.
 
     Args:
         what: end of "effects", such as ` on the step's time`; may be empty.
@@ -298,7 +297,7 @@ def paste_text(old: Sequence[str], new: Sequence[str], *, width: int = 0) -> str
 
 
 def paste_words(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words to append to a command line so that it means the new one, and flags to delete from it first."""
+    """Return the words to append to a command line to make it the new one, and the flags to delete first."""
     before, after = _values_of_flags(old), _values_of_flags(new)
     added = [name for name, values in after.items() if before.get(name) != values]
     return [word for name in added for word in (name, *after[name]) if word], [
@@ -307,7 +306,7 @@ def paste_words(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list
 
 
 def _values_of_flags(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Flags with their values; the last of several counts, as in Megatron."""
+    """Return flags with their values; a repeated flag has its last values, as in Megatron."""
     groups: dict[str, list[str]] = {}
     flag = ""
     for word in arguments:

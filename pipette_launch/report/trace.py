@@ -35,7 +35,7 @@ def named(kind: str, pid: int, tid: int, name: str) -> Event:
 
 
 def span(name: str, kind: str, at: tuple[int, int], start_s: float, end_s: float, **about: object) -> Event:
-    """Something that lasts, on the track (process, thread); rounded so that neighbours never overlap."""
+    """Return an event on the track (process, thread), rounded so that neighbours never overlap."""
     start_us, end_us = round(start_s * 1e6, 3), round(end_s * 1e6, 3)
     made: Event = {"name": name, "cat": kind, "ph": "X", "ts": start_us, "dur": round(max(end_us - start_us, 0.0), 3)}
     made |= {"pid": at[0], "tid": at[1]}
@@ -43,7 +43,7 @@ def span(name: str, kind: str, at: tuple[int, int], start_s: float, end_s: float
 
 
 def in_line(parts: Iterable[tuple[str, float, dict[str, object]]], kind: str, at: tuple[int, int]) -> Iterator[Event]:
-    """One after the other on one track."""
+    """Yield events one after the other on one track."""
     start_s = 0.0
     for name, seconds, about in parts:
         yield span(name, kind, at, start_s, start_s + seconds, **about)
@@ -55,7 +55,7 @@ MOST_PASSES = 10_000
 
 
 def profile_events(pid: int, plan: Plan, step: DrawnStep, ranks: Sequence[ProfiledRank]) -> Iterator[Event]:
-    """Draw the last step that was profiled, a track for each rank; its passes are in the order of the predicted ones.
+    """Draw the last profiled step, one track for each rank, with passes in the predicted order.
 
     Args:
         pid: the process of the tracks.
@@ -98,7 +98,7 @@ def profile_events(pid: int, plan: Plan, step: DrawnStep, ranks: Sequence[Profil
 def _passes(
     step: DrawnStep, one: ProfiledRank, row: Sequence[int], first: int, at: tuple[int, int], begins_s: float
 ) -> Iterator[Event]:
-    """The k-th forward of a step is the k-th that was predicted for the rank, and so are backwards."""
+    """Match the k-th forward of a step to the k-th predicted forward of the rank, and backwards likewise."""
     predicted = {kind: iter([index for index in row if step.kind_A[index] == kind]) for kind in "FB"}
     for place in range(first, first + len(row)):
         kind = one.kind_A[place]
@@ -127,7 +127,7 @@ AFTER = {
     "parameter_gather": "parameter gather",
 }
 CHOSEN, PROFILED, OWN, STEPS, LAYERS, LINKS = range(1, 7)
-"""Processes."""
+"""Process numbers."""
 
 
 def trace_text(
@@ -200,7 +200,7 @@ def _pass(step: DrawnStep, index: int, at: tuple[int, int]) -> Iterator[Event]:
     start_s, end_s = step.start_s_A[index], step.end_s_A[index]
     yield span(f"{PASSES[kind]} {micro_batch}", "pass", at, start_s, end_s, stage=stage)
     exposed_s = step.exposed_s_S[stage][kind != "F"]
-    # A weight gradient waits for nobody: its exchanges belong to the input's.
+    # Exchanges belong to the input gradient; a weight gradient waits for none of them.
     if exposed_s > 0 and kind != "W":
         yield span("exposed communication", "exposed", at, max(end_s - exposed_s, start_s), end_s)
 
@@ -215,7 +215,7 @@ def _after(step: DrawnStep, at: tuple[int, int]) -> Iterator[Event]:
 
 
 def _steps(plan: Plan, outcome: Outcome | None, left_out: list[str]) -> Iterator[Event]:
-    """Whole steps, predicted above measured: of the plan, the user's own configuration, trials and the training."""
+    """Whole steps of the plan, the user's own configuration, trials and the training, predicted above measured."""
     tracks: list[tuple[str, Iterable[float]]] = [("chosen, predicted", (plan.chosen.step_time_s,))]
     if not (plan.keeps_own or plan.own_fault):
         tracks.append(("yours, predicted", (plan.own.step_time_s,)))

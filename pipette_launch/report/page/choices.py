@@ -57,7 +57,7 @@ def tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 
 def what_changes(plan: Plan) -> Table:
-    """Set the chosen configuration beside the user's own, name by name."""
+    """Compare the chosen configuration with the user's own, row by row."""
     shown = [plan.chosen] if plan.keeps_own or plan.own_fault else [plan.own, plan.chosen]
     columns = [_configuration(choice, plan) for choice in shown]
     rows = [
@@ -70,7 +70,7 @@ def what_changes(plan: Plan) -> Table:
 
 
 RARE = ("context parallel (cp)", "expert parallel (ep)", "virtual stages (vpp)", "expert tensor parallel (etp)")
-"""Rows that are left out where all of them are 1."""
+"""Rows that are left out if both values are 1."""
 
 
 def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
@@ -110,7 +110,7 @@ def _yes(is_on: bool) -> str:
 
 
 def _listed(plan: Plan) -> list[tuple[str, str, Choice]]:
-    """Every configuration that the plan names: its mark, its role in words, itself."""
+    """Return each configuration of the plan, with a mark and a role."""
     listed = [("chosen", "chosen, yours" if plan.keeps_own else "chosen", plan.chosen)]
     listed += [("alternative", "alternative", choice) for choice in plan.alternatives]
     if not (plan.keeps_own or plan.own_fault):
@@ -156,7 +156,7 @@ def alternatives(plan: Plan) -> dict[str, Any]:
 
 
 def front(points: list[tuple[float, int]]) -> set[int]:
-    """Return the places of those that nothing beats in both time and memory (the Pareto front)."""
+    """Return the indices of the Pareto front: no other configuration is better in time and memory."""
     return {
         index
         for index, (step_s, size) in enumerate(points)
@@ -213,7 +213,7 @@ def step_parts(plan: Plan) -> dict[str, Any]:
 MOST_ACTIONS = 20_000
 """Most passes of a drawn step, about 12 bytes each. Longer steps show some ranks and their first passes."""
 RESOLUTION = 100_000
-"""Times are whole numbers of this part of the longer step."""
+"""Times are drawn as whole multiples of 1 / RESOLUTION of the longer step."""
 AFTER_NAMES = {
     "data_parallel": "gradients",
     "embedding_gradients": "embedding gradients",
@@ -232,7 +232,7 @@ HEAD = ("pipeline rank", "passes", "in passes", "of it exposed communication", "
 
 
 def timeline_view(plan: Plan, picture: Picture | None) -> dict[str, Any] | None:
-    """Return both steps on one scale, with a row of figures for each rank; None without a picture."""
+    """Return both steps on one scale, with figures of each rank; None without a picture."""
     if picture is None:
         return None
     shown = [("chosen", plan.chosen, picture.chosen)]
@@ -315,7 +315,7 @@ class _Figures(NamedTuple):
     idle_s: float
 
     def cells(self) -> tuple[object, ...]:
-        """As a row of the table."""
+        """Return a row of the table."""
         times = map(seconds_text, (self.busy_s, self.exposed_s, self.idle_s))
         return (self.rank, self.passes, *times, f"{self.idle_s / (self.busy_s + self.idle_s):.1%}")
 

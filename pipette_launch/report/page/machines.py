@@ -19,9 +19,9 @@ from pipette_launch.report.plan import rank_ranges
 from pipette_launch.text import rate_text, seconds_text
 
 MOST_ROWS = 128
-"""Hosts that have a row with every rank; of more, each is a small square."""
+"""Most hosts with a row of ranks; with more hosts, each host is a small square."""
 MOST_HOSTS = 2048
-"""Hosts that are drawn and listed at all."""
+"""Most hosts that are drawn and listed."""
 MOST_STAGES_NAMED = 32
 PASSES = ("forward", "backward")
 
@@ -51,7 +51,7 @@ def placement_view(plan: Plan) -> dict[str, Any]:
 
 
 def _some(count: int, most: int) -> list[int]:
-    """Return all of the first numbers, or evenly spaced ones with both ends."""
+    """Return all indices, or evenly spaced ones with both ends."""
     if count <= most:
         return list(range(count))
     return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
@@ -115,7 +115,7 @@ def health_table(measurements: Measurements | None) -> Table | None:
 
 
 MOST_CELLS = 64
-"""Rows of a drawn matrix; of more hosts, neighbours are drawn as one, by their slowest link."""
+"""Most rows of a matrix; with more hosts, neighbours share a row, with the rate of their slowest link."""
 LEVELS = 7
 STEP = 1.15
 """Islands are separate if no link has a bandwidth between a value and this multiple of it."""
@@ -124,7 +124,7 @@ Floats = NDArray[np.float64]
 
 
 def links_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] | None:
-    """Return both matrices, their scale and a table; None where nothing was measured or there is one place."""
+    """Return both matrices, their scale and a table; None without measurements or with one host."""
     if measurements is None:
         return None
     cluster, size = measurements.cluster, plan.devices_per_host
@@ -140,7 +140,7 @@ def links_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] 
     rates = links.bandwidth_bytes_per_s
     own = rates[~np.eye(links.size, dtype=bool)]
     slowest, fastest = float(own.min()), float(own.max())
-    # Links that differ by little shall not look far apart.
+    # Small differences must not look large.
     scale = (min(slowest, fastest / 2), fastest)
     islands = islands_of(rates)
     island_of = {place: number for number, island in enumerate(islands) for place in island}
@@ -202,7 +202,7 @@ def _matrix(
 
 
 def _hosts_in_a_block(count: int, islands: list[int]) -> int:
-    """Return as few as `MOST_CELLS` allows, or the next number that divides the largest island."""
+    """Return the hosts of a block: the fewest that `MOST_CELLS` allows, or the next divisor of the largest island."""
     least = math.ceil(count / MOST_CELLS)
     largest = max((islands.count(island) for island in set(islands)), default=0)
     return next((size for size in range(least, largest + 1) if largest % size == 0), least)
@@ -223,7 +223,7 @@ def _legend(slowest: float, fastest: float) -> list[tuple[int, str]]:
 
 
 def islands_of(rates_HH: Floats) -> list[list[int]]:
-    """Return the groups of places that fast links join, each in its own order; empty where links tell none apart.
+    """Return groups of hosts with fast links among them; empty if the links show no groups.
 
     Bandwidths fall into tiers where none lies within `STEP` below another. The fastest tiers count that leave several
     islands with at least half of all places in islands of two or more.
@@ -256,7 +256,7 @@ def _joined(near_HH: NDArray[np.bool_]) -> list[list[int]]:
 
 
 def _row(rates_HH: Floats, names: list[str], index: int) -> tuple[str, str, str, str, str]:
-    """Name a place, its slowest link and to whom, the median and the fastest of those that it sends over."""
+    """Name a host, its slowest link with the receiver, and the median and the fastest of its links."""
     others = [other for other in range(len(names)) if other != index]
     rates = rates_HH[index][others]
     slowest = others[int(rates.argmin())]

@@ -24,7 +24,7 @@ BEGIN, END = "<!--outcome-->", "<!--/outcome-->"
 """Marks around the outcome in the page; names cannot contain them, as `<` is escaped."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""A page from the disk asks for nothing."""
+"""Content security policy: the page loads nothing from a network."""
 
 
 def plan_page(
@@ -33,7 +33,7 @@ def plan_page(
     picture: Picture | None = None,
     outcome: Outcome | None = None,
 ) -> str:
-    """Draw a plan as one HTML file, which asks for nothing from any network.
+    """Draw a plan as one HTML file without network requests.
 
     Args:
         plan: the plan, with its setting if the file has one.
@@ -94,7 +94,7 @@ def with_outcome(html: str, outcome: Outcome) -> str:
 
 
 def _run(layout: Layout, placement: tuple[int, ...]) -> str:
-    """Digest what tells one run of a job from another."""
+    """Digest layout and placement, which identify a run."""
     return files.digest(layout, list(placement))
 
 
@@ -103,7 +103,7 @@ def _text(name: str) -> str:
 
 
 def page_environment() -> Environment:
-    """Return what draws a template of this folder; raises PipetteError where jinja2 is not installed."""
+    """Return jinja2's environment for the templates of this folder; raise PipetteError without jinja2."""
     try:
         from jinja2 import Environment, FunctionLoader, StrictUndefined
     except ModuleNotFoundError as error:
@@ -111,7 +111,7 @@ def page_environment() -> Environment:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(_text)
     )
-    # Names of hosts are what others wrote.
+    # Host names are foreign input.
     environment.finalize = lambda value: printable(value, keep="\n") if type(value) is str else value
     return environment
 

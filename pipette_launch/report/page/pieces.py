@@ -34,7 +34,7 @@ class Segment(NamedTuple):
 
 
 def bar(label: str, segments: Sequence[Segment], *, kinds: Sequence[str], whole: float, total: str) -> dict[str, Any]:
-    """Lay segments end to end on a scale from 0 to `whole`; those without a size are left out.
+    """Lay segments end to end on a scale from 0 to `whole`, without empty ones.
 
     Args:
         label: name of the bar.
@@ -75,7 +75,7 @@ class Axis:
 
     @classmethod
     def around(cls, values: list[float], *, from_zero: bool = False) -> Axis:
-        """Hold all values with a tenth of their spread, or 2 % of the largest, to spare on each side."""
+        """Return an axis around the values, with room of a tenth of their spread or 2 % of the largest."""
         low, high = (0.0 if from_zero else min(values)), max(values)
         spare = max((high - low) / 10, abs(high) / 50) or 1.0
         return cls(low=0.0 if from_zero else low - spare, high=high + spare)
@@ -91,7 +91,7 @@ class Axis:
         return [count * step for count in range(first, last + 1)]
 
     def second_ticks(self, most: int = 6) -> list[tuple[float, str]]:
-        """Return places of round times, and the times in one unit with as many digits as tell them apart."""
+        """Return places of round times, and these times in one unit with enough digits to differ."""
         unit, size = next((one for one in UNITS if self.high >= one[1]), UNITS[-1])
         decimals = max(0, -math.floor(math.log10(self._step(most) / size) + 1e-9))
         return [(self.percent(tick), f"{tick / size:.{decimals}f} {unit}") for tick in self.ticks(most) if tick >= 0]
@@ -107,7 +107,7 @@ MOST_STAGES = 64
 
 
 def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
-    """Return the stacks; without a picture the totals alone."""
+    """Return the memory bars of stages; without a picture only totals."""
     shown = plan.chosen.memory_shown
     needs = shown.need_bytes
     shows_limit = limit_in_view(shown.limit_bytes, max(needs))
@@ -165,7 +165,7 @@ def trials_table(plan: Plan) -> Table | None:
 
 
 def outcome_table(outcome: Outcome) -> Table:
-    """Predicted, measured and the error of the step, and of the fullest rank that was read."""
+    """Table of step time and memory of the fullest rank: predicted, measured, error."""
     measured = outcome.measured_step
     step = f"step, up to iteration {outcome.last_iteration}"
     rows = [

@@ -46,7 +46,7 @@ STYLES = {"fits": "bold green", "tight": "bold yellow", "too large": "bold red",
 def prediction_screen(
     prediction: Prediction, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
 ) -> str:
-    """Draw the screen of a prediction: does the configuration fit, and how long is its step?"""
+    """Draw the screen of a prediction: verdict on memory, memory by stage and kind, and step time."""
     target = stream or sys.stdout
     wide = columns(width, target)
     sections: tuple[Section, ...] = (

@@ -1,4 +1,4 @@
-"""How flags split the layers into chunks: Megatron's six ways are read into one split, and a split is written as flags.
+"""The split of the layers into chunks: read from Megatron's six ways to state it, and written as flags.
 
 A chunk is one model piece of one pipeline rank: chunk c, in model order, lies on pipeline rank c % pp.
 """

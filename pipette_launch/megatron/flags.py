@@ -259,7 +259,7 @@ class Arguments:
         return next((flag.option for flag in self.table.values() if flag.dest == dest), dest)
 
     def shown_given(self, *dests: str) -> str:
-        """Return the user's own words for those of these destinations that are given, joined by `and`."""
+        """Return the user's own words for the given flags among these destinations, joined by `and`."""
         return " and ".join(self.shown(dest) for dest in dests if self.is_given(dest))
 
     def refusal(self, reason: str, *dests: str) -> MegatronError:

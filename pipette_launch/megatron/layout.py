@@ -142,7 +142,7 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
 def read_stand_in(
     arguments: Arguments, *, world_size: int, fixed: Collection[str], keeps_degrees: bool
 ) -> tuple[Layout, frozenset[str]] | None:
-    """Return a layout instead of one that `read_layout` refuses, and the fields in which it differs from the flags.
+    """Return a layout that replaces a refused one, and the names of its fields that differ from the flags.
 
     First only the layers are split anew, as evenly as possible. If no such layout exists, the degrees of the experts
     become Megatron's defaults, and at last all degrees.

@@ -174,7 +174,7 @@ MAY_BE_THE_LAYOUT = re.compile(
     r"connect|peer|broken pipe|time.?out|timed out|Dist\w*Error|CUDA|NCCL|gloo|memory",
     re.IGNORECASE,
 )
-"""Exceptions that another layout may avoid even if two layouts share them, and those of a rank that misses another."""
+"""Exceptions that another layout may avoid even if two layouts share them, such as the loss of another rank."""
 OWN_WORDS = "the words that the script refuses are your own"
 
 

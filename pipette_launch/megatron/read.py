@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
@@ -45,7 +45,7 @@ def read_job(
 ) -> Job:
     """Read the job that the user describes, and the fields that a plan must not change.
 
-    If a checkpoint demands a layout, `own` has the checkpoint's values, whatever the flags say. If the user's own
+    If a checkpoint demands a layout, `own` has the checkpoint's values instead of the flags'. If the user's own
     layers do not divide, `own` is a stand-in that splits them unevenly, and a note reports this.
 
     Args:
@@ -78,44 +78,71 @@ def read_job(
     vocabulary = read_vocabulary(given)
     capability = capability or compute_capability(device_name)
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, capability=capability)
-    flags_layout, refusal, changed = _flags_layout(
-        given, world_size, fixed, for_prediction=for_prediction, for_planning=for_planning
-    )
+    found = _flags_layout(given, world_size, fixed, for_prediction=for_prediction, for_planning=for_planning)
     if starts_nothing:
         # A launched script refuses flags itself, and may accept more than NVIDIA's script.
-        check_flags(given, flags_layout)
+        check_flags(given, found.layout)
         if device_kind == "cuda":
-            check_formats(given, flags_layout, device_name=device_name, capability=capability)
-    batch = _batch(given, flags_layout)
-    demanded = demands(given, flags_layout, num_layers=model.num_layers)
-    if demanded.own and given.get("use_mp_args_from_checkpoint_args"):
-        refusal = None
-    own = demanded.applied(flags_layout)
-    if demanded.doubt and for_planning and not is_launched:
-        raise MegatronError(demanded.doubt)
-    # Megatron ignores the flag at TP 1, and the checkpoint may have another TP than the flags.
-    own = replace(own, sequence_parallel=bool(given.get("sequence_parallel")) and own.tp > 1)
-    held = (*pins(given, own, device_kind), *demanded.pins)
-    pinned = {*fixed, *(name for pin in held for name in pin.fields)}
-    # On CPU cp stays 1, whatever the user's sizes are.
-    if refusal and (pinned & changed) - {*demanded.own} - ({"cp"} if device_kind == "cpu" else set()):
-        raise refusal
-    notes = [checkpoint_note, vocabulary.note, *demanded.notes, demanded.doubt, *(pin.note for pin in held)]
-    notes += _notes(given, own, flags_layout, refusal)
+            check_formats(given, found.layout, device_name=device_name, capability=capability)
+    batch = _batch(given, found.layout)
+    own = _own_layout(given, found, fixed, device_kind=device_kind, num_layers=model.num_layers)
+    if own.doubt and for_planning and not is_launched:
+        raise MegatronError(own.doubt)
+    notes = [checkpoint_note, vocabulary.note, *own.notes, *_notes(given, own.layout, found.layout, own.refusal)]
     notes += [needless, *unknown_note(given)] if starts_nothing else []
     notes += [unseen_note(given)] if starts_nothing and for_planning else []
     notes += [f"The plan keeps these parts of your layout, as you asked: {', '.join(fixed)}."] if fixed else []
     job = Job(
         model=model,
         batch=batch,
-        own=own,
-        own_refusal=str(refusal or ""),
+        own=own.layout,
+        own_refusal=str(own.refusal or ""),
         allocator_config=allocator_config(environment) if device_kind == "cuda" else "",
-        pinned=tuple(sorted(pinned)),
+        pinned=tuple(sorted(own.pinned)),
         notes=tuple(dict.fromkeys(filter(None, notes))),
         **_training(given, batch, environment),
     )
-    return job if for_planning else _checked(job, given, refusal, device_kind)
+    return job if for_planning else _checked(job, given, own.refusal, device_kind)
+
+
+class _FlagsLayout(NamedTuple):
+    """Layout of the flags, or a stand-in for one that Megatron refuses."""
+
+    layout: Layout
+    refusal: MegatronError | None = None
+    changed: frozenset[str] = frozenset()
+    """Fields of a stand-in that differ from the flags."""
+
+
+class _OwnLayout(NamedTuple):
+    """The user's own layout with the demands of a checkpoint."""
+
+    layout: Layout
+    pinned: frozenset[str]
+    notes: tuple[str, ...]
+    doubt: str
+    """Reason why the checkpoint may not load on these ranks; empty without one."""
+    refusal: MegatronError | None
+
+
+def _own_layout(
+    given: Arguments, found: _FlagsLayout, fixed: Collection[str], *, device_kind: str, num_layers: int
+) -> _OwnLayout:
+    """Apply the checkpoint's demands; raises the refusal if a stand-in changed a field that must stay."""
+    demanded = demands(given, found.layout, num_layers=num_layers)
+    takes_sizes = demanded.own and given.get("use_mp_args_from_checkpoint_args")
+    refusal = None if takes_sizes else found.refusal
+    own = demanded.applied(found.layout)
+    # Megatron ignores the flag at TP 1, and the checkpoint may have another TP than the flags.
+    own = replace(own, sequence_parallel=bool(given.get("sequence_parallel")) and own.tp > 1)
+    held = (*pins(given, own, device_kind), *demanded.pins)
+    pinned = {*fixed, *(name for pin in held for name in pin.fields)}
+    # On CPU cp is always 1, so a stand-in with another cp is no change.
+    may_differ = {*demanded.own, *(("cp",) if device_kind == "cpu" else ())}
+    if refusal and (pinned & found.changed) - may_differ:
+        raise refusal
+    notes = (*demanded.notes, demanded.doubt, *(pin.note for pin in held))
+    return _OwnLayout(own, frozenset(pinned), notes, demanded.doubt, refusal)
 
 
 def _checked(job: Job, given: Arguments, refusal: MegatronError | None, device_kind: str) -> Job:
@@ -135,14 +162,14 @@ def global_batch_size(words: Sequence[str]) -> int | None:
 
 def _flags_layout(
     given: Arguments, world_size: int, fixed: Collection[str], *, for_prediction: bool, for_planning: bool
-) -> tuple[Layout, MegatronError | None, frozenset[str]]:
-    """Return the layout of the flags; or a stand-in, with Megatron's refusal and the fields that differ from the flags.
+) -> _FlagsLayout:
+    """Return the layout of the flags; or a stand-in, if Megatron refuses that layout.
 
     For a job that will start, a stand-in only splits the layers anew, as its sizes may suit other hosts. If flags name
     stages, Megatron itself judges them, as a later release may accept them.
     """
     try:
-        return read_layout(given, world_size=world_size), None, frozenset()
+        return _FlagsLayout(read_layout(given, world_size=world_size))
     except MegatronError as error:
         names_stages = given.get("pipeline_model_parallel_layout") is not None
         # Megatron takes the checkpoint's sizes before it checks any.
@@ -154,7 +181,7 @@ def _flags_layout(
         found = read_stand_in(given, world_size=world_size, fixed=fixed, keeps_degrees=keeps_degrees)
         if found is None:
             raise
-        return found[0], error, found[1]
+        return _FlagsLayout(found[0], error, found[1])
 
 
 def _batch(given: Arguments, own: Layout) -> Batch:

@@ -66,7 +66,7 @@ def script_version(script: str, environ: Mapping[str, str]) -> str:
 
 
 def _checkout_version(folder: Path) -> str | None:
-    """Return the release of the megatron-core sources in a folder, without an import; None if there are none."""
+    """Return the release of the megatron-core sources in a folder, without an import; None without sources."""
     try:
         text = (folder / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
     except OSError:
@@ -76,7 +76,7 @@ def _checkout_version(folder: Path) -> str | None:
 
 
 def environment(layout: Layout, *, device_kind: str, device_name: str) -> dict[str, str]:
-    """Return the variables that a worker of this layout needs beyond those of torchrun.
+    """Return the variables that a worker of this layout needs in addition to torchrun's.
 
     Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor or context parallelism before Blackwell. It asserts the
     same on CPU, where the CPU backend reports a device without a capability of its own.
@@ -127,7 +127,7 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
     """Change a command line so that a short run prints every iteration and leaves no files.
 
     The launcher ends a trial after a number of iteration lines. `--train-iters` and all flags that depend on steps
-    stay, so learning rate, data and index files are those of the training.
+    stay, so learning rate, data and index files are the same as in the training.
 
     Args:
         arguments: the words behind the script's name, with the layout to try.

@@ -1,4 +1,4 @@
-"""A checkpoint pins what its format cannot reshard, at the values with which it was written."""
+"""A checkpoint pins the fields that its format cannot reshard, at the values with which it was written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Make = Callable[..., str]
 
 
 def arguments(**changes: Any) -> argparse.Namespace:
-    """What Megatron stores of the run that saves, as far as it matters here, among much else."""
+    """Return the arguments that Megatron stores in a checkpoint, as far as these tests need them."""
     values: dict[str, Any] = {
         "some_path": "/data/tensor_model_parallel_size",
         "dist_ckpt_optim_fully_reshardable": False,
@@ -51,7 +51,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
 
 
 def distributed(root: Path, *, sharding: str | None = "dp_reshardable", common: bool = True, **changes: Any) -> str:
-    """A torch_dist checkpoint at iteration 10, without its tensors; gives the flag that loads it."""
+    """Write a torch_dist checkpoint of iteration 10 without tensors, and return the flag that loads it."""
     folder = root / "iter_0000010"
     folder.mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("10")
@@ -64,7 +64,7 @@ def distributed(root: Path, *, sharding: str | None = "dp_reshardable", common: 
 
 
 def legacy(root: Path, *folders: str) -> str:
-    """A checkpoint of the format torch; gives the flag that loads it."""
+    """Write a checkpoint of the format torch, and return the flag that loads it."""
     for name in folders:
         (root / "iter_0000010" / name).mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("10\n")
@@ -72,7 +72,7 @@ def legacy(root: Path, *folders: str) -> str:
 
 
 def record(root: Path, layout: Layout) -> None:
-    """The plan that the launcher writes beside its checkpoints."""
+    """Write the plan that the launcher saves beside its checkpoints."""
     choice = Choice(
         layout=layout,
         placement=tuple(range(8)),
@@ -102,7 +102,7 @@ def record(root: Path, layout: Layout) -> None:
 
 
 def test_no_checkpoint_pins_nothing(tmp_path: Path) -> None:
-    """A first start, with the folder there or not."""
+    """A first start pins nothing, with and without the folder."""
     (tmp_path / "empty").mkdir()
 
     assert job(f"--load {tmp_path}/empty").pinned == ()
@@ -110,7 +110,7 @@ def test_no_checkpoint_pins_nothing(tmp_path: Path) -> None:
 
 
 def test_bytes_tell_how_it_was_written(tmp_path: Path) -> None:
-    """Numbers, words, truth values and None are found in the pickle without loading it."""
+    """Numbers, texts, truth values and None are read from the pickle without loading it."""
     layout = "Et|t*3|tt|ttL"
     distributed(tmp_path, pipeline_model_parallel_layout=layout, tensor_model_parallel_size=300)
     saved, sharding = read_saved(tmp_path / "iter_0000010")
@@ -131,7 +131,7 @@ def test_bytes_tell_how_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 torn"])
 def test_damaged_states_tell_nothing(tmp_path: Path, content: bytes) -> None:
-    """Then the plan beside the checkpoint or the flags have to do."""
+    """A damaged checkpoint gives no values, so the plan beside it or the flags count."""
     (tmp_path / "common.pt").write_bytes(content)
 
     assert read_saved(tmp_path) == ({}, None)
@@ -139,7 +139,7 @@ def test_damaged_states_tell_nothing(tmp_path: Path, content: bytes) -> None:
 
 
 def test_optimizer_state_of_0_15_pins_what_cuts_the_model(tmp_path: Path) -> None:
-    """The checkpoint's own values become the user's configuration, and reach the command line."""
+    """The checkpoint's values become the user's own layout and reach the command line."""
     load = distributed(tmp_path)
     asked = job(load, SHARDED)
 
@@ -152,7 +152,7 @@ def test_optimizer_state_of_0_15_pins_what_cuts_the_model(tmp_path: Path) -> Non
 
 
 def test_virtual_stages_are_kept(tmp_path: Path) -> None:
-    """Chunks too are part of the buckets, in whatever way they were said."""
+    """Virtual stages are part of the buckets, so they stay, also if other flags set them."""
     even = distributed(tmp_path / "even", virtual_pipeline_model_parallel_size=2)
     uneven = distributed(
         tmp_path / "uneven", virtual_pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t*3|tt|ttL"
@@ -165,7 +165,7 @@ def test_virtual_stages_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("purpose", ["for_prediction", "for_planning", ""])
 @pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 4", "--tensor-model-parallel-size 3", ""])
 def test_sizes_of_a_checkpoint_come_before_those_of_the_flags(tmp_path: Path, flags: str, purpose: str) -> None:
-    """What the flags themselves could not divide is no fault where Megatron takes the sizes from the checkpoint."""
+    """Sizes from the checkpoint are used even if the layers do not divide by the flags' sizes."""
     fields = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
     ends = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1}
     load = distributed(tmp_path, **fields, **ends)
@@ -178,7 +178,7 @@ def test_sizes_of_a_checkpoint_come_before_those_of_the_flags(tmp_path: Path, fl
 
 @pytest.mark.parametrize(("layout", "after"), [("Et*4|t*3|tmm|L", 1), ("Et*4|t*3|t|mmL", 0)])
 def test_the_stage_of_token_prediction_is_kept(tmp_path: Path, layout: str, after: int) -> None:
-    """Its weights lie where the run that saved them had them."""
+    """The chunk of multi-token prediction stays where the run that saved had it."""
     fields = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
     load = distributed(tmp_path, **fields, pipeline_model_parallel_layout=layout, mtp_num_layers=2)
     asked = job(load, SHARDED, "--mtp-num-layers 2 --position-embedding-type rope")
@@ -202,21 +202,21 @@ def test_the_stage_of_token_prediction_is_kept(tmp_path: Path, layout: str, afte
 def test_what_reshards_is_left_open(
     tmp_path: Path, flags: str, sharding: str | None, version: str, pinned: tuple[str, ...]
 ) -> None:
-    """Weights always reshard; optimizer state by its type, which the run that saved decided."""
+    """Weights always reshard; optimizer state reshards if its saved format allows it."""
     load = distributed(tmp_path, sharding=sharding, use_distributed_optimizer=bool(flags))
 
     assert job(load, flags, version=version).pinned == pinned
 
 
 def test_plain_optimizer_state_reshards(tmp_path: Path) -> None:
-    """Whatever type is noted: without the distributed optimizer, state follows the parameters."""
+    """The state of a plain optimizer follows the parameters, in every saved format."""
     asked = job(distributed(tmp_path, use_distributed_optimizer=False), SHARDED)
 
     assert (("use_distributed_optimizer",), False) == (asked.pinned, asked.own.use_distributed_optimizer)
 
 
 def test_expert_random_state_pins_dp_in_0_16(tmp_path: Path) -> None:
-    """It is kept for each data-parallel rank there, and --no-load-rng frees it."""
+    """0.16 keeps the random state of experts for each data-parallel rank; --no-load-rng frees dp."""
     load = distributed(tmp_path, sharding="fully_reshardable")
     flags = f"{SHARDED} --num-experts 4 --expert-model-parallel-size 2"
 
@@ -226,7 +226,7 @@ def test_expert_random_state_pins_dp_in_0_16(tmp_path: Path) -> None:
 
 
 def test_the_plan_beside_speaks_where_the_checkpoint_does_not(tmp_path: Path) -> None:
-    """Then its layout counts; without it, or if it is damaged, the flags."""
+    """The layout of the plan beside the checkpoint counts; without a readable plan the flags count."""
     load = distributed(tmp_path, common=False)
     record(tmp_path, Layout(tp=4, pp=2, etp=4, use_distributed_optimizer=True))
 
@@ -259,7 +259,7 @@ def test_the_plan_beside_speaks_where_the_checkpoint_does_not(tmp_path: Path) ->
 def test_legacy_checkpoints_pin_their_files(
     tmp_path: Path, folders: tuple[str, ...], flags: str, sizes: tuple[int, int, int]
 ) -> None:
-    """One file for each rank: TP, PP and EP can be counted, and nothing that cuts the model changes."""
+    """The format torch has one file for each rank, so TP, PP and EP are counted and every field of the model stays."""
     asked = job(legacy(tmp_path, *folders), flags)
 
     assert sizes == (asked.own.tp, asked.own.pp, asked.own.ep)
@@ -268,7 +268,7 @@ def test_legacy_checkpoints_pin_their_files(
 
 
 def test_unknown_formats_pin_all_that_cuts_the_model(tmp_path: Path) -> None:
-    """What is not understood is not touched."""
+    """A checkpoint of an unknown format pins every field that divides the model."""
     asked = job(legacy(tmp_path, "something"))
 
     assert asked.pinned == tuple(sorted({*KEPT, "cp"}))
@@ -276,13 +276,13 @@ def test_unknown_formats_pin_all_that_cuts_the_model(tmp_path: Path) -> None:
 
 
 def test_too_few_ranks_for_the_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint that demands 4 ranks cannot be continued on 2."""
+    """A checkpoint that demands 4 ranks cannot be loaded on 2."""
     with pytest.raises(MegatronError, match="needs a multiple of 4 ranks; the job has 2"):
         job(distributed(tmp_path), SHARDED, world_size=2)
 
 
 def test_a_named_step_and_a_pretrained_checkpoint_are_found(tmp_path: Path) -> None:
-    """--ckpt-step outranks the tracker; pretrained weights come without optimizer."""
+    """--ckpt-step overrides the tracker file; pretrained weights come without an optimizer."""
     load = distributed(tmp_path / "a")
 
     assert job(load, SHARDED, "--ckpt-step 10").pinned == KEPT
@@ -291,7 +291,7 @@ def test_a_named_step_and_a_pretrained_checkpoint_are_found(tmp_path: Path) -> N
 
 
 def test_sizes_from_the_checkpoint_are_the_users_own(tmp_path: Path) -> None:
-    """--use-mp-args-from-checkpoint-args: torchrun would have run those sizes, and a plan may change them."""
+    """With --use-mp-args-from-checkpoint-args the checkpoint's sizes are the user's own, and a plan may change them."""
     load = distributed(tmp_path / "a", sharding="fully_reshardable")
     flags = "--use-checkpoint-args --use-mp-args-from-checkpoint-args"
 
@@ -302,7 +302,7 @@ def test_sizes_from_the_checkpoint_are_the_users_own(tmp_path: Path) -> None:
 
 
 def test_sizes_from_the_checkpoint_come_with_its_optimizer(tmp_path: Path) -> None:
-    """State in buckets keeps the optimizer that saved it, whether the sizes come from flags or from the checkpoint."""
+    """State in buckets keeps the optimizer that saved it, wherever the sizes come from."""
     load = distributed(tmp_path, sharding="dp_reshardable")
     flags = ("--use-checkpoint-args", "--use-checkpoint-args --use-mp-args-from-checkpoint-args")
 
@@ -312,14 +312,14 @@ def test_sizes_from_the_checkpoint_come_with_its_optimizer(tmp_path: Path) -> No
 
 
 def test_the_record_lies_beside_the_checkpoints() -> None:
-    """Where --save puts them; nowhere without it."""
+    """The record lies in the folder of --save; without --save there is no record."""
     assert record_path(["--save", "/ckpt", "--mine"]) == Path("/ckpt/pipette-plan.json")
     assert record_path(["--mine"]) is None
 
 
 @pytest.mark.parametrize(("content", "expected"), [("20\n", "20"), ("release", "release"), (None, "")])
 def test_the_newest_iteration_that_was_saved(tmp_path: Path, content: str | None, expected: str) -> None:
-    """Read from Megatron's own note in the folder of `--save`; nothing where there is none."""
+    """The iteration comes from Megatron's tracker file; without this file the result is empty."""
     if content is not None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(content)
 
@@ -361,7 +361,7 @@ RESHARDS = "--dist-ckpt-optim-fully-reshardable"
 def test_what_a_job_saves_says_what_another_layout_keeps(
     flags: str, version: str, kept: tuple[str, ...], note: str
 ) -> None:
-    """The run that saves decides; where little can change, a note names the flag that would free it."""
+    """The run that saves decides which fields stay; a note names the flag that would free them."""
     words = [*SMALL, "--transformer-impl", "local", *flags.split()]
     read = read_job(words, world_size=4, megatron_version=version, device_kind="cpu")
     found = continuation(words, read, read.own)
@@ -371,7 +371,7 @@ def test_what_a_job_saves_says_what_another_layout_keeps(
 
 
 def test_more_replicas_make_larger_buckets() -> None:
-    """From 41 replicas on, while gradients are reduced early: the state of such buckets fits no others."""
+    """From 41 replicas on, overlapped gradients make larger buckets, and their state fits no other bucket size."""
     words = [*SMALL, "--transformer-impl", "local", *f"{SAVES} {SHARDED}".split()]
     read = read_job(words, world_size=4, megatron_version="0.16.1", device_kind="cpu")
     found = continuation(words, read, read.own)
@@ -387,7 +387,7 @@ BATCH = "--global-batch-size 10080"
 
 
 def saved(root: Path, dp: int, *, sharding: str | None = "dp_reshardable", **changes: Any) -> str:
-    """A torch_dist checkpoint that TP 2, PP 3 and so many replicas wrote; gives the flag that loads it."""
+    """Write a torch_dist checkpoint of TP 2, PP 3 and `replicas` replicas, and return the flag that loads it."""
     folder = root / "iter_0000010"
     folder.mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("10")
@@ -413,14 +413,14 @@ def saved(root: Path, dp: int, *, sharding: str | None = "dp_reshardable", **cha
 
 
 def read(load: str, flags: str = "", *, dp: int, purpose: str = "for_planning", version: str = "0.16.1") -> Job:
-    """The job that loads it on six times as many ranks as replicas, with layers that three stages share."""
+    """Read the job that loads the checkpoint on `replicas` times 6 ranks, with layers that 3 stages divide."""
     asked: Any = {purpose: True} if purpose else {}
     sizes = "--num-layers 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"
     return job(load, SHARDED, BATCH, sizes, flags, world_size=6 * dp, version=version, **asked)
 
 
 def test_replicas_that_make_other_buckets_are_one_sentence(tmp_path: Path) -> None:
-    """Of 48 replicas on 30 hosts of 8, which make 40: no plan, or a note where no plan is asked for."""
+    """48 replicas saved and 40 load (30 hosts of 8): no plan, or a note for a job that needs no plan."""
     load = saved(tmp_path, 48)
     with pytest.raises(MegatronError) as error:
         read(load, dp=40)
@@ -455,7 +455,7 @@ def test_replicas_that_make_other_buckets_are_one_sentence(tmp_path: Path) -> No
     ],
 )
 def test_state_that_loads_is_read(tmp_path: Path, dp: int, flags: str, changes: dict[str, Any]) -> None:
-    """Equal buckets, one bucket, state of another type, or no state."""
+    """Equal buckets, one bucket, state of another format, and no state all load."""
     assert dp == read(saved(tmp_path, 48, **changes), flags, dp=dp).own.dp
 
 
@@ -476,13 +476,13 @@ def test_state_that_loads_is_read(tmp_path: Path, dp: int, flags: str, changes: 
 def test_every_difference_of_buckets_is_found(
     tmp_path: Path, dp: int, now: int, flags: str, changes: dict[str, Any], remedy: str
 ) -> None:
-    """Fewer or more replicas, a size that only one of the runs was given, and replicas known from other arguments."""
+    """Other numbers of replicas, from any arguments, and a bucket size of only one run are found."""
     with pytest.raises(MegatronError, match=re.escape(remedy)):
         read(saved(tmp_path, dp, **changes), flags, dp=now)
 
 
 def test_a_checkpoint_that_is_not_here_is_a_note(tmp_path: Path) -> None:
-    """A plan made on another machine cannot know what the checkpoint fixes; a prediction changes nothing."""
+    """A plan on another machine cannot read the checkpoint, so a note warns; a prediction needs none."""
     note = (
         f"this machine has no checkpoint at --load {tmp_path}, so no field is kept for one: on other machines it may "
         "fix tp, pp and more; --pipette-fix keeps them"
@@ -497,7 +497,7 @@ def test_a_checkpoint_that_is_not_here_is_a_note(tmp_path: Path) -> None:
 @settings(max_examples=40)
 @given(st.integers(1, 120), st.integers(1, 120))
 def test_a_plan_and_the_rule_for_lost_hosts_agree(before: int, after: int) -> None:
-    """A checkpoint is refused exactly where a job that loses hosts may not go on so."""
+    """A checkpoint is refused exactly if the rule for lost hosts forbids the same change."""
     with TemporaryDirectory() as folder:
         load = saved(Path(folder), before)
         words = [*SMALL, *SHARDED.split(), "--save", folder, *load.split()]
@@ -512,7 +512,7 @@ def test_a_plan_and_the_rule_for_lost_hosts_agree(before: int, after: int) -> No
 
 
 def test_an_older_release_names_its_own_format() -> None:
-    """A save by 0.14 that is not parallel gathers the state on one rank, so its buckets do not matter."""
+    """A save by 0.14 without parallel save gathers the state on one rank, so buckets do not matter."""
     words = [*SMALL, *SHARDED.split(), *"--save /c --load /c --no-ckpt-fully-parallel-save".split()]
     layout = read("", dp=48, version="0.14.0").own
     found = continuation(words, read("", dp=48, version="0.14.0"), layout)

@@ -54,7 +54,7 @@ MIXTRAL: dict[str, Any] = {
 
 
 def saved(root: Path, kind: str = "torch_dist", **changes: Any) -> str:
-    """A checkpoint at iteration 10 without its tensors; gives the flag that loads it."""
+    """Write a checkpoint of iteration 10 without tensors, and return the flag that loads it."""
     folder = root / "iter_0000010"
     folder.mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("10")
@@ -73,7 +73,7 @@ def saved(root: Path, kind: str = "torch_dist", **changes: Any) -> str:
 @pytest.mark.parametrize("kind", ["torch_dist", "torch"])
 @pytest.mark.parametrize("purpose", ["for_prediction", "for_planning", ""])
 def test_the_checkpoint_says_the_model(tmp_path: Path, kind: str, purpose: str) -> None:
-    """Without one flag of the model, in either format, for every command."""
+    """Every command reads the model from either format, without any flag of the model."""
     read = job(saved(tmp_path, kind), base=RUN, **({purpose: True} if purpose else {}))  # type: ignore[arg-type]
     model = read.model
 
@@ -108,7 +108,7 @@ def test_the_checkpoint_says_the_model(tmp_path: Path, kind: str, purpose: str) 
 
 
 def test_files_of_ranks_name_the_cut_of_the_layers(tmp_path: Path) -> None:
-    """The format torch keeps the run's arguments too: virtual stages and uneven cuts are what they were."""
+    """The format torch stores the arguments too, so virtual stages and uneven splits are read."""
     cut: dict[str, Any] = {"pipeline_model_parallel_layout": "Et|t*3|tt|ttL", "mtp_num_layers": None}
     load = saved(tmp_path, "torch", **cut, virtual_pipeline_model_parallel_size=2, overlap_grad_reduce=True)
     own = job(load).own
@@ -133,7 +133,7 @@ def test_files_of_ranks_name_the_cut_of_the_layers(tmp_path: Path) -> None:
     ],
 )
 def test_who_wins(tmp_path: Path, words: str, field: str, value: object, overruled: str) -> None:
-    """Sizes that the user gives stay, as in Megatron; a note names the flags that the checkpoint replaces."""
+    """Sizes that the user gives stay, as in Megatron; a note names the flags that the checkpoint overrides."""
     load = saved(tmp_path, moe_layer_freq=1)
     read = job(load, words, base=RUN)
 
@@ -146,14 +146,14 @@ def test_who_wins(tmp_path: Path, words: str, field: str, value: object, overrul
     ("version", "depths", "topk"), [("0.16.1", 0, 2), ("0.17.0", 1, 2), ("0.20.0", 1, 2), ("0.14.0", 0, 2)]
 )
 def test_releases_take_different_flags(tmp_path: Path, version: str, depths: int, topk: int) -> None:
-    """Prediction depths count from 0.17 on."""
+    """Multi-token prediction depths are taken from 0.17 on."""
     read = job(saved(tmp_path), base=RUN, version=version)
 
     assert (depths, topk) == (read.model.mtp_num_layers, read.model.moe_router_topk)
 
 
 def test_patterns_of_older_runs_are_read(tmp_path: Path) -> None:
-    """From 0.17 on the layers of a hybrid model have another name, and outrank their number."""
+    """From 0.17 on the layers of a hybrid model have a new name, and override the number of layers."""
     load = saved(tmp_path, hybrid_override_pattern="M-M*", num_experts=None, mamba_head_dim=16, mamba_num_groups=2)
     for version in ("0.16.1", "0.18.0"):
         read = job(load, base=RUN, version=version, for_prediction=True)
@@ -162,7 +162,7 @@ def test_patterns_of_older_runs_are_read(tmp_path: Path) -> None:
 
 
 def test_a_cut_of_a_saved_pattern_is_written_as_a_pattern(tmp_path: Path) -> None:
-    """Megatron takes the user's pattern before the checkpoint's, and cuts a hybrid model by no other flag."""
+    """Megatron prefers the user's pattern to the checkpoint's, so the split is written as a pattern."""
     load = saved(tmp_path, hybrid_layer_pattern="M-M|*", num_experts=None, mamba_head_dim=16, mamba_num_groups=2)
     words = [*RUN, *load.split(), "--pipeline-model-parallel-size", "2"]
     read = job(base=words, version="0.18.0", for_prediction=True)
@@ -176,7 +176,7 @@ def test_a_cut_of_a_saved_pattern_is_written_as_a_pattern(tmp_path: Path) -> Non
 
 
 def test_the_tokenizer_is_the_checkpoints_unless_it_must_not(tmp_path: Path) -> None:
-    """`--no-use-tokenizer-model-from-checkpoint-args` keeps the user's, where no padded size was saved."""
+    """`--no-use-tokenizer-model-from-checkpoint-args` keeps the user's tokenizer if no padded size was saved."""
     load = saved(tmp_path, padded_vocab_size=None, tokenizer_model="meta-llama/Llama-3.1-8B")
     mine = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen2.5-7B"
 
@@ -186,7 +186,7 @@ def test_the_tokenizer_is_the_checkpoints_unless_it_must_not(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("purpose", ["for_prediction", "for_planning", ""])
 def test_a_checkpoint_elsewhere_is_one_sentence(tmp_path: Path, purpose: str) -> None:
-    """It names what to add; with all flags the job is read, and a note says from where."""
+    """Without the checkpoint the error names the missing flags; with all flags the job is read with a note."""
     asked: Any = {purpose: True} if purpose else {}
     with pytest.raises(MegatronError) as error:
         job("--load /lustre/ckpt", base=RUN, **asked)
@@ -207,14 +207,14 @@ def test_a_checkpoint_elsewhere_is_one_sentence(tmp_path: Path, purpose: str) ->
 
 
 def test_pretrained_weights_say_the_model_too(tmp_path: Path) -> None:
-    """Where --load has nothing yet, as at the start of a fine-tuning."""
+    """Pretrained weights are used while the folder of --load is empty, as at the start of a fine-tuning."""
     named = saved(tmp_path).replace("--load", "--pretrained-checkpoint")
 
     assert 4 == job(named, f"--load {tmp_path / 'new'}", base=RUN).model.num_layers
 
 
 def test_without_the_flag_the_checkpoint_says_nothing(tmp_path: Path) -> None:
-    """Megatron builds the model of the flags then."""
+    """Without the flag Megatron builds the model of the flags."""
     assert 8 == job(saved(tmp_path, num_experts=None), base=SMALL).model.num_layers
 
 
@@ -229,7 +229,7 @@ def test_without_the_flag_the_checkpoint_says_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_values_of_another_type_are_left_out(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """What no parser would have stored is not believed."""
+    """Values that no parser would have stored are ignored."""
     (name,) = changes
     read = job(saved(tmp_path, **changes), f"--{name.replace('_', '-')} 64" if name == "hidden_size" else "", base=RUN)
 
@@ -250,7 +250,7 @@ VALUES = st.one_of(
     st.dictionaries(st.from_regex(r"n[a-z]{1,5}", fullmatch=True), VALUES, min_size=1, max_size=12), st.integers(2, 5)
 )
 def test_plain_values_are_read_as_they_were_pickled(values: dict[str, Any], protocol: int) -> None:
-    """In every protocol of pickle, words that stand twice and lists of any length among them."""
+    """Every pickle protocol is read, with repeated words and lists of any length."""
     with TemporaryDirectory() as folder:
         with zipfile.ZipFile(Path(folder) / "common.pt", "w") as archive:
             archive.writestr("common/data.pkl", pickle.dumps({"args": values}, protocol=protocol))
@@ -260,7 +260,7 @@ def test_plain_values_are_read_as_they_were_pickled(values: dict[str, Any], prot
 
 
 def test_nothing_of_a_pickle_runs(tmp_path: Path) -> None:
-    """A pickle that would write a file is looked through, and writes none."""
+    """A pickle that would write a file when loaded is read, and writes no file."""
 
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:

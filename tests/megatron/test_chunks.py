@@ -1,4 +1,4 @@
-"""Every way to cut the layers is read as Megatron reads it."""
+"""Every way to split the layers is read as Megatron reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAMBA = "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
 
 
 def chunks(words: str, *, pp: int, num_layers: int) -> tuple[int, tuple[int, ...]]:
-    """Virtual stages and chunk sizes of some flags."""
+    """Return virtual stages and chunk sizes of some flags."""
     return read_chunks(Arguments.parse(words.split(), "0.16.1"), pp=pp, num_layers=num_layers)[:2]
 
 
@@ -52,7 +52,7 @@ def chunks(words: str, *, pp: int, num_layers: int) -> tuple[int, tuple[int, ...
     ],
 )
 def test_cuts_are_read(words: str, pp: int, num_layers: int, expected: tuple[int, tuple[int, ...]]) -> None:
-    """Megatron's examples, worked by hand."""
+    """Examples from Megatron's documents, computed by hand."""
     assert expected == chunks(words, pp=pp, num_layers=num_layers)
 
 
@@ -125,7 +125,7 @@ def test_cuts_are_read(words: str, pp: int, num_layers: int, expected: tuple[int
     ],
 )
 def test_contradictions_are_named(words: str, pp: int, num_layers: int, message: str) -> None:
-    """What Megatron refuses is refused with flag, value and remedy."""
+    """Splits that Megatron refuses are refused with flag, value and remedy."""
     with pytest.raises(MegatronError, match=message):
         chunks(words, pp=pp, num_layers=num_layers)
 
@@ -141,7 +141,7 @@ def test_contradictions_are_named(words: str, pp: int, num_layers: int, message:
     ],
 )
 def test_cuts_are_written(vpp: int, cut: tuple[int, ...], expected: str) -> None:
-    """The plainest flags that say it, and nothing of what said another cut before."""
+    """The simplest flags for the split are written, and the flags of an earlier split are removed."""
     before = Arguments.parse([*SMALL, "--account-for-loss-in-pipeline-split"], "0.16.1")
     after = write_chunks(before, Split(vpp, cut), pp=2, num_layers=8)
 
@@ -162,7 +162,7 @@ def test_cuts_are_written(vpp: int, cut: tuple[int, ...], expected: str) -> None
 def test_hybrid_models_name_their_stages(
     words: str, version: str, pp: int, expected: tuple[int, tuple[int, ...]]
 ) -> None:
-    """By | from 0.17 on; without it they are equal, but for the ends that other flags name."""
+    """From 0.17 on | in the pattern separates stages; without it stages are equal, except for ends that flags state."""
     assert Split(*expected) == read_chunks(Arguments.parse(words.split(), version), pp=pp, num_layers=8)
 
 
@@ -192,13 +192,13 @@ def test_hybrid_models_name_their_stages(
     ],
 )
 def test_what_a_hybrid_model_cannot_say(words: str, version: str, message: str) -> None:
-    """The error names the flag."""
+    """The error names the flag that a hybrid model does not allow."""
     with pytest.raises(MegatronError, match=re.escape(message)):
         read_chunks(Arguments.parse(words.split(), version), pp=2, num_layers=8)
 
 
 def test_cuts_of_hybrid_models_are_written_into_their_pattern() -> None:
-    """By either name, with the depths of prediction; one stage has no marks, nor has any before 0.17."""
+    """From 0.17 on the pattern, under either name, gets the stages and keeps its prediction depths."""
     given = Arguments.parse(["--hybrid-layer-pattern", "M-|M*|M-|M-/*E/*E"], "0.17.1")
     old = Arguments.parse(["--hybrid-override-pattern", "M-M*M-M-"], "0.16.1")
 
@@ -217,7 +217,7 @@ def test_cuts_of_hybrid_models_are_written_into_their_pattern() -> None:
     ],
 )
 def test_uneven_cuts_place_the_depths_of_prediction(split: Split, expected: str) -> None:
-    """Megatron wants each depth named in a layout; what was written is read as it was."""
+    """Megatron needs each prediction depth in the layout; the written layout is read back unchanged."""
     before = Arguments.parse([*SMALL, "--mtp-num-layers", "2"], "0.16.1")
     after = write_chunks(before, split, pp=2, num_layers=8)
 
@@ -236,7 +236,7 @@ def test_uneven_cuts_place_the_depths_of_prediction(split: Split, expected: str)
     ],
 )
 def test_multi_token_prediction_stands_where_the_layout_has_it(layout: str, pp: int, expected: Split) -> None:
-    """Megatron's documents, and stages with the head alone, from 0.16 on."""
+    """From 0.16 on multi-token prediction may lie before stages that hold only the head."""
     words = ["--pipeline-model-parallel-layout", layout, "--mtp-num-layers", "1"]
     found = read_chunks(Arguments.parse(words, "0.16.0"), pp=pp, num_layers=sum(expected.layers_per_chunk))
 
@@ -260,7 +260,7 @@ def test_multi_token_prediction_that_megatron_refuses(layout: str, version: str,
 
 
 def test_ranks_between_full_ends_may_be_empty_before_0_16() -> None:
-    """Four layers on the ends leave none for the two between them, which 0.16 refuses."""
+    """Four layers on the two ends leave none for the middle ranks, which 0.16 refuses."""
     words = ["--decoder-first-pipeline-num-layers", "2", "--decoder-last-pipeline-num-layers", "2"]
 
     assert Split(1, (2, 0, 0, 2)) == read_chunks(Arguments.parse(words, "0.15.0"), pp=4, num_layers=4)
@@ -274,7 +274,7 @@ def test_ranks_between_full_ends_may_be_empty_before_0_16() -> None:
     version=st.sampled_from(["0.14.0", "0.16.1"]),
 )
 def test_shares_of_layers_give_megatrons_pattern(num_layers: int, shares: tuple[int, int], version: str) -> None:
-    """Before 0.17 a hybrid model may be named by the shares of its kinds; Megatron's own function says the order."""
+    """Before 0.17 shares of the kinds define a hybrid model, in the order of Megatron's own function."""
     allocation = pytest.importorskip("megatron.core.ssm.mamba_hybrid_layer_allocation")
     attention, mlp = (share / 100 for share in shares)
     words = f"{MAMBA} --num-layers {num_layers} --hybrid-attention-ratio {attention} --hybrid-mlp-ratio {mlp}"
@@ -294,7 +294,7 @@ def test_shares_of_layers_give_megatrons_pattern(num_layers: int, shares: tuple[
     ],
 )
 def test_layers_of_a_hybrid_model_without_a_pattern(words: str, version: str, layers: str) -> None:
-    """Without shares all are Mamba layers, and a pattern outranks shares."""
+    """Without shares all layers are Mamba layers; a pattern overrides shares."""
     pattern = hybrid_pattern(Arguments.parse(words.split(), version))
 
     assert pattern is not None
@@ -310,5 +310,5 @@ def test_layers_of_a_hybrid_model_without_a_pattern(words: str, version: str, la
     ],
 )
 def test_other_models_have_no_pattern(words: str, version: str) -> None:
-    """Without a number of layers, from 0.17 on, and without Megatron's layers of hybrid models."""
+    """No number of layers, a release from 0.17 on, or other layers give no pattern."""
     assert None is hybrid_pattern(Arguments.parse(words.split(), version))

@@ -55,7 +55,7 @@ class Refusal(Exception):  # noqa: N818 - what argparse says instead of leaving 
 
 
 class Reference(argparse.ArgumentParser):
-    """Megatron's kind of parser, made from the table."""
+    """A parser like Megatron's, made from the table."""
 
     def __init__(self) -> None:
         super().__init__(allow_abbrev=False, add_help=False)
@@ -77,7 +77,7 @@ class Reference(argparse.ArgumentParser):
             self.add_argument(flag.option, dest=flag.dest, default=flag.default, **values)
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of leaving the process."""
+        """Raise instead of ending the process."""
         raise Refusal(message)
 
 
@@ -85,7 +85,7 @@ REFERENCE = Reference()
 
 
 def read(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our reading of the destinations above, and the words that belong to no flag."""
+    """Return our values of the destinations above, and the words that belong to no flag."""
     arguments = Arguments.parse(argv, VERSION)
     dests = {flag_table(VERSION)[option].dest for option in OPTIONS}
     return {dest: arguments.get(dest) for dest in dests}, [
@@ -96,7 +96,7 @@ def read(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
 @settings(max_examples=200, deadline=None)
 @given(words)
 def test_tokens_agree_with_argparse(argv: list[str]) -> None:
-    """Values, stray words and refusals are those of argparse without abbreviations."""
+    """Values, stray words and refusals equal argparse's without abbreviations."""
     try:
         namespace, stray = REFERENCE.parse_known_args(argv)
     except Refusal:
@@ -110,7 +110,7 @@ def test_tokens_agree_with_argparse(argv: list[str]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(st.sampled_from((*OPTIONS, *WORDS, "--")), st.text(max_size=6)), max_size=8))
 def test_no_word_is_lost(argv: list[str]) -> None:
-    """What could be cut can be joined again, word for word."""
+    """The tokens' words, joined, are the command line."""
     try:
         arguments = Arguments.parse(argv, VERSION)
     except MegatronError:
@@ -137,7 +137,7 @@ def test_nothing_after_two_dashes_is_a_flag() -> None:
 
 
 def test_edits_leave_other_words_alone() -> None:
-    """The last of several flags is replaced where it stands; deletion takes all of them."""
+    """An edit replaces the last of several flags in place; a deletion removes all of them."""
     arguments = Arguments.parse(["--lr=1", "--mine", "x", "--lr", "2", "--bf16"], VERSION)
 
     assert ("--lr=1", "--mine", "x", "--lr", "3", "--bf16") == arguments.with_flag("--lr", "3").words
@@ -157,7 +157,7 @@ def test_edits_leave_other_words_alone() -> None:
     ],
 )
 def test_malformed_flags_are_named(argv: list[str], message: str) -> None:
-    """A flag with a wrong number or kind of values is named with what was found."""
+    """The error names a flag with a wrong number or kind of values, and the value found."""
     with pytest.raises(MegatronError) as error:
         Arguments.parse(argv, VERSION).get("num_layers")
 
@@ -181,7 +181,7 @@ def test_malformed_flags_are_named(argv: list[str], message: str) -> None:
     ],
 )
 def test_values_beside_the_choices_are_refused(argv: str, version: str, message: str) -> None:
-    """Where Megatron's parser takes some values only, others are refused with those that it takes."""
+    """A flag with choices refuses other values, and the error lists the choices."""
     with pytest.raises(MegatronError, match=message):
         Arguments.parse(argv.split(), version)
 
@@ -196,29 +196,29 @@ def test_sizes_are_at_least_one() -> None:
     ("version", "release"), [("0.14.0", "0.14"), ("0.16.1", "0.16"), ("0.17.0rc2", "0.17"), ("1.2", "0.20")]
 )
 def test_releases_are_found(version: str, release: str) -> None:
-    """Patch releases and newer ones read by the nearest release below."""
+    """Patch releases and newer releases use the nearest known release below."""
     assert release == known_release(version)
 
 
 @pytest.mark.parametrize("version", ["0.13.1", "core", ""])
 def test_unknown_versions_are_refused(version: str) -> None:
-    """Releases before 0.14 and what is no version are refused by name."""
+    """Releases before 0.14 and texts that are no version are refused."""
     with pytest.raises(MegatronError, match=version or "''"):
         release_of(version)
 
 
 def test_unknown_flags_stand_alone() -> None:
-    """An unknown flag's values are words like any other, so that they keep their place."""
+    """The values of an unknown flag stay single words, in their places."""
     assert (Token(words=("--mine",)), Token(words=("3",))) == tokenise(["--mine", "3"], VERSION)
 
 
 def test_short_flags_are_words() -> None:
-    """Neither `-h` nor what is joined to it is cut."""
+    """`-h` and words that begin with it are words, not flags."""
     assert ("-h", "-hh", "--bf16") == Arguments.parse(["-h", "-hh", "--bf16"], VERSION).words
 
 
 def test_flags_come_and_go_with_releases() -> None:
-    """A flag is known only to the releases that have it."""
+    """A flag is known only in the releases that have it."""
     assert "--quick-geglu" not in flag_table("0.14.0")
     assert "--quick-geglu" in flag_table("0.15.0")
     assert "--use-legacy-models" not in flag_table("0.18.0")
@@ -229,7 +229,7 @@ FLAGS = sorted(option for option in flag_table("0.16.1") if option.startswith("-
 
 
 def complaint(words: str, *, base: list[str] | None = None, purpose: Purpose = "for_prediction") -> str:
-    """The error of a command line that is predicted or planned."""
+    """Return the error of a command line that is predicted or planned."""
     with pytest.raises(MegatronError) as error:
         job(words, base=SMALL if base is None else base, **{purpose: True})  # type: ignore[arg-type]
     return str(error.value)
@@ -254,7 +254,7 @@ def complaint(words: str, *, base: list[str] | None = None, purpose: Purpose = "
     ],
 )
 def test_another_spelling_is_named(words: str, pairs: str, purpose: Purpose) -> None:
-    """Its value would be left out, whether or not something is missing."""
+    """A flag in another spelling would lose its value, so the error names the right spelling."""
     said = f"Megatron's flags have plain dashes, not underscores or capitals: write {pairs}"
 
     assert said == complaint(words, purpose=purpose) == complaint(words, base=[], purpose=purpose)
@@ -262,7 +262,7 @@ def test_another_spelling_is_named(words: str, pairs: str, purpose: Purpose) -> 
 
 @given(st.sampled_from(FLAGS), st.sampled_from([str.title, str.lower]))
 def test_every_flag_is_known_by_its_letters(flag: str, case: type[str]) -> None:
-    """Underscores in the place of dashes, in any case, lead to the same letters in Megatron's own spelling."""
+    """Underscores instead of dashes, in any case, lead to Megatron's own spelling."""
     word = "--" + case(flag[2:]).replace("-", "_")
     if word in FLAGS:
         return
@@ -286,7 +286,7 @@ def test_every_flag_is_known_by_its_letters(flag: str, case: type[str]) -> None:
     ],
 )
 def test_overrides_are_no_flags(words: str, pairs: str) -> None:
-    """Megatron-Bridge, NeMo and Hydra write values so."""
+    """Megatron-Bridge, NeMo and Hydra write values as NAME=VALUE."""
     assert f"Megatron-LM takes its values as flags, not as NAME=VALUE: write {pairs}" == complaint(words)
 
 
@@ -317,7 +317,7 @@ def test_overrides_are_no_flags(words: str, pairs: str) -> None:
     ],
 )
 def test_missing_flags_have_a_cause(words: str, cause: str) -> None:
-    """One sentence names what is missing and where it likely stands."""
+    """One sentence names the missing flags and the probable cause."""
     said = complaint(words, base=[])
 
     assert said.startswith("the command line lacks --num-layers, --hidden-size, --num-attention-heads, --seq-length")
@@ -327,14 +327,14 @@ def test_missing_flags_have_a_cause(words: str, cause: str) -> None:
 
 
 def test_a_launched_script_keeps_its_spelling() -> None:
-    """The sentence names the spelling that is read; the script may not take that one."""
+    """The sentence names Megatron's spelling, but a launched script may use another."""
     with pytest.raises(MegatronError, match=r"only Megatron's own spelling is read: --num-layers for --num_layers$"):
         job("--num_layers 3", base=[])
 
 
 @pytest.mark.parametrize("word", ["true", "False", "0", "off"])
 def test_switches_take_no_value(word: str) -> None:
-    """A word behind one would be ignored, where it may have been meant to turn it off."""
+    """A word behind a switch would be ignored, though the user may have meant to turn the switch off."""
     said = f"Megatron's switches take no value: write --bf16 alone, or leave it out, for --bf16 {word}"
 
     assert said == complaint(f"--bf16 {word}")
@@ -343,19 +343,19 @@ def test_switches_take_no_value(word: str) -> None:
 
 @pytest.mark.parametrize("words", [["--num-layers 32 --hidden-size 64"], ["\n --num-layers 32\n --hidden-size 64\n"]])
 def test_a_shell_that_splits_nothing_is_named(words: list[str]) -> None:
-    """Zsh passes a variable with all flags as one word, and so does a shell where it is quoted."""
+    """Zsh passes a variable with all flags as one word, and so does another shell with quotes."""
     with pytest.raises(MegatronError, match="one word contains several flags, as zsh passes"):
         job(base=words, for_prediction=True)
 
 
 @pytest.mark.parametrize("words", ["--mine a=3 --your num_layers=3", "--mine true", "--mine 1 --fp16", "--lr=1e-4"])
 def test_values_of_other_flags_are_theirs(words: str) -> None:
-    """The words behind a flag that Megatron does not have are the script's own."""
+    """Words behind a flag that Megatron lacks belong to the script."""
     assert job(words, for_prediction=True).own == job().own
 
 
 def test_a_launched_script_judges_its_own_words() -> None:
-    """It may have flags of its own that differ from Megatron's in their spelling alone."""
+    """A launched script may have flags that differ from Megatron's only in spelling."""
     words = [*SMALL, *"--micro_batch_size 4 --bf16 true --mine".split()]
     for is_other_size in (False, True):
         read = read_job(
@@ -371,7 +371,7 @@ def test_a_launched_script_judges_its_own_words() -> None:
 
 @pytest.mark.parametrize("word", ["--tp", "-tp", "--TP", "--tp_size", "--tp-size", "-tp=4"])
 def test_a_short_name_is_no_flag_in_any_spelling(word: str) -> None:
-    """Torch's and other trainers' names of sizes are named with Megatron's own, as they change nothing."""
+    """Short names of sizes from torch and other trainers have no effect, so a note names Megatron's flag."""
     (note,) = unknown_note(Arguments.parse([word, "4"], "0.16.1"))
 
     name = word.partition("=")[0]
@@ -387,7 +387,7 @@ def test_a_short_name_is_no_flag_in_any_spelling(word: str) -> None:
     ],
 )
 def test_words_that_begin_with_a_dash_are_named(words: list[str], expected: str) -> None:
-    """Numbers and other words may be values of a script's own flags."""
+    """Numbers and other words may be values of a script's own flags, so only words like flags are named."""
     notes = unknown_note(Arguments.parse(words, "0.16.1"))
 
     begins = f"not flags of Megatron 0.16.1, so without effect here{expected}"

@@ -1,4 +1,4 @@
-"""A layout that Megatron refuses has a stand-in as near to it as the ranks and the fixed fields allow."""
+"""A layout that Megatron refuses gets a stand-in that keeps the fixed fields and fits the ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LAYOUT = "--pipeline-model-parallel-layout"
     ],
 )
 def test_a_refused_layout_has_a_stand_in(words: str, fix: tuple[str, ...], expected: dict[str, Any]) -> None:
-    """Layers are split anew first, then the experts' degrees go, then all that are not fixed; the job says both."""
+    """Layers are split anew first, then the experts' degrees change, then all degrees; a note reports it."""
     flags = words.format(PP=PP, TP=TP, CP=CP, EP=EP, CHUNKS=CHUNKS, VIRTUAL=VIRTUAL, LAYOUT=LAYOUT)
     asked = job(flags, fix=fix, for_planning=True)
     layout = Layout(**({"etp": expected.get("tp", 1)} | expected))
@@ -67,13 +67,13 @@ def test_a_refused_layout_has_a_stand_in(words: str, fix: tuple[str, ...], expec
     ],
 )
 def test_what_no_layout_can_keep_stays_refused(words: str, fix: tuple[str, ...]) -> None:
-    """The fixed fields themselves do not suit the ranks or the layers, or the flags contradict each other."""
+    """No stand-in exists if the fixed fields do not fit the ranks or layers, or if flags contradict each other."""
     with pytest.raises(MegatronError):
         job(words, fix=fix, for_planning=True)
 
 
 def test_a_job_that_starts_splits_only_its_layers_anew() -> None:
-    """Other hosts may suit its sizes, a later release its stages; a prediction has no stand-in at all."""
+    """A launched job keeps sizes that other hosts may suit, and named stages; a prediction gets no stand-in."""
     layers = f"--num-layers 6 {PP} 4"
 
     assert (1, 2, 2, 1) == job(layers, fix=("pp",)).own.layers_per_chunk == job(layers).own.layers_per_chunk
@@ -84,14 +84,14 @@ def test_a_job_that_starts_splits_only_its_layers_anew() -> None:
 
 
 def test_a_stand_in_that_megatron_refuses_too_is_no_way_to_start() -> None:
-    """The error of a job that starts is that of the user's own layout."""
+    """If the stand-in breaks a rule, the error is about the user's own layout."""
     with pytest.raises(MegatronError, match="--num-layers 6 does not divide over --pipeline-model-parallel-size 4"):
         job(f"--num-layers 6 {PP} 4 {TP} 2 --ffn-hidden-size 63")
 
 
 @cache
 def legal(num_layers: int) -> frozenset[tuple[int, ...]]:
-    """Degrees and virtual stages of every legal layout of a dense job on eight ranks."""
+    """Yield degrees and virtual stages of every legal layout of a dense job on eight ranks."""
     free = replace(job(f"--num-layers {num_layers}"), pinned=())
     columns = cuts(free, world_size=8, devices_per_host=8, device_kind="cuda").columns
     return frozenset((one.tp, one.pp, one.cp, one.vpp) for one in map(columns.layout, range(len(columns))))
@@ -106,7 +106,7 @@ def legal(num_layers: int) -> frozenset[tuple[int, ...]]:
 def test_fixing_fields_refuses_no_job_that_has_a_legal_layout(
     num_layers: int, sizes: tuple[int, int, int, int], fix: set[str]
 ) -> None:
-    """The job is read and has layouts wherever some legal layout has the fixed fields as the flags have them."""
+    """If a legal layout has the fixed fields of the flags, the job is read and has layouts."""
     tp, pp, cp, vpp = sizes
     flags = f"--num-layers {num_layers} {TP} {tp} {PP} {pp} {CP} {cp} {VIRTUAL} {vpp}"
     fixed = [place for place, name in enumerate(("tp", "pp", "cp", "vpp")) if name in fix]
@@ -127,12 +127,12 @@ def test_fixing_fields_refuses_no_job_that_has_a_legal_layout(
 
 
 def test_small_lines_are_read_as_they_are() -> None:
-    """Where Megatron takes the user's own layout nothing stands in for it."""
+    """A layout that Megatron accepts gets no stand-in."""
     assert "" == job(f"{PP} 2", base=SMALL, for_planning=True).own_refusal
 
 
 def test_where_0_14_builds_token_prediction_is_said() -> None:
-    """Its checks pass any stage, and its models build the depths on the last one."""
+    """The checks of 0.14 accept any stage, but its models build the depths on the last one; a note says so."""
     words = f"{PP} 4 {LAYOUT} Et*4|t*4|m|L --mtp-num-layers 1 --position-embedding-type rope"
     note = f"{LAYOUT} Et*4|t*4|m|L: Megatron 0.14 always builds multi-token prediction (m) on the last stage"
 
@@ -166,7 +166,7 @@ RECOMPUTE = (
 
 @st.composite
 def layouts(draw: st.DrawFn, *, num_layers: int = 8, world_size: int = 8, experts: bool = False) -> Layout:
-    """Legal layouts of the small model on 8 ranks, uneven cuts among them."""
+    """Draw legal layouts of the small model on 8 ranks, also with uneven splits."""
     sizes = st.sampled_from((1, 2, 4, 8))
     tp, pp, cp = draw(sizes), draw(sizes), draw(sizes)
     assume(world_size % (tp * pp * cp) == 0)
@@ -211,7 +211,7 @@ def layouts(draw: st.DrawFn, *, num_layers: int = 8, world_size: int = 8, expert
 @settings(max_examples=150, deadline=None)
 @given(own=st.sampled_from(OWN), layout=layouts(), version=st.sampled_from(releases()))
 def test_what_is_written_reads_back(own: str, layout: Layout, version: str) -> None:
-    """Every legal layout survives the way through the user's flags, whatever they said before, in every release."""
+    """Every legal layout, written into any flags in any release, is read back unchanged."""
     argv = [*SMALL, NO_BIAS, *own.split()]
     asked = job(NO_BIAS, own, version=f"{version}.0")
     written = write_arguments(argv, job=asked, layout=layout)
@@ -225,7 +225,7 @@ def test_what_is_written_reads_back(own: str, layout: Layout, version: str) -> N
 @settings(max_examples=60, deadline=None)
 @given(layout=layouts(), depths=st.integers(1, 2), data=st.data())
 def test_the_place_of_token_prediction_reads_back(layout: Layout, depths: int, data: st.DataObject) -> None:
-    """On any of the last stages behind which there are no layers; other cuts have it with the head."""
+    """Multi-token prediction may lie on any stage behind all layers; other splits put it beside the head."""
     empty = next((place for place, layers in enumerate(layout.layers_per_chunk[::-1]) if layers), 0)
     placed = replace(layout, chunks_after_mtp=data.draw(st.integers(0, min(empty, layout.pp - 1))))
     flags = f"{NO_BIAS} --mtp-num-layers {depths} --position-embedding-type rope"
@@ -238,7 +238,7 @@ def test_the_place_of_token_prediction_reads_back(layout: Layout, depths: int, d
 @settings(max_examples=60, deadline=None)
 @given(layout=layouts(experts=True))
 def test_expert_layouts_read_back(layout: Layout) -> None:
-    """So do expert and expert-tensor sizes."""
+    """Expert and expert-tensor sizes are read back unchanged."""
     argv = [*SMALL, *EXPERTS.split()]
     written = write_arguments(argv, job=job(EXPERTS), layout=layout)
 
@@ -247,14 +247,14 @@ def test_expert_layouts_read_back(layout: Layout) -> None:
 
 @pytest.mark.parametrize("own", OWN)
 def test_own_layout_keeps_every_word(own: str) -> None:
-    """The user's own configuration is run with the user's own words."""
+    """The user's own layout is written with the user's own words."""
     argv = (*SMALL, *own.split(), "--mine", "a b", "--log-interval=1")
 
     assert argv == write_arguments(argv, job=job(own), layout=job(own).own)
 
 
 def test_global_batch_size_is_pinned() -> None:
-    """Left to its default, the batch would change with the plan."""
+    """Without the flag the batch would change with the plan, so the plan writes it."""
     argv = tuple(" ".join(SMALL).replace("--global-batch-size 32 ", "").split())
     asked = job(base=argv)
 
@@ -263,7 +263,7 @@ def test_global_batch_size_is_pinned() -> None:
 
 
 def test_flags_are_replaced_in_place_and_deleted() -> None:
-    """Values change where they stand; flags without an inverse go; what is unknown stays where it was."""
+    """Values change in place, removed flags disappear, and unknown words stay where they were."""
     flags = "--tensor-model-parallel-size=4 --sequence-parallel --mine 3 --use-distributed-optimizer"
     argv, asked = flags.split(), job(flags)
     written = write_arguments(
@@ -277,7 +277,7 @@ def test_flags_are_replaced_in_place_and_deleted() -> None:
 
 
 def test_padded_vocabulary_does_not_follow_tp() -> None:
-    """Padding takes part in the softmax, so that it is kept: 501 tokens are 512 rows, at TP 8 too instead of 1024."""
+    """The softmax includes the padding, so 501 tokens keep 512 rows at TP 8 instead of 1024."""
     argv = [*SMALL, "--vocab-size", "500"]
     written = write_arguments(argv, job=job(base=argv), layout=Layout(tp=8, etp=8))
 
@@ -285,7 +285,7 @@ def test_padded_vocabulary_does_not_follow_tp() -> None:
 
 
 def test_uncertain_vocabulary_is_not_pinned() -> None:
-    """A guessed size is never written: too small a one would break the job."""
+    """A guessed vocabulary size is never written: if it were too small, the job would fail."""
     words = " ".join(SMALL).replace("--vocab-size 1000 --tokenizer-type NullTokenizer", "").split()
     written = write_arguments(words, job=job(base=words), layout=Layout(tp=8, etp=8))
 
@@ -300,6 +300,6 @@ def test_checkpoint_sizes_are_not_asked_for_again() -> None:
 
 
 def test_local_rank_is_refused() -> None:
-    """In the command line it would beat the launcher's choice of devices."""
+    """The flag would override the launcher's choice of devices, so it is refused."""
     with pytest.raises(MegatronError, match="--local-rank 0"):
         write_arguments([*SMALL, "--local-rank", "0"], job=job(), layout=job().own)

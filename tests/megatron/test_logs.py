@@ -1,4 +1,4 @@
-"""Iteration and memory lines of every release are read."""
+"""Iteration and memory lines of every release are read, and failures are explained."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LINE_0_16 = (
     ],
 )
 def test_iteration_lines(line: str, expected: Iteration | None) -> None:
-    """Each field is found wherever it stands; a NaN loss is a missing field; other lines are none."""
+    """Each field is found by its name; a NaN loss is a missing field; other lines give None."""
     assert expected == parse_iteration(line)
 
 
@@ -59,7 +59,7 @@ def test_iteration_lines(line: str, expected: Iteration | None) -> None:
     ids=["0.14", "0.16"],
 )
 def test_memory_lines(sizes: str) -> None:
-    """Megatron's MB are 2^20 bytes; fields behind the last are not needed."""
+    """Megatron's MB are 2^20 bytes, and text behind the last field is ignored."""
     mib = 1 << 20
     expected = MemoryLine(
         rank=6,
@@ -75,7 +75,7 @@ def test_memory_lines(sizes: str) -> None:
 
 @pytest.mark.parametrize("line", ["", LINE_0_14, "[Rank 0] (before save_checkpoint for iteration 5) memory (MB) |"])
 def test_other_lines_tell_no_memory(line: str) -> None:
-    """Only what a training step left at its peak counts."""
+    """Only memory lines of a training step are read."""
     assert parse_memory(line) is None
 
 
@@ -84,7 +84,7 @@ GIVEN = "--lr x --micro-batch-size 4 --seed=y --typo 3 --recompute-modules moe".
 
 
 def why(failure: Failure, *before: Failure) -> str:
-    """What is said of a death."""
+    """Return the sentence about a failure."""
     return why_no_plan_helps(failure, before=before, written=WRITTEN, given=GIVEN)
 
 
@@ -98,7 +98,7 @@ def why(failure: Failure, *before: Failure) -> str:
     ],
 )
 def test_finds_the_exception(text: str, expected: str) -> None:
-    """The last one, without the rank that torch puts before it."""
+    """The last exception counts, without the rank that torch prints before it."""
     assert expected == exception_in(text)
 
 
@@ -112,7 +112,7 @@ def test_finds_the_exception(text: str, expected: str) -> None:
     ],
 )
 def test_what_is_missing_is_missing_under_every_plan(cause: str) -> None:
-    """No layout makes a file or a module."""
+    """No plan can create a missing file or module."""
     assert "what is missing is missing under every plan" == why(failure_of(cause))
 
 
@@ -130,7 +130,7 @@ def test_what_is_missing_is_missing_under_every_plan(cause: str) -> None:
     ],
 )
 def test_what_the_fault_tolerance_package_lacks(text: str, expected: str) -> None:
-    """No plan brings a monitor or a folder, and the sentence says who would."""
+    """No plan brings a rank monitor or a folder, and the sentence names the program that would."""
     failure = explain_failure(text)
 
     assert failure is not None
@@ -150,19 +150,19 @@ def test_what_the_fault_tolerance_package_lacks(text: str, expected: str) -> Non
     ],
 )
 def test_what_another_plan_may_spare(cause: str) -> None:
-    """Memory, a layout's own files and refusals, ranks that miss another: also the second time."""
+    """Another plan may avoid a lack of memory, of a layout's own files or of a lost rank, even after two failures."""
     assert "" == why(failure_of(cause), failure_of(cause))
 
 
 def test_an_exception_under_two_layouts_is_the_scripts() -> None:
-    """It must be the same to the letter."""
+    """An exception under two layouts ends the job only if both texts are equal."""
     assert "it is the same under two layouts" == why(failure_of("KeyError: 'a'"), failure_of("KeyError: 'a'"))
     assert "" == why(failure_of("KeyError: 'a'"), failure_of("KeyError: 'b'"))
 
 
 @pytest.mark.parametrize("text", ["CUBLAS_STATUS_ALLOC_FAILED", "NCCL error", "torch.OutOfMemoryError: no"])
 def test_what_is_recognised_is_no_proof_against_all_plans(text: str) -> None:
-    """Memory and a lost peer are never called the script's, though two layouts died of the same."""
+    """A failure of memory or of a lost peer never ends the job, even if two layouts had the same one."""
     failure = explain_failure(text)
 
     assert failure is not None
@@ -181,7 +181,7 @@ def test_what_is_recognised_is_no_proof_against_all_plans(text: str) -> None:
     ],
 )
 def test_words_of_the_users_are_refused_under_every_plan(text: str, flags: list[str], is_own: bool) -> None:
-    """Those that the plan wrote, or whose value it changed, are the plan's."""
+    """Refused words of the user end the job; words that the plan wrote or changed do not."""
     failure = explain_failure(f"usage: pretrain_gpt.py\n{text}\n")
 
     assert failure is not None
@@ -230,7 +230,7 @@ def test_words_of_the_users_are_refused_under_every_plan(text: str, flags: list[
     ],
 )
 def test_failures_are_explained(text: str, start: str) -> None:
-    """The texts of torch, NCCL, the kernel, batch systems and Megatron each have one meaning."""
+    """Each known text of torch, NCCL, the kernel, batch systems and Megatron has its own explanation."""
     failure = explain_failure(f"some line\n{text}\nanother line")
 
     assert failure is not None
@@ -250,5 +250,5 @@ def test_failures_are_explained(text: str, start: str) -> None:
     ],
 )
 def test_other_texts_are_not_explained(text: str) -> None:
-    """Deliberate ends and harmless notices are no failures."""
+    """Deliberate ends and harmless notices are not failures."""
     assert explain_failure(text) is None

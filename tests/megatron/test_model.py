@@ -42,24 +42,24 @@ from pipette_launch.facts import LatentAttention
     ],
 )
 def test_shapes_are_derived(words: str, fields: dict[str, Any]) -> None:
-    """What the flags leave open follows Megatron's validate_args."""
+    """Sizes that no flag gives follow Megatron's validate_args."""
     model = job(words).model
 
     assert fields == {name: getattr(model, name) for name in fields}
 
 
 def test_cpu_has_only_megatrons_own_layers() -> None:
-    """Transformer Engine needs CUDA."""
+    """On CPU all layers are Megatron's own, as Transformer Engine needs CUDA."""
     assert job(device_kind="cpu").model.transformer_impl == "local"
 
 
 def test_yarn_costs_what_rope_costs() -> None:
-    """YaRN is rope with other angles, and is there from 0.18 on."""
+    """YaRN is read as rope with other angles; releases from 0.18 on have it."""
     assert job("--position-embedding-type yarn", version="0.18.0").model.position_embedding_type == "rope"
 
 
 def test_missing_flags_are_named_at_once() -> None:
-    """One error for all of them."""
+    """One error lists all missing flags."""
     with pytest.raises(MegatronError) as error:
         job(base=["--num-layers", "4", "--encoder-seq-length", "8"])
 
@@ -92,7 +92,7 @@ def test_missing_flags_are_named_at_once() -> None:
     ],
 )
 def test_contradictions_are_named(words: str, message: str) -> None:
-    """The flag, its value, and what it clashes with."""
+    """The error has the flag, its value and the flag that it contradicts."""
     with pytest.raises(MegatronError) as error:
         job(words)
 
@@ -100,12 +100,12 @@ def test_contradictions_are_named(words: str, message: str) -> None:
 
 
 def test_last_value_wins() -> None:
-    """As in argparse."""
+    """The last value of a flag counts, as in argparse."""
     assert job("--num-layers 4", base=SMALL).model.num_layers == 4
 
 
 def test_latent_attention_and_mtp_are_read() -> None:
-    """Megatron's defaults fill what is not given; without the flag there is no latent attention."""
+    """Megatron's defaults fill sizes that are not given; without the flag there is no latent attention."""
     model = job("--multi-latent-attention --kv-lora-rank 16 --mtp-num-layers 2").model
 
     expected = LatentAttention(
@@ -116,7 +116,7 @@ def test_latent_attention_and_mtp_are_read() -> None:
 
 
 def test_hybrid_models_are_read() -> None:
-    """The pattern is the number of layers, names those of experts, and gives the depths of prediction."""
+    """The pattern gives the number of layers, the layers with experts and the prediction depths."""
     words = "--hybrid-layer-pattern M-M*|ME/*E/*E --num-experts 4 --mtp-use-repeated-layer --mamba-head-dim 8"
     words += " --pipeline-model-parallel-size 2"
     model = job(words, for_prediction=True, version="0.17.1").model
@@ -151,7 +151,7 @@ def test_a_bad_rank_is_named() -> None:
 
 
 def test_layers_of_hybrid_models_come_from_their_spec() -> None:
-    """Megatron ignores `--transformer-impl` there, so that torch's norms have no say."""
+    """Megatron ignores `--transformer-impl` in hybrid models, so its rules on torch's norms do not apply."""
     words = "--hybrid-layer-pattern M-M*M-M* --mamba-head-dim 8 --normalization RMSNorm --transformer-impl local"
 
     assert "transformer_engine" == job(words, for_prediction=True, version="0.20").model.transformer_impl
@@ -160,7 +160,7 @@ def test_layers_of_hybrid_models_come_from_their_spec() -> None:
 
 
 def test_layers_for_inference_are_not_modelled() -> None:
-    """The message names the flag and does not blame Megatron."""
+    """The message names the flag and does not say that Megatron refuses it."""
     with pytest.raises(MegatronError, match="inference_optimized: layers that only infer are not modelled"):
         job("--transformer-impl inference_optimized", for_prediction=True)
 
@@ -174,7 +174,7 @@ def test_layers_for_inference_are_not_modelled() -> None:
     ],
 )
 def test_a_list_of_layers_has_no_spaces(words: tuple[str, ...]) -> None:
-    """Megatron's parser refuses them (_eval_pattern of arguments.py)."""
+    """Megatron's parser refuses spaces in a list (_eval_pattern of arguments.py)."""
     with pytest.raises(MegatronError, match=r"\[.*\]( \*8|.*): Megatron allows no spaces in a list; remove them"):
         job(base=[*SMALL, *words])
 
@@ -183,7 +183,7 @@ A100, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "Tesla V100
 
 
 def backend(*flags: str, device_name: str = "", **environment: str) -> str:
-    """Read the backend of the small job."""
+    """Return the backend of the small job."""
     return job(*flags, environment=environment, device_name=device_name).model.attention_backend
 
 
@@ -203,18 +203,18 @@ def backend(*flags: str, device_name: str = "", **environment: str) -> str:
     ],
 )
 def test_auto_is_what_transformer_engine_chooses(flags: str, device_name: str, expected: str) -> None:
-    """By element type and GPU; a backend that is named stays, and so does auto where nothing is known."""
+    """`auto` depends on number type and GPU; a named backend stays, and so does `auto` for an unknown GPU."""
     assert expected == backend(flags, device_name=device_name)
 
 
 @pytest.mark.parametrize(("capability", "expected"), [(7, "unfused"), (8, "flash"), (9, "fused"), (12, "fused")])
 def test_a_described_device_has_the_attention_of_its_capability(capability: int, expected: str) -> None:
-    """The name of a device that a file describes says nothing of it."""
+    """The name of a described device does not decide; its capability does."""
     assert expected == job("--bf16", device_name="Gaudi 9", capability=capability).model.attention_backend
 
 
 def test_a_switch_that_agrees_changes_nothing() -> None:
-    """Megatron would set it to the same value."""
+    """A variable with the value that Megatron would set changes nothing."""
     assert backend("--bf16", device_name=H100, NVTE_FUSED_ATTN="1") == "fused"
     assert backend("--bf16 --attention-backend flash", NVTE_FUSED_ATTN="0", NVTE_FLASH_ATTN="1") == "flash"
 
@@ -227,12 +227,12 @@ def test_a_switch_that_agrees_changes_nothing() -> None:
     ],
 )
 def test_an_environment_that_megatron_refuses(flags: str, environment: dict[str, str], message: str) -> None:
-    """Megatron asserts; the error says which variable and what to do."""
+    """Megatron would stop with an assertion; the error names the variable and the remedy."""
     with pytest.raises(MegatronError, match=message):
         backend(flags, **environment)
 
 
 def test_an_unknown_backend() -> None:
-    """The error names the choices."""
+    """The error lists the choices."""
     with pytest.raises(MegatronError, match=r"'xformers'; known are flash, fused, unfused, local, auto"):
         backend("--bf16 --attention-backend xformers")

@@ -1,4 +1,4 @@
-"""Performance flags, read as options."""
+"""Performance flags are read as options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = [option.name for option in fields(PerformanceOptions)]
 
 
 def test_options_are_read_from_a_jobs_flags() -> None:
-    """Switches, single values and lists come in the types of their fields."""
+    """Switches, single values and lists have the types of their fields."""
     flags = (
         "--fp8-format hybrid",
         "--moe-aux-loss-coeff 0 1e-2",
@@ -43,7 +43,7 @@ def test_options_are_read_from_a_jobs_flags() -> None:
     ("version", "sharded"), [("0.16.1", "no_shard"), (f"{releases()[-1]}.0", "optim_grads_params")]
 )
 def test_defaults_are_megatrons(version: str, sharded: str) -> None:
-    """A job without such flags has the record's own defaults, which are those of the releases, but for one."""
+    """A job without performance flags has the default of each field, which equals Megatron's except in one case."""
     assert performance_options(tiny_job(megatron_version=version)) == PerformanceOptions(
         data_parallel_sharding_strategy=sharded
     )
@@ -63,7 +63,7 @@ def test_a_list_may_have_been_one_value() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_is_a_flag_of_some_release(name: str) -> None:
-    """The flag that sentences name is one that sets this option."""
+    """The flag that a sentence names sets this option in some release."""
     tables = (flag_table(version) for version in releases())
 
     assert any(flag_of(name) in table and table[flag_of(name)].dest == name for table in tables)
@@ -86,12 +86,12 @@ EXPANDABLE = "expandable_segments:True"
     ],
 )
 def test_the_variable_in_effect(environment: dict[str, str], expected: str) -> None:
-    """The older name counts first, and white space does not count."""
+    """The older variable counts first, and white space is ignored."""
     assert expected == allocator_config(environment)
 
 
 def test_options_and_their_values() -> None:
-    """Lists have commas of their own, and the last of several counts."""
+    """Commas inside a list do not separate options, and the last of several equal names counts."""
     config = f"roundup_power2_divisions:[256:1,>:2],expandable_segments:False,{EXPANDABLE},"
 
     assert {"roundup_power2_divisions": "[256:1,>:2]", "expandable_segments": "True"} == allocator_options(config)
@@ -102,7 +102,7 @@ REFUSED = ("expandable_segments:true", "expandable_segments:1", "expandable_segm
 
 @pytest.mark.parametrize("config", REFUSED)
 def test_a_value_that_torch_refuses_is_refused_with_the_right_one(config: str) -> None:
-    """A job would end at its first import; on a CPU, which has no such allocator, nothing is read."""
+    """Torch would refuse the value at its import; on CPU, which has no such allocator, the variable is not read."""
     words = {"world_size": 1, "megatron_version": "0.16.1", "environment": {CUDA: config}}
     with pytest.raises(MegatronError, match=r"torch refuses expandable_segments:\w*; write expandable_segments:True"):
         read_job(SMALL, device_kind="cuda", **words)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ MISSPELT = (
 
 @pytest.mark.parametrize("config", MISSPELT)
 def test_a_misspelt_option_is_refused_with_the_form_that_torch_takes(config: str) -> None:
-    """Such a job would end at its first import, too."""
+    """Torch would refuse the form at its import, so the error shows the right form."""
     wrong = config.rpartition(",")[2].partition(":")[0]
     with pytest.raises(MegatronError, match=f"torch refuses {wrong}; write NAME:VALUE, as expandable_segments:True"):
         allocator_config({CUDA: config})
@@ -131,7 +131,7 @@ TAKEN = (EXPANDABLE, " expandable_segments : False ", f"max_split_size_mb:64,{EX
 
 @pytest.mark.parametrize("config", [*REFUSED, *MISSPELT, *TAKEN])
 def test_torch_refuses_the_same_values(config: str) -> None:
-    """A contract with the installed torch, whose parser runs without a GPU too."""
+    """The installed torch refuses the same values; its parser needs no GPU."""
     settings = torch._C._accelerator_setAllocatorSettings
     try:
         settings(config)

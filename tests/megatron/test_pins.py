@@ -1,4 +1,4 @@
-"""What a plan must not change is pinned, with a note; what is not planned is refused, with a reason."""
+"""Fields that a plan must not change are pinned with a note; some jobs are refused with a reason."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ EXPERTS = "--num-experts 4"
     ],
 )
 def test_learning_stays_the_same(words: str, pinned: tuple[str, ...]) -> None:
-    """Each flag that ties what is learned to the layout pins that part of it, and says so."""
+    """Each flag that makes the training result depend on the layout pins these fields, with a note."""
     asked = job(words, base=SAMPLES)
 
     assert pinned == asked.pinned
@@ -69,7 +69,7 @@ def test_learning_stays_the_same(words: str, pinned: tuple[str, ...]) -> None:
     ],
 )
 def test_sharding_stays(words: str) -> None:
-    """What the user shards is his; the rest of the layout may change."""
+    """Flags of sharding pin the optimizer's fields; the rest of the layout may change."""
     asked = job(words, base=SAMPLES, for_prediction=True)
 
     assert OPTIMIZER == asked.pinned
@@ -85,7 +85,7 @@ def test_megatron_turns_the_optimizer_on_itself() -> None:
 
 
 def test_cpu_pins_context_parallelism() -> None:
-    """It needs Transformer Engine."""
+    """On CPU cp is pinned, because context parallelism needs Transformer Engine."""
     assert job(device_kind="cpu").pinned == ("cp",)
 
 
@@ -117,7 +117,7 @@ def test_unplanned_jobs_are_refused(words: str) -> None:
 
 
 def test_offloaded_scores_of_uneven_layers_are_refused() -> None:
-    """Where layers with and without experts offload different modules; fused cores are planned."""
+    """Unfused attention is refused if dense layers and layers with experts offload different modules."""
     words = "--fine-grained-activation-offloading --offload-modules core_attn moe_act"
     mixed = f"{EXPERTS} --moe-layer-freq [0]+[1]*7 {words}"
 
@@ -128,14 +128,14 @@ def test_offloaded_scores_of_uneven_layers_are_refused() -> None:
 
 
 def test_what_is_off_or_harmless_is_not_refused() -> None:
-    """The local spec is Megatron's own; what ties ranks to hosts is a matter of placing them."""
+    """The local spec is Megatron's own, and flags of placement do not matter for a prediction."""
     assert job("--spec local")
     assert job("--tp-comm-overlap --tensor-model-parallel-size 2 --sequence-parallel")
     assert job("--moe-token-dispatcher-type flex")
 
 
 def test_what_megatron_fsdp_shards_is_planned() -> None:
-    """The warm-up times its layers whole, and runs its stages with their shards."""
+    """The warm-up times whole layers of Megatron-FSDP and runs stages with their shards, so such jobs are planned."""
     assert job("--use-megatron-fsdp --use-distributed-optimizer")
 
 
@@ -150,7 +150,7 @@ def test_what_megatron_fsdp_shards_is_planned() -> None:
     ],
 )
 def test_what_only_a_placement_breaks_is_predicted(words: str) -> None:
-    """Memory and time can be told of jobs that cannot be planned."""
+    """Memory and time of some jobs can be predicted, though they cannot be planned."""
     assert job(words, for_prediction=True)
 
 
@@ -163,13 +163,13 @@ def test_what_only_a_placement_breaks_is_predicted(words: str) -> None:
     ],
 )
 def test_what_is_not_modelled_is_not_predicted(words: str) -> None:
-    """Prediction refuses what it knows nothing of."""
+    """A job with parts that are not modelled is not predicted."""
     with pytest.raises(MegatronError):
         job(words, for_prediction=True)
 
 
 def test_the_old_word_for_recomputed_experts() -> None:
-    """It adds a module to selective recompute, and makes it selective."""
+    """The flag makes recompute selective and adds a module to it."""
     experts = "--num-experts 4 --moe-layer-recompute"
 
     assert job(experts).own.recompute.modules == ("core_attn", "moe")

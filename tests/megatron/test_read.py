@@ -12,7 +12,7 @@ TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 
 
 def test_own_layout_is_read() -> None:
-    """Degrees, chunks, micro-batch, savers and mapping, as torchrun would have run them."""
+    """Degrees, chunks, micro-batch, memory options and mapping are those that torchrun would have run."""
     own = job(
         f"{TP}=2 {PP} 2 --sequence-parallel --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer",
         "--overlap-grad-reduce --overlap-param-gather --recompute-activations --use-tp-pp-dp-mapping",
@@ -34,7 +34,7 @@ def test_own_layout_is_read() -> None:
 
 
 def test_a_plain_job_pins_nothing() -> None:
-    """Dropout and a fixed batch leave every layout open; nothing is assumed."""
+    """A job with dropout and a fixed batch pins nothing and assumes nothing."""
     asked = job()
 
     assert ((), ()) == (asked.pinned, asked.notes)
@@ -47,12 +47,12 @@ def test_a_plain_job_pins_nothing() -> None:
 
 
 def test_sequence_parallel_is_off_at_tp_1() -> None:
-    """Megatron drops it in silence."""
+    """Megatron silently ignores sequence parallelism at TP 1."""
     assert job("--sequence-parallel").own.sequence_parallel is False
 
 
 def test_samples_become_iterations() -> None:
-    """Sample-based training ends after as many whole batches as hold the samples."""
+    """Training by samples ends after the number of whole batches that holds them."""
     words = TEXT.replace("--train-iters 10", "--train-samples 100").split()
 
     assert job(base=words).train_iters == 4
@@ -103,7 +103,7 @@ def test_samples_become_iterations() -> None:
     ],
 )
 def test_contradictions_are_named(words: str, message: str) -> None:
-    """What Megatron would refuse is refused with flag, value and remedy."""
+    """Jobs that Megatron would refuse are refused with flag, value and remedy."""
     with pytest.raises(MegatronError) as error:
         job(words)
 
@@ -111,7 +111,7 @@ def test_contradictions_are_named(words: str, message: str) -> None:
 
 
 def test_a_ramp_up_has_no_effect_from_0_18_on() -> None:
-    """Its flag is read and not used, so that it excludes nothing."""
+    """From 0.18 on the ramp-up flag has no effect, so it excludes nothing."""
     words = "--rampup-batch-size 3 5 100"
 
     assert job(words, version="0.18.0").pinned == ()
@@ -120,7 +120,7 @@ def test_a_ramp_up_has_no_effect_from_0_18_on() -> None:
 
 
 def test_query_groups_are_replicated_from_0_16_on() -> None:
-    """Fewer groups than tensor ranks are an error before."""
+    """Before 0.16, fewer groups than tensor ranks are an error."""
     words = f"{TP} 4 --group-query-attention --num-query-groups 2"
 
     assert job(words).own.tp == 4
@@ -129,7 +129,7 @@ def test_query_groups_are_replicated_from_0_16_on() -> None:
 
 
 def test_length_of_the_job_must_be_said() -> None:
-    """Neither iterations nor samples: Megatron would fail later."""
+    """A job without iterations and samples is refused, as Megatron would fail later."""
     with pytest.raises(MegatronError, match=r"lacks --train-iters \(or --train-samples\); add what is missing"):
         job(base=TEXT.replace("--train-iters 10", "").split())
 
@@ -146,7 +146,7 @@ def test_length_of_the_job_must_be_said() -> None:
     ],
 )
 def test_flags_that_change_nothing_are_not_demanded(purpose: str, more: str, missing: str, needless: str) -> None:
-    """Where nothing starts, a note names what Megatron itself would miss; the rest of the job is the same."""
+    """Commands that start nothing add a note on flags that Megatron itself needs; the job is otherwise the same."""
     whole = job(more, **{purpose: True})  # type: ignore[arg-type]
     part = job(more, base=TEXT.replace(missing, "").split(), **{purpose: True})  # type: ignore[arg-type]
 
@@ -157,7 +157,7 @@ def test_flags_that_change_nothing_are_not_demanded(purpose: str, more: str, mis
 
 
 def test_learned_positions_must_be_counted() -> None:
-    """Their table is part of the model, so prediction and plan demand its length."""
+    """The table of learned positions is part of the model, so predictions and plans need its length."""
     for purpose in ("for_prediction", "for_planning"):
         with pytest.raises(MegatronError, match="lacks --max-position-embeddings; add"):
             job(base=TEXT.replace("--max-position-embeddings 32", "").split(), **{purpose: True})  # type: ignore[arg-type]
@@ -174,21 +174,21 @@ def test_learned_positions_must_be_counted() -> None:
     ],
 )
 def test_cpu_lacks_transformer_engine(words: str, message: str) -> None:
-    """What needs it is refused on CPU, and read on a GPU."""
+    """Options that need Transformer Engine are refused on CPU and accepted on a GPU."""
     assert job(words).own
     with pytest.raises(MegatronError, match=message):
         job(words, device_kind="cpu")
 
 
 def test_newer_releases_are_read_with_a_note() -> None:
-    """The newest known flags serve, and the user is told."""
+    """The newest known flags are used, and a note says so."""
     assert job(version="0.25.0").notes == (
         "Megatron 0.25.0 is newer than 0.20, the newest release whose flags are known",
     )
 
 
 def test_fix_pins_fields() -> None:
-    """Short names and field names, with a note."""
+    """`--pipette-fix` accepts short names and field names, and adds a note."""
     asked = job(fix=("tp", "mbs", "dist-opt", "overlap", "layers_per_chunk"))
 
     assert asked.pinned == (
@@ -203,7 +203,7 @@ def test_fix_pins_fields() -> None:
 
 
 def test_unknown_fix_is_answered_with_the_nearest() -> None:
-    """A typo costs no reading of documentation."""
+    """The error suggests the most similar name."""
     with pytest.raises(UsageError, match="did you mean micro_batch_size"):
         job(fix=("micro_batch_siz",))
     with pytest.raises(UsageError, match="known are"):
@@ -211,7 +211,7 @@ def test_unknown_fix_is_answered_with_the_nearest() -> None:
 
 
 def test_performance_flags_are_kept() -> None:
-    """As the last of them counts, with their values, sorted."""
+    """The last value of each performance flag is kept, sorted."""
     words = "--fp8-format=hybrid --fp8-format e4m3 --no-rope-fusion --cp-comm-type p2p a2a --no-align-param-gather"
 
     assert ("--cp-comm-type p2p a2a", "--fp8-format e4m3", "--no-align-param-gather", "--no-rope-fusion") == job(
@@ -220,7 +220,7 @@ def test_performance_flags_are_kept() -> None:
 
 
 def test_unknown_flags_do_not_matter() -> None:
-    """A script's own flags are no flags of Megatron."""
+    """A script's own flags do not change the job."""
     assert job("--mine 3 --tp 2") == job(base=SMALL)
 
 
@@ -241,7 +241,7 @@ def test_unknown_flags_do_not_matter() -> None:
     ],
 )
 def test_where_nothing_starts_unknown_flags_are_named(words: str, shown: str) -> None:
-    """With the flag that was meant where one is close; a launched script would refuse them itself."""
+    """A note lists the unknown flags with the probable right ones; a launched script would refuse them itself."""
     note = (
         f"not flags of Megatron 0.16.1, so without effect here: {shown}; "
         "the script stops at them unless it adds them itself"
@@ -252,7 +252,7 @@ def test_where_nothing_starts_unknown_flags_are_named(words: str, shown: str) ->
 
 
 def test_a_plan_needs_no_layout_of_the_users_own() -> None:
-    """Sizes that do not suit the ranks are left out with a note, unless something else hangs on them."""
+    """Sizes that do not fit the ranks are replaced with a note, unless other fields depend on them."""
     sizes = f"{TP} 3 {PP} 5"
     asked = job(f"{sizes} --use-distributed-optimizer --micro-batch-size 2", for_planning=True)
 
@@ -271,7 +271,7 @@ BATCHLESS = TEXT.replace("--global-batch-size 32 ", "").split()
 
 @pytest.mark.parametrize("schedule", ["0:8,1K:48", "0:8,1.5k:48", "0:48"])
 def test_a_schedule_of_batch_sizes_means_its_last(schedule: str) -> None:
-    """Megatron takes no global batch beside it, and trains longest with the last size."""
+    """The last batch size counts, because Megatron trains longest with it."""
     asked = job(f"--step-batch-size-schedule {schedule}", base=BATCHLESS, version="0.20", for_prediction=True)
 
     assert 48 == asked.batch.global_batch_size
@@ -280,6 +280,6 @@ def test_a_schedule_of_batch_sizes_means_its_last(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["8", "0:8,x:16", "0:0", "0:8,1K"])
 def test_a_schedule_that_is_none_is_named(schedule: str) -> None:
-    """Each entry is a threshold and a batch size."""
+    """Each entry of a schedule must be a threshold and a batch size."""
     with pytest.raises(MegatronError, match="not a list such as 0:384 200B:768"):
         job(f"--step-batch-size-schedule {schedule}", base=BATCHLESS, version="0.20", for_prediction=True)

@@ -1,4 +1,4 @@
-"""The Megatron that a script would import is found without importing it; the user may name another."""
+"""The Megatron that a script would import is found without importing it, and trials leave no files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipette_launch.megatron.script import ENDS, GROWING, REFUSED, TAKEN_OUT, WR
 
 
 def checkout(folder: Path, version: str) -> Path:
-    """A checkout of some release: a script, and the file that tells the version."""
+    """Write a checkout of some release: a script, and the file with the version."""
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)
     numbers = dict(zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True))
@@ -28,7 +28,7 @@ def checkout(folder: Path, version: str) -> Path:
 
 
 def test_sources_beside_the_script_come_first(tmp_path: Path) -> None:
-    """As Python would: the script's own folder, also through a link, before PYTHONPATH."""
+    """The script's own folder comes before PYTHONPATH, also for a linked script, as in Python."""
     script = checkout(tmp_path / "a", "0.14.2")
     checkout(tmp_path / "b", "0.15.0")
     link = tmp_path / "link.py"
@@ -38,7 +38,7 @@ def test_sources_beside_the_script_come_first(tmp_path: Path) -> None:
 
 
 def test_pythonpath_comes_before_what_is_installed(tmp_path: Path) -> None:
-    """Entries are tried in order; those without Megatron are passed over."""
+    """Entries are tried in order, and entries without Megatron are skipped."""
     checkout(tmp_path / "b", "0.15.0")
     script = tmp_path / "mine.py"
     script.write_text("")
@@ -47,7 +47,7 @@ def test_pythonpath_comes_before_what_is_installed(tmp_path: Path) -> None:
 
 
 def test_a_module_is_looked_for_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`-m pretrain_gpt` has the working directory first on its path."""
+    """For `-m pretrain_gpt` the working directory comes first."""
     checkout(tmp_path, "0.17.0")
     monkeypatch.chdir(tmp_path)
 
@@ -60,7 +60,7 @@ def test_installed_package_is_the_rest(tmp_path: Path) -> None:
 
 
 def test_no_megatron_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing anywhere: what to do is said; a checkout above the script still counts."""
+    """Without any Megatron the error says what to do; a checkout above the script still counts."""
 
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
@@ -74,7 +74,7 @@ def test_no_megatron_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_named_release_comes_first_and_the_newest_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tag of Megatron's is understood; where no Megatron is found the guess is said."""
+    """A tag of Megatron is accepted as a version; without any Megatron a note says which release is assumed."""
     script = str(checkout(tmp_path / "a", "0.14.2"))
 
     assert ("0.15.1", ()) == version_or_newest("core_v0.15.1", script, {})
@@ -105,7 +105,7 @@ def _no_megatron(script: str, environ: object) -> str:
     ],
 )
 def test_connections_follow_the_layout(layout: Layout, kind: str, name: str, expected: dict[str, str]) -> None:
-    """One connection for tensor or context parallelism before Blackwell, none asked for otherwise."""
+    """Tensor or context parallelism before Blackwell needs one connection; other layouts need no variable."""
     assert expected == environment(layout, device_kind=kind, device_name=name)
 
 
@@ -143,7 +143,7 @@ HARMLESS = {
 
 
 def test_every_flag_that_may_write_was_looked_at() -> None:
-    """A flag of a new release that sounds like writing is either taken out or listed here."""
+    """Every flag that sounds like writing is either removed for a trial or listed here as harmless."""
     dests = {flag.dest for version in releases() for flag in flag_table(version).values()}
     refused = {dest for dest, _ in REFUSED}
     handled = {dest for dest in dests if TAKEN_OUT.fullmatch(dest)} | refused
@@ -155,7 +155,7 @@ def test_every_flag_that_may_write_was_looked_at() -> None:
 
 
 def test_what_writes_goes_and_the_rest_stays() -> None:
-    """Checkpoint, board, profile and exits go; the model, the data, the schedule and `--load` stay word for word."""
+    """Flags of checkpoints, loggers, profiles and exits go; model, data, schedule and `--load` stay word for word."""
     kept = [*SMALL, "--load", "/ckpt", "--lr-decay-style", "cosine", "--data-path", "1.0", "/data", "--eval-iters", "3"]
     gone = (
         "--save /ckpt --save-interval 2 --tensorboard-dir /tb --wandb-project w --wandb-exp-name e --log-progress "
@@ -171,21 +171,21 @@ def test_what_writes_goes_and_the_rest_stays() -> None:
 
 
 def test_the_log_interval_becomes_1() -> None:
-    """Every iteration is printed, in the place where the user said how many were."""
+    """The log interval becomes 1 in the place of the user's own flag."""
     words, _ = trial_arguments(["--log-interval", "100", *SMALL], "0.16.1")
 
     assert ("--log-interval", "1", *SMALL) == words
 
 
 def test_one_logger_is_switched_off_where_it_was_on() -> None:
-    """Without its flags it does nothing, and a script that takes few flags need not know the switch."""
+    """The switch is added only if flags of the logger are given, as small scripts may not know it."""
     words, _ = trial_arguments([*SMALL, "--one-logger-project", "p"], "0.16.1")
 
     assert (*SMALL, "--no-one-logger", "--log-interval", "1") == words
 
 
 def test_graphs_are_captured_before_it_counts() -> None:
-    """CUDA graphs take warm-up iterations of their own."""
+    """CUDA graphs need warm-up iterations of their own."""
     words = [*SMALL, "--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "5"]
 
     assert 6 == trial_arguments(words, "0.16.1").warm_ups
@@ -200,6 +200,6 @@ def test_graphs_are_captured_before_it_counts() -> None:
     ],
 )
 def test_what_cannot_be_cut_safely_is_refused(more: str, expected: str) -> None:
-    """The flag and the reason are named."""
+    """The error names the flag and the reason."""
     with pytest.raises(MegatronError, match=re.escape(expected)):
         trial_arguments([*SMALL, *more.split()], "0.16.1")

@@ -1,4 +1,4 @@
-"""Vocabularies are counted from flags and files, and guesses say so."""
+"""Vocabularies are counted from flags and files, and a note marks each guess."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipette_launch.megatron.tokenizers import Vocabulary, read_vocabulary
 
 
 def vocabulary(words: str, version: str = "0.16.1", **environ: str) -> Vocabulary:
-    """The vocabulary of some flags, on a machine whose hub cache is empty unless variables place it."""
+    """Return the vocabulary of some flags; the hub cache is empty unless variables set its folder."""
     return read_vocabulary(Arguments.parse(words.split(), version), {"HF_HOME": "/nowhere", **environ})
 
 
@@ -33,7 +33,7 @@ def vocabulary(words: str, version: str = "0.16.1", **environ: str) -> Vocabular
     ],
 )
 def test_flags_are_enough(words: str, version: str, size: int, divisible_by: int, is_certain: bool) -> None:
-    """Sizes that flags give, or that a tokenizer is known for."""
+    """Flags, or the kind of tokenizer, give the number."""
     found = vocabulary(words, version)
 
     assert (size, divisible_by, is_certain) == (found.size, found.divisible_by, found.is_certain)
@@ -53,13 +53,13 @@ def test_flags_are_enough(words: str, version: str, size: int, divisible_by: int
     ],
 )
 def test_unknown_vocabularies_are_refused(words: str) -> None:
-    """Where nothing says how many, the tokenizer is named."""
+    """The error names the tokenizer if there is no clue to its size."""
     with pytest.raises(MegatronError, match=r"Tokenizer|WordPiece"):
         vocabulary(words)
 
 
 def test_files_are_counted(tmp_path: Path) -> None:
-    """A GPT-2 vocabulary, a Hugging Face tokenizer of either kind, and a SentencePiece model."""
+    """Files of GPT-2, Hugging Face (both kinds) and SentencePiece are counted."""
     tmp_path.joinpath("vocab.json").write_text(json.dumps({str(i): i for i in range(70)}))
     tmp_path.joinpath("tokenizer.json").write_text(
         json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "b"}, {"content": "<s>"}]})
@@ -79,7 +79,7 @@ def test_files_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\x0a\xff", b"\x0a", b"\x00" * 9])
 def test_damaged_sentencepiece_files_are_not_counted(tmp_path: Path, content: bytes) -> None:
-    """A file that ends too early or is none gives no number."""
+    """A SentencePiece file that ends early, or another file, gives no number."""
     path = tmp_path / "pieces.model"
     path.write_bytes(content)
 
@@ -137,7 +137,7 @@ HF = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
     ],
 )
 def test_names_of_public_models_are_enough(named: str, tokens: int) -> None:
-    """As a hub name or as a path on a machine elsewhere; a note says what was assumed and how to correct it."""
+    """A hub name or a path on another machine gives the number; a note says how to correct it."""
     found = vocabulary(f"{HF} {named}")
 
     assert (tokens, False) == (found.size, found.is_certain)
@@ -149,7 +149,7 @@ def test_names_of_public_models_are_enough(named: str, tokens: int) -> None:
 
 
 def cached(root: Path, name: str, revision: str, vocabulary: dict[str, int], *, refs: bool = True) -> Path:
-    """A tokenizer as the hub's cache keeps it: a snapshot whose files are links to blobs."""
+    """Write a tokenizer as the hub's cache stores it: a snapshot whose files are links to blobs."""
     model = root / f"models--{name.replace('/', '--')}"
     snapshot = model / "snapshots" / revision
     for folder in (snapshot, model / "blobs", model / "refs"):
@@ -166,7 +166,7 @@ def cached(root: Path, name: str, revision: str, vocabulary: dict[str, int], *, 
 )
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-70B", "gpt2", "own/model"])
 def test_the_hub_cache_of_this_machine_is_read(tmp_path: Path, variable: str, below: str, name: str) -> None:
-    """The snapshot that `main` names counts, before what a public model of that name has."""
+    """The snapshot of `main` counts before the table of public models."""
     cached(tmp_path / below, name, "old", {"a": 0})
     cached(tmp_path / below, name, "new", {"a": 0, "b": 1, "c": 2})
     cached(tmp_path / below, name, "other", {"a": 0, "b": 1}, refs=False)
@@ -177,14 +177,14 @@ def test_the_hub_cache_of_this_machine_is_read(tmp_path: Path, variable: str, be
 
 
 def test_a_snapshot_without_a_main_is_read(tmp_path: Path) -> None:
-    """As tools leave it that fetched a revision by its hash."""
+    """A snapshot without a `main` is read: some tools fetch a revision by its hash."""
     cached(tmp_path, "own/model", "abc", {"a": 0, "b": 1}, refs=False)
 
     assert 2 == vocabulary(f"{HF} own/model", HF_HUB_CACHE=str(tmp_path)).size
 
 
 def test_tokens_of_the_configuration_count(tmp_path: Path) -> None:
-    """Tokens that transformers adds to the listed ones, once each, with or without tokenizer.json."""
+    """Tokens that transformers adds count once each, with or without tokenizer.json."""
     configuration = {
         "added_tokens_decoder": {"2": {"content": "<x>"}, "0": {"content": "a"}},
         "bos_token": "<s>",
@@ -218,7 +218,7 @@ def test_tokens_of_the_configuration_count(tmp_path: Path) -> None:
 def test_added_tokens_make_a_count_uncertain(
     tmp_path: Path, kind: str, version: str, more: str, is_certain: bool
 ) -> None:
-    """SentencePieceTokenizer adds tokens before 0.17, and other tokenizers those that flags name since."""
+    """Before 0.17 SentencePieceTokenizer adds tokens; from 0.17 on other tokenizers add the tokens of flags."""
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x05\x0a\x03abc" * 2)
     path = tmp_path / ("tokenizer.model" if "Piece" in kind or "Llama" in kind else "tokenizer.json")

@@ -22,7 +22,7 @@ class Rules:
     """One job on one kind of device; `judge` applies the rules to its layouts.
 
     Sources: `validate_args` (megatron/training/arguments.py) and TransformerConfig of core_v0.14.0 to v0.19.0 (line
-    numbers are those of v0.16.1), and failures that appear only at run time.
+    numbers of v0.16.1), and failures that appear only at run time.
     """
 
     job: Job

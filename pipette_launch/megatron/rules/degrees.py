@@ -17,7 +17,7 @@ from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
 WITHOUT = {
     # Megatron-FSDP passes validation with a pipeline. Then it asserts that its data-parallel groups, of one stage each,
-    # are those of a mesh over all ranks (core_v0.14.0 to v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
+    # equal the groups of a mesh over all ranks (core_v0.14.0 to v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
     "pp": ("use_megatron_fsdp", "use_torch_fsdp2", "cpu_offloading_num_layers"),
     "ep": ("use_torch_fsdp2",),
 }
@@ -156,7 +156,7 @@ def replicas_faults(rules: Rules, dp: int, cp: int) -> Broken:
 def _alone_faults(rules: Rules, replicas: int) -> Broken:
     """Check that no rank holds all weights or experts alone under Megatron-FSDP: it would train on wrong gradients.
 
-    A buffer that one rank holds alone is not sharded, and the reduced gradients are added to those already in it
+    A buffer that one rank holds alone is not sharded, and the reduced gradients are added to its old contents
     (param_and_grad_buffer.py:2029, 3253-3257 of megatron_fsdp; so in 0.14 to 0.20, seen with 0.16.1).
     """
     options = rules.options
@@ -280,7 +280,7 @@ def batch_faults(rules: Rules, dp: int, micro_batch_size: int) -> Broken:
         reason = f"micro_batch_size*dp does not divide every {flag_of('rampup_batch_size')}"
         names = ("rampup_batch_size", "micro_batch_size")
         yield BrokenRule(reason, names, f"both sizes must be multiples of {samples}")
-    # From core_v0.18.0 on evaluation has its own sizes; by default they are those of the training.
+    # From core_v0.18.0 on evaluation has its own sizes; by default the sizes of the training.
     evaluated = options.eval_global_batch_size or batch_size
     at_once = options.eval_micro_batch_size or micro_batch_size
     if evaluated % (at_once * dp):

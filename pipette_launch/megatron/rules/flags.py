@@ -50,7 +50,7 @@ class FlagView:
         return self._values.get(dest)
 
     def is_on(self, dest: str) -> bool:
-        """Return True for a value that is not off: 0 counts as a value only if the default is None."""
+        """Return True for a value that is not off; 0 counts as on if the release has no default."""
         value = self._values.get(dest)
         return bool(value) or (value == 0 and value is not False and self._defaults.get(dest) is None)
 

@@ -1,4 +1,4 @@
-"""What Megatron asks of TP, PP, CP and DP."""
+"""Rules of the degrees TP, PP, CP, EP and ETP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipette_launch.megatron.rules.judge import broken_rule
 
 
 def test_transformer_engine_has_whole_projections_down_to_the_latents() -> None:
-    """No tensor parallelism cuts them there."""
+    """Transformer Engine does not shard the projections to latents, so any TP is legal."""
     latent = replace(LATENT, q_lora_rank=33)
     model = tiny_model(latent_attention=latent, transformer_impl="transformer_engine")
 
@@ -23,7 +23,7 @@ def test_transformer_engine_has_whole_projections_down_to_the_latents() -> None:
 
 
 def test_overlapped_experts_with_prediction_need_a_pipeline() -> None:
-    """TransformerConfig refuses them without one."""
+    """TransformerConfig refuses overlapped experts with multi-token prediction and pp 1."""
     flags = ("--overlap-moe-expert-parallel-comm",)
     rules = Rules.of(tiny_job(4, model=tiny_model(mtp_num_layers=1), performance_flags=flags), device_kind="cuda")
 
@@ -49,7 +49,7 @@ HYBRID = HybridLayers(pattern="M*M-", mamba_state_dim=16, mamba_head_dim=8, mamb
     ],
 )
 def test_hybrid_models_have_rules_of_their_own(version: str, layout: Layout, fault: str | None) -> None:
-    """Groups are cut by tp, heads by cp too; what a release can do with their layers."""
+    """TP must divide Mamba groups, CP heads and groups; each release restricts stages and recompute."""
     model = tiny_model(hybrid=HYBRID, transformer_impl="transformer_engine", params_dtype="bf16")
     job = tiny_job(1, model=model, megatron_version=version, batch=Batch(global_batch_size=8))
 
@@ -69,7 +69,7 @@ def test_hybrid_models_have_rules_of_their_own(version: str, layout: Layout, fau
     ],
 )
 def test_gradients_that_megatron_fsdp_would_add_twice(words: str, faulty: bool) -> None:
-    """Where one rank holds all weights or all experts alone, and gradients are sharded."""
+    """The rule applies if one rank holds all weights or all experts alone and gradients are sharded."""
     fsdp = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
     asked = job("--disable-bias-linear --use-distributed-optimizer", fsdp, words, for_planning=True)
     broken = broken_rule(Rules.of(asked, device_kind="cuda"), asked.own)

@@ -1,4 +1,4 @@
-"""Flags that exclude or need each other are refused where Megatron's release refuses them, in the user's words."""
+"""Flags that exclude or need each other are refused in the same releases as in Megatron, in the user's words."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
     ],
 )
 def test_contradictions_are_refused(words: str, message: str) -> None:
-    """The error begins with the flags as given, then has the reason and a remedy."""
+    """The error has the flags as given, then the reason and a remedy."""
     with pytest.raises(MegatronError) as error:
         job(words, for_prediction=True)
 
@@ -128,7 +128,7 @@ PRECISE = "--use-precision-aware-optimizer --use-distributed-optimizer"
     ],
 )
 def test_contradictions_that_no_drawn_line_has_are_refused(words: str, version: str, reason: str) -> None:
-    """Each was refused by Megatron itself, too (`tests/contract/megatron_verdicts.py`)."""
+    """Megatron itself refused each line, too (`tests/contract/megatron_verdicts.py`)."""
     with pytest.raises(MegatronError, match=reason):
         job(words, for_prediction=True, version=version)
 
@@ -152,12 +152,12 @@ def test_contradictions_that_no_drawn_line_has_are_refused(words: str, version: 
     ],
 )
 def test_what_is_legal_and_not_modelled_is_refused_as_such(words: str, version: str, reason: str) -> None:
-    """Megatron takes both lines, so the reason is that they are not modelled."""
+    """Megatron accepts both lines, so the message says that they are not modelled."""
     with pytest.raises(MegatronError, match=re.escape(reason)):
         job(words, for_prediction=True, version=version)
 
 
 @pytest.mark.parametrize("words", ["--save x", "--use-megatron-fsdp --use-distributed-optimizer"])
 def test_a_script_that_is_launched_refuses_by_itself(words: str) -> None:
-    """It may be no NVIDIA script and allow more, so only commands that start nothing have these rules."""
+    """A launched script may accept more than NVIDIA's, so only commands that start nothing apply these rules."""
     assert job(words)

@@ -98,7 +98,7 @@ FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
     ],
 )
 def test_the_planner_and_the_reader_judge_alike(words: str, flags: str, reason: str, remedy: str) -> None:
-    """A plan counts the reason and keeps the layout out; elsewhere the user gets his flags, the reason and a remedy."""
+    """A plan counts the reason and drops the layout; the reader's error adds the user's flags and a remedy."""
     planned = job(words, for_prediction=True, for_planning=True)
     broken = broken_rule(Rules.of(planned, device_kind="cuda"), planned.own)
 
@@ -123,7 +123,7 @@ def test_the_planner_and_the_reader_judge_alike(words: str, flags: str, reason: 
     ],
 )
 def test_what_starts_and_goes_wrong_later_is_predicted_with_a_note(words: str, reason: str) -> None:
-    """Megatron does not stop, so that its memory and time can be told; no plan has it."""
+    """Megatron starts with the layout, so it is predicted with a note, but no plan has it."""
     asked = job(words, for_prediction=True)
     broken = broken_rule(Rules.of(asked, device_kind="cuda"), asked.own)
 
@@ -134,7 +134,7 @@ def test_what_starts_and_goes_wrong_later_is_predicted_with_a_note(words: str, r
 
 
 def test_an_error_without_flags_begins_with_the_reason() -> None:
-    """A flag that stands in the reason is not repeated."""
+    """The error does not repeat a flag that its reason contains."""
     with pytest.raises(MegatronError) as error:
         job("--use-megatron-fsdp")
 
@@ -144,7 +144,7 @@ def test_an_error_without_flags_begins_with_the_reason() -> None:
 
 
 def test_flags_that_no_layout_mends_are_refused_for_plans_too() -> None:
-    """Overlapped experts allow one depth of multi-token prediction (TransformerConfig)."""
+    """TransformerConfig allows overlapped experts one depth of multi-token prediction, under every layout."""
     with pytest.raises(MegatronError) as error:
         job(
             "--bf16 --position-embedding-type rope --moe-token-dispatcher-type alltoall --num-experts 8",
@@ -308,7 +308,7 @@ CASES = {
 
 
 def read(words: str, version: str) -> Job:
-    """Read a job for a prediction; experts and graphs may have a shape of their own."""
+    """Read a job for a prediction; jobs with experts or graphs get a shape that suits them."""
     return job(words, version=version, for_prediction=True)
 
 
@@ -316,7 +316,7 @@ def read(words: str, version: str) -> Job:
     ("version", "refused", "taken"), [case for cases in CASES.values() for case in cases], ids=lambda text: text[:60]
 )
 def test_refusals_are_megatrons(version: str, refused: str, taken: str) -> None:
-    """Each line is refused, and the line beside it, which differs in what the rule needs, is read."""
+    """Each line is refused; the line beside it meets the rule and is accepted."""
     assert read(taken, version).own
     with pytest.raises(MegatronError):
         read(refused, version)
@@ -348,7 +348,7 @@ NVFP4 = "--fp4-format e2m1"
     ],
 )
 def test_a_format_that_the_chip_lacks_is_refused(words: str, device: str, capability: int, message: str) -> None:
-    """With flags, device, the capability it needs and a remedy."""
+    """The error has flags, device, the needed compute capability and a remedy."""
     with pytest.raises(MegatronError) as caught:
         job(words, for_prediction=True, device_name=device, capability=capability)
 
@@ -370,5 +370,5 @@ def test_a_format_that_the_chip_lacks_is_refused(words: str, device: str, capabi
     ],
 )
 def test_other_formats_are_read(words: str, device: str, capability: int) -> None:
-    """Those that the chip computes, and those of GPUs of which too little is known."""
+    """Formats that the chip computes are accepted, and any format on an unknown GPU."""
     assert job(words, for_prediction=True, device_name=device, capability=capability).model.num_layers

@@ -125,9 +125,6 @@ class TrialRun:
         """Return whether the trial is over; then `following` is the next decision for all nodes.
 
         Args:
-            round_store: keys of this round.
-            decision: configuration of the trial, and its agents.
-            token: of this agent.
             processes: workers of this node, by local rank.
             bindings: ranks of these workers, by local rank.
 

@@ -133,7 +133,6 @@ def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: flo
     Args:
         reports: from all agents that answered.
         absent: hosts of the agents that did not answer.
-        waited_s: how long the warm-up ran.
 
     """
     states = sorted((state for report in reports for state in report.workers), key=lambda state: state.slot)
@@ -348,9 +347,6 @@ class Warmup:
         """Return the state of the warm-up; a failure or a hang ends it on every node.
 
         Args:
-            round_store: keys of this round.
-            decision: work of the warm-up, and its agents.
-            token: of this agent.
             processes: workers of this node, by local rank.
 
         Raises:

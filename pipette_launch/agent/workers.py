@@ -108,7 +108,6 @@ def end(
         processes: the workers, by local rank.
         began_s: start of the workers, by `time.time`.
         mark: output folder of these workers; no other process has it in its environment.
-        within_s: how long to wait for the kernel.
 
     Returns:
         Process ids that the kernel could not end.
@@ -213,7 +212,6 @@ def first_failure(result: RunResult, ranks: Sequence[int], tail: Callable[[int],
     """Return why the first worker of a node died; None if no worker died.
 
     Args:
-        result: what torch reports about the workers that ended.
         ranks: RANK of each worker, by LOCAL_RANK.
         tail: last lines of stderr of the worker with a given LOCAL_RANK.
 

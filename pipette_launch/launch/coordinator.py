@@ -16,7 +16,7 @@ from pipette_launch.facts.health import DeviceCondition, Verdict
 from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
 from pipette_launch.launch.cache import CLUSTER, Cache
-from pipette_launch.launch.health_policy import Ruling, apart, measured, rule, small_holders, with_spares
+from pipette_launch.launch.health_policy import Policy, Ruling, WhyNot, apart, measured, small_holders
 from pipette_launch.launch.nodes import hosts_of, in_order, joined, notes_of, unique_names
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.planner import Planner
@@ -57,7 +57,9 @@ class Coordinator:
         self._folder = folder
         self._judge = judge
         self._least_nodes = least_nodes
-        self._is_static = is_static
+        self._policy = Policy(
+            on_sick=options.on_sick, spares=options.spares, least_nodes=least_nodes, is_static=is_static
+        )
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
         self._told_by_drivers: tuple[Verdict, ...] = ()
         self._batch: int | None = None
@@ -261,26 +263,13 @@ class Coordinator:
         return self._guarded(smaller, lambda: self._train(smaller, job, plan, attempt=0, reason=reason))
 
     def _with_spares(self, ruling: Ruling, verdicts: Sequence[Verdict], hosts: tuple[Host, ...]) -> Ruling:
-        """Apply --pipette-spares."""
-        return with_spares(
-            ruling,
-            verdicts,
-            [host.name for host in hosts],
-            count=self._options.spares,
-            least_nodes=self._least_nodes,
-            why_not=lambda names: self._planner.why_not(tuple(host for host in hosts if host.name in names)),
-        )
+        return self._policy.with_spares(ruling, verdicts, [host.name for host in hosts], self._why_not(hosts))
 
     def _rule(self, verdicts: Sequence[Verdict], hosts: tuple[Host, ...]) -> Ruling:
-        """Apply --pipette-on-sick."""
-        return rule(
-            verdicts,
-            [host.name for host in hosts],
-            policy=self._options.on_sick,
-            least_nodes=self._least_nodes,
-            is_static=self._is_static,
-            why_not=lambda names: self._planner.why_not(tuple(host for host in hosts if host.name in names)),
-        )
+        return self._policy.rule(verdicts, [host.name for host in hosts], self._why_not(hosts))
+
+    def _why_not(self, hosts: tuple[Host, ...]) -> WhyNot:
+        return lambda names: self._planner.why_not(tuple(host for host in hosts if host.name in names))
 
     # -- after a warm-up or a trial -------------------------------------------------------------------------------
 

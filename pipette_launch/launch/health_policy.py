@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from pipette_launch.facts import Host
 from pipette_launch.facts.health import Verdict
@@ -34,92 +35,76 @@ class Ruling:
         return (*self.leave_out, *self.spares)
 
 
-def rule(
-    verdicts: Sequence[Verdict],
-    hosts: Sequence[str],
-    *,
-    policy: OnSick,
-    least_nodes: int,
-    is_static: bool = False,
-    why_not: Callable[[tuple[str, ...]], str],
-) -> Ruling:
-    """Apply the user's policy to the verdicts.
+WhyNot: TypeAlias = Callable[[tuple[str, ...]], str]
+"""Returns why the job cannot run on the given hosts alone; empty if it can."""
 
-    Args:
-        verdicts: about these hosts, healthy ones included.
-        hosts: hosts that are to train, in torchrun's order.
-        least_nodes: MIN of --nnodes.
-        is_static: true if the rendezvous waits for all nodes and ignores --nnodes.
-        why_not: returns why the job cannot run on the given hosts alone; empty if it can.
 
-    """
-    sick = [verdict for verdict in verdicts if verdict.is_sick and verdict.host in hosts]
-    words = tuple(verdict.words() for verdict in sick)
-    if not sick or policy == "warn":
-        return Ruling(reasons=words)
-    if policy == "fail":
-        return Ruling(reasons=(*words, "the job stops, because of --pipette-on-sick=fail"), stops=True)
-    out = hosts_to_leave(sick, hosts)
-    rest = tuple(host for host in hosts if host not in out)
-    named, them = ", ".join(out), "it" if len(out) == 1 else "them"
-    hindrance = _too_few(len(rest), len(hosts), least_nodes) or why_not(rest)
-    if hindrance:
-        start = "add a spare node"
-        if 0 < len(rest) < least_nodes:
-            backend = "--rdzv-backend c10d " if is_static else ""
-            start = f"start with {backend}--nnodes {len(rest)}:{len(hosts)}"
-        remedy = f"{start}, or keep {them} out of the job with sbatch --exclude={','.join(out)}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """The user's settings for sick hosts and spares. Hosts are in torchrun's order, verdicts include healthy hosts."""
+
+    on_sick: OnSick
+    spares: int = 0
+    least_nodes: int = 1
+    """MIN of --nnodes."""
+    is_static: bool = False
+    """True if the rendezvous waits for all nodes and ignores --nnodes."""
+
+    def rule(self, verdicts: Sequence[Verdict], hosts: Sequence[str], why_not: WhyNot) -> Ruling:
+        """Decide which sick hosts run no workers."""
+        sick = [verdict for verdict in verdicts if verdict.is_sick and verdict.host in hosts]
+        words = tuple(verdict.words() for verdict in sick)
+        if not sick or self.on_sick == "warn":
+            return Ruling(reasons=words)
+        if self.on_sick == "fail":
+            return Ruling(reasons=(*words, "the job stops, because of --pipette-on-sick=fail"), stops=True)
+        out = hosts_to_leave(sick, hosts)
+        rest = tuple(host for host in hosts if host not in out)
+        named, them = ", ".join(out), "it" if len(out) == 1 else "them"
+        hindrance = self._too_few(len(rest), len(hosts)) or why_not(rest)
+        if hindrance:
+            start = "add a spare node"
+            if 0 < len(rest) < self.least_nodes:
+                backend = "--rdzv-backend c10d " if self.is_static else ""
+                start = f"start with {backend}--nnodes {len(rest)}:{len(hosts)}"
+            remedy = f"{start}, or keep {them} out of the job with sbatch --exclude={','.join(out)}"
+            return Ruling(
+                reasons=(*words, f"{named} cannot be excluded: {hindrance}; {remedy}; the job goes on with {them}")
+            )
+        does = "runs no workers and waits" if len(out) == 1 else "run no workers and wait"
         return Ruling(
-            reasons=(*words, f"{named} cannot be excluded: {hindrance}; {remedy}; the job goes on with {them}")
+            leave_out=out, reasons=(*words, f"{named} {does} on standby, because of --pipette-on-sick=exclude")
         )
-    does = "runs no workers and waits" if len(out) == 1 else "run no workers and wait"
-    return Ruling(leave_out=out, reasons=(*words, f"{named} {does} on standby, because of --pipette-on-sick=exclude"))
 
+    def _too_few(self, left: int, total: int) -> str:
+        if left >= max(self.least_nodes, 1):
+            return ""
+        if left == 0:
+            return "no healthy node would be left"
+        return f"{left} of {total} nodes would be left, and --nnodes needs at least {self.least_nodes}"
 
-def _too_few(left: int, total: int, least_nodes: int) -> str:
-    if left >= max(least_nodes, 1):
-        return ""
-    if left == 0:
-        return "no healthy node would be left"
-    return f"{left} of {total} nodes would be left, and --nnodes needs at least {least_nodes}"
-
-
-def with_spares(
-    ruling: Ruling,
-    verdicts: Sequence[Verdict],
-    hosts: Sequence[str],
-    *,
-    count: int,
-    least_nodes: int,
-    why_not: Callable[[tuple[str, ...]], str],
-) -> Ruling:
-    """Choose spares among the hosts that are not left out: sick ones first, then the last in order.
-
-    Args:
-        verdicts: about these hosts, healthy ones included.
-        least_nodes: MIN of --nnodes.
-        why_not: returns why the job cannot run on the given hosts alone; empty if it can.
-
-    """
-    if not count or ruling.stops:
-        return ruling
-    left = [host for host in hosts if host not in ruling.leave_out]
-    num_spares = max(min(count, len(left) - max(least_nodes, 1)), 0)
-    sick = hosts_to_leave([one for one in verdicts if one.is_sick and one.host in left], left)
-    order = sorted(left, key=lambda host: (host not in sick, -left.index(host)))
-    spares = tuple(host for host in left if host in order[:num_spares])
-    words: tuple[str, ...] = ()
-    if num_spares < count:
-        has = f"the job has {num_spares} {plural('spare', num_spares)}"
-        words = (f"--pipette-spares {count}: --nnodes needs {least_nodes} of {len(left)} nodes, so {has}",)
-    hindrance = why_not(tuple(host for host in left if host not in spares)) if spares else ""
-    if hindrance:
-        words = (f"--pipette-spares {count}: the job has no spare: without {', '.join(spares)} {hindrance}",)
-        return replace(ruling, reasons=(*ruling.reasons, *words))
-    if spares:
-        does = "stands by as a spare" if len(spares) == 1 else "stand by as spares"
-        words = (*words, f"{', '.join(spares)} {does}, because of --pipette-spares")
-    return replace(ruling, spares=spares, reasons=(*ruling.reasons, *words))
+    def with_spares(self, ruling: Ruling, verdicts: Sequence[Verdict], hosts: Sequence[str], why_not: WhyNot) -> Ruling:
+        """Choose spares among the hosts that are not left out: sick ones first, then the last in order."""
+        count, least = self.spares, self.least_nodes
+        if not count or ruling.stops:
+            return ruling
+        left = [host for host in hosts if host not in ruling.leave_out]
+        num_spares = max(min(count, len(left) - max(least, 1)), 0)
+        sick = hosts_to_leave([one for one in verdicts if one.is_sick and one.host in left], left)
+        order = sorted(left, key=lambda host: (host not in sick, -left.index(host)))
+        spares = tuple(host for host in left if host in order[:num_spares])
+        words: tuple[str, ...] = ()
+        if num_spares < count:
+            has = f"the job has {num_spares} {plural('spare', num_spares)}"
+            words = (f"--pipette-spares {count}: --nnodes needs {least} of {len(left)} nodes, so {has}",)
+        hindrance = why_not(tuple(host for host in left if host not in spares)) if spares else ""
+        if hindrance:
+            words = (f"--pipette-spares {count}: the job has no spare: without {', '.join(spares)} {hindrance}",)
+            return replace(ruling, reasons=(*ruling.reasons, *words))
+        if spares:
+            does = "stands by as a spare" if len(spares) == 1 else "stand by as spares"
+            words = (*words, f"{', '.join(spares)} {does}, because of --pipette-spares")
+        return replace(ruling, spares=spares, reasons=(*ruling.reasons, *words))
 
 
 def measured(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.facts.health import Verdict
-from pipette_launch.launch.health_policy import Ruling, hosts_to_leave, measured, rule
+from pipette_launch.launch.health_policy import Policy, Ruling, hosts_to_leave, measured
 
 HOSTS = ("node0", "node1", "node2")
 
@@ -27,7 +27,7 @@ def link(host: str, other: str) -> Verdict:
 
 def ruled(*verdicts: Verdict, policy: Any = "exclude", least: int = 2, hinders: str = "", **more: Any) -> Ruling:
     """What becomes of three hosts."""
-    return rule(verdicts, HOSTS, policy=policy, least_nodes=least, why_not=lambda _: hinders, **more)
+    return Policy(on_sick=policy, least_nodes=least, **more).rule(verdicts, HOSTS, lambda _: hinders)
 
 
 def test_healthy_hosts_and_notes_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What `import pipette_launch` offers beside `predict`."""
+"""The functions of `import pipette_launch`, except `predict`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE = plan(tiny_cluster(2, 2), choice(Layout(dp=4), 1.0), choice(Layout(pp=4), 2
 
 
 def test_the_examples_are_true() -> None:
-    """Each example of a docstring gives what stands below it, and there are some."""
+    """All examples in docstrings are right, and there are some."""
     found = [doctest.testmod(module) for module in (api, planning_plan)]
 
     assert 0 == sum(one.failed for one in found)
@@ -34,7 +34,7 @@ def test_the_examples_are_true() -> None:
 
 
 def test_the_examples_of_the_page_are_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of docs/api.md, run from the repository's root, as its paths say."""
+    """All examples of docs/api.md are right, run from the repository's root."""
     monkeypatch.chdir(ROOT)
     found = doctest.testfile(str(ROOT / "docs" / "api.md"), module_relative=False)
 
@@ -43,7 +43,7 @@ def test_the_examples_of_the_page_are_true(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_import_waits_for_nothing() -> None:
-    """Neither numpy nor torch nor a package of ours is imported before a function is asked for."""
+    """The import loads neither numpy nor torch nor our own modules before a function is used."""
     code = (
         "import sys, pipette_launch; found = {name for name in sys.modules if name.startswith('pipette_launch.')}; "
         "assert not found | {'numpy', 'torch'} & {*sys.modules}, found; assert pipette_launch.compare; "
@@ -53,7 +53,7 @@ def test_the_import_waits_for_nothing() -> None:
 
 
 def test_every_name_is_there_and_explained() -> None:
-    """What `__all__` promises is found, in the package and in the module, with a docstring."""
+    """Each name of `__all__` exists in package and module, with a docstring."""
     names = {*pipette_launch.__all__} - {"__version__"}
 
     assert names == {*api.__all__}
@@ -63,7 +63,7 @@ def test_every_name_is_there_and_explained() -> None:
 
 
 def test_files_are_loaded(tmp_path: Path) -> None:
-    """What was written is read, by a path or a name, and neither kind is taken for the other."""
+    """Files can be read by path or string, and a wrong kind is refused."""
     measured = tiny_measurements(tiny_cluster())
     files.write(tmp_path / "cluster.json", measured)
     files.write(tmp_path / "a.plan.json", ONE)
@@ -75,7 +75,7 @@ def test_files_are_loaded(tmp_path: Path) -> None:
 
 
 def test_plans_are_compared(tmp_path: Path) -> None:
-    """As the command does it, ranks that moved included."""
+    """The result is the command's, with the number of moved ranks."""
     files.write(tmp_path / "a.plan.json", ONE)
     files.write(tmp_path / "b.plan.json", replace(ONE, chosen=choice(Layout(dp=4), 0.9, placement=(0, 1, 3, 2))))
     found = pipette_launch.compare([tmp_path / "a.plan.json", str(tmp_path / "b.plan.json")])
@@ -85,13 +85,13 @@ def test_plans_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("paths", [[], ["a.plan.json"], "a.plan.json"])
 def test_one_plan_is_no_comparison(paths: str | list[str]) -> None:
-    """One name is not taken for a list of letters, and the complaint names the argument."""
+    """A single name is refused and not read as a list of letters."""
     with pytest.raises(UsageError, match="nothing to compare: name two plan files or more, got "):
         pipette_launch.compare(paths)
 
 
 def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:
-    """From a file or its contents alike, with as many ranks as it has devices, and what is fixed stays."""
+    """A file and its contents give the same plan, with a rank for each device and the fixed parts kept."""
     measured = tiny_measurements(tiny_cluster(2, 2))
     files.write(tmp_path / "cluster.json", measured)
     made = [
@@ -121,7 +121,7 @@ def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:
     ],
 )
 def test_complaints_about_a_plan_name_arguments(said: dict[str, Any], message: str) -> None:
-    """Ours by their names in Python."""
+    """Errors use Python's names for our arguments."""
     with pytest.raises(PipetteError) as caught:
         pipette_launch.plan(**{"arguments": SMALL, "megatron_version": "0.16.1", **said})
 
@@ -130,7 +130,7 @@ def test_complaints_about_a_plan_name_arguments(said: dict[str, Any], message: s
 
 @pytest.mark.processes
 def test_this_host_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One device of it, and a plan is made of what was found."""
+    """One device of this host is measured and planned for."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'patches'}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -144,7 +144,7 @@ def test_this_host_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_words_that_cannot_be_measured_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher's own complaint is the error's text."""
+    """The launcher's own message is the error's text."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'patches'}")
     with pytest.raises(UsageError, match=r"^unknown flag --pipette-budgat; did you mean --pipette-budget"):
         pipette_launch.measure(["--pipette-budgat", "1", "train.py"])
@@ -153,7 +153,7 @@ def test_words_that_cannot_be_measured_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_device_of_a_file_is_planned_and_predicted() -> None:
-    """By its path, and by its contents."""
+    """The device file works as a path and as contents."""
     path = ROOT / "examples" / "mi300x.json"
     planned = pipette_launch.plan(SMALL, gpu=path, nodes=1, fix=["tp", "pp"], budget_s=0.5, megatron_version="0.16.1")
     predicted = pipette_launch.predict(SMALL, gpu=files.read(path, DeviceFile), num_hosts=1, megatron_version="0.16.1")

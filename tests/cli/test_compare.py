@@ -1,4 +1,4 @@
-"""From the words typed behind `pipette compare` to tables and complaints."""
+"""`pipette compare`: from a command line to tables and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SWAPPED = replace(ONE, chosen=choice(Layout(pp=2, dp=2), 0.9, placement=(0, 1, 3
 
 
 def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
-    """Exit code, stdout and stderr of `pipette compare WORDS`."""
+    """Return exit code, stdout and stderr of `pipette compare WORDS`."""
     with pytest.raises(SystemExit) as caught:
         main(["compare", *words.split()])
     captured = capsys.readouterr()
@@ -28,7 +28,7 @@ def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | 
 
 @pytest.fixture(name="folder")
 def folder_of_plans(tmp_path: Path) -> Path:
-    """Plans a.plan.json and b.plan.json on the same hosts, and c.plan.json on others."""
+    """Write a.plan.json and b.plan.json for the same hosts, and c.plan.json for others."""
     files.write(tmp_path / "a.plan.json", ONE)
     files.write(tmp_path / "b.plan.json", SWAPPED)
     files.write(tmp_path / "c.plan.json", replace(ONE, hosts=("x", "y")))
@@ -36,7 +36,7 @@ def folder_of_plans(tmp_path: Path) -> Path:
 
 
 def test_files_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Step, ratio, gap, parts, and how many ranks are on another device."""
+    """The screen shows step, ratio, gap, parts, and the number of moved ranks."""
     code, out, err = answer(f"{folder / 'a.plan.json'} {folder / 'b.plan.json'} {folder / 'c.plan.json'}", capsys)
     text = " ".join(out.split())
 
@@ -48,7 +48,7 @@ def test_files_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_hosts_may_stand_in_another_order() -> None:
-    """What counts is which rank a device has, not where its host is listed."""
+    """Ranks are compared device by device, whatever the order of hosts in the files."""
     turned = replace(ONE, hosts=ONE.hosts[::-1], chosen=replace(ONE.chosen, placement=(2, 3, 0, 1)))
 
     assert (0, 2, None) == (
@@ -67,7 +67,7 @@ def test_hosts_may_stand_in_another_order() -> None:
     ],
 )
 def test_complaints(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bad input exits with 2 and one line that names it; nothing is printed to stdout."""
+    """Bad input exits with 2 and prints one line to stderr and nothing to stdout."""
     code, out, err = answer(words, capsys)
 
     assert (2, "") == (code, out)

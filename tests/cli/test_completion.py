@@ -1,4 +1,4 @@
-"""`pipette completion` prints what a shell reads."""
+"""`pipette completion` prints a script for the shell."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BASH = shutil.which("bash") or "bash"
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `pipette completion SHELL` prints."""
+    """Return the output of `pipette completion SHELL`."""
     with pytest.raises(SystemExit) as caught:
         main(["completion", shell])
     out, err = capsys.readouterr()
@@ -32,7 +32,7 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def completed(words: str, capsys: pytest.CaptureFixture[str], folder: str = ".") -> set[str]:
-    """What bash offers for the last of these words."""
+    """Return bash's offers for the last of these words."""
     typed = f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}"
     whole = f"{script('bash', capsys)}\n{typed}\n_shtab_pipette\nprintf '%s\\n' ${{COMPREPLY[@]}}\n"
     return set(subprocess.check_output([BASH, "-c", whole], text=True, cwd=folder).split())
@@ -45,7 +45,7 @@ def test_bash_parses_the_script(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_shell_gets_the_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its script names a command, and where the shell has completion by command a flag of it."""
+    """The script names a command and, for shells that complete by command, one of its flags."""
     words = script(shell, capsys)
 
     assert "doctor" in words
@@ -53,14 +53,14 @@ def test_every_shell_gets_the_commands(shell: str, capsys: pytest.CaptureFixture
 
 
 def test_bash_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    """The script at work, in bash itself."""
+    """Bash itself runs the script."""
     assert {"plan"} == completed("pipette pla", capsys)
     assert {"--gpu", "--gpus-per-node"} == completed("pipette plan --gpu", capsys)
     assert {"auto"} == completed("pipette doctor --device a", capsys)
 
 
 def test_bash_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan behind `report`, a measurement behind a flag, and a file of a device where a name may stand too."""
+    """Files are offered after `report`, after a flag with a file, and after --gpu, which also takes names."""
     for name in ("a.plan.json", "b.cluster.json"):
         (tmp_path / name).touch()
 
@@ -70,7 +70,7 @@ def test_bash_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def keyed(argv: list[str], lines: list[str], keys: str, expected: str, folder: Path) -> str:
-    """What a shell on a terminal shows of keys typed behind these lines, until it shows what is expected."""
+    """Type lines and keys into a shell on a terminal; return its output up to the expected text."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
@@ -118,7 +118,7 @@ WAYS = {
 def test_other_shells_complete(
     way: str, keys: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Evaluated, sourced or in zsh's folder of functions, in the shell itself, on a terminal."""
+    """The scripts work evaluated, sourced, and in zsh's folder of functions."""
     argv, lines = WAYS[way][0].split(), WAYS[way][1]
     if shutil.which(argv[0]) is None:
         pytest.skip(f"{argv[0]} is not installed")
@@ -135,7 +135,7 @@ def test_other_shells_complete(
 def test_without_shtab_one_sentence_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit code is that of what could not be done."""
+    """The exit code is 1: the work failed."""
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(SystemExit) as caught:
         main(["completion", "bash"])

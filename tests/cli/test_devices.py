@@ -1,4 +1,4 @@
-"""`pipette devices` lists what --gpu knows, and writes the files that it reads."""
+"""`pipette devices` lists the devices known to --gpu, and writes files for --gpu."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipette_launch.facts.known_devices import DeviceFile, DeviceFiles, known_de
 
 
 def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
-    """Exit code, stdout and stderr of `pipette WORDS`."""
+    """Return exit code, stdout and stderr of `pipette WORDS`."""
     with pytest.raises(SystemExit) as caught:
         main(words.split())
     return caught.value.code, *capsys.readouterr()
 
 
 def test_all_known_devices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each, as wide as every other column says; `--json` has the same."""
+    """There is one line for each device; `--json` has the same devices."""
     code, out, err = answer("devices", capsys)
     heading, *lines = out.splitlines()
 
@@ -33,7 +33,7 @@ def test_all_known_devices_are_listed(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_one_device_shows_its_peaks_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
-    """Under any of its names."""
+    """Every name of the device finds it."""
     code, out, err = answer("devices NVIDIA-L40S", capsys)
 
     assert (0, "") == (code, err)
@@ -45,7 +45,7 @@ def test_one_device_shows_its_peaks_and_its_source(capsys: pytest.CaptureFixture
 
 
 def test_a_device_is_written_as_a_file_that_gpu_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`pipette devices NAME --json > FILE` and `pipette predict --gpu FILE` are a pair."""
+    """`pipette predict --gpu FILE` reads a file of `pipette devices NAME --json`."""
     path = tmp_path / "mine.json"
     path.write_text(answer("devices h100-nvl --json", capsys)[1])
 
@@ -58,7 +58,7 @@ def test_a_device_is_written_as_a_file_that_gpu_reads(tmp_path: Path, capsys: py
 
 
 def test_an_unknown_device_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
-    """The nearest three, and exit code 2."""
+    """The error names the three nearest devices, with exit code 2."""
     code, out, err = answer("devices hh200", capsys)
 
     assert (2, "") == (code, out)

@@ -1,4 +1,4 @@
-"""What `pipette doctor` finds on machines that it is told of, and on this one."""
+"""Findings of `pipette doctor` on faked machines and on this one."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def examined(**changes: object) -> dict[str, Finding]:
-    """What the doctor finds on a job of this machine, by what it is about."""
+    """Return the doctor's findings on this machine by their subject."""
     words = {"device": "auto", "gpus_per_node": None, "nodes": 1, "port": free_port(), "json": False}
     return {finding.what: finding for finding in doctor.examine(Namespace(**{**words, **changes})).findings}
 
 
 def free_port() -> int:
-    """A port that nobody uses at this moment."""
+    """Return a free port."""
     with socket.socket() as one:
         one.bind(("", 0))
         return int(one.getsockname()[1])
 
 
 def test_json_and_exit_code_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    """The document says what was looked at; the code is 1 only where something would stop a job."""
+    """The document lists all checks; the exit code is 1 only if a job would stop."""
     with pytest.raises(SystemExit) as caught:
         main(["doctor", "--device", "cpu", "--port", str(free_port()), "--json"])
     found = files.loads(Checkup, capsys.readouterr().out, "stdout")
@@ -52,7 +52,7 @@ def test_json_and_exit_code_agree(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("words", ["--port 99999", "--gpus-per-node 0", "--nodes -3"])
 def test_sizes_that_make_no_sense_are_input_errors(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One sentence with the flag and the value, and the exit code of bad input."""
+    """One line has the flag and the value, with exit code 2."""
     flag, value = words.split()
     with pytest.raises(SystemExit) as end:
         main(["doctor", flag, value])
@@ -66,7 +66,7 @@ def test_sizes_that_make_no_sense_are_input_errors(words: str, capsys: pytest.Ca
 def test_what_stops_comes_first_and_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """GPUs are asked for where there are none."""
+    """A job on GPUs stops on a machine without GPUs."""
     install(monkeypatch, FakeNvml(0))
     with pytest.raises(SystemExit) as caught:
         main(["doctor", "--device", "cuda", "--port", str(free_port())])
@@ -78,7 +78,7 @@ def test_what_stops_comes_first_and_is_an_exit_code(
 
 
 def test_the_port_in_use_is_found() -> None:
-    """Another job's store listens there."""
+    """Another job's store uses the port."""
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -88,7 +88,7 @@ def test_the_port_in_use_is_found() -> None:
 
 
 def test_gpus_are_judged_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A held device, a narrow slot and a lost NVLink slow a job; persistence mode is counted over all."""
+    """A held device, a narrow slot and a lost NVLink slow a job; persistence mode is counted over all devices."""
     nvml = install(monkeypatch, FakeNvml(3, {0: [SimpleNamespace(pid=os.getppid(), usedGpuMemory=30 * GIB)]}))
     nvml.answers = {("PcieWidth", 1): 4, ("PersistenceMode", 1): 0, ("PersistenceMode", 2): 0}
     nvml.used = GIB // 8
@@ -105,7 +105,7 @@ def test_gpus_are_judged_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_lost_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are examined, and count as the devices of this machine."""
+    """The other GPUs are examined and count as this machine's devices."""
     install(monkeypatch, FakeNvml(3)).lost = {1}
     found = examined(device="cuda")
 
@@ -117,7 +117,7 @@ def test_a_lost_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_many_workers_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU shares may be cut at will; GPUs may not."""
+    """A CPU can be shared by any number of workers, a GPU cannot."""
     install(monkeypatch, FakeNvml(2))
 
     assert "4 workers for 2 visible GPUs" in examined(gpus_per_node=4)["devices"].value
@@ -139,12 +139,12 @@ def test_too_many_workers_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_versions_are_compared_with_what_is_needed_and_known(
     versions: dict[str, str | None], severity: list[str]
 ) -> None:
-    """Too old stops, too new may, a checkout beside the script does without an installed megatron-core."""
+    """Too old releases stop a job, untested ones may slow it; megatron-core may be missing."""
     assert severity == [finding.severity for finding in checks.packages(versions.__getitem__)]
 
 
 def test_needed_versions_are_those_of_the_package() -> None:
-    """setup.cfg and the doctor ask for the same."""
+    """setup.cfg and the doctor require the same versions."""
     text = (ROOT / "setup.cfg").read_text()
 
     assert all(f"{name}{needed}" in text for name, needed in checks.NEEDED.items())
@@ -153,7 +153,7 @@ def test_needed_versions_are_those_of_the_package() -> None:
 
 
 def test_an_untested_python_is_said() -> None:
-    """Newer than all that are tested; this one is."""
+    """A newer Python than all tested ones is a finding; this Python is tested."""
     assert ["slows", "fine"] == [one.severity for version in ("3.14.0", None) for one in checks.python(version)]
 
 
@@ -171,7 +171,7 @@ def test_torch_must_suit_the_driver(monkeypatch: pytest.MonkeyPatch, built: str 
 
 
 def test_torchs_cuda_is_read_without_importing_it() -> None:
-    """What the file says is what torch says."""
+    """The file and torch have the same CUDA version."""
     import torch
 
     assert torch.version.cuda == checks._cuda_of_torch()
@@ -179,7 +179,7 @@ def test_torchs_cuda_is_read_without_importing_it() -> None:
 
 @pytest.mark.parametrize(("free", "severity"), [(64 << 20, "stops"), (512 << 20, "slows"), (8 << 30, "fine")])
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int, severity: str) -> None:
-    """A container's 64 MiB are too few for eight GPUs."""
+    """The usual 64 MiB of a container are too small for eight GPUs."""
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free >> 12, f_frsize=1 << 12))
     (finding,) = checks.shared_memory(8)
 
@@ -187,7 +187,7 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int, severity: str
 
 
 def test_no_shared_memory_at_all(tmp_path: Path) -> None:
-    """A folder that is not there stops."""
+    """A missing folder stops a job."""
     assert ["stops"] == [finding.severity for finding in checks.shared_memory(2, tmp_path / "shm")]
 
 
@@ -202,7 +202,7 @@ def test_no_shared_memory_at_all(tmp_path: Path) -> None:
 def test_limits(
     monkeypatch: pytest.MonkeyPatch, files_open: int, pinned: int, infiniband: bool, severities: list[str]
 ) -> None:
-    """Files count for large jobs, pinned memory only where InfiniBand is."""
+    """Open files matter for large jobs, pinned memory only with InfiniBand."""
     told = {resource.RLIMIT_NOFILE: files_open, resource.RLIMIT_MEMLOCK: pinned}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (told[which], resource.RLIM_INFINITY))
 
@@ -224,7 +224,7 @@ def test_limits(
 def test_a_name_that_means_itself_on_every_node(
     addresses: list[str], environ: dict[str, str], nodes: int, severity: str
 ) -> None:
-    """Gloo would tell its peers the loopback address, and they would call themselves; a single node may."""
+    """Gloo would send the loopback address to its peers; only a job of one node may use it."""
     (finding,) = checks.host_name(name="n1", addresses=addresses, environ=environ, num_nodes=nodes)
 
     assert severity == finding.severity
@@ -251,13 +251,13 @@ def test_named_interfaces_must_be_there(variable: str, value: str, severity: str
 
 
 def test_without_variables_no_interface_is_asked_for() -> None:
-    """And those that are up are found by the system."""
+    """The system reports the interfaces that are up."""
     assert [] == list(checks.interfaces({}))
     assert ["fine"] == [finding.severity for finding in checks.interfaces({"GLOO_SOCKET_IFNAME": "lo"})]
 
 
 def test_folders_are_tried_and_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that has yet to be made is not made; one on a read-only disk is said."""
+    """The check does not create a missing cache; a read-only cache is a finding."""
     cache = tmp_path / "deep" / "cache"
 
     assert ["fine", "fine"] == [finding.severity for finding in checks.folders(cache)]
@@ -272,7 +272,7 @@ def test_folders_are_tried_and_left_as_they_were(tmp_path: Path, monkeypatch: py
 
 
 def test_the_screen_says_what_was_not_looked_at() -> None:
-    """Three kinds of findings, the answer, and what one machine cannot tell."""
+    """The screen has three kinds of findings, the answer, and the checks that one machine cannot make."""
     findings = tuple(Finding(severity=one, what=one, value="1 B", advice="do it") for one in ("stops", "slows", "fine"))
     screen = checkup_screen(Checkup(host="n1", taken_at="now", findings=findings), width=80, colour=False)
 
@@ -285,7 +285,7 @@ def test_the_screen_says_what_was_not_looked_at() -> None:
 
 @pytest.mark.parametrize(("modules", "named"), [("psutil", "psutil"), ("packaging,torch", "packaging torch")])
 def test_missing_requirements_are_named(modules: str, named: str) -> None:
-    """All of them in one sentence, and the exit code of what would stop a job."""
+    """One line names all of them, with exit code 1."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({modules.split(',')}))\n"
         "from pipette_launch.cli.pipette import main\nmain(['doctor'])"
@@ -299,14 +299,14 @@ def test_missing_requirements_are_named(modules: str, named: str) -> None:
 
 @pytest.mark.parametrize(("devices", "said"), [(None, "is not set"), ("7", "is '7'")])
 def test_no_gpu_is_told_with_what_hides_it(monkeypatch: pytest.MonkeyPatch, devices: str | None, said: str) -> None:
-    """CUDA_VISIBLE_DEVICES in words, also where nobody has set it."""
+    """The finding shows CUDA_VISIBLE_DEVICES, also if it is not set."""
     install(monkeypatch, FakeNvml(1 if devices else 0), devices)
 
     assert f"(CUDA_VISIBLE_DEVICES {said})" in examined(device="cuda")["devices"].value
 
 
 def test_a_missing_torch_is_not_called_one_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one finding about it, and it says that torch is not installed."""
+    """The only finding about torch is that it is not installed."""
     install(monkeypatch, FakeNvml(1))
     monkeypatch.setattr(checks, "installed", lambda _: None)
     monkeypatch.setattr(checks, "driver_for_torch", lambda: pytest.fail("asked"))
@@ -315,7 +315,7 @@ def test_a_missing_torch_is_not_called_one_without_cuda(monkeypatch: pytest.Monk
 
 
 def test_the_doctor_needs_no_torch() -> None:
-    """It may be what is missing."""
+    """The doctor does not import torch, which may be missing."""
     code = (
         "import sys\nfrom pipette_launch.cli.pipette import main\n"
         "try:\n    main(['doctor', '--device', 'cpu', '--port', '0'])\n"

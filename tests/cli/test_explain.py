@@ -1,4 +1,4 @@
-"""From the words typed behind `pipette explain` to answer and complaint."""
+"""`pipette explain`: from a command line to answers and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipette_launch.facts.plan import Rate
 
 
 def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
-    """Exit code, stdout and stderr of `pipette explain WORDS`."""
+    """Return exit code, stdout and stderr of `pipette explain WORDS`."""
     with pytest.raises(SystemExit) as caught:
         main(["explain", *words])
     captured = capsys.readouterr()
@@ -25,7 +25,7 @@ def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int | 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
-    """A plan of 1 s a step over a floor of 0.8 s."""
+    """Write a plan with a step of 1 s and a floor of 0.8 s."""
     chosen = replace(choice(Layout(tp=2, pp=2), 1.0), rate=Rate(tokens_per_s=1000.0, flops_per_s=2e14, mfu=0.5))
     plan = Plan(
         hosts=("a",),
@@ -48,7 +48,7 @@ def saved(tmp_path: Path) -> str:
 
 
 def test_alone_it_lists_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each, with its sentence."""
+    """Each label has one line."""
     code, out, err = answer([], capsys)
 
     assert (0, "") == (code, err)
@@ -69,7 +69,7 @@ def test_alone_it_lists_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_plan_gives_the_value(key: str, value: str, saved: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names of files and labels of screens are understood alike."""
+    """Names of files and labels of screens both work."""
     code, out, err = answer([key, saved], capsys)
 
     assert (0, "") == (code, err)
@@ -84,7 +84,7 @@ def test_the_document_says_the_same(saved: str, capsys: pytest.CaptureFixture[st
 
 
 def test_a_misspelt_key_gets_its_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    """And the exit code of bad input."""
+    """The exit code is 2."""
     code, out, err = answer(["bubbel"], capsys)
 
     assert (2, "") == (code, out)

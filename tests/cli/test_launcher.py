@@ -1,4 +1,4 @@
-"""The command line: torchrun's every flag, one group of our own, and errors that help."""
+"""The command line of `pipette-launch`: all of torchrun's flags, our own flags, and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OWN_FLAGS = {
 
 
 def options(*words: str) -> Options:
-    """Options as `pipette-launch WORDS` would have them."""
+    """Return the options of `pipette-launch WORDS`."""
     return launcher.options_from(launcher.parser().parse_args(words))
 
 
@@ -55,7 +55,7 @@ def test_the_set_of_own_flags_is_frozen() -> None:
 
 
 def test_every_torchrun_flag_is_there() -> None:
-    """Each spelling that torchrun takes is taken, and none of them means something else."""
+    """Every spelling of torchrun's flags works and means the same."""
     stock, ours = get_args_parser()._option_string_actions, launcher.parser()._option_string_actions
 
     assert {word: (type(a), a.dest, a.nargs) for word, a in stock.items()} == {
@@ -72,14 +72,14 @@ def test_every_torchrun_flag_is_there() -> None:
     ],
 )
 def test_torchruns_spellings(flags: list[str]) -> None:
-    """Dashes, underscores, equals signs and torchrun's own abbreviations are read alike."""
+    """Dashes, underscores, equals signs and torchrun's abbreviations work."""
     args = launcher.parser().parse_args([*flags, "train.py", "--lr", "1"])
 
     assert ("2", "2", ["--lr", "1"]) == (args.nnodes, args.nproc_per_node, args.training_script_args)
 
 
 def test_flags_become_options() -> None:
-    """Each flag of ours arrives where it belongs."""
+    """Each of our flags sets its option."""
     made = options(
         "--pipette-fix=tp, pp",
         "--pipette-on-error=fail",
@@ -115,14 +115,14 @@ def test_flags_become_options() -> None:
     ],
 )
 def test_how_many_nodes_may_be_lost(flags: list[str], expected: tuple[int, int, int]) -> None:
-    """One, where --nnodes leaves room and nobody says otherwise."""
+    """The default is one lost node if --nnodes allows it."""
     made = options(*flags, "-m", "pkg.train")
 
     assert expected == (made.tolerate, made.spares, made.max_restarts)
 
 
 def checked_options(words: list[str]) -> Options:
-    """Everything that stands between argv and the launch."""
+    """Run all checks between argv and the launch."""
     whole = launcher.parser()
     launcher.check_own_flags(whole, launcher.words_before_script(whole, words))
     return launcher.options_from(launcher.parsed(whole, words))
@@ -155,7 +155,7 @@ def checked_options(words: list[str]) -> Options:
     ],
 )
 def test_bad_flags_are_explained(words: list[str], expected: str) -> None:
-    """The message names the flag, its value and what to do."""
+    """The message names the flag, its value and a remedy."""
     with pytest.raises(UsageError) as caught:
         checked_options(words)
 
@@ -171,7 +171,7 @@ def test_bad_flags_are_explained(words: list[str], expected: str) -> None:
     ids=["ours", "torchrun's"],
 )
 def test_a_bad_flag_exits_with_2(words: list[str], expected: str) -> None:
-    """As argparse does, with one line and no traceback."""
+    """The exit code is argparse's, with one line and no traceback."""
     done = subprocess.run(
         [sys.executable, "-m", "pipette_launch", *words, "train.py"],
         capture_output=True,
@@ -184,7 +184,7 @@ def test_a_bad_flag_exits_with_2(words: list[str], expected: str) -> None:
 
 
 def test_a_start_pays_only_for_what_it_needs() -> None:
-    """No collection looks through torch during the imports; what prices and searches comes with a warm-up."""
+    """Imports run without garbage collections, and modules that price and search are not imported."""
     code = (
         "import gc, sys\n"
         "whole = []\n"
@@ -203,7 +203,7 @@ def test_a_start_pays_only_for_what_it_needs() -> None:
 
 
 def test_collections_stay_off_where_they_were() -> None:
-    """Whoever runs the launcher without a garbage collector keeps doing so."""
+    """A disabled garbage collector stays disabled."""
     gc.disable()
     try:
         with launcher._without_collections():
@@ -214,7 +214,7 @@ def test_collections_stay_off_where_they_were() -> None:
 
 
 def test_torchs_own_lines_are_kept_from_the_launcher_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers do not inherit it, and what the user set stays."""
+    """Workers do not inherit the setting, and the user's own value stays."""
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     with launcher._without_torch_warnings():
         assert "ERROR" == os.environ["TORCH_CPP_LOG_LEVEL"]
@@ -235,7 +235,7 @@ def test_torchs_own_lines_are_kept_from_the_launcher_alone(monkeypatch: pytest.M
     ],
 )
 def test_a_rendezvous_that_torch_would_refuse_is_named(words: list[str], expected: str) -> None:
-    """In place of a traceback out of torch's own code."""
+    """The user gets an error instead of torch's traceback."""
     with pytest.raises(UsageError, match=expected):
         options(*words, str(Path(__file__)))
 
@@ -253,7 +253,7 @@ def test_a_rendezvous_that_torch_would_refuse_is_named(words: list[str], expecte
 def test_tasks_that_each_train_alone_are_noted(
     capsys: pytest.CaptureFixture[str], flags: list[str], advice: str, local_id: str, is_noted: bool
 ) -> None:
-    """Once a node, and they train all the same, as under torchrun."""
+    """The note appears once on a node; the tasks train as under torchrun."""
     launcher._note_lone_tasks(launcher.parser().parse_args([*flags, "train.py"]), advice, {"SLURM_LOCALID": local_id})
 
     expected = "pipette-launch: each task of this step trains a job of its own; SLURM\n" if is_noted else ""
@@ -270,7 +270,7 @@ def test_tasks_that_each_train_alone_are_noted(
 def test_nodes_that_cannot_meet_get_a_sentence(
     capsys: pytest.CaptureFixture[str], error: Exception, expected: str
 ) -> None:
-    """Instead of torch's traceback, and with its exit code."""
+    """One line replaces torch's traceback, with torchrun's exit code."""
 
     def fail() -> None:
         raise error

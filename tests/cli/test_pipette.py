@@ -1,4 +1,4 @@
-"""What all subcommands of `pipette` share: helps, names of flags, exit codes, and what is said of misspelt words."""
+"""Common properties of all subcommands: help texts, names of flags, exit codes, and hints for misspelt words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICK = "--budget 0.2 --fix cp,ep,vpp,order,overlap,recompute,mbs"
 
 
 def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
-    """Exit code, stdout and stderr of `pipette WORDS`."""
+    """Return exit code, stdout and stderr of `pipette WORDS`."""
     with pytest.raises(SystemExit) as caught:
         main(words)
     captured = capsys.readouterr()
@@ -34,7 +34,7 @@ def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int | 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_help_ends_with_examples_and_exit_codes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two lines or more to paste, and what the exit code says."""
+    """A help text has at least two examples and lists the exit codes."""
     code, out, _ = answer([name, "--help"], capsys)
 
     assert 0 == code
@@ -43,7 +43,7 @@ def test_every_help_ends_with_examples_and_exit_codes(name: str, capsys: pytest.
 
 
 def test_alone_it_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with its sentence, on stderr; the exit code is argparse's for a missing command."""
+    """Stderr lists the commands; the exit code is argparse's for a missing command."""
     monkeypatch.setenv("COLUMNS", "200")
     code, out, err = answer([], capsys)
 
@@ -57,7 +57,7 @@ def test_alone_it_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_the_examples_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every line of a help is answered with 0, beside the files that it names; searches are cut short."""
+    """Every example of a help text exits with 0, if its files exist."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ARGS", EXAMPLE_ARGS)
     plan_words = f"plan --gpu h100 --nodes 1 --megatron-version 0.16.1 {QUICK} --out a.plan.json p.py {EXAMPLE_ARGS}"
@@ -76,7 +76,7 @@ def test_the_examples_work(
 
 @pytest.mark.parametrize("line", COMMANDS["probe"].examples)
 def test_the_examples_of_probe_are_read(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their words are those of pipette-launch, which parses them; nothing is measured."""
+    """pipette-launch parses the examples; nothing is measured."""
     monkeypatch.setenv("ARGS", EXAMPLE_ARGS)
     words = shlex.split(os.path.expandvars(line), comments=True)[2:]
     words = words[2:] if words[0] == "--out" else words
@@ -88,7 +88,7 @@ def test_the_examples_of_probe_are_read(line: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("line", COMMANDS["watch"].examples)
 def test_the_examples_of_watch_are_read(line: str) -> None:
-    """Their words are understood; what they would show is a running job."""
+    """The examples are parsed; there is no running job to show."""
     args = parser().parse_args(line.split()[1:])
 
     assert args.once or args.json
@@ -96,7 +96,7 @@ def test_the_examples_of_watch_are_read(line: str) -> None:
 
 @pytest.mark.parametrize("line", COMMANDS["doctor"].examples)
 def test_the_examples_of_doctor_are_answered(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whether the machine is fit is another matter."""
+    """The exit code depends on this machine."""
     code, out, err = answer(line.split()[1:], capsys)
 
     assert code in (0, 1)
@@ -105,7 +105,7 @@ def test_the_examples_of_doctor_are_answered(line: str, capsys: pytest.CaptureFi
 
 
 def test_the_same_things_have_the_same_names() -> None:
-    """A command that counts nodes or devices takes every spelling, ours and torchrun's."""
+    """A command that counts nodes or devices accepts our spellings and torchrun's."""
     for name, one in command_parsers(parser()).items():
         flags = {flag for action in one._actions for flag in action.option_strings}
         for ours, spellings in SAME_EVERYWHERE.items():
@@ -127,7 +127,7 @@ def test_the_same_things_have_the_same_names() -> None:
     ],
 )
 def test_misspelt_words_get_their_nearest(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Commands, flags, devices and fabrics; the exit code is that of bad input."""
+    """Hints exist for commands, flags, devices and fabrics; the exit code is 2."""
     code, out, err = answer(words.split(), capsys)
 
     assert (2, "") == (code, out)
@@ -135,14 +135,14 @@ def test_misspelt_words_get_their_nearest(words: str, complaint: str, capsys: py
 
 
 def test_flags_of_the_script_are_no_flags_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    """What stands behind the script is left alone, whatever it looks like."""
+    """Words after the script's name are never ours."""
     words = f"predict --world-size 8 p.py {EXAMPLE_ARGS} --gpuu 1"
 
     assert 0 == answer(words.split(), capsys)[0]
 
 
 def test_help_waits_for_nothing_heavy() -> None:
-    """Neither numpy nor torch nor rich is imported for a help text."""
+    """A help text imports neither numpy nor torch nor rich."""
     code = (
         "import sys\nfrom pipette_launch.cli.pipette import main\n"
         "try:\n    main(['plan', '--help'])\n"

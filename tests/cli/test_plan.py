@@ -1,4 +1,4 @@
-"""From the words typed behind `pipette plan` and `pipette report` to answer, plan file and complaint."""
+"""`pipette plan` and `pipette report`: from a command line to screens, files and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LATENT = (
 
 
 def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
-    """Exit code, stdout and stderr of `pipette WORDS`."""
+    """Return exit code, stdout and stderr of `pipette WORDS`."""
     with pytest.raises(SystemExit) as caught:
         main(words.split())
     captured = capsys.readouterr()
@@ -55,7 +55,7 @@ def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A plan file and the screen that came with it."""
+    """Write a plan file; return it with its screen."""
     path = tmp_path_factory.mktemp("plans") / "of" / "today" / "a.plan.json"
     words = f"plan -v --gpu h100-sxm --nodes 2 --nproc-per-node 4 --out {path} {FREE} {JOB}".split()
     ran = subprocess.run(
@@ -74,7 +74,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_a_plan_is_made_on_a_laptop(saved: tuple[Path, str]) -> None:
-    """Without torch: what for, what, why, memory, flags to paste, what was assumed, and where the file lies."""
+    """The screen has job, choice, reasons, memory, flags, notes and the file's path; torch is not needed."""
     screen = saved[1]
 
     for heading in ("Job", "Machines", "Chosen", "Step time", "Why", "Memory", "Flags", "Notes", "Plan file"):
@@ -90,7 +90,7 @@ def test_a_plan_is_made_on_a_laptop(saved: tuple[Path, str]) -> None:
 
 
 def test_the_file_holds_what_the_screen_showed(saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """`pipette report` draws it again, and what is read is what was written."""
+    """`pipette report` prints the same screen from the file."""
     path, screen = saved
     code, out, err = answer(f"report {path}", capsys)
     plan = files.read(path, Plan)
@@ -102,7 +102,7 @@ def test_the_file_holds_what_the_screen_showed(saved: tuple[Path, str], capsys: 
 
 
 def test_the_report_lies_beside_the_file(saved: tuple[Path, str]) -> None:
-    """The screen says where; it names the step that the file holds, and colleagues can read it as they can the file."""
+    """The screen names the report, which shows the file's step time and has the file's mode."""
     path, screen = saved
     report = path.with_suffix(".html")
 
@@ -114,7 +114,7 @@ def test_the_report_lies_beside_the_file(saved: tuple[Path, str]) -> None:
 def test_a_report_that_cannot_be_written_costs_no_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without jinja2, or where its name is taken by a folder: one sentence says why, and the plan is there."""
+    """Without jinja2, or if a folder has the report's name, the plan is written and one line gives the reason."""
     path = tmp_path / "a.json"
     path.with_suffix(".html").mkdir()
     words = f"plan --gpu h100-sxm --nodes 1 --nproc-per-node 4 --out {path} {FREE} {JOB}"
@@ -132,7 +132,7 @@ def test_a_report_that_cannot_be_written_costs_no_plan(
 def test_a_report_is_made_anew_from_a_file(
     saved: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says what it lacks where no measurements lie beside the plan."""
+    """Without measurements beside the plan, one line lists the missing parts."""
     page = tmp_path / "new" / "page.html"
     code, out, err = answer(f"report {saved[0]} --html {page}", capsys)
 
@@ -155,7 +155,7 @@ def test_a_report_is_made_anew_from_a_file(
 def test_a_report_that_cannot_be_made_is_refused(
     saved: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, complaint: str
 ) -> None:
-    """The complaint names the flag and the file."""
+    """The error names the flag and the file."""
     code, _, err = answer(f"report {saved[0]} {flags.format(folder=tmp_path)}", capsys)
 
     assert code != 0
@@ -163,7 +163,7 @@ def test_a_report_that_cannot_be_made_is_refused(
 
 
 def test_what_a_warm_up_measured_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`pipette report` takes a cluster.json as well."""
+    """`pipette report` also shows a cluster.json."""
     path = tmp_path / "cluster.json"
     files.write(path, tiny_measurements(tiny_cluster(3, 2)))
     code, out, _ = answer(f"report {path}", capsys)
@@ -174,7 +174,7 @@ def test_what_a_warm_up_measured_is_shown(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_flags_mean_the_plan(saved: tuple[Path, str]) -> None:
-    """Megatron's reader sees the chosen layout in the rewritten words, and in the pasted ones."""
+    """Reading the changed flags, or the pasted ones, gives the chosen layout."""
     plan = files.read(saved[0], Plan)
     assert plan.setting is not None
     added, deleted = paste_words(plan.setting.arguments, plan.setting.new_arguments)
@@ -187,7 +187,7 @@ def test_the_flags_mean_the_plan(saved: tuple[Path, str]) -> None:
 
 
 def test_a_flag_that_is_not_priced_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan says which flags of the job change its step and not the predicted one."""
+    """A plan notes each flag that changes the real step but not the predicted one."""
     flags = "--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
     code, out, _ = answer(f"plan --gpu h100 --nodes 1 --fix all {JOB} {flags}", capsys)
 
@@ -198,7 +198,7 @@ def test_a_flag_that_is_not_priced_has_a_note(capsys: pytest.CaptureFixture[str]
 
 
 def test_hybrid_models_are_planned_on_imagined_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    """Stages are cut by time within the pattern; a warm-up would have to time such layers."""
+    """Stages are balanced by time within the pattern of layers."""
     flags = "--hybrid-layer-pattern MMMMMMM-MMMMMM*- --mamba-head-dim 8 --bf16 --transformer-impl transformer_engine"
     words = f"pretrain_mamba.py {TEXT} {flags} --pipeline-model-parallel-size 2"
     code, out, err = answer(
@@ -236,7 +236,7 @@ EXPERTS = "--num-experts 16 --expert-model-parallel-size 16 --moe-token-dispatch
 def test_what_lies_together_has_a_note(
     machines: str, flags: str, note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Userbuffers and the flex dispatcher are planned, and the plan says what it keeps to."""
+    """A plan with userbuffers or the flex dispatcher notes the ranks that stay together."""
     code, out, err = answer(f"plan -v --gpu {machines} --fix all {JOB} {TOGETHER} {flags}", capsys)
 
     assert (0, "") == (code, err)
@@ -244,7 +244,7 @@ def test_what_lies_together_has_a_note(
 
 
 def test_a_plan_for_imagined_hosts_runs_on_real_ones(saved: tuple[Path, str]) -> None:
-    """As many hosts take the places of host0 and so on; another number does not."""
+    """The same number of real hosts replaces host0 and so on; another number is refused."""
     plan = files.read(saved[0], Plan)
     hosts = tiny_cluster(3, 4).hosts
     taken = on_real_hosts(plan, hosts[:2])
@@ -257,7 +257,7 @@ def test_a_plan_for_imagined_hosts_runs_on_real_ones(saved: tuple[Path, str]) ->
 
 
 def test_a_plan_goes_where_colleagues_can_read_it(saved: tuple[Path, str]) -> None:
-    """A missing folder is made, and the file's mode is the umask's."""
+    """A missing folder is created, and the file's mode follows the umask."""
     umask = os.umask(0)
     os.umask(umask)
 
@@ -267,7 +267,7 @@ def test_a_plan_goes_where_colleagues_can_read_it(saved: tuple[Path, str]) -> No
 def test_no_search_for_a_plan_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The complaint about --out comes before the search."""
+    """An unwritable --out is refused before the search."""
     monkeypatch.setattr("pipette_launch.planning.plan.search_plan", lambda *_: pytest.fail("searched"))
     code, out, err = answer(f"plan --gpu h100 --nodes 1 --out /dev/null/x {FEW} {JOB}", capsys)
 
@@ -293,7 +293,7 @@ def test_no_search_for_a_plan_that_cannot_be_written(
     ],
 )
 def test_who_asks_for_a_plan_needs_no_layout(words: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What only the user's own layout breaks is a note, and what is chosen is what Megatron takes."""
+    """A rule that only the user's own layout breaks is a note, and the chosen layout is legal."""
     code, out, err = answer(f"plan --json --gpu h100 --nodes 1 --budget 0.5 --fix overlap {JOB} {words}", capsys)
     plan = files.loads(Plan, out, "stdout")
     setting = plan.setting
@@ -328,7 +328,7 @@ FLEX = "--num-experts 4 --moe-token-dispatcher-type flex --moe-enable-deepep --t
 def test_what_stands_in_for_a_refused_layout_is_not_shown_as_yours(
     words: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plan has the layout's own reason, names the stand-in in a note, and no screen calls it yours."""
+    """The plan has the reason of the refusal, names the stand-in in a note, and no screen calls it yours."""
     code, out, _ = answer(f"plan --json --gpu h100-sxm --nodes 1 --budget 0.5 --fix overlap {JOB} {words}", capsys)
     plan = files.loads(Plan, out, "stdout")
     screens = [plan_file_screen(plan, title="pipette plan", saved_to=None), str(choices.what_changes(plan))]
@@ -359,7 +359,7 @@ PREDICTS = "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-p
 def test_your_own_stages_stay_as_you_wrote_them(
     words: str, chunks: tuple[int, ...], after: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A layout that is fixed is among those looked at, with its prediction where it is, and no flag changes."""
+    """A fixed layout is priced and chosen, and no flag changes."""
     code, out, _ = answer(f"plan --json --gpu h100-sxm --nodes 1 --budget 0.5 --fix all {JOB} {words}", capsys)
     plan = files.loads(Plan, out, "stdout")
 
@@ -371,7 +371,7 @@ def test_your_own_stages_stay_as_you_wrote_them(
 
 
 def test_equal_questions_get_equal_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    """The same words and seed, the same plan: only the times of day and of the search differ."""
+    """The same command and seed give the same plan, except for times."""
     made = []
     for _ in range(2):
         code, out, err = answer(
@@ -387,7 +387,7 @@ def test_equal_questions_get_equal_plans(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_busy_machine_cuts_no_search_short(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The budget is processor time: where every look at the wall clock is a day later, the search goes its course."""
+    """The budget is processor time: a wall clock that jumps by days does not end the search."""
     monkeypatch.setattr(time, "monotonic", itertools.count(0.0, 86400.0).__next__)
     code, out, err = answer(f"plan --gpu H100-SXM --nodes 1 {FREE} {JOB}", capsys)
 
@@ -396,7 +396,7 @@ def test_a_busy_machine_cuts_no_search_short(
 
 
 def test_a_measured_cluster_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its sizes need not be said, other sizes are refused with what to do, and a mistyped flag is noted."""
+    """The file gives the sizes, other sizes are refused, and a mistyped flag is noted."""
     path = tmp_path / "cluster.json"
     files.write(path, tiny_measurements(tiny_cluster(2, 2)))
     code, out, err = answer(f"plan --cluster {path} {FEW} {JOB} --tensor-model-parallel-szie 2", capsys)
@@ -415,7 +415,7 @@ def test_a_measured_cluster_is_planned_for(tmp_path: Path, capsys: pytest.Captur
 def test_a_prediction_and_a_plan_show_the_same_memory(
     machines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For one layout both print the same bytes of a device and the same limit, and say in the same words what it is."""
+    """Both print the same need and limit for one layout, in the same words."""
     words = f"{TEXT} --pipeline-model-parallel-size 2"
     job = megatron.read_job(words.split(), world_size=8, megatron_version="0.16.1", device_kind="cpu")
     ran = StageReading(
@@ -449,7 +449,7 @@ def test_a_prediction_and_a_plan_show_the_same_memory(
 def test_the_environments_memory_counts_in_plans_too(
     variable: str, value: str, is_larger: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Variables that the job's workers inherit make every stage larger or smaller, in both alike, with a note."""
+    """Environment variables change the predicted memory of plans and predictions equally, with a note."""
     asked = f"--gpu h100 --nodes 1 --json --megatron-version 0.16.1 pretrain_gpt.py {TEXT}"
 
     def answers() -> tuple[list[int], list[bool]]:
@@ -484,7 +484,7 @@ def test_the_environments_memory_counts_in_plans_too(
     ],
 )
 def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Racks whose hosts have four devices, a model that no warm-up times, and a device that a file describes."""
+    """Racks with four devices per host, a model without warm-up support, and a device file are planned."""
     code, out, err = answer(words, capsys)
 
     assert (0, "") == (code, err)
@@ -544,7 +544,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_complaints(words: str, code: int, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line names what was wrong and what to do; nothing is printed to stdout."""
+    """One line on stderr names the problem and a remedy; stdout is empty."""
     found, out, err = answer(words, capsys)
 
     assert (code, "") == (found, out)
@@ -585,7 +585,7 @@ def test_the_flags_are_frozen() -> None:
 
 
 def test_how_much_is_shown(saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A screen of 40 lines without notes that ask for nothing; one line with -q, of a plan file too."""
+    """A screen has 40 lines and only notes with advice; -q prints one line, also for a plan file."""
     words = f"--gpu h100-sxm --nodes 2 --nproc-per-node 4 {FREE} {JOB}"
     screen, line, of_file = (
         answer(one, capsys)[1] for one in (f"plan {words}", f"plan -q {words}", f"report -q {saved[0]}")

@@ -1,4 +1,4 @@
-"""From the words typed behind `pipette predict` to answer, exit code and complaint."""
+"""`pipette predict`: from a command line to answers, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOB = f"--megatron-version 0.16.1 pretrain_gpt.py {TEXT} --pipeline-model-parall
 
 
 def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
-    """Exit code, stdout and stderr of `pipette predict WORDS`."""
+    """Return exit code, stdout and stderr of `pipette predict WORDS`."""
     with pytest.raises(SystemExit) as caught:
         main(["predict", *words.split()])
     captured = capsys.readouterr()
@@ -42,7 +42,7 @@ def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | 
     ],
 )
 def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """An answer exits with 0, whatever it says, and complains of nothing."""
+    """Every answer exits with 0 and prints nothing to stderr."""
     code, out, err = answer(words, capsys)
 
     assert (0, "") == (code, err)
@@ -77,7 +77,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_complaints(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bad input exits with 2 and one line that names it; nothing is printed to stdout."""
+    """Bad input exits with 2 and prints one line to stderr and nothing to stdout."""
     code, out, err = answer(words, capsys)
 
     assert (2, "") == (code, out)
@@ -86,7 +86,7 @@ def test_complaints(words: str, complaint: str, capsys: pytest.CaptureFixture[st
 
 
 def test_a_cluster_of_another_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file is named, with its size and the one that was said."""
+    """The error names the file, its size and the given size."""
     path = tmp_path / "cluster.json"
     files.write(path, tiny_measurements(tiny_cluster(1, 4)))
     code, _, err = answer(f"--cluster {path} --world-size 8 {JOB}", capsys)
@@ -96,7 +96,7 @@ def test_a_cluster_of_another_size_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_json_is_a_document(capsys: pytest.CaptureFixture[str]) -> None:
-    """Kind, version and `fits` stand in it, and it reads back."""
+    """The document has kind, version and `fits`, and can be read back."""
     code, out, _ = answer(f"--json --gpu H100 --world-size 8 {JOB}", capsys)
     plain = json.loads(out)
 
@@ -105,7 +105,7 @@ def test_json_is_a_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_words_behind_the_script_are_the_scripts() -> None:
-    """Even where they look like flags of ours."""
+    """Words that look like our flags are still the script's."""
     args = parser().parse_args("predict --world-size 8 train.py --rank 5 --json --world-size 4".split())
 
     assert (8, None, False) == (args.world_size, args.rank, args.json)
@@ -146,7 +146,7 @@ def test_the_flags_are_frozen() -> None:
 
 @pytest.mark.parametrize(("words", "code"), [([], 2), (["divine"], 2), (["--version"], 0), (["--help"], 0)])
 def test_the_command_itself(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a command there is a complaint; help and version are answers."""
+    """Without a command there is an error; help and version exit with 0."""
     with pytest.raises(SystemExit) as caught:
         main(words)
 
@@ -158,7 +158,7 @@ def test_the_command_itself(words: list[str], code: int, capsys: pytest.CaptureF
 def test_abstract_execution_answers_like_the_formula(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """megatron-core's own code, run without data, holds the same weights, gradients and states."""
+    """Abstract execution counts the same weights, gradients and states as the formula."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     answers = {}
     for method in ("closed", "abstract"):

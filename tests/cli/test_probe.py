@@ -1,4 +1,4 @@
-"""From the words typed behind `pipette probe` to those of `pipette-launch`."""
+"""`pipette probe` passes its words to `pipette-launch`."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from pipette_launch.cli.pipette import main
     ],
 )
 def test_words_are_passed_on(typed: str, passed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file comes first; everything else is pipette-launch's, whatever it looks like."""
+    """--out comes first; all other words go to pipette-launch."""
     heard: list[str] = []
     monkeypatch.setattr(os, "execv", lambda _, words: heard.extend(words))
 
@@ -29,7 +29,7 @@ def test_words_are_passed_on(typed: str, passed: str, monkeypatch: pytest.Monkey
 
 
 def test_help_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    """It says where the file goes, and whose words follow."""
+    """The help text names the file and the words of pipette-launch."""
     with pytest.raises(SystemExit) as end:
         main(["probe", "--help"])
 
@@ -38,7 +38,7 @@ def test_help_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_file_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """One sentence, and the exit code of bad input."""
+    """One line, with exit code 2."""
     with pytest.raises(SystemExit) as end:
         main(["probe", "--out"])
 

@@ -1,4 +1,4 @@
-"""From the words typed behind `pipette report` to the files that it writes."""
+"""`pipette report --trace` writes a trace from the files beside a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipette_launch.report.trace import STEPS
 
 
 def test_a_trace_is_made_of_what_lies_beside_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps of the training from outcome.json; what cannot be drawn without cluster.json is named, and is no error."""
+    """The trace has the steps of outcome.json; without cluster.json a line lists the missing parts."""
     found = drawn()
     files.write(tmp_path / "plan.json", found.plan)
     files.write(tmp_path / "outcome.json", found.outcome)
@@ -31,6 +31,6 @@ def test_a_trace_is_made_of_what_lies_beside_the_plan(tmp_path: Path, capsys: py
 
 
 def test_where_a_trace_lies() -> None:
-    """Beside the plan, under a name of its own where the plan has one."""
+    """The trace lies beside the plan, named after it."""
     assert Path("/a/trace.json") == trace_path(Path("/a/plan.json"))
     assert Path("/a/b.plan.trace.json") == trace_path(Path("/a/b.plan.json"))

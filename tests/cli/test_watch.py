@@ -1,4 +1,4 @@
-"""From the words typed behind `pipette watch` to what is printed."""
+"""`pipette watch`: from a command line to its output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipette_launch.cli.pipette import main
 
 
 def watched(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
+    """Return exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as caught:
         main(["watch", *words])
     out, err = capsys.readouterr()
@@ -25,7 +25,7 @@ def watched(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 def test_once_prints_a_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the newest job in the usual cache."""
+    """The screen shows the newest job in the usual cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept(tmp_path / "pipette-launch")
     code, out, err = watched(capsys, "--once")
@@ -38,7 +38,7 @@ def test_once_prints_a_screen(
 def test_lines_end_with_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, failed: bool
 ) -> None:
-    """One at each change; the exit code says how the job ended."""
+    """There is one line for each change; the exit code shows how the job ended."""
     metrics = kept(tmp_path)
     steps = [
         lambda: None,
@@ -56,7 +56,7 @@ def test_lines_end_with_the_job(
 
 
 def test_json_is_a_document_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With units in its names."""
+    """Its names have units."""
     kept(tmp_path).ended(failed=False)
     code, out, _ = watched(capsys, str(tmp_path), "--json")
     found = json.loads(out)
@@ -68,7 +68,7 @@ def test_json_is_a_document_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_an_interrupt_is_no_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has seen enough gets 0 and no traceback."""
+    """Ctrl-C exits with 0 and no traceback."""
 
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
@@ -80,6 +80,6 @@ def test_an_interrupt_is_no_error(
 
 
 def test_what_cannot_be_watched_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With exit code 2, as for all bad input."""
+    """The exit code is 2."""
     code, _, err = watched(capsys, str(tmp_path))
     assert (2, True) == (code, err.startswith("pipette watch: error: "))

@@ -1,4 +1,4 @@
-"""Which machines a prediction is for, from what the user says of them."""
+"""`machines_of` finds the machines that options name."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ MEASURED = tiny_measurements(tiny_cluster(2, 4))
     ],
 )
 def test_sizes_are_completed(sizes: dict[str, int], hosts: int, devices: int) -> None:
-    """What is not said follows from the rest, and a host has up to eight devices."""
+    """Missing sizes follow from the others; a host has up to eight devices."""
     found = machines_of(**sizes)  # type: ignore[arg-type]
 
     assert (hosts, devices) == (found.num_hosts, found.devices_per_host)
 
 
 def test_an_assumed_host_is_said() -> None:
-    """Where links between hosts matter, the guess is a note; on a single host there is none."""
+    """The assumed number of devices is a note, except on a single host."""
     note = "8 devices per host are assumed."
 
     assert (note,) == machines_of(world_size=16, gpu="H200").notes
@@ -49,7 +49,7 @@ def test_an_assumed_host_is_said() -> None:
 
 
 def test_a_measured_cluster_tells_everything(tmp_path: Path) -> None:
-    """Sizes, kind, name, memory and measurements, from the file or from its contents."""
+    """The file, or its contents, gives sizes, kind, name, memory and measurements."""
     path = tmp_path / "cluster.json"
     files.write(path, MEASURED)
     found = machines_of(world_size=None, cluster=path)
@@ -66,7 +66,7 @@ def test_a_measured_cluster_tells_everything(tmp_path: Path) -> None:
 
 
 def test_a_device_type_is_imagined() -> None:
-    """Its memory is the capacity, nothing of it was measured, and a step can be priced."""
+    """A device type gives the capacity, and imagined measurements that price a step."""
     found = machines_of(world_size=16, gpu="h100-sxm")
     measurements = found.measurements(tiny_job(16))
 
@@ -80,7 +80,7 @@ def test_a_device_type_is_imagined() -> None:
 
 
 def test_of_unknown_machines_nothing_is_known() -> None:
-    """No capacity, no name, no measurements."""
+    """There is no capacity, no name and no measurement."""
     found = machines_of(world_size=8)
 
     assert (None, "", None, "unknown") == (
@@ -122,7 +122,7 @@ def test_of_unknown_machines_nothing_is_known() -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(said: dict[str, object], error: type[PipetteError], message: str) -> None:
-    """One sentence names the value and what to do."""
+    """The message names the value and a remedy."""
     with pytest.raises(error) as caught:
         machines_of(**{"world_size": None, **said})  # type: ignore[arg-type]
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_meant_is_refused(said: dict[str, object], error: type[Pi
 
 
 def test_a_name_of_several_builds_has_a_note() -> None:
-    """The build that was taken, and what else the name might mean; no note where the name says it."""
+    """The note names the chosen build and the others; an exact name has no note."""
     (note,) = machines_of(world_size=8, gpu="h100").notes
 
     assert "h100 is taken as H100-SXM, not as H100-PCIe or H100-NVL." == note
@@ -138,7 +138,7 @@ def test_a_name_of_several_builds_has_a_note() -> None:
 
 
 def test_a_device_is_read_from_a_file_too(tmp_path: Path) -> None:
-    """By its path, as text or not, or as contents; its hosts, memory, capability and links are the file's."""
+    """A device file, given as path, text or contents, sets hosts, memory, capability and links."""
     described = replace(file_of(device_named("L40S")), name="X", devices_per_host=4, within_host_bytes_per_s=99e9)
     path = tmp_path / "x.json"
     files.write(path, described)
@@ -152,7 +152,7 @@ def test_a_device_is_read_from_a_file_too(tmp_path: Path) -> None:
 
 
 def test_a_known_name_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that happens to be called as a device is not read; one of another name is, whatever its ending."""
+    """A known device name wins over a file with this name; other names are read as files."""
     monkeypatch.chdir(tmp_path)
     files.write(Path("H200"), replace(file_of(device_named("L4")), name="other"))
     files.write(Path("mine"), replace(file_of(device_named("L4")), name="mine"))
@@ -163,7 +163,7 @@ def test_a_known_name_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["x" * 5000, "H\0", "\ud800"])
 def test_a_name_that_no_file_can_have_is_an_unknown_device(name: str) -> None:
-    """Too long, or with a letter that no file's name has."""
+    """The name is too long, or has a character that no file name has."""
     with pytest.raises(FactError, match="unknown device"):
         machines_of(world_size=8, gpu=name)
 
@@ -177,7 +177,7 @@ def test_a_name_that_no_file_can_have_is_an_unknown_device(name: str) -> None:
     ],
 )
 def test_what_is_no_file_of_a_device_is_refused(gpu: str, message: str) -> None:
-    """By the file's name."""
+    """The error names the file."""
     with pytest.raises(FileFormatError) as caught:
         machines_of(world_size=8, gpu=gpu)
 
@@ -186,7 +186,7 @@ def test_what_is_no_file_of_a_device_is_refused(gpu: str, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["GB200-NVL72", "A100-80GB"])
 def test_a_described_device_is_priced_as_one_that_is_known(name: str) -> None:
-    """The file of a known device under another name: the same memory, step time and MFU, down to the digit."""
+    """A known device in a file under another name has the same memory, step time and MFU."""
     described = replace(file_of(device_named(name)), name="Gaudi 9")
     words = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1".split()
     words += "--max-position-embeddings 1024 --vocab-size 32000 --tokenizer-type NullTokenizer --bf16".split()

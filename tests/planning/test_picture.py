@@ -1,4 +1,4 @@
-"""What a report draws agrees with the plan that it draws."""
+"""The drawn figures agree with the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipette_launch.planning.picture import DrawnStep, picture_of
 
 
 def test_the_drawn_step_is_as_long_as_the_plans() -> None:
-    """The chosen one and the user's own, what follows the last backward included."""
+    """Both drawn steps, with the parts after the last backward, are as long as the plan's."""
     found = drawn()
 
     assert found.picture.own is not None
@@ -23,7 +23,7 @@ def test_the_drawn_step_is_as_long_as_the_plans() -> None:
 
 
 def test_passes_of_a_rank_do_not_overlap() -> None:
-    """Each starts when the one before has ended, and none is shorter than what it exchanges."""
+    """Each pass starts after the previous one, and lasts at least as long as its exchanges."""
     step = picture_of(planned(pipeline_job()), pipeline_job(), tiny_measurements(two_racks())).chosen
     for rank in range(step.pp):
         rows = [index for index, one in enumerate(step.rank_A) if one == rank]
@@ -35,7 +35,7 @@ def test_passes_of_a_rank_do_not_overlap() -> None:
 
 
 def test_memory_by_kind_sums_to_what_the_plan_says() -> None:
-    """On every pipeline rank."""
+    """The kinds sum to the plan's need on every pipeline rank."""
     found = drawn()
 
     needs = tuple(sum(kinds.values()) for kinds in found.picture.memory_bytes)
@@ -43,7 +43,7 @@ def test_memory_by_kind_sums_to_what_the_plan_says() -> None:
 
 
 def test_learned_corrections_are_in_the_picture() -> None:
-    """A step that earlier outcomes made twice as long is drawn twice as long."""
+    """A correction that doubles the step doubles the drawn step."""
     found = drawn()
     longer = replace(found.plan.chosen, step_time_s=2 * found.plan.chosen.step_time_s, step_correction=2.0)
     picture = picture_of(replace(found.plan, chosen=longer), found.job, found.measurements)
@@ -52,7 +52,7 @@ def test_learned_corrections_are_in_the_picture() -> None:
 
 
 def test_an_own_configuration_that_stays_is_drawn_once() -> None:
-    """Beside itself it would say nothing."""
+    """Drawing it twice would add nothing."""
     job = replace(tiny_job(), pinned=tuple(type(tiny_job().own).__slots__))
     measurements = tiny_measurements(two_racks())
     made = planned(job, measurements)
@@ -62,7 +62,7 @@ def test_an_own_configuration_that_stays_is_drawn_once() -> None:
 
 
 def test_figures_of_a_step() -> None:
-    """Two passes of one rank and an optimizer, by hand."""
+    """A step with two passes of one rank and an optimizer, computed by hand."""
     step = DrawnStep(
         pp=1,
         num_microbatches=1,

@@ -1,4 +1,4 @@
-"""A request is read into a problem."""
+"""A request becomes a problem."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipette_launch.planning.plan import PlanRequest, read_problem
 
 
 def test_notes_on_the_job_come_before_those_on_assumed_machines() -> None:
-    """A short screen has room for the first ones alone, and a wrong job costs more than other hosts."""
+    """A short screen shows only the first notes, and a wrong job matters more than wrong hosts."""
     words = (
         *TEXT.split(),
         "--tokenizer-type",

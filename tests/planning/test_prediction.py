@@ -1,4 +1,4 @@
-"""A command line and the machines become one prediction, with every assumption said."""
+"""A command line and machines become a prediction with notes on every assumption."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def measured(memory_bytes: int = 8 << 30) -> Measurements:
-    """Eight CPUs on two hosts."""
+    """Return measurements of eight CPUs on two hosts."""
     return tiny_measurements(tiny_cluster(2, 4, memory_bytes=memory_bytes))
 
 
 def test_a_prediction_is_the_memory_model_and_the_predictor() -> None:
-    """On a measured cluster it has the figures that the planner would have for the user's own configuration."""
+    """On a measured cluster it equals the planner's figures for the user's own configuration."""
     found = predict(PIPELINE, cluster=measured(), megatron_version="0.16.1")
     job = read_job(PIPELINE, world_size=8, megatron_version="0.16.1", device_kind="cpu")
 
@@ -70,7 +70,7 @@ def test_the_rate_is_megatrons() -> None:
 
 
 def test_it_survives_the_file() -> None:
-    """The document is one of ours: strict, with a version."""
+    """Writing and reading the document changes nothing."""
     found = predict(PIPELINE, world_size=8, gpu="H100", megatron_version="0.16.1")
 
     assert found == files.loads(Prediction, files.dumps(found), "test")
@@ -103,7 +103,7 @@ def test_the_planner_and_the_prediction_follow_one_rule(memory: int, overhead: i
 
 
 def test_of_unknown_machines_only_memory_is_told() -> None:
-    """Neither a verdict nor a time, and the note says what would help."""
+    """There is no verdict and no time, and a note says what would help."""
     found = predict(PIPELINE, world_size=8, megatron_version="0.16.1")
 
     assert ("unknown", None, None, None) == (found.verdict, found.fits, found.step_time_s, found.capacity_bytes)
@@ -111,7 +111,7 @@ def test_of_unknown_machines_only_memory_is_told() -> None:
 
 
 def test_the_gpu_and_the_environment_decide_the_attention() -> None:
-    """Left to itself TransformerEngine keeps scores before Ampere; the environment may not contradict the flag."""
+    """By default TransformerEngine keeps scores before Ampere; an environment that contradicts the flag is refused."""
     words = [*SMALL, *"--transformer-impl transformer_engine --fp16 --seq-length 2048".split()]
     words += ["--max-position-embeddings", "2048"]
     volta, ampere = (
@@ -134,7 +134,7 @@ def test_a_rank_has_a_stage() -> None:
 
 
 def test_what_was_not_measured_has_no_time() -> None:
-    """Compute of another micro-batch cannot be guessed; the memory is told all the same."""
+    """An unmeasured micro-batch has memory but no time."""
     nothing = replace(measured(), compute=())
     found = predict(PIPELINE, cluster=nothing, megatron_version="0.16.1")
 
@@ -143,7 +143,7 @@ def test_what_was_not_measured_has_no_time() -> None:
 
 
 def test_a_device_without_a_peak_has_no_time() -> None:
-    """A V100 computes no bf16; memory is told all the same."""
+    """A V100 has no bf16 peak: there is memory but no time."""
     found = predict([*PIPELINE, "--bf16"], world_size=8, gpu="V100-SXM2-32GB", megatron_version="0.16.1")
 
     assert found.step_time_s is None
@@ -151,7 +151,7 @@ def test_a_device_without_a_peak_has_no_time() -> None:
 
 
 def test_every_overhead_is_a_note() -> None:
-    """On a GPU that nobody measured, what is not the model's is a stated default."""
+    """On an imagined GPU, each default overhead is a note."""
     notes = " ".join(predict(PIPELINE, world_size=8, gpu="H100", megatron_version="0.16.1").notes)
 
     for word in ("Workspaces", "Context", "Communicators", "allocator's reserve", "Not modelled"):
@@ -159,7 +159,7 @@ def test_every_overhead_is_a_note() -> None:
 
 
 def test_without_megatron_the_newest_flags_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A laptop has none, and the guess is said."""
+    """Without Megatron, a note names the assumed release."""
     monkeypatch.setattr("importlib.metadata.version", _not_installed)
     monkeypatch.chdir(tmp_path)
     found = predict(PIPELINE, world_size=8)
@@ -191,7 +191,7 @@ def _not_installed(name: str) -> str:
 def test_bad_input_is_one_clear_sentence(
     more: str, said: dict[str, object], error: type[PipetteError], message: str
 ) -> None:
-    """It names the flag, the value, and where it helps what would be right."""
+    """The message names the flag, the value and a legal value."""
     with pytest.raises(error) as caught:
         predict([*PIPELINE, *more.split()], **{"world_size": 8, "megatron_version": "0.16.1", **said})  # type: ignore[arg-type]
 
@@ -226,7 +226,7 @@ def test_no_torch_is_needed() -> None:
     ],
 )
 def test_values_of_another_type_are_refused_in_words(wrong: dict[str, Any], message: str) -> None:
-    """A line in one string, a word that is none, an unknown method and sizes that are no integers are usage errors."""
+    """A whole line in one string, a number as a word, an unknown method and non-integer sizes are refused."""
     given_ = {"arguments": PIPELINE, "world_size": 8, "megatron_version": "0.16.1"} | wrong
 
     with pytest.raises(UsageError, match=message):
@@ -234,7 +234,7 @@ def test_values_of_another_type_are_refused_in_words(wrong: dict[str, Any], mess
 
 
 def test_a_measured_cluster_says_whose_layers_it_timed() -> None:
-    """Its file names no model, so the answer says whose its layer times are; imagined ones are of this very model."""
+    """A file without a model gets a note on its layer times; imagined times need no note."""
     told, imagined = (
         predict(PIPELINE, cluster=measured(), megatron_version="0.16.1"),
         predict(PIPELINE, world_size=8, gpu="H100", megatron_version="0.16.1"),
@@ -245,7 +245,7 @@ def test_a_measured_cluster_says_whose_layers_it_timed() -> None:
 
 
 def test_layers_of_another_model_are_refused() -> None:
-    """A file that says whose layers were timed is taken for no other; more layers of the same kind are no other."""
+    """A file for another kind of layer is refused; the number of layers may differ."""
     job = read_job(PIPELINE, world_size=8, megatron_version="0.16.1", device_kind="cpu", for_prediction=True)
     mine = replace(measured(), model_digest=layers_digest(replace(job.model, num_layers=2 * job.model.num_layers)))
 
@@ -255,7 +255,7 @@ def test_layers_of_another_model_are_refused() -> None:
 
 
 def test_fp8_shortens_the_products_of_layers() -> None:
-    """At less than twice the rate, as inputs and gradients are cast; the notes say at which share of which peak."""
+    """FP8 is less than twice as fast, because of casts; a note names share and peak."""
     line = (*PIPELINE, "--bf16", "--transformer-impl", "transformer_engine")
     plain, eight = (
         predict(words, world_size=8, gpu="H100", megatron_version="0.16.1")
@@ -281,7 +281,7 @@ def test_fp8_shortens_the_products_of_layers() -> None:
     ],
 )
 def test_settings_of_nccl_that_were_not_measured_have_a_note(words: str, begins: str, ends: str) -> None:
-    """Collectives are measured with NCCL's default settings, whatever the job's own will be."""
+    """Collectives are measured with NCCL's defaults, and a note names the job's own settings."""
     plain, with_flag = (
         predict((*PIPELINE, *more), world_size=8, gpu="H100", megatron_version="0.16.1") for more in ((), words.split())
     )
@@ -293,7 +293,7 @@ def test_settings_of_nccl_that_were_not_measured_have_a_note(words: str, begins:
 
 
 def test_a_flag_that_is_not_priced_has_a_note() -> None:
-    """An optimizer on the host does not change the predicted step, and the prediction says so."""
+    """A note says that an optimizer on the host is not in the predicted step."""
     flags = "--bf16 --optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer"
     line = (*PIPELINE, "--transformer-impl", "transformer_engine", *flags.split())
     found = predict(line, world_size=8, gpu="H100", megatron_version="0.16.1")
@@ -316,7 +316,7 @@ def test_a_flag_that_is_not_priced_has_a_note() -> None:
     ],
 )
 def test_memory_that_is_not_counted_has_a_note(words: str, begins: str) -> None:
-    """The flag, and whether devices hold more or less."""
+    """The note names the flag, and whether the real memory is larger or smaller."""
     plain, with_flag = (
         predict(line, world_size=8, gpu="H100", megatron_version="0.16.1")
         for line in (PIPELINE, (*PIPELINE, *words.split()))
@@ -327,7 +327,7 @@ def test_memory_that_is_not_counted_has_a_note(words: str, begins: str) -> None:
 
 
 def test_flags_that_megatron_does_not_have_are_named() -> None:
-    """A slip of the pen falls back to a default, so it is said; Megatron's tag is as good as its version."""
+    """An unknown flag has no effect, so a note names it; a release may be given as Megatron's tag."""
     found = predict((*PIPELINE, "--num-layres", "3"), cluster=measured(), megatron_version="core_v0.16.1")
     clean = predict(PIPELINE, cluster=measured(), megatron_version="0.16.1")
 
@@ -349,7 +349,7 @@ def test_flags_that_megatron_does_not_have_are_named() -> None:
     ],
 )
 def test_long_sequences_need_their_whole_mask(words: str, least_gib: int, most_gib: int) -> None:
-    """A 7B model's peak holds s x s bytes before context parallelism cuts them, and the flag takes them off."""
+    """The peak of a 7B model includes the whole mask of s x s bytes; the flag removes it."""
     length = words.split()[1]
     asked = (*MISTRAL, *words.split(), "--max-position-embeddings", length)
     options: dict[str, Any] = {"world_size": 64, "gpu": "H100-SXM", "megatron_version": "0.16.1"}
@@ -379,7 +379,7 @@ def test_long_sequences_need_their_whole_mask(words: str, least_gib: int, most_g
 def test_the_mask_is_named_in_the_verdict_where_the_job_would_fit_without(
     words: str, gpu: str, verdict: str, is_remedy: bool
 ) -> None:
-    """A job that fits, or does not fit without a mask either, gets no such advice."""
+    """The verdict names the flag only if the job fits with it and not without it."""
     degrees = "--tensor-model-parallel-size 4 --context-parallel-size 16 --sequence-parallel".split()
     degrees += ["--max-position-embeddings", "524288"]
     found = predict(

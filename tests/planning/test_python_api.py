@@ -1,4 +1,4 @@
-"""What callers of `pipette_launch.predict` see of it, and what it says to them."""
+"""`pipette_launch.predict` as seen by a caller."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipette_launch.planning.predict import predict
 
 
 def test_the_python_api_is_the_same_function() -> None:
-    """`pipette_launch.predict` is found where it is used."""
+    """`pipette_launch.predict` is `planning.predict.predict`."""
     assert predict is pipette_launch.predict
 
 
 def test_help_and_dir_show_it() -> None:
-    """In a fresh interpreter, before anyone has used it; and dir() shows nothing that is only imported."""
+    """help() and dir() list the function before its first use, and no internal import."""
     code = "import pipette_launch; assert dir(pipette_launch)[-1] == 'predict'; help(pipette_launch)"
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
@@ -46,7 +46,7 @@ def test_help_and_dir_show_it() -> None:
     ],
 )
 def test_errors_name_arguments(said: dict[str, Any], message: str) -> None:
-    """Ours by their names in Python; Megatron's flags stay flags, for that is how they were passed."""
+    """Errors use Python's names for our arguments and flags for Megatron's."""
     with pytest.raises(PipetteError) as caught:
         predict(**{"arguments": SMALL, "megatron_version": "0.16.1", **said})
 

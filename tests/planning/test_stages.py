@@ -1,4 +1,4 @@
-"""The split that users see holds every byte once."""
+"""The split of memory by kind counts every byte once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
 def job(layout: Layout, **changes: object) -> Job:
-    """A job of this layout."""
+    """Return a job with this layout."""
     return tiny_job(layout.world_size, own=layout, batch=Batch(global_batch_size=8), model=tiny_model(**changes))
 
 
@@ -32,7 +32,7 @@ JOBS = [
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("one", JOBS, ids=lambda one: one.own.words())
 def test_overhead_is_what_is_added_to_the_model(one: Job, kind: str) -> None:
-    """Each stage's device holds the model's peak and the overhead; on CPU there is none."""
+    """A stage needs the model's peak plus the overhead; CPUs have no overhead."""
     overhead = overhead_of(one, one.own, device_kind=kind)
     stages = count_by_formula(one, range(one.own.pp), overhead).stages
 
@@ -44,7 +44,7 @@ def test_overhead_is_what_is_added_to_the_model(one: Job, kind: str) -> None:
 
 
 def test_only_the_stages_that_were_asked_for_are_told() -> None:
-    """In the order of the question."""
+    """The stages come in the requested order."""
     one = job(Layout(pp=4))
     stages = count_by_formula(one, (2,), overhead_of(one, one.own, device_kind="cpu")).stages
 
@@ -52,7 +52,7 @@ def test_only_the_stages_that_were_asked_for_are_told() -> None:
 
 
 def test_an_executed_peak_is_split_like_a_counted_one() -> None:
-    """Every byte once, and the optimizer's temporaries among the buffers."""
+    """Every byte counts once, and the optimizer's temporaries count as buffers."""
     parts = ExecutedParts(
         weights=1,
         gradients=2,
@@ -79,7 +79,7 @@ def test_an_executed_peak_is_split_like_a_counted_one() -> None:
 
 
 def test_stages_that_peak_in_the_optimizer_are_named() -> None:
-    """A batch of one short sequence under torch's own Adam: temporaries of 4 bytes a parameter are the most."""
+    """With one short sequence and torch's own Adam, the optimizer's temporaries make the peak."""
     one = job(Layout(pp=4), seq_length=1, vocab_size=1, make_vocab_size_divisible_by=1)
     overhead = overhead_of(one, one.own, device_kind="cpu")
 
@@ -87,7 +87,7 @@ def test_stages_that_peak_in_the_optimizer_are_named() -> None:
 
 
 def test_executed_ranks_carry_their_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the worker says of each rank becomes stages, with one note for all that say the same."""
+    """Each executed rank becomes a stage; equal notes appear once."""
     one = job(Layout(pp=2))
 
     def answer(*_: object, **__: object) -> tuple[ExecutedMemory, ...]:
@@ -118,7 +118,7 @@ def test_executed_ranks_carry_their_notes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_without_megatron_abstract_execution_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what to do instead."""
+    """The error also names the other method."""
     one = job(Layout(pp=2))
     monkeypatch.setattr("pipette_launch.planning.predict.find_spec", lambda name: None)
 

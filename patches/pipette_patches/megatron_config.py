@@ -303,7 +303,7 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
         job: the training job.
         layout: the job's parallel layout.
         chunks: number of layers of each model chunk, in model order.
-        changes: fields that replace those of the job's flags.
+        changes: fields that override the job's flags.
 
     """
     model, interleaved = job.model, layout.vpp > 1

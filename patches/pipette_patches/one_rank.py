@@ -134,7 +134,7 @@ class Trainer:
         size: Size,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
-        """Set everything up; `changes` are fields of TransformerConfig that replace those of the job's flags."""
+        """Set everything up; `changes` are fields of TransformerConfig that override the job's flags."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
 

@@ -150,7 +150,7 @@ class Replacements:
         self._original_of: dict[int, tuple[Any, Any]] = {}
 
     def apply(self) -> None:
-        """Replace attributes of imported modules now, and those of other modules when they are imported."""
+        """Replace attributes of imported modules now, and of other modules when they are imported."""
         try:
             for module, put in self._actions:
                 when_imported(module, put)
@@ -179,7 +179,7 @@ class Replacements:
     def _put(self, replacement: Replacement, module: ModuleType) -> None:
         owner, name = owner_of(module, replacement.path, may_be_absent=replacement.may_be_absent)
         raw = vars(owner).get(name, _INHERITED)
-        # A module that ran `from a import f` may hold the successor of `a.f`. Start from the original of that one.
+        # A module that ran `from a import f` may hold the successor of `a.f`. Start from the original of `a.f`.
         _, raw = self._original_of.get(id(raw), (None, raw))
         original = getattr(owner, name, None) if raw is _INHERITED else raw
         if isinstance(original, (staticmethod, classmethod)):

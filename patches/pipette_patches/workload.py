@@ -138,7 +138,7 @@ def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workl
 def forget_dummy_gradients() -> None:
     """Free the empty weight gradients that Transformer Engine keeps, one for each shape that this process has used.
 
-    A training keeps only those of its own layers (transformer_engine/pytorch/module/base.py, get_dummy_wgrad, in
+    A training keeps only the shapes of its own layers (transformer_engine/pytorch/module/base.py, get_dummy_wgrad, in
     `_dummy_wgrads` from release 2.2 to 2.18).
     """
     base = sys.modules.get("transformer_engine.pytorch.module.base")

@@ -35,7 +35,7 @@ _PART_OF = {"backward": "working", "head": "logits"}
 
 @functools.cache
 def load() -> None:
-    """Turn this process into one that only executes abstractly, and import megatron-core."""
+    """Import megatron-core with stand-ins for CUDA and Transformer Engine; the process can only execute abstractly."""
     transformer_engine.install()
     replacements = (
         gpu_replacements.TORCH,

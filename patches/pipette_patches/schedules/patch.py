@@ -148,7 +148,7 @@ def _compared(chunks: list[Any], data: list[Any], ours: _Run, megatrons: _Run) -
 
     Returns:
         Results and an empty string if the figures of all ranks agree. Otherwise the results of Megatron's schedule,
-        which then ran once more, and the first difference. The gradients are those of the returned results.
+        which then ran once more, and the first difference. The gradients belong to the returned results.
 
     """
     from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states

@@ -57,7 +57,7 @@ def _is_pp_last_stage(group: Any) -> bool:
 def _layer_offset(
     original: Callable[..., int], config: Any, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> int:
-    """Return the number of layers before a chunk; for a second chunk, that of rank p - 1 - r."""
+    """Return the number of layers before a chunk; a second chunk has the offset of rank p - 1 - r."""
     if vp_stage == SECOND:
         from megatron.core import parallel_state
 

@@ -18,7 +18,8 @@ from dataclasses import replace
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.messages import ExecutedMemory, ExecutedParts
 from pipette_patches import megatron_config
-from pipette_patches.abstract import gpu_replacements, kernels, transformer_engine
+from pipette_patches.abstract import kernels, transformer_engine
+from pipette_patches.abstract.gpu_replacements import CORE, EXPERTS, OFFLOADING, TORCH, forget_offloaded
 from pipette_patches.megatron_config import flags
 from pipette_patches.one_rank import Size, Trace, Trainer, enough_microbatches, full_size, import_megatron, one_rank
 from pipette_patches.replacements import Replacements
@@ -37,13 +38,7 @@ _PART_OF = {"backward": "working", "head": "logits"}
 def load() -> None:
     """Import megatron-core with stand-ins for CUDA and Transformer Engine; the process can only execute abstractly."""
     transformer_engine.install()
-    replacements = (
-        gpu_replacements.TORCH,
-        gpu_replacements.CORE,
-        gpu_replacements.EXPERTS,
-        gpu_replacements.OFFLOADING,
-    )
-    Replacements([each for group in replacements for each in group]).apply()
+    Replacements((*TORCH, *CORE, *EXPERTS, *OFFLOADING)).apply()
     import_megatron()
     # Imported objects stay. Without this call the collection after each rank takes longer than the rank.
     gc.freeze()
@@ -67,7 +62,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
         # Jobs with Megatron's own layers are assumed to have no Transformer Engine, and so no fused optimizer.
         kernels.choose_optimizers(fused=job.model.transformer_impl == "transformer_engine")
         kernels.choose_routing(job)
-        gpu_replacements.forget_offloaded()
+        forget_offloaded()
         with metered() as meter:
             trainer = Trainer(job, layout, pp_rank, meter=meter, size=size)
             trace = trainer.train(forward_and_backward=forward_and_backward)

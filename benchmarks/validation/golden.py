@@ -23,7 +23,7 @@ from benchmarks.validation.golden_score import (
 )
 from benchmarks.validation.lines import Found, Section, counted
 from benchmarks.validation.workspace import FITTED
-from pipette_launch import cost
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Job
 
@@ -53,7 +53,7 @@ class Files:
 
 def closed_form(job: Job) -> Estimate:
     """Estimate by the product's closed form, for the last stage."""
-    last = cost.peak_memory_bytes(job, job.own)[-1]
+    last = peak_memory_bytes(job, job.own)[-1]
     return Estimate(static_bytes=last.static, peak_bytes=last.total)
 
 

@@ -169,6 +169,9 @@ scatter)."""
 LAYERS: tuple[str, ...] = (*TRANSFORMER_KINDS, *LETTERS.values())
 """The parts of a model that are layers."""
 
+CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+"""Collectives that the warm-up times."""
+
 Part: TypeAlias = Literal[LayerKind, "embedding", "head", "core_attention", "prediction"]
 """Parts that are measured separately: `LAYERS`, both ends of the model, the core of attention, one depth of
 prediction."""
@@ -278,7 +281,7 @@ class CollectiveTime:
     `bytes` is the size of the full tensor on one rank (before a reduce-scatter, after an all-gather).
     """
 
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+    kind: Literal[CollectiveKind, "send"]
     slots: tuple[int, ...]
     """One of the measured groups. Groups of equal shape were measured at the same time."""
     latency_s: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import compress
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Host
@@ -13,7 +13,7 @@ from pipette_launch.facts.files import check_numbers
 from pipette_launch.facts.health import DeviceCondition
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.measurements import Measurements
+from pipette_launch.facts.measurements import CollectiveKind, Measurements
 from pipette_launch.facts.plan import Choice, Plan, Shortage
 
 FailureKind = Literal[
@@ -127,9 +127,6 @@ class ExecutionAnswer:
 
     ranks: tuple[ExecutedMemory, ...] = ()
     error: str | None = None
-
-
-CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,8 @@ from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import has_two_embeddings
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, files
-from pipette_launch.facts.messages import Advice, CollectiveKind, Dimension, MeasuringQuestion, StageCase
+from pipette_launch.facts.measurements import CollectiveKind
+from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.planning.plan import best_plan
 from pipette_launch.search.solve import SolveOptions
 from pipette_launch.text import plural, printable

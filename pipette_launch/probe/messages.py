@@ -30,7 +30,8 @@ from pipette_launch.facts import (
 )
 from pipette_launch.facts.cluster import HostsOfJob
 from pipette_launch.facts.health import DeviceCondition
-from pipette_launch.facts.messages import CollectiveKind, Dimension
+from pipette_launch.facts.measurements import CollectiveKind
+from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.health.nvml import LoadReading
 
 LEAST_S = 60.0

@@ -40,8 +40,8 @@ from pipette_launch.facts import (
     files,
 )
 from pipette_launch.facts.health import Verdict
-from pipette_launch.facts.measurements import LAYERS, UNSTABLE_SPREAD, Coverage, layers_digest
-from pipette_launch.facts.messages import Advice, CollectiveKind, Dimension, MeasuringQuestion, StageCase
+from pipette_launch.facts.measurements import LAYERS, UNSTABLE_SPREAD, CollectiveKind, Coverage, layers_digest
+from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.probe.compute import benches
 from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wall, speeds
 from pipette_launch.probe.health import inventory

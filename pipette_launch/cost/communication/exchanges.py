@@ -37,7 +37,7 @@ from pipette_launch.cost.layers.parameters import (
 )
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
-from pipette_launch.facts.messages import CollectiveKind
+from pipette_launch.facts.measurements import CollectiveKind
 from pipette_launch.facts.model import LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 

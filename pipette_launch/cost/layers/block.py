@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from pipette_launch.facts.job import ITERATION, Job, PerformanceOptions
 from pipette_launch.facts.layout import Ints, Layout
-from pipette_launch.facts.messages import CollectiveKind
+from pipette_launch.facts.measurements import CollectiveKind
 from pipette_launch.facts.model import LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 

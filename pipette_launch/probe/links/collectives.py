@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples
-from pipette_launch.facts.messages import CollectiveKind, Dimension
+from pipette_launch.facts.measurements import CollectiveKind
+from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.instruments import QueuedCalls, await_device
 from pipette_launch.probe.links.pairs import align, slowest_of_all
 from pipette_launch.probe.lockstep import Budget, Lockstep

@@ -1,4 +1,4 @@
-"""All workers of a warm-up, forked from one process that has imported what they share: seconds for each of them.
+"""All workers of a warm-up, forked from one process with the common imports, which saves seconds for each.
 
 `python forked_workers.py ORDER PORT RANK...`; what rank 3 writes to stderr lies in errors-3 beside the order, and the
 last line of stdout has the exit codes. The imports of a RANK written as `1+8` take 8 s longer.

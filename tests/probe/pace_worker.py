@@ -82,7 +82,7 @@ def main(folder: Path, slot: int, runs: int) -> None:
         lockstep = Lockstep(store=FolderStore(store), rank=slot, world_size=options.num_slots, timeout_s=LIMIT_S)
         test = PaceTest(options=options, slot=slot)
         test.first(work, lockstep, 0.0)
-        # What a warm-up times in between.
+        # Stands for the timed parts between both tests.
         for _ in range(100):
             work()
         test.again(work, lockstep, 0.0)

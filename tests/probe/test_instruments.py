@@ -167,19 +167,19 @@ class FakeCuda:
         self.peak = self.allocated
 
     def memory_allocated(self) -> int:
-        """What is in use."""
+        """Return the bytes in use."""
         return self.allocated
 
     def max_memory_allocated(self) -> int:
-        """What was in use at most."""
+        """Return the peak."""
         return self.peak
 
     def memory_reserved(self) -> int:
-        """What the allocator has taken."""
+        """Return the reserved bytes."""
         return 8
 
     def max_memory_reserved(self) -> int:
-        """What it took at most."""
+        """Return the largest reserve."""
         return 9
 
 

@@ -75,7 +75,7 @@ def test_a_flat_line_is_taken_pessimistically() -> None:
 
 
 def test_the_budget_counts_shares_from_the_start() -> None:
-    """Of 60 s that began at 100, the 40 % share ends at 124."""
+    """A budget of 60 s that began at 100: the 40 % share ends at 124."""
     budget = Budget(started_s=100, budget_s=60, clock=lambda: 120)
 
     assert 4 == budget.left_s(0.4)
@@ -109,7 +109,7 @@ def test_rank_0_tells_all() -> None:
 
 
 def test_a_missing_decision_has_a_deadline() -> None:
-    """Without rank 0, the others report what they waited for, and how long."""
+    """Without rank 0, the others report the awaited text and the time."""
     with pytest.raises(ProbeError, match="waited 7 s in vain for rank 0's decision"):
         lockstep(OneRankStore(), 1).agree(lambda: True)
 
@@ -202,7 +202,7 @@ class CountingStore(OneRankStore):
         return super().add(key, amount)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Whoever is waited for will come."""
+        """Return at once: every awaited rank will come."""
         self.count(*keys)
 
 

@@ -71,7 +71,7 @@ def test_groups_of_a_dimension_cover_every_slot_once(hosts: int, devices: int) -
 
 
 def test_options_survive_their_file(tmp_path: Path) -> None:
-    """The worker reads what the agent wrote."""
+    """The worker reads the same order that the agent wrote."""
     options = tiny_options(tmp_path, hosts=2, devices=2)
     files.write(tmp_path / "options.json", options)
 

@@ -21,7 +21,7 @@ from pipette_launch.facts import Samples
 from pipette_launch.facts.measurements import CollectiveKind
 from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.instruments import QueuedCalls, await_device
-from pipette_launch.probe.links.pairs import align, slowest_of_all
+from pipette_launch.probe.links.pairs import slowest_of_all
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import GroupSamples, WarmupOrder, WorkerResult
 
@@ -152,7 +152,7 @@ class _Timer:
         action = None if self.refused else action
         try:
             # Also after a refusal and without a group: the dimension's other groups wait for all ranks here.
-            align(device, self._limit_s)
+            slowest_of_all(0.0, device, self._limit_s)
             value_s = _on_cpu if self._queued is None else self._on_gpu(action, self._queued)
             if action is not None:
                 warmups = 0 if repeats else self._options.warmups

@@ -322,7 +322,8 @@ class LinkMeter:
         """Measure both directions of all pairs, low ends first; returns this rank's samples as a sender, if any."""
         mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self._rank in pair), None)
         with self._deadline("the others"):
-            align(self.options.device_kind, self.options.wait_s(), self.clock)
+            # All ranks leave this call together.
+            slowest_of_all(0.0, self.options.device_kind, self.options.wait_s(), self.clock)
         if mine is None:
             for _ in range(2):
                 self._direction(groups, None, None)
@@ -467,13 +468,8 @@ def _operations(
     return (send, receive) if sends_first else (receive, send)
 
 
-def align(device_kind: str, timeout_s: float, clock: Clock = time.perf_counter) -> None:
-    """Wait until all ranks are here, by the smallest all-reduce; raises TimeoutError at a GPU's deadline."""
-    slowest_of_all(0.0, device_kind, timeout_s, clock)
-
-
 def slowest_of_all(seconds: float, device_kind: str, timeout_s: float, clock: Clock = time.perf_counter) -> float:
-    """Return the largest of all ranks' numbers; all ranks leave this call at the same time."""
+    """Return the largest of all ranks' numbers, by the smallest all-reduce; TimeoutError at a GPU's deadline."""
     largest = torch.tensor([seconds], dtype=torch.float64, device=device_kind)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if device_kind == "cuda":

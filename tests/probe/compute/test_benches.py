@@ -431,7 +431,7 @@ def test_the_layers_of_a_case_end_before_the_next_is_built(tmp_path: Path, monke
 
 
 MATRIX = (8192, 28672)
-"""Of a layer of 8,192 hidden and 28,672 inner channels: 448 MiB in bf16."""
+"""Weight gradient of a layer with 8,192 hidden and 28,672 inner channels: 448 MiB in bf16."""
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 STAGE_BYTES = 1024 * MIB
 

@@ -90,7 +90,7 @@ class Pass(torch.autograd.Function):
     def forward(
         ctx: object, flow: torch.Tensor, weight: torch.Tensor, clock: FakeClock, seconds: float
     ) -> torch.Tensor:
-        """Remember what the backward takes."""
+        """Keep the time of the backward."""
         ctx.told = (clock, seconds)  # type: ignore[attr-defined]
         return flow + 0 * weight
 
@@ -217,7 +217,7 @@ def test_the_median_of_slopes_is_no_worse_than_the_slope_of_medians() -> None:
 
     assert median_of < 1.05 * of_medians
     assert median_of < single
-    # What it costs where there is nothing to take away: the price of never being wrong by what entering costs.
+    # Without a cost of entering, slopes scatter more than single runs.
     single, _, median_of = errors(entry_s=0.0, turns=11)
     assert single < median_of < 2 * single
 

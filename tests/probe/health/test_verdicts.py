@@ -38,7 +38,7 @@ def flat(num_hosts: int) -> NDArray[np.float64]:
 
 
 def test_one_slow_direction_is_suspected() -> None:
-    """Of the twelve links of four hosts, only the throttled direction is measured again, and confirmed."""
+    """Only the throttled direction, one of twelve, is measured again, and confirmed."""
     rates = flat(4)
     rates[1, 2] *= 0.5
     again = np.full((4, 4), np.nan)

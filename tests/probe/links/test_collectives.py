@@ -126,7 +126,6 @@ class OnGpu(collectives._Timer):
         monkeypatch.setattr(type(options), "device_kind", "cuda")
         monkeypatch.setattr(collectives, "_action", lambda *_, **__: self._call)
         monkeypatch.setattr(collectives.time, "perf_counter", device.clock)
-        monkeypatch.setattr(collectives, "align", lambda *_: None)
         monkeypatch.setattr(collectives, "slowest_of_all", self._largest)
         super().__init__(
             options,
@@ -140,7 +139,7 @@ class OnGpu(collectives._Timer):
         self.slowest_s, self.most_passes = 0.0, 0
 
     def _largest(self, number: float, *_: object) -> float:
-        """The other rank took `slowest_s`, or wants so many passes."""
+        """The other rank took `slowest_s`, or wants this number of passes."""
         return max(number, self.most_passes if number >= 1 else self.slowest_s)
 
     def _call(self) -> None:
@@ -211,4 +210,4 @@ def test_ranks_are_aligned_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: device.launch(math.inf))
 
     with pytest.raises(TimeoutError, match="waited 3 s for the device"):
-        collectives.align("cuda", 3.0, device.clock)
+        collectives.slowest_of_all(0.0, "cuda", 3.0, device.clock)

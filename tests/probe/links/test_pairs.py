@@ -178,7 +178,7 @@ def test_rails_go_message_by_message() -> None:
 
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=6))
 def test_rails_go_the_same_way(counts: list[int]) -> None:
-    """Written out, the order equals that of the passes."""
+    """Written out, the order equals the order of the passes."""
     assert list(in_passes(counts)) == [index for index, count in sending_order(counts) for _ in range(count)]
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from pipette_launch.errors import FileFormatError, LayoutError, PipetteError, PlanError, UsageError
 from pipette_launch.facts import Choice, Host, Job, Measurements, Plan, files
@@ -75,27 +75,27 @@ def inside(root: Path, *names: str) -> Path:
     return path
 
 
-class _KeptFile:
+class KeptFile(Generic[Kept]):
     """One document of a cache. A file that cannot be used is reported in the log and treated as missing."""
 
-    def __init__(self, root: Path | None, *names: str) -> None:
-        self._root, self._names = root, names
+    def __init__(self, kind: type[Kept], root: Path | None, *names: str) -> None:
+        self._kind, self._root, self._names = kind, root, names
         self.path = root.joinpath(*names) if root else None
         """None if nothing is kept."""
 
-    def read(self, kind: type[Kept]) -> Kept | None:
+    def load(self) -> Kept | None:
         """Return the document; None if it is missing or cannot be used."""
         if self._root is None:
             return None
         try:
-            return files.read(inside(self._root, *self._names), kind)
+            return files.read(inside(self._root, *self._names), self._kind)
         except FileFormatError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 logger.warning("%s", error)
             return None
 
-    def write(self, document: files.Document, trouble: str) -> None:
-        """Write a document; `trouble` begins the log line about an error."""
+    def write(self, document: Kept, trouble: str) -> None:
+        """Replace the document; `trouble` begins the log line about an error."""
         if self._root is None:
             return
         try:
@@ -136,7 +136,7 @@ class Cache:
 
     def measurements(self) -> Measurements | None:
         """Return the measurements behind the plan; None if they are gone."""
-        return _KeptFile(self._root, self.key, CLUSTER).read(Measurements)
+        return KeptFile(Measurements, self._root, self.key, CLUSTER).load()
 
     def outcomes(self, host: Host) -> tuple[Outcome, ...]:
         """Return the outcomes of earlier jobs on machines like this host, newest last."""
@@ -149,7 +149,7 @@ class Cache:
             )
         except OSError:
             return ()
-        found = (_KeptFile(self._root, OUTCOMES, machines, path.name).read(Outcome) for path in paths[-MOST_OUTCOMES:])
+        found = (KeptFile(Outcome, self._root, OUTCOMES, machines, path.name).load() for path in paths[-MOST_OUTCOMES:])
         return tuple(outcome for outcome in found if outcome is not None)
 
     def keep_outcome(self, outcome: Outcome, host: Host) -> str:
@@ -157,7 +157,7 @@ class Cache:
         name = f"{outcome.key}-{files.digest(outcome.layout, list(outcome.placement))}.json"
         if outcome.features:
             trouble = "the outcome cannot be kept for later jobs"
-            _KeptFile(self._root, OUTCOMES, machines_of(host), name).write(outcome, trouble)
+            KeptFile(Outcome, self._root, OUTCOMES, machines_of(host), name).write(outcome, trouble)
         return self.save(OUTCOME, outcome)
 
     def keep_plan(self, plan: Plan, measurements: Measurements | None = None) -> None:
@@ -201,18 +201,14 @@ def machines_of(host: Host) -> str:
     )
 
 
-class MachineMeasurements(_KeptFile):
+class MachineMeasurements(KeptFile[Measurements]):
     """Last measurements of one set of hosts, versions and variables, for jobs with any model."""
 
     def __init__(
         self, root: Path | None, hosts: Sequence[Host], versions: Mapping[str, str], *, environ: Mapping[str, str]
     ) -> None:
         key = files.digest(lasting(hosts), dict(versions), steering(environ))
-        super().__init__(root, CLUSTERS, key, CLUSTER)
-
-    def load(self) -> Measurements | None:
-        """Return the last measurements of these hosts, in the order of their file; None without a file."""
-        return self.read(Measurements)
+        super().__init__(Measurements, root, CLUSTERS, key, CLUSTER)
 
     def kept(self, measurements: Measurements) -> Measurements:
         """Replace the last measurements; return the new ones, completed by earlier ones that still hold."""
@@ -226,16 +222,12 @@ class MachineMeasurements(_KeptFile):
         return whole
 
 
-class ShortageFile(_KeptFile):
+class ShortageFile(KeptFile[Shortage]):
     """The shortage of memory of one kind of machine, job and versions."""
 
     def __init__(self, root: Path | None, host: Host, job: Job, versions: Mapping[str, str]) -> None:
         key = files.digest(machines_of(host), memory_digest(job), job.megatron_version, dict(versions))
-        super().__init__(root, SHORTAGES, key, SHORTAGE)
-
-    def load(self) -> Shortage | None:
-        """Return the known shortage; None without a file."""
-        return self.read(Shortage)
+        super().__init__(Shortage, root, SHORTAGES, key, SHORTAGE)
 
     def keep(self, shortage: Shortage) -> None:
         """Replace the known shortage."""

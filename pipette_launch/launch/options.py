@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pipette_launch import defaults, megatron
-from pipette_launch.errors import UsageError
+from pipette_launch.errors import OptionError
 from pipette_launch.facts import Choice, Job, Layout, Plan, files
 
 if TYPE_CHECKING:
@@ -70,24 +70,21 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.probe_to is not None:
-            raise UsageError("--pipette-plan trains without measuring, --pipette-probe only measures; give one of them")
+            raise OptionError(("plan", "probe"), "exclude each other: a plan needs no measurements; give one of them")
         if not self.budget_s > 0:
-            raise UsageError(f"--pipette-budget must be above 0 seconds, got {self.budget_s:g}")
+            raise OptionError("budget", f"must be above 0 seconds, got {self.budget_s:g}")
         if self.budget_s == math.inf:
-            raise UsageError("--pipette-budget must be finite, got inf; name a number of seconds")
+            raise OptionError("budget", "must be finite, got inf; name a number of seconds")
         for name in ("trials", "tolerate", "spares"):
             if getattr(self, name) < 0:
-                raise UsageError(f"--pipette-{name} must be at least 0, got {getattr(self, name)}")
+                raise OptionError(name, f"must be at least 0, got {getattr(self, name)}")
         if self.trial_iters < LEAST_TRIAL_ITERS:
-            raise UsageError(
-                f"--pipette-trial-iters must be at least {LEAST_TRIAL_ITERS}, got {self.trial_iters}: fewer step times "
-                f"do not show how much they scatter"
-            )
+            least = f"must be at least {LEAST_TRIAL_ITERS}, got {self.trial_iters}"
+            raise OptionError("trial_iters", f"{least}: fewer step times do not show how much they scatter")
         for name, below in (("margin", 1), ("memory_margin", 1), ("watch_limit", math.inf)):
             fraction = getattr(self, name)
             if not 0 <= fraction < below:
-                limit = f"at least 0 and below {below:g} (0.02 is 2 %)"
-                raise UsageError(f"--pipette-{name.replace('_', '-')} must be {limit}, got {fraction:g}")
+                raise OptionError(name, f"must be at least 0 and below {below:g} (0.02 is 2 %), got {fraction:g}")
 
     @property
     def plan_settings(self) -> tuple[float | str, ...]:

@@ -27,7 +27,7 @@ from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
 from pipette_launch.search.candidates import SearchInputs, placement_problem
 from pipette_launch.search.frontier import Frontier
-from pipette_launch.search.layouts import cuts
+from pipette_launch.search.layouts import base_layouts
 from pipette_launch.search.placement import exhaustion
 from pipette_launch.search.slots import host_order
 from pipette_launch.search.solve import SolveOptions, solve
@@ -74,7 +74,7 @@ def job_of(model: str) -> Job:
 def run_one(network: str, model: str, seed: int) -> Row:
     """Plan, then try everything that could be faster."""
     job = job_of(model)
-    found = cuts(job, world_size=HOSTS * DEVICES, devices_per_host=DEVICES, device_kind="cuda")
+    found = base_layouts(job, world_size=HOSTS * DEVICES, devices_per_host=DEVICES, device_kind="cuda")
     spec = MACHINES[MACHINE].spec
     measured = imagined(job, spec, num_hosts=HOSTS, devices_per_host=DEVICES, layouts=found.layouts)
     measured = with_network(measured, NETWORKS[network](HOSTS, np.random.default_rng([seed, HOSTS])))
@@ -103,7 +103,7 @@ def run_one(network: str, model: str, seed: int) -> Row:
 def try_all(job: Job, measured: Measurements, plan: Plan) -> tuple[int, float, Layout]:
     """Price every placement of every layout whose bound is below the plan's step; return the fastest."""
     inputs = SearchInputs.of(job, measured, memory_margin=MEMORY_MARGIN)
-    found = cuts(
+    found = base_layouts(
         job,
         world_size=HOSTS * DEVICES,
         devices_per_host=DEVICES,

@@ -37,7 +37,7 @@ BUDGETS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 RESULTS = Path(__file__).parent / "results"
 
 PARTS = {
-    "enumerate": ("search.solve:cuts", "search.frontier:Frontier._open"),
+    "enumerate": ("search.solve:base_layouts", "search.frontier:Frontier._open"),
     "memory": (
         "cost.learned:CorrectedPredictor.all_peaks",
         "cost.learned:CorrectedPredictor.peaks",
@@ -49,11 +49,11 @@ PARTS = {
         "cost.learned:CorrectedPredictor.bound_s",
     ),
     "placing": (
-        "search.search_loop:price",
-        "search.search_loop:with_better_placement",
-        "search.search_loop:with_devices_exchanged",
+        "search.solve:price",
+        "search.solve:with_better_placement",
+        "search.solve:with_devices_exchanged",
     ),
-    "certificate": ("search.search_loop:SearchLoop._sharpened",),
+    "certificate": ("search.solve:SearchLoop._sharpened",),
 }
 """Functions of each part, by the module that calls them. A nested call counts for its own part only."""
 

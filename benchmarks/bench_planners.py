@@ -23,7 +23,7 @@ from benchmarks.rivals.pick import PlannerOptions
 from benchmarks.telling import shown
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Measurements
-from pipette_launch.search.layouts import cuts
+from pipette_launch.search.layouts import base_layouts
 
 GPUS = (64, 128, 512)
 QUICK = ("A100/tiered/8.1B/64", "V100/measured/2.5B/64")
@@ -51,7 +51,7 @@ class Bench:
         hosts = int(gpus) // DEVICES_PER_HOST
         job = job_of(model, MACHINES[machine], int(gpus))
         if self._imagined is None or self._imagined[0] != (machine, model, gpus):
-            found = cuts(job, world_size=int(gpus), devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
+            found = base_layouts(job, world_size=int(gpus), devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
             measured = imagined(
                 job,
                 MACHINES[machine].spec,

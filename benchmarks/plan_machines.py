@@ -12,7 +12,7 @@ from benchmarks.gpt import gpt_job
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.facts import Job, Layout, Links, Measurements
 from pipette_launch.facts.known_devices import device_named
-from pipette_launch.search.layouts import cuts
+from pipette_launch.search.layouts import base_layouts
 
 SEED = 0
 DEVICES_PER_HOST = 8
@@ -61,7 +61,8 @@ def job_of(hosts: int) -> Job:
 
 def measured(job: Job, hosts: int) -> Measurements:
     """Measurements that a warm-up would make, with random links and speeds."""
-    found = cuts(job, world_size=hosts * DEVICES_PER_HOST, devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
+    slots = hosts * DEVICES_PER_HOST
+    found = base_layouts(job, world_size=slots, devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
     equal = imagined(
         job,
         device_named("A100-80GB"),

@@ -12,7 +12,7 @@ from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.known_devices import device_named
 from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.search.fallback_plans import with_cases_of
-from pipette_launch.search.layouts import cuts
+from pipette_launch.search.layouts import base_layouts
 
 DEVICES_PER_HOST = 8
 DEVICE = "A100-80GB"
@@ -77,7 +77,7 @@ def machines(case: Case) -> Measurements:
     """Equal hosts with equal links, as a warm-up would have measured them."""
     job = case.job(case.hosts)
     world = case.hosts * DEVICES_PER_HOST
-    found = cuts(job, world_size=world, devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
+    found = base_layouts(job, world_size=world, devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
     return imagined(job, device(), num_hosts=case.hosts, devices_per_host=DEVICES_PER_HOST, layouts=found.layouts)
 
 

@@ -16,7 +16,7 @@ from pipette_launch.facts import Layout, Measurements, Plan, Provenance
 from pipette_launch.facts.layout import NO_RECOMPUTE, Recompute
 from pipette_launch.facts.plan import refit
 from pipette_launch.megatron import continuation
-from pipette_launch.search.fallback_plans import TemplateNeeds, rough_step, with_templates
+from pipette_launch.search.fallback_plans import FallbackNeeds, rough_step, with_fallback_plans
 from pipette_launch.search.solve import SolveOptions, solve
 
 Clock = Callable[[], float]
@@ -108,7 +108,7 @@ class Templates:
 
     def __init__(self, case: Case, measured: Measurements, searches: Searches, *, tolerate: int, clock: Clock) -> None:
         whole = searches.whole()
-        needs = TemplateNeeds(
+        needs = FallbackNeeds(
             tolerate=tolerate,
             least_hosts=1,
             global_batch_size=case.batch,
@@ -117,7 +117,7 @@ class Templates:
             continuation_of=lambda layout: continuation(SCRIPT, case.job(case.hosts), layout),
         )
         began_s = clock()
-        self.plan = with_templates(whole, measured, needs, options=searches.options, clock=clock)
+        self.plan = with_fallback_plans(whole, measured, needs, options=searches.options, clock=clock)
         self.took_s = clock() - began_s
 
     def going(self, lost: Sequence[str]) -> Going | None:

@@ -68,14 +68,14 @@ def probe_options(
             files.check_writable(options.probe_to)
         except OSError as error:
             raise UsageError(f"--pipette-probe {options.probe_to}: cannot be written ({error.strerror})") from error
-    # Imported here, because a start from the cache needs no search.
-    from pipette_launch.search.layouts import compute_cases, cuts
+    # The search is imported where it is used: a start from the cache does without it.
+    from pipette_launch.search.layouts import base_layouts, compute_cases
 
     devices = len(hosts[0].devices)
     kind = hosts[0].devices[0].kind
     # First the shapes for the training hosts, then those for all hosts, which the adviser's plans use.
     sizes = dict.fromkeys((len(hosts) if num_training is None else num_training, len(hosts)))
-    legal = (cuts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
+    legal = (base_layouts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
     cases = tuple(dict.fromkeys(case for one in legal for case in compute_cases(job.own, one.columns)))
     return WarmupOrder(
         job=job,

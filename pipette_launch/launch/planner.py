@@ -161,11 +161,11 @@ class Planner:
         # Imported here, because a start from the cache searches nothing.
         from pipette_launch.planning.measured_plan import make_plan
         from pipette_launch.planning.plan import with_setting
-        from pipette_launch.search.fallback_plans import TemplateNeeds
+        from pipette_launch.search.fallback_plans import FallbackNeeds
 
         self.job = job
         words, size = self._options.script_arguments, measurements.cluster.devices_per_host
-        needs = TemplateNeeds(
+        needs = FallbackNeeds(
             tolerate=self._options.tolerate,
             least_hosts=self._least_nodes,
             global_batch_size=job.batch.global_batch_size,

@@ -23,7 +23,7 @@ from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.known_schedules import schedule_names
 from pipette_launch.planning.machines import TargetMachines, checked_words, machines_of
 from pipette_launch.planning.plan_key import plan_key
-from pipette_launch.search.layouts import Cuts, cuts
+from pipette_launch.search.layouts import BaseLayouts, base_layouts
 from pipette_launch.search.solve import SolveOptions, solve
 
 ONE_EXPERT_SIZE = "Layers with experts are timed at one ep for each tp, cp and micro-batch: the nearest to your own."
@@ -260,7 +260,7 @@ def _measurements(machines: TargetMachines, job: Job) -> Measurements:
     """Return what was measured, or imagined times of every computation shape and group that a layout may have."""
     if machines.measured is not None:
         return machines.measured
-    found = cuts(
+    found = base_layouts(
         job, world_size=machines.world_size, devices_per_host=machines.devices_per_host, device_kind=machines.kind
     )
     own = () if found.own_fault else (job.own,)
@@ -269,7 +269,7 @@ def _measurements(machines: TargetMachines, job: Job) -> Measurements:
     return imagined
 
 
-def _shapes(found: Cuts, own: Layout) -> list[Layout]:
+def _shapes(found: BaseLayouts, own: Layout) -> list[Layout]:
     """Return one layout for each computation shape and one for each set of degrees; other fields change no time."""
     columns = found.columns
     # Layers of a shape are timed with its first layout. With experts, the first is the one nearest to the user's own.

@@ -1,4 +1,4 @@
-"""The layouts that a search has priced, and what all layouts are judged by: job, machines, predictor, memory."""
+"""Layouts that a search prices, and the facts that it judges them by: job, machines, predictor and memory limit."""
 
 from __future__ import annotations
 
@@ -24,32 +24,46 @@ from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProb
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"
 MANY_SLOTS = 128
-"""On more, a round of improving a placement takes long."""
+"""Number of slots above which a round that improves a placement takes long."""
 WORTH = 1e-3
-"""A placement is improved while that could still save this part of the step."""
+"""A placement is improved while that could still save this share of the step."""
+GAIN = 1e-4
+"""A round that saves less than this share of the step counts as a round without gain."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Promising:
+    """A layout that fits in memory and was not priced yet."""
+
+    least_s: float
+    """Lower bound of the step over all placements; infinite if not computed."""
+    number: int
+    """Order in which layouts were found; decides between equal bounds."""
+    layout: Layout
+    peak_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout that fits and was priced."""
+    """A layout that fits in memory and was priced."""
 
     layout: Layout
     peak_bytes: tuple[int, ...]
     """Of each pipeline rank."""
     bound_s: float
     host_order_s: float
-    """Step time in torchrun's own order."""
+    """Step time in torchrun's order."""
     placed: Placed
     bound_reason: str = ""
-    """Why no placement beats the bound; empty where the bound only takes the best link everywhere."""
+    """Reason for the bound; empty if the bound only takes the best link everywhere."""
     rounds: int = 0
-    """How often its placement was improved."""
+    """Number of rounds that improved its placement."""
     is_stalled: bool = False
-    """The last round, not the first, found nothing better."""
+    """The last round, unless it was the first, found nothing better."""
 
     @property
     def promise_s(self) -> float:
-        """An estimate of the step time after more search: halfway from the best placement so far to the bound.
+        """Expected step time after more search: halfway between the best placement so far and the bound.
 
         The bound alone is too low for layouts that need links which only some hosts have.
         """
@@ -57,50 +71,37 @@ class Candidate:
 
     @property
     def meets_bound(self) -> bool:
-        """Whether no other placement could save a noticeable part of the step."""
+        """Whether no other placement can save a noticeable share of the step."""
         return self.placed.is_optimal or self.placed.cost_s <= self.bound_s * (1 + WORTH)
 
     @property
     def can_improve(self) -> bool:
-        """Whether its placement should be improved further: not once a round has found nothing better."""
+        """Whether another round may find a better placement."""
         return self.rounds < ROUNDS and not self.is_stalled and not self.meets_bound
 
     @property
     def floor_s(self) -> float:
-        """No placement of this layout is faster."""
+        """Lower bound over all placements of this layout."""
         return self.placed.cost_s if self.placed.is_optimal else self.bound_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchInputs:
-    """What every layout is judged by: the job, the machines, the predictor and the memory that must stay free."""
+    """The facts that every layout is judged by."""
 
     job: Job
     measurements: Measurements
     predictor: CorrectedPredictor
     memory_margin: float
-    """Part of the device's memory that stays free."""
+    """Share of the device's memory that stays free."""
     own_fault: str | None
-    """The constraint that the user's own layout breaks."""
+    """Rule of Megatron that the user's own layout breaks."""
 
     @classmethod
     def of(
-        cls,
-        job: Job,
-        measurements: Measurements,
-        *,
-        memory_margin: float,
-        corrections: Corrections = NOTHING_LEARNED,
+        cls, job: Job, measurements: Measurements, *, memory_margin: float, corrections: Corrections = NOTHING_LEARNED
     ) -> SearchInputs:
-        """Take a job and what was measured; the user's own layout is assumed to be legal.
-
-        Args:
-            job: what is trained.
-            measurements: the machines.
-            memory_margin: part of the device's memory that stays free.
-            corrections: learned from earlier outcomes.
-
-        """
+        """Take a job, the measurements and the learned corrections; the user's own layout is taken to be legal."""
         return cls(
             job=job,
             measurements=measurements,
@@ -115,33 +116,33 @@ class SearchInputs:
         return self.measurements.cluster
 
     @property
-    def rooms(self) -> Domains:
-        """Its hosts and their NVLink domains."""
-        return Domains.of(self.cluster)
+    def rooms(self) -> Rooms:
+        """Hosts and NVLink domains of the allocation."""
+        return Rooms.of(self.cluster)
 
     def blocks(self, layout: Layout) -> tuple[RankBlock, ...]:
-        """Which ranks the job's flags demand together; raises LayoutError where the hosts cannot hold them so."""
+        """Return the ranks that the job's flags need together; raises LayoutError if the hosts cannot hold them so."""
         if self.cluster.device_kind != "cuda":
             return ()
         return blocks_of(self.job.model, performance_options(self.job), layout, self.rooms)
 
     def limit_bytes(self, layout: Layout) -> int:
-        """Bytes that the model's tensors may need at their peak on a rank of this layout."""
+        """Return the bytes that a rank's tensors may need: free memory, less margin and overhead."""
         return memory_limit_bytes(self.job, layout, self.measurements, memory_margin=self.memory_margin)
 
     def memory_need(self, layout: Layout, peaks_bytes: tuple[int, ...]) -> MemoryNeed:
-        """Bytes that devices hold in all when the model's tensors are at these peaks, and bytes that they may hold."""
+        """Return the bytes that devices hold in total at these tensor peaks, and the bytes that they may hold."""
         overhead = measured_overhead(self.job, layout, self.measurements)
         return overhead.need(peaks_bytes, self.cluster.memory_bytes, memory_margin=self.memory_margin)
 
     def device_peaks(self, layout: Layout) -> tuple[int, ...]:
-        """Bytes that the driver should show in use on each pipeline rank: with all overhead, without corrections."""
+        """Return the bytes that the driver should report on each pipeline rank, without learned corrections."""
         overhead = measured_overhead(self.job, layout, self.measurements)
         return tuple(overhead.device_peak_bytes(parts.total) for parts in peak_memory_bytes(self.job, layout))
 
     @property
     def own_split(self) -> str | None:
-        """What the user's own layout, though legal, does not keep together in torchrun's order."""
+        """Ranks that must lie together, but that the user's own layout splits in torchrun's order."""
         if self.own_fault is not None or self.job.own_refusal:
             return None
         split = self.rooms.split(self.blocks(self.job.own), host_order(self.cluster.num_slots))
@@ -161,28 +162,20 @@ class SearchInputs:
 
     @property
     def own_dropped(self) -> str | None:
-        """Why the user's own layout, though legal, is not among those to choose from."""
+        """Reason for which the user's own legal layout cannot be chosen; None if it can."""
         if not self.predictor.can_price(self.job.own):
             return NOT_MEASURED
         return None if max(self.predictor.peaks(self.job.own)) <= self.limit_bytes(self.job.own) else OVER_MEMORY
 
 
 def memory_limit_bytes(job: Job, layout: Layout, measurements: Measurements, *, memory_margin: float) -> int:
-    """Bytes that a rank's tensors may need: what is free on the fullest device, less margin and overhead.
-
-    Args:
-        job: what is trained.
-        layout: its degrees decide how many communicators a rank holds.
-        measurements: free memory, and overhead where it was measured.
-        memory_margin: part of the device's memory that stays free.
-
-    """
+    """Return the bytes that a rank's tensors may need: free memory of the fullest device, less margin and overhead."""
     overhead = measured_overhead(job, layout, measurements)
     return overhead.limit_bytes(measurements.cluster.memory_bytes, memory_margin=memory_margin)
 
 
 def limits_N(job: Job, columns: LayoutColumns, limit: Callable[[Layout], int]) -> NDArray[np.int64]:
-    """Return the memory limit of each of many layouts; it depends on their communicators only."""
+    """Return the memory limit of each of many layouts; it depends only on their communicators."""
     if len(columns) == 1:
         return np.array([limit(columns.layout(0))])
     codes = codes_of([num_communicators(job, columns), num_group_kinds(columns)])
@@ -192,7 +185,7 @@ def limits_N(job: Job, columns: LayoutColumns, limit: Callable[[Layout], int]) -
 
 
 def doublings_apart(one: Layout, other: Layout) -> float:
-    """The distance of two layouts: the doublings between their degrees, plus one for each other field that differs."""
+    """Return the distance of two layouts: doublings between their degrees, plus one for each other differing field."""
     apart = 0.0
     for field in fields(Layout):
         mine, its = getattr(one, field.name), getattr(other, field.name)
@@ -203,22 +196,6 @@ def doublings_apart(one: Layout, other: Layout) -> float:
     return apart
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Promising:
-    """A layout that fits, with what it needs and how fast it could be at best."""
-
-    least_s: float
-    """No placement is faster, by the bounds of columns; infinite where these were not asked."""
-    number: int
-    """The order in which layouts were met: it settles ties."""
-    layout: Layout
-    peak_bytes: tuple[int, ...]
-
-
-GAIN = 1e-4
-"""A round that saves less than this part of the step counts as one without gain."""
-
-
 def price(
     inputs: SearchInputs,
     one: Promising,
@@ -227,14 +204,14 @@ def price(
     beat_s: float = float("inf"),
     carried: Placement | None = None,
 ) -> Candidate | Promising:
-    """Bound a layout, and price it in torchrun's order and in the best start; one that cannot win gets only its bound.
+    """Price a layout in torchrun's order and in its best start; if it cannot beat `beat_s`, return only its bound.
 
     Args:
-        inputs: what layouts are judged by.
+        inputs: facts to judge by.
         one: the layout.
-        is_late: whether to try no more starts.
-        beat_s: seconds; a layout that takes as long is not priced.
-        carried: the placement of another layout, priced instead of the starts.
+        is_late: ends the search for starts.
+        beat_s: step time that the layout must beat.
+        carried: placement of another layout, which is priced instead of the starts.
 
     """
     layout = one.layout
@@ -256,30 +233,22 @@ def price(
 
 
 def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
-    """Search one round for a better placement; what is found depends on the candidate and the seed alone.
-
-    Args:
-        inputs: what layouts are judged by.
-        one: a layout and its best placement so far.
-        seed: of all chance.
-        is_late: whether to end the round early.
-
-    """
+    """Search one round for a better placement; the result depends on the candidate and the seed alone."""
     problem, rng = placement_problem(inputs, one.layout, one.bound_s), _chance(one, seed)
     placed = improve(problem, one.placed, turn=one.rounds, rng=rng, is_late=is_late)
-    # The first round goes on from the best start, which may be a minimum; up to 64 hosts the next begins elsewhere.
+    # The first round starts from the best start, which may be a minimum; later rounds start elsewhere on few hosts.
     is_stalled = one.rounds > 0 and placed.cost_s >= one.placed.cost_s * (1 - GAIN)
     return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
 
 
 def with_devices_exchanged(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
-    """Let single ranks change hosts from the best placement on; arguments as in `with_better_placement`."""
+    """Let single ranks change hosts, starting from the best placement."""
     problem, rng = placement_problem(inputs, one.layout, one.bound_s), _chance(one, seed)
     return replace(one, placed=exchange_devices(problem, one.placed, rng=rng, is_late=is_late))
 
 
 def placement_problem(inputs: SearchInputs, layout: Layout, bound_s: float) -> PlacementProblem:
-    """A layout to be placed on the slots of the allocation, by its step time."""
+    """Return the problem to place a layout on the allocation with the least step time."""
     objective = inputs.predictor.placement_cost(layout)
     return PlacementProblem(
         layout=layout, cluster=inputs.cluster, objective=objective, bound_s=bound_s, blocks=inputs.blocks(layout)

@@ -1,4 +1,4 @@
-"""Decide among priced layouts: the winner, the user's own configuration beside it, and alternatives to try next."""
+"""The choice among priced layouts: the winner, the user's own configuration, and alternatives to try next."""
 
 from __future__ import annotations
 
@@ -17,52 +17,51 @@ from pipette_launch.search.candidates import Candidate, SearchInputs, doublings_
 from pipette_launch.search.slots import Placed, Placement, Slots, host_order
 
 EQUAL = 0.005
-"""Steps that differ by less than this part count as equally fast: predictions are off by several times as much."""
+"""Relative difference below which steps count as equally fast; predictions are off by several times as much."""
 NEAREST = 32
-"""So many of the fastest are looked at: how much of a step was measured costs a whole prediction to know."""
+"""Number of fastest candidates that are compared in detail, as their doubts cost a whole prediction each."""
 LEANER = 0.8
-"""An alternative counts as needing less memory from this part of the least need so far."""
+"""An alternative counts as needing less memory from this share of the least need so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """The decision, and what it rests on."""
+    """The decision, and the figures behind it."""
 
     choice: Choice
     alternatives: tuple[Choice, ...]
     own: Choice
     own_basis: Layout | None
-    """The layout whose step time stands for the user's own, where that could not be priced itself."""
+    """Layout whose step time replaces the user's own, if that could not be priced."""
     best: Candidate
-    """The chosen one, or where the user's own stays, the fastest."""
+    """The chosen candidate; if the user's own stays, the fastest candidate."""
     keeps_own: bool
     least_gain_s: float
-    """What `best` had to save of the user's own step."""
+    """Seconds of the user's own step that `best` had to save."""
     passed_over: Candidate | None = None
-    """Another whose step is predicted shorter, by too little or resting on less that was measured; None: no other."""
+    """A candidate with a shorter predicted step that lost, because the gain is too small or less was measured."""
     passed_over_for_s: float = 0.0
-    """By how much more its step may be off than the chosen one's."""
+    """Additional seconds by which its step may be off, compared with the chosen one."""
 
     @property
     def priced_layout(self) -> Layout:
-        """The layout whose price the chosen one bears."""
+        """Layout whose price the chosen one has."""
         return self.own_basis if self.keeps_own and self.own_basis is not None else self.choice.layout
 
 
 def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
-    """Take the fastest candidate that beats the user's own configuration, or the fastest of all if that does not fit.
+    """Choose the fastest candidate that beats the user's own configuration, or the fastest if that does not fit.
 
-    It has to save the margin, more than the scatter of the compute times and what was carried over from other shapes
-    could explain, and if its degrees are others, more than such predictions are off against each other. A step of other
-    degrees, or one that rests on times which were carried over, counts as longer by as much. Among layouts that count
-    as equally fast the simplest wins: the one with the fewest axes, then the nearest to the user's own. So does
-    torchrun's order among placements. With margin 0 every gain counts.
+    The gain must exceed three amounts: the margin, the effect of scatter and of times from other shapes, and for other
+    degrees the usual error between such predictions. These doubts also count in comparisons between candidates. Among
+    equally fast layouts the simplest wins: fewest axes, then nearest to the user's own. Among equally fast placements
+    torchrun's order wins. With margin 0 every gain counts.
 
     Args:
-        inputs: the job and the machines.
-        candidates: the layouts that were priced.
-        margin: part of the user's own step that another plan must save.
-        num_alternatives: how many others to return.
+        inputs: job and machines.
+        candidates: priced layouts.
+        margin: share of the user's own step that another plan must save.
+        num_alternatives: number of other choices to return.
 
     """
     own, basis = _own_choice(inputs, candidates)
@@ -76,7 +75,7 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
     best = winner or ranking[0]
     rest = [one for one in ranking if not (winner and one.layout == winner.layout) and not _is_own(one, own)]
     if own_runs and winner:
-        # The user's own configuration is tried last, so a slower alternative is of no use.
+        # The user's own configuration is tried last, so a slower alternative is useless.
         rest = [one for one in rest if one.placed.cost_s < own.step_time_s]
     return Chosen(
         choice=_to_choice(inputs, winner) if winner else own,
@@ -94,17 +93,9 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
 def _simplest(
     inputs: SearchInputs, judge: _Judge, fastest: Candidate, ranking: Sequence[Candidate], own: Choice
 ) -> Candidate | None:
-    """Return the simplest of those that count as equally fast, and of its placements torchrun's order.
+    """Return the simplest of the equally fast candidates, in torchrun's order if that is equally fast.
 
-    None says that what was carried over could eat up every gain.
-
-    Args:
-        inputs: the job and the machines.
-        judge: what a plan must save.
-        fastest: the first that saves enough by its prediction.
-        ranking: all candidates, by step time.
-        own: the user's own configuration.
-
+    None = times from other shapes could eat up every gain.
     """
     limit_s = (1 + EQUAL) * judge.careful_s(fastest)
     near = islice(takewhile(lambda one: one.placed.cost_s <= limit_s, ranking), NEAREST)
@@ -125,71 +116,63 @@ def _simplest(
 
 
 class _Judge:
-    """What a plan must save of the user's own step, and how far its prediction may be off.
-
-    Args:
-        inputs: the job and the machines.
-        own: the user's own configuration; None where it cannot run.
-        own_priced: the layout whose step stands for the user's own.
-        margin: part of the user's own step that another plan must save; with 0 every gain counts.
-
-    """
+    """The gain that a plan needs over the user's own step, and the doubt about its prediction."""
 
     def __init__(self, inputs: SearchInputs, own: Choice | None, own_priced: Layout, margin: float) -> None:
+        """Take the user's own configuration (None if it cannot run), and the layout that its step time belongs to."""
         self._inputs = inputs
         self._own = own
         self._own_priced = own_priced
         self._margin = margin
         self._doubt = Uncertainty(inputs.job, inputs.predictor.compute, inputs.measurements)
         self._parts: dict[int, tuple[Candidate, Mapping[str, float]]] = {}
-        """With each candidate, so that no other gets its id."""
+        """By id; the candidate is kept so that its id stays unique."""
         self._own_carried_s = 0.0
         if own and self._doubt.differs:
             self._own_carried_s = self._doubt.carried_s(own_priced, own.placement, own.breakdown_s)
 
     def saves_enough(self, one: Candidate) -> bool:
-        """Whether it saves enough of the user's own step, if all times that it rests on are as good as measured."""
+        """Return whether it saves enough of the user's own step, without doubts about times from other shapes."""
         if self._own is None:
             return True
-        # The margin alone rules most out, without a prediction of their parts.
+        # The margin is checked first, as the scatter needs a whole prediction.
         saved_s = self._own.step_time_s - one.placed.cost_s
         return saved_s >= self._margin * self._own.step_time_s and saved_s >= self._scattered_s(one)
 
     def is_worth_it(self, one: Candidate) -> bool:
-        """Whether it saves enough, and more than what was carried over may be off by."""
+        """Return whether it saves enough with all doubts."""
         if self._own is None:
             return True
         return self.saves_enough(one) and self._own.step_time_s - one.placed.cost_s >= self.least_gain_s(one)
 
     def least_gain_s(self, one: Candidate) -> float:
-        """Seconds that it must save of the user's own step."""
+        """Return the seconds of the user's own step that it must save."""
         if self._own is None or not self._margin:
             return 0.0
         return max(self._scattered_s(one), self.carried_s(one) - self._own_carried_s)
 
     def _scattered_s(self, one: Candidate) -> float:
-        """What it must save whatever was carried over."""
+        """Return the seconds that it must save because of margin, scatter and other degrees."""
         if self._own is None or not self._margin:
             return 0.0
         chance_s = 0.0
-        # The parts of a step cost a whole prediction, so they are computed only where the times are uncertain.
         if not self._doubt.have_same_source(one.layout, self._own_priced):
             own = (self._own_priced, self._own.breakdown_s)
             chance_s = self._doubt.chance_s((one.layout, self._parts_s(one)), own)
-        part = max(self._margin, self._doubt.shape_error(one.layout, self._own_priced))
-        return max(part * self._own.step_time_s, chance_s)
+        share = max(self._margin, self._doubt.shape_error(one.layout, self._own_priced))
+        return max(share * self._own.step_time_s, chance_s)
 
     def careful_s(self, one: Candidate) -> float:
-        """Seconds of its step, and by how many more it may take."""
+        """Return the seconds of its step plus its doubt."""
         return one.placed.cost_s + self.doubt_s(one)
 
     def doubt_s(self, one: Candidate) -> float:
-        """By how many seconds its step may be longer: its degrees are others, or times of other shapes stand for it."""
+        """Return the seconds by which its step may be longer: other degrees, or times from other shapes."""
         apart = self._doubt.shape_error(one.layout, self._own_priced) if self._own else 0.0
         return apart * one.placed.cost_s + self.carried_s(one)
 
     def carried_s(self, one: Candidate) -> float:
-        """By how many seconds its step may be off because times of other shapes stand for some of its own."""
+        """Return the seconds by which its step may be off because some of its times come from other shapes."""
         if not self._doubt.differs:
             return 0.0
         return self._doubt.carried_s(one.layout, one.placed.placement, self._parts_s(one))
@@ -202,7 +185,7 @@ class _Judge:
 
 
 def _in_order(inputs: SearchInputs, one: Candidate, order: Placement) -> Candidate | None:
-    """Put its ranks in torchrun's order; None where they are, where that is not allowed, or takes clearly longer."""
+    """Put its ranks in torchrun's order; None if they are, or if that is not allowed or clearly slower."""
     if one.placed.placement == order or one.host_order_s > (1 + EQUAL) * one.placed.cost_s:
         return None
     if not Slots.of(inputs.cluster, inputs.blocks(one.layout)).allows(order):
@@ -211,14 +194,14 @@ def _in_order(inputs: SearchInputs, one: Candidate, order: Placement) -> Candida
 
 
 def num_axes(layout: Layout) -> int:
-    """Count what a layout uses beyond plain data parallelism."""
+    """Count the features of a layout beyond plain data parallelism."""
     degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.vpp)
     others = (layout.layers_per_chunk, layout.microbatch_group_size, layout.use_tp_pp_dp_mapping)
     return sum(degree > 1 for degree in degrees) + sum(map(bool, others)) + (layout.recompute != NO_RECOMPUTE)
 
 
 def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[Choice, Layout | None]:
-    """Describe the user's own configuration in torchrun's order, by its nearest neighbour where it has no price."""
+    """Describe the user's own configuration in torchrun's order, by the nearest candidate if it has no price."""
     own = inputs.job.own
     placement = host_order(inputs.cluster.num_slots)
     if inputs.can_price_own:
@@ -228,15 +211,12 @@ def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[
         priced = basis = nearest.layout
     known = {one.layout: (one.bound_s, one.bound_reason) for one in candidates}
     bound = known.get(priced) or (inputs.predictor.bound_s(priced), "")
-    return choice_of(inputs, own, placement, priced=priced, peaks=_own_peaks(inputs, priced), bound=bound), basis
-
-
-def _own_peaks(inputs: SearchInputs, priced: Layout) -> tuple[int, ...]:
     try:
-        return inputs.predictor.peaks(inputs.job.own)
+        peaks = inputs.predictor.peaks(own)
     except LayoutError:
-        # Megatron refuses this layout; the plan gives `SearchInputs.own_fault` as the reason.
-        return inputs.predictor.peaks(priced)
+        # Megatron refuses this layout; the plan contains the reason as `SearchInputs.own_fault`.
+        peaks = inputs.predictor.peaks(priced)
+    return choice_of(inputs, own, placement, priced=priced, peaks=peaks, bound=bound), basis
 
 
 def _to_choice(inputs: SearchInputs, one: Candidate) -> Choice:
@@ -245,8 +225,6 @@ def _to_choice(inputs: SearchInputs, one: Candidate) -> Choice:
 
 
 class _Evidence(TypedDict, total=False):
-    """What an outcome is compared with later."""
-
     step_correction: float
     memory_correction: float
     device_peak_bytes: tuple[int, ...]
@@ -263,9 +241,9 @@ def choice_of(
     bound: tuple[float, str],
     schedule: ScheduleFile | None = None,
 ) -> Choice:
-    """Describe a layout by the step time of `priced`.
+    """Describe a layout with the step time of the layout `priced`.
 
-    Where that is another, or a schedule other than Megatron's own runs it, its outcome can teach nothing.
+    If `priced` differs, or the schedule is not Megatron's own, the choice has no features to learn from later.
     """
     step = inputs.predictor.step_time(priced, placement, schedule.schedule() if schedule else None)
     evidence: _Evidence = {}
@@ -299,9 +277,9 @@ def _is_own(candidate: Candidate, own: Choice) -> bool:
 
 
 def _diverse(rest: list[Candidate], best: Candidate, count: int) -> list[Candidate]:
-    """The next best, then the next best of those that need clearly less memory, and the rest in order.
+    """Return the fastest other candidate, then the fastest of those with clearly less memory, then others.
 
-    After an out-of-memory a job needs an alternative that takes less memory, not one that is nearly as fast.
+    After an out-of-memory error a job needs an alternative with less memory, not one that is nearly as fast.
     """
     chosen: list[Candidate] = []
     least = max(best.peak_bytes)

@@ -1,4 +1,4 @@
-"""Reasons for a plan, and notes on its predictions, one sentence each."""
+"""Reasons for a plan, notes on its predictions, and errors if there is no plan; one sentence each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pipette_launch.facts import Choice, Job, Layout
 from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, doublings_apart, limits_N
 from pipette_launch.search.choose import EQUAL, Chosen
-from pipette_launch.search.layouts import Cuts, cuts
+from pipette_launch.search.layouts import BaseLayouts, base_layouts
+from pipette_launch.search.placement_bound import BEST_LINKS
 from pipette_launch.search.slots import IsLate
 from pipette_launch.text import bytes_text, plural, seconds_text
 
@@ -35,20 +36,22 @@ PART_NAMES = {
     LEARNED: "the learned correction",
 }
 DRIVERS_SHARE = 0.03
-"""A GPU whose used memory is no larger part than this is free."""
+"""A GPU counts as free if at most this share of its memory is in use."""
+MOST_HOSTS_MORE = 8
+"""Largest multiple of the hosts that is proposed as a larger allocation."""
+MEASURE_BOTH = "--pipette-trials would measure both"
 _ROUNDING = 1e-9
-_NOTHING = 0.0005
-"""Less than this part of a step prints as 0.0 %."""
+_PRINTS_AS_ZERO = 0.0005
 
 
 def reasons(inputs: SearchInputs, chosen: Chosen, *, floor_s: float, margin: float) -> tuple[str, ...]:
-    """Say why this plan was chosen and not another, and how much faster any other could be.
+    """Explain the choice of this plan, and how much faster any other could be.
 
     Args:
-        inputs: the job and the machines.
+        inputs: job and machines.
         chosen: the decision.
-        floor_s: seconds; no legal layout that fits is faster.
-        margin: part of the user's own step that another plan had to save.
+        floor_s: lower bound over all legal layouts that fit.
+        margin: share of the user's own step that another plan had to save.
 
     """
     why = _why_own(chosen, margin) if chosen.keeps_own else _why_other(inputs, chosen)
@@ -56,20 +59,20 @@ def reasons(inputs: SearchInputs, chosen: Chosen, *, floor_s: float, margin: flo
 
 
 def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
-    """Say what was measured badly, assumed, pinned, or is not modelled."""
+    """Name doubtful measurements, assumptions, pins, and effects that are not modelled."""
     found = [*inputs.job.notes, *inputs.measurements.notes, *inputs.predictor.notes(chosen.priced_layout)]
     own = chosen.own
     if inputs.own_fault is not None and not inputs.job.own_refusal:
         found.append(f"The user's own layout {own.layout.words()} is ruled out: {inputs.own_fault}.")
     elif chosen.own_basis is not None:
         found.append(
-            f"The user's own layout could not be priced; the step time of {chosen.own_basis.words()}, the nearest that "
-            f"could, stands for it."
+            f"The user's own layout could not be priced. The step time of the nearest priced layout, "
+            f"{chosen.own_basis.words()}, replaces it."
         )
     found += [block.sentence for block in inputs.blocks(chosen.choice.layout)]
     if inputs.own_split is not None:
         found.append(f"The user's own configuration, {own.layout.words()}, is not kept: {inputs.own_split}.")
-    found += _taken(inputs)
+    found += _memory_in_use(inputs)
     found += [
         f"{len(host.devices)} slots share the {host.cores} cores of {host.name}: steps may be slower than predicted."
         for host in inputs.cluster.hosts
@@ -77,33 +80,36 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     ][:1]
     layouts = [chosen.choice.layout] if own.fits else [chosen.choice.layout, own.layout]
     found += next(filter(None, (mask_notes(inputs.job, layout) for layout in layouts)), ())
-    found += _reserve(inputs, chosen)
+    if inputs.cluster.device_kind == "cuda" and has_expandable_segments(inputs.job):
+        # Expandable segments are not the allocator's default.
+        reserve = measured_overhead(inputs.job, chosen.choice.layout, inputs.measurements).reserve
+        found.append(f"The allocator's reserve: {reserve.value:g} x what it allocates, {reserve.source}.")
     found += uncounted(inputs.job)
-    found += _learning(inputs, chosen)
+    found += _changed_numbers(inputs, chosen)
     found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]
     return tuple(dict.fromkeys(found))
 
 
 def cut_short(num_seen: int, budget_s: float) -> str:
-    """Say that the budget ended the search."""
-    layouts = "one layout" if num_seen == 1 else f"{num_seen} layouts"
+    """Report that the budget ended the search."""
     return (
-        f"The search stopped at its budget of {seconds_text(budget_s)}, with {layouts} looked at; more time might find "
-        f"a better plan."
+        f"The search stopped at its budget of {seconds_text(budget_s)}, after {num_seen} {plural('layout', num_seen)}. "
+        f"More time might find a better plan."
     )
 
 
 def scheduled(choice: Choice, stock: Choice) -> str:
-    """Say what a schedule that Megatron lacks saves of the best plan under Megatron's own."""
+    """Report the gain of a schedule that Megatron lacks over the best plan under Megatron's own."""
     gain = 1 - choice.step_time_s / stock.step_time_s
     return (
         f"{choice.layout.words()} under the schedule {choice.schedule} takes {seconds_text(choice.step_time_s)} a "
-        f"step, {gain:.1%} less than the best under Megatron's own schedules, {stock.layout.words()}; why that one:"
+        f"step. That is {gain:.1%} less than the best under Megatron's own schedules, {stock.layout.words()}. Reasons "
+        f"for that one:"
     )
 
 
 def kept_order(inputs: SearchInputs, choice: Choice) -> tuple[str, ...]:
-    """Say what another order of devices than their own saves, in one sentence; nothing where devices are in order."""
+    """Report the gain of an order of devices that is not device order; nothing in device order."""
     devices = inputs.cluster.devices_per_host
     order_D = shared_order(choice.placement, devices)
     if order_D is None or order_D == tuple(range(devices)):
@@ -120,54 +126,53 @@ def _why_own(chosen: Chosen, margin: float) -> list[str]:
     best, own = chosen.best, chosen.own
     kept = f"The user's own configuration stays: {own.layout.words()}, {seconds_text(own.step_time_s)} a step"
     gain = 1 - best.placed.cost_s / own.step_time_s
-    if gain < _NOTHING:
+    if gain < _PRINTS_AS_ZERO:
         return [f"{kept}; no other layout or placement is predicted to be faster."]
-    where = " with other places" if best.layout == own.layout else ""
-    other = f"{best.layout.words()}{where}"
+    other = f"{best.layout.words()}{' with another placement' if best.layout == own.layout else ''}"
     least = chosen.least_gain_s / own.step_time_s
     short_of = f"the margin of {margin:.1%}"
     if least > margin + _ROUNDING:
-        short_of = f"the {least:.1%} by which the two predictions may be off (--pipette-trials would measure both)"
+        short_of = f"the {least:.1%} by which the two predictions may be off ({MEASURE_BOTH})"
     return [f"{kept}; the best other, {other}, would save {gain:.1%}, less than {short_of}."]
 
 
 def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     choice, own = chosen.choice, chosen.own
+    takes = f"{seconds_text(choice.step_time_s)} a step."
     found = []
     if inputs.own_cannot_run:
-        found.append(f"{choice.layout.words()} takes {seconds_text(choice.step_time_s)} a step.")
+        found.append(f"{choice.layout.words()} takes {takes}")
     elif not own.fits:
         shown = own.memory_shown
-        worst = max(shown.need_bytes)
-        stage = shown.need_bytes.index(worst)
-        limit = bytes_text(shown.limit_bytes)
-        found.append(
-            f"The user's own layout {own.layout.words()} is predicted to need {bytes_text(worst)} on stage {stage}, "
-            f"more than the limit of {limit}."
-        )
-        found.append(f"{choice.layout.words()} fits, and takes {seconds_text(choice.step_time_s)} a step.")
+        need = _need_text(shown.need_bytes, shown.limit_bytes)
+        found.append(f"The user's own layout {own.layout.words()} {need}.")
+        found.append(f"{choice.layout.words()} fits, and takes {takes}")
     else:
         found.append(_gain(choice, own))
         found += _saving(choice, own)
-    return found + _equal(chosen) + _placement(chosen)
+    return found + _passed_over(chosen) + _placement(chosen)
 
 
-def _equal(chosen: Chosen) -> list[str]:
-    """Say that another plan is predicted slightly faster, and why this one is chosen."""
+def _need_text(need_bytes: tuple[int, ...], limit_bytes: int) -> str:
+    worst = max(need_bytes)
+    available = f"only {bytes_text(limit_bytes)} is available"
+    return f"is predicted to need {bytes_text(worst)} on stage {need_bytes.index(worst)}, but {available}"
+
+
+def _passed_over(chosen: Chosen) -> list[str]:
+    """Explain why a plan that is predicted slightly faster was not chosen."""
     other = chosen.passed_over
     if other is None:
         return []
     gain = 1 - other.placed.cost_s / chosen.choice.step_time_s
     faster = f"{other.layout.words()} is predicted {gain:.2%} faster"
     if other.layout == chosen.choice.layout:
-        return [
-            f"Placed by the links it is predicted {gain:.2%} faster; that counts as equal, and torchrun's order stays."
-        ]
+        return [f"A placement by the links is predicted {gain:.2%} faster; that counts as equal, so torchrun's stays."]
     if gain <= EQUAL:
         return [f"{faster}; steps within {EQUAL:.1%} count as equal, and the simpler layout wins."]
     off = seconds_text(chosen.passed_over_for_s)
-    why = "its degrees are other than yours, or less of its step was measured"
-    return [f"{faster}, but it may be off by {off} more: {why} (--pipette-trials would measure both)."]
+    why = "its degrees differ from yours, or less of its step was measured"
+    return [f"{faster}, but it may be off by {off} more: {why} ({MEASURE_BOTH})."]
 
 
 def _gain(choice: Choice, own: Choice) -> str:
@@ -187,13 +192,13 @@ def _saving(choice: Choice, own: Choice) -> list[str]:
     if not part or saved_s[part] <= 0:
         return []
     times = [seconds_text(which.breakdown_s.get(part, 0.0)) for which in (choice, own)]
-    return [f"It saves most on {PART_NAMES.get(part, part.replace('_', ' '))}: {times[0]} in place of {times[1]}."]
+    return [f"It saves most on {PART_NAMES.get(part, part.replace('_', ' '))}: {times[0]} instead of {times[1]}."]
 
 
 def _placement(chosen: Chosen) -> list[str]:
     best = chosen.best
     saved = 1 - best.placed.cost_s / best.host_order_s
-    if chosen.choice.is_host_order or best.layout == chosen.own.layout or saved < _NOTHING:
+    if chosen.choice.is_host_order or best.layout == chosen.own.layout or saved < _PRINTS_AS_ZERO:
         return []
     before = seconds_text(best.host_order_s)
     return [f"Placing its ranks by the links saves {saved:.1%}; in torchrun's order it would take {before}."]
@@ -204,14 +209,16 @@ def _runner_up(chosen: Chosen) -> list[str]:
         return []
     second = chosen.alternatives[0]
     behind = second.step_time_s / chosen.choice.step_time_s - 1
-    if behind < -_NOTHING:
+    runner_up = f"The runner-up, {second.layout.words()},"
+    if behind < -_PRINTS_AS_ZERO:
         if chosen.passed_over and chosen.passed_over.layout == second.layout:
             return []
-        within = "which is within what the two predictions may be off (--pipette-trials would measure both)"
-        return [f"The runner-up, {second.layout.words()}, is predicted {-behind:.1%} faster, {within}."]
-    if behind < _NOTHING:
-        return [f"The runner-up, {second.layout.words()}, is predicted to be as fast."]
-    return [f"The runner-up, {second.layout.words()}, takes {seconds_text(second.step_time_s)}, {behind:.1%} more."]
+        return [
+            f"{runner_up} is predicted {-behind:.1%} faster, less than both predictions may be off ({MEASURE_BOTH})."
+        ]
+    if behind < _PRINTS_AS_ZERO:
+        return [f"{runner_up} is predicted to be as fast."]
+    return [f"{runner_up} takes {seconds_text(second.step_time_s)}, {behind:.1%} more."]
 
 
 def _bound(chosen: Chosen) -> str:
@@ -225,8 +232,7 @@ def _bound(chosen: Chosen) -> str:
         if proven
         else "No placement can be faster than"
     )
-    why = choice.bound_reason or "it takes so long over the best links that there are"
-    return f"{tried} {seconds_text(choice.bound_s)}, a gap of {gap:.1%}: {why}."
+    return f"{tried} {seconds_text(choice.bound_s)}, a gap of {gap:.1%}: {choice.bound_reason or BEST_LINKS}."
 
 
 def _floor(chosen: Chosen, floor_s: float) -> str:
@@ -238,8 +244,8 @@ def _floor(chosen: Chosen, floor_s: float) -> str:
     return f"No legal layout that fits takes less than {seconds_text(floor_s)} in any placement: a gap of {gap:.1%}."
 
 
-def _taken(inputs: SearchInputs) -> list[str]:
-    """Name the GPU on which others hold most memory, where that is more than a driver's own share."""
+def _memory_in_use(inputs: SearchInputs) -> list[str]:
+    """Name the GPU with the most memory in use by others, if that is more than a driver's share."""
     devices = [(host.name, device) for host in inputs.cluster.hosts for device in host.devices]
     name, fullest = min(devices, key=lambda pair: pair[1].memory_free_bytes)
     if fullest.kind != "cuda" or fullest.memory_free_bytes >= (1 - DRIVERS_SHARE) * fullest.memory_total_bytes:
@@ -248,16 +254,8 @@ def _taken(inputs: SearchInputs) -> list[str]:
     return [f"Only {free} of {total} are free on {fullest.uuid} of {name}; every rank is planned for that."]
 
 
-def _reserve(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
-    """Say what expandable segments reserve, as they are not the allocator's default."""
-    if inputs.cluster.device_kind != "cuda" or not has_expandable_segments(inputs.job):
-        return ()
-    reserve = measured_overhead(inputs.job, chosen.choice.layout, inputs.measurements).reserve
-    return (f"The allocator's reserve: {reserve.value:g} x what it allocates, {reserve.source}.",)
-
-
-def _learning(inputs: SearchInputs, chosen: Chosen) -> list[str]:
-    """Say how a change of layout changes the numbers of a fresh run (Megatron's own seeds and padding)."""
+def _changed_numbers(inputs: SearchInputs, chosen: Chosen) -> list[str]:
+    """Name the effects of another layout on the numbers of a fresh run (Megatron's seeds and padding)."""
     new, old = chosen.choice.layout, chosen.own.layout
     if new == old or doublings_apart(new, old) == 0:
         return []
@@ -272,21 +270,17 @@ def _learning(inputs: SearchInputs, chosen: Chosen) -> list[str]:
         found.append("Dropout masks are drawn rank by rank, so they differ from those of the user's own layout.")
     rows = model.padded_vocab_size(old.tp)
     if rows % new.tp and rows != model.padded_vocab_size(new.tp):
-        # Where it divides, `megatron.write_arguments` keeps the user's own padding.
-        found.append(f"tp{new.tp} pads the vocabulary to {model.padded_vocab_size(new.tp)} rows in place of {rows}.")
+        # If TP divides the rows, `megatron.write_arguments` keeps the user's own padding.
+        found.append(f"tp{new.tp} pads the vocabulary to {model.padded_vocab_size(new.tp)} rows instead of {rows}.")
     if model.num_experts and new.micro_batch_size != old.micro_batch_size:
         found.append("The router's auxiliary loss and capacity act on each micro-batch, whose size changes.")
     return found
 
 
-MOST_HOSTS_MORE = 8
-"""A larger allocation is proposed up to so many times its hosts."""
-
-
 def nothing_left(
     inputs: SearchInputs, *, dropped: Mapping[str, int], memory_margin: float, is_late: IsLate
 ) -> PlanError:
-    """Explain why no legal layout is left to price; what would help is looked for until `is_late`."""
+    """Return the error if no legal layout can be priced; remedies are searched until `is_late`."""
     if dropped.get(OVER_MEMORY):
         return _nothing_fits(inputs, memory_margin, is_late)
     if dropped.get(NOT_MEASURED):
@@ -306,7 +300,7 @@ def _nothing_legal(inputs: SearchInputs, is_late: IsLate) -> PlanError:
     broken = f"; the user's own {job.own.words()} breaks: {inputs.own_fault}" if inputs.own_fault else ""
     if job.own_refusal:
         broken = f"; the user's own configuration is refused: {job.own_refusal}"
-    ways = [*_released(inputs, must_fit=False, is_late=is_late), *_other_sizes(inputs)]
+    ways = [*_released(inputs, must_fit=False, is_late=is_late), *_fewer_hosts(inputs)]
     return PlanError(f"no layout is legal for {slots} ranks{pins}{broken}. {_help(ways)}")
 
 
@@ -330,15 +324,14 @@ def _nothing_fits(inputs: SearchInputs, memory_margin: float, is_late: IsLate) -
     ]
     late = ". The budget ended before all ways to help were tried" if is_late() else ""
     return PlanError(
-        f"no layout fits in memory: the leanest of {found.num_layouts}, {leanest.words()}, is predicted to need "
-        f"{bytes_text(max(shown.need_bytes))} on stage {peaks[leanest].index(need)}, but only "
-        f"{bytes_text(shown.limit_bytes)} is available (free on the fullest device "
+        f"no layout fits in memory: the leanest of {found.num_layouts}, {leanest.words()}, "
+        f"{_need_text(shown.need_bytes, shown.limit_bytes)} (free on the fullest device "
         f"{bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}). {_help(ways)}{late}"
     )
 
 
 def _without_mask(inputs: SearchInputs) -> Iterator[str]:
-    """Propose to leave the data loader's mask out, where layouts fit without it."""
+    """Propose to drop the data loader's mask if layouts fit without it."""
     bare = without_mask(inputs.job)
     if bare is None:
         return
@@ -349,13 +342,13 @@ def _without_mask(inputs: SearchInputs) -> Iterator[str]:
 
 
 def _less_margin(inputs: SearchInputs, leanest: Layout, need: int) -> Iterator[str]:
-    """Propose to leave less memory free, where the leanest layout fits without any margin."""
+    """Propose a smaller memory margin if the leanest layout fits without any."""
     if inputs.memory_margin > 0 and need <= replace(inputs, memory_margin=0.0).limit_bytes(leanest):
         yield f"leave less memory free than {inputs.memory_margin:.0%}"
 
 
 def _more_memory(inputs: SearchInputs, layout: Layout, need: int) -> int:
-    """Bytes by which every device would have to be larger for a layout to fit, with margin and overhead."""
+    """Return the additional bytes of every device with which a layout would fit."""
     overhead = measured_overhead(inputs.job, layout, inputs.measurements)
     free = inputs.cluster.memory_bytes
     low, high = 0, 1 << 50
@@ -375,7 +368,7 @@ def _help(ways: list[str]) -> str:
 
 
 def _released(inputs: SearchInputs, *, must_fit: bool, is_late: IsLate) -> Iterator[str]:
-    """Name the pinned flags of which each alone, if released, would allow a plan; as far as there is time."""
+    """Propose each pinned flag that would allow a plan if it alone were released."""
     job = inputs.job
     for pin in job.pinned:
         if is_late():
@@ -387,8 +380,8 @@ def _released(inputs: SearchInputs, *, must_fit: bool, is_late: IsLate) -> Itera
             yield f"let {pin} change ({count} {plural('layout', count)})"
 
 
-def _other_sizes(inputs: SearchInputs) -> Iterator[str]:
-    """Name the nearest smaller number of whole hosts that has a legal layout."""
+def _fewer_hosts(inputs: SearchInputs) -> Iterator[str]:
+    """Propose the largest smaller number of hosts that has a legal layout."""
     devices = inputs.cluster.devices_per_host
     for hosts in range(len(inputs.cluster.hosts) - 1, 0, -1):
         if len(_legal(inputs.job, inputs, hosts * devices)):
@@ -397,7 +390,7 @@ def _other_sizes(inputs: SearchInputs) -> Iterator[str]:
 
 
 def _more_hosts(inputs: SearchInputs, is_late: IsLate) -> Iterator[str]:
-    """Name the nearest multiple of the hosts on which a layout fits, as far as there is time to look."""
+    """Propose the smallest multiple of the hosts on which a layout fits."""
     hosts = len(inputs.cluster.hosts)
     for times in range(2, MOST_HOSTS_MORE + 1):
         if is_late():
@@ -408,15 +401,14 @@ def _more_hosts(inputs: SearchInputs, is_late: IsLate) -> Iterator[str]:
             return
 
 
-def _num_fitting(inputs: SearchInputs, found: Cuts) -> int:
-    """How many cuts fit in the variant that should need the least memory."""
+def _num_fitting(inputs: SearchInputs, found: BaseLayouts) -> int:
+    """Count the base layouts whose leanest variant fits."""
     lean = found.tables.leanest(found.columns)
     return int((inputs.predictor.fullest_N(lean) <= limits_N(inputs.job, lean, inputs.limit_bytes)).sum())
 
 
-def _legal(job: Job, inputs: SearchInputs, world_size: int) -> Cuts:
-    """The legal cuts for another number of ranks or with other pins."""
-    return cuts(
+def _legal(job: Job, inputs: SearchInputs, world_size: int) -> BaseLayouts:
+    return base_layouts(
         job,
         world_size=world_size,
         devices_per_host=inputs.cluster.devices_per_host,

@@ -1,4 +1,4 @@
-"""A job on fewer hosts: what it keeps, and a rough step time that tells which numbers are worth a search."""
+"""Fallback plans: plans of the whole job for fewer hosts, made ahead, so that it goes on at once if hosts are lost."""
 
 from __future__ import annotations
 
@@ -18,25 +18,51 @@ from pipette_launch.megatron import Continuation
 from pipette_launch.megatron.chunks import Split
 from pipette_launch.search.candidates import SearchInputs, placement_problem
 from pipette_launch.search.choose import choice_of
-from pipette_launch.search.layouts import compute_cases, cuts
-from pipette_launch.search.placement import begin, exchange_devices, improve, settled
+from pipette_launch.search.layouts import base_layouts, compute_cases
+from pipette_launch.search.placement import begin, improved_once, settled
 from pipette_launch.search.slots import IsLate, faster
 from pipette_launch.search.solve import SolveOptions, solve
 from pipette_launch.text import plural
 
+MOST_S = 5.0
+"""Time limit for all fallback plans together; most searches end earlier."""
+CLOSE = 0.05
+"""Share of the best step by which a plan may be slower if it keeps TP and PP, or has all its fallback plans."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FallbackNeeds:
+    """Number of hosts that may be lost, and the rules for plans on the remaining hosts."""
+
+    tolerate: int
+    """Number of hosts that may be lost."""
+    least_hosts: int
+    """Smallest number of hosts that may train: MIN of --nnodes."""
+    global_batch_size: int
+    """Samples of a step on any number of hosts."""
+    num_layers: int
+    job_of: Callable[[int], Job]
+    """Reads the job for a number of hosts, with the same global batch size; raises PipetteError if it cannot run."""
+    continuation_of: Callable[[Layout], Continuation]
+    """Returns the fields that another layout must keep to load the checkpoints of this one."""
+
+    def sizes(self, num_hosts: int) -> range:
+        """Return the numbers of hosts that need a fallback plan, largest first."""
+        return range(num_hosts - 1, max(num_hosts - self.tolerate, self.least_hosts, 1) - 1, -1)
+
 
 def rough_step(num_devices: int, *, devices_per_host: int, samples: int, layers: int, least_devices: int) -> float:
-    """Estimate the step on so many devices, in units of its own: only ratios between numbers of devices matter.
+    """Estimate the relative step time on a number of devices; infinite if no replica has enough layers.
 
-    Equal replicas share the batch equally, so a number that shares few factors with it needs deep pipelines. They wait
-    while they fill, and the stage with the most layers sets their pace. Infinite where no replica has enough layers.
+    Equal replicas share the batch equally, so a number that has few common factors with the batch needs deep pipelines.
+    These wait while they fill, and the stage with most layers sets their pace.
 
     Args:
-        num_devices: all of them train.
-        devices_per_host: TP is the largest divisor of a replica's devices that divides them.
+        num_devices: devices that train.
+        devices_per_host: limit of TP, which is the largest common divisor with a replica's devices.
         samples: of a step.
         layers: of the model.
-        least_devices: of a replica, so that it fits.
+        least_devices: of a replica that fits in memory.
 
     """
     most_replicas = math.gcd(num_devices, samples)
@@ -54,15 +80,15 @@ def rough_step(num_devices: int, *, devices_per_host: int, samples: int, layers:
 
 
 def keeping(job: Job, before: Layout, names: Sequence[str]) -> Job:
-    """Pin some fields of a layout at the values that they had; raises LayoutError where these ranks cannot have them.
+    """Pin some fields of the job's layout to the values of another; raises LayoutError if its ranks do not allow them.
 
-    What else the user's own layout says stays, as far as it goes with them.
+    Other fields keep the user's own values if these fit.
     """
     if not names:
         return job
     values = {name: getattr(before, name) for name in names}
     if {"tp", "pp"} <= values.keys():
-        # Chunks and experts that suit other sizes need not suit these.
+        # The user's own chunks and experts may not fit other sizes.
         fields = (*Split._fields, "microbatch_group_size", "ep", "etp", "sequence_parallel")
         values = {name: getattr(before, name) for name in fields} | values
     world_size = job.own.world_size
@@ -80,61 +106,25 @@ def keeping(job: Job, before: Layout, names: Sequence[str]) -> Job:
     return replace(job, own=own, pinned=tuple(sorted({*job.pinned, *names})))
 
 
-MOST_S = 5.0
-"""Bound of the time for all templates together; most searches end earlier by themselves."""
-CLOSE = 0.05
-"""A plan that keeps TP and PP, or that has all its templates, may take this part of the step longer than the best."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TemplateNeeds:
-    """How many hosts may be lost, and what a plan for those that are left has to heed."""
-
-    tolerate: int
-    """How many."""
-    least_hosts: int
-    """How few may train, MIN of --nnodes."""
-    global_batch_size: int
-    """Samples of a step, however many hosts train."""
-    num_layers: int
-    job_of: Callable[[int], Job]
-    """Reads the job for so many hosts, with the same global batch size; raises PipetteError where it cannot run."""
-    continuation_of: Callable[[Layout], Continuation]
-    """What another layout must keep to go on from the checkpoints that this one writes."""
-
-    def sizes(self, num_hosts: int) -> range:
-        """Numbers of hosts that are to have a template, the most first."""
-        return range(num_hosts - 1, max(num_hosts - self.tolerate, self.least_hosts, 1) - 1, -1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Covered:
-    """The templates of one layout, and what there is to say where they leave hosts without one of their size."""
-
-    choice: Choice
-    templates: tuple[Plan, ...]
-    gaps: tuple[str, ...]
-
-
-def with_templates(
+def with_fallback_plans(
     plan: Plan,
     measurements: Measurements,
-    needs: TemplateNeeds,
+    needs: FallbackNeeds,
     *,
     options: SolveOptions,
     clock: Callable[[], float],
     corrections: Corrections = NOTHING_LEARNED,
 ) -> Plan:
-    """Make plans for the loss of one host, of two, and so on, and put them into a plan.
+    """Add to a plan fallback plans for the loss of one host, two hosts, and so on.
 
-    A template must be able to load what the plan saves. Where the format of the checkpoints keeps a layout that does
-    not suit fewer hosts, another candidate of the plan is chosen whose layout does, if it is nearly as fast.
+    A fallback plan must be able to load the checkpoints of the plan. If their format keeps a layout that does not suit
+    fewer hosts, another candidate of the plan is chosen whose layout does, if it is nearly as fast.
 
     Args:
         plan: for all hosts.
         measurements: of these hosts.
-        needs: how many hosts may be lost, and what has to stay.
-        options: those of the search for the plan; its budget is not this one's.
+        needs: hosts that may be lost, and rules.
+        options: of the search for the plan; the budget is replaced.
         clock: seconds that only grow.
         corrections: learned from earlier outcomes.
 
@@ -144,27 +134,25 @@ def with_templates(
     sizes = needs.sizes(len(plan.hosts))
     short: tuple[str, ...] = ()
     if len(sizes) < needs.tolerate:
-        told = (
-            f"--nnodes wants {needs.least_hosts} {plural('host', needs.least_hosts)}, so plans are made for the loss of"
-        )
-        short = (f"{told} {len(sizes)}; after more losses the job waits until others have joined.",)
+        wants = f"--nnodes wants {needs.least_hosts} {plural('host', needs.least_hosts)}"
+        made = f"{wants}, so plans are made for the loss of {len(sizes)}"
+        short = (f"{made}. After more losses the job waits for other hosts.",)
     if not sizes:
         return replace(plan, notes=(*plan.notes, *short))
-    deadline_s = clock() + MOST_S
-    maker = _Maker(plan, measurements, needs, options, clock, deadline_s, corrections)
+    maker = _Maker(plan, measurements, needs, options, clock, clock() + MOST_S, corrections)
     best = first = maker.covered(plan.chosen)
     if first.gaps and len(needs.continuation_of(plan.chosen.layout).kept) > 1:
         others = (maker.covered(choice) for choice in _nearly_as_fast(plan))
         best = next((one for one in others if not one.gaps), first)
     if best is not first:
         plan = _choosing(plan, best.choice)
-    note = _sentence(needs.continuation_of(best.choice.layout).note)
-    notes = (*plan.notes, *short, *best.gaps, *((note,) if note else ()))
-    return replace(plan, templates=fallback_plans(best.templates), notes=notes)
+    note = needs.continuation_of(best.choice.layout).note
+    sentence = (f"{note[0].upper()}{note[1:]}.",) if note else ()
+    return replace(plan, templates=by_size(best.plans), notes=(*plan.notes, *short, *best.gaps, *sentence))
 
 
 def _nearly_as_fast(plan: Plan) -> Iterator[Choice]:
-    """Other candidates of a plan whose step is nearly as short, the fastest first; each layout once."""
+    """Yield other candidates of a plan with nearly as short a step, fastest first, each layout once."""
     own = () if plan.own_fault or not plan.own.fits else (plan.own,)
     seen = {plan.chosen.layout}
     for choice in sorted((*plan.alternatives, *own), key=lambda one: one.step_time_s):
@@ -174,33 +162,41 @@ def _nearly_as_fast(plan: Plan) -> Iterator[Choice]:
 
 
 def _choosing(plan: Plan, choice: Choice) -> Plan:
-    """Put another candidate in the place of the chosen one, which is then tried next."""
-    is_own = choice is plan.own
+    """Choose another candidate; the former choice is then tried next."""
     rest = tuple(one for one in (plan.chosen, *plan.alternatives) if one is not choice and one is not plan.own)
     slower = choice.step_time_s / plan.chosen.step_time_s - 1
     why = (
-        f"{choice.layout.words()} is predicted {slower:.1%} slower than {plan.chosen.layout.words()} and is chosen all "
-        f"the same: its checkpoints can be loaded on fewer hosts."
+        f"{choice.layout.words()} is predicted {slower:.1%} slower than {plan.chosen.layout.words()}, but is chosen "
+        f"because its checkpoints can be loaded on fewer hosts."
     )
     return replace(
         plan,
         chosen=choice,
-        keeps_own=is_own,
+        keeps_own=choice is plan.own,
         alternatives=rest,
-        # What was better than the user's own configuration is tried before it, as before.
+        # Plans that are better than the user's own configuration are still tried before it.
         num_in_line=0 if plan.keeps_own else plan.num_in_line,
         reasons=(why, *plan.reasons),
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Covered:
+    """The fallback plans of one choice, and a sentence for each number of hosts without a plan of its own."""
+
+    choice: Choice
+    plans: tuple[Plan, ...]
+    gaps: tuple[str, ...]
+
+
 class _Maker:
-    """Searches for templates until the time is up."""
+    """Searches for fallback plans until the deadline."""
 
     def __init__(
         self,
         plan: Plan,
         measurements: Measurements,
-        needs: TemplateNeeds,
+        needs: FallbackNeeds,
         options: SolveOptions,
         clock: Callable[[], float],
         deadline_s: float,
@@ -209,57 +205,54 @@ class _Maker:
         self._plan = plan
         self._measurements = measurements
         self._needs = needs
-        # Templates run Megatron's own schedules: a search for others takes as long again.
+        # Only Megatron's own schedules, as a search for others doubles the time.
         self._options = replace(options, schedules=())
         self._clock = clock
         self._deadline_s = deadline_s
         self._corrections = corrections
 
     def covered(self, choice: Choice) -> _Covered:
-        """Make the templates that can go on from one layout's checkpoints."""
-        num_hosts, sizes = len(self._plan.hosts), self._needs.sizes(len(self._plan.hosts))
+        """Make the fallback plans that can load the checkpoints of one choice."""
         tried: dict[int, Plan | str] = {}
         made: dict[int, Plan] = {}
         gaps = []
-        for size in sizes:
+        for size in self._needs.sizes(len(self._plan.hosts)):
             if not made or size < min(made):
-                quickest = self._quickest(size, choice, tried)
-                if quickest is not None:
-                    made[len(quickest.hosts)] = quickest
+                fastest = self._fastest(size, choice, tried)
+                if fastest is not None:
+                    made[len(fastest.hosts)] = fastest
             smaller = max((one for one in made if one <= size), default=0)
             if smaller != size:
-                does = (
-                    f"{smaller} train and {size - smaller} {'stands' if size - smaller == 1 else 'stand'} by"
-                    if smaller
-                    else "the job waits until others have joined"
-                )
-                left = f"{num_hosts - size} of {num_hosts} hosts {'is' if num_hosts - size == 1 else 'are'} lost"
                 found = tried[size] if size in tried else self._fault(size, choice.layout)
-                why = found if isinstance(found, str) and found else "fewer are quicker"
-                gaps.append(f"There is no plan for {size} {plural('host', size)} ({why}): when {left}, {does}.")
-        return _Covered(choice=choice, templates=tuple(made.values()), gaps=tuple(gaps))
+                gaps.append(self._gap(size, smaller, found if isinstance(found, str) and found else "fewer are faster"))
+        return _Covered(choice=choice, plans=tuple(made.values()), gaps=tuple(gaps))
 
-    def _quickest(self, most: int, choice: Choice, tried: dict[int, Plan | str]) -> Plan | None:
-        """Find the plan with the shortest step for so many hosts or fewer; None where there is none.
+    def _gap(self, size: int, smaller: int, why: str) -> str:
+        """Describe the case of `size` remaining hosts, if the next smaller plan is for `smaller` hosts (0 = no plan)."""
+        num_hosts = len(self._plan.hosts)
+        does = "the job waits for other hosts"
+        if smaller:
+            does = f"{smaller} train and {size - smaller} {'stands' if size - smaller == 1 else 'stand'} by"
+        left = f"{num_hosts - size} of {num_hosts} hosts {'is' if num_hosts - size == 1 else 'are'} lost"
+        return f"There is no plan for {size} {plural('host', size)} ({why}): when {left}, {does}."
 
-        A number of hosts that shares few factors with the batch needs deep pipelines, or has no layout at all, and
-        fewer hosts may be quicker. They are tried in the order of a rough estimate, while there is time; what is found
-        for which number of them is added to `tried`.
+    def _fastest(self, most: int, choice: Choice, tried: dict[int, Plan | str]) -> Plan | None:
+        """Return the fastest plan for at most `most` hosts, or None; add the results by size to `tried`.
+
+        A number of hosts with few common factors with the batch needs deep pipelines or has no layout, so fewer hosts
+        may be faster. Numbers are tried in the order of a rough estimate while there is time.
         """
         best: Plan | None = None
         for size in sorted(range(self._needs.least_hosts, most + 1), key=lambda one: (self._rough_step(one), -one)):
             is_late = size not in tried and self._clock() >= self._deadline_s
-            if best and (is_late or not self._may_be_quicker(size, choice, best)):
+            if best and (is_late or not self._may_be_faster(size, choice, best)):
                 continue
-            found = self._tried(size, choice, tried)
+            if size not in tried:
+                tried[size] = self._plan_for(size, choice.layout)
+            found = tried[size]
             if isinstance(found, Plan) and (best is None or found.chosen.step_time_s < best.chosen.step_time_s):
                 best = found
         return best
-
-    def _tried(self, size: int, choice: Choice, tried: dict[int, Plan | str]) -> Plan | str:
-        if size not in tried:
-            tried[size] = self._template(size, choice.layout)
-        return tried[size]
 
     def _rough_step(self, size: int) -> float:
         needs, layout, devices = self._needs, self._plan.chosen.layout, self._plan.devices_per_host
@@ -267,33 +260,34 @@ class _Maker:
         shape = {"devices_per_host": devices, "samples": needs.global_batch_size, "layers": needs.num_layers}
         return rough_step(size * devices, least_devices=least, **shape)
 
-    def _may_be_quicker(self, size: int, choice: Choice, best: Plan) -> bool:
-        """Whether so few hosts are quicker than a plan if each does as much a second as in the plan for all hosts."""
+    def _may_be_faster(self, size: int, choice: Choice, best: Plan) -> bool:
+        """Return whether `size` hosts beat a plan if each host is as fast as in the plan for all hosts."""
         return size * best.chosen.step_time_s > len(self._plan.hosts) * choice.step_time_s
 
-    def _template(self, size: int, before: Layout) -> Plan | str:
-        """Return the plan for so many hosts, or why there is none; it takes half of the time that is left.
+    def _plan_for(self, size: int, before: Layout) -> Plan | str:
+        """Return the plan for the first `size` hosts, or the reason that there is none; takes half the time left.
 
-        The last hosts are left out. Which ones will be lost nobody knows; those that are there then take the places of
-        those that are not.
+        Nobody knows which hosts will be lost. Remaining hosts then take the places of lost ones.
         """
         kept = self._needs.continuation_of(before)
         ends_s = self._clock() + max(self._deadline_s - self._clock(), 0.0) / 2
         try:
             job = self._needs.job_of(size)
-            # The smaller of the two searches first: the other gets the time that it leaves.
+            # The smaller search runs first and leaves its spare time to the other.
             same = self._with_same_sizes(size, job, before, kept, ends_s)
             found = self._solved(size, keeping(job, before, kept.kept), ends_s - self._clock())
         except PipetteError as error:
             return _reason(error)
-        if same and same.chosen.step_time_s <= _most_s(before, found.chosen):
+        keeps_sizes = (found.chosen.layout.tp, found.chosen.layout.pp) == (before.tp, before.pp)
+        most_s = found.chosen.step_time_s if keeps_sizes else (1 + CLOSE) * found.chosen.step_time_s
+        if same and same.chosen.step_time_s <= most_s:
             found = replace(same, own=found.own, own_fault=found.own_fault, keeps_own=False)
         if not kept.can_load(before, found.chosen.layout):
             return "its gradient buckets would differ from those of the checkpoint"
         return found
 
     def _fault(self, size: int, before: Layout) -> str:
-        """Say why so many hosts have no legal layout, as far as there is time to look; empty where they have one."""
+        """Return the reason that `size` hosts have no legal layout; empty if they have one or time is up."""
         if self._clock() >= self._deadline_s:
             return ""
         try:
@@ -304,7 +298,7 @@ class _Maker:
         return ""
 
     def _with_same_sizes(self, size: int, job: Job, before: Layout, kept: Continuation, ends_s: float) -> Plan | None:
-        """Return the best plan that keeps TP and PP, whose checkpoints load faster; None where all do, or none can."""
+        """Return the best plan that keeps TP and PP, so that checkpoints load faster; None if all do or none can."""
         if {"tp", "pp"} <= set(kept.kept):
             return None
         try:
@@ -313,8 +307,7 @@ class _Maker:
             return None
 
     def _solved(self, size: int, job: Job, budget_s: float) -> Plan:
-        hosts = self._plan.hosts
-        measurements = without_hosts(self._measurements, hosts[size:])
+        measurements = without_hosts(self._measurements, self._plan.hosts[size:])
         return solve(
             job,
             with_extrapolated_times(job, with_cases_of(job, measurements)),
@@ -325,23 +318,17 @@ class _Maker:
         )
 
 
-def _most_s(before: Layout, best: Choice) -> float:
-    """How long the step of a plan that keeps TP and PP may be, beside the best one, to be taken."""
-    keeps = (best.layout.tp, best.layout.pp) == (before.tp, before.pp)
-    return best.step_time_s if keeps else (1 + CLOSE) * best.step_time_s
-
-
 def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
-    """Name the shapes of computation that a job has on these hosts, and that the warm-up was not asked for.
+    """Add the compute cases of a job on these hosts that the warm-up did not measure.
 
-    Fewer hosts have other micro-batches; what they take can be carried over from what was measured.
+    Fewer hosts have other micro-batches; their times are extrapolated from measured ones.
 
     Raises:
         LayoutError: no layout of the job is legal on these hosts.
 
     """
     cluster = measurements.cluster
-    found = cuts(
+    found = base_layouts(
         job,
         world_size=cluster.num_slots,
         devices_per_host=cluster.devices_per_host,
@@ -349,7 +336,7 @@ def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
         rooms=Domains.of(cluster),
     )
     if not len(found):
-        # Said at once: a search would look for all that could help.
+        # A search would spend time on remedies.
         raise LayoutError(next(iter(found.dropped), f"no layout is legal on {cluster.num_slots} ranks"))
     known = {*measurements.compute_cases(), *measurements.unmeasured, *measurements.refused}
     missing = tuple(case for case in compute_cases(job.own, found.columns) if case not in known)
@@ -357,16 +344,9 @@ def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
 
 
 def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsLate) -> Choice:
-    """Place the ranks of a layout anew, from where they are; its step is predicted anew in any case.
+    """Place the ranks of a layout again, starting from their current places, and predict its step again.
 
-    A schedule that Megatron lacks keeps its places, as does a layout without a price.
-
-    Args:
-        inputs: the job, and what was measured of the hosts that it has now.
-        choice: the layout, on these hosts.
-        seed: of all chance.
-        is_late: whether to stop.
-
+    A choice under a schedule that Megatron lacks, or without a price, is returned as it is.
     """
     layout = choice.layout
     if choice.order is not None or not inputs.predictor.can_price(layout):
@@ -376,12 +356,10 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         placed = settled(problem, choice.placement)
         placed = placed if placed.is_optimal else faster(placed, begin(problem, is_late=is_late)[0])
     else:
-        # A host that took the place of another lies in another NVLink domain.
+        # A host that replaced another lies in another NVLink domain.
         placed, _ = begin(problem, is_late=is_late)
     if not (placed.is_optimal or is_late()):
-        rng = random.Random(seed)
-        placed = improve(problem, placed, turn=0, rng=rng, is_late=is_late)
-        placed = exchange_devices(problem, placed, rng=rng, is_late=is_late)
+        placed = improved_once(problem, placed, rng=random.Random(seed), is_late=is_late)
     return choice_of(
         inputs,
         layout,
@@ -394,8 +372,3 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
 
 def _reason(error: PipetteError) -> str:
     return str(error).partition(". ")[0].rstrip(".")
-
-
-def _sentence(words: str) -> str:
-    """Write a note as a sentence."""
-    return f"{words[0].upper()}{words[1:]}." if words else ""

@@ -1,7 +1,7 @@
-"""How many layers each chunk gets, so that no pipeline stage is slower than it must be.
+"""Values that each field of a layout may take, and layer splits that make the slowest pipeline stage fast.
 
-The embedding and the head are not free: a stage that has one of them gets fewer layers. Chunk c, in model order, lies
-on pipeline rank c % pp.
+A pinned field takes only the user's own value. Embedding and head cost time too, so a stage with one of them gets fewer
+layers. Chunk c, in model order, lies on pipeline rank c % pp.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from pipette_launch.megatron.performance import performance_options
 from pipette_launch.megatron.rules.broken import Rules
 
 SLACK = 1e-9
-"""Times that differ by less than this part count as equal."""
+"""Relative difference below which times count as equal."""
 _HALVINGS = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSeconds:
-    """What the parts of a model take for one micro-batch, forward and backward; only their ratios matter here."""
+    """Seconds of the parts of a model for one micro-batch, forward and backward; only their ratios matter here."""
 
     layers_s: tuple[float, ...]
-    """Each layer, in model order."""
+    """In model order."""
     first_s: float
-    """The embedding, on the first stage."""
+    """Embedding, on the first stage."""
     last_s: float
-    """Head and loss, and the depths of multi-token prediction, on the last stage."""
+    """Head, loss and depths of multi-token prediction, on the last stage."""
 
     def __post_init__(self) -> None:
         if not self.layers_s or min(*self.layers_s, self.first_s, self.last_s) < 0 or max(self.layers_s) <= 0:
-            raise LayoutError("layers need times, none of them negative")
+            raise LayoutError("layers need times that are not negative")
 
 
 def by_parts(model: ModelSpec, parts_s: Mapping[str, float]) -> LayerSeconds:
-    """Put a model together from the measured seconds of its parts: layers by kind, embedding, head, prediction.
+    """Return the seconds of a model from those of its parts: layers by kind, embedding, head, prediction.
 
-    Where a depth of multi-token prediction was not timed, it is its layers and a head more.
+    A depth of multi-token prediction that was not timed counts as its layers and a head.
     """
     plain_s = sum(parts_s.get(kind, 0.0) for kind in model.prediction_kinds) + parts_s["head"]
     depth_s = parts_s.get("prediction", plain_s)
@@ -56,14 +56,14 @@ def by_parts(model: ModelSpec, parts_s: Mapping[str, float]) -> LayerSeconds:
 
 
 def by_flops(model: ModelSpec) -> LayerSeconds:
-    """Stand in for times that were not measured: each part's FLOPs (2 for each weight; an embedding has none)."""
+    """Use FLOPs instead of measured times: 2 for each weight, none for the embedding."""
     kinds = {*model.layer_kinds, *model.prediction_kinds}
     parts: dict[str, float] = {kind: model.kind_flops_per_token(kind) for kind in kinds}
     return by_parts(model, parts | {"embedding": 0.0, "head": 2.0 * model.hidden_size * model.vocab_size})
 
 
 def stage_seconds(seconds: LayerSeconds, chunks: Sequence[int], pp: int) -> tuple[float, ...]:
-    """Seconds of each pipeline rank for one micro-batch, all its chunks together, with embedding and head."""
+    """Return the seconds of each pipeline rank for one micro-batch: all its chunks, embedding and head."""
     stages_s = [0.0] * pp
     first = 0
     for chunk, size in enumerate(chunks):
@@ -75,9 +75,9 @@ def stage_seconds(seconds: LayerSeconds, chunks: Sequence[int], pp: int) -> tupl
 
 
 def live_weights(pp: int, vpp: int) -> tuple[int, ...]:
-    """Micro-batches that each stage holds at once when there are plenty; chunks of micro-batches with interleaving.
+    """Return the most micro-batches that each stage holds at once; chunks of micro-batches with interleaving.
 
-    1F1B's warm-up and one (schedules.py:2093), and the interleaved schedule's (schedules.py:762-786).
+    Source: the warm-up of 1F1B plus one (schedules.py:2093), and of the interleaved schedule (schedules.py:762-786).
     """
     if vpp == 1:
         return tuple(pp - rank for rank in range(pp))
@@ -85,17 +85,12 @@ def live_weights(pp: int, vpp: int) -> tuple[int, ...]:
 
 
 def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, ...]:
-    """Cut the layers so that the slowest stage is as quick as can be; of such cuts, one with the fewest live layers.
+    """Split the layers so that the slowest stage is as fast as possible, with the fewest live layers of such splits.
 
-    Live layers are those of a stage times the micro-batches that it holds at once, of the stage where that is most; so
-    the later stages, which hold fewer, take more layers where that costs no time. This is exact without interleaving,
-    and the time is so with it where all layers take the same. Mixed layers in interleaved chunks are cut into chunks of
-    nearly equal time, which are then improved layer by layer.
-
-    Args:
-        seconds: of each layer and of both ends.
-        pp: pipeline ranks.
-        vpp: chunks of each.
+    Live layers of a stage are its layers times the micro-batches that it holds at once; the stage with most counts. So
+    later stages, which hold fewer micro-batches, take more layers if that costs no time. The result is optimal without
+    interleaving; with interleaving the time is optimal for equal layers. Unequal layers in interleaved chunks are split
+    into chunks of nearly equal time, and then improved layer by layer.
 
     Returns:
         Layers of each of the `pp * vpp` chunks in model order; some may have none.
@@ -110,7 +105,7 @@ def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, .
 
 @lru_cache(maxsize=1 << 12)
 def _contiguous(seconds: LayerSeconds, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Cut into runs of layers: the least bound on time, then on weighted layers, for which filling succeeds."""
+    """Split into runs of layers: minimise the time of a run, then its layers times its weight, by bisection."""
     layers = len(seconds.layers_s)
     sums_s = (0.0, *accumulate(seconds.layers_s))
     limit_s = _least_limit_s(seconds, len(weights)) * (1 + SLACK)
@@ -126,10 +121,10 @@ def _contiguous(seconds: LayerSeconds, weights: tuple[int, ...]) -> tuple[int, .
 
 @lru_cache(maxsize=1 << 12)
 def _least_limit_s(seconds: LayerSeconds, num_runs: int) -> float:
-    """Seconds of the slowest of so many runs, where that is as quick as can be."""
+    """Return the least possible seconds of the slowest of `num_runs` runs."""
     sums_s = (0.0, *accumulate(seconds.layers_s))
     low_s = (sums_s[-1] + seconds.first_s + seconds.last_s) / num_runs
-    # Filled up to the mean, or to an end's own time, with one layer more, the runs hold all layers.
+    # This limit suffices: the mean or the time of an end, plus one layer and both ends.
     high_s = max(low_s, seconds.first_s, seconds.last_s) + max(seconds.layers_s) + seconds.first_s + seconds.last_s
     most = [len(seconds.layers_s)] * num_runs
     for _ in range(_HALVINGS):
@@ -142,7 +137,7 @@ def _least_limit_s(seconds: LayerSeconds, num_runs: int) -> float:
 
 
 def _filled(sums_s: Sequence[float], seconds: LayerSeconds, most: Sequence[int], limit_s: float) -> tuple[int, ...]:
-    """Give each run, from the last, as many layers as the limits allow; () where the first cannot take the rest."""
+    """Fill runs from the last to the first as far as the limits allow; () if the first run cannot take the rest."""
     end = len(sums_s) - 1
     sizes = []
     for stage in range(len(most) - 1, 0, -1):
@@ -159,20 +154,20 @@ def _filled(sums_s: Sequence[float], seconds: LayerSeconds, most: Sequence[int],
 
 
 def _interleaved(seconds: LayerSeconds, pp: int, vpp: int) -> tuple[int, ...]:
-    """Cut equal layers: as many for each rank as without interleaving, spread evenly over its chunks."""
+    """Split equal layers: the layers of each rank without interleaving, spread evenly over its chunks."""
     chunks = [0] * (pp * vpp)
     for rank, layers in enumerate(_contiguous(seconds, live_weights(pp, vpp))):
         for turn in range(vpp):
-            # The larger chunks come first, except on the first rank, whose first chunk has the embedding.
+            # Larger chunks come first, except on the first rank, whose first chunk has the embedding.
             place = vpp - 1 - turn if rank == 0 else turn
             chunks[place * pp + rank] = (layers + vpp - 1 - turn) // vpp
     return tuple(chunks)
 
 
 def _improved(seconds: LayerSeconds, chunks: list[int], pp: int) -> tuple[int, ...]:
-    """Move single layers between neighbouring chunks while that makes the slower of the two stages quicker."""
+    """Move single layers between neighbouring chunks while that makes the slower of the two stages faster."""
     stages_s = [*stage_seconds(seconds, chunks, pp)]
-    # The first layer of each chunk.
+    # First layer of each chunk.
     starts = [0, *accumulate(chunks)][:-1]
     moved = True
     while moved:
@@ -197,43 +192,40 @@ def _improved(seconds: LayerSeconds, chunks: list[int], pp: int) -> tuple[int, .
 T = TypeVar("T")
 
 BLOCK_STEPS = 8
-"""Recompute of a chunk's first layers grows in so many steps."""
+"""Number of steps in which the recomputed first layers of a chunk grow."""
 
 
 def values(job: Job, field: str, options: tuple[T, ...]) -> tuple[T, ...]:
-    """What a field may be: the options, or the user's own value where it is pinned."""
+    """Return the options of a field, or only the user's own value if it is pinned."""
     return (getattr(job.own, field),) if field in job.pinned else options
 
 
 @lru_cache(maxsize=1 << 12)
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, rising."""
+    """Return all divisors in rising order."""
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def expert_sizes(job: Job) -> tuple[int, ...]:
-    """EP: every divisor of the experts."""
+    """Return the values of EP: every divisor of the number of experts."""
     return values(job, "ep", divisors(job.model.num_experts) if job.model.num_experts else (1,))
 
 
 def expert_tensor_sizes(job: Job, tp: int) -> tuple[int, ...]:
-    """ETP: every divisor of an expert's width; without experts nothing reads it, and it is Megatron's default, TP."""
+    """Return the values of ETP: every divisor of an expert's width, or Megatron's default (TP) without experts."""
     if job.model.num_experts:
         return values(job, "etp", divisors(job.model.moe_ffn_hidden_size))
     return values(job, "etp", (tp,) if tp != job.own.tp else (job.own.etp,))
 
 
 def rank_orders(job: Job) -> tuple[bool, ...]:
-    """`use_tp_pp_dp_mapping`, the first that is legal to be taken."""
+    """Return the values of `use_tp_pp_dp_mapping`; the first legal one is taken."""
     return values(job, "use_tp_pp_dp_mapping", (True, False) if job.own.use_tp_pp_dp_mapping else (False,))
 
 
 def micro_batch_sizes(samples: int, *, own: int) -> tuple[int, ...]:
-    """Sizes worth trying for so many samples on a replica: powers of two, quotients by them, and the user's own.
-
-    Every number of micro-batches that is a power of two is reached, and so is every size that is one.
-    """
+    """Return micro-batch sizes for the samples of a replica: powers of two, quotients by them, and the user's own."""
     powers = [1 << exponent for exponent in range(samples.bit_length())]
     sizes = {power for power in powers if samples % power == 0}
     sizes |= {samples // power for power in sizes} | ({own} if samples % own == 0 else set())
@@ -241,18 +233,10 @@ def micro_batch_sizes(samples: int, *, own: int) -> tuple[int, ...]:
 
 
 def group_sizes(job: Job, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
-    """Micro-batches that interleaving runs through a chunk at a time; 0 is Megatron's default, one for each stage.
+    """Return the micro-batches that interleaving runs through a chunk at a time; 0 is Megatron's default, pp.
 
-    Larger groups than needed hide the transfer from the last stage back to the first, and hold more activations. A last
-    group of fewer micro-batches than stages is not legal; where the default has one, the next larger group without
-    takes its place.
-
-    Args:
-        job: with the user's own group size, and whether it is pinned.
-        pp: pipeline ranks.
-        vpp: chunks of each.
-        num_microbatches: of one step.
-
+    A larger group hides the transfer from the last stage to the first, and holds more activations. The last group must
+    not have fewer micro-batches than stages; if it has with the default, the next larger legal group replaces it.
     """
     if vpp == 1:
         return values(job, "microbatch_group_size", (0,))
@@ -264,7 +248,7 @@ def group_sizes(job: Job, pp: int, vpp: int, num_microbatches: int) -> tuple[int
 
 
 def virtual_stages(job: Job, pp: int) -> tuple[int, ...]:
-    """VPP: what divides a stage's layers, and powers of two up to them."""
+    """Return the values of VPP: divisors of a stage's layers, and powers of two up to them."""
     per_stage, rest = divmod(job.model.num_layers, pp)
     if pp == 1:
         return values(job, "vpp", (1,))
@@ -272,10 +256,10 @@ def virtual_stages(job: Job, pp: int) -> tuple[int, ...]:
     return values(job, "vpp", tuple(sorted(powers if rest else powers | {*divisors(per_stage)})))
 
 
-def splits(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[Split]:
-    """Virtual stages, layers of each chunk (() for even ones), and chunks behind multi-token prediction.
+def layer_splits(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[Split]:
+    """Yield layer splits: virtual stages, layers of each chunk (() = even), and chunks after multi-token prediction.
 
-    Only the user's own split has that apart from the head.
+    Only the user's own split may have chunks after multi-token prediction.
     """
     own, layers = job.own, job.model.num_layers
     own_split = Split(own.vpp, own.layers_per_chunk, own.chunks_after_mtp)
@@ -299,8 +283,8 @@ def splits(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[Split]:
             yield Split(vpp, balanced)
 
 
-def states(rules: Rules, tp: int, *, has_replicas: bool) -> Iterator[MemoryOptions]:
-    """Sequence parallelism, distributed optimizer and overlap, the quickest first; without recompute."""
+def memory_flags(rules: Rules, tp: int, *, has_replicas: bool) -> Iterator[MemoryOptions]:
+    """Yield sequence parallelism, distributed optimizer and overlaps, fastest first; without recompute."""
     job = rules.job
     shardings = (True, False) if has_replicas else (job.own.use_distributed_optimizer,)
     for sequence_parallel in values(job, "sequence_parallel", (True, False)) if tp > 1 else (False,):
@@ -310,10 +294,7 @@ def states(rules: Rules, tp: int, *, has_replicas: bool) -> Iterator[MemoryOptio
 
 
 def _overlaps(rules: Rules, *, sharded: bool, has_replicas: bool) -> Iterator[tuple[bool, bool]]:
-    """Overlap of the gradients' reduction and of the parameters' gathering.
-
-    Where nothing is reduced, or no stream of its own hides it, as on CPU, only what the user has.
-    """
+    """Yield overlap of gradient reduction and of parameter gathers; only the user's own if overlap cannot hide them."""
     job, own = rules.job, rules.job.own
     hides = has_replicas and rules.device_kind == "cuda"
     for reduce in values(job, "overlap_grad_reduce", (True, False) if hides else (own.overlap_grad_reduce,)):
@@ -324,7 +305,7 @@ def _overlaps(rules: Rules, *, sharded: bool, has_replicas: bool) -> Iterator[tu
 
 
 def recomputes(job: Job, layers: frozenset[int]) -> tuple[Recompute, ...]:
-    """What may be recomputed in chunks with so many layers, the cheapest first."""
+    """Return the kinds of recompute for chunks with these numbers of layers, cheapest first."""
     deepest = max(layers)
     step = -(-deepest // BLOCK_STEPS)
     blocks = [Recompute(granularity="full", method="block", num_layers=size) for size in range(step, deepest, step)]
@@ -339,10 +320,10 @@ def recomputes(job: Job, layers: frozenset[int]) -> tuple[Recompute, ...]:
 
 
 def module_sets(job: Job) -> Iterator[Recompute]:
-    """Selective recompute in growing sets: what costs next to nothing first, whole blocks of matrices last.
+    """Yield growing sets of modules for selective recompute, cheapest first, whole matrix blocks last.
 
-    Only modules whose bytes and seconds are predicted, and whose recompute frees anything. Recompute of the experts'
-    layer contains that of its activation and of the shared experts.
+    Only modules with predicted bytes and seconds, whose recompute frees memory. Recompute of the whole expert layer
+    includes its activation and the shared experts.
     """
     model, chosen = job.model, list[str]()
     for module in (*cheap_modules(job), *(("shared_experts",) if model.moe_shared_expert_intermediate_size else ())):
@@ -357,10 +338,10 @@ def module_sets(job: Job) -> Iterator[Recompute]:
 
 
 def cheap_modules(job: Job) -> Iterator[str]:
-    """Modules that are recomputed in little time, and free something."""
+    """Yield modules whose recompute takes little time and frees memory."""
     model = job.model
     if model.transformer_impl == "transformer_engine" and (model.num_experts or model.latent_attention):
-        # Elsewhere Transformer Engine has the norms inside the matrices.
+        # In other models Transformer Engine computes the norms inside the matrix products.
         yield "layernorm"
     if selective_recompute_matters(model):
         yield "core_attn"
@@ -375,5 +356,5 @@ def cheap_modules(job: Job) -> Iterator[str]:
 
 
 def selective_recompute_matters(model: ModelSpec) -> bool:
-    """Whether attention keeps its score matrices, so that recomputing them saves memory (not with flash or cuDNN)."""
+    """Return whether attention keeps its score matrices, so that recompute saves memory (not with flash or cuDNN)."""
     return model.transformer_impl == "local" or model.attention_backend in ("unfused", "local")

@@ -1,8 +1,11 @@
-"""Lists of values that many combinations share: each is built once, and numpy repeats combinations for their values."""
+"""All layouts that Megatron allows for a job, and the number of refused layouts by reason.
 
-# D = combinations, N = combinations with each value of their list.
-# N = cuts, G = groups of cuts that agree in what the states depend on, H = in what recompute depends on, M = layouts.
-# D = degrees, N = cuts, M = layouts.
+A base layout has degrees, layer split and micro-batch. Its variants add memory options: recompute, sequence
+parallelism, distributed optimizer and overlap.
+"""
+
+# D = combinations (such as degrees), N = base layouts, M = layouts (variants), G = groups of base layouts that agree in
+# what the flags depend on, H = groups that agree in what recompute depends on.
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ from pipette_launch.search.layout_axes import LayerSeconds, by_flops, by_parts
 K = TypeVar("K", bound=Hashable)
 
 Build = Callable[[K, "Counter[str]"], Iterable[tuple[int, ...]]]
-"""SharedLists what follows a key, and counts what is refused."""
+"""Yields the rows of a key, and counts refused rows by reason."""
 
 
 class SharedLists(Generic[K]):
-    """A list of rows of numbers for each key, with the reasons why others are not in it."""
+    """Lists of rows of numbers by key, each built once and shared; refused rows are counted by reason."""
 
     def __init__(self, build: Build[K], *, width: int) -> None:
         self._build = build
@@ -52,7 +55,7 @@ class SharedLists(Generic[K]):
         self._faults: list[Counter[str]] = []
 
     def place(self, key: K) -> int:
-        """Return the place of a key's list, which is built when first asked for."""
+        """Return the index of a key's list; the list is built at the first call."""
         if key not in self._places:
             faults: Counter[str] = Counter()
             rows = list(self._build(key, faults))
@@ -62,25 +65,25 @@ class SharedLists(Generic[K]):
         return self._places[key]
 
     def places(self, keys: Iterable[K]) -> Ints:
-        """Return the places of some keys' lists."""
+        """Return the indices of the lists of several keys."""
         return np.array([self.place(key) for key in keys], dtype=np.int64)
 
     @property
     def lengths(self) -> Ints:
-        """Rows of each list."""
+        """Number of rows of each list."""
         return np.array([len(rows) for rows in self._rows], dtype=np.int64)
 
     @property
     def heads(self) -> Ints:
-        """The first row of each list; zeros for an empty one."""
+        """First row of each list; zeros for an empty list."""
         return np.array([rows[0] if rows else (0,) * self._width for rows in self._rows], dtype=np.int64)
 
     def rows(self, place: int) -> list[tuple[int, ...]]:
-        """One list."""
+        """Return one list."""
         return self._rows[place]
 
     def dropped(self, place_D: Ints) -> Counter[str]:
-        """Count what is refused, as often as its list is used."""
+        """Count refused rows by reason, each as often as its list is used."""
         total: Counter[str] = Counter()
         uses = np.bincount(place_D, minlength=len(self._faults)).tolist()
         for faults, times in zip(self._faults, uses, strict=True):
@@ -89,7 +92,7 @@ class SharedLists(Generic[K]):
         return total
 
     def spread(self, place_D: Ints) -> tuple[Ints, Ints]:
-        """Repeat each combination for every row of its list: its number (N), and the rows (N x width)."""
+        """Repeat each combination for every row of its list; return its index (N) and the rows (N x width)."""
         lengths = self.lengths
         starts = np.cumsum(lengths) - lengths
         counts_D = lengths[place_D] if len(place_D) else np.zeros(0, dtype=np.int64)
@@ -104,8 +107,8 @@ UNTIMED = "compute is timed with sequence parallelism wherever that is possible"
 _FLAGS = MemoryOptions._fields[:-1]
 
 
-class _Where(NamedTuple):
-    """What sequence parallelism, optimizer and overlap depend on."""
+class _FlagKey(NamedTuple):
+    """Fields that decide the legal flags: sequence parallelism, distributed optimizer and overlaps."""
 
     tp: int
     cp: int
@@ -113,49 +116,49 @@ class _Where(NamedTuple):
 
 
 class _Depth(NamedTuple):
-    """What recompute depends on."""
+    """Fields that decide the legal kinds of recompute."""
 
     layers: frozenset[int]
-    """The different numbers of layers that chunks have."""
+    """Different numbers of layers of the chunks."""
     tp: int
-    """1, or 2 for more."""
+    """1, or 2 for any larger degree."""
 
 
 _Pair = tuple[tuple[tuple[int, ...], ...], _Depth]
-"""The legal states of a cut, and what recompute depends on."""
+"""Legal flags of a base layout, and the fields that decide recompute."""
 
 
 class MemoryOptionTables:
-    """The memory options of many cuts; each list is built once and shared."""
+    """The memory options of many base layouts."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._numbers: dict[Recompute, int] = {NO_RECOMPUTE: 0}
-        self._states: SharedLists[_Where] = SharedLists(self._build_states, width=len(_FLAGS))
+        self._flags: SharedLists[_FlagKey] = SharedLists(self._build_flags, width=len(_FLAGS))
         self._depths: SharedLists[tuple[_Depth, bool]] = SharedLists(self._build_depths, width=1)
         self._pairs: SharedLists[_Pair] = SharedLists(self._build_pairs, width=len(MemoryOptions._fields))
         self._lean: SharedLists[_Pair] = SharedLists(self._build_lean, width=len(MemoryOptions._fields))
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """The kinds of recompute that rows of numbers name by their place."""
+        """Kinds of recompute; rows of numbers hold their index."""
         return tuple(self._numbers)
 
     def first(self, columns: LayoutColumns) -> tuple[LayoutColumns, Ints, Counter[str]]:
-        """Give each cut the first of its options; return also how many each has (N), and what was refused."""
+        """Give each base layout its first options; also return its number of variants (N), and the refused ones."""
         if not len(columns):
             return columns, np.zeros(0, dtype=np.int64), Counter()
-        state_N, pair_N = self._places(columns, self._pairs)
+        flag_N, pair_N = self._places(columns, self._pairs)
         first = dict(zip(MemoryOptions._fields, self._pairs.heads[pair_N].T, strict=True))
-        dropped = self._states.dropped(state_N) + self._pairs.dropped(pair_N)
+        dropped = self._flags.dropped(flag_N) + self._pairs.dropped(pair_N)
         return replace(columns, **first, recomputes=self.recomputes), self._pairs.lengths[pair_N], dropped
 
-    def spread(self, columns: LayoutColumns) -> tuple[Ints, LayoutColumns]:
-        """List all variants of some cuts: for each layout the number of its cut (M), and the layouts, cut by cut."""
+    def variants(self, columns: LayoutColumns) -> tuple[Ints, LayoutColumns]:
+        """Return all variants of some base layouts, and for each the index of its base layout (M)."""
         return self._spread(columns, self._pairs)
 
     def leanest(self, columns: LayoutColumns) -> LayoutColumns:
-        """Give each of some cuts the options that should need the least memory."""
+        """Give each base layout the options that should need the least memory."""
         return self._spread(columns, self._lean)[1]
 
     def _spread(self, columns: LayoutColumns, lists: SharedLists[_Pair]) -> tuple[Ints, LayoutColumns]:
@@ -164,34 +167,33 @@ class MemoryOptionTables:
         return row_M, replace(columns.take(row_M), **options, recomputes=self.recomputes)
 
     def _places(self, columns: LayoutColumns, lists: SharedLists[_Pair]) -> tuple[Ints, Ints]:
-        """The list of states of each cut, and its list of states with recompute, each by its place."""
-        where_G, group_N = self._wheres(columns)
+        """Return the index of each base layout's list of flags, and of its list of flags with recompute."""
+        key_G, group_N = self._flag_keys(columns)
         depth_H, depth_N = self._depths_of(columns)
-        state_G = self._states.places(where_G)
-        states_G = [tuple(self._states.rows(place)) for place in state_G.tolist()]
+        flag_G = self._flags.places(key_G)
+        flags_G = [tuple(self._flags.rows(place)) for place in flag_G.tolist()]
         first, pair_N = _grouped(group_N, depth_N)
-        keys = ((states_G[group_N[row]], depth_H[depth_N[row]]) for row in first.tolist())
-        return state_G[group_N], lists.places(keys)[pair_N]
+        keys = ((flags_G[group_N[row]], depth_H[depth_N[row]]) for row in first.tolist())
+        return flag_G[group_N], lists.places(keys)[pair_N]
 
-    def _wheres(self, columns: LayoutColumns) -> tuple[list[_Where], Ints]:
+    def _flag_keys(self, columns: LayoutColumns) -> tuple[list[_FlagKey], Ints]:
         expert_dp = columns.tp * columns.cp * columns.dp // (columns.etp * columns.ep)
         has_replicas = ((columns.dp * columns.cp > 1) | (expert_dp > 1)).astype(np.int64)
         first, group_N = _grouped(columns.tp, columns.cp, has_replicas)
         keys = zip(columns.tp[first].tolist(), columns.cp[first].tolist(), has_replicas[first].tolist(), strict=True)
-        return [_Where(tp, cp, bool(replicas)) for tp, cp, replicas in keys], group_N
+        return [_FlagKey(tp, cp, bool(replicas)) for tp, cp, replicas in keys], group_N
 
     def _depths_of(self, columns: LayoutColumns) -> tuple[list[_Depth], Ints]:
         even = self._rules.job.model.num_layers // (columns.pp * columns.vpp)
         has_tp = np.minimum(columns.tp, 2)
-        is_even = np.array([not cut for cut in columns.cuts])[columns.layers_per_chunk]
+        is_even = np.array([not layers for layers in columns.cuts])[columns.layers_per_chunk]
         first, depth_N = _grouped(columns.layers_per_chunk, np.where(is_even, even, 0), has_tp)
         rows = zip(columns.layers_per_chunk[first].tolist(), even[first].tolist(), has_tp[first].tolist(), strict=True)
-        return [_Depth(frozenset(columns.cuts[cut] or (layers,)), tp) for cut, layers, tp in rows], depth_N
+        return [_Depth(frozenset(columns.cuts[split] or (layers,)), tp) for split, layers, tp in rows], depth_N
 
-    def _build_states(self, where: _Where, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
-        """Flags of the legal states."""
-        states = layout_axes.states(self._rules, where.tp, has_replicas=where.has_replicas)
-        legal = [state for state in states if not drops(state_faults(self._rules, where.tp, where.cp, state), dropped)]
+    def _build_flags(self, key: _FlagKey, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
+        states = layout_axes.memory_flags(self._rules, key.tp, has_replicas=key.has_replicas)
+        legal = [state for state in states if not drops(state_faults(self._rules, key.tp, key.cp, state), dropped)]
         # Megatron distributes saved activations only without sequence parallelism.
         distributes = self._rules.options.distribute_saved_activations
         is_timed = any(state.sequence_parallel for state in legal) and not distributes
@@ -202,7 +204,6 @@ class MemoryOptionTables:
                 yield tuple(int(flag) for flag in state[:-1])
 
     def _build_depths(self, key: tuple[_Depth, bool], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
-        """Numbers of the legal recomputes."""
         depth, parallel = key
         for recompute in layout_axes.recomputes(self._rules.job, depth.layers):
             options = MemoryOptions(parallel, False, False, False, recompute)
@@ -210,7 +211,7 @@ class MemoryOptionTables:
                 yield (self._numbers.setdefault(recompute, len(self._numbers)),)
 
     def _build_pairs(self, key: _Pair, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
-        """Flags and recompute of all legal options of one kind of cut, ordered."""
+        """Yield all legal flags with recompute: the cheapest recompute of every flag set first."""
         states, depth = key
         place_S = self._depths.places((depth, bool(state[0])) for state in states)
         dropped += self._depths.dropped(place_S)
@@ -220,7 +221,7 @@ class MemoryOptionTables:
                 yield from ((*state, *number) for number in legal[turn : turn + 1])
 
     def _build_lean(self, key: _Pair, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
-        """Recompute of every layer by itself, everything sharded, no buffers for overlap: as far as that is legal."""
+        """Yield the legal options nearest to: recompute of each layer alone, everything sharded, no overlap buffers."""
         rows = list(self._build_pairs(key, dropped))
         recomputes = self.recomputes
 
@@ -235,7 +236,7 @@ class MemoryOptionTables:
 
 
 def drops(faults: Broken, dropped: Counter[str]) -> bool:
-    """Count the first broken rule by its reason; whether there is one."""
+    """Count the first broken rule by its reason; return whether there is one."""
     broken = next(faults, None)
     if broken:
         dropped[broken.reason] += 1
@@ -243,90 +244,90 @@ def drops(faults: Broken, dropped: Counter[str]) -> bool:
 
 
 def _grouped(*columns: Ints) -> tuple[Ints, Ints]:
-    """Group rows that agree in some columns: a row of each group, and the group of each row."""
+    """Group rows that agree in some columns; return a row of each group, and the group of each row."""
     _, first, group = np.unique(codes_of(columns), return_index=True, return_inverse=True)
     return first.astype(np.int64), group.reshape(-1).astype(np.int64)
 
 
 MOST = 1 << 17
-"""More cuts than these are thinned out, by what is least likely to be quick."""
+"""Number of base layouts above which the least promising ones are set aside."""
 MANY_TIMES = 8
-"""Layers are balanced by the times of the user's micro-batch, and by those of one so many times as large."""
+"""Layers are balanced by the times of the user's micro-batch, and of a micro-batch larger by this factor."""
 FEWEST_TOKENS = 512
-"""Where cuts are thinned out, a context rank keeps so many tokens of a sequence."""
+"""Smallest part of a sequence on a context rank, if base layouts are set aside."""
 _REST = ("vpp", "microbatch_group_size", "layers_per_chunk", "chunks_after_mtp", "micro_batch_size")
 _Split: TypeAlias = tuple[int, int, int]
-"""Virtual stages, place of the layers of chunks in a list, chunks behind multi-token prediction."""
+"""Virtual stages, index of the layers of the chunks, chunks after multi-token prediction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cuts:
-    """The legal cuts as columns, each as its first variant; those that keep TP in a host come first."""
+class BaseLayouts:
+    """The legal base layouts as columns, each with its first options; those with TP inside a host come first."""
 
     tables: MemoryOptionTables
     columns: LayoutColumns
     dropped: dict[str, int]
-    """Combinations by the first constraint that they break; one that an early axis breaks counts once."""
+    """Refused combinations by the first rule that they break; one that an early field breaks counts once."""
     own_fault: str | None
-    """The constraint that the user's own layout breaks, if any."""
+    """Rule that the user's own layout breaks, if any."""
     num_layouts: int
-    """All legal layouts: all variants of all cuts."""
+    """All legal layouts: all variants of all base layouts."""
 
     def __len__(self) -> int:
-        """N."""
+        """Return the number of base layouts."""
         return len(self.columns)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The first variant of every cut; some microseconds each."""
+        """First variant of every base layout; each takes some microseconds."""
         return tuple(self.columns.layout(row) for row in range(len(self)))
 
-    def spread(self, rows: Ints) -> tuple[Ints, LayoutColumns]:
-        """List all legal variants of some cuts: for each the place of its cut in `rows` (M), and the layouts by cut.
+    def variants(self, rows: Ints) -> tuple[Ints, LayoutColumns]:
+        """Return all legal variants of some base layouts, and for each the index of its base layout in `rows` (M).
 
-        The cheapest recompute comes first, and the quickest kinds of each.
+        The cheapest recompute comes first, with the fastest flags first.
         """
-        return self.tables.spread(self.columns.take(rows))
+        return self.tables.variants(self.columns.take(rows))
 
     def neighbours(self, layout: Layout) -> LayoutColumns:
-        """List the legal layouts with the same degrees that differ in one choice.
+        """Return the legal layouts with the same degrees that differ in one choice.
 
-        A choice is the micro-batch, how the layers are cut into chunks, the group of micro-batches, sequence
-        parallelism, the distributed optimizer, the overlaps, or recompute. What has to follow a choice may differ with
-        it: the group follows micro-batch and chunks, the gathers' overlap follows the optimizer. Other degrees move
-        ranks to other cells, so that the placement says nothing: that is no neighbour.
+        A choice is the micro-batch, the layer split, the group of micro-batches, sequence parallelism, the distributed
+        optimizer, the overlaps, or recompute. Fields that must follow a choice may differ with it: the group follows
+        micro-batch and split, the gather overlap follows the optimizer. Layouts with other degrees are no neighbours,
+        as a placement has no meaning for them.
         """
         same_N = np.ones(len(self), dtype=bool)
         for name in Degrees._fields:
             same_N &= getattr(self.columns, name) == getattr(layout, name)
         rows = np.flatnonzero(same_N)
-        rows = rows[_num_cut_choices(self.columns.take(rows), layout) <= 1]
-        _, found = self.spread(rows)
-        num_M = _num_cut_choices(found, layout) + _num_option_choices(found, layout)
+        rows = rows[_num_base_choices(self.columns.take(rows), layout) <= 1]
+        _, found = self.variants(rows)
+        num_M = _num_base_choices(found, layout) + _num_option_choices(found, layout)
         return found.take(np.flatnonzero(num_M == 1))
 
 
-def cuts(
+def base_layouts(
     job: Job,
     *,
     world_size: int,
     devices_per_host: int,
     device_kind: str,
     table: ComputeTable | None = None,
-    rooms: Domains | None = None,
-) -> Cuts:
-    """Enumerate the legal degrees, chunks and micro-batches of a job.
+    rooms: Rooms | None = None,
+) -> BaseLayouts:
+    """List the legal degrees, layer splits and micro-batches of a job.
 
-    TP beyond `devices_per_host` is legal in Megatron, so it stays in, after the cuts that keep TP in a host; the cost
-    model prices its slow links. Only where there are more than `MOST` cuts, some are set aside, and counted.
+    TP larger than a host is legal in Megatron and stays in, as the cost model prices its slow links. Only if there are
+    more than `MOST` base layouts, some are set aside and counted.
 
     Args:
-        job: the model, the batch, the user's own layout and its pins.
+        job: with the user's own layout and its pins.
         world_size: ranks of the job.
         devices_per_host: slots of one host.
         device_kind: `cuda` or `cpu`.
-        table: measured times, by which uneven stages are balanced; by FLOPs without, or for a TP that was not measured.
-        rooms: the hosts and their NVLink domains; None where domains are not known.
+        table: measured times, by which uneven stages are balanced; FLOPs are used without them.
+        rooms: hosts and NVLink domains; None if domains are unknown.
 
     """
     rules = Rules.of(job, device_kind=device_kind, rooms=rooms or Domains(devices_per_host=devices_per_host))
@@ -346,12 +347,12 @@ def cuts(
         **dict(zip(_REST, rest_N5.T, strict=True)),
         **dict.fromkeys(MemoryOptions._fields, none),
         recomputes=(NO_RECOMPUTE,),
-        cuts=tuple(chunks_and_batches.cuts),
+        cuts=tuple(chunks_and_batches.layers),
     )
     tables = MemoryOptionTables(rules)
     columns, count_N, refused = tables.first(columns.take(np.argsort(columns.tp > devices_per_host, kind="stable")))
     own_broken = broken_rule(rules, job.own)
-    return Cuts(
+    return BaseLayouts(
         tables=tables,
         columns=columns.take(np.flatnonzero(count_N)),
         dropped=dict((dropped + refused).most_common()),
@@ -361,11 +362,10 @@ def cuts(
 
 
 def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
-    """Name the distinct shapes of computation that layouts need, most promising first.
+    """Return the distinct compute cases of layouts, most promising first.
 
-    The user's own comes first: nothing can be compared without it. Then the rest by how many doublings they lie from
-    one tensor rank, one context rank and micro-batches of two, where jobs that fit run best; those that more layouts
-    share win ties.
+    The user's own comes first, as everything is compared with it. The others follow by their distance in doublings from
+    TP 1, CP 1 and micro-batches of 2, where jobs that fit run best. Of equal ones, the case of more layouts wins.
     """
     groups = found.groups("tp", "cp", "micro_batch_size")
     sizes = np.bincount(groups.group_N, minlength=len(groups.first_U)).tolist()
@@ -382,7 +382,7 @@ def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
 
 
 def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the legal TP, PP, DP and CP; each is checked before the next is looked at."""
+    """Yield the legal TP, PP, DP and CP; each is checked before the next one is listed."""
     job = rules.job
     for tp in layout_axes.values(job, "tp", layout_axes.divisors(world_size)):
         if world_size % tp or drops(tensor_faults(rules, tp), dropped):
@@ -399,16 +399,16 @@ def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iter
 
 
 class _ExpertGrids:
-    """The grids of experts that may go with dense degrees: EP, ETP and the rank order."""
+    """EP, ETP and rank order for dense degrees."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._lists: SharedLists[tuple[int, int, int, int]] = SharedLists(self._rows, width=3)
 
     def spread(self, dense_D4: Ints, dropped: Counter[str]) -> tuple[Ints, Ints]:
-        """Repeat dense degrees for each of their grids."""
+        """Repeat dense degrees for each of their expert degrees."""
         job = self._rules.job
-        # Grids depend on the ranks of a stage; on TP only where ETP follows it, on DP only under the other rank order.
+        # The list depends on the ranks of a stage; on TP only if ETP follows it, on DP only in the other rank order.
         follows, asks = not job.model.num_experts, any(layout_axes.rank_orders(job))
         keys = (
             (pp, tp * dp * cp, tp if follows else 1, dp if asks else tp * dp * cp // (tp if follows else 1))
@@ -431,35 +431,35 @@ class _ExpertGrids:
 
 
 class _ChunksAndBatches:
-    """Chunks, micro-batches and their groups that may go with degrees; one list for all of equal DP, PP and chunks."""
+    """Layer splits, micro-batches and their groups for degrees; one list for each DP, PP and set of splits."""
 
     def __init__(self, rules: Rules, table: ComputeTable | None) -> None:
-        self.cuts: dict[tuple[int, ...], int] = {(): 0}
+        self.layers: dict[tuple[int, ...], int] = {(): 0}
         self.lists: SharedLists[tuple[int, int, tuple[_Split, ...]]] = SharedLists(self._rows, width=len(_REST))
-        """Rows of the fields `_REST`; of the layers of chunks, their place in `cuts`."""
+        """Rows of the fields `_REST`; layers of chunks are an index into `layers`."""
         self._rules = rules
         self._table = table
         self._seconds: dict[int, tuple[LayerSeconds, ...]] = {}
         self._chunks: dict[tuple[int, int], tuple[_Split, ...]] = {}
 
     def places(self, dense_D4: Ints) -> Ints:
-        """Which list follows these dense degrees."""
+        """Return the index of the list of each row of dense degrees."""
         return self.lists.places((dp, pp, self._chunks_of(tp, pp)) for tp, pp, dp, _ in dense_D4.tolist())
 
     def _chunks_of(self, tp: int, pp: int) -> tuple[_Split, ...]:
         if (tp, pp) not in self._chunks:
-            chunks = (layout_axes.splits(self._rules.job, pp, seconds) for seconds in self._seconds_of(tp))
+            chunks = (layout_axes.layer_splits(self._rules.job, pp, seconds) for seconds in self._seconds_of(tp))
             self._chunks[tp, pp] = tuple(
-                (vpp, self.cuts.setdefault(cut, len(self.cuts)), after)
-                for vpp, cut, after in dict.fromkeys(chain(*chunks))
+                (vpp, self.layers.setdefault(layers, len(self.layers)), after)
+                for vpp, layers, after in dict.fromkeys(chain(*chunks))
             )
         return self._chunks[tp, pp]
 
     def _seconds_of(self, tp: int) -> tuple[LayerSeconds, ...]:
-        """Times of the parts at this TP, in the measured cases nearest to the user's own and to one of many tokens.
+        """Return times of the parts at this TP, for the user's micro-batch and for a large one.
 
-        The host launches many kernels for a layer and few for the head: where a micro-batch is so small that it sets
-        the time, a head is worth fewer layers than where the device does.
+        The host launches many kernels for a layer and few for the head. With small micro-batches the host sets the
+        pace, so the head is worth fewer layers than with large ones.
         """
         if tp not in self._seconds:
             job = self._rules.job
@@ -479,20 +479,20 @@ class _ChunksAndBatches:
         legal = [size for size in sizes if not drops(batch_faults(rules, dp, size), dropped)]
         if not chunks:
             dropped[f"more pipeline ranks than num_layers={job.model.num_layers}"] += 1
-        layers_of = list(self.cuts)
-        for vpp, cut, after in chunks:
-            if drops(chunks_faults(rules, pp, vpp, layers_of[cut]), dropped):
+        layers_of = list(self.layers)
+        for vpp, split, after in chunks:
+            if drops(chunks_faults(rules, pp, vpp, layers_of[split]), dropped):
                 continue
             for size in legal:
                 for group in layout_axes.group_sizes(job, pp, vpp, samples // size):
                     if not drops(schedule_faults(rules, pp, vpp, group, size * dp), dropped):
-                        yield vpp, group, cut, after, size
+                        yield vpp, group, split, after, size
 
 
 def _thinned(
     job: Job, degrees_D7: Ints, lengths: Ints, places_D: Ints, devices_per_host: int, dropped: Counter[str]
 ) -> Ints:
-    """Set degrees aside while there are more than `MOST` cuts, rule by rule; the user's own values always stay."""
+    """Set degrees aside, rule by rule, while there are more than `MOST` base layouts; the user's own values stay."""
     kept = np.arange(len(degrees_D7), dtype=np.int64)
     tp_D, _, _, cp_D, _, etp_D, _ = degrees_D7.T
     own = job.own
@@ -514,10 +514,10 @@ def _thinned(
     return kept
 
 
-def _num_cut_choices(columns: LayoutColumns, layout: Layout) -> Ints:
+def _num_base_choices(columns: LayoutColumns, layout: Layout) -> Ints:
     size_N = columns.micro_batch_size != layout.micro_batch_size
-    cut = np.array([each == layout.layers_per_chunk for each in columns.cuts])
-    chunks_N = (columns.vpp != layout.vpp) | ~cut[columns.layers_per_chunk]
+    is_same = np.array([each == layout.layers_per_chunk for each in columns.cuts])
+    chunks_N = (columns.vpp != layout.vpp) | ~is_same[columns.layers_per_chunk]
     chunks_N |= columns.chunks_after_mtp != layout.chunks_after_mtp
     group_N = (columns.microbatch_group_size != layout.microbatch_group_size) & ~size_N & ~chunks_N
     num_N: Ints = size_N.astype(np.int64) + chunks_N + group_N

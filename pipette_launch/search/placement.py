@@ -1,7 +1,5 @@
-"""Another order of devices inside hosts, the same on all hosts, where that order alone pays clearly."""
+"""The search for the placement of a layout with the least step time: from several starts, by hosts and by ranks."""
 
-# H = hosts, D = devices of one host, O = orders.
-# A line is a list of carriers, each a sequence of slots that move together.
 # H = hosts = seats = places, D = devices of one host.
 
 from __future__ import annotations
@@ -11,12 +9,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice, permutations
+from itertools import combinations, islice, permutations
 
 import numpy as np
 
 from pipette_launch.cost.step.predictor import PlacementCost
-from pipette_launch.facts import Cluster, Layout, Links
+from pipette_launch.facts import Layout, Links
 from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.search.assignment.descent import descend
 from pipette_launch.search.assignment.problem import Arrangement, Flows, Ints
@@ -24,42 +22,127 @@ from pipette_launch.search.near_hosts import distances_s, nearest, tiers_of
 from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProblem, Slots, faster, starts
 from pipette_launch.search.step_model import linearise
 
+ROUNDS = 4
+"""Largest number of rounds that improve the placement of one layout."""
+FEW_STARTS = 6
+"""Starts that are priced first. On 512 GPUs the best of 6 was 0.1 % slower than the best of all, on average."""
+MANY_STARTS = 24
+"""Starts that the first round prices."""
+FEW_SLOTS = 32
+"""Largest number of slots for which single ranks change hosts in each round too. On four hosts of two devices this
+saved up to 11 % of a step, in cases in which rings had to pass a host twice."""
+ANNEALING_STEPS = 60
+ANNEALED_SLOTS = range(FEW_SLOTS + 1, 257)
+"""Numbers of slots for which single ranks change hosts once, after all rounds. On 64 slots this saved up to 5 %."""
+STEPS_AT_LAST = 20
+SHUFFLED = 0.1
+"""Share of the hosts that every second round first exchanges at random."""
+
+
+def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]:
+    """Return the best of a few starts (of all placements if these are few), and the seconds of torchrun's order."""
+    order_W = np.arange(problem.slots.num_slots)
+    starts_KW = starts(problem.layout, problem.cluster, most=FEW_STARTS, blocks=problem.blocks)
+    is_allowed = bool((starts_KW[0] == order_W).all())
+    priced_KW = starts_KW if is_allowed else np.concatenate([order_W[None], starts_KW])
+    costs_s = problem.objective.costs(priced_KW)
+    first = 0 if is_allowed else 1
+    least = first + int(costs_s[first:].argmin())
+    best = problem.placed(tuple(priced_KW[least].tolist()), float(costs_s[least]))
+    if are_few(problem.layout, problem.slots) and not best.is_optimal:
+        *_, best = best, *exhaustion(problem, best, is_late=is_late)
+    return faster(best, ordered(problem, best, is_late=is_late, thorough=False)), float(costs_s[0])
+
+
+def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.Random, is_late: IsLate) -> Placed:
+    """Search one round for a placement that is better than the best so far.
+
+    Whole hosts change places first; on few slots, single ranks follow by annealing. Round 0 continues from the best.
+    Later rounds alternate between the best with some hosts exchanged, and another start, to reach other minima.
+
+    Args:
+        problem: the layout and its slots.
+        best: best placement so far.
+        turn: number of earlier rounds.
+        rng: random numbers.
+        is_late: ends the round early.
+
+    """
+    slots = problem.slots
+    start = _start(problem, best, turn, rng)
+    if isinstance(problem.objective, PlacementCost) and slots.num_hosts > 1:
+        start = rearranged(problem, start, model=problem.objective, rng=rng, is_late=is_late)
+    found = faster(best, start)
+    if slots.num_slots <= FEW_SLOTS and not found.is_optimal:
+        found = annealed(problem, start, steps=ANNEALING_STEPS, rng=rng, is_late=is_late)
+    return faster(best, _reordered(problem, found, is_late))
+
+
+def exchange_devices(problem: PlacementProblem, best: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
+    """Let single ranks change hosts after the last round, on clusters that are too large for it in each round."""
+    if best.is_optimal or problem.slots.num_slots not in ANNEALED_SLOTS:
+        return best
+    found = annealed(problem, best, steps=STEPS_AT_LAST, rng=rng, is_late=is_late)
+    return faster(best, _reordered(problem, found, is_late))
+
+
+def improved_once(problem: PlacementProblem, start: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
+    """Search one round from a start, and let single ranks change hosts at the end."""
+    placed = improve(problem, start, turn=0, rng=rng, is_late=is_late)
+    return exchange_devices(problem, placed, rng=rng, is_late=is_late)
+
+
+def _reordered(problem: PlacementProblem, found: Placed, is_late: IsLate) -> Placed:
+    """Choose the order of devices again, as hosts have changed places."""
+    return ordered(problem, found, is_late=is_late, thorough=problem.slots.num_slots < ANNEALED_SLOTS.stop)
+
+
+def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Random) -> Placed:
+    slots = problem.slots
+    if turn > 0 and slots.num_hosts > MANY_HOSTS:
+        # A round does not converge on many hosts, so the next one continues.
+        return best
+    if turn % 2 == 1 and slots.num_hosts > 1:
+        return problem.best_of([shuffled(best.placement, slots, rng, share=SHUFFLED)])
+    starts_KW = starts(problem.layout, problem.cluster, most=MANY_STARTS, blocks=problem.blocks)
+    if turn == 0:
+        # The first starts are priced again: the layout may have come with the placement of another.
+        return faster(best, problem.best_of(starts_KW))
+    chosen = turn // 2 % len(starts_KW)
+    return problem.best_of(starts_KW[chosen : chosen + 1])
+
+
+# Order of devices inside hosts: the same on all hosts, and changed only if the change alone pays clearly.
+
 LEAST_GAIN = 0.02
-"""Part of the step that an order must save against device order on the same hosts."""
+"""Share of the step that an order of devices must save against device order on the same hosts."""
 UNEVEN = 1.25
-"""Links inside a host differ if the slowest takes longer than the fastest by this factor, in the mean of both ways.
-With a spread of 3 % the 28 links of eight devices lie within 1.2 of each other on each of 64 hosts."""
+"""Links inside a host differ if the slowest takes longer than the fastest by this factor, mean of both directions. With
+noise of 3 %, the 28 links of eight devices stay within 1.2 on each of 64 hosts."""
 ALL_ORDERS = 4
-"""All orders of up to this number of devices are priced (24 of four)."""
+"""Largest number of devices for which all orders are priced."""
 SWEEPS = 8
-"""Most passes over all swaps of two devices."""
+"""Largest number of passes over all swaps of two devices."""
 
 
 def settled(problem: PlacementProblem, placement: Placement) -> Placed:
-    """Price a placement from elsewhere, with its devices in order unless its own order pays here too."""
-    return _judged(problem, [shared_order(placement, problem.slots.devices_per_host)], placement)
+    """Price a placement of another search; its devices are put in order unless their own order pays here too."""
+    return _best_order(problem, [shared_order(placement, problem.slots.devices_per_host)], placement)
 
 
 def ordered(problem: PlacementProblem, placed: Placed, *, is_late: IsLate, thorough: bool) -> Placed:
-    """Look for the best order of devices that all hosts share; device order stays unless another pays clearly.
-
-    Args:
-        problem: a layout and the slots for its ranks.
-        placed: ranks of each host, in any shared order.
-        is_late: whether to stop.
-        thorough: also swap devices while that gains, beyond a few likely orders.
-
-    """
-    cluster, devices = problem.cluster, problem.slots.devices_per_host
-    if not are_uneven(cluster.within_host):
+    """Choose the best order of devices, the same on all hosts; `thorough` also swaps devices while that gains."""
+    devices = problem.slots.devices_per_host
+    if not are_uneven(problem.cluster.within_host):
         return placed
     known = shared_order(placed.placement, devices)
-    best = _judged(problem, [known, *map(tuple, _likely_orders(cluster).tolist())], placed.placement)
+    likely = map(tuple, _likely_orders(problem.cluster.within_host).tolist())
+    best = _best_order(problem, [known, *likely], placed.placement)
     for _ in range(SWEEPS if thorough and devices > ALL_ORDERS else 0):
         here = shared_order(best.placement, devices)
         if here is None or is_late():
             break
-        found = _judged(problem, [here, *_swapped(here)], best.placement)
+        found = _best_order(problem, [here, *_swapped(here)], best.placement)
         if found.cost_s >= best.cost_s:
             break
         best = found
@@ -68,7 +151,7 @@ def ordered(problem: PlacementProblem, placed: Placed, *, is_late: IsLate, thoro
 
 @lru_cache(maxsize=4)
 def are_uneven(within_host: tuple[Links, ...]) -> bool:
-    """Return true if the links inside any host differ by more than their spread."""
+    """Return whether the links inside any host differ by more than noise."""
     return within_host[0].size > 2 and any(_ratio(links) > UNEVEN for links in set(within_host))
 
 
@@ -77,8 +160,8 @@ def _ratio(links: Links) -> float:
     return float(one_way.max() / one_way.min()) if one_way.min() > 0 else 1.0
 
 
-def _judged(problem: PlacementProblem, orders: list[tuple[int, ...] | None], placement: Placement) -> Placed:
-    """Return the best of some orders of the same ranks, or device order where none of them pays clearly."""
+def _best_order(problem: PlacementProblem, orders: list[tuple[int, ...] | None], placement: Placement) -> Placed:
+    """Return the best of some orders of the devices, or device order if no other pays clearly."""
     devices = problem.slots.devices_per_host
     plain = in_device_order(placement, devices)
     different = list(dict.fromkeys(order for order in orders if order and order != tuple(range(devices))))
@@ -91,21 +174,16 @@ def _judged(problem: PlacementProblem, orders: list[tuple[int, ...] | None], pla
 
 def _swapped(order: tuple[int, ...]) -> list[tuple[int, ...]]:
     found = []
-    for first in range(len(order)):
-        for second in range(first + 1, len(order)):
-            swapped = list(order)
-            swapped[first], swapped[second] = swapped[second], swapped[first]
-            found.append(tuple(swapped))
+    for first, second in combinations(range(len(order)), 2):
+        swapped = list(order)
+        swapped[first], swapped[second] = swapped[second], swapped[first]
+        found.append(tuple(swapped))
     return found
 
 
-def _likely_orders(cluster: Cluster) -> Ints:
-    return _orders_of(cluster.within_host)
-
-
 @lru_cache(maxsize=4)
-def _orders_of(within_host: tuple[Links, ...]) -> Ints:
-    """Return all orders of few devices, else near devices side by side or at each distance that divides a host."""
+def _likely_orders(within_host: tuple[Links, ...]) -> Ints:
+    """Return all orders of few devices; else orders with near devices side by side, or at each even distance."""
     devices = within_host[0].size
     if devices <= ALL_ORDERS:
         return np.array(list(permutations(range(devices))), dtype=np.int64)
@@ -119,15 +197,17 @@ def _orders_of(within_host: tuple[Links, ...]) -> Ints:
     return np.array([near_D.reshape(width, -1).T.ravel() for width in widths])
 
 
+# All placements of a layout on a few slots.
+
 AT_ONCE = 720 * 6**2
-"""Placements times the square of their slots, up to which trying all of them is cheaper than annealing (six slots)."""
+"""Placements times slots squared up to which pricing all placements is cheaper than annealing (six slots)."""
 EXACT = 10_080
-"""Up to so many placements (most layouts on eight slots) all are tried for the best layout."""
+"""Largest number of placements (most layouts on eight slots) that are all priced for the best layout."""
 EXACT_QUANTUM = 128
 
 
 def exhaustion(problem: PlacementProblem, best: Placed, *, is_late: IsLate) -> Iterator[Placed]:
-    """Try every placement that symmetry leaves, in one fixed order; the last one is optimal if no order can pay."""
+    """Price all placements up to symmetry, in a fixed order; the last result is optimal if device order is."""
     todo = placements(problem.layout, problem.slots)
     while not is_late():
         piece = list(islice(todo, EXACT_QUANTUM))
@@ -139,31 +219,31 @@ def exhaustion(problem: PlacementProblem, best: Placed, *, is_late: IsLate) -> I
 
 
 def are_few(layout: Layout, slots: Slots) -> bool:
-    """Return true if the search tries all placements of every layout that it prices."""
+    """Return whether the search prices all placements of every layout."""
     return num_placements(layout, slots) * slots.num_slots**2 <= AT_ONCE
 
 
 def num_placements(layout: Layout, slots: Slots) -> int:
-    """Count the placements in device order; those that differ only by turning their rings count once."""
+    """Count the placements in device order; those that differ only by rotated rings count once."""
     hosts, devices = slots.num_hosts, slots.devices_per_host
     if slots.num_slots > 64:
-        # Far too many to need the number, which takes long to multiply out.
+        # The exact number takes long to compute and is far above every limit.
         return EXACT * EXACT
     allowed = math.factorial(slots.num_slots) // math.prod([math.factorial(devices)] * hosts)
     if slots.keeps_residues:
         allowed = math.prod([math.factorial(hosts)] * devices)
-    return allowed // (layout.dp * layout.tp if _turns(layout, slots) else 1)
+    return allowed // (layout.dp * layout.tp if _is_cyclic(layout, slots) else 1)
 
 
 def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
-    """Yield every allowed placement in device order; with one device a host, one of each set of turned rings.
+    """Yield every allowed placement in device order; with one device a host, one of each set of rotated rings.
 
-    Shifting all data-parallel indices by one, or all tensor-parallel ones, leaves every group's members and the order
-    around its ring as they were, so slot 0 may be given index 0 in both. Expert groups are cut out of the
-    data-parallel index, which breaks that symmetry. With several devices a host a turn may break the rule of residues.
+    A shift of all data-parallel or all tensor-parallel indices by one keeps every group and the order of its ring. So
+    slot 0 gets index 0 of both. Expert groups are parts of the data-parallel index and break this symmetry. With
+    several devices a host, a shift may break the rule of residues.
     """
     cells = [layout.cell_of(rank) for rank in range(slots.num_slots)]
-    first = [rank for rank, cell in enumerate(cells) if not _turns(layout, slots) or cell.dp == cell.tp == 0]
+    first = [rank for rank, cell in enumerate(cells) if not _is_cyclic(layout, slots) or cell.dp == cell.tp == 0]
     chosen: list[int] = []
 
     def extend() -> Iterator[Placement]:
@@ -183,40 +263,39 @@ def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
     return extend()
 
 
-def _turns(layout: Layout, slots: Slots) -> bool:
+def _is_cyclic(layout: Layout, slots: Slots) -> bool:
     return slots.devices_per_host == 1 and layout.ep == 1 and layout.etp == layout.tp
 
 
-WIDTH = 32
-"""Neighbours that are priced together at each step, of which the best is looked at: 32 cost little more than one."""
-PATIENCE = 12
-"""The walk ends after so many steps without a new best."""
-START_TEMPERATURE, END_TEMPERATURE = 0.01, 0.001
-"""In parts of what the step time may fall at all.
+# Simulated annealing: Pipette's swap, migration and reversal, of hosts or of single ranks.
 
-Relative temperatures make one schedule serve a step of 10 ms and one of 10 s; Pipette's annealer drops the size of a
-change altogether, and so treats a loss of 0.1 % like one of 100 %.
-"""
+WIDTH = 32
+"""Neighbours that are priced together in each step, of which the best is considered; 32 cost little more than one."""
+PATIENCE = 12
+"""Steps without a new best placement after which the walk ends."""
+START_TEMPERATURE, END_TEMPERATURE = 0.01, 0.001
+"""As a share of the possible gain, so that one schedule serves steps of 10 ms and of 10 s. Pipette's annealer ignores
+the size of a change, and so treats a loss of 0.1 % like a loss of 100 %."""
 
 
 def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: random.Random, is_late: IsLate) -> Placed:
-    """Walk from a placement to its neighbours, downhill always and uphill at times, and return the best one seen.
+    """Walk from a placement to its neighbours, always downhill and sometimes uphill; return the best one seen.
 
-    It depends on the arguments and `rng` alone; the deadline only cuts it short, so more time is never worse.
+    The walk depends on the arguments and `rng` alone. The deadline only ends it, so more time is never worse.
 
     Args:
-        problem: what is placed where.
-        start: where to begin; nothing worse is ever returned.
-        steps: over so many steps the temperature falls, geometrically.
-        rng: the only source of chance.
-        is_late: whether to stop.
+        problem: the layout and its slots.
+        start: first placement.
+        steps: number of steps over which the temperature falls geometrically.
+        rng: random numbers.
+        is_late: ends the walk early.
 
     """
     here = best = start
     found_at, slots = 0, problem.slots
     devices = slots.devices_per_host
     order_D = shared_order(start.placement, devices)
-    for step in range(steps if _kinds(slots) else 0):
+    for step in range(steps if _line_kinds(slots) else 0):
         if is_late() or step - found_at >= PATIENCE:
             break
         neighbours = [neighbour(here.placement, slots, rng) for _ in range(WIDTH)]
@@ -230,16 +309,16 @@ def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: rando
 
 
 def _accepts(rise_s: float, temperature_s: float, rng: random.Random) -> bool:
-    """Metropolis' rule."""
-    chance = rng.random()  # Drawn always, so that the walk does not depend on how costs are rounded.
+    """Apply Metropolis' rule. The random number is always drawn, so that rounding of costs cannot shift the walk."""
+    chance = rng.random()
     return rise_s <= 0 or (temperature_s > 0 and chance < math.exp(-rise_s / temperature_s))
 
 
 def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placement:
-    """Swap, move or reverse along a random line: hosts, or slots of several hosts.
+    """Swap, move or reverse along a random line of hosts, or of slots of several hosts.
 
-    Between hosts on CUDA only ranks of equal residue change places, which keeps every host's residues distinct. The
-    result says which ranks a host has, and not which of its devices they take.
+    On CUDA only ranks of equal residue change hosts, so that the residues of every host stay distinct. The result
+    decides the ranks of each host, not their devices.
     """
     line = _line(placement, slots, rng)
     order = _rearranged(len(line), rng)
@@ -252,9 +331,8 @@ def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placeme
 
 
 def _line(placement: Placement, slots: Slots, rng: random.Random) -> Sequence[Sequence[int]]:
-    """A line along which ranks may move."""
-    kinds = _kinds(slots)
-    kind = rng.choice(kinds)
+    """Return a line: sequences of slots whose ranks may change places with each other."""
+    kind = rng.choice(_line_kinds(slots))
     groups = slots.host_groups
     hosts = groups[0] if len(groups) == 1 or kind == "units" else rng.choice(groups)
     if kind == "hosts":
@@ -262,12 +340,12 @@ def _line(placement: Placement, slots: Slots, rng: random.Random) -> Sequence[Se
     if not slots.keeps_residues:
         return [(slot,) for slot in range(slots.num_slots)]
     if kind == "units":
-        return _carriers(placement, slots, slots.ranks_of_a_unit, range(slots.num_hosts), rng)
-    return _carriers(placement, slots, slots.ranks_of_a_host_unit, hosts, rng)
+        return _unit_slots(placement, slots, slots.ranks_of_a_unit, range(slots.num_hosts), rng)
+    return _unit_slots(placement, slots, slots.ranks_of_a_host_unit, hosts, rng)
 
 
-def _kinds(slots: Slots) -> list[str]:
-    """The lines that there are: each has two carriers at least, and keeps what must lie together."""
+def _line_kinds(slots: Slots) -> list[str]:
+    """Return the kinds of lines with at least two members that keep together the ranks that must lie together."""
     devices = slots.devices_per_host
     kinds = ["hosts"] if all(len(group) > 1 for group in slots.host_groups) else []
     kinds += ["slots"] if kinds and slots.ranks_of_a_host_unit < devices else []
@@ -277,10 +355,10 @@ def _kinds(slots: Slots) -> list[str]:
     return kinds
 
 
-def _carriers(
+def _unit_slots(
     placement: Placement, slots: Slots, size: int, hosts: Sequence[int], rng: random.Random
 ) -> Sequence[Sequence[int]]:
-    """The slots of each unit of `size` ranks on some hosts, of those that begin with the same residue, by rank."""
+    """Return the slots of each unit of `size` ranks on some hosts, for units that begin with one random residue."""
     apart = math.lcm(size, slots.devices_per_host)
     first = size * rng.randrange(apart // size)
     slot_of = {rank: slot for slot, rank in enumerate(placement)}
@@ -290,7 +368,7 @@ def _carriers(
 
 
 def _rearranged(length: int, rng: random.Random) -> list[int]:
-    """Pipette's moves on a line: swap two, move one elsewhere, or reverse a segment."""
+    """Make one of Pipette's moves on a line: swap two, move one elsewhere, or reverse a segment."""
     order = list(range(length))
     first, second = sorted(rng.sample(order, 2))
     move = rng.choice(("swap", "migrate", "reverse"))
@@ -305,38 +383,32 @@ def _rearranged(length: int, rng: random.Random) -> list[int]:
     return order
 
 
+# Whole hosts: a linear model of the step time proposes places, the step time itself decides.
+
 FEW_HOSTS = 6
-"""Up to so many, all orders of hosts (720 of six) are priced by the step time itself."""
+"""Largest number of hosts for which all orders (720 of six) are priced by the step time itself."""
 FEW_DOMAINS = 4
-"""The same of NVLink domains that hosts must stay in (24 orders of four), however many hosts they have."""
+"""The same for orders of NVLink domains that hosts must not leave (24 orders of four)."""
 MANY_HOSTS = 64
 DESCENTS = 3
-"""Up to `MANY_HOSTS` hosts get the best of so many descents, which differ in chance alone; more hosts get one."""
+"""Descents with different random numbers, up to `MANY_HOSTS` hosts; more hosts get one descent."""
 DESCENT_STEPS = 50
 """Batches of proposals."""
 TURNS = 3
-"""How often the step time is modelled at most, each time at the best placement so far."""
+"""Largest number of linear models, each at the best placement so far."""
 NEAR = 16
-"""Near places that a seat may be brought to."""
+"""Near places to which a seat may be brought."""
 WORTH = 1e-6
-"""A turn is made only if the model predicts that it saves this part of the step."""
+"""Share of the step that the model must promise to save for another placement to be priced."""
 
 
 def rearranged(
     problem: PlacementProblem, start: Placed, *, model: PlacementCost, rng: random.Random, is_late: IsLate
 ) -> Placed:
-    """Exchange what hosts hold, without touching what any of them holds; never worse than the start.
+    """Exchange the ranks of whole hosts; return the best placement found, or the start.
 
-    All orders of a few hosts are priced. For more it is a bounded piece of work, of some milliseconds for ten hosts
-    and of the order of a second for a thousand.
-
-    Args:
-        problem: what is placed where.
-        start: where to begin.
-        model: the objective of the problem.
-        rng: the only source of chance.
-        is_late: whether to stop.
-
+    All orders of a few hosts are priced. For more hosts the work is bounded: some milliseconds for ten hosts, about a
+    second for a thousand.
     """
     best, slots = start, problem.slots
     num_hosts = slots.num_hosts
@@ -351,7 +423,7 @@ def rearranged(
         if is_late() or best.is_optimal:
             break
         linear = linearise(model, np.array(best.placement), known=known)
-        known = linear.cuts
+        known = linear.tangents
         arranged = _arranged(linear.flows, problem.cluster.between_hosts, slots, chance, is_late)
         if arranged.cost_s >= linear.flows.cost(np.arange(num_hosts)) - WORTH * best.cost_s:
             break
@@ -360,16 +432,16 @@ def rearranged(
         if cost_s < best.cost_s:
             best = problem.placed(placement, cost_s)
         if num_hosts > MANY_HOSTS:
-            # One turn takes as long as a round should there.
+            # One turn takes as long as a round should take.
             break
         if cost_s > best.cost_s:
-            # Add cuts at the placement that the model priced too low.
-            known = linearise(model, np.array(placement), known=known).cuts
+            # The model priced this placement too low: add its tangents.
+            known = linearise(model, np.array(placement), known=known).tangents
     return best
 
 
 def _orders(placement: Placement, slots: Slots) -> Iterator[Placement]:
-    """Yield all allowed orders of few hosts, or where hosts must stay in a few equal domains, those of domains."""
+    """Yield all allowed orders of few hosts, or of a few equal domains that hosts must not leave."""
     groups = slots.host_groups
     ranks_HD = np.array(placement, dtype=np.int64).reshape(slots.num_hosts, -1)
     if slots.num_hosts <= FEW_HOSTS:
@@ -379,13 +451,12 @@ def _orders(placement: Placement, slots: Slots) -> Iterator[Placement]:
                 yield found
     elif 1 < len(groups) <= FEW_DOMAINS and len({len(group) for group in groups}) == 1:
         there_HD = np.empty_like(ranks_HD)
-        for ordered in permutations(groups):
-            there_HD[np.ravel(groups)] = ranks_HD[np.ravel(ordered)]
+        for domains in permutations(groups):
+            there_HD[np.ravel(groups)] = ranks_HD[np.ravel(domains)]
             yield tuple(there_HD.ravel().tolist())
 
 
 def _arranged(flows: Flows, links: Links, slots: Slots, rng: np.random.Generator, is_late: IsLate) -> Arrangement:
-    """Better places for the seats of a block problem: the best of a few descents, or of one on many hosts."""
     start_Q, near_HK = np.arange(flows.num_seats), nearest(links, NEAR)
     group_H = np.asarray(slots.domain_H, dtype=np.int64) if slots.domain_H else None
     descents = (
@@ -396,7 +467,7 @@ def _arranged(flows: Flows, links: Links, slots: Slots, rng: np.random.Generator
 
 
 def moved(placement: Placement, place_Q: Ints) -> Placement:
-    """Give what host q holds to host `place_Q[q]`."""
+    """Give the ranks of host q to host `place_Q[q]`."""
     ranks_HD = np.array(placement, dtype=np.int64).reshape(len(place_Q), -1)
     there_HD = np.empty_like(ranks_HD)
     there_HD[place_Q] = ranks_HD
@@ -404,127 +475,10 @@ def moved(placement: Placement, place_Q: Ints) -> Placement:
 
 
 def shuffled(placement: Placement, slots: Slots, rng: random.Random, *, share: float) -> Placement:
-    """Let some random hosts pass on the ranks that they hold in a circle; of one domain, where ranks must stay in it.
-
-    Args:
-        placement: RANK of each slot.
-        slots: of the cluster.
-        rng: the only source of chance.
-        share: of the hosts; three take part at least.
-
-    """
+    """Let a random `share` of the hosts, but at least three, pass on their ranks in a circle inside one host group."""
     groups = slots.host_groups
     group = groups[0] if len(groups) == 1 else rng.choice(groups)
     chosen = rng.sample(group, min(len(group), max(3, round(share * len(group)))))
     place_Q = np.arange(slots.num_hosts)
     place_Q[chosen] = np.roll(chosen, 1)
     return moved(placement, place_Q)
-
-
-ROUNDS = 4
-"""How often the placement of one layout is improved at most."""
-FEW_STARTS = 6
-"""Priced at first: on 512 GPUs the best of so many was 0.1 % worse than the best of all in the mean."""
-MANY_STARTS = 24
-"""The first round prices so many."""
-FEW_SLOTS = 32
-"""Slots up to which single ranks change hosts in each round too. On four hosts of two devices this saved up to 11 % of
-a step, where rings had to pass one host twice."""
-ANNEALING_STEPS = 60
-ANNEALED_SLOTS = range(FEW_SLOTS + 1, 257)
-"""Numbers of slots on which single ranks change hosts once, after all rounds: on 64 slots this saved up to 5 % of a
-step."""
-STEPS_AT_LAST = 20
-SHUFFLED = 0.1
-"""Share of the hosts that every other round exchanges at random first."""
-
-
-def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]:
-    """Return the best of a few starts or, for a few slots, of all placements; and the seconds of torchrun's order.
-
-    That order is priced together with the starts, which takes little longer than one of them.
-    """
-    order_W = np.arange(problem.slots.num_slots)
-    starts_KW = starts(problem.layout, problem.cluster, most=FEW_STARTS, blocks=problem.blocks)
-    is_allowed = bool((starts_KW[0] == order_W).all())
-    priced_KW = starts_KW if is_allowed else np.concatenate([order_W[None], starts_KW])
-    costs_s = problem.objective.costs(priced_KW)
-    first = 0 if is_allowed else 1
-    least = first + int(costs_s[first:].argmin())
-    best = problem.placed(tuple(priced_KW[least].tolist()), float(costs_s[least]))
-    if are_few(problem.layout, problem.slots) and not best.is_optimal:
-        *_, best = best, *exhaustion(problem, best, is_late=is_late)
-    return faster(best, ordered(problem, best, is_late=is_late, thorough=False)), float(costs_s[0])
-
-
-def improve(
-    problem: PlacementProblem,
-    best: Placed,
-    *,
-    turn: int,
-    rng: random.Random,
-    is_late: IsLate,
-) -> Placed:
-    """Search for a better placement by one bounded piece of work; never worse than the best so far.
-
-    Whole hosts change places first, then on few slots single ranks, by annealing. The first turn goes on from the
-    best, later ones in turn from the best with some hosts exchanged and from other starts, to find other minima.
-
-    Args:
-        problem: what is placed where.
-        best: the best so far.
-        turn: how often this was done before.
-        rng: the only source of chance.
-        is_late: whether to stop.
-
-    """
-    slots = problem.slots
-    start = _start(problem, best, turn, rng)
-    if isinstance(problem.objective, PlacementCost) and slots.num_hosts > 1:
-        start = rearranged(problem, start, model=problem.objective, rng=rng, is_late=is_late)
-    found = faster(best, start)
-    if slots.num_slots <= FEW_SLOTS and not found.is_optimal:
-        found = annealed(problem, start, steps=ANNEALING_STEPS, rng=rng, is_late=is_late)
-    return faster(best, _reordered(problem, found, is_late))
-
-
-def exchange_devices(problem: PlacementProblem, best: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
-    """Let single ranks change hosts after the last round, on as many slots as no round of `improve` does it on.
-
-    Args:
-        problem: what is placed where.
-        best: the best so far; nothing worse is ever returned.
-        rng: the only source of chance.
-        is_late: whether to stop.
-
-    """
-    if best.is_optimal or problem.slots.num_slots not in ANNEALED_SLOTS:
-        return best
-    found = annealed(problem, best, steps=STEPS_AT_LAST, rng=rng, is_late=is_late)
-    return faster(best, _reordered(problem, found, is_late))
-
-
-def _reordered(problem: PlacementProblem, found: Placed, is_late: IsLate) -> Placed:
-    """Judge the order of devices anew, as hosts have changed places since."""
-    return ordered(problem, found, is_late=is_late, thorough=problem.slots.num_slots < ANNEALED_SLOTS.stop)
-
-
-def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Random) -> Placed:
-    """Where a turn begins: the best of all starts, hosts moved away from the best, or another start."""
-    slots = problem.slots
-    num_hosts = slots.num_hosts
-
-    def candidates() -> Ints:
-        return starts(problem.layout, problem.cluster, most=MANY_STARTS, blocks=problem.blocks)
-
-    if turn == 0:
-        # The first few too: a layout may have come with the placement of another.
-        return faster(best, problem.best_of(candidates()))
-    if num_hosts > MANY_HOSTS:
-        # A turn does not converge there, so each goes on from the result of the last.
-        return best
-    if turn % 2 == 1 and num_hosts > 1:
-        return problem.best_of([shuffled(best.placement, slots, rng, share=SHUFFLED)])
-    others_KW = candidates()
-    chosen = turn // 2 % len(others_KW)
-    return problem.best_of(others_KW[chosen : chosen + 1])

@@ -1,7 +1,10 @@
-"""Prices of trial steps: the best of all links, some of them raised by the argument of a bound."""
+"""A lower bound of the step time of one layout over all its placements, from the measured links and slots.
 
-# K = trials side by side, P = pipeline ranks, S = stages (model chunks).
-# H = places (hosts, or the devices of a single one), K = trials, P = pipeline ranks, S = stages (model chunks).
+An argument proves that every placement pays certain prices. Trial steps with these prices give a bound; all trials of a
+layout are priced side by side.
+"""
+
+# H = places (hosts, or the devices of a single host), K = trials, P = pipeline ranks, S = stages (model chunks).
 
 from __future__ import annotations
 
@@ -24,27 +27,27 @@ from pipette_launch.search.ring_bounds import (
     Tour,
     best_ways,
     cheapest_between,
-    cuts,
     exchange_tours,
     group_shapes,
     partitions,
-    returning_cuts,
+    pipeline_splits,
+    returning_splits,
     rings_of,
 )
 from pipette_launch.text import rate_text
 
 _ACTIONS_AT_ONCE = 1 << 22
-"""RaisedPrices are simulated in blocks of about so many actions, some tens of MB."""
+"""Actions that are simulated in one call; they take some tens of MB."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RaisedPrices:
-    """Prices of one pipeline in K trials; the arguments raise entries of the arrays in place."""
+    """Prices of one pipeline in K trials; arguments raise entries of the arrays in place."""
 
     slowness_PK: Floats
     exchange_s_IPK: Floats
     forward_s_PK: Floats
-    """Hops, as in `Prices`."""
+    """Hops in the order of `Prices`."""
     backward_s_PK: Floats
     reduce_s_SK: Floats
     gather_s_SK: Floats
@@ -52,7 +55,7 @@ class RaisedPrices:
 
     @classmethod
     def best(cls, model: PlacementCost) -> RaisedPrices:
-        """Return one trial with the best of all links everywhere, and the fastest slot."""
+        """Return one trial with the best link and the fastest slot everywhere."""
         shape = (model.work.layout.pp, 1)
         prices = best_prices(model.work, model.fabric, np.full(shape, model.slowness_W.min()))
         return cls(
@@ -66,13 +69,13 @@ class RaisedPrices:
         )
 
     def times(self, count: int) -> RaisedPrices:
-        """Return so many copies of one trial."""
+        """Return `count` copies of one trial."""
         return RaisedPrices(
             **{name: np.repeat(getattr(self, name), count, axis=-1) for name in self.__dataclass_fields__}
         )
 
     def steps_s_K(self, work: LayoutWork) -> Floats:
-        """Seconds of each step."""
+        """Return the seconds of each step."""
         count = len(self.embedding_s_K)
         at_once = max(1, _ACTIONS_AT_ONCE // (2 * len(work.rank_S) * work.num_microbatches))
         blocks = [slice(first, first + at_once) for first in range(0, count, at_once)]
@@ -97,10 +100,11 @@ def side_by_side(trials: Sequence[RaisedPrices]) -> RaisedPrices:
 
 
 _WORST = 2
-"""For each kind of exchange, so many of the places with the slowest links are tried."""
+"""Places with the slowest links that are tried for each kind of exchange."""
 _PARTITIONS = 4
-_CUTS = 40
+_SPLITS = 40
 
+BEST_LINKS = "the bound takes the best link everywhere"
 GROUP_NAMES = {
     "tp": "tensor-parallel",
     "cp": "context-parallel",
@@ -114,7 +118,7 @@ GROUP_NAMES = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundArgument:
-    """The step is at least as long as the shortest of some trial steps."""
+    """Proof that every step is at least as long as the shortest of some trial steps."""
 
     words: str
     trials: RaisedPrices
@@ -122,15 +126,15 @@ class BoundArgument:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundArguments:
-    """The arguments that hold where each aligned block of `unit` ranks, all of one stage, lies on one place."""
+    """Arguments for placements in which each aligned block of `unit` ranks of one stage lies on one place."""
 
     places: Places
     best: RaisedPrices
     unit: int
 
     def all(self) -> Iterator[BoundArgument]:
-        """Yield the arguments; where several give the same bound, the first is the easiest to understand."""
-        yield BoundArgument(words="it takes so long over the best links that there are", trials=self.best)
+        """Yield the arguments, the easiest to understand first."""
+        yield BoundArgument(words=BEST_LINKS, trials=self.best)
         if len(self.places) > 1:
             yield from self._of_places()
             yield from self._of_rings()
@@ -140,7 +144,7 @@ class BoundArguments:
         yield from self._of_slots()
 
     def crossing(self, names: tuple[str, ...]) -> BoundArgument:
-        """Argue that some group of one of these names lies on several places."""
+        """Argue that some group of one of these names spans several places."""
         found = []
         used = [name for name in names if any(item.group == name for item in self._model.work.exchanges)]
         shapes = group_shapes(self._model.work)
@@ -152,9 +156,9 @@ class BoundArguments:
                     _at_own_rank(trials.exchange_s_IPK[index], link_s)
             found.append(trials)
         kinds = " or ".join(dict.fromkeys(GROUP_NAMES[name] for name in used or names))
-        # Groups that exchange nothing lie where they like.
+        # Groups without exchanges can lie anywhere.
         trials = side_by_side(found) if found else self._one
-        return BoundArgument(words=f"that holds even if some {kinds} group lay on several hosts", trials=trials)
+        return BoundArgument(words=f"the bound holds even if some {kinds} group spans several hosts", trials=trials)
 
     @property
     def _model(self) -> PlacementCost:
@@ -182,7 +186,7 @@ class BoundArguments:
 
     @cached_property
     def _hops(self) -> tuple[Floats, Floats, Floats]:
-        """What a hop between any two places takes, and the best from each place and to it."""
+        """Seconds of a hop between two places, and of the best hop from and to each place."""
         send_s_HH = self.places.link_s_HH("send", 2, self._model.work.hop_bytes)
         return (send_s_HH, *best_ways(send_s_HH))
 
@@ -192,7 +196,7 @@ class BoundArguments:
 
     @cached_property
     def _one(self) -> RaisedPrices:
-        """A trial of any one replica, with the prices that each of its ranks pays at least."""
+        """A trial of any single replica, with the least price of each of its ranks."""
         trial = self.best.times(1)
         if self._all_hops_cross:
             _raise(trial, hops=range(self._pp), seconds=float(self._hops[0].min()))
@@ -206,9 +210,9 @@ class BoundArguments:
 
     @cached_property
     def _mean(self) -> RaisedPrices:
-        """A trial of the mean replica, which is no slower than the slowest, as the step time is convex in its hops.
+        """A trial of the mean replica: no slower than the slowest, as the step time is convex in its hops.
 
-        Where each place is one block, every hop has senders and receivers of its own, at best those of the best links.
+        If each place is one block, every hop has its own senders and receivers, at best those with the best links.
         """
         trial = self._one.times(1)
         if self._all_hops_cross:
@@ -224,14 +228,14 @@ class BoundArguments:
 
     @cached_property
     def _ties_s_HH(self) -> Floats:
-        """Summing the tied embedding's gradient over the first and the last stage, over a pair of places."""
+        """Seconds of the tied embedding's reduction over each pair of places."""
         pair_HH = self.places.link_s_HH("all_reduce", 2, self._model.work.traffic.embedding_bytes)
         both_HH: Floats = np.maximum(pair_HH, pair_HH.T)
         return both_HH
 
     @property
     def _is_tied(self) -> bool:
-        """Whether each place of the first stage sums embeddings with one of the last, which is another."""
+        """Whether each place of the first stage reduces embeddings with another place, of the last stage."""
         return self._all_hops_cross and self._model.work.traffic.embedding_bytes > 0
 
     def _of_slots(self) -> Iterator[BoundArgument]:
@@ -246,7 +250,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_places(self) -> Iterator[BoundArgument]:
-        """Argue that some stage has a place with slow links, which its groups must use, and for one block its hops."""
+        """Argue that some stage has a place with slow links that its groups (with one block also its hops) must use."""
         worth = [("gradient ring", ring.tour.through_s_H, ring.tour.cost_s_HH) for ring in self._rings]
         worth += [
             (f"{GROUP_NAMES[name]} group", tour.through_s_H, tour.cost_s_HH) for name, tour in self._tours.items()
@@ -255,15 +259,15 @@ class BoundArguments:
             send_s_HH, out_H, in_H = self._hops
             worth.append(("pipeline", np.maximum(out_H, in_H), send_s_HH))
         done: set[int] = set()
-        for what, seconds_H, cost_s_HH in worth:
+        for name, seconds_H, cost_s_HH in worth:
             for place in np.argsort(-seconds_H, kind="stable")[:_WORST].tolist():
                 if place not in done and seconds_H[place] > cost_s_HH.min():
                     done.add(place)
-                    words = f"some {what} must use a link of {self._place_words(place)}"
+                    words = f"some {name} must use a link of {self._place_words(place)}"
                     yield BoundArgument(words=words, trials=self._with_place(place))
 
     def _with_place(self, place: int) -> RaisedPrices:
-        """Try the place on each stage."""
+        """Return one trial for each stage that the place may have."""
         pp, devices = self._pp, self.places.devices
         trials = self._one.times(pp)
         _at_own_rank(trials.slowness_PK, float(self._model.slowness_W[place * devices : (place + 1) * devices].max()))
@@ -283,7 +287,7 @@ class BoundArguments:
         return trials
 
     def _of_rings(self) -> Iterator[BoundArgument]:
-        """Argue that the slowest of all rings belongs to some stage."""
+        """Argue that some stage has the slowest of all rings."""
         for ring in self._rings:
             trials = self._mean.times(self._pp)
             last_s = ring.tour.thresholds_s[-1]
@@ -292,7 +296,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_exchanges(self) -> Iterator[BoundArgument]:
-        """Argue that the slowest of all groups of a kind belongs to some stage."""
+        """Argue that some stage has the slowest group of a kind."""
         for name, tour in self._tours.items():
             trials = self._one.times(self._pp)
             last_s = tour.thresholds_s[-1]
@@ -302,7 +306,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_parts(self) -> Iterator[BoundArgument]:
-        """Argue that some ring crosses between parts of the places, or all pipelines do, after the same stages."""
+        """Argue that some ring crosses between parts of the places, or that all pipelines do, after the same stages."""
         layout = self._model.work.layout
         if layout.pp == 1 or self.unit % layout.tp:
             return
@@ -320,19 +324,19 @@ class BoundArguments:
                 self._add_ring(trials[0], dense, cross_s, has_best=dense.tour.leaves_places)
             if longest and fits.sum() >= self._pp:
                 trials += self._with_parts(part_H, longest)
-            what = "rings or pipelines" if dense else "pipelines"
-            words = f"{what} cross between parts of the cluster, where no link is better than "
+            crossing = "rings or pipelines" if dense else "pipelines"
+            words = f"{crossing} cross between parts of the cluster, where no link is better than "
             words += self._link_words(cost_s_HH, cross_s)
             yield BoundArgument(words=words, trials=side_by_side(trials))
 
     def _with_parts(self, part_H: Ints, longest: int) -> Iterator[RaisedPrices]:
-        """Cut all pipelines between parts after the same stages, so that whole stages lie in each part.
+        """Split all pipelines between parts after the same stages, so that each part has stages whole.
 
-        The tied embedding is summed from part to part, or the pipelines come back to the part that they began in.
+        Either the tied embedding is reduced between parts, or the pipelines return to their first part.
         """
         hop_s = cheapest_between(self._hops[0], part_H)
-        back = returning_cuts(self._pp, longest, most=_CUTS)
-        trials = self._with_hops(self._mean, cuts(self._pp, longest, most=_CUTS), hop_s)
+        back = returning_splits(self._pp, longest, most=_SPLITS)
+        trials = self._with_hops(self._mean, pipeline_splits(self._pp, longest, most=_SPLITS), hop_s)
         if self._model.work.traffic.embedding_bytes and back is not None:
             trials.embedding_s_K[:] = np.maximum(trials.embedding_s_K, cheapest_between(self._ties_s_HH, part_H))
             if back:
@@ -340,25 +344,20 @@ class BoundArguments:
         yield trials
 
     def _of_pipelines(self) -> Iterator[BoundArgument]:
-        """Argue that a pipeline that does not fit on one place must use links between places."""
+        """Argue that a pipeline must use links between places if it does not fit on one place."""
         if self._all_hops_cross:
             yield BoundArgument(
-                words="each hop of a pipeline has other links, and not all are the best", trials=self._mean
+                words="the hops of a pipeline use different links, and not all links are the best", trials=self._mean
             )
         if 1 < self._per_place < self._pp:
             hop_s = float(self._hops[0].min())
-            trials = self._with_hops(self._one, cuts(self._pp, self._per_place, most=_CUTS), hop_s)
+            trials = self._with_hops(self._one, pipeline_splits(self._pp, self._per_place, most=_SPLITS), hop_s)
             yield BoundArgument(words=f"pipelines of {self._pp} stages leave their hosts", trials=trials)
 
     def _add_ring(self, trials: RaisedPrices, ring: Ring, slowest_s: float, *, has_best: bool) -> None:
-        """In trial k, price the rings of rank k with so slow a link.
+        """In trial k, price the rings of rank k with a slow link, on which the ring's collective takes `slowest_s`.
 
-        Args:
-            trials: one for each pipeline rank; changed in place.
-            ring: which one.
-            slowest_s: seconds of the ring's collective over the slow link.
-            has_best: whether the trials contain the ring at its best link already.
-
+        `has_best` says whether the trials contain the ring at its best link already.
         """
         more = ring.more_s_S(slowest_s)
         done = ring.more_s_S(ring.tour.thresholds_s[0]) if has_best else tuple(np.zeros_like(each) for each in more)
@@ -367,15 +366,9 @@ class BoundArguments:
             target_SK[stages, stages % self._pp] += np.maximum(more_S - done_S, 0.0)
 
     def _exchange(self, trials: RaisedPrices, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:
-        """Price the groups of a name with so slow a link.
+        """Price the groups of a name with a slow link, on which the tour's collective takes `slowest_s`.
 
-        Args:
-            trials: changed in place.
-            name: of the kind of group.
-            tour: of its largest collective.
-            slowest_s: seconds of that collective over the slow link.
-            own_rank: in trial k only those of pipeline rank k; else those of all ranks.
-
+        With `own_rank`, trial k changes only the groups of pipeline rank k; otherwise it changes all ranks.
         """
         for index, item in enumerate(self._model.work.exchanges):
             if item.group == name:
@@ -387,7 +380,7 @@ class BoundArguments:
                     np.maximum(target_PK, seconds, out=target_PK)
 
     def _with_hops(self, trial: RaisedPrices, hops: Sequence[tuple[int, ...]], seconds: float) -> RaisedPrices:
-        """Make trials in which some hops take at least so many seconds: one set of hops in each."""
+        """Return one trial for each set of hops, in which these hops take at least `seconds`."""
         trials = [trial.times(1) for _ in hops]
         for one, chosen in zip(trials, hops, strict=True):
             _raise(one, hops=chosen, seconds=seconds)
@@ -405,39 +398,34 @@ class BoundArguments:
 
 
 def _at_own_rank(target_PK: Floats, seconds: float) -> None:
-    """In trial k, make rank k take at least so long."""
+    """In trial k, raise the entry of rank k to `seconds`."""
     diagonal = np.einsum("kk->k", target_PK)
     np.maximum(diagonal, seconds, out=diagonal)
 
 
 def _raise(trials: RaisedPrices, *, hops: range | tuple[int, ...], seconds: float) -> None:
-    """Make some hops take at least so long, both ways."""
+    """Raise some hops to `seconds`, in both directions."""
     for hop in hops:
         for target_PK in (trials.forward_s_PK, trials.backward_s_PK):
             np.maximum(target_PK[hop], seconds, out=target_PK[hop])
 
 
 _ROUNDING = 1e-12
-"""Of sums that run in another order than those of a placement."""
+"""Allowance for sums that run in another order than those of a placement."""
 _EQUAL = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """No placement of a layout is faster."""
+    """A lower bound over all placements of a layout."""
 
     seconds: float
     words: str
-    """Why, as a sentence without its end."""
+    """Reason, as a sentence without its full stop."""
 
 
 def placement_bound_s(model: PlacementCost) -> Bound:
-    """Bound the step time of a layout over all its placements.
-
-    Args:
-        model: the layout's step time as a function of the placement (`Predictor.placement_cost`).
-
-    """
+    """Bound the step time of a layout over all its placements."""
     best, places = RaisedPrices.best(model), Places.of(model)
     cases: list[list[BoundArgument]] = []
     for block in blocks(model.work.layout, places.devices):
@@ -456,25 +444,25 @@ def placement_bound_s(model: PlacementCost) -> Bound:
 
 
 def _largest(bounds: list[tuple[float, str]]) -> tuple[float, str]:
-    """Return the largest bound, with the sentence of the first argument that gives it."""
+    """Return the largest bound, with the reason of the first argument that gives it."""
     most_s = max(seconds for seconds, _ in bounds)
     return most_s, next(words for seconds, words in bounds if seconds >= most_s * (1 - _EQUAL))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A case: each block of so many ranks lies on one place, and some groups do not."""
+    """A case: each block of `unit` ranks lies on one place, and some groups do not."""
 
     unit: int
     breaks: tuple[tuple[str, ...], ...]
-    """Names of kinds of groups; of each tuple some group of one of these kinds. Empty = no group lies on several."""
+    """Kinds of groups. In one of these cases, some group of the kinds spans several places. Empty = no group does."""
 
 
 def blocks(layout: Layout, devices: int) -> list[Block]:
-    """Return cases of which one holds for every placement.
+    """Return cases; every placement on places of `devices` devices is in one of them.
 
-    Groups are taken from the innermost outwards: tensor-parallel, context-parallel, then experts', as long as blocks
-    of them fill places of so many devices. Where they cannot be filled, some group does not lie on one place.
+    Groups are taken from the innermost to the outermost: tensor-parallel, context-parallel, then expert groups, as long
+    as blocks of them can fill a place. If they cannot, some group spans several places.
     """
     kinds: list[tuple[int, tuple[str, ...]]] = []
     cell = layout.tp * layout.cp
@@ -489,7 +477,7 @@ def blocks(layout: Layout, devices: int) -> list[Block]:
     found = []
     unit = 1
     for size, names in kinds:
-        # Ranks that share experts are whole groups of the others, so where one of these breaks they break too.
+        # Ranks that share experts are whole groups of the other kinds, so they span places if one of those does.
         breaks = (names, shared) if names != shared and kinds[-1][1] == shared and experts % size == 0 else (names,)
         found.append(Block(unit=unit, breaks=breaks))
         if devices % math.lcm(unit, size):

@@ -1,18 +1,17 @@
-"""What no placement can avoid of the links between hosts, from what each link costs.
+"""Lower bounds of what collectives cost in every placement, from the cost of each link between hosts.
 
-A ring is a closed tour over units (blocks of ranks that lie on one host each); every host holds equally many units, all
-of them are in use, and every unit lies on one ring. The functions check only a part of these conditions, so the figures
-are lower bounds and not optima.
+A ring is a closed tour over units: blocks of ranks that lie on one host each. Every host holds equally many units, all
+units are in use, and each unit is in one ring. The functions use only part of these conditions, so their figures are
+lower bounds and not optima.
 """
 
-# H = hosts, J = rings.
-# H = places: the hosts, or the devices of a single host. S = stages (model chunks).
+# H = places: the hosts, or the devices of a single host. J = rings, S = stages (model chunks).
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +31,7 @@ Ints = NDArray[np.int64]
 
 
 def best_ways(cost_HH: Floats) -> tuple[Floats, Floats]:
-    """Return what the best link out of each host costs, and the best one into it; rows send."""
+    """Return the cost of the best link out of each host, and of the best link into it; rows send."""
     cost = _without_own(cost_HH)
     out_H: Floats = cost.min(axis=1)
     in_H: Floats = cost.min(axis=0)
@@ -40,10 +39,9 @@ def best_ways(cost_HH: Floats) -> tuple[Floats, Floats]:
 
 
 def through(cost_HH: Floats, *, visits_once: bool) -> Floats:
-    """Return what the slowest link of a ring through each host, and through others, costs at least.
+    """Return the least cost of the slowest link of a ring through each host and at least one other host.
 
-    It leaves the host and comes back. Where it visits each host once, and three or more, it does not come back from
-    where it went.
+    A ring that visits each of three or more hosts once leaves a host to one host and returns from another.
     """
     cost = _without_own(cost_HH)
     out_H, in_H = best_ways(cost_HH)
@@ -59,18 +57,18 @@ def through(cost_HH: Floats, *, visits_once: bool) -> Floats:
 def ring_thresholds(
     cost_HH: Floats, *, units_per_host: int, ring_units: int, fewest: int, through_H: Floats
 ) -> list[float]:
-    """Return, for each ring in turn, what its slowest link costs at least: J entries, cheapest ring first.
+    """Return the least cost of the slowest link of each ring: J entries, cheapest ring first.
 
-    Rings that use only links up to some cost lie inside the parts that these links join, on hosts that such a ring can
-    pass through: a part of m such hosts holds no more than floor(m * units_per_host / ring_units) rings, and none if m
+    Rings that use only links up to some cost lie inside the parts that these links join, on hosts through which such a
+    ring can pass. A part with m such hosts holds at most floor(m * units_per_host / ring_units) rings, and no ring if m
     is below `fewest`. Rings that fit on one host cost 0.
 
     Args:
-        cost_HH: seconds of a ring whose slowest link is the one from host to host; rows send.
+        cost_HH: seconds of a ring for each link as its slowest; rows send.
         units_per_host: units on each host.
         ring_units: units of a ring.
-        fewest: hosts that a ring lies on at least.
-        through_H: least seconds of a ring that passes through each host.
+        fewest: smallest number of hosts of a ring.
+        through_H: least seconds of a ring through each host.
 
     """
     hosts = len(cost_HH)
@@ -107,9 +105,9 @@ def ring_thresholds(
 
 
 def partitions(cost_HH: Floats, *, most: int) -> list[tuple[Ints, float]]:
-    """Return some ways to part the hosts: the part of each host, and what the cheapest link between parts costs.
+    """Return some partitions of the hosts: the part of each host, and the cost of the cheapest link between parts.
 
-    Hosts are parted where the joining links grow the most from one to the next; the first way is every host for itself.
+    The first partition has one host in each part. The others end where the joining links grow most.
     """
     tree = spanning_tree(cost_HH)
     costs = [cost for cost, _, _ in tree]
@@ -124,16 +122,16 @@ def partitions(cost_HH: Floats, *, most: int) -> list[tuple[Ints, float]]:
 
 
 def cheapest_between(cost_HH: Floats, part_H: Ints) -> float:
-    """Return what the cheapest link costs that leads from one part to another."""
+    """Return the cost of the cheapest link between two parts."""
     return float(cost_HH[part_H[:, None] != part_H[None, :]].min())
 
 
-def cuts(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
-    """Return sets of hops such that any cut of the stages into runs of at most `longest` cuts all hops of one of them.
+def pipeline_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
+    """Return sets of hops, one of which every split of the stages into runs of at most `longest` crosses entirely.
 
-    Hop h leads from stage h to h + 1. Where there are more than `most` smallest sets, their smaller subsets stand in.
+    Hop h leads from stage h to h + 1. If there are more than `most` minimal sets, smaller subsets replace them.
     """
-    smallest = list(itertools.islice(_smallest_cuts(stages, longest), most + 1))
+    smallest = list(itertools.islice(_minimal_splits(stages, longest), most + 1))
     if len(smallest) <= most:
         return smallest
     needed = -(-stages // longest) - 1
@@ -141,37 +139,33 @@ def cuts(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
     return list(itertools.combinations(range(stages - 1), fewer))
 
 
-def returning_cuts(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]] | None:
-    """Return the same where first and last run lie together, and are at most `longest` in all; None = too many.
+def returning_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]] | None:
+    """Return the same if the first and the last run lie in one part and have at most `longest` stages together.
 
-    There are two cuts or more then; an empty list says that first and last stage cannot lie together.
+    None = more than `most` sets; an empty list = the first and the last stage cannot lie in one part.
     """
     found = []
     for first, last in itertools.combinations(range(stages - 1), 2):
         if first + stages - last <= longest:
-            for inner in _smallest_cuts(last - first, longest):
+            for inner in _minimal_splits(last - first, longest):
                 found.append((first, *(first + 1 + hop for hop in inner), last))
                 if len(found) > most:
                     return None
     return found
 
 
-def _smallest_cuts(stages: int, longest: int, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts of which every hop is needed: any two runs side by side are longer than `longest`."""
+def _minimal_splits(stages: int, longest: int, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Yield splits without a superfluous hop: any two neighbouring runs are longer than `longest` together."""
     first = done[-1] + 1 if done else 0
     if stages - first <= longest:
-        if _needs_all(done, stages, longest):
+        bounds = [-1, *done, stages - 1]
+        if all(after - before > longest for before, after in zip(bounds, bounds[2:], strict=False)):
             yield done
         return
     before = done[-2] if len(done) > 1 else -1
     for hop in range(first, first + longest):
         if not done or hop - before > longest:
-            yield from _smallest_cuts(stages, longest, (*done, hop))
-
-
-def _needs_all(hops: Sequence[int], stages: int, longest: int) -> bool:
-    bounds = [-1, *hops, stages - 1]
-    return all(after - before > longest for before, after in zip(bounds, bounds[2:], strict=False))
+            yield from _minimal_splits(stages, longest, (*done, hop))
 
 
 def _without_own(cost_HH: Floats) -> Floats:
@@ -182,17 +176,17 @@ def _without_own(cost_HH: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Places:
-    """The places of blocks of ranks, and the links between: the hosts, or the devices of a single host."""
+    """Places of blocks of ranks, and the links between them: the hosts, or the devices of a single host."""
 
     model: PlacementCost
     links: Links
     devices: int
-    """Of each place."""
+    """Devices of each place."""
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, model: PlacementCost) -> Places:
-        """Look at the hosts, or at the devices of the only one."""
+        """Return the hosts, or the devices of the only host."""
         cluster = model.fabric.cluster
         if len(cluster.hosts) > 1:
             names = tuple(host.name for host in cluster.hosts)
@@ -201,17 +195,17 @@ class Places:
         return cls(model=model, links=cluster.within_host[0], devices=1, names=names)
 
     def __len__(self) -> int:
-        """H."""
+        """Return the number of places."""
         return len(self.names)
 
     @cached_property
     def latencies_s(self) -> tuple[float, float]:
-        """The least latency of a link, and the largest."""
+        """Smallest and largest latency of a link."""
         chosen = self.links.latency_s[~np.eye(len(self), dtype=bool)]
         return float(chosen.min()), float(chosen.max())
 
-    def factors(self, kind: Collective, size: int, fewest: int) -> tuple[float, float, float]:
-        """Least latency factor, extra latency and byte factor of a group on `fewest` places or more."""
+    def factors(self, kind: Kind, size: int, fewest: int) -> tuple[float, float, float]:
+        """Return the least latency factor, extra latency and byte factor of a group on at least `fewest` places."""
         scale: Scale = self.model.fabric.scale(kind, size)
         is_within = len(self.model.fabric.cluster.hosts) == 1
         counts = slice(1, 2) if is_within else slice(max(fewest, 2), max(min(size, len(self)), 2) + 1)
@@ -221,14 +215,14 @@ class Places:
             float(scale.least_bytes_factor[counts].min()),
         )
 
-    def link_s_HH(self, kind: Collective, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
-        """Least seconds of a collective if a link is its slowest; infinite from a place to itself; rows send.
+    def link_s_HH(self, kind: Kind, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
+        """Return the least seconds of a collective for each link as its slowest; rows send, the diagonal is infinite.
 
         Args:
             kind: of the collective.
             size: members of its group.
             size_bytes: of the message.
-            fewest: places that the group lies on, at least.
+            fewest: smallest number of places of the group.
 
         """
         latency_factor, extra_s, bytes_factor = self.factors(kind, size, fewest)
@@ -242,51 +236,51 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tour:
-    """Groups of one kind that pass through several places; every block of ranks lies on one place and in one group."""
+    """Groups of one kind over several places; every block of ranks lies on one place and is in one group."""
 
     places: Places
     kind: Collective
     members: int
     size_bytes: float
-    """Of one collective; others over the same links are priced by `seconds`."""
+    """Message of one collective; `seconds` prices other collectives over the same links."""
     units: int
     """Blocks of a group."""
     per_place: int
     """Blocks of a place."""
-    together: int
-    """Blocks of a group that a place holds at most."""
+    most_together: int
+    """Largest number of blocks of a group on one place."""
 
     @property
     def leaves_places(self) -> bool:
-        """Whether no place holds a whole group."""
-        return self.units > self.together
+        """Whether no place can hold a whole group."""
+        return self.units > self.most_together
 
     @property
     def fewest(self) -> int:
-        """The least number of places that it lies on."""
-        return -(-self.units // self.together)
+        """Smallest number of places of a group."""
+        return -(-self.units // self.most_together)
 
     @cached_property
     def cost_s_HH(self) -> Floats:
-        """Seconds of the collective if a link is its slowest."""
+        """Seconds of the collective for each link as its slowest."""
         cost_HH = self.places.link_s_HH(self.kind, self.members, self.size_bytes, fewest=self.fewest)
-        # A ring over two goes back where it came from.
-        return np.maximum(cost_HH, cost_HH.T) if self.units == 2 and self.together == 1 else cost_HH
+        # A ring over two places uses a link in both directions.
+        return np.maximum(cost_HH, cost_HH.T) if self.units == 2 and self.most_together == 1 else cost_HH
 
     @cached_property
     def through_s_H(self) -> Floats:
-        """Least seconds of the collective for a group that has a block on a place."""
+        """Least seconds of the collective for a group that has a block on each place."""
         others = self.fewest - 1
         if self.kind == "all_to_all" and others > 1:
-            # Every member sends to every other: to so many other places at least, and from as many.
+            # Every member sends to and receives from at least `others` other places.
             out_H = np.partition(self.cost_s_HH, others - 1, axis=1)[:, others - 1]
             in_H = np.partition(self.cost_s_HH, others - 1, axis=0)[others - 1]
             return np.asarray(np.maximum(out_H, in_H))
-        return through(self.cost_s_HH, visits_once=self.together == 1 and self.units > 2)
+        return through(self.cost_s_HH, visits_once=self.most_together == 1 and self.units > 2)
 
     @cached_property
     def thresholds_s(self) -> list[float]:
-        """Least seconds of the collective for each group, the fastest group first."""
+        """Least seconds of the collective for each group, fastest group first."""
         return ring_thresholds(
             self.cost_s_HH,
             units_per_host=self.per_place,
@@ -295,17 +289,11 @@ class Tour:
             through_H=self.through_s_H,
         )
 
-    def seconds(self, kind: Collective, size_bytes: float, slowest_s: float) -> float:
-        """Least seconds of another collective over a link over which this one takes `slowest_s`.
+    def seconds(self, kind: Kind, size_bytes: float, slowest_s: float) -> float:
+        """Return the least seconds of another collective over a link on which this one takes `slowest_s`.
 
-        The link's time per byte is least where its latency is largest. A collective in the other direction uses other
-        links, so that only the best of all links bounds it.
-
-        Args:
-            kind: of the other collective.
-            size_bytes: likewise.
-            slowest_s: seconds of this tour's collective over the link.
-
+        The link's time per byte is least if its latency is the largest. A collective in the other direction uses other
+        links, so it is bounded only by the best of all links.
         """
         fabric = self.places.model.fabric
         if fabric.ring_shift(kind) != fabric.ring_shift(self.kind):
@@ -322,15 +310,15 @@ class Tour:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ring:
-    """Data-parallel groups: of the dense parameters, or of the experts'."""
+    """Data-parallel groups of the dense parameters or of the expert parameters."""
 
     tour: Tour
-    """Reduces the least gradients of a stage."""
+    """With the smallest gradient reduction of a stage."""
     column: int
     """0 = dense, 1 = experts; as in `LayoutWork.gradient_bytes_S2`."""
 
     def more_s_S(self, slowest_s: float) -> tuple[Floats, Floats]:
-        """Seconds of reducing and of gathering beyond the best, for each stage, on a ring with so slow a link."""
+        """Return the seconds of reduction and gather beyond the best, for each stage, on a ring with a slow link."""
         work = self.tour.places.model.work
         return (
             self._beyond(work.reduce_kind, work.gradient_bytes_S2[:, self.column], slowest_s),
@@ -348,11 +336,11 @@ class Ring:
 
 
 def rings_of(places: Places, unit: int) -> list[Ring]:
-    """Return the rings of more than one block of `unit` ranks, each block on one place, of which there are several."""
+    """Return the rings with several blocks of `unit` ranks, each block on one place."""
     work = places.model.work
     layout = work.layout
     found = []
-    # Ranks from one member to the next.
+    # Rank difference between neighbouring members.
     strides = (layout.tp, layout.ep * layout.etp)
     for column, members in enumerate((layout.dp * layout.cp, work.expert_dp)):
         if column and not experts_lie_in_stages(layout):
@@ -367,14 +355,14 @@ def rings_of(places: Places, unit: int) -> list[Ring]:
                 size_bytes=float(bytes_S[bytes_S > 0].min()),
                 units=units,
                 per_place=places.devices // unit,
-                together=num_together(places, strides[column], unit),
+                most_together=num_together(places, strides[column], unit),
             )
             found.append(Ring(tour=tour, column=column))
     return found
 
 
 def group_shapes(work: LayoutWork) -> dict[str, tuple[int, int]]:
-    """Members of each kind of group inside the layers, and how many ranks lie from one member to the next."""
+    """Return the members of each kind of group inside the layers, and the rank difference between neighbours."""
     layout, sizes = work.layout, group_sizes(work.layout, instances=work.shard_copies)
     return {
         "tp": (layout.tp, 1),
@@ -388,7 +376,7 @@ def group_shapes(work: LayoutWork) -> dict[str, tuple[int, int]]:
 
 
 def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
-    """Return the groups inside the layers that no place holds, by name: each with its largest collective."""
+    """Return the groups inside the layers that no place can hold, by name, each with its largest collective."""
     layout = places.model.work.layout
     shapes = group_shapes(places.model.work)
     found: dict[str, Tour] = {}
@@ -398,8 +386,8 @@ def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
         members, stride = shapes[item.group]
         units = num_units(members, stride, unit)
         is_larger = item.group not in found or item.size_bytes > found[item.group].size_bytes
-        together = num_together(places, stride, unit)
-        if units > together and len(places) > 1 and is_larger:
+        most_together = num_together(places, stride, unit)
+        if units > most_together and len(places) > 1 and is_larger:
             found[item.group] = Tour(
                 places=places,
                 kind=item.kind,
@@ -407,13 +395,13 @@ def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
                 size_bytes=item.size_bytes,
                 units=units,
                 per_place=places.devices // unit,
-                together=together,
+                most_together=most_together,
             )
     return found
 
 
 def num_units(members: int, stride: int, unit: int) -> int:
-    """Count the blocks of a group whose members are so many ranks apart; 0 where these cut through each other."""
+    """Return the number of blocks of a group whose members are `stride` ranks apart; 0 if blocks cross groups."""
     if unit % stride and stride % unit:
         return 0
     each = max(1, unit // stride)
@@ -421,9 +409,9 @@ def num_units(members: int, stride: int, unit: int) -> int:
 
 
 def num_together(places: Places, stride: int, unit: int) -> int:
-    """Count the blocks of one group that a place holds at most, whose members are so many ranks apart.
+    """Return the largest number of blocks of one group on a place, for members that are `stride` ranks apart.
 
-    Where the ranks of a host differ modulo its slots, those of one group that are alike lie on different hosts.
+    If the ranks of a host must differ modulo its slots, members with equal residues lie on different hosts.
     """
     most = places.devices // unit
     cluster = places.model.fabric.cluster

@@ -1,6 +1,6 @@
-"""Pipelines under schedules that Megatron lacks, for layouts that the search has priced under Megatron's own.
+"""Pipelines under schedules that Megatron lacks, for layouts that the search priced under Megatron's own schedules.
 
-The patch `schedules` executes them, on Megatron's own placement of chunks or with two chunks folded.
+The patch `schedules` runs them, on Megatron's own placement of chunks or with two chunks folded.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ from pipette_launch.facts.schedule import PassTimes, Placement, Schedule, Schedu
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, price
 from pipette_launch.search.choose import choice_of
-from pipette_launch.search.placement import begin, exchange_devices, improve
+from pipette_launch.search.placement import begin, improved_once
 from pipette_launch.search.slots import IsLate, PlacementProblem, faster
 
 LEANEST = 2 / 9
-"""No schedule keeps a smaller part of the activations that a layout of several chunks keeps under Megatron's own: V-Min
-keeps a third of 1F1B's, and interleaved 1F1B half as much again as 1F1B."""
+"""Smallest share of Megatron's activations that any schedule keeps for layouts with several chunks. V-Min keeps a third
+of 1F1B's, and interleaved 1F1B keeps 1.5 times those of 1F1B."""
 GAIN = 0.02
-"""Megatron's own code is left only for a step that is predicted shorter by this part."""
+"""Share of the step that another schedule must save to replace Megatron's own code."""
 OF_ATTENTION = Recompute(granularity="selective")
-"""Scores of attention are what no W needs."""
+"""Recompute of attention scores, which no weight-gradient pass needs."""
 MOST_LAYOUTS = 4
-"""So many pipelined layouts are tried, the fastest under Megatron's own schedules first, and as many over the limit."""
-
-
+"""Number of fastest pipelined layouts that are tried, and of layouts over the memory limit."""
 _ONLY_STOCK = (
     "overlap_moe_expert_parallel_comm",
     "enable_cuda_graph",
@@ -48,13 +46,15 @@ _ONLY_STOCK = (
     "fine_grained_activation_offloading",
     "tp_comm_overlap",
 )
-"""Options that lean on the order of passes in Megatron's own schedules."""
+"""Options that depend on the order of passes in Megatron's own schedules."""
+
+Some = TypeVar("Some", Candidate, Promising)
 
 
 def unsupported(job: Job, cluster: Cluster) -> str:
-    """Say what keeps the job to Megatron's own schedules, as the end of a sentence; empty where nothing does."""
+    """Return the reason that the job can run only Megatron's own schedules; empty if there is none."""
     if any(host.shares_cores for host in cluster.hosts):
-        return "slots share cores here, and what one leaves idle another takes"
+        return "slots share cores here, so other slots use the cores that an idle slot leaves free"
     if not RELEASES[0] <= job.release < RELEASES[1]:
         known = "from {}.{} on and before {}.{}".format(*RELEASES[0], *RELEASES[1])
         return f"they run with megatron-core {known}, and the job has {job.megatron_version}"
@@ -63,7 +63,7 @@ def unsupported(job: Job, cluster: Cluster) -> str:
 
 
 def _unsupported(job: Job) -> str:
-    """Name what the job uses that the patch cannot execute; empty where it can."""
+    """Name a feature of the job that the patch cannot run; empty if it can run all."""
     options = performance_options(job)
     for name in _ONLY_STOCK:
         if getattr(options, name):
@@ -79,11 +79,8 @@ def _unsupported(job: Job) -> str:
     return "multi-token prediction" if job.model.mtp_num_layers else ""
 
 
-Some = TypeVar("Some", Candidate, Promising)
-
-
 class _Way(NamedTuple):
-    """A schedule of a layout, not made yet."""
+    """A schedule that a layout may run."""
 
     name: str
     group_size: int | None
@@ -91,26 +88,26 @@ class _Way(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _LayoutMemory:
-    """What the ranks of a layout hold beside their live activations."""
+    """Memory of a layout's ranks without live activations."""
 
     inputs: SearchInputs
     layout: Layout
     stock_peaks: tuple[int, ...]
-    """Predicted under the layout's own schedule."""
+    """Predicted under Megatron's own schedule."""
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Of one step."""
+        """Micro-batches of one step."""
         return self.layout.num_microbatches(self.inputs.job.batch.global_batch_size)
 
     @cached_property
     def kept_bytes(self) -> tuple[int, ...]:
-        """What each chunk keeps for one micro-batch."""
+        """Activations of one micro-batch on each chunk."""
         return kept_by_chunk(self.inputs.job, self.layout)
 
     @cached_property
     def limit_bytes(self) -> int:
-        """Limit of a rank's tensors, less the communicators of its ways; the layout's own limit counts the first."""
+        """Limit of a rank's tensors, without the additional communicators of the schedule's links."""
         overhead = measured_overhead(self.inputs.job, self.layout, self.inputs.measurements)
         more = 2 * min(self.layout.pp - 1, 2) - 1
         each_bytes = overhead.communicators.value / num_communicators(self.inputs.job, self.layout)
@@ -118,7 +115,7 @@ class _LayoutMemory:
 
     @cached_property
     def stock(self) -> Schedule:
-        """The layout's own schedule."""
+        """Megatron's own schedule of the layout."""
         return schedule_of(self.layout, self.num_microbatches)
 
     @cached_property
@@ -131,7 +128,7 @@ class _LayoutMemory:
         return folded_peaks(self.inputs.job, self.layout, [0] * self.layout.pp)
 
     def peaks(self, placement: Placement, live_bytes: Sequence[int]) -> tuple[int, ...]:
-        """Predict the peaks where the ranks keep so much of live micro-batches."""
+        """Predict the peaks of ranks with these live activations."""
         if placement == "loop":
             return tuple(map(add, self._in_a_loop, live_bytes))
         factor = self.inputs.predictor.memory_factor
@@ -152,18 +149,16 @@ def best_scheduled(
     seed: int,
     is_late: IsLate,
 ) -> Choice | None:
-    """Return the fastest choice under one of the named schedules; None where none saves enough of the chosen step.
-
-    Nothing keeps the job to Megatron's own schedules (`unsupported`).
+    """Return the fastest choice under one of the named schedules; None if no schedule saves enough.
 
     Args:
-        inputs: the job and the machines.
-        candidates: what the search has priced under Megatron's own schedules.
-        over_the_limit: layouts that do not fit under Megatron's own schedules, and may under others.
+        inputs: job and machines, for which `unsupported` is empty.
+        candidates: layouts priced under Megatron's own schedules.
+        over_the_limit: layouts that do not fit under Megatron's own schedules, but may under others.
         chosen: the best candidate.
-        names: of `facts.schedules.EXECUTABLE`.
-        seed: of all chance.
-        is_late: whether to make no more schedules.
+        names: some of `facts.known_schedules.EXECUTABLE`.
+        seed: of all random numbers.
+        is_late: ends the search.
 
     """
     pipelined = [one for one in sorted(candidates, key=lambda one: one.placed.cost_s) if one.layout.pp > 1]
@@ -188,16 +183,19 @@ def best_scheduled(
 
 
 def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], names: Sequence[str]) -> list[_Way]:
-    """List the schedules that a layout can run, and whose known needs of memory fit; those that take long come last."""
+    """List the schedules that a layout can run within its memory; those that take long to build come last."""
     memory = _LayoutMemory(inputs=inputs, layout=layout, stock_peaks=stock_peaks)
     splits = inputs.job.model.transformer_impl == "local"
+    can_fold = (
+        layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk and inputs.job.release >= FOLDING_RELEASE
+    )
     found = []
     for name in sorted(names, key=lambda name: SCHEDULES[name].by_times is not None):
         known = SCHEDULES[name]
-        # Transformer Engine's layers make both gradients at once under this patch.
+        # Transformer Engine's layers compute both gradients at once under this patch.
         if (known.splits_backward and not splits) or (known.chunks == "one") != (layout.vpp == 1):
             continue
-        if known.placement == "v" and not _can_fold(inputs.job, layout):
+        if known.placement == "v" and not can_fold:
             continue
         for group_size in (layout.pp, -(-layout.pp // 2)) if known.has_groups else (None,):
             counts = Counts(
@@ -213,11 +211,11 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
 
 
 def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], is_late: IsLate) -> Iterator[Choice]:
-    """Make schedules for a layout's shape and times until it is late, and price those that fit."""
+    """Build schedules for a layout's shape and times until it is late, and price those that fit."""
     layout = candidate.layout
     memory = _LayoutMemory(inputs=inputs, layout=layout, stock_peaks=candidate.peak_bytes)
     kept_bytes = memory.kept_bytes
-    # What waits for its W is counted in full: inputs of linear layers, recomputed or not, and their outputs' gradients.
+    # A pass that waits for its weight gradient keeps all inputs of linear layers and their outputs' gradients.
     recomputes = layout.recompute != NO_RECOMPUTE
     waiting_bytes = kept_by_chunk(inputs.job, replace(layout, recompute=OF_ATTENTION)) if recomputes else kept_bytes
     times = inputs.predictor.stage_times(layout, candidate.placed.placement)
@@ -237,7 +235,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
                 held_S=kept_bytes if known.by_times or known.refills else None,
             )
         except (LayoutError, FactError):
-            # Not for these numbers: groups that the micro-batches do not fill, limits without an order.
+            # The schedule needs other numbers, such as groups that the micro-batches fill.
             continue
         live_bytes = peak_live_bytes(schedule, kept_bytes, waiting_bytes)
         peaks = memory.peaks(schedule.placement, live_bytes)
@@ -259,30 +257,28 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _UnderSchedule:
-    """Prices placements under a schedule that the linear model of a step does not know."""
+    """Prices placements under a schedule that the linear model of a step does not know, so hosts are not rearranged."""
 
     cost: PlacementCost
 
     def costs(self, placement_KW: Ints) -> Floats:
-        """Seconds per step of each of K placements."""
+        """Return the seconds per step of each placement."""
         return self.cost.costs(placement_KW)
 
 
 def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_late: IsLate) -> Choice:
-    """Search once more for places: a folded pipeline has no link from its last to its first rank."""
+    """Search again for a placement, as a folded pipeline has no link from its last to its first rank."""
     layout, order = choice.layout, choice.order
     assert order is not None
     schedule = order.schedule()
-    cost = inputs.predictor.placement_cost(layout, schedule)
-    objective = _UnderSchedule(cost=cost)
+    objective = _UnderSchedule(cost=inputs.predictor.placement_cost(layout, schedule))
     problem = PlacementProblem(
         layout=layout, cluster=inputs.cluster, objective=objective, bound_s=0.0, blocks=inputs.blocks(layout)
     )
     known = problem.placed(choice.placement, choice.step_time_s)
     placed = faster(known, begin(problem, is_late=is_late)[0])
     if not placed.is_optimal:
-        placed = improve(problem, placed, turn=0, rng=rng, is_late=is_late)
-        placed = exchange_devices(problem, placed, rng=rng, is_late=is_late)
+        placed = improved_once(problem, placed, rng=rng, is_late=is_late)
     if placed.cost_s >= choice.step_time_s:
         return choice
     better = choice_of(
@@ -298,18 +294,13 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
 
 
 def _times(inputs: SearchInputs, layout: Layout, placement: Sequence[int], schedule: Schedule) -> PassTimes | None:
-    """Return the times by which a schedule's messages are ordered over NCCL; None over gloo, which needs no order."""
+    """Return the times that order a schedule's messages over NCCL; None over gloo, which needs no order."""
     if inputs.cluster.device_kind != "cuda":
         return None
     return inputs.predictor.stage_times(layout, placement, schedule).expected
 
 
-def _can_fold(job: Job, layout: Layout) -> bool:
-    """Whether the patch can fold a layout: two equal chunks a rank on three ranks or more, and not in old releases."""
-    return layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk and job.release >= FOLDING_RELEASE
-
-
 def _draws_as(one: Schedule, other: Schedule) -> bool:
-    """Whether each rank runs the same forwards in the same order: then dropout draws the same numbers."""
+    """Return whether each rank runs the same forwards in the same order, so that dropout draws the same numbers."""
     orders = ([[each for each in actions if each.kind == "F"] for actions in which.ranks] for which in (one, other))
     return next(orders) == next(orders)

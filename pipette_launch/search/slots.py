@@ -1,7 +1,7 @@
-"""What is placed where: the slots of a cluster, the placements that are allowed on them, and how they are priced."""
+"""Slots of a cluster, the placements that are allowed on them, and good placements to start from."""
 
-# H = hosts, D = devices of one host, S = slots, K = placements. A placement gives the RANK of each slot.
-# H = hosts = blocks, D = devices of one host, P = pipeline ranks. A block is what one host holds: D ranks.
+# H = hosts, D = devices of one host, S = slots, K = placements, P = pipeline ranks. A placement is the RANK of each
+# slot. Q = blocks of ranks, one for each host.
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from pipette_launch.search.near_hosts import Tiers, tiers_of
 
 Placement = tuple[int, ...]
 IsLate = Callable[[], bool]
-"""Whether the time is up."""
+"""Returns true once the time is up."""
 
 
 class Objective(Protocol):
-    """Prices placements: `cost.step.placed.PlacementCost`, or something smaller in a test."""
+    """Prices placements: `PlacementCost`, or a smaller class in a test."""
 
     def costs(self, placement_KW: Ints) -> Floats:
-        """Seconds per step of each of K placements; no price depends on what else is asked for."""
+        """Return the seconds per step of each placement, independent of the other placements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """The slots of a cluster, and which placements are allowed on them.
+    """The slots of a cluster, and the rules for placements on them.
 
-    On CUDA the RANKs of a host must differ modulo D: then LOCAL_RANK = RANK % D with one CUDA_VISIBLE_DEVICES list
-    for the host puts every rank on its slot, and whatever takes RANK modulo the device count finds its own device.
+    On CUDA the RANKs of a host must differ modulo D. Then LOCAL_RANK = RANK % D with one CUDA_VISIBLE_DEVICES list for
+    the host puts every rank on its slot, and code that takes RANK modulo the device count finds its own device.
     """
 
     num_hosts: int
@@ -46,12 +46,12 @@ class Slots:
     blocks: tuple[RankBlock, ...] = ()
     """Ranks that must lie together, on CUDA."""
     domain_H: tuple[int, ...] = ()
-    """The NVLink domain of each host, where a block must lie inside one."""
+    """NVLink domain of each host; empty if no block must lie inside a domain."""
 
     @classmethod
     def of(cls, cluster: Cluster, blocks: tuple[RankBlock, ...] = ()) -> Slots:
-        """Take the slots of a cluster, and blocks of ranks that must lie together on them."""
-        in_domains = any(block.within == "domain" for block in blocks)
+        """Take the slots of a cluster, and blocks of ranks that must lie together."""
+        in_domains = any(block.room == "domain" for block in blocks)
         return cls(
             num_hosts=len(cluster.hosts),
             devices_per_host=cluster.devices_per_host,
@@ -62,34 +62,34 @@ class Slots:
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """Number of slots."""
         return self.num_hosts * self.devices_per_host
 
     def host(self, index: int) -> range:
-        """Slots of a host."""
+        """Return the slots of a host."""
         return range(index * self.devices_per_host, (index + 1) * self.devices_per_host)
 
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Hosts that may exchange all they hold whatever the placement: those of each domain, or all of them."""
+        """Groups of hosts that may exchange all their ranks under any placement: each NVLink domain, or all hosts."""
         if self.domain_H:
             return Domains(devices_per_host=self.devices_per_host, domain_H=self.domain_H).domains
         return (tuple(range(self.num_hosts)),)
 
     @property
     def ranks_of_a_host_unit(self) -> int:
-        """So many consecutive ranks stay on one host, and may change places with as many of another: 1 = any rank."""
-        return math.lcm(*(block.size for block in self.blocks if block.within == "host"))
+        """Consecutive ranks that must stay on one host; units of this size may change hosts inside a host group."""
+        return math.lcm(*(block.size for block in self.blocks if block.room == "host"))
 
     @property
     def ranks_of_a_unit(self) -> int:
-        """The same of ranks that may change places with those of any other host."""
+        """Consecutive ranks that must stay together; units of this size may change places with any other host."""
         return math.lcm(*(block.size for block in self.blocks))
 
     def first(self) -> Placement:
-        """Place rank i on slot i, as torchrun does, or where that splits a block, domain by domain.
+        """Return torchrun's placement, rank i on slot i; if that splits a block, ranks in order domain by domain.
 
-        Blocks are such that they fill every room, so ranks in order keep them inside rooms that are filled in order.
+        Blocks fill every host or domain, so ranks in order never split a block if domains are filled in order.
         """
         order = [host for group in self.host_groups for host in group]
         ranks_HD = np.empty((self.num_hosts, self.devices_per_host), dtype=np.int64)
@@ -98,7 +98,7 @@ class Slots:
         return next(filter(self.allows, (host_order(self.num_slots), in_domains)))
 
     def allows(self, placement: ArrayLike) -> bool:
-        """Whether each host's ranks differ modulo D, and no block is split, where they must."""
+        """Return whether each host's ranks differ modulo D and no block is split, if the device needs that."""
         if not self.keeps_residues:
             return True
         if self.blocks:
@@ -111,38 +111,38 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """The best placement so far."""
+    """A placement and its step time."""
 
     placement: Placement
     cost_s: float
     is_optimal: bool
-    """No other allowed placement is faster under the same model: all were tried, or this one meets the bound."""
+    """No allowed placement is faster: all were tried, or this one meets the lower bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementProblem:
-    """A layout to be placed on the slots of a cluster."""
+    """A layout whose ranks need slots of a cluster."""
 
     layout: Layout
     cluster: Cluster
     objective: Objective
     """Prices placements; whole hosts change places only if it is a `PlacementCost`."""
     bound_s: float
-    """No placement is faster."""
+    """Lower bound of all placements."""
     blocks: tuple[RankBlock, ...] = ()
     """Ranks that must lie together."""
 
     @property
     def slots(self) -> Slots:
-        """Where the ranks may sit."""
+        """Slots and the rules for placements on them."""
         return Slots.of(self.cluster, self.blocks)
 
     def placed(self, placement: Placement, cost_s: float) -> Placed:
-        """Judge a placement that was priced."""
-        return Placed(placement=placement, cost_s=cost_s, is_optimal=meets(cost_s, self.bound_s))
+        """Return a priced placement, and whether it meets the bound (up to rounding)."""
+        return Placed(placement=placement, cost_s=cost_s, is_optimal=cost_s <= self.bound_s * (1 + 1e-9))
 
     def best_of(self, candidates: Sequence[Placement] | Ints) -> Placed:
-        """Price some placements together and return the fastest; of equal ones the first."""
+        """Price placements together and return the fastest; of equal ones the first."""
         placement_KW = np.asarray(candidates, dtype=np.int64)
         costs_s = self.objective.costs(placement_KW)
         least = int(costs_s.argmin())
@@ -150,30 +150,23 @@ class PlacementProblem:
 
 
 def host_order(num_slots: int) -> Placement:
-    """Place rank i on slot i, as torchrun does."""
+    """Return torchrun's placement: rank i on slot i."""
     return tuple(range(num_slots))
 
 
-def meets(cost_s: float, bound_s: float) -> bool:
-    """Whether a step time is as good as its lower bound, but for rounding."""
-    return cost_s <= bound_s * (1 + 1e-9)
-
-
 def faster(one: Placed, other: Placed) -> Placed:
-    """The faster of two; the first where they are equal."""
+    """Return the faster of two; the first if they are equal."""
     return min(one, other, key=lambda placed: placed.cost_s)
 
 
 _DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "use_tp_pp_dp_mapping")
-"""What decides which ranks exchange how often."""
+"""Fields of a layout that decide the groups of ranks."""
 
 
 def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlock, ...] = ()) -> Ints:
-    """Give up to `most` different placements, host order first where it is allowed, the likelier ones before others.
+    """Return up to `most` different placements, the more promising first: near hosts get ranks that exchange most.
 
-    Returns:
-        The RANK of each slot, a placement in each row; not to be written to.
-
+    Torchrun's order comes first if it is allowed. The array (a placement in each row) is read-only.
     """
     degrees = Layout(**{name: getattr(layout, name) for name in _DEGREES})
     return _starts(degrees, Slots.of(cluster, blocks), tiers_of(cluster.between_hosts), most)
@@ -181,7 +174,6 @@ def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlo
 
 @lru_cache(maxsize=64)
 def _starts(degrees: Layout, slots: Slots, tiers: Tiers, most: int) -> Ints:
-    """Do as `starts` for all layouts of the same degrees: a search prices dozens of each."""
     first = np.array(slots.first(), dtype=np.int64)
     found = {first.tobytes(): first}
     for ranks_HD in _laid_out(degrees, slots, tiers):
@@ -195,14 +187,15 @@ def _starts(degrees: Layout, slots: Slots, tiers: Tiers, most: int) -> Ints:
 
 
 def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
-    """Ranks of each host: blocks in some order along hosts in some order."""
+    """Yield the ranks of each host: blocks in some order on hosts in some order."""
     orders = [tiers.order_H]
-    unit = _hosts_of_a_unit(layout, slots.devices_per_host)
+    # Hosts that exchange in every pass: those of a tensor-parallel or expert group that spans hosts.
+    unit = -(-max(layout.tp * layout.cp, layout.ep * layout.etp) // slots.devices_per_host)
     packed = _packed(tiers, unit)
     if unit > 1 and packed.tolist() != tiers.order_H.tolist():
         orders.insert(0, packed)
     if tiers.by_speed:
-        # The first and the last stage often wait longest for their links, so fast hosts hold one or both.
+        # The first and the last stage often wait longest for their links, so fast hosts get one or both of them.
         fast, slow = tiers.by_speed
         half = -(-len(fast) // 2)
         orders += [np.concatenate([fast, slow]), np.concatenate([fast[:half], slow, fast[half:]])]
@@ -215,10 +208,10 @@ def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
 
 
 def tilings(layout: Layout, slots: Slots) -> list[Ints]:
-    """Ways to cut the ranks into blocks that a host may hold, in shape (H, D).
+    """Return ways to divide the ranks into blocks that a host may hold, each of shape (H, D).
 
-    Consecutive ranks; cells in the order of the other rank mapping, which puts pipelines into a host; ranks dealt to
-    the hosts in turn.
+    A block has consecutive ranks, or cells in the order of the other rank mapping (which puts pipelines into a host),
+    or every H-th rank.
     """
     ranks = np.arange(layout.world_size)
     shape = slots.num_hosts, slots.devices_per_host
@@ -227,19 +220,16 @@ def tilings(layout: Layout, slots: Slots) -> list[Ints]:
     candidates = [ranks.reshape(shape), other.reshape(shape), ranks.reshape(shape[::-1]).T]
     in_order = [np.sort(block_HD, axis=1) for block_HD in candidates]
     unique = {block_HD.tobytes(): block_HD for block_HD in reversed(in_order)}
-    # Which host holds which of them is not settled yet.
-    anywhere = replace(slots, blocks=tuple(block for block in slots.blocks if block.within == "host"), domain_H=())
+    # Domains are not checked yet, as the host of each block is still open.
+    anywhere = replace(slots, blocks=tuple(block for block in slots.blocks if block.room == "host"), domain_H=())
     return [block_HD for block_HD in reversed(unique.values()) if anywhere.allows(block_HD)]
 
 
-def _hosts_of_a_unit(layout: Layout, devices: int) -> int:
-    """Hosts that exchange in every pass: those of a tensor-parallel or expert group that leaves its host."""
-    widest = max(layout.tp * layout.cp, layout.ep * layout.etp)
-    return -(-widest // devices)
-
-
 def _packed(tiers: Tiers, unit: int) -> Ints:
-    """Hosts in order, but each group of the finest tier that holds a unit gives whole units first, the rest last."""
+    """Order hosts so that units of hosts do not cross groups: whole units of each group first, other hosts last.
+
+    The groups are those of the finest tier that can hold a unit.
+    """
     for tier in range(tiers.num_tiers):
         runs = tiers.runs(tier)
         if max(len(run) for run in runs) >= unit:
@@ -250,17 +240,16 @@ def _packed(tiers: Tiers, unit: int) -> Ints:
 
 
 def _sequences(layout: Layout, block_HD: Ints, tiers: Tiers, unit: int) -> Iterator[Ints]:
-    """Orders of the blocks: by pipeline rank, by replica, or in squares of both that fill a group of a tier."""
+    """Yield orders of the blocks: by pipeline rank, by replica, or in squares of both that fill a group of a tier."""
     stage_W = np.empty(layout.world_size, dtype=np.int64)
     stage_W[rank_grid(layout)] = np.arange(layout.pp)[:, None, None, None]
     stage_Q = stage_W[block_HD[:, 0]]
-    # How many blocks of the same pipeline rank come before each.
+    # Number of earlier blocks with the same pipeline rank.
     replica_Q = np.empty_like(stage_Q)
     for stage in range(layout.pp):
         held = stage_Q == stage
         replica_Q[held] = np.arange(int(held.sum()))
-    replicas = int(replica_Q.max()) + 1
-    squares = [(1, replicas), (layout.pp, unit)]
+    squares = [(1, int(replica_Q.max()) + 1), (layout.pp, unit)]
     for tier in range(tiers.num_tiers):
         size = int(np.median([len(run) for run in tiers.runs(tier)]))
         widths = [width for width in range(1, min(layout.pp, size) + 1) if layout.pp % width == 0]

@@ -1,4 +1,4 @@
-"""The entry of the search: enumerate layouts, drop what does not fit, place the promising, return the best plan."""
+"""The search for a plan: list layouts, drop those that do not fit, price and place the promising ones, choose one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipette_launch.search.candidates import (
 )
 from pipette_launch.search.choose import LEANER, choose
 from pipette_launch.search.frontier import BEATEN, OUTDONE, UNPROMISING, Frontier
-from pipette_launch.search.layouts import Cuts, cuts
+from pipette_launch.search.layouts import BaseLayouts, base_layouts
 from pipette_launch.search.placement import ANNEALED_SLOTS, EXACT, are_few, exhaustion, num_placements
 from pipette_launch.search.placement_bound import placement_bound_s
 from pipette_launch.search.schedule_choice import LEANEST, best_scheduled, unsupported
@@ -36,58 +36,49 @@ from pipette_launch.search.slots import IsLate, Placement, Slots
 FIRST_BATCH = 6
 """Layouts that are priced before the placement of the best is improved; each batch is half as large again."""
 FIRST_BATCH_MANY = 48
-"""The same of those that come by rising bound, on many slots: a price takes a fortieth of improving a placement."""
+"""The same on many slots, where pricing a layout takes a fortieth of the time that improving a placement takes."""
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
-"""After each batch the placements of so many layouts are improved."""
+"""Layouts whose placements are improved after each batch."""
 AFTER_PRICING = ((1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
-"""And on up to so many slots so many in each round after all are priced: on many slots a round takes long."""
+"""(max slots, layouts improved per round) after all are priced. Fewer on large clusters, where a round is slow."""
 ALIKE = 2
-"""Of these at most so many of equal degrees: what one placement saves, those of others of these degrees save too."""
+"""Most layouts with equal degrees in one round: a placement that helps one of them helps the others too."""
 ANNEALED, ANNEALED_NEAR, ANNEALED_FOR = 3, 0.05, 0.01
-"""(layouts, step, bound): on `ANNEALED_SLOTS` slots single ranks change hosts after all rounds, in at most 3 of the
-fastest layouts. Their steps are at most 5 % longer than the best, and their bounds at least 1 % lower."""
+"""On `ANNEALED_SLOTS` slots, single ranks change hosts after all rounds, in at most `ANNEALED` of the fastest layouts:
+those within 5 % of the best step whose bound is at least 1 % below the best step."""
 RUNNERS_UP = 3
-"""So many layouts that cannot win are priced as alternatives, as many that need less memory, and as many beside the
-user's own."""
+"""Number of alternatives that are priced for each reason: fastest, less memory, and near the user's own layout."""
 IN_VAIN = 0.15
-"""On many slots, where a price takes long, layouts of equal degrees are priced by rising bound until some in succession
-promise longer steps than the best: in sum longer by this part of it. One that promises no more begins the sum anew.
-Those of the user's own degrees are all priced, as they may win where others are doubted."""
+"""On many slots, layouts of equal degrees are priced by rising bound until several in a row promise longer steps than
+the best: longer in sum by this share of the best. A layout that promises no longer step restarts the sum. All layouts
+with the user's own degrees are priced, as they may win if doubts rule out others."""
 DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
 RAISED = 40
-"""So many of the lowest bounds below the best step time are raised at most."""
+"""Most lowest bounds that are raised at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Searched:
-    """What the search came back with."""
+    """The result of a search."""
 
     candidates: tuple[Candidate, ...]
-    """The layouts that were priced, in that order; the user's own first, where it fits."""
+    """Priced layouts in order of pricing; the user's own comes first if it fits."""
     num_seen: int
-    """Layouts that were priced, or whose bound showed that they cannot win."""
+    """Layouts that were priced, or that their bound ruled out."""
     num_aside: int
-    """Layouts that were not priced, as others of their degrees promise too little."""
+    """Layouts that were not priced because others with their degrees promise too little."""
     floor_s: float
-    """Seconds: no legal layout that fits is faster in any placement."""
+    """Lower bound in seconds over all legal layouts that fit."""
     is_cut_short: bool
-    """The deadline came before the search had ended by itself."""
+    """The deadline ended the search."""
 
 
 class SearchLoop:
-    """The state of a search: the layouts that were priced, their best placements, and how often each was improved."""
+    """A search in progress: priced layouts with their best placements."""
 
     def __init__(self, inputs: SearchInputs, frontier: Frontier, *, seed: int, is_late: IsLate) -> None:
-        """Begin with nothing priced.
-
-        Args:
-            inputs: what layouts are judged by.
-            frontier: the layouts.
-            seed: of all chance.
-            is_late: whether the search must end.
-
-        """
+        """Begin without priced layouts; `seed` decides all random numbers, `is_late` ends the search."""
         self._inputs = inputs
         self._frontier = frontier
         self._seed = seed
@@ -95,13 +86,13 @@ class SearchLoop:
         self._pool: dict[Layout, Candidate] = {}
         self._beaten: dict[Layout, Promising] = {}
         self._surrounded: set[tuple[Layout, Placement]] = set()
-        """Layouts and placements that were the best at some time, and whose neighbours were priced then."""
+        """Best layouts with their placements whose neighbours were priced."""
         self._missed_s = float("inf")
-        """Least bound in seconds of the layouts that the deadline left without a price."""
+        """Lowest bound of the layouts that were not priced because of the deadline."""
         self._in_vain: dict[tuple[int, ...], float] = defaultdict(float)
-        """By degrees, the sum of `IN_VAIN`."""
+        """Sum of `IN_VAIN` by degrees."""
         self._aside: dict[Layout, Promising] = {}
-        """Layouts that were not priced, as others of their degrees promise too little."""
+        """Layouts that were not priced because others with their degrees promise too little."""
 
     def run(self) -> Searched:
         """Search to the end or to the deadline."""
@@ -125,7 +116,7 @@ class SearchLoop:
         self._exhaust()
         self._price_runners_up()
         self._prove()
-        # The least of all lower bounds: layouts that the bound ruled out lie above the best.
+        # Layouts that their bound ruled out lie above the best step.
         floors_s = [one.floor_s for one in self._pool.values()] + [one.least_s for one in self._aside.values()]
         return Searched(
             candidates=tuple(self._pool.values()),
@@ -136,7 +127,7 @@ class SearchLoop:
         )
 
     def _price_own(self) -> None:
-        """Price the user's own layout, if it has a price, even after the deadline: every choice is compared with it."""
+        """Price the user's own layout even after the deadline, as every choice is compared with it."""
         inputs, own = self._inputs, self._inputs.job.own
         if inputs.own_fault is None and inputs.own_dropped is None:
             first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=inputs.predictor.peaks(own))]
@@ -146,7 +137,7 @@ class SearchLoop:
             self._keep(price(inputs, one, is_late=self._is_late))
 
     def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
-        """Price those of a batch that were not priced before; none is set aside where there is nothing to beat."""
+        """Price the layouts of a batch that are new; without a step time to beat, none is set aside."""
         for one in batch:
             if one.layout in self._pool or one.layout in self._beaten:
                 continue
@@ -163,7 +154,6 @@ class SearchLoop:
                     self._in_vain[degrees] = self._in_vain[degrees] + excess if excess > 0 else 0.0
 
     def _may_be_in_vain(self, layout: Layout) -> bool:
-        """Whether other layouts of its degrees may get no price for what this one promises."""
         return self._inputs.cluster.num_slots > MANY_SLOTS and DEGREES(layout) != DEGREES(self._inputs.job.own)
 
     def _keep(self, found: Candidate | Promising) -> None:
@@ -177,9 +167,9 @@ class SearchLoop:
     def _surround(self) -> None:
         """Price the neighbours of the best layout in its placement, until none of them is better.
 
-        A price takes milliseconds at 10,240 ranks, and improving a placement takes seconds. So a search that the
-        deadline ends early still does not lose to its own plan with one flag changed. A neighbour that is no better is
-        not kept: the frontier hands it out later, and then it gets starts of its own.
+        At 10,240 ranks, pricing takes milliseconds and improving a placement takes seconds. So even a search that the
+        deadline ends early cannot be beaten by changing one flag of its plan. A neighbour that is no better is not
+        kept: the frontier returns it later, and it then gets its own starts.
         """
         while not self._is_late():
             leader = self._leader()
@@ -187,8 +177,7 @@ class SearchLoop:
             if (leader.layout, placement) in self._surrounded:
                 return
             self._surrounded.add((leader.layout, placement))
-            near = self._frontier.neighbours(leader.layout, below_s=best_s)
-            for one in near:
+            for one in self._frontier.neighbours(leader.layout, below_s=best_s):
                 if self._is_late():
                     return
                 found = price(self._inputs, one, beat_s=best_s, is_late=self._is_late, carried=placement)
@@ -197,7 +186,7 @@ class SearchLoop:
                     self._keep(replace(known, placed=found.placed) if known else found)
 
     def _place(self, width: int) -> None:
-        """Improve the placements of the most promising layouts by one round, then price the neighbours of the best."""
+        """Improve the placements of the `width` most promising layouts, then price the neighbours of the best."""
         for one in self._hopes(width):
             if self._is_late():
                 return
@@ -205,7 +194,7 @@ class SearchLoop:
         self._surround()
 
     def _hopes(self, width: int) -> list[Candidate]:
-        """Return the most promising layouts whose sharpened bounds say that they could win by what is worth it."""
+        """Return the most promising layouts whose sharpened bounds allow a noticeable gain."""
         best_s = self._best_s() * (1 - WORTH)
         found: list[Candidate] = []
         taken: Counter[tuple[int, ...]] = Counter()
@@ -221,7 +210,7 @@ class SearchLoop:
         return found
 
     def _sharpened(self, one: Candidate) -> Candidate:
-        """Bound a layout by the links that it must use, once; that is cheaper than improving its placement."""
+        """Bound a layout once by the links that it must use; this costs less than a round for its placement."""
         if not one.bound_reason:
             bound = placement_bound_s(self._inputs.predictor.placement_cost(one.layout))
             one = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)
@@ -229,7 +218,7 @@ class SearchLoop:
         return one
 
     def _anneal(self) -> None:
-        """Let single ranks change hosts for the fastest layouts, where that may save much of the best step."""
+        """Let single ranks of the fastest layouts change hosts if the bounds allow a gain."""
         inputs, is_late = self._inputs, self._is_late
         if inputs.cluster.num_slots not in ANNEALED_SLOTS:
             return
@@ -243,7 +232,7 @@ class SearchLoop:
         self._surround()
 
     def _exhaust(self) -> None:
-        """Try every placement of the best layout, where there are few."""
+        """Price every placement of the best layout if there are few."""
         leader = self._leader()
         slots = Slots.of(self._inputs.cluster)
         is_open = not are_few(leader.layout, slots) and num_placements(leader.layout, slots) <= EXACT
@@ -253,18 +242,17 @@ class SearchLoop:
             self._pool[leader.layout] = replace(leader, placed=placed)
 
     def _price_runners_up(self) -> None:
-        """Price some layouts that are not the fastest: of the lowest bounds, of less memory, and beside the user's own.
+        """Price alternatives: layouts with the lowest bounds, with less memory, and near the user's own layout.
 
-        They are alternatives; those beside the user's own are taken where the fastest rests on too little measurement.
+        Those near the user's own are chosen if the fastest layout rests on too little measurement.
         """
-        near = [*sorted(self._beaten.values())[:RUNNERS_UP], *self._beside_own()]
+        near = [*sorted(self._beaten.values())[:RUNNERS_UP], *self._near_own()]
         for one in near:
             self._beaten.pop(one.layout, None)
         most_bytes = LEANER * max(self._leader().peak_bytes)
         self._price([*near, *self._frontier.runners_up(RUNNERS_UP, most_bytes=most_bytes)])
 
-    def _beside_own(self) -> list[Promising]:
-        """Return some that differ from the user's own in one choice and could be faster."""
+    def _near_own(self) -> list[Promising]:
         own = self._pool.get(self._inputs.job.own)
         if own is None:
             return []
@@ -272,9 +260,9 @@ class SearchLoop:
         return [one for one in near if one.layout not in self._pool][:RUNNERS_UP]
 
     def _prove(self) -> None:
-        """Sharpen the bound of the best layout, then raise the lowest bounds, while that could raise the floor.
+        """Sharpen the bound of the best layout, then raise the lowest bounds while that can raise the floor.
 
-        Of a layout that was set aside the price raises it, of another the links that it must use.
+        Pricing raises the bound of a layout that was set aside; the links that it must use raise the bound of others.
         """
         if not self._is_late():
             self._sharpened(self._leader())
@@ -299,17 +287,17 @@ class SearchLoop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolveOptions:
-    """How hard to look, and what counts as better."""
+    """Effort of a search, and the rule for a better plan."""
 
     margin: float = MARGIN
-    """Another plan than the user's own must be faster by this part of the step."""
+    """Share of the user's own step time that another plan must save."""
     memory_margin: float = MEMORY_MARGIN
-    """Part of the device's memory that stays free."""
+    """Share of the device's memory that stays free."""
     budget_s: float = SEARCH_BUDGET_S
     seed: int = SEED
     num_alternatives: int = 3
     schedules: tuple[str, ...] = ()
-    """Schedules beside Megatron's own, by name."""
+    """Names of schedules to try in addition to Megatron's own."""
 
     def __post_init__(self) -> None:
         for name in ("margin", "memory_margin"):
@@ -329,29 +317,29 @@ def solve(
     provenance: Provenance,
     corrections: Corrections = NOTHING_LEARNED,
 ) -> Plan:
-    """Find the fastest legal layout that fits, and its placement; the user's own configuration is the incumbent.
+    """Find the fastest legal layout that fits, and its placement, and compare it with the user's own configuration.
 
-    The arguments and the seed fix what the search does, and the budget only ends it. So equal inputs give equal plans
-    where the budget is not the limit, and more budget never finds a slower step; the plan may take one that counts as
-    equally fast (`choose.EQUAL`), so its step may be longer by as much.
+    Arguments and seed decide each step of the search; the budget only ends it. So equal inputs give equal plans unless
+    the budget ends the search, and a larger budget never finds a slower step. The plan may still take a layout that
+    counts as equally fast (`choose.EQUAL`).
 
     Args:
-        job: the model, the batch, the user's own layout and its pins.
-        measurements: the allocation and what was measured on it.
-        options: margins, budget, seed.
+        job: model, batch, the user's own layout and its pins.
+        measurements: of the allocation.
+        options: effort and rules.
         clock: seconds that only grow, such as `time.monotonic`.
-        provenance: stored in the plan as it is.
-        corrections: learned from earlier outcomes on these machines; the plan's notes name them.
+        provenance: copied into the plan.
+        corrections: learned from earlier outcomes on these machines.
 
     Raises:
-        PlanError: no layout is legal, fits or can be priced; the error names the constraint and what would help.
+        PlanError: no layout is legal, fits or can be priced; the error names the reason and possible remedies.
 
     """
     started_s = clock()
     deadline_s = started_s + options.budget_s
     cluster = measurements.cluster
     inputs = SearchInputs.of(job, measurements, memory_margin=options.memory_margin, corrections=corrections)
-    found = cuts(
+    base = base_layouts(
         job,
         world_size=cluster.num_slots,
         devices_per_host=cluster.devices_per_host,
@@ -359,47 +347,46 @@ def solve(
         table=inputs.predictor.compute,
         rooms=inputs.rooms,
     )
-    inputs = replace(inputs, own_fault=found.own_fault)
+    inputs = replace(inputs, own_fault=base.own_fault)
 
     def is_late() -> bool:
         return clock() >= deadline_s
 
-    frontier = _frontier(inputs, found, options, is_late)
+    frontier = _frontier(inputs, base, options, is_late)
     searched = SearchLoop(inputs, frontier, seed=options.seed, is_late=is_late).run()
-    dropped = _dropped(found, frontier, searched)
+    dropped = _dropped(base, frontier, searched)
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
-        # As long again as the search: some schedules of long pipelines take ten seconds to make.
+        # A second budget, as some schedules of long pipelines take ten seconds to build.
         schedules_deadline_s = clock() + options.budget_s
         plan = _scheduled(plan, inputs, searched, frontier, options, lambda: clock() >= schedules_deadline_s)
     return replace(
         plan,
         reasons=(*plan.reasons, *explanations.kept_order(inputs, plan.chosen)),
-        num_layouts=found.num_layouts,
+        num_layouts=base.num_layouts,
         dropped=dropped,
         solve_s=clock() - started_s,
     )
 
 
-def _dropped(found: Cuts, frontier: Frontier, searched: Searched) -> dict[str, int]:
-    """Count the layouts that no longer stand for choice, by reason; the most frequent reason first."""
-    dropped = Counter(found.dropped) + frontier.dropped
+def _dropped(base: BaseLayouts, frontier: Frontier, searched: Searched) -> dict[str, int]:
+    """Count the layouts that were ruled out, by reason, most frequent reason first."""
+    dropped = Counter(base.dropped) + frontier.dropped
     if not searched.is_cut_short:
         outdone = len(frontier.outdone.difference(one.layout for one in searched.candidates))
-        beaten = found.num_layouts - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
+        beaten = base.num_layouts - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
         dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
     return dict(dropped.most_common())
 
 
-def _frontier(inputs: SearchInputs, found: Cuts, options: SolveOptions, is_late: IsLate) -> Frontier:
-    """Bound the cuts; raises PlanError where neither a cut nor the user's own layout can be chosen."""
-    job, measurements = inputs.job, inputs.measurements
-    bounds = BoundColumns.of(job, measurements, inputs.predictor)
-    frontier = Frontier(inputs, found, bounds)
-    own_dropped = None if found.own_fault else inputs.own_dropped
+def _frontier(inputs: SearchInputs, base: BaseLayouts, options: SolveOptions, is_late: IsLate) -> Frontier:
+    """Bound the base layouts; raises PlanError if no layout can be chosen, not even the user's own."""
+    bounds = BoundColumns.of(inputs.job, inputs.measurements, inputs.predictor)
+    frontier = Frontier(inputs, base, bounds)
+    own_dropped = None if base.own_fault else inputs.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1
-    if (found.own_fault or own_dropped) and not frontier.find_any():
+    if (base.own_fault or own_dropped) and not frontier.find_any():
         raise explanations.nothing_left(
             inputs, dropped=frontier.dropped, memory_margin=options.memory_margin, is_late=is_late
         )
@@ -409,7 +396,7 @@ def _frontier(inputs: SearchInputs, found: Cuts, options: SolveOptions, is_late:
 def _plan(
     inputs: SearchInputs, searched: Searched, options: SolveOptions, learned: tuple[str, ...], provenance: Provenance
 ) -> Plan:
-    """Choose among the layouts that were priced, with reasons; the caller adds the counts of dropped layouts."""
+    """Choose among the priced layouts, with reasons; the caller adds counts and times."""
     chosen = choose(inputs, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
     cut_short = (explanations.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
     return Plan(
@@ -434,20 +421,25 @@ def _plan(
 def _scheduled(
     plan: Plan, inputs: SearchInputs, searched: Searched, frontier: Frontier, options: SolveOptions, is_late: IsLate
 ) -> Plan:
-    """Choose a schedule that Megatron lacks, where one saves enough; else say what speaks against all of them."""
+    """Choose a schedule that Megatron lacks if one saves enough; if none can run, add the reason to the notes."""
     fault = unsupported(inputs.job, inputs.cluster)
     if fault:
         return replace(plan, notes=(*plan.notes, f"Schedules beside Megatron's own are left out: {fault}."))
-    over_the_limit = frontier.over_the_limit(live=LEANEST)
     found = best_scheduled(
-        inputs, searched.candidates, over_the_limit, plan.chosen, options.schedules, seed=options.seed, is_late=is_late
+        inputs,
+        searched.candidates,
+        frontier.over_the_limit(live=LEANEST),
+        plan.chosen,
+        options.schedules,
+        seed=options.seed,
+        is_late=is_late,
     )
     if found is None:
         return plan
     return replace(
         plan,
         chosen=found,
-        # Tried next, should the patch fail.
+        # The plan under Megatron's schedule is tried next if the patch fails.
         alternatives=(plan.chosen, *plan.alternatives)[: options.num_alternatives],
         keeps_own=False,
         floor_s=min(plan.floor_s, found.step_time_s),

@@ -1,12 +1,15 @@
-"""A placement described by hosts: its prices, and the links between hosts that each kind of group uses."""
+"""A linear model of the step time of one layout: how it changes when hosts exchange the ranks that they hold.
 
-# W = ranks, H = hosts, P = pipeline ranks, D = replicas, G = groups, K = members of a group, L = links.
-# S = stages (model chunks), P = pipeline ranks, D = pipelines, K = cuts, C = cuts to choose from, N = points.
+The model is a block assignment problem. Where it was made, its cost equals the step time. At other placements
+it ignores which of several lanes between two hosts is the slowest, links inside hosts, and the shift between the ends
+of the stages. It prices a pipeline by a few paths through the schedule, its tangents; each is a lower bound of the
+pipeline's time.
+"""
+
+# W = ranks, H = hosts = seats = places, P = pipeline ranks, S = stages (model chunks), D = replicas, G = groups.
+# L = directed links between hosts, R = pipelines with different hosts. K = members of a group, or tangents.
 # B = 3 * S durations: forwards, backwards, first forwards. J = 2 * S - 1 hops, as in `StageTimes.hops_s`.
-# S = stages (model chunks), P = pipeline ranks, I = collectives over one kind of group, H = hosts, L = links.
-# S = stages (model chunks), P = pipeline ranks, H = hosts, L = links, G = groups.
-# P = pipeline ranks, R = pipelines that differ in their hosts, K = cuts, H = hosts = seats = places, L = links.
-# S = stages (model chunks); B, J as in `subgradients`.
+# C = tangents to choose from, N = points, I = collectives over one kind of group.
 
 from __future__ import annotations
 
@@ -19,26 +22,44 @@ import numpy as np
 from pipette_launch.cost.communication.collectives import chunk_share, links_together, num_steps, spread_over_hosts
 from pipette_launch.cost.layers.block import Collective, Exchange
 from pipette_launch.cost.pipeline.engine import critical_counts
-from pipette_launch.cost.step.assemble import pipelines, step_end, total_s
+from pipette_launch.cost.step.assemble import StepEnd, gathers_in_forward, pipelines, step_end, total_s
 from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.search.assignment.problem import Floats, Flows, Ints, ProblemBuilder
 
+NUDGE = 0.05
+"""Least slowdown of a stage, as a share of its time, that is tried to find the critical path through a slow stage."""
+CLOSE = 1e-3
+"""A tangent that raises the model by less than this share of the pipeline's time is left out."""
+SLOW_PIPELINES = 16
+"""Tangents are taken at this number of slowest pipelines."""
+MIXED_PIPELINES = 16
+"""Tangents are taken at this number of pipelines with hops from different pipelines."""
+MIXING_STRIDE = 7
+MOST_TANGENTS = 8
+MOST_FLOWS = 10_000
+"""Limit for all pipelines and tangents together: with many pipelines there are fewer tangents."""
+MOST_MATRICES = 8
+"""Message sizes with a matrix of their own, up to `MANY_HOSTS` hosts; other sizes use the nearest of them."""
+MANY_HOSTS = 256
+_STEP = 1e-3
+"""Change of the reduction times, relative to the longest, from which the slope of the end of a step is taken."""
+
 
 class OnHosts(NamedTuple):
-    """Size of the groups of a kind, and how they lie on hosts."""
+    """Size of the groups of one kind, and their spread over hosts."""
 
     size: int
     """Members of a group."""
     spans: int
     """Largest number of hosts of a group."""
     fewest: int = 1
-    """Least number of members on a host, among groups on several hosts; 1 if no group is."""
+    """Smallest number of members on a host, over groups on several hosts; 1 if there are no such groups."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinksBetweenHosts:
-    """Directed links between hosts, each once for each pipeline rank whose groups use it."""
+    """Directed links between hosts, listed once for each pipeline rank whose groups use them."""
 
     spread: OnHosts
     stage_L: Ints
@@ -49,7 +70,7 @@ class LinksBetweenHosts:
         return len(self.stage_L)
 
     def worst_P(self, seconds_L: Floats, pp: int) -> Floats:
-        """The largest of each pipeline rank's links; 0 where it has none."""
+        """Return the longest time of each pipeline rank's links; 0 without links."""
         worst = np.zeros(pp)
         np.maximum.at(worst, self.stage_L, seconds_L)
         return worst
@@ -57,7 +78,7 @@ class LinksBetweenHosts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class View:
-    """A placement of a layout, host by host."""
+    """A placement of a layout described by hosts."""
 
     model: PlacementCost
     prices: Prices
@@ -65,13 +86,13 @@ class View:
     stage_W: Ints
     """Pipeline rank of each rank."""
     slowness_H: Floats
-    """Of the slowest slot of each host."""
+    """1 / speed of the slowest slot of each host."""
     latency_s_HH: Floats
     per_byte_s_HH: Floats
 
     @classmethod
     def of(cls, model: PlacementCost, placement: Ints) -> View:
-        """Look at a placement: the RANK of each slot."""
+        """Describe a placement (RANK of each slot) by hosts."""
         cluster = model.fabric.cluster
         host_W = np.empty_like(placement)
         host_W[placement] = np.arange(len(placement)) // cluster.devices_per_host
@@ -89,59 +110,51 @@ class View:
 
     @property
     def num_hosts(self) -> int:
-        """H."""
+        """Number of hosts."""
         return len(self.slowness_H)
 
     @property
     def gathers_first(self) -> bool:
-        """Whether parameters are gathered behind the first forward, rather than after the optimizer."""
-        layout = self.model.work.layout
-        return layout.use_distributed_optimizer and layout.overlap_param_gather
+        """Whether the first forwards wait for parameter gathers, instead of the optimizer."""
+        return bool(gathers_in_forward(self.model.work.layout))
 
     @property
     def bare(self) -> Prices:
         """The prices without exchanges between hosts, and without gathers that a forward waits for."""
-        nothing = np.zeros_like(self.prices.slowness_PD)
+        zero = np.zeros_like(self.prices.slowness_PD)
         exchange_s_PD = tuple(
-            nothing if self.crosses(item.group) else seconds
+            zero if self.crosses(item.group) else seconds
             for item, seconds in zip(self.model.work.exchanges, self.prices.exchange_s_PD, strict=True)
         )
         gather_s_S = np.zeros_like(self.prices.gather_s_S) if self.gathers_first else self.prices.gather_s_S
         return replace(self.prices, exchange_s_PD=exchange_s_PD, gather_s_S=gather_s_S)
 
     def crosses(self, name: str) -> bool:
-        """Whether some group of this name lies on several hosts."""
+        """Return whether some group of this name spans several hosts."""
         host_GK = self.host_W[getattr(self.model.groups, name)]
         return bool((host_GK != host_GK[:, :1]).any())
 
     def inside_s(self, size_bytes: float) -> float:
-        """Seconds of a send inside a host."""
+        """Return the seconds of a send inside a host."""
         if self.model.fabric.cluster.devices_per_host == 1:
             return 0.0
         return self.model.fabric.seconds("send", (0, 1), size_bytes)
 
-    def seconds_HH(self, kind: Collective, spread: OnHosts, size_bytes: float) -> Floats:
-        """Seconds of a collective if a link between two hosts is its slowest (as in `Fabric.seconds_G`): shape (H, H).
-
-        Args:
-            kind: of the collective.
-            spread: of its group.
-            size_bytes: of the message.
-
-        """
+    def seconds_HH(self, kind: Kind, spread: OnHosts, size_bytes: float) -> Floats:
+        """Return the seconds of a collective for each link between hosts as its slowest, as `Fabric.seconds_G` does."""
         size, spans, fewest = spread
         scale = self.model.fabric.scale(kind, size)
         per_byte = float(scale.bytes_factor[spans]) * size_bytes * chunk_share(kind, size)
         if scale.is_measured:
             per_byte /= float(links_together(kind, np.array(fewest)))
-        # In place: on many hosts each copy of the matrix takes longer than the arithmetic.
+        # In place, as each copy of the matrix takes longer than the arithmetic on many hosts.
         seconds: Floats = self.per_byte_s_HH * (num_steps(kind, size) * per_byte)
         seconds += self.latency_s_HH * (num_steps(kind, size) * float(scale.latency_factor[spans]))
         seconds += num_steps(kind, size) * float(scale.extra_latency_s[spans])
         return seconds
 
-    def links(self, kind: Collective, ranks_GK: Ints) -> LinksBetweenHosts:
-        """Links between hosts that groups of ranks use."""
+    def links(self, kind: Kind, ranks_GK: Ints) -> LinksBetweenHosts:
+        """Return the links between hosts that groups of ranks use."""
         host_GK = self.host_W[ranks_GK]
         size = host_GK.shape[1]
         hosts_G, fewest_G = spread_over_hosts(host_GK)
@@ -159,44 +172,29 @@ class View:
         return LinksBetweenHosts(spread=spread, stage_L=stage_L, sender_L=sender_L, receiver_L=receiver_L)
 
 
-NUDGE = 0.05
-"""A stage is made slower by at least this part, to find the critical path through a slow stage."""
-CLOSE = 1e-3
-"""Cuts that raise the model by less than this part of the pipeline's time are left out."""
-
-
-SLOW_PIPELINES = 16
-MIXED_PIPELINES = 16
-MIXING_STRIDE = 7
-"""Cuts are made at so many of the slowest pipelines, and at so many whose hops come from different pipelines."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tangents:
-    """Cuts of the makespan: it is at least counts * times for each of them, and equal for the steepest.
-
-    The makespan of a schedule is that of the longest of many paths, and each cut is one of these paths.
-    """
+    """Paths through a schedule: the makespan is at least counts * times of each, and equals the longest path."""
 
     duration_BK: Floats
-    """How often each duration lies on the path."""
+    """Number of times that each duration lies on the path."""
     hop_JK: Floats
-    """How often each hop does."""
+    """Number of times that each hop does."""
     most_B: Floats
-    """The largest count of each duration over all paths that were found, kept or not."""
+    """Largest count of each duration over all paths found, kept or not."""
 
     @property
     def size(self) -> int:
-        """K."""
+        """Number of tangents."""
         return int(self.duration_BK.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How far the times of a pipeline may move with its place."""
+    """Range of a pipeline's times over its possible places."""
 
     slowness: float
-    """Of the slowest host, in parts of the median one."""
+    """Slowness of the slowest host relative to the median host."""
     typical_hop_s: float
     slowest_hop_s: float
 
@@ -204,15 +202,15 @@ class Spread:
 def tangents_of(
     work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread, *, most: int, known: Tangents | None = None
 ) -> Tangents:
-    """Cut the makespan where pipelines are now, and where stages are slower and hops longer than there.
+    """Return tangents of the makespan at the current pipelines, and at pipelines with slower stages or longer hops.
 
     Args:
-        work: the layout's.
-        durations_BD: seconds, of every pipeline.
-        hops_JD: seconds of every hop, likewise.
-        spread: how much slower stages and hops may become.
-        most: keep so many cuts at most; the first is always that of the slowest pipeline.
-        known: cuts from other placements, to choose from too.
+        work: of the layout.
+        durations_BD: seconds of the passes of every pipeline.
+        hops_JD: seconds of the hops of every pipeline.
+        spread: range of the times.
+        most: maximum number of tangents; the first is always that of the slowest pipeline.
+        known: tangents from other placements, which are candidates too.
 
     """
     durations_BN, hops_JN = _points(work, durations_BD, hops_JD, spread)
@@ -221,18 +219,18 @@ def tangents_of(
     if known is not None:
         duration_BC, hop_JC = np.hstack([duration_BC, known.duration_BK]), np.hstack([hop_JC, known.hop_JK])
         most_B = np.maximum(most_B, known.most_B)
-    # By a dict, as `np.unique` along an axis makes a type with a field for each row, which takes longer than all else.
+    # A dict, as `np.unique` along an axis would take longer than everything else here.
     first_of: dict[bytes, int] = {}
-    for index, cut in enumerate(np.concatenate([duration_BC, hop_JC]).T):
-        first_of.setdefault(cut.tobytes(), index)
+    for index, tangent in enumerate(np.concatenate([duration_BC, hop_JC]).T):
+        first_of.setdefault(tangent.tobytes(), index)
     first = np.array(list(first_of.values()))
-    said_CN = duration_BC[:, first].T @ durations_BN + hop_JC[:, first].T @ hops_JN
-    kept = first[_steepest(said_CN, most)]
+    value_CN = duration_BC[:, first].T @ durations_BN + hop_JC[:, first].T @ hops_JN
+    kept = first[_steepest(value_CN, most)]
     return Tangents(duration_BK=duration_BC[:, kept], hop_JK=hop_JC[:, kept], most_B=most_B)
 
 
 def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread) -> tuple[Floats, Floats]:
-    """Slow pipelines as they are and with each other's hops; then the slowest with stages or hops longer than now."""
+    """Return slow pipelines, slow pipelines with each other's hops, and the slowest with longer stages or hops."""
     stages, pp, replicas = len(work.rank_S), work.layout.pp, durations_BD.shape[1]
     assert len(durations_BD) == 3 * stages
     slowest = np.argsort(-work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=0), kind="stable")
@@ -240,7 +238,7 @@ def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spr
     rank_J = np.concatenate([work.rank_S[:-1], work.rank_S[:-1], [-1]])
     points = [(durations_BD[:, index], hops_JD[:, index]) for index in slowest[:SLOW_PIPELINES]]
     if pp > 1 and replicas > 1:
-        # Hop j of the mixed pipeline m comes from pipeline m + j, so that each meets new neighbours.
+        # Hop j of mixed pipeline m comes from pipeline m + 7 j, so that each hop meets new neighbours.
         taken_JM = (np.arange(len(rank_J))[:, None] * MIXING_STRIDE + np.arange(MIXED_PIPELINES)) % replicas
         points += [(durations_B, mixed_J) for mixed_J in np.take_along_axis(hops_JD, taken_JM, axis=1).T]
     levels = (spread.typical_hop_s, spread.slowest_hop_s) if pp > 1 else ()
@@ -253,49 +251,49 @@ def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spr
     return np.stack([point[0] for point in points], axis=1), np.stack([point[1] for point in points], axis=1)
 
 
-def _steepest(said_CN: Floats, most: int) -> list[int]:
-    """Choose the first cut, then again and again the one that exceeds the chosen ones most at some point."""
+def _steepest(value_CN: Floats, most: int) -> list[int]:
+    """Choose the first tangent, then repeatedly the one that exceeds the chosen ones most at some point."""
     chosen = [0]
-    model_N = said_CN[0]
+    model_N = value_CN[0]
     while len(chosen) < most:
-        missed_CN = said_CN - model_N
-        cut, point = np.unravel_index(int(missed_CN.argmax()), missed_CN.shape)
-        if missed_CN[cut, point] <= CLOSE * said_CN[cut, point]:
+        missed_CN = value_CN - model_N
+        best, point = np.unravel_index(int(missed_CN.argmax()), missed_CN.shape)
+        if missed_CN[best, point] <= CLOSE * value_CN[best, point]:
             break
-        chosen.append(int(cut))
-        model_N = np.maximum(model_N, said_CN[cut])
+        chosen.append(int(best))
+        model_N = np.maximum(model_N, value_CN[best])
     return chosen
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Crossing:
-    """The exchanges of one kind of group that lies on several hosts."""
+    """The exchanges of one kind of group that spans several hosts."""
 
     links: LinksBetweenHosts
     forward_IS: Floats
-    """How many of each collective the forward of each stage runs."""
+    """Number of each collective in the forward of each stage."""
     backward_IS: Floats
     exposed_s_IHH: Floats
-    """Seconds of one of them that nothing hides, if a link between two hosts is its slowest."""
+    """Exposed seconds of one collective, for each link between hosts as its slowest."""
 
     @property
     def longer_s(self) -> float:
-        """By how much the passes of a stage could be longer over the slowest link than over a typical one."""
+        """Seconds that the passes of a stage take longer over the slowest link than over the median link."""
         spread_I = self.exposed_s_IHH.max(axis=(1, 2)) - np.median(self.exposed_s_IHH, axis=(1, 2))
         return float((spread_I @ (self.forward_IS + self.backward_IS)).max())
 
-    def add(self, builder: ProblemBuilder, view: View, cuts: Tangents) -> None:
-        """Add one family: a group for each link, as if it were the slowest and its pipeline rank the slowest stage.
+    def add(self, builder: ProblemBuilder, view: View, tangents: Tangents) -> None:
+        """Add one family with a group for each link, as if it were the slowest link of the slowest stage.
 
-        The slowest stage decides the time of a pipeline, so one of these links counts: as often as the passes of its
-        stage lie on the critical path then.
+        The slowest stage decides the time of a pipeline, so only one link counts. Its weight is the number of passes
+        of its stage on the critical path.
         """
         work = view.model.work
         stages, pp = len(work.rank_S), work.layout.pp
-        forward_S = cuts.most_B[:stages] + cuts.most_B[2 * stages :]
-        weight_IS = forward_S * self.forward_IS + cuts.most_B[stages : 2 * stages] * self.backward_IS
+        forward_S = tangents.most_B[:stages] + tangents.most_B[2 * stages :]
+        weight_IS = forward_S * self.forward_IS + tangents.most_B[stages : 2 * stages] * self.backward_IS
         weight_IP = np.stack([weight_IS[:, rank::pp].sum(axis=1) for rank in range(pp)], axis=1)
-        # Pipeline ranks differ in how much they exchange, hardly in what: one matrix serves all.
+        # Pipeline ranks differ in the amount of their exchanges, hardly in their kind, so all share one matrix.
         most = int(weight_IP.sum(axis=0).argmax())
         typical_I = np.median(self.exposed_s_IHH, axis=(1, 2)) + np.finfo(float).tiny
         share_P = typical_I @ weight_IP / (typical_I @ weight_IP[:, most])
@@ -305,7 +303,7 @@ class Crossing:
 
 
 def crossings_of(view: View) -> list[Crossing]:
-    """The exchanges that leave a host, by kind of group and by the way that its rings go."""
+    """Return the exchanges that leave a host, by kind of group and by direction of its rings."""
     work, fabric = view.model.work, view.model.fabric
     alike: dict[tuple[str, int], list[Exchange]] = {}
     for item in sorted(work.exchanges, key=lambda item: item.group):
@@ -330,36 +328,38 @@ def crossings_of(view: View) -> list[Crossing]:
     return found
 
 
-MOST_MATRICES = 8
-"""So many sizes of message have a matrix of their own on few hosts; others take that of the nearest."""
-MANY_HOSTS = 256
-_STEP = 1e-3
-
-
-def add_once_a_step(builder: ProblemBuilder, view: View, cuts: Tangents) -> None:
-    """Add a family for the reductions, and others for the gathers."""
-    layout = view.model.work.layout
-    _add_reductions(builder, view)
+def _add_step_end(builder: ProblemBuilder, view: View, tangents: Tangents) -> None:
+    """Add families for gradient reduction and parameter gathers."""
+    end = _end_now(view)
+    _add_reductions(builder, view, end)
     if view.gathers_first and view.model.work.aligns_gathers:
         _add_aligned_gathers(builder, view)
     elif view.gathers_first:
-        _add_first_gathers(builder, view, cuts)
-    elif layout.use_distributed_optimizer:
-        _add_gathers(builder, view)
+        _add_first_gathers(builder, view, tangents)
+    elif view.model.work.layout.use_distributed_optimizer:
+        # One family with a group for each pipeline rank: optimizer step and gathers.
+        _add_rings(builder, list(_rings(view, gathers=True)), end.update_s_PN[:, 0], np.ones(view.model.work.layout.pp))
+
+
+def _end_now(view: View) -> StepEnd:
+    work, prices = view.model.work, view.prices
+    durations_BD, hops_JD = pipelines(work, prices)
+    drain_S1 = work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=1, keepdims=True)
+    return step_end(work, prices, drain_S1, durations_BD)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rings:
-    """The data-parallel rings of one kind of parameters, priced link by link."""
+    """Data-parallel rings of one kind of parameters, priced for each link."""
 
     links: LinksBetweenHosts
     matrices: list[Floats]
     matrix_P: Ints
     share_P: Floats
-    """What to multiply the matrix with."""
+    """Factor on the matrix."""
 
     def now_L(self) -> Floats:
-        """Seconds of a ring whose slowest link each is, where the ranks are now."""
+        """Return the seconds of a ring for each link as its slowest, at the current placement."""
         seconds = np.zeros(len(self.links))
         for index, matrix in enumerate(self.matrices):
             chosen = self.matrix_P[self.links.stage_L] == index
@@ -378,7 +378,7 @@ class _Rings:
 
 
 def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
-    """Rings of dense and of expert parameters, where they leave a host."""
+    """Yield the rings of dense and of expert parameters that leave a host."""
     work, groups = view.model.work, view.model.groups
     kind = work.gather_kind if gathers else work.reduce_kind
     sizes_S2 = work.parameter_bytes_S2 if gathers else work.gradient_bytes_S2
@@ -389,8 +389,8 @@ def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
         yield _priced(view, kind, links, sizes_S2[:, column].reshape(-1, work.layout.pp))
 
 
-def _priced(view: View, kind: Collective, links: LinksBetweenHosts, size_bytes_CP: Floats) -> _Rings:
-    """Price the chunks of each pipeline rank together; ranks of other sizes share a matrix where there are too many."""
+def _priced(view: View, kind: Kind, links: LinksBetweenHosts, size_bytes_CP: Floats) -> _Rings:
+    """Price the chunks of each pipeline rank together; if there are too many sizes, several ranks share a matrix."""
     total_P = size_bytes_CP.sum(axis=0)
     sizes = np.array(sorted(set(map(tuple, size_bytes_CP.T.tolist())))).T
     most = MOST_MATRICES if view.num_hosts <= MANY_HOSTS else 2
@@ -410,21 +410,18 @@ def _priced(view: View, kind: Collective, links: LinksBetweenHosts, size_bytes_C
     return _Rings(links=links, matrices=matrices, matrix_P=matrix_P, share_P=share_P)
 
 
-def _add_reductions(builder: ProblemBuilder, view: View) -> None:
-    """Add one family, in seconds after the last pass: a group for each link of a ring, and for the tied embedding.
+def _add_reductions(builder: ProblemBuilder, view: View, end: StepEnd) -> None:
+    """Add one family in seconds after the last pass: a group for each link of a ring, and the tied embedding.
 
-    A rank ends when its gradients are reduced. How its end follows the seconds of the reduction is linear here: slope 1
-    without overlap, less where a backward hides the reduction.
+    The end of a rank is linear in the seconds of its reduction: with slope 1 without overlap, and less if a backward
+    hides part of the reduction.
     """
     work, prices = view.model.work, view.prices
-    durations_BD, hops_JD = pipelines(work, prices)
-    drain_S1 = work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=1, keepdims=True)
-    end = step_end(work, prices, drain_S1, durations_BD)
     step_s = _STEP * float(prices.reduce_s_S.max()) or 1e-6
     end_P = end.reduced_s_PN[:, 0]
     later = replace(end, reduce_s_VPN=end.reduce_s_VPN + step_s)
     slope_P = (later.reduced_s_PN[:, 0] - end_P) / (step_s * work.layout.vpp)
-    late_P = end_P - drain_S1.max()
+    late_P = end_P - end.drain_s_VPN.max()
     late_P[[0, -1]] += prices.embedding_s
     _add_rings(builder, list(_rings(view, gathers=False)), late_P, slope_P)
     if work.traffic.embedding_bytes:
@@ -432,7 +429,7 @@ def _add_reductions(builder: ProblemBuilder, view: View) -> None:
 
 
 def _add_embedding(builder: ProblemBuilder, view: View) -> None:
-    """Add one family: by how much summing the tied embedding takes longer than now; the reductions contain its time."""
+    """Add one family: the additional seconds of the tied embedding; `_add_reductions` contains its current seconds."""
     pairs = view.links("send", view.model.groups.embedding)
     if not len(pairs):
         return
@@ -445,18 +442,10 @@ def _add_embedding(builder: ProblemBuilder, view: View) -> None:
     builder.add_flows(kind, sender, receiver, 1.0, group)
 
 
-def _add_gathers(builder: ProblemBuilder, view: View) -> None:
-    """Add one family: a group for the optimizer step and the gathers of each pipeline rank."""
-    work, prices = view.model.work, view.prices
-    step_P = work.optimizer_s_P * prices.slowness_PD.max(axis=1)
-    gather_P = prices.gather_s_S.reshape(-1, work.layout.pp).sum(axis=0)
-    _add_rings(builder, list(_rings(view, gathers=True)), step_P + gather_P, np.ones(work.layout.pp))
-
-
 def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
-    """Add one family: the gather of each rank's first chunk, less the time until its first activation arrives.
+    """Add one family: the gather of each rank's first chunk, minus the time until its first activation arrives.
 
-    The forwards of the chunk before hide the gathers of later chunks, or nearly so.
+    Gathers of later chunks are left out, as the forwards of the chunk before hide all or nearly all of them.
     """
     work = view.model.work
     pp = work.layout.pp
@@ -469,13 +458,13 @@ def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
 
 
 def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slope_P: Floats) -> None:
-    """Add one family: when each pipeline rank ends, as a function of the place of each of its links.
+    """Add one family: the end of each pipeline rank as a function of the places of its links.
 
     Args:
         builder: of the problem.
-        rings: whose links count.
-        end_P: seconds at which each pipeline rank ends now.
-        slope_P: seconds by which its end moves for each second of its slowest link.
+        rings: with the links.
+        end_P: current end of each pipeline rank in seconds.
+        slope_P: seconds by which this end moves for each second of the rank's slowest link.
 
     """
     offsets = []
@@ -491,11 +480,11 @@ def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slop
         first += len(one.links)
 
 
-def _add_first_gathers(builder: ProblemBuilder, view: View, cuts: Tangents) -> None:
-    """Add a family for each pipeline rank: its first forward waits for its gather, as often as on the first cut."""
+def _add_first_gathers(builder: ProblemBuilder, view: View, tangents: Tangents) -> None:
+    """Add a family for each pipeline rank: the gather before its first forward, as often as on the first tangent."""
     work = view.model.work
     pp = work.layout.pp
-    first_S = cuts.duration_BK[2 * len(work.rank_S) :, 0]
+    first_S = tangents.duration_BK[2 * len(work.rank_S) :, 0]
     weight_P = np.bincount(work.rank_S, weights=first_S, minlength=pp) / work.layout.vpp
     for one in _rings(view, gathers=True):
         for rank in np.flatnonzero(weight_P):
@@ -506,65 +495,57 @@ def _add_first_gathers(builder: ProblemBuilder, view: View, cuts: Tangents) -> N
             builder.add_flows(kind, one.links.sender_L[chosen], one.links.receiver_L[chosen], weight, group)
 
 
-MOST_CUTS = 8
-MOST_FLOWS = 10_000
-"""Of all pipelines and cuts together: fewer cuts are made where there are many pipelines."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearModel:
-    """A block problem of the step time, and the cuts of the pipelines that it is made of."""
+    """A block problem of the step time, and its tangents of the pipelines."""
 
     flows: Flows
-    cuts: Tangents
+    tangents: Tangents
 
 
 def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: Tangents | None = None) -> LinearModel:
-    """Make a block problem of a placement: seat q is what host q holds now, and the identity costs the step time.
+    """Make a block problem at a placement: seat q has the ranks of host q, and the identity costs the step time.
 
     Args:
-        model: the layout's step time as a function of the placement.
+        model: step time of the layout as a function of the placement.
         placement: RANK of each slot.
-        known: cuts that were made at other placements; each makes the model better far from this one.
-
-    Returns:
-        Slots and places both in the order of hosts.
+        known: tangents from other placements, which make the model better far from this one.
 
     """
     view = View.of(model, np.asarray(placement, dtype=np.int64))
     builder = ProblemBuilder(view.num_hosts)
     crossings = crossings_of(view)
-    cuts = _add_pipelines(builder, view, crossings, known)
+    tangents = _add_pipelines(builder, view, crossings, known)
     for one in crossings:
-        one.add(builder, view, cuts)
-    add_once_a_step(builder, view, cuts)
+        one.add(builder, view, tangents)
+    _add_step_end(builder, view, tangents)
     builder.add_family(0.0)
     flows = builder.flows()
-    # The last family, of one group, adds what the model leaves out at this placement.
+    # The last family has one group: the difference between step time and model at this placement.
     offset_G = flows.offset_G.copy()
     offset_G[-1] = total_s(model.work, view.prices) - flows.cost(np.arange(view.num_hosts))
-    return LinearModel(flows=replace(flows, offset_G=offset_G), cuts=cuts)
+    return LinearModel(flows=replace(flows, offset_G=offset_G), tangents=tangents)
 
 
 def _add_pipelines(
     builder: ProblemBuilder, view: View, crossings: Sequence[Crossing], known: Tangents | None
 ) -> Tangents:
-    """Add one family: a group for each cut of each pipeline that differs from the others in its hosts."""
+    """Add one family with a group for each tangent of each pipeline that has different hosts."""
     work, grid_PDCT = view.model.work, view.model.groups.grid_PDCT
     path_PR = np.unique(view.host_W[grid_PDCT].reshape(len(grid_PDCT), -1), axis=1)
     next_PR = np.roll(path_PR, -1, axis=0)
     hop_HH = view.seconds_HH("send", OnHosts(2, 1), work.hop_bytes)
     durations_BD, hops_JD = pipelines(work, view.bare)
     worst = int(work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=0).argmax())
-    most = int(np.clip(MOST_FLOWS // (3 * path_PR.size), 1, MOST_CUTS))
+    most = int(np.clip(MOST_FLOWS // (3 * path_PR.size), 1, MOST_TANGENTS))
     spread = _spread(view, hop_HH, durations_BD[:, worst], crossings)
-    cuts = tangents_of(work, durations_BD, hops_JD, spread, most=most, known=known)
-    # Compute goes with the slowness of its host, the rest of a pass stays as it is.
+    tangents = tangents_of(work, durations_BD, hops_JD, spread, most=most, known=known)
+    # Compute scales with the slowness of its host; the rest of a pass is constant.
     compute_B = np.concatenate([work.forward_s_S, work.backward_s_S + work.recompute_s_S, work.forward_s_S])
     slowness_S = view.prices.slowness_PD[work.rank_S, worst]
-    fixed_K = (durations_BD[:, worst] - compute_B * np.tile(slowness_S, 3)) @ cuts.duration_BK
-    compute_PK = _by_rank(view, compute_B[:, None] * cuts.duration_BK)
-    forward_PK, backward_PK = _hops(view, cuts)
+    fixed_K = (durations_BD[:, worst] - compute_B * np.tile(slowness_S, 3)) @ tangents.duration_BK
+    compute_PK = _by_rank(view, compute_B[:, None] * tangents.duration_BK)
+    forward_PK, backward_PK = _hops(view, tangents)
     stays_PR = (path_PR == next_PR).astype(np.float64)
     offset_KR = fixed_K[:, None] + view.inside_s(work.hop_bytes) * ((forward_PK + backward_PK).T @ stays_PR)
     differ = view.num_hosts > 1 and bool((view.slowness_H != view.slowness_H[0]).any())
@@ -575,16 +556,16 @@ def _add_pipelines(
     _add_along(builder, hop, (path_PR, next_PR), forward_PK, group_KR)
     _add_along(builder, hop, (next_PR, path_PR), backward_PK, group_KR)
     if differ:
-        # Compute seconds of a host are a flow to any other seat, priced by the sender alone.
+        # Compute seconds of a host are a flow to any other seat, with a price that depends on the sender only.
         own = builder.add_type(np.repeat(view.slowness_H[:, None], view.num_hosts, axis=1))
         _add_along(builder, own, (path_PR, (path_PR + 1) % view.num_hosts), compute_PK, group_KR)
-    return cuts
+    return tangents
 
 
 def _add_along(
     builder: ProblemBuilder, kind: int, ends_PR: tuple[Ints, Ints], weight_PK: Floats, group_KR: Ints
 ) -> None:
-    """Add a flow for each pipeline rank of each pipeline and cut."""
+    """Add a flow for each pipeline rank of each pipeline and tangent."""
     shape = (weight_PK.shape[1], *ends_PR[0].shape)
     sender, receiver = (np.broadcast_to(end, shape).ravel() for end in ends_PR)
     weight = np.broadcast_to(weight_PK.T[:, :, None], shape).ravel()
@@ -605,20 +586,20 @@ def _spread(view: View, hop_HH: Floats, durations_B: Floats, crossings: Sequence
 
 
 def _by_rank(view: View, values_BK: Floats) -> Floats:
-    """Sum over the durations of each pipeline rank: shape (P, K)."""
+    """Return the sum over the durations of each pipeline rank: shape (P, K)."""
     work = view.model.work
     sums = np.zeros((work.layout.pp, values_BK.shape[1]))
     np.add.at(sums, np.tile(work.rank_S, 3), values_BK)
     return sums
 
 
-def _hops(view: View, cuts: Tangents) -> tuple[Floats, Floats]:
-    """How often each cut takes the hop from each pipeline rank to the next (last to first), and the one back."""
+def _hops(view: View, tangents: Tangents) -> tuple[Floats, Floats]:
+    """Return how often each tangent takes the hop from each pipeline rank to the next (cyclic), and the hop back."""
     work = view.model.work
     count = len(work.rank_S) - 1
     found = []
-    for way_KJ in (cuts.hop_JK[:count], cuts.hop_JK[count : 2 * count]):
-        sums = np.zeros((work.layout.pp, cuts.size))
+    for way_KJ in (tangents.hop_JK[:count], tangents.hop_JK[count : 2 * count]):
+        sums = np.zeros((work.layout.pp, tangents.size))
         np.add.at(sums, work.rank_S[:-1], way_KJ)
         found.append(sums)
     return found[0], found[1]

@@ -21,7 +21,7 @@ from pipette_launch.megatron import read_job, script_version, write_arguments
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.rules.broken import Rules
 from pipette_launch.megatron.rules.judge import broken_rule
-from pipette_launch.search.layouts import cuts
+from pipette_launch.search.layouts import base_layouts
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 WORLD_SIZE = 16
@@ -99,9 +99,9 @@ def emitted(kind: str, version: str) -> tuple[list[str], Job, list[Layout]]:
     """Layouts that we would propose, some of each kind of cut and saver."""
     argv, job = job_of(kind, version)
     rng = random.Random(kind)
-    found = cuts(job, world_size=WORLD_SIZE, devices_per_host=8, device_kind="cuda")
+    found = base_layouts(job, world_size=WORLD_SIZE, devices_per_host=8, device_kind="cuda")
     rows = np.array(sorted(rng.sample(range(len(found)), SAMPLES)), dtype=np.int64)
-    _, columns = found.spread(rows)
+    _, columns = found.variants(rows)
     layouts = [columns.layout(row) for row in rng.sample(range(len(columns)), SAMPLES)]
     uneven = [
         found.columns.layout(row) for row in np.flatnonzero(found.columns.layers_per_chunk)[:: max(1, len(found) // 40)]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipette_launch.search.layouts import Cuts, cuts
+from pipette_launch.search.layouts import BaseLayouts, base_layouts
 
 if TYPE_CHECKING:
     from pipette_launch.facts import Job, Layout
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 def legal_layouts(job: Job, *, world_size: int, devices_per_host: int, device_kind: str) -> tuple[Layout, ...]:
     """The user's own layout first, then every other: all cuts with all their memory options."""
-    found = cuts(job, world_size=world_size, devices_per_host=devices_per_host, device_kind=device_kind)
+    found = base_layouts(job, world_size=world_size, devices_per_host=devices_per_host, device_kind=device_kind)
     return tuple(dict.fromkeys((job.own, *variants(found, *range(len(found))))))
 
 
-def variants(found: Cuts, *rows: int) -> tuple[Layout, ...]:
+def variants(found: BaseLayouts, *rows: int) -> tuple[Layout, ...]:
     """All legal variants of some cuts, cut by cut."""
-    _, columns = found.spread(np.array(rows, dtype=np.int64))
+    _, columns = found.variants(np.array(rows, dtype=np.int64))
     return tuple(columns.layout(row) for row in range(len(columns)))

@@ -17,7 +17,7 @@ from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.facts.plan import refit
 from pipette_launch.megatron import Continuation
 from pipette_launch.search.candidates import SearchInputs
-from pipette_launch.search.fallback_plans import CLOSE, TemplateNeeds, placed_anew, rough_step, with_templates
+from pipette_launch.search.fallback_plans import CLOSE, FallbackNeeds, placed_anew, rough_step, with_fallback_plans
 from pipette_launch.search.solve import SolveOptions
 
 
@@ -67,7 +67,7 @@ def templated(
     read: Callable[[int], Job] | None = None,
 ) -> Plan:
     """The plan with its templates, made with all the time in the world."""
-    needs = TemplateNeeds(
+    needs = FallbackNeeds(
         tolerate=tolerate,
         least_hosts=least,
         global_batch_size=batch,
@@ -75,7 +75,7 @@ def templated(
         job_of=read or job_of(batch),
         continuation_of=lambda _layout: continuation,
     )
-    return with_templates(plan, measurements, needs, options=SolveOptions(), clock=still)
+    return with_fallback_plans(plan, measurements, needs, options=SolveOptions(), clock=still)
 
 
 def world(hosts: int, batch: int, **changes: object) -> tuple[Plan, Measurements]:

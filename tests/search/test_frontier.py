@@ -18,7 +18,7 @@ from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search import frontier as frontier_module
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs
 from pipette_launch.search.frontier import Frontier
-from pipette_launch.search.layouts import Cuts, cuts
+from pipette_launch.search.layouts import BaseLayouts, base_layouts
 from pipette_launch.search.slots import host_order
 
 MANY = 10_000
@@ -26,10 +26,10 @@ MANY = 10_000
 
 def opened(
     job: Job, measurements: Measurements | None = None, *, memory_margin: float = 0.08
-) -> tuple[Frontier, Cuts, SearchInputs]:
+) -> tuple[Frontier, BaseLayouts, SearchInputs]:
     """A frontier over all cuts of a job."""
     measurements = measurements or tiny_measurements(tiny_cluster())
-    found = cuts(job, world_size=4, devices_per_host=2, device_kind="cpu")
+    found = base_layouts(job, world_size=4, devices_per_host=2, device_kind="cpu")
     inputs = SearchInputs.of(job, measurements, memory_margin=memory_margin)
     return Frontier(inputs, found, BoundColumns.of(job, measurements)), found, inputs
 
@@ -67,8 +67,8 @@ def test_all_that_fit_come_once_by_rising_bound(share: float) -> None:
 
 
 def test_what_cannot_win_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below a step time that only some layouts may beat, the other cuts are never opened."""
-    monkeypatch.setattr(frontier_module, "CUTS_AT_ONCE", 1)
+    """Below a step time that only some layouts may beat, the other base layouts are never opened."""
+    monkeypatch.setattr(frontier_module, "OPENED_AT_ONCE", 1)
     monkeypatch.setattr(frontier_module, "RARELY_RULED_OUT", 0.0)
     frontier, _, _ = opened(tiny_job(4))
     everything, _, _ = opened(tiny_job(4))
@@ -121,7 +121,7 @@ def test_the_leanest_variant_has_the_leanest_state() -> None:
     """No variant of a cut needs less than the best recompute in the state that is taken for the leanest."""
     _, found, inputs = opened(tiny_job(4))
     rows = np.arange(len(found))
-    place_M, columns = found.spread(rows)
+    place_M, columns = found.variants(rows)
     lean = found.tables.leanest(found.columns)
     fullest_M = inputs.predictor.fullest_N(columns)
     states = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")

@@ -31,7 +31,7 @@ from pipette_launch.search.layout_axes import (
     stage_seconds,
     virtual_stages,
 )
-from pipette_launch.search.layouts import Cuts, cuts
+from pipette_launch.search.layouts import BaseLayouts, base_layouts
 
 
 def live(cut: tuple[int, ...]) -> int:
@@ -156,9 +156,9 @@ LATENT = LatentAttention(q_lora_rank=None, kv_lora_rank=8, qk_head_dim=8, qk_pos
 EXPERTS = {"num_experts": 4, "moe_layer_freq": (1, 1, 1, 1), "add_bias_linear": False}
 
 
-def found_in(job: Job, world_size: int) -> Cuts:
+def found_in(job: Job, world_size: int) -> BaseLayouts:
     """The cuts of a job on GPUs, two in each host."""
-    return cuts(job, world_size=world_size, devices_per_host=2, device_kind="cuda")
+    return base_layouts(job, world_size=world_size, devices_per_host=2, device_kind="cuda")
 
 
 @settings(max_examples=12, deadline=None)
@@ -189,10 +189,10 @@ def test_either_rank_order_reaches_every_price(rng: random.Random, sizes: tuple[
 def test_too_many_cuts_are_thinned_out_and_counted(case: naive.Case, data: st.DataObject) -> None:
     """What is set aside is told by number, and what stays is what would have been there."""
     job, world_size, kind = case
-    whole = cuts(job, world_size=world_size, devices_per_host=1, device_kind=kind)
+    whole = base_layouts(job, world_size=world_size, devices_per_host=1, device_kind=kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(enumeration, "MOST", data.draw(st.integers(0, 20)))
-        some = cuts(job, world_size=world_size, devices_per_host=1, device_kind=kind)
+        some = base_layouts(job, world_size=world_size, devices_per_host=1, device_kind=kind)
     aside = sum(count for reason, count in some.dropped.items() if reason.startswith("set aside"))
 
     assert set(some.layouts) <= set(whole.layouts)
@@ -205,7 +205,7 @@ def test_too_many_cuts_are_thinned_out_and_counted(case: naive.Case, data: st.Da
 def test_the_leanest_saver_needs_the_least_memory(case: naive.Case) -> None:
     """By the memory model itself, up to the recompute of a whole chunk at once, which a short one may stand better."""
     job, world_size, kind = case
-    found = cuts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    found = base_layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
     leanest = found.tables.leanest(found.columns)
     for row in range(0, len(leanest), 5):
         lean = leanest.layout(row)
@@ -220,8 +220,8 @@ def test_the_leanest_saver_needs_the_least_memory(case: naive.Case) -> None:
 def test_no_variant_needs_less_than_the_leanest_state_without_activations(case: naive.Case) -> None:
     """The search drops whole cuts by this, before it lists their variants."""
     job, world_size, kind = case
-    found = cuts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
-    cut_M, every = found.spread(np.arange(len(found.columns)))
+    found = base_layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    cut_M, every = found.variants(np.arange(len(found.columns)))
     least_N = np.full(len(found.columns), np.iinfo(np.int64).max)
     np.minimum.at(least_N, cut_M, fullest_N(peak_memory_columns(job, every)))
     empty = peak_memory_columns(job, found.tables.leanest(found.columns).without_recompute())

@@ -28,16 +28,16 @@ from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layout_axes import micro_batch_sizes
-from pipette_launch.search.layouts import Cuts, compute_cases, cuts
+from pipette_launch.search.layouts import BaseLayouts, base_layouts, compute_cases
 from pipette_launch.search.solve import SolveOptions, solve
 
 NO_SAVERS: dict[str, Any] = {name: getattr(Layout(), name) for name in MemoryOptions._fields}
 
 
-def found_in(case: naive.Case) -> Cuts:
+def found_in(case: naive.Case) -> BaseLayouts:
     """What the enumeration makes of a case."""
     job, world_size, kind = case
-    return cuts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    return base_layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
 
 
 @settings(max_examples=40, deadline=None)
@@ -58,7 +58,7 @@ def test_savers_agree_with_trying_everything(case: naive.Case) -> None:
     found = found_in(case)
     every = [variants(found, row) for row in range(len(found))]
     expected = [{replace(cut, **saver._asdict()) for saver in naive.savers(case, cut)} for cut in found.layouts]
-    row_M, columns = found.spread(np.arange(len(found)))
+    row_M, columns = found.variants(np.arange(len(found)))
 
     assert expected == [set(each) for each in every]
     assert list(found.layouts) == [each[0] for each in every]
@@ -82,7 +82,7 @@ def test_rules_see_the_same_faults(case: naive.Case) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(naive.cases())
-def test_layouts_are_all_savers_of_all_cuts(case: naive.Case) -> None:
+def test_layouts_are_all_variants_of_all_base_layouts(case: naive.Case) -> None:
     """The flat list holds the user's own layout first and each other once; all of them are legal."""
     job, world_size, kind = case
     found = legal_layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
@@ -143,7 +143,7 @@ def test_everything_pinned_leaves_the_own_layout() -> None:
 )
 def test_a_dropped_layout_has_a_reason(changes: dict[str, object], reason: str) -> None:
     """What falls out is counted under the constraint that it breaks."""
-    found = cuts(tiny_job(4, model=tiny_model(**changes)), world_size=4, devices_per_host=4, device_kind="cpu")
+    found = base_layouts(tiny_job(4, model=tiny_model(**changes)), world_size=4, devices_per_host=4, device_kind="cpu")
 
     assert found.dropped[reason] > 0
 
@@ -235,7 +235,7 @@ def test_measured_times_decide_where_layers_go() -> None:
     job = tiny_job(4, model=tiny_model(num_layers=8))
     table = ComputeTable(job, replace(measurements, compute=slow_head))
 
-    found = cuts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
+    found = base_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
 
     assert {(), (6, 2)} == {cut.layers_per_chunk for cut in found.layouts if (cut.pp, cut.vpp) == (2, 1)}
 
@@ -254,7 +254,7 @@ def test_large_micro_batches_have_a_cut_of_their_own() -> None:
     job = tiny_job(4, model=tiny_model(num_layers=8))
     table = ComputeTable(job, replace(measurements, compute=host_bound))
 
-    found = cuts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
+    found = base_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
     by_cut = {cut.layers_per_chunk for cut in found.layouts if (cut.tp, cut.pp, cut.vpp) == (1, 2, 1)}
 
     assert {(), (5, 3), (7, 1)} == by_cut
@@ -264,7 +264,7 @@ def test_an_illegal_own_layout_is_marked() -> None:
     """The user's own layout is never dropped, even where Megatron would refuse it."""
     job = tiny_job(4, own=Layout(tp=4), model=tiny_model(num_attention_heads=2, num_query_groups=2))
 
-    found = cuts(job, world_size=4, devices_per_host=4, device_kind="cpu")
+    found = base_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
 
     assert found.own_fault == "tp does not divide num_attention_heads=2"
 
@@ -339,9 +339,9 @@ def test_every_layout_can_be_written_and_read_back(kind: str, flags: str, versio
 JOB = tiny_job(4, own=Layout(pp=2, dp=2), batch=Batch(global_batch_size=16))
 
 
-def legal(device_kind: str = "cuda") -> Cuts:
+def legal(device_kind: str = "cuda") -> BaseLayouts:
     """All cuts of the job on two hosts."""
-    return cuts(JOB, world_size=4, devices_per_host=2, device_kind=device_kind)  # type: ignore[arg-type]
+    return base_layouts(JOB, world_size=4, devices_per_host=2, device_kind=device_kind)  # type: ignore[arg-type]
 
 
 def without(layout: Layout, *names: str) -> Layout:
@@ -354,7 +354,7 @@ def without(layout: Layout, *names: str) -> Layout:
 def test_neighbours_differ_in_one_choice(place: int) -> None:
     """They are the legal layouts that are the same once one choice, and what follows it, is taken out."""
     found = legal()
-    _, every = found.spread(np.arange(len(found.columns)))
+    _, every = found.variants(np.arange(len(found.columns)))
     layouts = [every.layout(row) for row in range(len(every))]
     layout = layouts[place % len(layouts)]
     chunks = ("vpp", "layers_per_chunk", "microbatch_group_size")
@@ -384,7 +384,7 @@ def test_a_plan_does_not_lose_to_itself_with_one_choice_changed(monkeypatch: pyt
     plan = solve(JOB, measurements, options=SolveOptions(margin=0.0), clock=lambda: 0.0, provenance=PROVENANCE)
     inputs = SearchInputs.of(JOB, measurements, memory_margin=0.08)
     best = plan.chosen
-    found = cuts(JOB, world_size=4, devices_per_host=2, device_kind="cpu", table=inputs.predictor.compute)
+    found = base_layouts(JOB, world_size=4, devices_per_host=2, device_kind="cpu", table=inputs.predictor.compute)
     columns = found.neighbours(best.layout)
     near = [columns.layout(row) for row in range(len(columns))]
 
@@ -452,12 +452,12 @@ SAMPLES = 6
 """Layouts of each job that are written and read back."""
 
 
-def sampled(found: Cuts, rng: random.Random) -> list[Layout]:
+def sampled(found: BaseLayouts, rng: random.Random) -> list[Layout]:
     """Take some variants of some cuts."""
     rows = np.array(sorted(rng.sample(range(len(found)), min(SAMPLES, len(found)))), dtype=np.int64)
     if not len(rows):
         return []
-    _, columns = found.spread(rows)
+    _, columns = found.variants(rows)
     return [columns.layout(row) for row in rng.sample(range(len(columns)), min(SAMPLES, len(columns)))]
 
 
@@ -491,7 +491,7 @@ def test_no_plan_breaks_a_rule(model: str, flags: list[str], version: str, world
     except MegatronError:
         assume(False)
     rules = Rules.of(job, device_kind="cuda")
-    found = cuts(job, world_size=world_size, devices_per_host=4, device_kind="cuda")
+    found = base_layouts(job, world_size=world_size, devices_per_host=4, device_kind="cuda")
     for layout in sampled(found, random.Random(seed)):
         assert broken_rule(rules, layout) is None
         assert layout == read(write_arguments(words, job=job, layout=layout), for_prediction=True)

@@ -12,9 +12,9 @@ from pipette_launch.cost.communication.collectives import spanning_tree
 from pipette_launch.search.ring_bounds import (
     best_ways,
     cheapest_between,
-    cuts,
     partitions,
-    returning_cuts,
+    pipeline_splits,
+    returning_splits,
     ring_thresholds,
     through,
 )
@@ -101,7 +101,7 @@ def test_parts_are_far_apart() -> None:
 @pytest.mark.parametrize(("stages", "longest"), [(1, 1), (4, 1), (5, 2), (7, 3), (8, 3), (8, 8)])
 def test_every_cut_holds_one_of_the_sets(stages: int, longest: int, most: int) -> None:
     """Whatever runs the stages are cut into, none longer than allowed."""
-    sets = [set(each) for each in cuts(stages, longest, most=most)]
+    sets = [set(each) for each in pipeline_splits(stages, longest, most=most)]
 
     assert len(sets) <= most
     for size in range(stages):
@@ -111,18 +111,18 @@ def test_every_cut_holds_one_of_the_sets(stages: int, longest: int, most: int) -
                 assert any(each <= set(hops) for each in sets)
 
 
-def test_the_smallest_cuts() -> None:
+def test_the_smallest_splits() -> None:
     """Seven stages in runs of three: two hops, or three in a row of twos; eight in two halves: the middle, or two."""
-    assert cuts(7, 3, most=99) == [(0, 3), (1, 3), (1, 4), (2, 3), (2, 4), (2, 5)]
-    assert cuts(4, 2, most=99) == [(0, 2), (1,)]
-    assert cuts(3, 1, most=99) == [(0, 1)]
-    assert cuts(3, 3, most=99) == [()]
+    assert pipeline_splits(7, 3, most=99) == [(0, 3), (1, 3), (1, 4), (2, 3), (2, 4), (2, 5)]
+    assert pipeline_splits(4, 2, most=99) == [(0, 2), (1,)]
+    assert pipeline_splits(3, 1, most=99) == [(0, 1)]
+    assert pipeline_splits(3, 3, most=99) == [()]
 
 
 @pytest.mark.parametrize(("stages", "longest"), [(2, 2), (4, 2), (5, 3), (7, 3), (8, 4)])
 def test_every_way_back_holds_one_of_the_sets(stages: int, longest: int) -> None:
     """Cuts whose first and last run fit together: first and last stage may lie in one part only then."""
-    sets = [set(each) for each in returning_cuts(stages, longest, most=10_000) or []]
+    sets = [set(each) for each in returning_splits(stages, longest, most=10_000) or []]
 
     for size in range(2, stages):
         for hops in itertools.combinations(range(stages - 1), size):
@@ -130,5 +130,5 @@ def test_every_way_back_holds_one_of_the_sets(stages: int, longest: int) -> None
             runs = [after - before for before, after in itertools.pairwise(bounds)]
             if max(runs) <= longest and runs[0] + runs[-1] <= longest:
                 assert any(each <= set(hops) for each in sets)
-    assert returning_cuts(8, 3, most=2) is None
-    assert returning_cuts(4, 2, most=9) == [(0, 2)]
+    assert returning_splits(8, 3, most=2) is None
+    assert returning_splits(4, 2, most=9) == [(0, 2)]

@@ -1,8 +1,7 @@
-"""Go downhill from a good start: swap seats of the largest groups, many at a time, those that gain most first."""
+"""A descent from a good bijection: seats of the largest groups are swapped, many at a time, largest gains first."""
 
-# Q = seats, H = places, D = the most flows of a seat, M = distinct link matrices, P = proposed swaps, G = groups,
-# N = families, S = 2D terms of a swap: the flows of both seats.
-# Q = seats, H = places, K = near places, F = flows, G = groups, P = proposed swaps, A = accepted ones.
+# Q = seats, H = places, D = most flows of a seat, M = distinct link matrices, K = near places, F = flows, G = groups,
+# N = families, P = proposed swaps, A = accepted swaps, S = 2D terms of a swap: the flows of both seats.
 
 from __future__ import annotations
 
@@ -20,9 +19,17 @@ from pipette_launch.search.assignment.problem import Arrangement, Floats, Flows,
 IN_C = compiled("search.assignment._swaps")
 
 STEEPEST = 80.0
-"""Largest exponent: far from overflow, and from any chance of being accepted."""
+"""Largest exponent, far below overflow; a swap that costs this much is never accepted."""
 LEAST = 1e-12
-"""Smallest part of a family's sum of exponentials that may be left: below it float64 has no digits."""
+"""Smallest share of a family's sum of exponentials that can be left; float64 has no digits below it."""
+PROPOSALS_PER_SEAT = 2
+FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 2048
+SOFTEST, HARDEST = 0.05, 0.002
+"""First and last softness of the families' maxima, as a share of `_spread`."""
+PATIENCE = 8
+"""Batches without an accepted swap after which the descent ends."""
+INFORMED = 0.5
+"""Share of the proposals that bring a seat near to a seat that it shares a flow with; the others are random."""
 
 Entry = TypeVar("Entry", bound=np.generic)
 
@@ -33,13 +40,13 @@ class Position:
 
     place_Q: Ints
     seat_H: Ints
-    """The seat on each place."""
+    """Seat on each place."""
     cost_s: float
     group_seconds_G: Floats
 
 
 class SwapPrices:
-    """Prices swaps by tables of the flows of each seat, padded to the largest number of any seat."""
+    """Prices swaps of two seats, by tables of the flows of each seat."""
 
     def __init__(self, flows: Flows) -> None:
         self.flows = flows
@@ -49,7 +56,7 @@ class SwapPrices:
         self._seconds: NDArray[np.float32] = links_MHH.astype(np.float32).ravel()
         matrix_2F = np.concatenate([as_sender_T[flows.type_F], as_receiver_T[flows.type_F]])
         own_QD = np.repeat(np.arange(flows.num_seats)[:, None], depth, axis=1)
-        # The padding has weight 0 and leads from the seat to itself.
+        # Rows are padded to D entries with flows of weight 0 from the seat to itself.
         self.other_QD: Ints = self._padded(np.concatenate([flows.receiver_F, flows.sender_F]), own_QD)
         self._weight_QD = self._padded(np.tile(flows.weight_F, 2), np.zeros(own_QD.shape)).astype(np.float32)
         self._matrix_QD = self._padded(matrix_2F * flows.num_seats**2, np.zeros_like(own_QD))
@@ -58,7 +65,7 @@ class SwapPrices:
 
     @property
     def tables(self) -> tuple[NDArray[Any], ...]:
-        """What the functions in C take first."""
+        """First arguments of the functions in C."""
         seats = self._seconds, self.other_QD, self._weight_QD, self._matrix_QD, self._group_QD, self.degree_Q
         return (*seats, self.flows.family_G, self._is_alone_G)
 
@@ -73,7 +80,7 @@ class SwapPrices:
         )
 
     def shares(self, position: Position, softness_s: float) -> Floats:
-        """Share of each group in its family's soft maximum, s * log(sum over groups of exp(seconds / s))."""
+        """Return the share of each group in its family's soft maximum, s * log(sum over groups of exp(seconds / s))."""
         family_G = self.flows.family_G
         largest_N = np.full(self.flows.num_families, -np.inf)
         np.maximum.at(largest_N, family_G, position.group_seconds_G)
@@ -82,19 +89,19 @@ class SwapPrices:
         return share_G
 
     def rises(self, position: Position, one_P: Ints, two_P: Ints, share_G: Floats, softness_s: float) -> Floats:
-        """By how much the sum of the families' soft maxima would rise with each swap alone, to float32's precision.
+        """Return the rise of the sum of soft maxima for each swap alone, with the precision of float32.
 
-        The soft maximum also tells what a swap changes that does not touch the largest group.
+        A soft maximum also reflects swaps that do not touch the largest group.
 
         Args:
-            position: the bijection now.
-            one_P: a seat of each swap.
-            two_P: the other one.
-            share_G: what `shares` says of this position and softness.
-            softness_s: s of the soft maximum, in seconds; a family of one group is its own maximum whatever s.
+            position: current bijection.
+            one_P: first seat of each swap.
+            two_P: second seat of each swap.
+            share_G: `shares` of this position and softness.
+            softness_s: s of the soft maximum; a family of one group is its own maximum.
 
         Returns:
-            Seconds for each swap; a family's rise is cut at 80 s and its fall at 27 s, which decide any swap.
+            Seconds for each swap; a family's rise is limited to 80 s and its fall to 27 s.
 
         """
         log_share_G = np.log(np.maximum(share_G, 1e-300))
@@ -108,12 +115,11 @@ class SwapPrices:
     def _rises_in_numpy(
         self, position: Position, one_P: Ints, two_P: Ints, shares_G: tuple[Floats, Floats], softness_s: float
     ) -> Floats:
-        """Do as `rises` where C is not compiled, all swaps at once."""
         family_G, families = self.flows.family_G, self.flows.num_families
         alone_G, (share_G, log_share_G) = self._is_alone_G, shares_G
         terms_PS = self._terms(position, one_P, two_P)
         groups_PS = np.concatenate([self._group_QD[one_P], self._group_QD[two_P]], axis=1)
-        # A swap may meet a group several times: sum its terms, and let each of them stand for its part of the group.
+        # A group that a swap touches several times has several terms: each stands for its share of their sum.
         same_PSS = groups_PS[:, :, None] == groups_PS[:, None, :]
         group_rise_PS = np.einsum("pij,pj->pi", same_PSS, terms_PS)
         steps_PS = np.minimum(group_rise_PS / softness_s + log_share_G[groups_PS], STEEPEST)
@@ -127,24 +133,24 @@ class SwapPrices:
         return rise_P
 
     def apart(self, one_A: Ints, two_A: Ints) -> Ints:
-        """Choose swaps that come before all others on their seats and on the seats that share a flow with them.
+        """Return swaps that do not change each other's price, earlier ones first.
 
-        So no chosen swap changes the price of another.
+        A swap is taken if it comes before all others on its seats and on the seats that share a flow with them.
         """
         turn_A = np.arange(len(one_A))
         first_Q = np.full(len(self.other_QD), len(one_A))
-        # Assigned in reverse, so that the first swap of a seat is what stays.
+        # Assigned in reverse, so that the first swap of a seat remains.
         first_Q[np.stack([one_A, two_A], axis=1).ravel()[::-1]] = np.repeat(turn_A, 2)[::-1]
         around_A = [first_Q[end_A] for end_A in (one_A, two_A)]
         around_A += [first_Q[self.other_QD[end_A]].min(axis=1) for end_A in (one_A, two_A)]
         return np.flatnonzero(np.minimum.reduce(around_A) == turn_A)
 
     def _terms(self, position: Position, one_P: Ints, two_P: Ints) -> Floats:
-        """What each flow of both seats would add: shape (P, S)."""
+        """Return the seconds that each flow of both seats would add: shape (P, S)."""
         count = len(one_P)
         seat_2P, partner_2P = np.concatenate([one_P, two_P]), np.concatenate([two_P, one_P])
         there_2P, here_2P = position.place_Q[partner_2P], position.place_Q[seat_2P]
-        # A flow between the two stays between their places, turned around; both seats list it, so each counts half.
+        # A flow between the two seats keeps its places, in the other direction. Both seats list it, so it counts half.
         mutual_2PD = self.other_QD[seat_2P] == partner_2P[:, None]
         now_2PD = position.place_Q[self.other_QD[seat_2P]]
         then_2PD = np.where(mutual_2PD, here_2P[:, None], now_2PD)
@@ -156,7 +162,7 @@ class SwapPrices:
         return np.concatenate([terms_2PD[:count], terms_2PD[count:]], axis=1)
 
     def _padded(self, value_2F: NDArray[Entry], empty_QD: NDArray[Entry]) -> NDArray[Entry]:
-        """Put one value of each flow's end into the row of its seat."""
+        """Put the value of each end of each flow into the row of its seat."""
         seat_2F = np.concatenate([self.flows.sender_F, self.flows.receiver_F])
         order = np.argsort(seat_2F, kind="stable")
         starts_Q = np.cumsum(self.degree_Q) - self.degree_Q
@@ -167,7 +173,7 @@ class SwapPrices:
 
 
 def views(seconds_THH: Floats) -> tuple[Floats, Ints, Ints]:
-    """Distinct link matrices by (own place, other place), and which one a type's sender and its receiver look at."""
+    """Return distinct link matrices by (own place, other place), and the matrix of each type's sender and receiver."""
     found: list[Floats] = []
     as_sender, as_receiver = [], []
     for matrix_HH in seconds_THH:
@@ -180,16 +186,6 @@ def views(seconds_THH: Floats) -> tuple[Floats, Ints, Ints]:
     return links_MHH, np.array(as_sender, dtype=np.int64), np.array(as_receiver, dtype=np.int64)
 
 
-PROPOSALS_PER_SEAT = 2
-FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 2048
-SOFTEST, HARDEST = 0.05, 0.002
-"""Softness of the families' maxima at first and at last, in parts of `_spread`."""
-PATIENCE = 8
-"""Batches without a swap for the better, after which no more is tried."""
-INFORMED = 0.5
-"""Part of the proposals that bring a seat near to one that it shares a flow with; the others take any place."""
-
-
 def descend(
     flows: Flows,
     place_Q: Ints,
@@ -200,28 +196,27 @@ def descend(
     is_late: Callable[[], bool],
     group_H: Ints | None = None,
 ) -> Arrangement:
-    """Look for a cheaper bijection near a given one; never worse than it.
+    """Search for a cheaper bijection near a given one, and return the cheapest seen.
 
-    A family costs as much as its largest group, so only a swap in the largest group can help, and after each swap
-    another group may be the largest. So the descent replaces maxima by soft ones, which it hardens step by step: it
-    draws seats by their share in the soft maxima, and makes all swaps together that lower the soft cost and share no
-    flow.
+    A family costs as much as its largest group, so only a swap in that group helps, and then another group may be the
+    largest. The descent therefore uses soft maxima, and hardens them step by step. It draws seats by their share in the
+    soft maxima, and makes all swaps together that lower the soft cost and share no flow.
 
     Args:
         flows: the problem.
-        place_Q: where to begin: the place of each seat.
+        place_Q: initial place of each seat.
         near_HK: some near places of each place.
         steps: batches of proposals.
-        rng: the only source of chance.
-        is_late: whether to stop.
-        group_H: the group of each place, where seats must stay in theirs.
+        rng: random numbers.
+        is_late: ends the descent early.
+        group_H: group of each place, if seats must stay in their group.
 
     """
     prices = SwapPrices(flows)
     best = here = prices.position(np.array(place_Q, dtype=np.int64))
     near_HK, domain_H = np.ascontiguousarray(near_HK), np.zeros(0, dtype=np.int64) if group_H is None else group_H
     size = int(np.clip(PROPOSALS_PER_SEAT * flows.num_seats, FEWEST_PROPOSALS, MOST_PROPOSALS))
-    # Of a plain sum, whose families have one group each, nothing is softened.
+    # A plain sum has families of one group each: nothing to soften, so its cost sets the scale.
     scale_s = (_spread(flows, here) or here.cost_s) if flows.num_flows else 0.0
     idle = 0
     for softness in np.geomspace(SOFTEST, HARDEST, steps) if scale_s > 0 else ():
@@ -237,31 +232,30 @@ def descend(
 
 
 def _spread(flows: Flows, here: Position) -> float:
-    """Seconds between the largest and the median group, over all families."""
+    """Return the sum over families of the seconds between the largest and the median group."""
     families = [here.group_seconds_G[flows.family_G == family] for family in range(flows.num_families)]
     return float(sum(group.max() - np.median(group) for group in families))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Step:
-    """One batch of proposals: what chance says of each, and where seats may go."""
+    """One batch of proposed swaps: the random draws of each, and the rules of the places."""
 
     seat_P: Floats
-    """Which seat, as a part of all weights."""
+    """First seat, as a fraction of the sum of all weights."""
     any_P: Ints
-    """The seat that it changes places with, if no flow says which."""
+    """Second seat of a random proposal."""
     flow_P: Floats
-    """Which flow of the seat, as a part of them."""
+    """Flow of the first seat, as a fraction of their number."""
     near_P: Ints
-    """Which of the places near to that flow's other end."""
+    """Index of a place near to the other end of that flow."""
     near_HK: Ints
     domain_H: Ints
-    """Seats stay in the domain of their place; empty where they may go anywhere."""
+    """Domain of each place, which seats must not leave; empty = no rule."""
     softness_s: float
 
     @classmethod
     def drawn(cls, rng: np.random.Generator, size: int, near_HK: Ints, domain_H: Ints, softness_s: float) -> _Step:
-        """Draw all that is left to chance."""
         seats, near = near_HK.shape
         return cls(
             seat_P=rng.random(size),
@@ -274,7 +268,7 @@ class _Step:
         )
 
     def in_c(self, module: ModuleType, prices: SwapPrices, here: Position) -> Position | None:
-        """Make the swaps that gain; None where none does."""
+        """Make the swaps that gain; return None if no swap does."""
         place_Q, seat_H, seconds_G = here.place_Q.copy(), here.seat_H.copy(), here.group_seconds_G.copy()
         flows = prices.flows
         of_flows = flows.sender_F, flows.receiver_F, flows.matrix_F, flows.weight_F, flows.group_F
@@ -286,7 +280,7 @@ class _Step:
         return Position(place_Q=place_Q, seat_H=seat_H, cost_s=cost_s, group_seconds_G=seconds_G) if found else None
 
     def in_numpy(self, prices: SwapPrices, here: Position) -> Position | None:
-        """Do as `in_c` where C is not compiled."""
+        """Do the same as `in_c` without compiled code."""
         share_G = prices.shares(here, self.softness_s)
         one_P, two_P = self._proposals(prices, here, share_G)
         rise_P = prices.rises(here, one_P, two_P, share_G, self.softness_s)
@@ -305,11 +299,10 @@ class _Step:
 
     @property
     def _num_informed(self) -> int:
-        """So many proposals bring a seat near to one that it shares a flow with."""
         return round(INFORMED * len(self.any_P))
 
     def _proposals(self, prices: SwapPrices, here: Position, share_G: Floats) -> tuple[Ints, Ints]:
-        """Seats by their share in the soft maxima, and the seats that they change places with."""
+        """Return seats drawn by their share in the soft maxima, and the seats that they change places with."""
         flows, seats = prices.flows, prices.flows.num_seats
         weight_F = share_G[flows.group_F]
         weight_Q = np.bincount(np.concatenate([flows.sender_F, flows.receiver_F]), np.tile(weight_F, 2), seats)

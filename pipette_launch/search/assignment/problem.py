@@ -1,9 +1,10 @@
-"""A block assignment problem: what seats send to each other, and how many seconds each bijection onto places takes.
+"""A block assignment problem: seats with flows between them, and the seconds of each bijection of seats onto places.
 
-It is a quadratic assignment problem (Koopmans and Beckmann 1957) in which groups of flows may count by their maximum.
+It is a quadratic assignment problem (Koopmans and Beckmann 1957), extended by groups of flows of which only the largest
+counts.
 """
 
-# Q = seats, H = places (as many), F = flows, G = groups, N = families, T = types of flow, K = bijections.
+# Q = seats, H = places (equally many), F = flows, G = groups, N = families, T = types of flow, K = bijections.
 # A bijection is place_Q: the place of each seat.
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 AT_ONCE = 1 << 21
-"""Flows that are priced together: about 16 MiB for each of a few arrays."""
+"""Flows that are priced in one numpy call; each of a few arrays then takes about 16 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Flows:
-    """A block assignment problem: which place each seat should take.
+    """A block assignment problem.
 
-    The cost is the sum over families of the largest of the family's groups, and a group is its offset plus
-    weight * seconds of its flows. A plain sum is one family with one group; the slowest link of a ring is a family in
-    which every link is its own group; Pipette's T_PP is one with a group per pipeline. A seat may be a device, a host,
-    or whatever is moved as one; places are of the same kind.
+    The cost is the sum over families of the largest group of each family. The seconds of a group are its offset plus
+    the weight * seconds of its flows. A plain sum is one family with one group. The slowest link of a ring is a family
+    with one group for each link. Pipette's T_PP is a family with one group for each pipeline. A seat may be a device, a
+    host, or anything that moves as one; places are of the same kind.
 
     Raises:
         ValueError: shapes or indices that do not fit together, or numbers that are not finite.
@@ -36,7 +37,7 @@ class Flows:
     """
 
     seconds_THH: Floats
-    """Seconds for a unit of flow of a type, by place of sender and place of receiver; the diagonal is not used."""
+    """Seconds for a unit of flow of a type, by place of sender and of receiver; the diagonal is not used."""
     sender_F: Ints
     receiver_F: Ints
     type_F: Ints
@@ -44,9 +45,9 @@ class Flows:
     """Units of each flow."""
     group_F: Ints
     offset_G: Floats
-    """Seconds of a group whatever the bijection."""
+    """Seconds of a group that no bijection changes."""
     family_G: Ints
-    """Family of each group, counted from 0 without gaps."""
+    """Family of each group, numbered from 0 without gaps."""
 
     def __post_init__(self) -> None:
         """Take read-only copies, and check them once."""
@@ -61,37 +62,37 @@ class Flows:
 
     @property
     def num_seats(self) -> int:
-        """Q, which is H."""
+        """Number of seats, and of places."""
         return int(self.seconds_THH.shape[1])
 
     @property
     def num_flows(self) -> int:
-        """F."""
+        """Number of flows."""
         return len(self.sender_F)
 
     @property
     def num_groups(self) -> int:
-        """G."""
+        """Number of groups."""
         return len(self.offset_G)
 
     @cached_property
     def num_families(self) -> int:
-        """N."""
+        """Number of families."""
         return int(self.family_G.max()) + 1
 
     def cost(self, place_Q: ArrayLike) -> float:
-        """Seconds of one bijection; the digits are those of `costs`."""
+        """Return the seconds of one bijection, with the same digits as `costs`."""
         return float(self.costs(np.asarray(place_Q)[None, :])[0])
 
     def costs(self, place_KQ: ArrayLike) -> Floats:
-        """Seconds of each of K bijections, in pieces that bound the memory."""
+        """Return the seconds of each of K bijections."""
         places_KQ = np.asarray(place_KQ, dtype=np.int64)
         step = max(1, AT_ONCE // max(1, self.num_flows + self.num_groups))
         pieces = [self.largest(self.group_seconds(places_KQ[at : at + step])) for at in range(0, len(places_KQ), step)]
         return np.concatenate(pieces) if pieces else np.zeros(0)
 
     def largest(self, group_seconds_KG: Floats) -> Floats:
-        """Sum over families of the largest of their groups' seconds: what K bijections cost."""
+        """Return the sum over families of the largest group of each, for K bijections."""
         largest_KN = np.maximum.reduceat(group_seconds_KG[:, self._by_family_G], self._family_starts_N, axis=1)
         # One family after another, as the order of additions must not depend on K.
         total_K = np.zeros(len(group_seconds_KG))
@@ -100,12 +101,12 @@ class Flows:
         return total_K
 
     def group_seconds(self, place_KQ: Ints) -> Floats:
-        """Seconds of every group under K bijections: shape (K, G)."""
+        """Return the seconds of every group under K bijections: shape (K, G)."""
         count = len(place_KQ)
         base_K1 = np.arange(count)[:, None] * self.num_groups
-        # `bincount` adds in the order given, whatever K is.
         at_KF = place_KQ[:, self.sender_F] * self.num_seats + place_KQ[:, self.receiver_F]
         value_KF = self.weight_F * self.seconds_THH.take(self.matrix_F + at_KF)
+        # `bincount` adds in the given order, which does not depend on K.
         sums_KG = np.bincount(
             (base_K1 + self.group_F).ravel(), weights=value_KF.ravel(), minlength=count * self.num_groups
         ).reshape(count, self.num_groups)
@@ -113,7 +114,7 @@ class Flows:
 
     @cached_property
     def matrix_F(self) -> Ints:
-        """Where the matrix of each flow's type begins in `seconds_THH`, read as one row."""
+        """Index in the flattened `seconds_THH` at which the matrix of each flow's type begins."""
         return self.type_F * self.num_seats**2
 
     @cached_property
@@ -127,9 +128,8 @@ class Flows:
     def _check_shapes(self) -> None:
         if self.seconds_THH.ndim != 3 or self.seconds_THH.shape[1] != self.seconds_THH.shape[2]:
             raise ValueError(f"seconds_THH has shape {self.seconds_THH.shape}, which is not (types, places, places)")
-        flows = {
-            name: getattr(self, name).shape for name in ("sender_F", "receiver_F", "type_F", "weight_F", "group_F")
-        }
+        names = ("sender_F", "receiver_F", "type_F", "weight_F", "group_F")
+        flows = {name: getattr(self, name).shape for name in names}
         if len(set(flows.values())) > 1 or self.sender_F.ndim != 1:
             raise ValueError(f"the flows' arrays differ in shape: {flows}")
         if self.offset_G.shape != self.family_G.shape or self.offset_G.ndim != 1 or not self.num_groups:
@@ -138,13 +138,14 @@ class Flows:
             )
 
     def _check_indices(self) -> None:
-        for name, indices, limit in (
-            ("sender_F", self.sender_F, self.num_seats),
-            ("receiver_F", self.receiver_F, self.num_seats),
-            ("type_F", self.type_F, len(self.seconds_THH)),
-            ("group_F", self.group_F, self.num_groups),
-            ("family_G", self.family_G, self.num_groups),
+        for name, limit in (
+            ("sender_F", self.num_seats),
+            ("receiver_F", self.num_seats),
+            ("type_F", len(self.seconds_THH)),
+            ("group_F", self.num_groups),
+            ("family_G", self.num_groups),
         ):
+            indices = getattr(self, name)
             if indices.size and not (indices.min() >= 0 and indices.max() < limit):
                 raise ValueError(f"{name} must be at least 0 and below {limit}, got {indices.min()} to {indices.max()}")
         if (self.sender_F == self.receiver_F).any():
@@ -154,7 +155,7 @@ class Flows:
 
 
 class ProblemBuilder:
-    """Collects types, families, groups and flows, one after the other, into a `Flows` problem."""
+    """Collects types, families, groups and flows into a `Flows` problem."""
 
     def __init__(self, num_seats: int) -> None:
         self.num_seats = num_seats
@@ -163,12 +164,12 @@ class ProblemBuilder:
         self._offsets: list[Floats] = []
 
     def add_type(self, seconds_HH: Floats) -> int:
-        """Add a type of flow and return its number: seconds for a unit of it, by place of sender and of receiver."""
+        """Add a type of flow, in seconds for a unit by place of sender and of receiver; return its number."""
         self._matrices_HH.append(seconds_HH)
         return len(self._matrices_HH) - 1
 
     def add_family(self, offset_G: ArrayLike) -> Ints:
-        """Add a family with a group for each offset in seconds, of which the largest counts, and return its groups."""
+        """Add a family with a group for each offset in seconds; return the numbers of its groups."""
         offsets = np.atleast_1d(np.asarray(offset_G, dtype=np.float64))
         first = sum(map(len, self._offsets))
         if len(offsets):
@@ -176,16 +177,7 @@ class ProblemBuilder:
         return np.arange(first, first + len(offsets))
 
     def add_flows(self, kind: int, sender: Ints, receiver: Ints, weight: ArrayLike, group: Ints) -> None:
-        """Add flows of one type; what stays on its seat, or weighs nothing, is no flow.
-
-        Args:
-            kind: the type's number.
-            sender: seat of each flow.
-            receiver: likewise.
-            weight: units of each flow, or of all.
-            group: group of each flow.
-
-        """
+        """Add flows of one type from seats to seats; flows to their own seat or without weight are left out."""
         weight_F = np.broadcast_to(np.asarray(weight, dtype=np.float64), sender.shape)
         moves = (sender != receiver) & (weight_F != 0)
         kinds = np.full(int(moves.sum()), kind)
@@ -221,7 +213,7 @@ class Arrangement:
 
 
 def _frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[np.generic]:
-    """Give a read-only array: the same one where it is read-only already, else a copy."""
+    """Return the array itself if it is read-only, else a read-only copy."""
     array = np.asarray(values, dtype=dtype, order="C")
     if array.flags.writeable:
         array = array.copy()

@@ -405,7 +405,7 @@ def test_a_placement_of_64_ranks_is_priced_in_milliseconds() -> None:
 def test_what_is_left_out_is_said() -> None:
     """The plan's notes take these sentences as they are."""
     assert all(sentence.endswith(".") for sentence in NOT_MODELLED)
-    assert any("shared cores" in sentence for sentence in NOT_MODELLED)
+    assert any("other slots" in sentence for sentence in NOT_MODELLED)
 
 
 def test_on_gpus_a_schedule_is_priced_by_the_order_of_its_messages() -> None:

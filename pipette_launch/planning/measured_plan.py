@@ -14,7 +14,7 @@ from pipette_launch.facts.plan import in_order_of
 from pipette_launch.planning.plan import best_plan
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
-from pipette_launch.search.fallback_plans import TemplateNeeds, placed_anew, with_cases_of, with_templates
+from pipette_launch.search.fallback_plans import TemplateNeeds, placed_anew, with_cases_of, with_fallback_plans
 from pipette_launch.search.solve import SolveOptions
 
 PLACING_S = 0.5
@@ -48,7 +48,9 @@ def make_plan(
     )
     if needs is None:
         return plan
-    return with_templates(plan, measurements, needs, options=options, clock=time.monotonic, corrections=corrections)
+    return with_fallback_plans(
+        plan, measurements, needs, options=options, clock=time.monotonic, corrections=corrections
+    )
 
 
 def placed_for(

@@ -49,7 +49,7 @@ class Candidate:
 
     layout: Layout
     peak_bytes: tuple[int, ...]
-    """Of each pipeline rank."""
+    """Predicted peak on each pipeline rank."""
     bound_s: float
     host_order_s: float
     """Step time in torchrun's order."""
@@ -71,12 +71,12 @@ class Candidate:
 
     @property
     def meets_bound(self) -> bool:
-        """Whether no other placement can save a noticeable share of the step."""
+        """True if no other placement can save a noticeable share of the step."""
         return self.placed.is_optimal or self.placed.cost_s <= self.bound_s * (1 + WORTH)
 
     @property
     def can_improve(self) -> bool:
-        """Whether another round may find a better placement."""
+        """True if another round may find a better placement."""
         return self.rounds < ROUNDS and not self.is_stalled and not self.meets_bound
 
     @property
@@ -157,7 +157,7 @@ class SearchInputs:
 
     @property
     def can_price_own(self) -> bool:
-        """Whether the user's own configuration has a step time of its own, and not only an estimate."""
+        """True if the user's own configuration has a step time of its own, and not only an estimate."""
         return self.own_fault is None and self.predictor.can_price(self.job.own)
 
     @property

@@ -279,7 +279,7 @@ def _is_own(candidate: Candidate, own: Choice) -> bool:
 def _diverse(rest: list[Candidate], best: Candidate, count: int) -> list[Candidate]:
     """Return the fastest other candidate, then the fastest of those with clearly less memory, then others.
 
-    After an out-of-memory error a job needs an alternative with less memory, not one that is nearly as fast.
+    After an out-of-memory error a job needs an alternative with less memory, not the next fastest.
     """
     chosen: list[Candidate] = []
     least = max(best.peak_bytes)

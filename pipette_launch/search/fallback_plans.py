@@ -228,7 +228,7 @@ class _Maker:
         return _Covered(choice=choice, plans=tuple(made.values()), gaps=tuple(gaps))
 
     def _gap(self, size: int, smaller: int, why: str) -> str:
-        """Describe the case of `size` remaining hosts, if the next smaller plan is for `smaller` hosts (0 = no plan)."""
+        """Describe the case of `size` remaining hosts; the next smaller plan is for `smaller` hosts (0 = no plan)."""
         num_hosts = len(self._plan.hosts)
         does = "the job waits for other hosts"
         if smaller:
@@ -265,7 +265,7 @@ class _Maker:
         return size * best.chosen.step_time_s > len(self._plan.hosts) * choice.step_time_s
 
     def _plan_for(self, size: int, before: Layout) -> Plan | str:
-        """Return the plan for the first `size` hosts, or the reason that there is none; takes half the time left.
+        """Return the plan for the first `size` hosts, or the reason for its absence; use half of the time left.
 
         Nobody knows which hosts will be lost. Remaining hosts then take the places of lost ones.
         """

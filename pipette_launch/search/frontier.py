@@ -292,7 +292,7 @@ def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:
 
 
 def _rough_N(columns: LayoutColumns, bounds: BoundColumns) -> Floats:
-    """Bound base layouts roughly, with or without sequence parallelism, whichever is faster."""
+    """Bound base layouts roughly: the lower bound of the two with and without sequence parallelism."""
     bare = columns.without_recompute()
     with_and_without = (replace(bare, sequence_parallel=np.full(len(bare), flag)) for flag in (0, 1))
     rough_N: Floats = np.fmin(*(bounds.rough_of_columns(each) for each in with_and_without))

@@ -42,7 +42,7 @@ class LayerSeconds:
 
 
 def by_parts(model: ModelSpec, parts_s: Mapping[str, float]) -> LayerSeconds:
-    """Return the seconds of a model from those of its parts: layers by kind, embedding, head, prediction.
+    """Combine the seconds of a model's parts: layers by kind, embedding, head, prediction.
 
     A depth of multi-token prediction that was not timed counts as its layers and a head.
     """
@@ -93,7 +93,7 @@ def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, .
     into chunks of nearly equal time, and then improved layer by layer.
 
     Returns:
-        Layers of each of the `pp * vpp` chunks in model order; some may have none.
+        Layers of each of the `pp * vpp` chunks in model order; some chunks may be empty.
 
     """
     if vpp == 1:

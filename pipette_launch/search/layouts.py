@@ -4,8 +4,8 @@ A base layout has degrees, layer split and micro-batch. Its variants add memory 
 parallelism, distributed optimizer and overlap.
 """
 
-# D = combinations (such as degrees), N = base layouts, M = layouts (variants), G = groups of base layouts that agree in
-# what the flags depend on, H = groups that agree in what recompute depends on.
+# D = combinations (such as degrees), N = base layouts, M = layouts (variants), G, H = groups of base layouts with equal
+# keys for flags (G) or for recompute (H).
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ class BaseLayouts:
     tables: MemoryOptionTables
     columns: LayoutColumns
     dropped: dict[str, int]
-    """Refused combinations by the first rule that they break; one that an early field breaks counts once."""
+    """Refused combinations by the first rule that they break; combinations that share a refused prefix count once."""
     own_fault: str | None
     """Rule that the user's own layout breaks, if any."""
     num_layouts: int
@@ -347,7 +347,7 @@ def base_layouts(
         **dict(zip(_REST, rest_N5.T, strict=True)),
         **dict.fromkeys(MemoryOptions._fields, none),
         recomputes=(NO_RECOMPUTE,),
-        cuts=tuple(chunks_and_batches.layers),
+        base_layouts=tuple(chunks_and_batches.layers),
     )
     tables = MemoryOptionTables(rules)
     columns, count_N, refused = tables.first(columns.take(np.argsort(columns.tp > devices_per_host, kind="stable")))
@@ -365,7 +365,7 @@ def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
     """Return the distinct compute cases of layouts, most promising first.
 
     The user's own comes first, as everything is compared with it. The others follow by their distance in doublings from
-    TP 1, CP 1 and micro-batches of 2, where jobs that fit run best. Of equal ones, the case of more layouts wins.
+    TP 1, CP 1 and micro-batches of 2, where jobs that fit run best. Between equal ones, the case of more layouts wins.
     """
     groups = found.groups("tp", "cp", "micro_batch_size")
     sizes = np.bincount(groups.group_N, minlength=len(groups.first_U)).tolist()

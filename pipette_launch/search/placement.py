@@ -274,7 +274,7 @@ WIDTH = 32
 PATIENCE = 12
 """Steps without a new best placement after which the walk ends."""
 START_TEMPERATURE, END_TEMPERATURE = 0.01, 0.001
-"""As a share of the possible gain, so that one schedule serves steps of 10 ms and of 10 s. Pipette's annealer ignores
+"""As a share of the possible gain, so that one schedule suits steps of 10 ms and of 10 s. Pipette's annealer ignores
 the size of a change, and so treats a loss of 0.1 % like a loss of 100 %."""
 
 

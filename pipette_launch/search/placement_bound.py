@@ -235,7 +235,7 @@ class BoundArguments:
 
     @property
     def _is_tied(self) -> bool:
-        """Whether each place of the first stage reduces embeddings with another place, of the last stage."""
+        """True if each place of the first stage reduces embeddings with another place, of the last stage."""
         return self._all_hops_cross and self._model.work.traffic.embedding_bytes > 0
 
     def _of_slots(self) -> Iterator[BoundArgument]:
@@ -411,7 +411,7 @@ def _raise(trials: RaisedPrices, *, hops: range | tuple[int, ...], seconds: floa
 
 
 _ROUNDING = 1e-12
-"""Allowance for sums that run in another order than those of a placement."""
+"""Allowance for rounding: the sums run in another order than in the price of a placement."""
 _EQUAL = 1e-9
 
 

@@ -252,7 +252,7 @@ class Tour:
 
     @property
     def leaves_places(self) -> bool:
-        """Whether no place can hold a whole group."""
+        """True if no place can hold a whole group."""
         return self.units > self.most_together
 
     @property

@@ -32,7 +32,7 @@ from pipette_launch.search.slots import IsLate, PlacementProblem, faster
 
 LEANEST = 2 / 9
 """Smallest share of Megatron's activations that any schedule keeps for layouts with several chunks. V-Min keeps a third
-of 1F1B's, and interleaved 1F1B keeps 1.5 times those of 1F1B."""
+of the activations of 1F1B, and interleaved 1F1B keeps 1.5 times as many as 1F1B."""
 GAIN = 0.02
 """Share of the step that another schedule must save to replace Megatron's own code."""
 OF_ATTENTION = Recompute(granularity="selective")
@@ -52,7 +52,7 @@ Some = TypeVar("Some", Candidate, Promising)
 
 
 def unsupported(job: Job, cluster: Cluster) -> str:
-    """Return the reason that the job can run only Megatron's own schedules; empty if there is none."""
+    """Return the reason that the job can run only Megatron's own schedules; empty if it can run others."""
     if any(host.shares_cores for host in cluster.hosts):
         return "slots share cores here, so other slots use the cores that an idle slot leaves free"
     if not RELEASES[0] <= job.release < RELEASES[1]:

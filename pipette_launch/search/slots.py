@@ -189,7 +189,7 @@ def _starts(degrees: Layout, slots: Slots, tiers: Tiers, most: int) -> Ints:
 def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
     """Yield the ranks of each host: blocks in some order on hosts in some order."""
     orders = [tiers.order_H]
-    # Hosts that exchange in every pass: those of a tensor-parallel or expert group that spans hosts.
+    # Number of hosts of a tensor-parallel or expert group, which exchange in every pass.
     unit = -(-max(layout.tp * layout.cp, layout.ep * layout.etp) // slots.devices_per_host)
     packed = _packed(tiers, unit)
     if unit > 1 and packed.tolist() != tiers.order_H.tolist():
@@ -228,7 +228,7 @@ def tilings(layout: Layout, slots: Slots) -> list[Ints]:
 def _packed(tiers: Tiers, unit: int) -> Ints:
     """Order hosts so that units of hosts do not cross groups: whole units of each group first, other hosts last.
 
-    The groups are those of the finest tier that can hold a unit.
+    The groups belong to the finest tier that can hold a unit.
     """
     for tier in range(tiers.num_tiers):
         runs = tiers.runs(tier)

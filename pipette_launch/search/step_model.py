@@ -115,7 +115,7 @@ class View:
 
     @property
     def gathers_first(self) -> bool:
-        """Whether the first forwards wait for parameter gathers, instead of the optimizer."""
+        """True if the first forwards wait for parameter gathers, instead of the optimizer."""
         return bool(gathers_in_forward(self.model.work.layout))
 
     @property
@@ -209,7 +209,7 @@ def tangents_of(
         durations_BD: seconds of the passes of every pipeline.
         hops_JD: seconds of the hops of every pipeline.
         spread: range of the times.
-        most: maximum number of tangents; the first is always that of the slowest pipeline.
+        most: maximum number of tangents; the first one always belongs to the slowest pipeline.
         known: tangents from other placements, which are candidates too.
 
     """
@@ -252,7 +252,7 @@ def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spr
 
 
 def _steepest(value_CN: Floats, most: int) -> list[int]:
-    """Choose the first tangent, then repeatedly the one that exceeds the chosen ones most at some point."""
+    """Choose the first tangent, then repeatedly the tangent that exceeds the chosen tangents most at some point."""
     chosen = [0]
     model_N = value_CN[0]
     while len(chosen) < most:

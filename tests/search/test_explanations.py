@@ -56,7 +56,7 @@ def test_padding_that_cannot_be_kept_is_told() -> None:
     plan = planned(tiny_job(4, model=model))
 
     assert plan.chosen.layout.tp > 1
-    assert any("pads the vocabulary to 130 rows in place of 129." in note for note in plan.notes)
+    assert any("pads the vocabulary to 130 rows instead of 129." in note for note in plan.notes)
 
 
 def test_memory_that_is_taken_is_told() -> None:

@@ -124,7 +124,7 @@ def test_no_budget_still_gives_a_plan() -> None:
     plan = solve(tiny_job(4), tiny_measurements(tiny_cluster()), options=options, clock=Ticks(), provenance=PROVENANCE)
 
     assert plan.keeps_own
-    assert "stopped at its budget of 0 us, with one layout looked at" in plan.reasons[0]
+    assert "stopped at its budget of 0 us, after 1 layout" in plan.reasons[0]
 
 
 def test_a_plan_fits_in_memory() -> None:
@@ -157,7 +157,7 @@ def test_an_unmeasured_own_layout_takes_its_neighbours_time() -> None:
     plan = planned(tiny_job(4), tiny_measurements(tiny_cluster(), cases))
 
     assert math.isfinite(plan.own.step_time_s)
-    assert any("could not be priced; the step time of tp2 pp1 dp2 mbs1" in note for note in plan.notes)
+    assert any("nearest priced layout, tp2 pp1 dp2 mbs1" in note for note in plan.notes)
     assert plan == files.loads(Plan, files.dumps(plan), "test")
 
 

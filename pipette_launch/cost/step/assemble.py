@@ -41,7 +41,7 @@ class StepEnd:
     """
 
     layout: Layout | LayoutColumns
-    """Flags that decide what is hidden."""
+    """Source of the overlap flags."""
     drain_s_VPN: Array
     """End of the last backward of each chunk."""
     backward_s_VPN: Array
@@ -53,7 +53,7 @@ class StepEnd:
     embedding_s_N: float | Array
     """Reduction of tied embedding gradients between the first and the last stage."""
     is_tied: bool = False
-    """Whether there are such gradients."""
+    """True if there are such gradients."""
     loss_s: float = 0.0
 
     @cached_property
@@ -414,7 +414,7 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
 
 
 def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[str, float]:
-    """Return the seconds that one pipeline rank of one replica computes and communicates in its passes, by part."""
+    """Return the compute and communication seconds in the passes of a pipeline rank of a replica, by part."""
     stages = work.rank_S == rank
     slowness = float(prices.slowness_PD[rank, replica])
     times = work.num_microbatches * slowness

@@ -343,7 +343,7 @@ def _each(
 def _across_hosts(groups_lie: GroupsLie, layout: Layout) -> tuple[str, ...]:
     """Return the names of groups; at least one group of these names spans hosts."""
     if groups_lie == "experts across hosts":
-        # With etp above 1, the ranks of one expert or those of equal parts may span hosts.
+        # With etp above 1, the ranks of one expert may span hosts, or the ranks with equal parts of experts.
         return ("ep_etp", "ep") if layout.etp == 1 else ("ep_etp",)
     return ("tp",) if groups_lie == "tensor across hosts" else ()
 

@@ -189,7 +189,7 @@ def _zigzag(pipelines: Pipelines) -> Floats:
     """Return the length of the path that goes to the last stage and back until all micro-batches have passed.
 
     Each round trip except the last one starts the micro-batch that comes P later. k = ceil((n + P - 1) / P) trips are
-    too long by s = k P - (n + P - 1), so one trip turns at rank s instead of 0, or at P - 1 - s instead of P - 1.
+    too long by s = k P - (n + P - 1). So one trip turns at rank s instead of 0, or at P - 1 - s instead of P - 1.
     """
     chunks, ranks = pipelines.forward_s_UVP.shape[1:]
     if chunks > 1:

@@ -1,7 +1,7 @@
 """The step time of layouts on given slots, for one placement or many at once."""
 
 # K = placements, W = ranks = slots, P = pipeline ranks, D = replicas, S = stages (model chunks).
-# R = replicas of all placements, those of one placement together. G = groups of one kind, M = members of a group.
+# R = replicas of all placements, placement by placement. G = groups of one kind, M = members of a group.
 # L = groups that meet in one pipeline rank.
 
 from __future__ import annotations
@@ -259,11 +259,7 @@ _NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settin
 UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     ("external_cuda_graph", frozenset({True}), _ONE_BY_ONE),
-    (
-        "optimizer_cpu_offload",
-        frozenset({True}),
-        "the optimizer is priced as on the device, and the step is too short",
-    ),
+    ("optimizer_cpu_offload", frozenset({True}), "the optimizer is priced as on the device, and the step is too short"),
     ("use_sharp", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
     ("nccl_ub", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
     ("nccl_communicator_config_path", frozenset(), f"{_NCCL_DEFAULTS} long or too short"),

@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _ROUNDING = 1e-9
-"""Relative reduction of every bound. It covers rounding, as sums run in another order than those of one layout."""
+"""Relative reduction of every bound. It covers rounding, as sums run in another order than for one layout."""
 _AT_ONCE = 1 << 16
 """Stages of one numpy call: few enough to stay in the processor's cache."""
 
@@ -151,9 +151,9 @@ class _Passes:
     group_N: Ints
     drains: Drains
     first_forward_s_U: Floats
-    """Of the first stage on the fastest slot."""
+    """First stage, on the fastest slot."""
     first_backward_s_U: Floats
-    """Of the first stage on the slowest slot: its reductions start at most this long before the backward ends."""
+    """First stage, on the slowest slot: its reductions start at most this long before the backward ends."""
 
     @classmethod
     def of(
@@ -331,7 +331,7 @@ def _exchange_s(
 
 
 def _step_s_N(columns: LayoutColumns, passes: _Passes, update: _UpdatePrices) -> Floats:
-    """Bound the steps: pipelines, then `StepEnd` with the best prices, then with those of slow hosts."""
+    """Bound the steps: pipelines, then `StepEnd` with the best prices and with the prices of slow hosts."""
     t = update.group_N
     buckets_N = np.where(columns.overlap_grad_reduce > 0, update.buckets_T[t], 1)
     drain_VPN = _drains_VPN(columns, passes, update, buckets_N)

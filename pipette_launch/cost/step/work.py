@@ -55,7 +55,7 @@ class LayoutWork:
     reduce_kind: Collective
     gather_kind: Collective
     aligns_gathers: bool
-    """Whether overlapped gathers start on all pipeline ranks at once."""
+    """True if overlapped gathers start on all pipeline ranks at once."""
     loss_s: float
     """Sum of the step's loss over the replicas of the last stage, over the best links."""
     expert_dp: int

@@ -14,7 +14,7 @@ from pipette_launch.facts.plan import in_order_of
 from pipette_launch.planning.plan import best_plan
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
-from pipette_launch.search.fallback_plans import TemplateNeeds, placed_anew, with_cases_of, with_fallback_plans
+from pipette_launch.search.fallback_plans import FallbackNeeds, placed_anew, with_cases_of, with_fallback_plans
 from pipette_launch.search.solve import SolveOptions
 
 PLACING_S = 0.5
@@ -28,7 +28,7 @@ def make_plan(
     *,
     options: SolveOptions,
     key: str,
-    needs: TemplateNeeds | None = None,
+    needs: FallbackNeeds | None = None,
 ) -> Plan:
     """Search for a plan, and for its fallback plans; raises PlanError if no layout is legal, fits and can be priced.
 

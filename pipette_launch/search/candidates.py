@@ -116,9 +116,9 @@ class SearchInputs:
         return self.measurements.cluster
 
     @property
-    def rooms(self) -> Rooms:
+    def rooms(self) -> Domains:
         """Hosts and NVLink domains of the allocation."""
-        return Rooms.of(self.cluster)
+        return Domains.of(self.cluster)
 
     def blocks(self, layout: Layout) -> tuple[RankBlock, ...]:
         """Return the ranks that the job's flags need together; raises LayoutError if the hosts cannot hold them so."""

@@ -148,7 +148,7 @@ def with_fallback_plans(
         plan = _choosing(plan, best.choice)
     note = needs.continuation_of(best.choice.layout).note
     sentence = (f"{note[0].upper()}{note[1:]}.",) if note else ()
-    return replace(plan, templates=by_size(best.plans), notes=(*plan.notes, *short, *best.gaps, *sentence))
+    return replace(plan, templates=fallback_plans(best.plans), notes=(*plan.notes, *short, *best.gaps, *sentence))
 
 
 def _nearly_as_fast(plan: Plan) -> Iterator[Choice]:

@@ -66,7 +66,7 @@ class Frontier:
         self.dropped: Counter[str] = Counter()
         self.num_met = 0
         """Variants that were listed."""
-        rough_N = _rough_N(base.columns, bounds) * inputs.predictor.least_factor
+        rough_N = _rough_N(base.columns, bounds) * inputs.predictor.step_factor
         unknown = np.flatnonzero(np.isnan(rough_N))
         if len(unknown):
             self.dropped[NOT_MEASURED] = len(base.variants(unknown)[0])
@@ -180,8 +180,6 @@ class Frontier:
         No variant needs less than the leanest one without activations. If memory is short, most base layouts fail even
         so, and this check costs less than listing and bounding their variants.
         """
-        if self._inputs.predictor.corrects_memory:
-            return np.ones(len(rows), dtype=bool)
         lean = self._base.tables.leanest(self._base.columns.take(rows))
         fits_N = self._fits_N(lean.without_recompute(), live=0.0)
         if not fits_N.all():
@@ -193,7 +191,7 @@ class Frontier:
     def _could_win(self, rows: Ints, below_s: float) -> Ints:
         if not len(rows):
             return rows
-        return rows[_least_N(self._base, rows, self._bounds) * self._inputs.predictor.least_factor < below_s]
+        return rows[_least_N(self._base, rows, self._bounds) * self._inputs.predictor.step_factor < below_s]
 
     def _open(self, rows: Ints, below_s: float) -> None:
         """Make ready the variants of base layouts that fit and could beat a step time."""
@@ -201,15 +199,13 @@ class Frontier:
             return
         predictor = self._inputs.predictor
         _, columns = self._base.variants(rows)
-        least_M = self._bounds.of_columns(columns)
-        if predictor.least_factor < 1:
-            least_M = least_M * np.array([predictor.factor(columns.layout(row)) for row in range(len(columns))])
+        least_M = self._bounds.of_columns(columns) * predictor.step_factor
         self.num_met += len(columns)
         hopeful = np.flatnonzero(least_M < below_s)
         fits = self._fits_N(columns.take(hopeful))
         self.dropped[OVER_MEMORY] += int((~fits).sum())
         fitting = hopeful[fits]
-        sharper = self._bounds.sharpened(columns.take(fitting)) * predictor.least_factor
+        sharper = self._bounds.sharpened(columns.take(fitting)) * predictor.step_factor
         least_M[fitting] = np.fmax(least_M[fitting], sharper)
         for row in fitting[np.argsort(least_M[fitting], kind="stable")].tolist():
             if least_M[row] < below_s:

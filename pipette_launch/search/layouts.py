@@ -314,7 +314,7 @@ def base_layouts(
     devices_per_host: int,
     device_kind: str,
     table: ComputeTable | None = None,
-    rooms: Rooms | None = None,
+    rooms: Domains | None = None,
 ) -> BaseLayouts:
     """List the legal degrees, layer splits and micro-batches of a job.
 
@@ -347,7 +347,7 @@ def base_layouts(
         **dict(zip(_REST, rest_N5.T, strict=True)),
         **dict.fromkeys(MemoryOptions._fields, none),
         recomputes=(NO_RECOMPUTE,),
-        base_layouts=tuple(chunks_and_batches.layers),
+        cuts=tuple(chunks_and_batches.layers),
     )
     tables = MemoryOptionTables(rules)
     columns, count_N, refused = tables.first(columns.take(np.argsort(columns.tp > devices_per_host, kind="stable")))

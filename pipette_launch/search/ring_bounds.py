@@ -204,7 +204,7 @@ class Places:
         chosen = self.links.latency_s[~np.eye(len(self), dtype=bool)]
         return float(chosen.min()), float(chosen.max())
 
-    def factors(self, kind: Kind, size: int, fewest: int) -> tuple[float, float, float]:
+    def factors(self, kind: Collective, size: int, fewest: int) -> tuple[float, float, float]:
         """Return the least latency factor, extra latency and byte factor of a group on at least `fewest` places."""
         scale: Scale = self.model.fabric.scale(kind, size)
         is_within = len(self.model.fabric.cluster.hosts) == 1
@@ -215,7 +215,7 @@ class Places:
             float(scale.least_bytes_factor[counts].min()),
         )
 
-    def link_s_HH(self, kind: Kind, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
+    def link_s_HH(self, kind: Collective, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
         """Return the least seconds of a collective for each link as its slowest; rows send, the diagonal is infinite.
 
         Args:
@@ -289,7 +289,7 @@ class Tour:
             through_H=self.through_s_H,
         )
 
-    def seconds(self, kind: Kind, size_bytes: float, slowest_s: float) -> float:
+    def seconds(self, kind: Collective, size_bytes: float, slowest_s: float) -> float:
         """Return the least seconds of another collective over a link on which this one takes `slowest_s`.
 
         The link's time per byte is least if its latency is the largest. A collective in the other direction uses other

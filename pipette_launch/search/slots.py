@@ -51,7 +51,7 @@ class Slots:
     @classmethod
     def of(cls, cluster: Cluster, blocks: tuple[RankBlock, ...] = ()) -> Slots:
         """Take the slots of a cluster, and blocks of ranks that must lie together."""
-        in_domains = any(block.room == "domain" for block in blocks)
+        in_domains = any(block.within == "domain" for block in blocks)
         return cls(
             num_hosts=len(cluster.hosts),
             devices_per_host=cluster.devices_per_host,
@@ -79,7 +79,7 @@ class Slots:
     @property
     def ranks_of_a_host_unit(self) -> int:
         """Consecutive ranks that must stay on one host; units of this size may change hosts inside a host group."""
-        return math.lcm(*(block.size for block in self.blocks if block.room == "host"))
+        return math.lcm(*(block.size for block in self.blocks if block.within == "host"))
 
     @property
     def ranks_of_a_unit(self) -> int:
@@ -221,7 +221,7 @@ def tilings(layout: Layout, slots: Slots) -> list[Ints]:
     in_order = [np.sort(block_HD, axis=1) for block_HD in candidates]
     unique = {block_HD.tobytes(): block_HD for block_HD in reversed(in_order)}
     # Domains are not checked yet, as the host of each block is still open.
-    anywhere = replace(slots, blocks=tuple(block for block in slots.blocks if block.room == "host"), domain_H=())
+    anywhere = replace(slots, blocks=tuple(block for block in slots.blocks if block.within == "host"), domain_H=())
     return [block_HD for block_HD in reversed(unique.values()) if anywhere.allows(block_HD)]
 
 

@@ -140,7 +140,7 @@ class View:
             return 0.0
         return self.model.fabric.seconds("send", (0, 1), size_bytes)
 
-    def seconds_HH(self, kind: Kind, spread: OnHosts, size_bytes: float) -> Floats:
+    def seconds_HH(self, kind: Collective, spread: OnHosts, size_bytes: float) -> Floats:
         """Return the seconds of a collective for each link between hosts as its slowest, as `Fabric.seconds_G` does."""
         size, spans, fewest = spread
         scale = self.model.fabric.scale(kind, size)
@@ -153,7 +153,7 @@ class View:
         seconds += num_steps(kind, size) * float(scale.extra_latency_s[spans])
         return seconds
 
-    def links(self, kind: Kind, ranks_GK: Ints) -> LinksBetweenHosts:
+    def links(self, kind: Collective, ranks_GK: Ints) -> LinksBetweenHosts:
         """Return the links between hosts that groups of ranks use."""
         host_GK = self.host_W[ranks_GK]
         size = host_GK.shape[1]
@@ -389,7 +389,7 @@ def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
         yield _priced(view, kind, links, sizes_S2[:, column].reshape(-1, work.layout.pp))
 
 
-def _priced(view: View, kind: Kind, links: LinksBetweenHosts, size_bytes_CP: Floats) -> _Rings:
+def _priced(view: View, kind: Collective, links: LinksBetweenHosts, size_bytes_CP: Floats) -> _Rings:
     """Price the chunks of each pipeline rank together; if there are too many sizes, several ranks share a matrix."""
     total_P = size_bytes_CP.sum(axis=0)
     sizes = np.array(sorted(set(map(tuple, size_bytes_CP.T.tolist())))).T

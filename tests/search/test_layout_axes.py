@@ -232,7 +232,7 @@ def test_no_variant_needs_less_than_the_leanest_state_without_activations(case: 
 
 def fullest_N(columns: MemoryColumns) -> NDArray[np.int64]:
     """Bytes on the stage of each layout that needs most."""
-    return np.maximum.reduceat(columns.total_S, columns.starts_N)
+    return np.maximum.reduceat(columns.parts_S.total, columns.starts_N)
 
 
 def peak(job: Job, layout: Layout) -> int:

@@ -9,8 +9,8 @@ layout are priced side by side.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -40,63 +40,42 @@ _ACTIONS_AT_ONCE = 1 << 22
 """Actions that are simulated in one call; they take some tens of MB."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RaisedPrices:
-    """Prices of one pipeline in K trials; arguments raise entries of the arrays in place."""
-
-    slowness_PK: Floats
-    exchange_s_IPK: Floats
-    forward_s_PK: Floats
-    """Hops in the order of `Prices`."""
-    backward_s_PK: Floats
-    reduce_s_SK: Floats
-    gather_s_SK: Floats
-    embedding_s_K: Floats
-
-    @classmethod
-    def best(cls, model: PlacementCost) -> RaisedPrices:
-        """Return one trial with the best link and the fastest slot everywhere."""
-        shape = (model.work.layout.pp, 1)
-        prices = best_prices(model.work, model.fabric, np.full(shape, model.slowness_W.min()))
-        return cls(
-            slowness_PK=prices.slowness_PD,
-            exchange_s_IPK=np.array(prices.exchange_s_PD).reshape(-1, *shape),
-            forward_s_PK=prices.forward_hop_s_PD,
-            backward_s_PK=prices.backward_hop_s_PD.copy(),
-            reduce_s_SK=prices.reduce_s_S,
-            gather_s_SK=prices.gather_s_S,
-            embedding_s_K=np.array([prices.embedding_s]),
-        )
-
-    def times(self, count: int) -> RaisedPrices:
-        """Return `count` copies of one trial."""
-        return RaisedPrices(
-            **{name: np.repeat(getattr(self, name), count, axis=-1) for name in self.__dataclass_fields__}
-        )
-
-    def steps_s_K(self, work: LayoutWork) -> Floats:
-        """Return the seconds of each step."""
-        count = len(self.embedding_s_K)
-        at_once = max(1, _ACTIONS_AT_ONCE // (2 * len(work.rank_S) * work.num_microbatches))
-        blocks = [slice(first, first + at_once) for first in range(0, count, at_once)]
-        return np.concatenate([totals_s_K(work, self._prices(block)) for block in blocks])
-
-    def _prices(self, block: slice) -> Prices:
-        return Prices(
-            slowness_PD=self.slowness_PK[:, block],
-            exchange_s_PD=tuple(seconds_PK[:, block] for seconds_PK in self.exchange_s_IPK),
-            forward_hop_s_PD=self.forward_s_PK[:, block],
-            backward_hop_s_PD=self.backward_s_PK[:, block],
-            reduce_s_S=self.reduce_s_SK[:, block],
-            gather_s_S=self.gather_s_SK[:, block],
-            embedding_s=self.embedding_s_K[block],
-        )
+def best_trial(model: PlacementCost) -> Prices:
+    """Return one trial with the best link and the fastest slot everywhere; arguments raise its prices in place."""
+    work = model.work
+    prices = best_prices(work, model.fabric, np.full((work.layout.pp, 1), model.slowness_W.min()))
+    return replace(prices, backward_hop_s_PD=prices.backward_hop_s_PD.copy())
 
 
-def side_by_side(trials: Sequence[RaisedPrices]) -> RaisedPrices:
-    """Join trials into one record."""
-    names = RaisedPrices.__dataclass_fields__
-    return RaisedPrices(**{name: np.concatenate([getattr(one, name) for one in trials], axis=-1) for name in names})
+def copies(trial: Prices, count: int) -> Prices:
+    """Return `count` copies of one trial, side by side."""
+    return _each_array(lambda *arrays: np.repeat(arrays[0], count, axis=-1), trial)
+
+
+def side_by_side(trials: Sequence[Prices]) -> Prices:
+    """Join trials."""
+    return _each_array(lambda *arrays: np.concatenate(arrays, axis=-1), *trials)
+
+
+def steps_s_K(work: LayoutWork, trials: Prices) -> Floats:
+    """Return the seconds of each step."""
+    at_once = max(1, _ACTIONS_AT_ONCE // (2 * len(work.rank_S) * work.num_microbatches))
+    blocks = [slice(first, first + at_once) for first in range(0, num_trials(trials), at_once)]
+    parts = [_each_array(lambda *arrays, block=block: arrays[0][..., block], trials) for block in blocks]
+    return np.concatenate([totals_s_K(work, part) for part in parts])
+
+
+def num_trials(trials: Prices) -> int:
+    """Return the number of trials."""
+    return len(trials.embedding_s)
+
+
+def _each_array(change: Callable[..., Floats], *trials: Prices) -> Prices:
+    """Apply a function to each array of prices."""
+    names = [name for name in Prices.__dataclass_fields__ if name != "exchange_s_PD"]
+    exchanges = zip(*(one.exchange_s_PD for one in trials), strict=True)
+    arrays = {name: change(*(getattr(one, name) for one in trials)) for name in names}
+    return Prices(exchange_s_PD=tuple(change(*each) for each in exchanges), **arrays)
 
 
 _WORST = 2
@@ -121,7 +100,7 @@ class BoundArgument:
     """Proof that every step is at least as long as the shortest of some trial steps."""
 
     words: str
-    trials: RaisedPrices
+    trials: Prices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,7 +108,7 @@ class BoundArguments:
     """Arguments for placements in which each aligned block of `unit` ranks of one stage lies on one place."""
 
     places: Places
-    best: RaisedPrices
+    best: Prices
     unit: int
 
     def all(self) -> Iterator[BoundArgument]:
@@ -149,11 +128,11 @@ class BoundArguments:
         used = [name for name in names if any(item.group == name for item in self._model.work.exchanges)]
         shapes = group_shapes(self._model.work)
         for name in used:
-            trials = self._one.times(self._pp)
+            trials = copies(self._one, self._pp)
             for index, item in enumerate(self._model.work.exchanges):
                 if item.group == name:
                     link_s = float(self.places.link_s_HH(item.kind, shapes[name][0], item.size_bytes).min())
-                    _at_own_rank(trials.exchange_s_IPK[index], link_s)
+                    _at_own_rank(trials.exchange_s_PD[index], link_s)
             found.append(trials)
         kinds = " or ".join(dict.fromkeys(GROUP_NAMES[name] for name in used or names))
         # Groups without exchanges can lie anywhere.
@@ -195,26 +174,26 @@ class BoundArguments:
         return self._per_place == 1 and self._pp > 1 and len(self.places) > 1
 
     @cached_property
-    def _one(self) -> RaisedPrices:
+    def _one(self) -> Prices:
         """A trial of any single replica, with the least price of each of its ranks."""
-        trial = self.best.times(1)
+        trial = copies(self.best, 1)
         if self._all_hops_cross:
             _raise(trial, hops=range(self._pp), seconds=float(self._hops[0].min()))
         for name, tour in self._tours.items():
             self._exchange(trial, name, tour, tour.thresholds_s[0], own_rank=False)
         for ring in self._rings:
             reduce_S, gather_S = ring.more_s_S(ring.tour.thresholds_s[0])
-            trial.reduce_s_SK[:] += reduce_S[:, None]
-            trial.gather_s_SK[:] += gather_S[:, None]
+            trial.reduce_s_S[:] += reduce_S[:, None]
+            trial.gather_s_S[:] += gather_S[:, None]
         return trial
 
     @cached_property
-    def _mean(self) -> RaisedPrices:
+    def _mean(self) -> Prices:
         """A trial of the mean replica: no slower than the slowest, as the step time is convex in its hops.
 
         If each place is one block, every hop has its own senders and receivers, at best those with the best links.
         """
-        trial = self._one.times(1)
+        trial = copies(self._one, 1)
         if self._all_hops_cross:
             each = len(self.places) // self._pp
             _, out_H, in_H = self._hops
@@ -223,7 +202,7 @@ class BoundArguments:
         if self._is_tied:
             # Each place of both stages takes part, at best with its best partner.
             best_H = np.sort(self._ties_s_HH.min(axis=1))
-            trial.embedding_s_K[:] = np.maximum(trial.embedding_s_K, best_H[2 * len(self.places) // self._pp - 1])
+            trial.embedding_s[:] = np.maximum(trial.embedding_s, best_H[2 * len(self.places) // self._pp - 1])
         return trial
 
     @cached_property
@@ -243,8 +222,8 @@ class BoundArguments:
         slowness_W = self._model.slowness_W
         slot = int(slowness_W.argmax())
         if slowness_W[slot] > slowness_W.min():
-            trials = self._one.times(self._pp)
-            _at_own_rank(trials.slowness_PK, float(slowness_W[slot]))
+            trials = copies(self._one, self._pp)
+            _at_own_rank(trials.slowness_PD, float(slowness_W[slot]))
             name = self._model.fabric.cluster.slot_name(slot)
             words = f"some stage has {name}, whose speed is {1 / float(slowness_W[slot]):.2f} of the median's"
             yield BoundArgument(words=words, trials=trials)
@@ -266,30 +245,30 @@ class BoundArguments:
                     words = f"some {name} must use a link of {self._place_words(place)}"
                     yield BoundArgument(words=words, trials=self._with_place(place))
 
-    def _with_place(self, place: int) -> RaisedPrices:
+    def _with_place(self, place: int) -> Prices:
         """Return one trial for each stage that the place may have."""
         pp, devices = self._pp, self.places.devices
-        trials = self._one.times(pp)
-        _at_own_rank(trials.slowness_PK, float(self._model.slowness_W[place * devices : (place + 1) * devices].max()))
+        trials = copies(self._one, pp)
+        _at_own_rank(trials.slowness_PD, float(self._model.slowness_W[place * devices : (place + 1) * devices].max()))
         for ring in self._rings:
             self._add_ring(trials, ring, float(ring.tour.through_s_H[place]), has_best=True)
         for name, tour in self._tours.items():
             self._exchange(trials, name, tour, float(tour.through_s_H[place]), own_rank=True)
         if self._is_tied:
             for stage in (0, pp - 1):
-                trials.embedding_s_K[stage] = max(trials.embedding_s_K[stage], self._ties_s_HH[place].min())
+                trials.embedding_s[stage] = max(trials.embedding_s[stage], self._ties_s_HH[place].min())
         if self._all_hops_cross:
             out_s, in_s = (float(way_H[place]) for way_H in self._hops[1:])
             for stage in range(pp):
                 for hop, forward_s, backward_s in ((stage, out_s, in_s), ((stage - 1) % pp, in_s, out_s)):
-                    trials.forward_s_PK[hop, stage] = max(trials.forward_s_PK[hop, stage], forward_s)
-                    trials.backward_s_PK[hop, stage] = max(trials.backward_s_PK[hop, stage], backward_s)
+                    trials.forward_hop_s_PD[hop, stage] = max(trials.forward_hop_s_PD[hop, stage], forward_s)
+                    trials.backward_hop_s_PD[hop, stage] = max(trials.backward_hop_s_PD[hop, stage], backward_s)
         return trials
 
     def _of_rings(self) -> Iterator[BoundArgument]:
         """Argue that some stage has the slowest of all rings."""
         for ring in self._rings:
-            trials = self._mean.times(self._pp)
+            trials = copies(self._mean, self._pp)
             last_s = ring.tour.thresholds_s[-1]
             self._add_ring(trials, ring, last_s, has_best=True)
             words = f"some gradient ring needs a link no better than {self._link_words(ring.tour.cost_s_HH, last_s)}"
@@ -298,7 +277,7 @@ class BoundArguments:
     def _of_exchanges(self) -> Iterator[BoundArgument]:
         """Argue that some stage has the slowest group of a kind."""
         for name, tour in self._tours.items():
-            trials = self._one.times(self._pp)
+            trials = copies(self._one, self._pp)
             last_s = tour.thresholds_s[-1]
             self._exchange(trials, name, tour, last_s, own_rank=True)
             link = self._link_words(tour.cost_s_HH, last_s)
@@ -320,7 +299,7 @@ class BoundArguments:
             longest = int(fits.max())
             trials = []
             if dense:
-                trials.append(self._mean.times(self._pp))
+                trials.append(copies(self._mean, self._pp))
                 self._add_ring(trials[0], dense, cross_s, has_best=dense.tour.leaves_places)
             if longest and fits.sum() >= self._pp:
                 trials += self._with_parts(part_H, longest)
@@ -329,7 +308,7 @@ class BoundArguments:
             words += self._link_words(cost_s_HH, cross_s)
             yield BoundArgument(words=words, trials=side_by_side(trials))
 
-    def _with_parts(self, part_H: Ints, longest: int) -> Iterator[RaisedPrices]:
+    def _with_parts(self, part_H: Ints, longest: int) -> Iterator[Prices]:
         """Split all pipelines between parts after the same stages, so that each part has stages whole.
 
         Either the tied embedding is reduced between parts, or the pipelines return to their first part.
@@ -338,7 +317,7 @@ class BoundArguments:
         back = returning_splits(self._pp, longest, most=_SPLITS)
         trials = self._with_hops(self._mean, pipeline_splits(self._pp, longest, most=_SPLITS), hop_s)
         if self._model.work.traffic.embedding_bytes and back is not None:
-            trials.embedding_s_K[:] = np.maximum(trials.embedding_s_K, cheapest_between(self._ties_s_HH, part_H))
+            trials.embedding_s[:] = np.maximum(trials.embedding_s, cheapest_between(self._ties_s_HH, part_H))
             if back:
                 yield self._with_hops(self._mean, back, hop_s)
         yield trials
@@ -354,7 +333,7 @@ class BoundArguments:
             trials = self._with_hops(self._one, pipeline_splits(self._pp, self._per_place, most=_SPLITS), hop_s)
             yield BoundArgument(words=f"pipelines of {self._pp} stages leave their hosts", trials=trials)
 
-    def _add_ring(self, trials: RaisedPrices, ring: Ring, slowest_s: float, *, has_best: bool) -> None:
+    def _add_ring(self, trials: Prices, ring: Ring, slowest_s: float, *, has_best: bool) -> None:
         """In trial k, price the rings of rank k with a slow link, on which the ring's collective takes `slowest_s`.
 
         `has_best` says whether the trials contain the ring at its best link already.
@@ -362,10 +341,10 @@ class BoundArguments:
         more = ring.more_s_S(slowest_s)
         done = ring.more_s_S(ring.tour.thresholds_s[0]) if has_best else tuple(np.zeros_like(each) for each in more)
         stages = np.arange(len(more[0]))
-        for target_SK, more_S, done_S in zip((trials.reduce_s_SK, trials.gather_s_SK), more, done, strict=True):
+        for target_SK, more_S, done_S in zip((trials.reduce_s_S, trials.gather_s_S), more, done, strict=True):
             target_SK[stages, stages % self._pp] += np.maximum(more_S - done_S, 0.0)
 
-    def _exchange(self, trials: RaisedPrices, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:
+    def _exchange(self, trials: Prices, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:
         """Price the groups of a name with a slow link, on which the tour's collective takes `slowest_s`.
 
         With `own_rank`, trial k changes only the groups of pipeline rank k; otherwise it changes all ranks.
@@ -373,15 +352,15 @@ class BoundArguments:
         for index, item in enumerate(self._model.work.exchanges):
             if item.group == name:
                 seconds = tour.seconds(item.kind, item.size_bytes, slowest_s)
-                target_PK = trials.exchange_s_IPK[index]
+                target_PK = trials.exchange_s_PD[index]
                 if own_rank:
                     _at_own_rank(target_PK, seconds)
                 else:
                     np.maximum(target_PK, seconds, out=target_PK)
 
-    def _with_hops(self, trial: RaisedPrices, hops: Sequence[tuple[int, ...]], seconds: float) -> RaisedPrices:
+    def _with_hops(self, trial: Prices, hops: Sequence[tuple[int, ...]], seconds: float) -> Prices:
         """Return one trial for each set of hops, in which these hops take at least `seconds`."""
-        trials = [trial.times(1) for _ in hops]
+        trials = [copies(trial, 1) for _ in hops]
         for one, chosen in zip(trials, hops, strict=True):
             _raise(one, hops=chosen, seconds=seconds)
         return side_by_side(trials)
@@ -403,10 +382,10 @@ def _at_own_rank(target_PK: Floats, seconds: float) -> None:
     np.maximum(diagonal, seconds, out=diagonal)
 
 
-def _raise(trials: RaisedPrices, *, hops: range | tuple[int, ...], seconds: float) -> None:
+def _raise(trials: Prices, *, hops: range | tuple[int, ...], seconds: float) -> None:
     """Raise some hops to `seconds`, in both directions."""
     for hop in hops:
-        for target_PK in (trials.forward_s_PK, trials.backward_s_PK):
+        for target_PK in (trials.forward_hop_s_PD, trials.backward_hop_s_PD):
             np.maximum(target_PK[hop], seconds, out=target_PK[hop])
 
 
@@ -426,7 +405,7 @@ class Bound:
 
 def placement_bound_s(model: PlacementCost) -> Bound:
     """Bound the step time of a layout over all its placements."""
-    best, places = RaisedPrices.best(model), Places.of(model)
+    best, places = best_trial(model), Places.of(model)
     cases: list[list[BoundArgument]] = []
     for block in blocks(model.work.layout, places.devices):
         arguments = BoundArguments(places=places, best=best, unit=block.unit)
@@ -434,8 +413,8 @@ def placement_bound_s(model: PlacementCost) -> Bound:
         if len(places) > 1:
             cases[-1] += [arguments.crossing(names) for names in block.breaks]
     every = [argument for case in cases for argument in case]
-    seconds_K = side_by_side([argument.trials for argument in every]).steps_s_K(model.work)
-    ends = np.cumsum([len(argument.trials.embedding_s_K) for argument in every])
+    seconds_K = steps_s_K(model.work, side_by_side([argument.trials for argument in every]))
+    ends = np.cumsum([num_trials(argument.trials) for argument in every])
     least = iter([float(seconds_K[start:end].min()) for start, end in zip([0, *ends[:-1]], ends, strict=True)])
     least_s, words = min(
         (_largest([(next(least), one.words) for one in case]) for case in cases), key=lambda pair: pair[0]

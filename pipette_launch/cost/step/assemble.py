@@ -50,7 +50,7 @@ class StepEnd:
     reduce_s_VPN: Array
     gather_s_VPN: Array
     optimizer_s_PN: Array
-    embedding_s_N: float | Array
+    embedding_s_N: Array
     """Reduction of tied embedding gradients between the first and the last stage."""
     is_tied: bool = False
     """True if there are such gradients."""

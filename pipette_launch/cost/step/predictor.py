@@ -81,12 +81,7 @@ class PlacementCost:
     def prices(self, placement: Sequence[int] | Ints) -> Prices:
         """Price every group on its slots under a placement; `factor` is not included."""
         prices = self._prices(self._slot_KW(np.asarray(placement, dtype=np.int64)[None]))
-        return replace(
-            prices,
-            reduce_s_S=prices.reduce_s_S[:, 0],
-            gather_s_S=prices.gather_s_S[:, 0],
-            embedding_s=float(np.asarray(prices.embedding_s)[0]),
-        )
+        return replace(prices, reduce_s_S=prices.reduce_s_S[:, 0], gather_s_S=prices.gather_s_S[:, 0])
 
     def _slot_KW(self, placement_KW: Ints) -> Ints:
         """Return the slot of each RANK."""
@@ -219,7 +214,7 @@ def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices
         backward_hop_s_PD=hop_PK,
         reduce_s_S=once_a_step_SK(work.reduce_kind, work.gradient_bytes_S2),
         gather_s_S=once_a_step_SK(work.gather_kind, work.parameter_bytes_S2),
-        embedding_s=fabric.bound_s("all_reduce", 2, tied) if tied else 0.0,
+        embedding_s=np.array([fabric.bound_s("all_reduce", 2, tied) if tied else 0.0]),
     )
 
 

@@ -108,7 +108,7 @@ class Prices:
     """Seconds that the places of a layout's ranks put on its work.
 
     With K placements side by side, the replicas of each placement stand together on axis D. Arrays over S then have a
-    second axis K, and `embedding_s` has shape (K,).
+    second axis K.
     """
 
     slowness_PD: Array
@@ -121,7 +121,8 @@ class Prices:
     """The same links in the other direction."""
     reduce_s_S: Array
     gather_s_S: Array
-    embedding_s: float | Array
+    embedding_s: Array
+    """One entry for each placement."""
 
 
 def exposed_s(seconds: Array, hidden_s: float | Array) -> Array:

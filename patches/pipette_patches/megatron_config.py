@@ -381,11 +381,12 @@ def _recompute(layout: Layout) -> dict[str, Any]:
         case "selective":
             modules = list(recompute.modules) or ["core_attn"]
             return {"recompute_granularity": "selective", "recompute_modules": modules}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": recompute.method,
-        "recompute_num_layers": recompute.num_layers,
-    }
+        case "full":
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": recompute.method,
+                "recompute_num_layers": recompute.num_layers,
+            }
 
 
 def optimizer_config(job: Job, layout: Layout) -> Any:

@@ -375,7 +375,7 @@ class Coordinator:
 
     def _guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
         """Decide; after an error train with the user's own configuration, or stop if the user asked for that."""
-        self._planner.job = None
+        self._planner.forget_job()
         is_misuse = False
         try:
             return decide()

@@ -63,6 +63,10 @@ class Planner:
 
     # -- the job, for given hosts ---------------------------------------------------------------------------------
 
+    def forget_job(self) -> None:
+        """Forget the job of an earlier decision."""
+        self.job = None
+
     def read_job(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
         """Read the job for `world_size` ranks; raises what `megatron.read_job` does.
 

@@ -6,9 +6,8 @@ import os
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, OptionError, UsageError
@@ -153,13 +152,14 @@ def machines_of(
         ClusterError: the measured cluster has another size than the job.
 
     """
-    sizes = {
+    # Callers in Python may pass other types.
+    sizes: dict[str, tuple[Any, int]] = {
         "world_size": (world_size, MOST_RANKS),
         "num_hosts": (num_hosts, MOST_HOSTS),
         "devices_per_host": (devices_per_host, MOST_DEVICES),
     }
     for option, (value, most) in sizes.items():
-        if value is not None and not isinstance(value, Integral):
+        if value is not None and not hasattr(value, "__index__"):
             raise OptionError(option, f"must be a whole number, got {value!r}")
         if value is not None and not 1 <= value <= most:
             limit = "at least 1" if value < 1 else f"at most {most}"

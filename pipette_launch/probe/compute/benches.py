@@ -303,7 +303,7 @@ class LayerBench(Bench):
             _untimed_lap(work)
             self._stopwatch.settle()
             return work
-        return None
+        return None  # type: ignore[unreachable]
 
     def _build(self, case: ComputeCase, stack: ExitStack) -> Workload:
         needed_bytes = weight_bytes(self.options.job, case)
@@ -397,7 +397,7 @@ class LayerBench(Bench):
                 )
             )
             return True
-        return False
+        return False  # type: ignore[unreachable]
 
 
 def stage_turns(cases: Sequence[StageCase], slot: int, num_slots: int) -> tuple[StageCase | None, ...]:

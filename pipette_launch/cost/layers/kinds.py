@@ -1,7 +1,7 @@
 """The kinds of layers: the blocks of each kind, and the sums over its blocks.
 
-A new kind needs an entry in `KINDS` here, its name in `facts/model.py`, and its name as a timed part in
-`facts/measurements.py`. A new block is a class beside the others.
+A new kind needs its name in `facts/model.py` and an entry in `KINDS`. A new block is a class like `mamba.Mamba`, and an
+entry in `BLOCKS`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frozen facts, and the one file format."""
+"""Frozen facts on jobs, machines, measurements and plans, and their file format."""
 
 from pipette_launch.facts.cluster import Cluster, Device, Host, Links
 from pipette_launch.facts.job import Batch, Job

@@ -58,16 +58,9 @@ def check_order(
 ) -> Mismatch | None:
     """Run both collectives once at each size and compare every value, which encodes rank and position.
 
-    All members of the group call this, and run all sizes even after a mismatch, so that no member waits for another.
-
-    Args:
-        device: torch device of the tensors, such as `cuda` or `cpu`.
-        sizes_bytes: sizes of the full tensor, rounded down to a whole number of elements for each rank.
-        group: None = the default group.
-
-    Returns:
-        First mismatch in this rank's results; None if all values were exact.
-
+    All members of the group call this, and run all sizes even after a mismatch, so that no member waits for another. A
+    size is the size of the full tensor, rounded down to a whole number of elements for each rank. Returns the first
+    mismatch in this rank's results; None if all values were exact.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     mismatches: list[Mismatch] = []
@@ -93,9 +86,7 @@ def check_order(
 def main(arguments: Sequence[str]) -> int:
     """Check this host; returns the exit code, and prints one line on stderr if a collective is wrong or fails.
 
-    Args:
-        arguments: `cuda` or `cpu`, the size of tensor-parallel groups, and the RANKs of this host.
-
+    Arguments: `cuda` or `cpu`, the size of tensor-parallel groups, and the RANKs of this host.
     """
     try:
         kind, tp, *ranks = arguments

@@ -358,10 +358,7 @@ def in_step(
 
     `meter` measures rounds on this rank, and `merge` turns the samples of all slots into links between hosts. `decide`
     runs on rank 0 only, and may call its `Measure` any number of times, with at most `patience_s` between two calls.
-
-    Returns:
-        Samples that this rank sent, and on rank 0 the result of `decide`.
-
+    Returns the samples that this rank sent, and on rank 0 the result of `decide`.
     """
     mine: list[LinkSamples] = []
 
@@ -456,16 +453,10 @@ def assemble(
     versions: dict[str, str],
     taken_at: str,
 ) -> Measurements:
-    """Join the results of all workers.
+    """Join the results of all workers, in slot order.
 
-    Args:
-        options: the order of the warm-up.
-        results: one for each slot, in slot order.
-        dimensions: groups of slots whose collectives were timed.
-        earlier: links of an earlier warm-up, for links that were not measured now.
-        versions: from `inventory.versions`.
-        taken_at: UTC, ISO 8601.
-
+    `dimensions` are the groups of slots whose collectives were timed. `earlier` has links for those that were not
+    measured now. `taken_at` is UTC, ISO 8601.
     """
     links = found_links(options, results, earlier)
     notes = tuple(dict.fromkeys(note for result in results for note in result.notes))

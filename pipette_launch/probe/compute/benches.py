@@ -91,9 +91,7 @@ def weight_bytes(job: Job, case: ComputeCase) -> int:
 def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
     """Return a lower bound for a rank of a stage: weights of its layers, their gradients, optimizer states.
 
-    Raises:
-        LayoutError: the layout does not split the layers evenly.
-
+    Raises LayoutError if the layout does not split the layers evenly.
     """
     model = job.model
     layers = layout.stage_layers(model.num_layers)[pp_rank]

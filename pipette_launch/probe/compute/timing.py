@@ -194,9 +194,7 @@ def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, st
 def short_layer(job: Job, case: ComputeCase) -> Iterator[Part]:
     """Build a layer of this case, for one sample of few tokens, on a CPU; no process group may exist.
 
-    Raises:
-        WorkloadError: megatron-core refuses the case.
-
+    Raises WorkloadError if megatron-core refuses the case.
     """
     length = min(job.model.seq_length, TOKENS * case.tp * case.cp)
     short = replace(job, model=replace(job.model, seq_length=length))

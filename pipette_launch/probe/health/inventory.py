@@ -40,16 +40,8 @@ POLL_S = 0.5
 def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "cuda", "cpu"] = "auto") -> Host:
     """Describe this machine and the devices that the job uses, in the order of the local ranks.
 
-    Args:
-        name: of this node in the job.
-        address: at which its peers reach it.
-        num_devices: number of workers on this node.
-        device: `auto` = `cuda` if NVML shows a GPU to this process, else `cpu`.
-
-    Raises:
-        ClusterError: there are fewer GPUs than workers, or every GPU is broken.
-        UsageError: `cuda` without any GPU.
-
+    `device`: `auto` = `cuda` if NVML shows a GPU to this process, else `cpu`. Raises ClusterError if there are fewer
+    GPUs than workers or every GPU is broken, and UsageError for `cuda` without any GPU.
     """
     gpus, lost = ([], ()) if device == "cpu" else _gpus()
     broken = "".join(f"; {sentence}" for sentence in lost)
@@ -180,10 +172,7 @@ def conditions(
 
     If a device looks busy, the utilisation of all is read again after a second. Without persistence mode the first
     query starts the driver, which scrubs the memory and reports high utilisation (nvmlDeviceGetUtilizationRates).
-
-    Raises:
-        ClusterError: the host has GPUs, and NVML no longer answers.
-
+    Raises ClusterError if the host has GPUs and NVML no longer answers.
     """
     if host.devices[0].kind == "cpu":
         return tuple(DeviceCondition(uuid=device.uuid) for device in host.devices)
@@ -360,15 +349,11 @@ def await_memory(
     """Wait until no GPU of a host holds noticeably more memory than before the warm-up: the training needs it.
 
     A driver frees the memory of a process some time after its end, and a child that a worker left behind may hold
-    memory for ever.
+    memory for ever. `host` describes this machine before the warm-up. Functions: `used_bytes` returns the memory in use
+    on the GPU with a UUID, `holders` a sentence for each process that holds memory of a host's devices.
 
-    `host` describes this machine before the warm-up. Functions: `used_bytes` returns the memory in use on the GPU with
-    a UUID, `holders` a sentence for each process that holds memory of a host's devices.
-
-    Returns:
-        A sentence for each device that stayed full, and for each process that holds its memory. Empty if all is well,
-        and on a CPU, where the kernel takes memory back before anyone can see the end of a process.
-
+    Returns a sentence for each device that stayed full, and for each process that holds its memory. Empty if all is
+    well, and on a CPU, where the kernel takes memory back before anyone can see the end of a process.
     """
     ends_s = clock() + deadline_s
     full = [device for device in host.devices if device.kind == "cuda"]

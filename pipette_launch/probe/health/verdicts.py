@@ -132,13 +132,9 @@ def suspect_links(bandwidth_HH: Matrix) -> tuple[Pair, ...]:
 def confirmed_links(bandwidth_HH: Matrix, again_HH: Matrix, *, times: int = 1) -> tuple[SlowLink, ...]:
     """Return the links that all measurements together find slow, worst first; without links of slow hosts.
 
-    Args:
-        bandwidth_HH: the first measurement, as for `suspect_links`.
-        again_HH: the second measurement.
-        times: number of measurements of which each entry of `again_HH` is the geometric mean. If measurements scatter
-            by 10 %, one finds half of the links at 0.6 of their peers' rate, and three find four of five
-            (bench_health).
-
+    Each entry of `again_HH`, the second measurement, is the geometric mean of `times` measurements. If measurements
+    scatter by 10 %, one finds half of the links at 0.6 of their peers' rate, and three find four of five
+    (bench_health).
     """
     known, second = _links(bandwidth_HH), _links(again_HH)
     excess, scale = _excess(known)
@@ -184,11 +180,8 @@ def suspect_slots(
 ) -> dict[int, float]:
     """Return the slots to time again, slowest first, each with the usual seconds of its peers.
 
-    Args:
-        seconds_S: time of the same work on every slot.
-        device_kind: CPUs share cores and so differ more.
-        alike_S: device types; only slots of one type are peers; empty = all slots.
-
+    All slots did the same work in `seconds_S`. Only slots of one device type, `alike_S`, are peers; empty = all slots.
+    CPUs share cores and so differ more.
     """
     name_S = np.array(alike_S or [""] * len(seconds_S))
     found: list[tuple[float, int, float]] = []
@@ -332,7 +325,7 @@ class _PlacedDevice:
 def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]) -> tuple[Verdict, ...]:
     """Compare all devices by their drivers' reports before the job, and return the verdicts, faults first.
 
-    `conditions` has those of each host's devices, in the order of the local ranks; empty = not known.
+    `conditions` are by host, then by device in the order of the local ranks; empty = not known.
     """
     devices = [
         _PlacedDevice(host.name, index, *figures)

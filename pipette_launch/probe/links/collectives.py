@@ -63,12 +63,8 @@ def measure(
     """Time each kind of each dimension; every rank calls this, even if it is in no group.
 
     The most important dimensions come first, and the first one is timed in any case. `first` is its index in the
-    samples.
-
-    Returns:
-        Samples, with notes on what could not be measured; and the number of groups that this worker opened. Groups stay
-        open until the group of all ranks is closed.
-
+    samples. Returns samples, with notes on what could not be measured, and the number of groups that this worker
+    opened. Groups stay open until the group of all ranks is closed.
     """
     found: list[GroupSamples] = []
     notes: list[str] = []

@@ -178,11 +178,8 @@ def found_links(
 ) -> FoundLinks:
     """Turn the samples of all workers into matrices of links.
 
-    A link that was not measured now is taken from an earlier warm-up, or estimated.
-
-    Raises:
-        ProbeError: no link between hosts, or none within a host, was measured.
-
+    A link that was not measured now is taken from an earlier warm-up, or estimated. Raises ProbeError if no link
+    between hosts, or none within a host, was measured.
     """
     book = LinkBook.of(link for result in results for link in result.links)
     best, size, num_hosts = book.best(), options.devices_per_host, len(options.hosts)

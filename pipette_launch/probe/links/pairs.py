@@ -302,11 +302,8 @@ class LinkMeter:
         """Measure pairs of hosts, all rails at once, or pairs of local devices, in every host at once.
 
         `rounds` has disjoint pairs of hosts, or of local devices with `within`. Progress and error messages have the
-        round as `first` of `of`; 0 = the length of `rounds`.
-
-        Raises:
-            ProbeError: a partner did not answer by the deadline; the message has its slot and the round.
-
+        round as `first` of `of`; 0 = the length of `rounds`. Raises ProbeError with a slot and the round if a partner
+        does not answer by the deadline.
         """
         num_hosts, size = len(self.options.hosts), self.options.devices_per_host
         found: list[LinkSamples] = []

@@ -109,7 +109,7 @@ def try_all(job: Job, measured: Measurements, plan: Plan) -> tuple[int, float, L
         devices_per_host=DEVICES,
         device_kind="cuda",
         table=inputs.predictor.compute,
-        rooms=inputs.rooms,
+        domains=inputs.domains,
     )
     frontier = Frontier(inputs, found, BoundColumns.of(job, measured, inputs.predictor))
     least_s, fastest = plan.chosen.step_time_s, plan.chosen.layout

@@ -116,7 +116,7 @@ class SearchInputs:
         return self.measurements.cluster
 
     @property
-    def rooms(self) -> Domains:
+    def domains(self) -> Domains:
         """Hosts and NVLink domains of the allocation."""
         return Domains.of(self.cluster)
 
@@ -124,7 +124,7 @@ class SearchInputs:
         """Return the ranks that the job's flags need together; raises LayoutError if the hosts cannot hold them so."""
         if self.cluster.device_kind != "cuda":
             return ()
-        return blocks_of(self.job.model, performance_options(self.job), layout, self.rooms)
+        return blocks_of(self.job.model, performance_options(self.job), layout, self.domains)
 
     def limit_bytes(self, layout: Layout) -> int:
         """Return the bytes that a rank's tensors may need: free memory, less margin and overhead."""
@@ -145,7 +145,7 @@ class SearchInputs:
         """Ranks that must lie together, but that the user's own layout splits in torchrun's order."""
         if self.own_fault is not None or self.job.own_refusal:
             return None
-        split = self.rooms.split(self.blocks(self.job.own), host_order(self.cluster.num_slots))
+        split = self.domains.split(self.blocks(self.job.own), host_order(self.cluster.num_slots))
         if split is None:
             return None
         return f"in torchrun's order it splits {split.words}, and {split.asked_by} needs each inside {split.inside}"

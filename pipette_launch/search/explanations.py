@@ -413,5 +413,5 @@ def _legal(job: Job, inputs: SearchInputs, world_size: int) -> BaseLayouts:
         world_size=world_size,
         devices_per_host=inputs.cluster.devices_per_host,
         device_kind=inputs.cluster.device_kind,
-        rooms=inputs.rooms.first(world_size // inputs.cluster.devices_per_host),
+        domains=inputs.domains.first(world_size // inputs.cluster.devices_per_host),
     )

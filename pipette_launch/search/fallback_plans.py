@@ -333,7 +333,7 @@ def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
         world_size=cluster.num_slots,
         devices_per_host=cluster.devices_per_host,
         device_kind=cluster.device_kind,
-        rooms=Domains.of(cluster),
+        domains=Domains.of(cluster),
     )
     if not len(found):
         # A search would spend time on remedies.

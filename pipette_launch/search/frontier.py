@@ -64,8 +64,6 @@ class Frontier:
         self._bounds = bounds
         self._is_late: Callable[[], bool] = lambda: False
         self.dropped: Counter[str] = Counter()
-        self.num_met = 0
-        """Variants that were listed."""
         rough_N = _rough_N(base.columns, bounds) * inputs.predictor.step_factor
         unknown = np.flatnonzero(np.isnan(rough_N))
         if len(unknown):
@@ -177,15 +175,13 @@ class Frontier:
     def _could_fit_N(self, rows: Ints) -> NDArray[np.bool_]:
         """Return whether base layouts fit without activations; the variants of the others count as over the limit.
 
-        No variant needs less than the leanest one without activations. If memory is short, most base layouts fail even
+        No variant needs less than the leanest variant without activations. If memory is short, most of them fail even
         so, and this check costs less than listing and bounding their variants.
         """
         lean = self._base.tables.leanest(self._base.columns.take(rows))
         fits_N = self._fits_N(lean.without_recompute(), live=0.0)
         if not fits_N.all():
-            num_over = len(self._base.variants(rows[~fits_N])[0])
-            self.num_met += num_over
-            self.dropped[OVER_MEMORY] += num_over
+            self.dropped[OVER_MEMORY] += len(self._base.variants(rows[~fits_N])[0])
         return fits_N
 
     def _could_win(self, rows: Ints, below_s: float) -> Ints:
@@ -200,7 +196,6 @@ class Frontier:
         predictor = self._inputs.predictor
         _, columns = self._base.variants(rows)
         least_M = self._bounds.of_columns(columns) * predictor.step_factor
-        self.num_met += len(columns)
         hopeful = np.flatnonzero(least_M < below_s)
         fits = self._fits_N(columns.take(hopeful))
         self.dropped[OVER_MEMORY] += int((~fits).sum())

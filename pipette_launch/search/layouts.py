@@ -314,7 +314,7 @@ def base_layouts(
     devices_per_host: int,
     device_kind: str,
     table: ComputeTable | None = None,
-    rooms: Domains | None = None,
+    domains: Domains | None = None,
 ) -> BaseLayouts:
     """List the legal degrees, layer splits and micro-batches of a job.
 
@@ -327,10 +327,10 @@ def base_layouts(
         devices_per_host: slots of one host.
         device_kind: `cuda` or `cpu`.
         table: measured times, by which uneven stages are balanced; FLOPs are used without them.
-        rooms: hosts and NVLink domains; None if domains are unknown.
+        domains: hosts and NVLink domains; None if domains are unknown.
 
     """
-    rules = Rules.of(job, device_kind=device_kind, rooms=rooms or Domains(devices_per_host=devices_per_host))
+    rules = Rules.of(job, device_kind=device_kind, rooms=domains or Domains(devices_per_host=devices_per_host))
     dropped: Counter[str] = Counter()
     grids, chunks_and_batches = _ExpertGrids(rules), _ChunksAndBatches(rules, table)
     dense_D4 = np.array([*_dense_degrees(rules, world_size, dropped)], dtype=np.int64).reshape(-1, 4)

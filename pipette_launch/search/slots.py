@@ -102,8 +102,8 @@ class Slots:
         if not self.keeps_residues:
             return True
         if self.blocks:
-            rooms = Domains(devices_per_host=self.devices_per_host, domain_H=self.domain_H)
-            if rooms.split(self.blocks, placement):
+            domains = Domains(devices_per_host=self.devices_per_host, domain_H=self.domain_H)
+            if domains.split(self.blocks, placement):
                 return False
         residue_HD = np.asarray(placement).reshape(self.num_hosts, -1) % self.devices_per_host
         return bool((np.sort(residue_HD, axis=1) == np.arange(self.devices_per_host)).all())

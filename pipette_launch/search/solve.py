@@ -345,7 +345,7 @@ def solve(
         devices_per_host=cluster.devices_per_host,
         device_kind=cluster.device_kind,
         table=inputs.predictor.compute,
-        rooms=inputs.rooms,
+        domains=inputs.domains,
     )
     inputs = replace(inputs, own_fault=base.own_fault)
 

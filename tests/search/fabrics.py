@@ -1,4 +1,4 @@
-"""Imagined fabrics with known racks and pods, for whatever has to find or use them."""
+"""Imagined fabrics with known racks and pods, for tests that find or use them."""
 
 from __future__ import annotations
 

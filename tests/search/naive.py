@@ -153,7 +153,7 @@ def saver_holds(job: Job, cut: Layout, saver: MemoryOptions, *, kind: str) -> It
     overlap = (saver.overlap_grad_reduce, saver.overlap_param_gather)
     yield not saver.sequence_parallel or (kind == "cuda" and cut.tp > 1 and model.seq_length // cut.cp % cut.tp == 0)
     yield saver.sequence_parallel or cut.tp == 1 or not model.num_experts
-    # Where sequences can be split they are: layers are timed so.
+    # Sequence parallelism is on wherever it is legal, as layers are timed so.
     yield saver.sequence_parallel or kind != "cuda" or cut.tp == 1 or bool(model.seq_length // cut.cp % cut.tp)
     yield not sharded or (job.optimizer == "adam" and replicas > 1)
     yield overlap != (False, True)

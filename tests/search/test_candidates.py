@@ -1,4 +1,4 @@
-"""What fits, what comes first, and how far layouts lie apart."""
+"""Memory limits, prices of single layouts, and distances of layouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 
 def test_the_limit_leaves_margin_and_overhead() -> None:
-    """Of 8 GiB a quarter stays free, and 1 GiB is what communicators and context took."""
+    """A quarter of 8 GiB stays free, and communicators and context take 1 GiB."""
     measurements = replace(tiny_measurements(tiny_cluster(memory_bytes=8 * GIB)), overhead_bytes=GIB)
 
     assert memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.25) == 5 * GIB
@@ -40,7 +40,7 @@ def test_memory_that_another_process_holds_is_not_ours() -> None:
 
 
 def test_on_gpus_the_limit_leaves_the_allocators_reserve_too() -> None:
-    """Of 8 GiB 1 GiB is context; the rest is divided by 1.03, and 64 MiB of it are workspaces."""
+    """1 GiB of 8 GiB is context; the rest is divided by 1.03, and 64 MiB are workspaces."""
     measurements = replace(tiny_measurements(on_gpus(tiny_cluster(memory_bytes=8 * GIB))), overhead_bytes=GIB)
     limit = memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.0)
 
@@ -105,7 +105,7 @@ def test_a_layout_gets_the_same_result_whatever_was_done_before_it() -> None:
 
 
 def test_what_cannot_win_is_not_priced() -> None:
-    """A layout whose bound is no better than what is to be beaten comes back with its bound alone."""
+    """A layout whose bound cannot beat the given step time is returned with its bound only."""
     inputs = SearchInputs.of(tiny_job(4), tiny_measurements(tiny_cluster()), memory_margin=0.08)
     layout = inputs.job.own
     bound_s = inputs.predictor.bound_s(layout)

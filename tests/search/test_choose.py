@@ -26,7 +26,7 @@ def test_axes_are_what_goes_beyond_data_parallelism() -> None:
 
 
 def test_the_simplest_of_equally_fast_plans_is_chosen_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where half a step counts as nothing, the plan has fewer axes than the fastest and names it; not at margin 0."""
+    """If differences of half a step count as equal, the plan has fewer axes than the fastest; not at margin 0."""
     job, measurements = tiny_job(4, own=Layout(pp=4)), tiny_measurements(two_racks())
     fastest = planned(job, measurements).chosen
     for module in (choose, explanations):
@@ -42,7 +42,7 @@ def test_the_simplest_of_equally_fast_plans_is_chosen_and_said(monkeypatch: pyte
 
 
 def test_other_degrees_must_save_more_than_their_predictions_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that is nearly the whole step the user's degrees stay, and the plan says why; not at margin 0."""
+    """With an error of nearly the whole step the user's degrees stay, with the reason; not at margin 0."""
     job, measured = tiny_job(4, own=Layout(pp=4), pinned=("micro_batch_size",)), tiny_measurements(two_racks())
     usual = planned(job, measured)
     monkeypatch.setattr(learned, "SHAPE_ERROR", 0.99)
@@ -94,7 +94,7 @@ def test_of_placements_that_count_as_equal_torchruns_order_is_chosen_and_said() 
 
 
 def test_a_gain_that_what_was_carried_over_could_eat_up_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where carried times may be off by half, a micro-batch that was not measured is not taken; not at margin 0."""
+    """If extrapolated times may be off by half, an unmeasured micro-batch is not chosen; at margin 0 it is."""
     pinned = ("tp", "pp", "cp", "vpp", "use_distributed_optimizer", "overlap_grad_reduce", "recompute")
     job = tiny_job(4, own=Layout(pp=4, micro_batch_size=2), pinned=pinned)
     measured = tiny_measurements(tiny_cluster(2, 2))

@@ -32,7 +32,7 @@ def test_what_is_not_modelled_is_listed() -> None:
 
 
 def test_another_layout_draws_other_random_numbers() -> None:
-    """A change of tensor or pipeline degree is told; a change of place alone is not."""
+    """A note names a change of tensor or pipeline degree, but not a change of placement alone."""
     job = tiny_job(4, pinned=("dp", "ep", "cp", "vpp", "micro_batch_size", "tp"))
     moved = planned(pipeline_job(), tiny_measurements(two_racks()))
     changed = planned(tiny_job(4))
@@ -93,7 +93,7 @@ LONG: dict[str, Any] = {
 
 
 def message(job: object, measurements: object, **options: float) -> str:
-    """What the planner says when it gives up."""
+    """The error message of a job without a plan."""
     with pytest.raises(PlanError) as caught:
         planned(job, measurements, **options)  # type: ignore[arg-type]
     return str(caught.value)
@@ -119,7 +119,7 @@ def test_a_world_that_no_layout_fits_proposes_a_smaller_one() -> None:
 
 
 def test_too_little_memory_names_the_leanest_layout() -> None:
-    """How much it needs, how much there is, and by how much that falls short."""
+    """The error names the need, the available memory and the missing memory."""
     job = tiny_job(4, pinned=ALL_FIELDS)
     text = message(job, tiny_measurements(tiny_cluster(memory_bytes=1 << 20)))
 
@@ -151,7 +151,7 @@ def test_more_hosts_are_proposed_where_they_help() -> None:
 
 
 def test_the_data_loaders_mask_is_proposed_to_be_left_out_where_that_helps() -> None:
-    """16 MiB of a mask of 4096 x 4096 do not fit; a job without one fits, and so does one that is told to make none."""
+    """A mask of 4096 x 4096 takes 16 MiB and does not fit; jobs without a mask fit."""
     job = tiny_job(4, model=tiny_model(**LONG), pinned=ALL_FIELDS)
     bare = replace(job, performance_flags=("--no-create-attention-mask-in-dataloader",))
     limit = max(planned(bare).own.peak_memory_bytes)

@@ -27,7 +27,7 @@ def of_hosts(hosts: int, *, least: int = 2) -> float:
 
 
 def test_short_pipelines_on_fewer_hosts_come_before_deep_ones_on_more() -> None:
-    """The order is that of the step times that whole searches found: 0.91, 1.22, 1.31, 1.50, 1.71 and 2.08 s."""
+    """The order agrees with the step times of whole searches: 0.91, 1.22, 1.31, 1.50, 1.71 and 2.08 s."""
     assert [64, 56, 48, 60, 32, 62] == sorted((32, 48, 56, 60, 62, 64), key=of_hosts)
 
 
@@ -79,7 +79,7 @@ def templated(
 
 
 def world(hosts: int, batch: int, **changes: object) -> tuple[Plan, Measurements]:
-    """A plan for equal hosts of two devices, and what was measured of them."""
+    """A plan for equal hosts of two devices, and their measurements."""
     measurements = tiny_measurements(tiny_cluster(hosts))
     job = tiny_job(2 * hosts, batch=Batch(global_batch_size=batch), **changes)
     return planned(job, measurements), measurements
@@ -98,7 +98,7 @@ def test_each_loss_has_its_plan() -> None:
 
 @pytest.mark.parametrize(("tolerate", "least", "sizes"), [(0, 1, []), (2, 3, [3]), (3, 4, []), (9, 1, [3, 2, 1])])
 def test_min_of_nnodes_bounds_the_plans(tolerate: int, least: int, sizes: list[int]) -> None:
-    """There is none below it, and what that means is said where more was asked for."""
+    """No plan is for fewer hosts, and a note explains the effect if more losses should be tolerated."""
     plan, measurements = world(4, 24)
     made = templated(plan, measurements, batch=24, tolerate=tolerate, least=least)
 
@@ -107,7 +107,7 @@ def test_min_of_nnodes_bounds_the_plans(tolerate: int, least: int, sizes: list[i
 
 
 def test_a_batch_that_does_not_divide_leaves_a_host_idle() -> None:
-    """Of three hosts two train, and a note says why; nothing is made twice."""
+    """Two of three hosts train, with the reason in a note; no plan is made twice."""
     plan, measurements = world(4, 8, pinned=("tp", "pp", "cp"))
     made = templated(plan, measurements, batch=8, tolerate=2, read=job_of(8, pinned=("tp", "pp", "cp")))
     notes = [note for note in made.notes if note.startswith("There is no plan for 3 hosts")]
@@ -143,7 +143,7 @@ def test_fewer_hosts_train_where_that_is_quicker() -> None:
 
 
 def test_templates_keep_what_the_checkpoint_keeps() -> None:
-    """Whatever would be faster; a note says which flag lets all of it change."""
+    """Even if another layout would be faster; a note names the flag that allows it."""
     plan, measurements = world(4, 24, own=Layout(tp=2, dp=4), pinned=("tp", "pp"))
     made = templated(plan, measurements, batch=24, tolerate=3, continuation=FIXED)
 
@@ -166,7 +166,7 @@ def two_candidates(second_s: float) -> tuple[Plan, Measurements]:
 
 @pytest.mark.parametrize(("second_s", "is_second"), [(1.04, True), (1.06, False)])
 def test_a_plan_that_can_lose_a_host_is_chosen_if_it_is_nearly_as_fast(second_s: float, is_second: bool) -> None:
-    """Plan and templates are chosen together, because checkpoints tie them; else the notes say what a loss means."""
+    """Plan and fallback plans are chosen together, as checkpoints tie them; else notes explain the effect of a loss."""
     plan, measurements = two_candidates(second_s)
     made = templated(plan, measurements, batch=24, least=3, continuation=FIXED)
 
@@ -180,7 +180,7 @@ def test_a_plan_that_can_lose_a_host_is_chosen_if_it_is_nearly_as_fast(second_s:
 
 
 def test_tp_and_pp_stay_if_that_is_nearly_as_fast() -> None:
-    """Checkpoints of the same sizes load faster, so of plans within 5 % the one that keeps them is taken."""
+    """Checkpoints of the same sizes load faster, so a plan within 5 % that keeps them is chosen."""
     plan, measurements = world(4, 24, own=Layout(pp=2, dp=4), pinned=("tp", "pp"))
     free = templated(plan, measurements, batch=24)
     job = replace(job_of(24)(3), own=Layout(pp=2, dp=3), pinned=("pp", "tp"))
@@ -264,7 +264,7 @@ def test_templates_keep_ranks_together() -> None:
 
 
 def test_a_host_of_another_domain_changes_the_places() -> None:
-    """What the hosts that are left cannot keep together is placed anew, or is no plan for them."""
+    """If the remaining hosts cannot keep blocks together, ranks are placed again or there is no plan."""
     job = replace(expert_job(4), own=Layout(dp=8, ep=4))
     before, after = (with_experts(tiny_measurements(nvlink_racks(4, 2, 2, seed=seed))) for seed in (0, 1))
     chosen = planned(replace(job, pinned=("ep", "pp", "tp", "cp")), before).chosen

@@ -46,7 +46,7 @@ def every_layout(job: Job, inputs: SearchInputs) -> list[Layout]:
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_all_that_fit_come_once_by_rising_bound(share: float) -> None:
-    """Whatever memory there is, all come but those that only recompute more than another that fits."""
+    """At any memory limit all layouts are returned, except those that only recompute more than another."""
     job = tiny_job(4)
     _, _, roomy = opened(job)
     needs = sorted(max(roomy.predictor.peaks(layout)) for layout in every_layout(job, roomy))
@@ -77,12 +77,12 @@ def test_what_cannot_win_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = frontier.take(MANY, below_s=limit_s)
 
     assert [one.least_s for one in taken] == [bound_s for bound_s in bounds_s if bound_s < limit_s]
-    assert frontier.num_met < everything.num_met
+    assert frontier._num_opened < everything._num_opened
     assert frontier.least_s >= frontier._next_rough_s >= 0
 
 
 def test_once_it_is_late_nothing_more_is_opened() -> None:
-    """What is left is not forgotten: its bound still counts."""
+    """The bound of unopened layouts still counts."""
     frontier, _, _ = opened(tiny_job(4))
     frontier.hurry_when(lambda: True)
 

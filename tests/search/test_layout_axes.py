@@ -187,7 +187,7 @@ def test_either_rank_order_reaches_every_price(rng: random.Random, sizes: tuple[
 @settings(max_examples=20, deadline=None)
 @given(naive.cases(), st.data())
 def test_too_many_cuts_are_thinned_out_and_counted(case: naive.Case, data: st.DataObject) -> None:
-    """What is set aside is told by number, and what stays is what would have been there."""
+    """Layouts that were set aside are counted, and the others are unchanged."""
     job, world_size, kind = case
     whole = base_layouts(job, world_size=world_size, devices_per_host=1, device_kind=kind)
     with pytest.MonkeyPatch.context() as patch:
@@ -258,7 +258,7 @@ def test_groups_of_micro_batches(pp: int, vpp: int, many: int, expected: tuple[i
 
 
 def test_virtual_stages() -> None:
-    """What divides a stage's layers, and powers of two."""
+    """Divisors of a stage's layers, and powers of two."""
     job = tiny_job(4, model=tiny_model(num_layers=12))
 
     assert [(1,), (1, 2, 3, 4, 6), (1, 2)] == [virtual_stages(job, pp) for pp in (1, 2, 5)]

@@ -35,7 +35,7 @@ NO_SAVERS: dict[str, Any] = {name: getattr(Layout(), name) for name in MemoryOpt
 
 
 def found_in(case: naive.Case) -> BaseLayouts:
-    """What the enumeration makes of a case."""
+    """The layouts that the product lists for a case."""
     job, world_size, kind = case
     return base_layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
 
@@ -122,7 +122,7 @@ def test_pins_hold(case: naive.Case, data: st.DataObject) -> None:
 
 
 def test_everything_pinned_leaves_the_own_layout() -> None:
-    """Where the user fixed all, there is nothing to search."""
+    """With all fields pinned there is nothing to search."""
     job = tiny_job(4, pinned=tuple(field.name for field in fields(Layout)))
 
     found = legal_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
@@ -142,7 +142,7 @@ def test_everything_pinned_leaves_the_own_layout() -> None:
     ],
 )
 def test_a_dropped_layout_has_a_reason(changes: dict[str, object], reason: str) -> None:
-    """What falls out is counted under the constraint that it breaks."""
+    """Refused layouts are counted by the rule that they break."""
     found = base_layouts(tiny_job(4, model=tiny_model(**changes)), world_size=4, devices_per_host=4, device_kind="cpu")
 
     assert found.dropped[reason] > 0
@@ -287,7 +287,7 @@ def test_micro_batches_worth_trying() -> None:
 
 
 def test_compute_cases_start_with_the_users_own() -> None:
-    """What the user runs is measured first, then what is likely to run best, each once."""
+    """The user's own case is measured first, then the most promising cases, each once."""
     own = Layout(tp=2, dp=1, micro_batch_size=1)
     others = (Layout(dp=2, micro_batch_size=4), Layout(dp=2, micro_batch_size=2), Layout(pp=2, micro_batch_size=2))
 

@@ -1,4 +1,4 @@
-"""The hierarchy of a fabric is found in the matrix of its links, whatever the order of its hosts."""
+"""The hierarchy of a fabric is found in the matrix of its links, for any order of its hosts."""
 
 from __future__ import annotations
 

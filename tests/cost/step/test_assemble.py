@@ -36,7 +36,7 @@ def test_undominated_replicas_by_hand() -> None:
 
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(0, 10**6))
 def test_every_replica_is_below_one_that_stays(replicas: int, entries: int, seed: int) -> None:
-    """So leaving the others out changes no maximum."""
+    """Leaving the other replicas out changes no maximum."""
     times = np.random.default_rng(seed).integers(0, 4, (entries, replicas)).astype(np.float64)
     kept = times[:, undominated(times)]
 

@@ -32,7 +32,7 @@ def soft_maxima(flows: Flows, place_Q: np.ndarray, softness_s: float) -> np.ndar
 
 
 def rises(prices: SwapPrices, here: Position, one_P: np.ndarray, two_P: np.ndarray, softness_s: float) -> np.ndarray:
-    """What swaps would add to the soft maxima."""
+    """Seconds that swaps add to the soft maxima."""
     return prices.rises(here, one_P, two_P, prices.shares(here, softness_s), softness_s)
 
 
@@ -49,7 +49,7 @@ def test_a_swap_costs_what_the_whole_price_says(seed: int, seats: int, softness_
         after_Q = before_Q.copy()
         after_Q[[one, two]] = before_Q[[two, one]]
         change_N = soft_maxima(flows, after_Q, softness_s) - soft_maxima(flows, before_Q, softness_s)
-        # What is far beyond any temperature is cut short.
+        # Values far beyond any temperature are limited.
         assume((np.abs(change_N) < 20 * softness_s).all() or flows.num_groups == flows.num_families)
 
         assert change_N.sum() == pytest.approx(rise, abs=3e-5)
@@ -58,7 +58,7 @@ def test_a_swap_costs_what_the_whole_price_says(seed: int, seats: int, softness_
 @given(st.integers(0, 10_000), st.integers(6, 40))
 @settings(max_examples=30)
 def test_swaps_made_together_add_up(seed: int, seats: int) -> None:
-    """Of a plain sum, all swaps of a batch together change it by the sum of what each alone would."""
+    """The swaps of a batch change a plain sum by the sum of their single changes."""
     rng = np.random.default_rng(seed)
     flows = summed(any_flows(rng, seats))
     prices = SwapPrices(flows)
@@ -81,7 +81,7 @@ def test_swaps_made_together_add_up(seed: int, seats: int) -> None:
 def test_swaps_cost_in_c_what_they_cost_in_numpy(
     monkeypatch: pytest.MonkeyPatch, seed: int, seats: int, softness_s: float
 ) -> None:
-    """But for float32's rounding, of any problem, soft or hard, whatever the bijection."""
+    """Equal up to float32 rounding for any problem, softness and bijection."""
     rng = np.random.default_rng(seed)
     flows = any_flows(rng, seats)
     prices = SwapPrices(flows)
@@ -138,7 +138,7 @@ def descended(
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 12), st.integers(0, 1000), st.integers(0, 40))
 def test_it_is_never_worse_than_its_start(half: int, seed: int, asked: int) -> None:
-    """Whatever the time, what comes back is a bijection that costs what it says and no more than the start."""
+    """At any deadline the result is a bijection with its stated cost, at most the cost of the start."""
     flows = rings_and_paths(2 * half, seed)
 
     found = descended(flows, seed=seed, is_late=after(asked))
@@ -195,7 +195,7 @@ def test_nothing_to_move_ends_at_once(hosts: int) -> None:
 @given(st.integers(0, 10_000), st.integers(2, 30))
 @settings(max_examples=20, deadline=None)
 def test_any_problem_keeps_its_cost(seed: int, seats: int) -> None:
-    """Families of one group and of several, in both directions: the result costs what is said, and no more."""
+    """Families of one and of several groups, in both directions: the stated cost is exact."""
     flows = any_flows(np.random.default_rng(seed), seats)
     found = descended(flows, seed=seed)
 

@@ -1,4 +1,4 @@
-"""Prices of bijections are what the definition says, digit for digit whichever way they are asked for."""
+"""Prices of bijections follow the definition, with the same digits alone and together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_cost_is_the_sum_of_the_largest_groups(seed: int, seats: int) -> Non
 
 @given(st.integers(0, 10_000), st.integers(2, 9), st.integers(1, 5))
 def test_many_prices_have_the_digits_of_one(seed: int, seats: int, count: int) -> None:
-    """Whether bijections are priced alone or together makes no difference at all."""
+    """Bijections have the same digits priced alone and together."""
     rng = np.random.default_rng(seed)
     flows = any_flows(rng, seats)
     place_KQ = np.array([rng.permutation(seats) for _ in range(count)])
@@ -69,7 +69,7 @@ def test_a_ring_and_a_path_by_hand() -> None:
 
 
 def test_its_arrays_are_its_own() -> None:
-    """What the caller does to an array afterwards does not reach the problem, and nobody can write to it."""
+    """Later changes to an array do not reach the problem, and its arrays are read-only."""
     seconds_HH = np.ones((3, 3))
     flows = ring_and_path(seconds_HH)
     seconds_HH[:] = 7

@@ -15,8 +15,8 @@ from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.parameters import word_embedding_parameters
 from pipette_launch.facts import Layout
 
-ROOT = Path(__file__).parents[3]
-WORKER = Path(__file__).parents[1] / "workload_worker.py"
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).parents[0] / "workload_worker.py"
 
 
 @pytest.fixture(scope="module")

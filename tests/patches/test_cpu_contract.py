@@ -1,4 +1,4 @@
-"""Everything of Megatron that `cpu_backend` replaces is there, with the parameters that we count on."""
+"""Megatron has every attribute that `cpu_backend` replaces, with the expected parameters."""
 
 import ast
 import importlib.util

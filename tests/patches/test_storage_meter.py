@@ -1,4 +1,4 @@
-"""Bytes of abstract tensors: what lives, what died, and what only seems to be new."""
+"""Bytes of abstract tensors: live, freed, and shared storages."""
 
 from itertools import product
 

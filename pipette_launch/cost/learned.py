@@ -219,11 +219,8 @@ class CorrectedPredictor(Predictor):
     def fullest_N(self, columns: LayoutColumns, *, live: float = 1.0) -> NDArray[np.float64]:
         """Return the largest of the `peaks` of each of N layouts.
 
-        Args:
-            columns: the layouts.
-            live: share of the activations under Megatron's own schedule that another schedule keeps. Below 1, measured
-                peaks are not used, because they hold for Megatron's schedule.
-
+        `live` is the share of the activations under Megatron's own schedule that another schedule keeps. Below 1,
+        measured peaks are not used, because they hold for Megatron's schedule.
         """
         if not len(columns):
             return np.zeros(0)
@@ -283,13 +280,8 @@ class Uncertainty:
         """Return the standard error of a step, in seconds, due to times that were carried over from other shapes.
 
         It is 0 if all times were measured, and if no compute time and no collective was measured: then no step is
-        better known than another.
-
-        Args:
-            layout: the layout.
-            placement: RANK of each slot.
-            parts_s: the parts of the step (`StepTime.breakdown_s`).
-
+        better known than another. `placement` has the RANK of each slot, `parts_s` the parts of the step
+        (`StepTime.breakdown_s`).
         """
         _, is_modelled = self._errors.get(case_of(layout), (0.0, True))
         computed_s = sum(parts_s.get(name, 0.0) for name in COMPUTED) if self._has_measured and is_modelled else 0.0
@@ -321,12 +313,8 @@ class Uncertainty:
     def chance_s(self, one: tuple[Layout, Mapping[str, float]], other: tuple[Layout, Mapping[str, float]]) -> float:
         """Return the seconds by which two steps may differ by chance; 0 if both use the same compute times.
 
-        If the device model made the times of both, as for a data sheet, its error is common to both and left out.
-
-        Args:
-            one: a layout and the parts of its step (`StepTime.breakdown_s`).
-            other: the other layout and its parts.
-
+        If the device model made the times of both, as for a data sheet, its error is common to both and left out. Each
+        step is given by its layout and its parts (`StepTime.breakdown_s`).
         """
         if self.have_same_source(one[0], other[0]):
             return 0.0

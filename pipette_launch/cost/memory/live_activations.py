@@ -68,7 +68,7 @@ class Stages:
 
 
 def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tuple[Ints, Ints]:
-    """Count what each chunk's layers keep for one micro-batch.
+    """Count the bytes that each chunk's layers keep for one micro-batch.
 
     Full recompute keeps one input for each unit: a unit is k layers (method `uniform`), or each of the first k layers
     of a chunk (method `block`), whose other layers keep everything.

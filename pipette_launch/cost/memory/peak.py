@@ -381,7 +381,7 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...
 
 
 def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
-    """Count what FSDP holds whole: during the backward, gradients accumulate and activations go, layer by layer.
+    """Count the bytes that FSDP holds whole: in the backward, gradients accumulate and activations go, by layer.
 
     Gathered weights go too, once no layer is left to gather ahead.
     """
@@ -392,7 +392,7 @@ def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
 
 
 def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
-    """Count what recompute brings back for a while: one unit of layers at a time.
+    """Count the activations that recompute brings back for a while: one unit of layers at a time.
 
     With the block method this is 0 unless every layer of a chunk runs again: otherwise the kept layers come first in
     the backward and are gone by then.

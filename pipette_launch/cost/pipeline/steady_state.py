@@ -132,7 +132,7 @@ def engine_of(
 ) -> Engine:
     """Return the engine of the schedule that stock Megatron runs for a layout, made once for each shape.
 
-    `num_microbatches` belong to one replica and step; `rendezvous` and `blocking_ends` are those of `Order`.
+    `num_microbatches` belong to one replica and step; `rendezvous` and `blocking_ends` are passed to `Order`.
     """
     group = (layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1
     order = Order(

@@ -1,8 +1,8 @@
 """Schedules decided by the times of the stages: orders of passes whose weight gradients fill gaps.
 
 `fill` runs a given order with real times within a memory limit, and puts weight gradients (W) into the gaps in which a
-rank would wait. `best_draft` tries several orders and rules, and improves the best drafts. The orders are those of zero
-bubble (1F1B with delayed W) and of V placements (repeated building blocks).
+rank would wait. `best_draft` tries several orders and rules, and improves the best drafts. It has orders for zero
+bubble (1F1B with delayed W) and for V placements (repeated building blocks).
 """
 
 # S = stages, P = pipeline ranks, M = micro-batches. Kinds of passes: F = forward, B = whole backward, I = input

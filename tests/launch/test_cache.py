@@ -50,7 +50,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_what_is_kept_is_private(tmp_path: Path) -> None:
-    """Folders 0700 and files 0600, whatever the umask; a file that is shared on purpose follows the umask."""
+    """Folders have mode 0700 and files 0600 under any umask. A shared file follows the umask."""
     before = os.umask(0o022)
     try:
         root = tmp_path / "new" / "cache"
@@ -307,7 +307,7 @@ def test_an_own_configuration_of_another_job_is_a_candidate_here() -> None:
 
 
 def test_the_last_resort_is_this_jobs_own() -> None:
-    """The user's own configuration is always that of the command line, not of the file."""
+    """The user's own configuration always comes from the command line and not from the file."""
     job = tiny_job(own=Layout(tp=2, dp=2))
 
     adopted, _ = adopt(plan(Layout(pp=4)), job, "k", "mine.json")
@@ -539,7 +539,7 @@ def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
 
 
 def test_two_jobs_may_write_one_key(tmp_path: Path) -> None:
-    """A reader finds a whole plan at every moment, whoever wrote last."""
+    """A reader finds a whole plan at every moment, from one writer or the other."""
     plans = [plan(Layout(pp=2, dp=2)), plan(Layout(tp=2, dp=2))]
     Cache(tmp_path, "k").save(PLAN, plans[0])
 

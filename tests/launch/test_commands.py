@@ -35,7 +35,7 @@ def test_sizes_of_a_gpt_by_hand() -> None:
     kind=st.sampled_from(("cpu", "cuda")),
 )
 def test_sizes_stay_within_limits(tp: int, size: int, hidden: int, kind: str) -> None:
-    """Four sizes, ascending, the tiny one apart, whatever the model."""
+    """Any model gets four ascending sizes, and the tiny one is far from the others."""
     job = replace(tiny_job(1), model=tiny_model(hidden_size=hidden))
     found = message_sizes_bytes(job, [ComputeCase(tp=tp, cp=1, micro_batch_size=size)], kind)  # type: ignore[arg-type]
     least, most = SIZE_LIMITS_BYTES[kind]

@@ -236,7 +236,7 @@ def test_another_driver_is_a_note(tmp_path: Path) -> None:
 
 
 def test_static_nodes_keep_their_order(tmp_path: Path) -> None:
-    """Their order is that of `--node-rank` and not of addresses."""
+    """`--node-rank` gives their order, and addresses do not."""
     nodes = [replace(node, node_rank=rank) for node, rank in zip(records(), (1, 0), strict=True)]
 
     assert ("node1", "node0") == coordinator(tmp_path, options()).decide(nodes, None).hosts

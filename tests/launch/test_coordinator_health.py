@@ -36,7 +36,7 @@ def measured(one: Coordinator, warmup: Decision, *verdicts: Verdict) -> Decision
 
 
 def test_what_the_drivers_told_goes_with_the_orders(tmp_path: Path) -> None:
-    """Conditions are in slot order, without those of hosts on standby, and devices are compared with their peers."""
+    """Conditions are in slot order, hosts on standby are missing, and devices are compared with their peers."""
     told = [
         replace(
             record,

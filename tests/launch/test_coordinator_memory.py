@@ -1,4 +1,4 @@
-"""Plans after one that ran out of memory."""
+"""Plans after an earlier plan ran out of memory."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_a_plan_that_the_user_named_runs_all_the_same(folder: Path) -> None:
 
 
 def test_what_was_learned_earlier_stays_where_it_is_lower(folder: Path) -> None:
-    """A leaner plan that ran out of memory is not replaced by one that needs more; the kept plan stays as it was."""
+    """A plan that needs more never replaces a leaner plan that ran out of memory; the kept plan stays."""
     one, held = job(folder)
     leaner = ran_out(one, held)
     ran_out(one, leaner)

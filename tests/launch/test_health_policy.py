@@ -1,4 +1,4 @@
-"""What becomes of sick hosts, decided from verdicts alone."""
+"""The policy for sick hosts, from verdicts alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def link(host: str, other: str) -> Verdict:
 
 
 def ruled(*verdicts: Verdict, policy: Any = "exclude", least: int = 2, hinders: str = "", **more: Any) -> Ruling:
-    """What becomes of three hosts."""
+    """Return the ruling for three hosts."""
     return Policy(on_sick=policy, least_nodes=least, **more).rule(verdicts, HOSTS, lambda _: hinders)
 
 
@@ -37,7 +37,7 @@ def test_healthy_hosts_and_notes_change_nothing() -> None:
 
 
 def test_by_default_it_is_said() -> None:
-    """And the job goes on with all hosts."""
+    """The job goes on with all hosts."""
     assert Ruling(reasons=("node1: 61 GB of 80 GB are held",)) == ruled(verdict("node1"), policy="warn")
 
 
@@ -95,7 +95,7 @@ def test_exclude_leaves_the_sick_out() -> None:
     ],
 )
 def test_where_nothing_can_be_left_out_it_is_said_why(verdicts: list[Verdict], more: Any, expected: str) -> None:
-    """And what to do at the next start; the job goes on as under `warn`."""
+    """The sentence says what to do at the next start; the job goes on as under `warn`."""
     ruling = ruled(*verdicts, **more)
 
     assert ((), False) == (ruling.leave_out, ruling.stops)

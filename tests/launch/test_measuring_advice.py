@@ -1,4 +1,4 @@
-"""What shortlisted plans would use, and the process that says it."""
+"""The links, groups and stages of shortlisted plans, and the adviser's process."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def used_by_hand(job: Job, some: Choice, devices: int) -> set[tuple[int, int]]:
     "layout", [Layout(dp=8), Layout(tp=2, pp=2, dp=2), Layout(cp=2, dp=4), Layout(pp=4, dp=2, vpp=2)]
 )
 def test_pairs_are_those_of_pipelines_and_rings(layout: Layout, *, ties: bool) -> None:
-    """Whatever the placement, the pairs of hosts are those that talk according to the layout."""
+    """For any placement, the pairs of hosts are those whose ranks exchange data under the layout."""
     job = tiny_job(8, model=tiny_model(num_layers=8, untie_embeddings_and_output_weights=not ties))
     for seed in range(5):
         some = choice(layout, tuple(random.Random(seed).sample(range(8), 8)))
@@ -105,7 +105,7 @@ def test_shards_are_exchanged_by_layers() -> None:
 
 
 def test_dimensions_of_several_plans_come_once() -> None:
-    """Two plans that reduce over the same slots share a dimension; what the first uses comes first."""
+    """Two plans that reduce over the same slots share a dimension; the dimensions of the first plan come first."""
     first = choice(Layout(tp=2, pp=2, dp=2))
     second = choice(Layout(tp=2, dp=4, use_distributed_optimizer=True))
     third = choice(Layout(tp=2, pp=2, dp=2, use_distributed_optimizer=True))
@@ -133,7 +133,7 @@ def test_dimensions_know_the_most_that_is_sent_in_one_piece() -> None:
 
 
 def test_pairs_of_the_first_plan_come_first() -> None:
-    """What does not fit into the rounds is what the later plans use."""
+    """If the rounds are full, links of later plans are left out."""
     pairs = measuring_advice.host_pairs(tiny_job(4), [choice(Layout(pp=4)), choice(Layout(dp=4), (0, 2, 1, 3))], 1)
 
     assert {(0, 1), (1, 2), (2, 3), (0, 3)} == set(pairs[:4])
@@ -153,7 +153,7 @@ def test_the_fullest_stage_of_each_plan_comes_first() -> None:
 
 
 def test_the_user_own_plan_is_looked_at_too() -> None:
-    """The answer is about the choice first, and holds what the user's own configuration would use."""
+    """The answer begins with the chosen plan, and includes the user's own configuration."""
     found = measuring_advice.advise(QUESTION, SolveOptions(budget_s=0.5), time.monotonic)
 
     own = choice(QUESTION.job.own)
@@ -165,7 +165,7 @@ def test_the_user_own_plan_is_looked_at_too() -> None:
 
 
 def test_without_a_plan_the_answer_says_why() -> None:
-    """Where nothing fits there is nothing to measure, and the warm-up goes on."""
+    """If no plan fits, nothing more is measured, and the warm-up goes on."""
     small = tiny_measurements(tiny_cluster(2, 2, memory_bytes=1 << 10))
     found = measuring_advice.advise(
         MeasuringQuestion(job=tiny_job(4), measurements=small, budget_s=1.0), SolveOptions(budget_s=1.0), still
@@ -196,7 +196,7 @@ def test_the_process_answers_without_torch(tmp_path: Path) -> None:
 
 
 def test_a_bad_question_is_answered_in_one_line(tmp_path: Path) -> None:
-    """The process ends with 1 and says on stderr what is wrong with the file."""
+    """The process ends with 1 and prints the fault of the file to stderr."""
     (tmp_path / "question.json").write_text("{}")
     words = [
         sys.executable,

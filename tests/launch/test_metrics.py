@@ -241,7 +241,7 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}
 
 
 class Recorder:
-    """Stands in for a tracer provider, and notes what is asked of it."""
+    """A fake tracer provider that records its calls."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -280,7 +280,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_each_phase_has_a_span(recorder: Recorder) -> None:
-    """One ends where the next begins, and the last with the job, which then sends what is left."""
+    """Each span ends where the next begins. The last one ends with the job, which then sends the rest."""
     spans = Spans(ENDPOINT)
     spans.begin("warmup", {"nodes": 2})
     spans.begin("train", {"nodes": 2, "layout": "tp2"})
@@ -296,7 +296,7 @@ def test_each_phase_has_a_span(recorder: Recorder) -> None:
 
 
 def test_without_an_endpoint_nothing_happens(recorder: Recorder) -> None:
-    """Whether or not it is installed."""
+    """It makes no difference if it is installed."""
     spans = Spans({})
     spans.begin("train", {})
     spans.end()

@@ -38,7 +38,7 @@ ONE_TASK = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
 
 
 def test_the_nodes_of_the_step_meet_on_its_first() -> None:
-    """Number, endpoint and id are those of the step, not of the whole job; the port follows from job and step."""
+    """Number, endpoint and id come from the step and not from the whole job. The port follows from job and step."""
     step = current_step(VARIABLES | {"SLURM_RESTART_COUNT": "3"}, parse)
     assert step is not None
 
@@ -71,7 +71,7 @@ def test_processes(changes: dict[str, str], expected: int | None) -> None:
 
 
 def test_tasks_that_see_one_gpu_each_are_refused() -> None:
-    """Where SLURM hides the other GPUs from each task, the error says how to start the job."""
+    """If SLURM hides the other GPUs from each task, the error says how to start the job."""
     step = current_step(VARIABLES | {"CUDA_VISIBLE_DEVICES": "1"}, parse)
     assert step is not None
 
@@ -180,7 +180,7 @@ def test_a_step_fills_in_what_is_not_given(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_given_number_of_processes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--nproc-per-node and --local-addr go with what is taken."""
+    """--nproc-per-node and --local-addr may be given beside the flags from SLURM."""
     args = filled(monkeypatch, "--nproc-per-node=3", PET_LOCAL_ADDR="10.1.1.1")
 
     assert ("2", "3", "10.1.1.1") == (args.nnodes, args.nproc_per_node, args.local_addr)

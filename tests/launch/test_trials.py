@@ -202,7 +202,7 @@ MARGIN = 0.02
 
 
 def run(index: int | None, *steps_s: float) -> Trial:
-    """A trial of the i-th plan, or of the user's own configuration; without steps one that failed."""
+    """Return a trial of the i-th plan, or of the user's own configuration; without steps the trial failed."""
     what = PLAN.own if index is None else PLAN.contenders()[index]
     return Trial(
         layout=what.layout,
@@ -320,7 +320,7 @@ def test_without_the_users_own_the_line_is_as_long_as_before() -> None:
 
 
 def test_when_all_fail_the_prediction_stands() -> None:
-    """The plan is what it was, with the evidence."""
+    """The plan stays, with the trials as evidence."""
     made = settled(run(None), run(0))
 
     assert replace(PLAN, trials=made.trials) == made
@@ -459,7 +459,7 @@ def test_a_script_that_cannot_run_is_tried_once(tmp_path: Path) -> None:
     ],
 )
 def test_the_same_death_in_two_trials_ends_the_job(failure: Failure, phases: list[str], tmp_path: Path) -> None:
-    """Where neither the layout nor memory may be the cause, two layouts settle it; else every trial has its turn."""
+    """If neither layout nor memory can be the cause, two layouts prove it. Else every trial runs."""
     judge = asked(tmp_path)
     seen = [judge.decide(records(), None)]
     while seen[-1].phase == "trial":

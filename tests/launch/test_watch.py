@@ -76,7 +76,7 @@ def test_what_another_node_measured_is_added(tmp_path: Path) -> None:
 
 
 def test_a_job_is_found_by_all_its_names(tmp_path: Path) -> None:
-    """A cache means the newest job in it; a folder, its plan.json and its metrics file mean that one."""
+    """A cache means its newest job. A folder, its plan.json and its document mean the job of the folder."""
     for age, key in enumerate(("new", "old")):
         metrics = kept(tmp_path)
         metrics.decided(TRAINING, Cache(tmp_path, key), decides=True)
@@ -132,7 +132,7 @@ def test_it_goes_with_the_job_to_another_plan(tmp_path: Path) -> None:
 
 
 def test_verdicts_are_those_of_the_measurements_beside(tmp_path: Path) -> None:
-    """Of a job in a cache."""
+    """The job is in a cache."""
     kept(tmp_path)
     files.write(tmp_path / "k" / "cluster.json", drawn().measurements)
 

@@ -19,7 +19,7 @@ ARGUMENTS = (*SMALL, "--transformer-impl", "local")
 
 
 def records(count: int = 2, **changes: Any) -> list[NodeRecord]:
-    """What nodes of two CPU slots each say of themselves before anything ran."""
+    """Return the descriptions of nodes with two CPU slots each, before any attempt."""
     return [
         replace(
             NodeRecord(
@@ -42,19 +42,19 @@ def records(count: int = 2, **changes: Any) -> list[NodeRecord]:
 
 
 def options(*more: str, arguments: tuple[str, ...] = ARGUMENTS, **changes: Any) -> Options:
-    """What the user asked for."""
+    """Return the user's settings."""
     return Options(
         script=SCRIPT, script_arguments=(*arguments, *more), runs_python=True, is_module=False, seed=0, **changes
     )
 
 
 def coordinator(folder: Path, asked: Options) -> Coordinator:
-    """The one who decides."""
+    """Return a coordinator."""
     return Coordinator(asked, folder)
 
 
 def choice(layout: Layout, placement: tuple[int, ...] | None = None) -> Choice:
-    """One way to run the job."""
+    """Return one configuration of the job."""
     return Choice(
         layout=layout,
         placement=placement or tuple(range(layout.world_size))[::-1],
@@ -70,7 +70,7 @@ def choice(layout: Layout, placement: tuple[int, ...] | None = None) -> Choice:
 def plan(
     *layouts: Layout, key: str = "k", hosts: tuple[str, ...] = ("node0", "node1"), keeps_own: bool = False
 ) -> Plan:
-    """A plan with these candidates."""
+    """Return a plan with these candidates."""
     chosen, *others = layouts
     own = Layout(dp=chosen.world_size)
     return Plan(
@@ -91,6 +91,6 @@ def plan(
 
 
 def value(decision: Decision, flag: str) -> str | None:
-    """What the script is given for a flag."""
+    """Return the value of a flag in the script's arguments."""
     words = decision.script_arguments or ()
     return words[words.index(flag) + 1] if flag in words else None

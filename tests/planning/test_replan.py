@@ -1,4 +1,4 @@
-"""What a new round does with the plan of the round before, decided from records alone."""
+"""The next step of a job after a round, from records alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_first_round_measures() -> None:
 
 
 def test_a_round_that_broke_off_in_warmup_measures_again() -> None:
-    """A warm-up is no plan."""
+    """A warm-up does not count as a plan."""
     assert Measure(reason="") == decide([record("a")], ["a"], decision("a", phase="warmup"))
 
 
@@ -94,7 +94,7 @@ def test_a_restart_keeps_the_plan() -> None:
 
 
 def test_a_plan_that_has_trained_is_kept() -> None:
-    """A restart that dies at once, on a broken device for one, proves nothing against the plan."""
+    """A restart may die at once, for example on a broken device. That proves nothing against the plan."""
     died = record("a", attempt=0, verdict="before-first-iteration", failure=Failure(cause="", rank=0, exit_code=1))
     proven = replace(decision("a"), proven=True, restarts_left=3)
 
@@ -103,7 +103,7 @@ def test_a_plan_that_has_trained_is_kept() -> None:
 
 
 def test_one_witness_of_an_iteration_is_enough() -> None:
-    """A node that heard of an iteration outweighs one that died before it heard of it."""
+    """A node that saw an iteration counts more than a node that died earlier."""
     died = record("a", attempt=0, verdict="before-first-iteration", failure=Failure(cause="", rank=0, exit_code=1))
     heard = record("b", attempt=0, verdict="after-first-iteration")
 
@@ -122,7 +122,7 @@ def test_a_plan_that_cannot_start_gives_way() -> None:
 
 @pytest.mark.parametrize(("peaks", "expected"), [((9, 9, 10, 8), 3), ((9, 9, 9), 3), ((9, 5), 1)])
 def test_a_plan_that_ran_out_of_memory_gives_way_to_one_that_needs_less(peaks: tuple[int, ...], expected: int) -> None:
-    """Candidates that need as much are not tried; where none needs less the user's own configuration is next."""
+    """Candidates that need as much are not tried. If no candidate needs less, the user's own configuration is next."""
     held = decision("a")
     assert held.plan is not None
     first, *others = [replace(held.plan.chosen, peak_memory_bytes=(1, peak)) for peak in peaks]
@@ -143,7 +143,7 @@ def death(failure: Failure, attempt: int = 0) -> NodeRecord:
 
 
 def two_layouts(*, attempt: int, failures: tuple[Failure, ...]) -> Decision:
-    """A decision to run one of two candidates with unlike layouts, after what became of those before it."""
+    """Return a decision to run one of two candidates with different layouts, after earlier failures."""
     held = decision("a", attempt=attempt)
     assert held.plan is not None
     other = replace(held.plan.chosen, layout=Layout(pp=2))
@@ -152,7 +152,7 @@ def two_layouts(*, attempt: int, failures: tuple[Failure, ...]) -> Decision:
 
 @pytest.mark.parametrize(("peak", "expected"), [(1, 1), (9, None)])
 def test_a_plan_that_has_trained_and_ran_out_of_memory_gives_way(peak: int, expected: int | None) -> None:
-    """To a candidate that needs less, at no cost; where none does, a restart is spent on the same plan."""
+    """A candidate that needs less runs and costs no restart; without one the same plan costs a restart."""
     held = decision("a")
     assert held.plan is not None
     leaner = replace(held.plan.chosen, peak_memory_bytes=(peak,))
@@ -171,7 +171,7 @@ def test_a_plan_that_has_trained_and_ran_out_of_memory_gives_way(peak: int, expe
 
 @pytest.mark.parametrize("kind", ["out-of-memory", "out-of-host-memory"])
 def test_what_the_whole_device_holds_is_compared(kind: Any) -> None:
-    """Tensors that need less are no help where communicators need more."""
+    """Smaller tensors do not help if communicators need more."""
     held = decision("a")
     assert held.plan is not None
     chosen, other, lean = (
@@ -188,14 +188,14 @@ def test_what_the_whole_device_holds_is_compared(kind: Any) -> None:
 
 
 def test_what_no_plan_can_cause_ends_the_job() -> None:
-    """A missing file is missing under every plan; the sentence says so."""
+    """A missing file is missing under every plan, and the sentence says so."""
     why = f"{NO_FILE.sentence}; no other plan is tried: what is missing is missing under every plan"
 
     assert GiveUp(reason=why) == decide([death(TERMINATED), death(NO_FILE)], ["a", "b"], decision("a", "b"))
 
 
 def test_one_exception_under_two_layouts_ends_the_job() -> None:
-    """Whichever rank and exit code it came from."""
+    """Its rank and exit code do not matter."""
     held = two_layouts(attempt=1, failures=(replace(ODD_KEY, rank=1, exit_code=3),))
 
     why = f"{ODD_KEY.sentence}; no other plan is tried: it is the same under two layouts"
@@ -203,7 +203,7 @@ def test_one_exception_under_two_layouts_ends_the_job() -> None:
 
 
 def test_an_exception_of_one_layout_goes_on_to_the_next_plan() -> None:
-    """The first time, and again where only the placement had changed."""
+    """The next plan runs the first time, and again if only the placement had changed."""
     assert TryNext(attempt=1, reason=ODD_KEY.sentence) == decide(
         [death(ODD_KEY)], ["a"], two_layouts(attempt=0, failures=())
     )
@@ -212,7 +212,7 @@ def test_an_exception_of_one_layout_goes_on_to_the_next_plan() -> None:
 
 
 def test_a_node_that_ran_out_of_memory_outweighs_the_others() -> None:
-    """What the others say is what they miss of it."""
+    """The others only report that this node is missing."""
     assert TryNext(attempt=2, reason=NO_FILE.sentence) == decide(
         [death(SHORT), death(NO_FILE)], ["a", "b"], decision("a", "b")
     )
@@ -229,7 +229,7 @@ def test_the_users_own_configuration_is_the_last_resort() -> None:
 
 
 def test_a_stale_verdict_counts_no_more() -> None:
-    """The death of an earlier candidate says nothing of the one that runs now."""
+    """The death of an earlier candidate proves nothing about the present one."""
     died = record("a", attempt=0, verdict="before-first-iteration", failure=Failure(cause="x"))
 
     assert Keep(proven=False) == decide([died], ["a"], decision("a", attempt=1))
@@ -243,7 +243,7 @@ def test_other_hosts_are_measured() -> None:
 
 
 def test_ranks_follow_the_plans_own_host_order() -> None:
-    """A plan names hosts: in a round that lists them otherwise each still gets its own ranks."""
+    """A plan names hosts, so each host gets its own ranks in any order of the round."""
     made = decision("a", "b")
     turned = replace(made, hosts=("b", "a"), tokens=("token-b", "token-a"))
 
@@ -256,7 +256,7 @@ def test_own_configuration_takes_torchruns_order() -> None:
 
 
 def test_a_plan_outlives_hosts_that_stood_by() -> None:
-    """It is kept while its own hosts are there and nobody new is; one on standby may go."""
+    """It is kept while its own hosts are there and no new host is. A host on standby may leave."""
     held = decision("a", "b", "c").leaving_out(["b"])
     held = replace(held, plan=None)
 
@@ -328,7 +328,7 @@ EXPECTED["on template"] = {**TRAINING, "host came back": UseFallback}
 
 
 def test_a_check_of_a_device_order_that_breaks_off_keeps_the_plan() -> None:
-    """Like the training that follows: nothing is measured again, and templates count."""
+    """As in the training that follows, nothing is measured again, and fallback plans count."""
     own = replace(WITH_TEMPLATE.own, placement=tuple(range(6)))
     permuted = replace(TRAINS, plan=replace(WITH_TEMPLATE, own=own), proven=True, restarts_left=1)
     held = replace(permuted, phase="trial", checks_order=True, trial=1)
@@ -345,7 +345,7 @@ def test_too_few_nodes_are_left_at_the_first_meeting() -> None:
 
 
 def happened(state: str, event: str) -> Step:
-    """What follows an event in a state; at least two nodes have to train."""
+    """Return the step after an event in a state; at least two nodes must train."""
     held = STATES[state]
     three, two, verdict, failure = EVENTS[event]
     hosts = [*(two if state == "on template" else three)]
@@ -360,7 +360,7 @@ def happened(state: str, event: str) -> Step:
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("state", STATES)
 def test_every_event_in_every_state(state: str, event: str) -> None:
-    """One kind of step follows, whatever else is the case; a loss costs no restart, and a failure costs one."""
+    """Each event in each state has one kind of step. A loss costs no restart, and a failure costs one."""
     held, step = STATES[state], happened(state, event)
 
     assert EXPECTED[state][event] is type(step)
@@ -376,7 +376,7 @@ def test_every_event_in_every_state(state: str, event: str) -> None:
 
 
 def test_a_spare_takes_the_place_of_a_lost_host() -> None:
-    """The plan, the candidate that ran and what is known of it stay; the sentence says who, why, and what comes."""
+    """The plan and its candidate stay. The sentence names the lost host, the reason, and the next step."""
     step = happened("second candidate", "host lost, spare there")
 
     assert isinstance(step, UseFallback)
@@ -390,7 +390,7 @@ def test_a_spare_takes_the_place_of_a_lost_host() -> None:
 
 
 def test_without_a_spare_fewer_hosts_go_on() -> None:
-    """The template has not trained yet, and begins with its first candidate."""
+    """The fallback plan has not trained yet, and begins with its first candidate."""
     step = happened("second candidate", "host lost, no spare")
 
     assert isinstance(step, UseFallback)
@@ -399,7 +399,7 @@ def test_without_a_spare_fewer_hosts_go_on() -> None:
 
 
 def test_a_host_that_comes_back_brings_the_larger_plan_back() -> None:
-    """The plan of before is a template of the one in force."""
+    """The earlier plan is a fallback plan of the present one."""
     step = happened("on template", "host came back")
 
     assert isinstance(step, UseFallback)
@@ -408,14 +408,14 @@ def test_a_host_that_comes_back_brings_the_larger_plan_back() -> None:
 
 
 def test_a_known_host_that_nobody_needs_stands_by() -> None:
-    """Where no plan is for more hosts its return changes nothing."""
+    """If no plan is for more hosts, its return changes nothing."""
     held = replace(decision("a", "c"), plan=replace(ON_TEMPLATE, templates=()), proven=True)
 
     assert Keep(proven=True) == decide([record(name) for name in "acs"], [*"acs"], held)
 
 
 def test_a_host_that_was_left_out_stays_out() -> None:
-    """One that stands by and is unknown to the plan, a sick one, neither trains nor hinders the others."""
+    """A sick host on standby is unknown to the plan. It neither trains nor hinders the others."""
     held = replace(TRAINS, standby=("token-s", "token-z"), standby_hosts=("s", "z"))
     step = decide([record(name) for name in "acsz"], [*"acsz"], held)
 
@@ -424,7 +424,7 @@ def test_a_host_that_was_left_out_stays_out() -> None:
 
 
 def test_too_few_hosts_end_the_job_with_who_is_lost() -> None:
-    """--nnodes says how few may train."""
+    """MIN of --nnodes is the least number of nodes."""
     step = happened("proven", "too few")
 
     assert isinstance(step, GiveUp)
@@ -432,7 +432,7 @@ def test_too_few_hosts_end_the_job_with_who_is_lost() -> None:
 
 
 def test_a_slowdown_measures_all_machines_again() -> None:
-    """The reason is told; a lost host outweighs it."""
+    """The reason is reported. A lost host counts more."""
     held = decision("a", "b")
     slowed = [record("a", attempt=0, slowed="steps take 1.5 times as long"), record("b", attempt=0)]
 

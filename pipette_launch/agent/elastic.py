@@ -30,13 +30,7 @@ from pipette_launch.agent import rendezvous, rendezvous_handler, signals, worker
 from pipette_launch.agent.controller import Controller, Node
 from pipette_launch.agent.membership import LEFT_OUT, Membership, Rejoin
 from pipette_launch.agent.phases import NEWS_S, Attempt, FirstIteration, PhasesBeforeTraining, run_nothing
-from pipette_launch.agent.rendezvous import (
-    RendezvousSettings,
-    becomes_standalone,
-    connect_seconds,
-    endpoint_of,
-    is_file,
-)
+from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.rendezvous_handler import AgentStoreHandler, first_meeting
 from pipette_launch.agent.store import PEER_WAIT_S, RoundOver, RoundStore, await_all, say_goodbye
 from pipette_launch.agent.streams import Streams, WatchedLogs
@@ -374,8 +368,12 @@ def run(args: Namespace, make_controller: Callable[[RendezvousSettings], Control
     meet as their flags describe.
     """
     drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
-    if args.rdzv_backend in ("static", "c10d") and not becomes_standalone(args) and not is_file(args):
-        rendezvous_handler.await_name(endpoint_of(args), patience_s=connect_seconds(args))
+    if (
+        args.rdzv_backend in ("static", "c10d")
+        and not rendezvous.becomes_standalone(args)
+        and not rendezvous.is_file(args)
+    ):
+        rendezvous_handler.await_name(rendezvous.endpoint_of(args), patience_s=rendezvous.connect_seconds(args))
     rendezvous_handler.note_unknown_address(args.local_addr)
     conf = str(args.rdzv_conf or "")
     place = rendezvous.settle(args, advice=advice)

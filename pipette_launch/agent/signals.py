@@ -154,7 +154,7 @@ def _handler(
         if is_child or pids is None:
             # An exception would be taken for a fault of the machine that is being described.
             if not is_child:
-                sys.stderr.write(f"pipette-launch: ended by {name}, before there were workers\n")
+                sys.stderr.write(f"pipette-launch: {name} ended the job before workers started\n")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not is_training():

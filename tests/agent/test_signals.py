@@ -104,7 +104,7 @@ def test_before_the_training_it_ends_the_launcher(tmp_path: Path) -> None:
     done = jobs.finish(launcher, 40)
 
     assert -signal.SIGUSR2 == done.code
-    assert done.err.endswith("pipette-launch: ended by SIGUSR2, before there were workers\n")
+    assert done.err.endswith("pipette-launch: SIGUSR2 ended the job before workers started\n")
 
 
 def listening() -> list[str]:

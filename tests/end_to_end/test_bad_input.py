@@ -154,7 +154,7 @@ def test_unequal_nodes_are_named(tmp_path: Path) -> None:
 
     assert [0, 0] == [one.code for one in done], done[0].err + done[1].err
     text = done[0].err + done[1].err
-    assert "unequal numbers of slots" in text
+    assert "different numbers of slots" in text
     assert {0, 1, 2} == {rank for one in done for rank in one.workers}
 
 
@@ -288,7 +288,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     done = finish(agent)
 
     assert 1 == done.code
-    assert done.err.endswith("\npipette-launch: ended by SIGTERM, and its workers with it\n")
+    assert done.err.endswith("\npipette-launch: SIGTERM ended the job and its workers\n")
     assert "Traceback" not in done.err
     assert [] == jobs.left_behind("sleeper_of_this_test.py")
 
@@ -313,7 +313,7 @@ def test_ctrl_c_in_a_warmup_is_one_sentence(tmp_path: Path) -> None:
     done = finish(agent)
 
     assert (1, {}) == (done.code, done.workers)
-    assert done.err.endswith("\npipette-launch: ended by SIGINT, and its workers with it\n")
+    assert done.err.endswith("\npipette-launch: SIGINT ended the job and its workers\n")
     assert "Traceback" not in done.err
     assert [] == jobs.left_behind(str(tmp_path))
     assert [] == list(tmp_path.glob("pipette_*"))
@@ -334,5 +334,5 @@ def test_ctrl_c_before_there_are_workers_is_one_sentence(tmp_path: Path) -> None
     done = finish(agent)
 
     assert 130 == done.code, done.err
-    assert done.err.endswith("pipette-launch: ended by SIGINT, before there were workers\n")
+    assert done.err.endswith("pipette-launch: SIGINT ended the job before workers started\n")
     assert "Traceback" not in done.err

@@ -240,8 +240,7 @@ class Job:
     allocator_config: str = field(default="", metadata=ADDED_LATER)
     """Options of torch's CUDA allocator in the workers' environment (`megatron.allocator`); empty = not set."""
     own_refusal: str = field(default="", metadata=ADDED_LATER)
-    """Reason why Megatron refuses the user's own configuration, for which `own` is then a substitute; empty = it
-    does not."""
+    """Megatron's reason to refuse the user's own configuration, for which `own` is a substitute; empty = accepted."""
 
     @property
     def release(self) -> tuple[int, ...]:

@@ -290,8 +290,7 @@ class Decision:
     is_misuse: bool = False
     """The user's own flags caused the failure, so the exit code is argparse's."""
     restarts_left: int = 0
-    """Failures of the job that may still be followed by a restart. Lost hosts and plans that cannot start do not
-    count."""
+    """Number of further failures after which the job restarts. Lost hosts and plans that cannot start do not count."""
     is_refitted: bool = False
     """The plan was made earlier and was fitted to these hosts; `reason` names it."""
     iteration: int = 0

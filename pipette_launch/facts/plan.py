@@ -233,8 +233,7 @@ class Plan:
     solve_s: float
     provenance: Provenance
     floor_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Proven lower bound of the step time for all layouts that fit and all placements, in the same cost model; 0 =
-    none."""
+    """Proven lower bound of the step time of all plans that fit, in the same cost model; 0 = no bound."""
     setting: Setting | None = field(default=None, metadata=ADDED_LATER)
     """Job and machines of the plan, for readers of the file."""
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
@@ -247,8 +246,7 @@ class Plan:
     If Megatron refuses it, `own` is a substitute or has the step time of another layout.
     """
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
-    """Fallback plans: plans of the whole job for other numbers of hosts, the most hosts first, without own fallback
-    plans."""
+    """Fallback plans for other numbers of hosts, the most hosts first. They have no fallback plans."""
     other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Hosts without ranks in this plan that may replace others: spares, and lost hosts that may return."""
 

@@ -82,7 +82,7 @@ def examine(args: Namespace) -> Checkup:
 
 
 def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
-    """List the devices as an agent does, and compare them with each other; the host is None if that fails."""
+    """List the devices as an agent does, and compare them with each other; the host is None after a failure."""
     from pipette_launch.facts.health import Finding
     from pipette_launch.probe.health import inventory
 

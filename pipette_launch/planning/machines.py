@@ -90,13 +90,7 @@ class TargetMachines:
     def measurements(self, job: Job, layouts: Sequence[Layout] = ()) -> Measurements | None:
         """Return the measurements that price a step, or imagined ones for a device type; None for unknown machines.
 
-        Args:
-            job: whose model is computed.
-            layouts: to be priced; empty for the user's own layout.
-
-        Raises:
-            ClusterError: layers of another model were measured.
-
+        Empty `layouts` mean the job's own layout. Raises ClusterError if layers of another model were measured.
         """
         if self.measured is not None:
             if self.measured.model_digest and self.measured.model_digest != layers_digest(job.model):
@@ -137,19 +131,13 @@ def machines_of(
     """Find the machines that the options name.
 
     Args:
-        world_size: ranks of the job; None if the other sizes or the cluster give it.
-        num_hosts: nodes of the job.
-        devices_per_host: ranks of each node.
-        gpu: a device type: a known name, a file of kind `device`, or its contents.
-        cluster: measurements of a warm-up, or their file.
-        fabric: network between imagined hosts: a file, a built-in name, or its contents; None for equal links.
+        world_size: None if the other sizes or the cluster give it.
+        fabric: None for equal links.
         device_kind: used if neither `gpu` nor `cluster` is given.
 
     Raises:
-        UsageError: sizes are missing or contradictory, or options exclude each other.
-        FactError: the device name is unknown or ambiguous.
-        FileFormatError: the file is not a cluster.json, or not a fabric of these hosts.
-        ClusterError: the measured cluster has another size than the job.
+        PipetteError: sizes are missing or contradict each other or the cluster, options exclude each other, a name is
+            unknown or ambiguous, or a file is of another kind.
 
     """
     # Callers in Python may pass other types.

@@ -62,16 +62,9 @@ class Picture:
 
 
 def picture_of(plan: Plan, job: Job, measurements: Measurements) -> Picture:
-    """Compute what a report draws.
+    """Compute the drawn steps and the memory by kind of a plan that was made for this job from these measurements.
 
-    Args:
-        plan: made for this job from these measurements.
-        job: as the arguments of the plan were read.
-        measurements: that priced the plan, hosts in the plan's order.
-
-    Raises:
-        PlanError: the plan is for other machines.
-
+    The hosts of the measurements must have the plan's order. Raises PlanError if the plan is for other machines.
     """
     predictor = Predictor(job, measurements)
     draws_own = not (plan.keeps_own or plan.own_fault)

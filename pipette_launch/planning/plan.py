@@ -228,17 +228,9 @@ def with_setting(
     machines: str,
     network: str = "",
 ) -> Plan:
-    """Store in a plan which job and machines it is for, so that its file can be shown and compared alone.
+    """Store job and machines of a plan in the plan, so that its file can be shown and compared alone.
 
-    Args:
-        plan: for this job on these machines.
-        job: as the arguments were read.
-        measurements: that priced the plan.
-        script: as the user named it.
-        arguments: the words after its name.
-        machines: source of the machines' figures, in a few words.
-        network: between imagined hosts.
-
+    `machines` is the source of the machines' figures in a few words, `network` the network between imagined hosts.
     """
     cluster = measurements.cluster
     setting = Setting(
@@ -257,7 +249,7 @@ def with_setting(
 
 
 def _measurements(machines: TargetMachines, job: Job) -> Measurements:
-    """Return what was measured, or imagined times of every computation shape and group that a layout may have."""
+    """Return the measurements, or imagined times for every computation shape and group of any layout."""
     if machines.measured is not None:
         return machines.measured
     found = base_layouts(

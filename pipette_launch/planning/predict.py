@@ -108,7 +108,7 @@ def predict(
         counted = count_by_formula(job, pp_ranks, overhead, measured=machines.measured)
     else:
         counted = count_by_execution(job, pp_ranks, overhead, cache=cache)
-    memory = _Memory(method, counted.stages, memory_margin, _remedies(job, machines, pp_ranks, overhead, memory_margin))
+    remedies = _remedies(job, machines, pp_ranks, overhead, memory_margin)
     notes = (
         *version_note,
         *_rank_note(job.own, rank),
@@ -118,7 +118,9 @@ def predict(
         *overhead.notes(),
         *_memory_notes(job, counted),
     )
-    return _prediction(job, machines, memory, script, notes)
+    return _prediction(
+        job, machines, counted.stages, notes, script=script, method=method, margin=memory_margin, remedies=remedies
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,18 +234,20 @@ def _remedies(
     return (NO_MASK,) if verdicts[0] in {"tight", "too large"} and verdicts[1] == "fits" else ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    method: Method
-    stages: tuple[StageMemory, ...]
-    margin: float
-    remedies: tuple[str, ...]
-
-
-def _prediction(job: Job, machines: TargetMachines, memory: _Memory, script: str, notes: tuple[str, ...]) -> Prediction:
+def _prediction(
+    job: Job,
+    machines: TargetMachines,
+    stages: tuple[StageMemory, ...],
+    notes: Sequence[str],
+    *,
+    script: str,
+    method: Method,
+    margin: float,
+    remedies: tuple[str, ...],
+) -> Prediction:
     layout = job.own
     capacity = machines.capacity_bytes
-    verdict = _verdict([one.peak_bytes for one in memory.stages], capacity, memory.margin)
+    verdict = _verdict([one.peak_bytes for one in stages], capacity, margin)
     step, rate, step_notes = _step(job, machines)
     return Prediction(
         script=script,
@@ -259,10 +263,10 @@ def _prediction(job: Job, machines: TargetMachines, memory: _Memory, script: str
         num_microbatches=layout.num_microbatches(job.batch.global_batch_size),
         num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
         tokens_per_step=job.batch.global_batch_size * job.model.seq_length,
-        method=memory.method,
-        stages=memory.stages,
+        method=method,
+        stages=stages,
         capacity_bytes=capacity,
-        memory_margin=memory.margin,
+        memory_margin=margin,
         fits=None if verdict == "unknown" else verdict == "fits",
         verdict=verdict,
         step_time_s=step.total_s if step else None,
@@ -270,8 +274,8 @@ def _prediction(job: Job, machines: TargetMachines, memory: _Memory, script: str
         notes=tuple(dict.fromkeys((*notes, *step_notes))),
         megatron_version=job.megatron_version,
         rate=rate,
-        limit_bytes=None if capacity is None else allowed_bytes(capacity, memory_margin=memory.margin),
-        remedies=memory.remedies,
+        limit_bytes=None if capacity is None else allowed_bytes(capacity, memory_margin=margin),
+        remedies=remedies,
     )
 
 

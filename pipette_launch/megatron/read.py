@@ -106,7 +106,7 @@ def read_job(
 
 
 class _FlagsLayout(NamedTuple):
-    """Layout of the flags, or a stand-in for one that Megatron refuses."""
+    """Layout of the flags, or the stand-in for a refused layout."""
 
     layout: Layout
     refusal: MegatronError | None = None

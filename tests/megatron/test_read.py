@@ -229,7 +229,7 @@ def test_unknown_flags_do_not_matter() -> None:
     [
         ("--tensor-model-parallel-szie 2", "--tensor-model-parallel-szie (did you mean --tensor-model-parallel-size?)"),
         ("--tp 4 --mine", "--tp (did you mean --tensor-model-parallel-size?), --mine"),
-        # Of Megatron's own multimodal scripts, of its tool for distillation, and of a later release.
+        # Flags of Megatron's multimodal scripts, of its tool for distillation, and of a later release.
         ("--freeze-LM --packing-seq-length 8 --export-kd-cfg x", "--freeze-LM, --packing-seq-length, --export-kd-cfg"),
         ("--activation-offload-fraction 0.5", "--activation-offload-fraction"),
         # Beginnings of flags, which Megatron's parser does not complete, and a flag that 0.14 renamed.

@@ -137,7 +137,7 @@ HARMLESS = {
         "flight_recorder_include_stack_trace",
         "flight_recorder_trace_buffer_size",
     ),
-    # Of jobs that are not planned.
+    # Flags of jobs that are not planned.
     *("rl_rollout_bank_dir", "inprocess_progress_watchdog_interval"),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -109,6 +110,9 @@ def load(device_kind: str) -> None:
         warnings.simplefilter("ignore")
         import torch._dynamo
 
+        # megatron-core 0.19 imports it with the first optimizer.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("megatron.core.models.mimo.model.base")
         if device_kind == "cuda":
             # Megatron's `jit_fuser` is torch.compile (megatron/core/jit.py), whose first call imports its compiler.
             import torch._inductor.compile_fx

@@ -4,6 +4,7 @@ Standard input: a JSON list of [data-parallel ranks, elements of a bucket]; the 
 without padding, for each.
 """
 
+import inspect
 import json
 import sys
 import warnings
@@ -39,6 +40,10 @@ def buckets(num_ranks: int, bucket_elements: int) -> list[int]:
         "nccl_ub": False,
         "pg_collection": groups,
     }
+    # megatron-core 0.19 takes each parameter with its name.
+    if "params_with_names" in inspect.signature(_ParamAndGradBuffer).parameters:
+        names = arguments.pop("param_to_name")
+        arguments["params_with_names"] = [(param, names[param]) for param in arguments.pop("params")]
     buffer = _ParamAndGradBuffer(**arguments)
     dist.destroy_process_group()
     return [bucket.numel_unpadded for bucket in buffer.buckets]

@@ -6,8 +6,10 @@ import importlib.util
 import inspect
 from pathlib import Path
 
+import newest
 import pytest
 import torch
+from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipette_patches.abstract.gpu_replacements import CORE, OFFLOADING, TORCH
@@ -16,6 +18,7 @@ from pipette_patches.replacements import Replacement, owner_of
 from pipette_patches.storage_meter import QUICK
 
 # Parameters by qualified name; None: a name that is only assigned.
+MODEL_TYPE = ["model_type"] if Version("0.19") > newest.CORE else []
 EXPECTED = {
     "megatron.core.transformer.module._FLOAT_TYPES": None,
     "megatron.core.transformer.module._HALF_TYPES": None,
@@ -29,7 +32,7 @@ EXPECTED = {
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": ["new_state", "device", "graph_safe"],
     "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__": ["self", "fp8"],
     "megatron.core.pipeline_parallel.schedules.backward_step": [
-        "input_tensor", "output_tensor", "output_tensor_grad", "model_type", "config",
+        "input_tensor", "output_tensor", "output_tensor_grad", *MODEL_TYPE, "config",
     ],
     "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate": [
         "self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs",

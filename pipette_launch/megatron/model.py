@@ -94,9 +94,8 @@ def read_model(
     normalization: Any = arguments.choice("normalization", ("LayerNorm", "RMSNorm"))
     position_kind: Any = "rope"
     if not arguments.get("use_rotary_position_embeddings"):
-        position_kind = arguments.choice("position_embedding_type", POSITIONS)
         # YaRN computes the same product as RoPE, with other angles.
-        position_kind = "rope" if position_kind == "yarn" else position_kind
+        position_kind = arguments.choice("position_embedding_type", POSITIONS).replace("yarn", "rope")
     if arguments.get("no_rope_freq"):
         _layer_pattern(arguments, "no_rope_freq")
     has_bias, pattern = bool(arguments.get("add_bias_linear")), hybrid_pattern(arguments)

@@ -68,17 +68,45 @@ def read_job(
 
     """
     fixed = fixed_fields(fix)
-    environment = environment or {}
-    given, checkpoint_note = with_checkpoint_arguments(Arguments.parse(arguments, megatron_version))
-    check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
-    starts_nothing = (for_prediction or for_planning) and not is_launched
+    purpose = _Purpose(for_prediction, without_probes, for_planning, is_launched)
+    workers = _Workers(device_kind, device_name, capability or compute_capability(device_name), environment or {})
+    return _job(Arguments.parse(arguments, megatron_version), purpose, workers, world_size=world_size, fixed=fixed)
+
+
+class _Purpose(NamedTuple):
+    """Use of a job, as in the arguments of `read_job`."""
+
+    for_prediction: bool
+    without_probes: bool
+    for_planning: bool
+    is_launched: bool
+
+    @property
+    def starts_nothing(self) -> bool:
+        """True if no script will check the flags."""
+        return (self.for_prediction or self.for_planning) and not self.is_launched
+
+
+class _Workers(NamedTuple):
+    """Devices and environment of the workers."""
+
+    device_kind: str
+    device_name: str
+    capability: int | None
+    environment: Mapping[str, str]
+
+
+def _job(written: Arguments, purpose: _Purpose, workers: _Workers, *, world_size: int, fixed: tuple[str, ...]) -> Job:
+    device_kind, device_name, capability, environment = workers
+    for_planning, starts_nothing = purpose.for_planning, purpose.starts_nothing
+    given, checkpoint_note = with_checkpoint_arguments(written)
+    check_planned(given, for_prediction=purpose.for_prediction, without_probes=purpose.without_probes)
     if starts_nothing:
         check_words(given)
     needless = check_required(given, starts_nothing=starts_nothing, cause=checkpoint_note)
     vocabulary = read_vocabulary(given)
-    capability = capability or compute_capability(device_name)
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, capability=capability)
-    found = _flags_layout(given, world_size, fixed, for_prediction=for_prediction, for_planning=for_planning)
+    found = _flags_layout(given, world_size, fixed, for_prediction=purpose.for_prediction, for_planning=for_planning)
     if starts_nothing:
         # A launched script refuses flags itself, and may accept more than NVIDIA's script.
         check_flags(given, found.layout)
@@ -86,7 +114,7 @@ def read_job(
             check_formats(given, found.layout, device_name=device_name, capability=capability)
     batch = _batch(given, found.layout)
     own = _own_layout(given, found, fixed, device_kind=device_kind, num_layers=model.num_layers)
-    if own.doubt and for_planning and not is_launched:
+    if own.doubt and for_planning and not purpose.is_launched:
         raise MegatronError(own.doubt)
     notes = [checkpoint_note, vocabulary.note, *own.notes, *_notes(given, own.layout, found.layout, own.refusal)]
     notes += [needless, *unknown_note(given)] if starts_nothing else []

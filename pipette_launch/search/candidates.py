@@ -152,7 +152,7 @@ class SearchInputs:
 
     @property
     def own_cannot_run(self) -> str:
-        """Reason for which the user's own configuration cannot run here; empty if it can."""
+        """Reason that the user's own configuration cannot run here; empty if it can."""
         return self.job.own_refusal or self.own_fault or self.own_split or ""
 
     @property
@@ -162,7 +162,7 @@ class SearchInputs:
 
     @property
     def own_dropped(self) -> str | None:
-        """Reason for which the user's own legal layout cannot be chosen; None if it can."""
+        """Reason that the user's own legal layout cannot be chosen; None if it can."""
         if not self.predictor.can_price(self.job.own):
             return NOT_MEASURED
         return None if max(self.predictor.peaks(self.job.own)) <= self.limit_bytes(self.job.own) else OVER_MEMORY

@@ -75,7 +75,7 @@ class Frontier:
         self._num_ready = 0
         self._fitting: dict[Layout, list[Recompute]] = {}
         self.outdone: set[Layout] = set()
-        """Layouts that fit, but a layout that differs only by less recompute fits too."""
+        """Fitting layouts that are useless, because a layout that differs only by less recompute fits too."""
         self._quick: list[Layout] = []
         self._lean: list[Layout] = []
         self._limits: dict[tuple[int, int], int] = {}

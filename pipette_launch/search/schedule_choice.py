@@ -107,7 +107,7 @@ class _LayoutMemory:
 
     @cached_property
     def limit_bytes(self) -> int:
-        """Limit of a rank's tensors, without the additional communicators of the schedule's links."""
+        """Limit of a rank's tensors, less the additional communicators of the schedule's links."""
         overhead = measured_overhead(self.inputs.job, self.layout, self.inputs.measurements)
         more = 2 * min(self.layout.pp - 1, 2) - 1
         each_bytes = overhead.communicators.value / num_communicators(self.inputs.job, self.layout)

@@ -90,7 +90,7 @@ class SearchLoop:
         self._missed_s = float("inf")
         """Lowest bound of the layouts that were not priced because of the deadline."""
         self._in_vain: dict[tuple[int, ...], float] = defaultdict(float)
-        """Sum of `IN_VAIN` by degrees."""
+        """Sum of the relative excess over the best step, by degrees; see `IN_VAIN`."""
         self._aside: dict[Layout, Promising] = {}
         """Layouts that were not priced because others with their degrees promise too little."""
 

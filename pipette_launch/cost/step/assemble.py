@@ -355,7 +355,7 @@ def deciding_replicas(times_R: Array, placements: int) -> tuple[Ints, Ints, Ints
 
 
 def undominated(times_D: Array) -> Ints:
-    """Return the replicas that are slower than every other in something; of equal ones the first."""
+    """Return the replicas for which no other is at least as slow in every time; of equal replicas the first."""
     replicas = times_D.shape[1]
     if replicas > _FEW_REPLICAS:
         return np.arange(replicas)

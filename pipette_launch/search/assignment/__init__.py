@@ -1,1 +1,1 @@
-"""A block assignment problem of seats and places, solved without knowing of GPUs."""
+"""A block assignment problem of seats and places, solved independently of GPUs."""

@@ -67,13 +67,13 @@ from pipette_patches.replacements import megatron_core_version
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-START_S = 30.0  # Time of the adviser beside its search: to start, read and write, on cores that may be busy
+ADVISER_START_S = 30.0  # Time of the adviser beside its search: to start, read and write, on cores that may be busy
 QUESTION, ANSWER = "question.json", "advice.json"
 LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
 """Least shares of the budget for links and collectives, even after a long compute phase."""
 ADVICE_SHARE = 0.8  # The adviser may search until this share of the budget is spent
 ADVICE_S = (1.0, 5.0)  # Shortest and longest time of its search, in seconds
-ADVICE_PATIENCE_S = ADVICE_S[1] + START_S
+ADVICE_PATIENCE_S = ADVICE_S[1] + ADVISER_START_S
 PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
 MAX_NAMED = 5  # A note names this number of slots and counts the others
 
@@ -404,7 +404,7 @@ def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=budget_s + START_S,
+            timeout=budget_s + ADVISER_START_S,
             check=False,
         )
         if done.returncode:
@@ -412,7 +412,7 @@ def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder:
             return Advice(words=f"the adviser ended with exit code {done.returncode}: {last}")
         return files.read(answer, Advice)
     except subprocess.TimeoutExpired:
-        return Advice(words=f"the adviser did not answer within {budget_s + START_S:.0f} s")
+        return Advice(words=f"the adviser did not answer within {budget_s + ADVISER_START_S:.0f} s")
     except (OSError, PipetteError) as error:
         return Advice(words=f"the adviser could not be asked: {error}")
 

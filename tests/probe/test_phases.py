@@ -68,7 +68,7 @@ def test_a_failure_is_an_empty_advice_that_says_so(tmp_path: Path, program: str,
 
 def test_an_adviser_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its time the warm-up continues without it."""
-    monkeypatch.setattr(phases, "START_S", 0.0)
+    monkeypatch.setattr(phases, "ADVISER_START_S", 0.0)
 
     assert "the adviser did not answer within 1 s" == ask(tmp_path, "import time; time.sleep(60)").words
 

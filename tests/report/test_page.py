@@ -19,7 +19,7 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.report.page import plan_page, with_outcome
 from pipette_launch.report.page.choices import front, what_changes
 from pipette_launch.report.page.machines import _matrix, islands_of, placement_view
-from pipette_launch.report.page.pieces import Axis, stages_drawn
+from pipette_launch.report.page.tables_and_bars import Axis, stages_drawn
 from pipette_launch.text import bytes_text, seconds_text
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

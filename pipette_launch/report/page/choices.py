@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pipette_launch.facts import Choice, Layout, Plan
 from pipette_launch.planning.picture import DrawnStep, Picture
-from pipette_launch.report.page.pieces import Axis, Segment, Table, bar, legend, limit_in_view
+from pipette_launch.report.page.tables_and_bars import Axis, Segment, Table, bar, legend, limit_in_view
 from pipette_launch.report.plan import checkpoint_words
 from pipette_launch.text import GIB, MIB, bytes_text, count_text, flops_text, seconds_text
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.facts import Choice, ComputeTime, Links, Measurements, Plan
 from pipette_launch.facts.measurements import LAYERS
-from pipette_launch.report.page.pieces import Segment, Table, bar
+from pipette_launch.report.page.tables_and_bars import Segment, Table, bar
 from pipette_launch.report.plan import rank_ranges
 from pipette_launch.text import rate_text, seconds_text
 

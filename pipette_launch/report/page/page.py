@@ -15,7 +15,7 @@ from pipette_launch.planning.picture import Picture
 from pipette_launch.report.page import choices, machines
 from pipette_launch.report.page.choices import timeline_view
 from pipette_launch.report.page.machines import links_view
-from pipette_launch.report.page.pieces import memory_view, outcome_table, trials_table
+from pipette_launch.report.page.tables_and_bars import memory_view, outcome_table, trials_table
 from pipette_launch.report.plan import schedule_words
 from pipette_launch.report.screen import NOT_MODELLED, arguments_diff, paste_text
 from pipette_launch.text import bytes_text, count_text, printable, seconds_text

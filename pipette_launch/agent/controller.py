@@ -1,4 +1,4 @@
-"""Base class of the program above the agent: its hooks decide, and choose the workers' command."""
+"""Base class of the program that decides for an agent, and chooses the command of the workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Node:
     num_slots: int
     address: str
     interruption: type[Exception]
-    """Exception that a signal to the agent raises. It must reach torch and is not a failure."""
+    """Exception that a signal to the agent raises. The exception must reach torch, and does not count as a failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,27 +32,27 @@ class WorkerCommand:
     entrypoint: str | Callable[..., Any]
     arguments: tuple[str, ...]
     environment: dict[str, str]
-    """Variables added to the agent's own."""
+    """Environment variables that the workers get besides the agent's own variables."""
 
 
 class Controller(ABC):
-    """Decides for the job, and says what this node runs. The six abstract hooks are required, the others optional.
+    """Decides for the job, and chooses what this node runs. Subclasses must define the six abstract hooks.
 
     Every node has a controller. `decide`, `after_warmup` and `after_trial` run on the deciding node only.
     """
 
     progress_folder: Path
-    """Folder where the warm-up's workers of this node write how far they are."""
+    """Folder where the warm-up's workers of this node write their progress."""
     measured_path: Path
-    """File where the warm-up's first worker leaves the measurements."""
+    """File where the warm-up's first worker writes the measurements."""
     warmup_deadline_s: float
-    """Time after which a warm-up counts as hung."""
+    """Seconds after which a warm-up counts as hung."""
     slowed: str = ""
-    """Sentence about slower steps if all machines are to be measured again for that; else empty."""
+    """Sentence about slower steps if these are a reason to measure all machines again; else empty."""
 
     @abstractmethod
     def begin(self, node: Node) -> str:
-        """Take the description of this node; return the token that names the agent."""
+        """Store the description of this node; return the token that names the agent."""
 
     @abstractmethod
     def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None) -> NodeRecord:
@@ -75,7 +75,7 @@ class Controller(ABC):
         """Return the command that this node's workers run under a decision."""
 
     def show(self, decision: Decision, *, speaks: bool) -> None:  # noqa: B027 - an optional hook
-        """Take note of a decision; `speaks` is true on the one node that prints for the user."""
+        """Store a decision; `speaks` is true on the one node that prints for the user."""
 
     def saw_line(self, line: str) -> float | None:  # noqa: B027 - an optional hook
         """Read a line of the last rank's stdout; return its step time (s) if it reports an iteration, else None."""

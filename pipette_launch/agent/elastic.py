@@ -1,6 +1,6 @@
-"""torchrun with our agent in it: a LocalElasticAgent that measures before it trains, and takes ranks from the plan.
+"""torchrun with Pipette's agent, which measures the machines before training, and takes ranks from the plan.
 
-The agent overrides hooks of torch's agent and never copies them: each override calls the original. Warm-up and training
+The agent overrides hooks of torch's LocalElasticAgent, and each override calls the original hook. Warm-up and training
 are two phases of ONE rendezvous round, because a second rendezvous would let spare nodes replace measured ones.
 """
 
@@ -41,15 +41,15 @@ from pipette_launch.facts.messages import Decision, Failure
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.3
-"""Pause after another agent's call: a worker that broke a connection as it died may not have ended yet."""
+"""Seconds to wait after another agent's alarm, because a dying worker closes its connections before it ends."""
 SIGNALLED_S = 5.0
-"""Longest wait for a console that accepts no output, in an agent that a signal ends."""
+"""Longest wait (s) for a console that accepts no output, after a signal has ended the agent."""
 MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"
 """Socket of the process by which NVIDIA's ft_launcher watches one worker."""
 
 
 class _NothingToRun(Exception):  # noqa: N818
-    """The decision is to stop. Leaves torch's loop, which has no such end."""
+    """The decision is to stop. The exception leaves torch's loop, which has no other way to end without workers."""
 
 
 class PipetteAgent(LocalElasticAgent):
@@ -64,7 +64,7 @@ class PipetteAgent(LocalElasticAgent):
         rendezvous_settings: RendezvousSettings,
         **kwargs: Any,
     ) -> None:
-        # With this variable torch assumes equal nodes, and assigns ranks without asking them.
+        # If this variable is set, torch assumes equal nodes, and assigns ranks without asking the nodes.
         os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
         self._handler = AgentStoreHandler(spec.rdzv_handler, rendezvous_settings, is_round_over=self._is_round_over)
         spec.rdzv_handler = self._handler
@@ -80,11 +80,11 @@ class PipetteAgent(LocalElasticAgent):
         self._store_of_phase: TCPStore | None = None
         self._streams: Streams | None = None
         self._is_same_round = False
-        """True if the nodes of the last phase go on together, and know the next decision."""
+        """True if the nodes of the last phase stay together, and already have the next decision."""
         self._failed: RunResult | None = None
         """Failure of this node's workers in the last attempt."""
         self._is_called = False
-        """True if an agent called a meeting while this node waited for the others to finish."""
+        """True if an agent called a meeting while this node waited for other nodes to finish."""
         self._attempt = Attempt()
         self._stopped_workers = StoppedWorkers()
         self._starts = self._oom_kills = 0
@@ -126,12 +126,12 @@ class PipetteAgent(LocalElasticAgent):
                 self._decision, self._round_store = self._meet()
                 has_met = True
             except Rejoin as rejoin:
-                if str(rejoin) == LEFT_OUT:  # The others went on: what this agent knows is outdated.
+                if str(rejoin) == LEFT_OUT:  # The other nodes went on, so this agent's knowledge is outdated.
                     self._decision, self._attempt = None, Attempt()
         self._apply(worker_group)
 
     def _meet(self) -> tuple[Decision, RoundStore]:
-        """Describe this node to the others, and receive the decision for all."""
+        """Describe this node to the other nodes, and receive the decision for all nodes."""
         last, ended = self._attempt, self._attempt.ended
         if ended == "none" and self._first_iteration.has_trained():
             ended = "after-first-iteration"
@@ -245,7 +245,7 @@ class PipetteAgent(LocalElasticAgent):
         return result
 
     def _monitor_before_training(self, worker_group: WorkerGroup) -> RunResult:
-        """End the phase on every node when its workers are done, fail or hang; the training goes on without it."""
+        """End the phase on every node when workers are done, fail or hang. Training has no such end."""
         decision, round_store = self._current()
         processes = workers.processes(self._pcontext)
         if not self._before_training.is_over(
@@ -260,7 +260,7 @@ class PipetteAgent(LocalElasticAgent):
         return self._succeeded(worker_group)
 
     def _note_failure(self, result: RunResult, round_store: RoundStore) -> None:
-        """Agree with all nodes whether the job died before its first iteration, keep the reason, and call them."""
+        """Agree with all nodes whether the job died before its first iteration, and call them to a meeting."""
         self._failed = result
         # The next decision is for all nodes: torch's own count must not end the job here.
         self._remaining_restarts += 1
@@ -283,7 +283,7 @@ class PipetteAgent(LocalElasticAgent):
     # -- the end --------------------------------------------------------------------------------------------------
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
-        """Run the job. Work after torch's own end must not stand between a signal and the workers."""
+        """Run the job. Cleaning up after torch's end must not delay a signal to the workers."""
         signalled = False
         try:
             result: RunResult = super().run(*args, **kwargs)
@@ -315,16 +315,16 @@ class PipetteAgent(LocalElasticAgent):
                 logger.info("the agents meet again: %s", error)
                 self._stop_workers(self._worker_group)
             except SignalException as error:
-                # The others need not wait until this node's workers have ended.
+                # Other nodes need not wait until this node's workers have ended.
                 self._membership.say_leaving(f"its agent was told to end by {error.sigval.name}")
                 raise
 
     def _end(self, decision: Decision, round_store: RoundStore) -> RunResult:
-        """End the job without training: a dry run, or an error that ends it."""
+        """End the job without training, after a dry run or an error."""
         if decision.failed and self._failed is None:
             raise (UsageError if decision.is_misuse else PipetteError)(decision.reason)
         self._controller.show(decision, speaks=round_store.is_coordinator)
-        # As under torchrun: torch prints the failure of this node, with its error file.
+        # torch prints the failure of this node, with the error file, as under torchrun.
         return self._failed or self._succeeded(self._worker_group)
 
     def _exit_barrier(self) -> None:
@@ -361,11 +361,10 @@ class PipetteAgent(LocalElasticAgent):
 
 
 def run(args: Namespace, make_controller: Callable[[RendezvousSettings], Controller], *, advice: str = "") -> None:
-    """Run a job as torchrun would, with our agent in place of torch's.
+    """Run a job as torchrun would, with Pipette's agent instead of torch's.
 
-    Everything that torchrun does between its parser and its agent, and after the agent (error files, the end of the
-    rendezvous, exit codes), is the installed torch's own code. `advice` ends error messages about launchers that do not
-    meet as their flags describe.
+    All code around the agent is the installed torch's own: launch settings, error files, the end of the rendezvous,
+    exit codes. `advice` is the last sentence of error messages about launchers that fail to meet.
     """
     drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
     if (
@@ -397,10 +396,10 @@ def run(args: Namespace, make_controller: Callable[[RendezvousSettings], Control
 
 
 def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) -> None:
-    """Remove ft_launcher's rank monitor from the environment of several workers.
+    """Remove ft_launcher's rank monitor from the environment if a node has several workers.
 
-    The monitor serves one worker at a time. The others would wait three minutes for it and fail; without the variable
-    they fail at once with a clear message.
+    The monitor serves one worker at a time. The other workers would wait three minutes for the monitor and fail.
+    Without the variable these workers fail at once with a clear message.
     """
     if num_workers > 1 and environ.pop(MONITOR, None) is not None:
         sys.stderr.write(
@@ -410,7 +409,7 @@ def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) 
 
 
 def _running(agent: PipetteAgent) -> set[int]:
-    """Return the process ids of the workers that have not ended; empty if they run a function."""
+    """Return the process ids of the workers that have not ended; empty if workers run a function."""
     context = agent._pcontext  # noqa: SLF001
     if not isinstance(context, SubprocessContext):
         return set()
@@ -447,7 +446,7 @@ def _explaining(make: Callable[[Any], Any], settings: RendezvousSettings, conf: 
 
 @contextmanager
 def _in_place_of(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Replace a name of a torch module, which torch looks up there and nowhere else."""
+    """Replace a name in a torch module while the block runs."""
     stock = getattr(module, name)
     setattr(module, name, value)
     try:

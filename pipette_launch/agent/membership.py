@@ -1,4 +1,4 @@
-"""Meetings of agents after torch's first rendezvous: who is there, who is lost, and one decision for all."""
+"""Meetings of agents after torch's first rendezvous, to find lost agents and to share one decision."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from pipette_launch.facts.messages import Arrival, Decision, Member, Members, No
 
 PROBE_S = 0.5
 PROOF_S = 1.5
-"""Time for an agent to prove that it is there, if other agents already took it for lost."""
+"""Seconds for an agent to answer, if other agents believe that the agent is lost."""
 REJOIN = "rejoin"
-"""Answer by which all agents go through torch's rendezvous again, as another node waits there."""
+"""Answer that sends all agents through torch's rendezvous again, because another node waits there."""
 LEFT_OUT = "left out"
-"""Answer to an agent without which the others went on."""
+"""Answer to an agent if the other agents went on without that agent."""
 
 Decide: TypeAlias = "Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision]"
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gathering:
-    """Agents that have come to a meeting, and agents that are lost; used by the first agent."""
+    """Agents that have come to a meeting, and agents that are lost; only the first agent keeps this list."""
 
     def __init__(
         self, others: Sequence[Member], desk: AgentStore, lost: dict[str, str], reported: Callable[[Member, str], str]
@@ -49,9 +49,9 @@ class Gathering:
         """Begin.
 
         Args:
-            others: agents that are expected.
-            desk: store where they announce themselves.
-            lost: reasons why agents are already believed lost, by token; an agent that comes is removed.
+            others: agents that are expected at the meeting.
+            desk: store where agents announce their arrival.
+            lost: reasons why agents are believed lost, by token; an agent that arrives is removed from this dictionary.
             reported: returns a report of the last round about an agent, `left` or `lost`; empty without a report.
 
         """
@@ -105,7 +105,7 @@ class Gathering:
                 self.lost[member.token] = lost or why
 
     def _look_for(self, member: Member) -> tuple[str, str]:
-        """Return why an agent cannot be reached, and why others believe it lost; both are empty if it answers."""
+        """Return why an agent cannot be reached, and why others believe it lost; both texts are empty if it answers."""
         why, lost = why_unreachable(member, timeout_s=PROBE_S), self._reported(member, "lost")
         # The kernel of a stopped process accepts connections; the store of a working agent also answers.
         return why, lost if lost and (why or not answers(member, within_s=PROBE_S)) else ""
@@ -122,26 +122,26 @@ class Membership:
         self._server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._own = Member(token=token, address=address, port=self._server.port, node_rank=node_rank)
         self._desk = AgentStore(self._server, "pipette", is_own=True)
-        """Store where other agents announce themselves while this agent is the first one."""
+        """Store where other agents announce their arrival while this agent leads the meeting."""
         self._members: tuple[Member, ...] = ()
         self._lost: dict[str, str] = {}
-        """Reasons why members are believed lost, by token; the next meeting goes on without them."""
+        """Reasons why members are believed lost, by token. The next meeting does not wait for these members."""
         self._surely_gone: set[str] = set()
         """Lost members that cannot still train elsewhere, as their kernels or they themselves reported the end."""
         self._leader: Member | None = None
         """The agent that decided last."""
         self._leader_store: Store | None = None
-        """Client of its store; None if this agent decided."""
+        """Client of the store of the agent that decided last; None if this agent decided."""
         self._round_store: RoundStore | None = None
         self._watch: PeerWatch | None = None
         self._sweep: ReachSweep | None = None
         self._out_of_reach: set[str] = set()
-        """Agents to which this one cannot connect."""
+        """Tokens of agents to which this agent cannot connect."""
         self._num_meetings = 0
 
     def join(self, store: Store, group_rank: int, group_size: int) -> None:
         """Exchange addresses with the agents of torch's rendezvous, through its store."""
-        # An old list would make other agents believe that this one was left out.
+        # An old list of members would make other agents believe that this agent was left out.
         self._desk.drop("round")
         met = AgentStore(store, "pipette", is_own=True)
         met.put(f"member/{group_rank}", files.dumps(self._own))
@@ -166,11 +166,11 @@ class Membership:
         return bool(self._members)
 
     def leave_behind(self, tokens: Sequence[str], why: str) -> None:
-        """Take these agents for lost, so that the next meeting does not wait for them."""
+        """Mark agents as lost, so that the next meeting does not wait for these agents."""
         self._lost.update(dict.fromkeys(tokens, why))
 
     def say_leaving(self, why: str) -> None:
-        """Report that this agent leaves, so that others go on while its workers end."""
+        """Report that this agent leaves, so that other agents go on while this agent's workers end."""
         if self._round_store is not None:
             self._round_store.say(f"left/{self._own.token}", why)
             self._round_store.say("alarm", why)
@@ -183,16 +183,16 @@ class Membership:
         decide: Decide,
         is_awaited: Callable[[], bool],
     ) -> tuple[Decision, RoundStore]:
-        """Meet the other agents; return the decision for all, and the store of the new round.
+        """Meet the other agents; return the decision for all agents, and the store of the new round.
 
         Args:
-            record: this node's introduction.
+            record: description of this node.
             held: this node's decision of the last round.
-            decide: called only on the first agent, with all records and the reasons why others are lost.
+            decide: called only on the first agent, with the records of all nodes and the reasons why hosts are lost.
             is_awaited: true if another node waits in torch's rendezvous; called only on the first agent.
 
         Raises:
-            Rejoin: all go through torch's rendezvous again, or the others went on without this agent.
+            Rejoin: all agents go through torch's rendezvous again, or the other agents went on without this one.
             ClusterError: too few agents can be reached.
 
         """
@@ -212,7 +212,7 @@ class Membership:
             except StoreGone as error:
                 known, self._leader_store = self._leader_store, None
                 if known is not None and str(error) == BROKEN:
-                    # Only the connection may be broken; try a new one.
+                    # Perhaps only the connection broke, so open a new connection.
                     continue
                 logger.warning("the agent at %s no longer decides: %s", leader.address, error)
                 self._lost[leader.token] = str(error)
@@ -223,7 +223,7 @@ class Membership:
         store = self._store_of(leader)
         desk = AgentStore(store, "pipette", is_own=False)
         if self._round_store is not None and leader == self._leader:
-            # Call the first agent to the meeting, as it may know no reason for one.
+            # Call the first agent to the meeting, because it may not know why a meeting is needed.
             desk.put(f"{self._round_store.generation}/alarm", "a meeting")
         knows = held is None or leader.token in (*held.tokens, *held.standby)
         arrival = Arrival(
@@ -259,8 +259,8 @@ class Membership:
             raise StoreGone(f"its agent does not answer ({error})") from error
 
     def _answer(self, leader: Member, desk: AgentStore) -> str:
-        """Wait for the name of the new round."""
-        # The first agent waits PEER_WAIT_S for others, and may then search for a plan.
+        """Wait for the leader to publish the name of the new round."""
+        # The first agent waits PEER_WAIT_S for other agents, and may then search for a plan.
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
         pauses_s = growing_pauses()
         key = f"answer/{self._own.token}/{self._num_meetings}"
@@ -270,10 +270,10 @@ class Membership:
             if left:
                 self._surely_gone.add(leader.token)
                 raise StoreGone(left)
-            # A list of a thousand nodes is long, and all nodes wait here: read only a new list.
+            # The list of a thousand nodes is long, so each node reads the list only after a change.
             now = desk.peek("round")
             if now not in (None, last):
-                # The answer may be under way, or belong to an older arrival.
+                # The answer may still be under way, or may answer an older arrival of this agent.
                 return now if self._own in self._list(desk, now).members else LEFT_OUT
             if time.monotonic() > ends_s:
                 raise ClusterError(
@@ -331,15 +331,16 @@ class Membership:
         return self._round_store.peek(f"{what}/{member.token}") or ""
 
     def _check_quorum(self, arrivals: Mapping[str, Arrival]) -> None:
-        """Let only one part of a divided network go on.
+        """Let only one part of a divided network continue the job.
 
         Raises:
-            ClusterError: the other part may be the larger one.
+            ClusterError: the other part of the network may have more agents.
 
         """
         came = 1 + len(arrivals)
         possible = len(self._members) - len(self._surely_gone)
-        # Before the first meeting no agent has led; then the half of the first agent goes on.
+        # Before the first meeting no agent has led. If the network is halved then, the half with the first agent goes
+        # on.
         keeps_store = self._own == (self._leader or self._members[0])
         if 2 * came > possible or (2 * came == possible and keeps_store):
             return
@@ -359,7 +360,7 @@ class Membership:
         self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
         self._out_of_reach.discard(self._own.token)
         place = self._members.index(self._own)
-        # The agents after this one come first; the watch takes the next one, the sweep the rest.
+        # The watch observes the next agent after this agent, and the sweep visits all remaining agents in turn.
         turned = (*self._members[place + 1 :], *self._members[:place])
         others = [member for member in turned if member.token not in self._out_of_reach]
         self._watch = PeerWatch(others[0]) if others else None
@@ -375,7 +376,7 @@ class Membership:
         return self._round_store
 
     def _find_lost(self) -> str:
-        """Return which agent is gone or out of reach, and why; empty while all answer."""
+        """Return which agent is gone or out of reach, and why; empty while all agents answer."""
         for one in (self._watch, self._sweep):
             if one is not None and one.lost and one.peer is not None:
                 return self._report_lost(one.peer, one.lost)
@@ -390,7 +391,7 @@ class Membership:
         return f"the agent at {peer.address}: {why}"
 
     def _stop_watching(self) -> None:
-        """Stop watch and sweep, and keep their findings, which a very short round has not used yet."""
+        """Stop watch and sweep, and keep the lost agents that they found but the round has not used."""
         for one in (self._watch, self._sweep):
             if one is not None:
                 one.stop()

@@ -1,8 +1,8 @@
 """Liveness of other agents, and links between agents that are cut.
 
-An agent keeps an idle connection to another agent's store: the kernel closes it when that process ends. It also sends
-the store a request every second, which has no answer if the host lost power, the wire is cut or the process is stopped.
-torch answers in its own thread, so a busy agent answers too.
+An agent keeps an idle connection to another agent's store, and the kernel closes this connection when the other process
+ends. The agent also sends a request every second. The request stays without an answer if the host lost power, the wire
+is cut or the process is stopped. torch answers these requests in a separate thread, so a busy agent answers too.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from pipette_launch.facts.messages import Member
 
 PAUSE_S = 1.0
 RETRY_S = 0.05
-"""Pause between two attempts to connect after a fault of the route or of this process."""
+"""Seconds between two attempts to connect, after a missing route or a fault of this process."""
 NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 GONE = "its agent is gone"
 SILENT = f"silent for {HOST_SILENCE_S:.0f} s"
 SWEEP_S = 60.0
-"""Each agent connects to each other agent about once in this time."""
+"""Seconds in which each agent connects to each other agent about once."""
 LONGEST_PAUSE_S = 1.0
 
 
 class PeerWatch:
-    """Watches one agent, in a thread."""
+    """Thread that watches one other agent."""
 
     def __init__(self, peer: Member) -> None:
         self.peer = peer
         self.lost = ""
-        """Reason why the agent is believed lost; empty while it answers."""
+        """Reason why the watched agent is believed lost; empty while that agent answers."""
         self._is_over = threading.Event()
         self._has_answer = threading.Event()
         threading.Thread(target=self._watch, name=f"{STORE_THREAD}-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop watching, after the pending request has an answer or is too late."""
+        """Stop watching after the pending request was answered or timed out."""
         self._is_over.set()
         self._has_answer.wait(HOST_SILENCE_S)
 
@@ -56,7 +56,7 @@ class PeerWatch:
         self._has_answer.set()
 
     def _why_connection_ended(self) -> str:
-        """Hold a connection until it ends; return why the agent is lost, or "" if only the connection is."""
+        """Keep a connection open until it ends; return why the agent is lost, or "" if the agent still runs."""
         try:
             with socket.create_connection((self.peer.address, self.peer.port), timeout=HOST_SILENCE_S) as connection:
                 store = connected(self.peer, within_s=HOST_SILENCE_S)
@@ -81,8 +81,8 @@ def connected(peer: Member, *, within_s: float) -> Store:
     """Return a client of an agent's store.
 
     Raises:
-        TimeoutError: no answer; torch alone would try for ever if the process is stopped.
-        RuntimeError: no store.
+        TimeoutError: the store did not answer. torch itself would wait for ever for a stopped process.
+        RuntimeError: no store listens at this address.
 
     """
     return within(within_s, lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
@@ -111,7 +111,7 @@ def why_unreachable(peer: Member, *, timeout_s: float) -> str:
             return SILENT
         except OSError as error:
             if error.errno not in NO_ROUTE:
-                # A fault of this process, such as too many open files, says nothing about the other one.
+                # A fault of this process, such as too many open files, is no evidence against the other agent.
                 return ""
             if left_s <= RETRY_S:
                 return SILENT
@@ -122,13 +122,13 @@ def why_unreachable(peer: Member, *, timeout_s: float) -> str:
 
 
 class ReachSweep:
-    """Connects to other agents in turn, in a thread, until one of them is lost."""
+    """Thread that connects to the other agents in turn, until an agent is lost."""
 
     def __init__(self, peers: Sequence[Member]) -> None:
         self.peer: Member | None = None
         """The lost agent."""
         self.lost = ""
-        """Reason why it is believed lost; empty while all agents answer."""
+        """Reason why the agent `peer` is believed lost; empty while all agents answer."""
         self._peers = peers
         self._is_over = threading.Event()
         self._has_answer = threading.Event()
@@ -137,7 +137,7 @@ class ReachSweep:
             threading.Thread(target=self._sweep, name="pipette-reach", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop, after the present attempt has ended."""
+        """Stop the sweep after the present attempt to connect has ended."""
         self._is_over.set()
         self._has_answer.wait(HOST_SILENCE_S)
 
@@ -148,7 +148,8 @@ class ReachSweep:
                 if self._is_over.wait(pause_s):
                     return
                 self._has_answer.clear()
-                # Its neighbour notices an ended process at once, unless the wire between these two is cut.
+                # The neighbour of an agent notices the agent's end at once, unless the wire between the two agents is
+                # cut.
                 lost = why_unreachable(peer, timeout_s=HOST_SILENCE_S)
                 if lost:
                     self.peer, self.lost = peer, lost
@@ -160,21 +161,21 @@ class ReachSweep:
 def cut_links(missed: Mapping[str, Collection[str]]) -> tuple[tuple[str, str], ...]:
     """Return the pairs of agents without a working link; `missed` has the agents that each agent cannot reach.
 
-    Agents without a list of their own do not count.
+    Agents that reported no list are ignored.
     """
     pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
     return tuple(sorted(pairs))
 
 
 def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> dict[str, str]:
-    """Choose agents to leave out, so that all others reach each other. The agent with most cut links goes first.
+    """Choose agents to leave out, so that all others reach each other; agents with most cut links are chosen first.
 
     Args:
         pairs: cut links, each as two tokens.
         order: tokens of all agents; among agents with equally many cut links the last one is left out.
 
     Returns:
-        Tokens that are left out, each with the first agent that it does not reach.
+        Token of each agent that is left out, with the token of the first agent that it cannot reach.
 
     """
     place = {token: index for index, token in enumerate(order)}
@@ -192,12 +193,12 @@ def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> d
 def out_of_reach(
     agents: Sequence[Member], cut: Collection[tuple[str, str]], *, standby: Collection[str]
 ) -> dict[str, str]:
-    """Return the agents that are best left out, by token, each with the address from which it is out of reach.
+    """Return the tokens of the agents to leave out, each with the address of an agent that cannot be reached.
 
     Args:
-        agents: all agents at the meeting, the first one first.
-        cut: cut links between them, each as two tokens.
-        standby: tokens of agents without workers, which are left out rather than others.
+        agents: all agents at the meeting, beginning with the first agent.
+        cut: cut links between these agents, each as two tokens.
+        standby: tokens of agents without workers. These agents are left out before agents with workers.
 
     """
     order = sorted(agents, key=lambda agent: agent.token in standby)

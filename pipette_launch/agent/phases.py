@@ -28,7 +28,8 @@ from pipette_launch.facts import files
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure
 
 NEWS_S = 1.0
-"""Time that a node with a dead worker waits for news of an iteration. The last rank's agent looks once per interval."""
+"""Seconds that a node with a dead worker waits to learn whether another node saw an iteration. The agent of the last
+rank looks once per monitoring interval."""
 
 
 # -- an attempt at training ---------------------------------------------------------------------------------------
@@ -36,17 +37,17 @@ NEWS_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """Last attempt at training on this node, which the node reports in the next round."""
+    """Last attempt at training on this node; the node reports the attempt in the next round."""
 
     index: int = -1
-    """`Decision.attempt`; -1 if the last phase was not a training."""
+    """Number of the attempt (`Decision.attempt`); -1 if the last phase was not a training."""
     began_s: float = 0.0
     ended: AttemptEnd = "none"
     failure: Failure | None = None
 
 
 class FirstIteration:
-    """The first iteration of an attempt: seen by this agent, or published by another."""
+    """First iteration of an attempt, seen by this agent or published by another agent."""
 
     def __init__(self) -> None:
         self._round_store: RoundStore | None = None
@@ -55,7 +56,7 @@ class FirstIteration:
         self._published = False
 
     def begin(self, round_store: RoundStore, *, proven: bool) -> None:
-        """Forget the last attempt; `proven` is true if this plan has trained before."""
+        """Begin a new attempt; `proven` is true if this plan has trained before."""
         self._round_store, self._proven, self._seen, self._published = round_store, proven, False, False
 
     def see(self) -> None:
@@ -63,7 +64,7 @@ class FirstIteration:
         self._seen = True
 
     def share(self) -> None:
-        """Publish the first iteration, or learn about it from another node."""
+        """Publish the first iteration if this node saw it; else read whether another node did."""
         if self._published or self._round_store is None:
             return
         if self._seen:
@@ -85,7 +86,7 @@ class FirstIteration:
         return False
 
     def settle(self, *, trained: bool) -> AttemptEnd:
-        """Agree with all nodes on how the attempt ended; the first answer counts."""
+        """Agree with all nodes on how the attempt ended; the answer of the first node counts."""
         mine: AttemptEnd = "after-first-iteration" if trained else "before-first-iteration"
         if self._round_store is None:
             return mine
@@ -117,14 +118,14 @@ class NoLogs(LogsSpecs):
 
 
 def run_nothing(spec: WorkerSpec) -> NoLogs:
-    """Let torch start zero workers, so that its agent handles signals from now on."""
+    """Let torch start zero workers, so that torch's agent installs its signal handlers."""
     # A program and not a function: torch starts functions in ways that need at least one worker.
     spec.entrypoint, spec.args = sys.executable, ()
     return NoLogs()
 
 
 class Relay:
-    """Sends the measurements from the node of RANK 0 to the deciding node, if that node took no part in the warm-up."""
+    """Sends the measurements from the node of RANK 0 to a deciding node that ran no warm-up workers."""
 
     def __init__(self, round_store: RoundStore, decision: Decision, token: str, controller: Controller) -> None:
         self._round_store = round_store
@@ -135,7 +136,7 @@ class Relay:
         self._gives = not round_store.is_coordinator and token == decision.tokens[0]
 
     def hand_over(self) -> None:
-        """Publish the measurements, if this node has them and another node decides."""
+        """Publish the measurements, if another node decides and needs them."""
         if not self._gives:
             return
         path = self._controller.measured_path
@@ -146,13 +147,13 @@ class Relay:
         self._round_store.put("measured", str(len(pieces)))
 
     def plan(self, failure: str) -> Decision:
-        """Make the plan on the deciding node; `failure` says why the warm-up failed, as far as this node knows."""
+        """Make the plan on the deciding node; `failure` is why the warm-up failed, or empty if not known."""
         if self._stood_by:
             failure = self._round_store.peek("warmup-failed") or self._take_over()
         return self._controller.after_warmup(self._decision, failure)
 
     def _take_over(self) -> str:
-        """Fetch the measurements; return why that failed, or an empty text."""
+        """Fetch the measurements from the store; return why the transfer failed, or an empty text."""
         try:
             what = "the measurements of the warm-up"
             count = int(self._round_store.take("measured", what=what, deadline_s=PEER_WAIT_S))
@@ -182,11 +183,11 @@ class PhasesBeforeTraining:
             self._trial.begin()
 
     def open_logs(self, decision: Decision) -> tuple[Streams | None, LogsSpecs]:
-        """Return the reader of the workers' output (None if nobody reads it), and where they write."""
+        """Return the reader of the workers' output (None if no reader is needed), and torch's log settings."""
         return (None, self._warmup.begin()) if decision.phase == "warmup" else self._trial.open_logs()
 
     def variables(self, decision: Decision) -> dict[str, str]:
-        """Return variables that workers of this phase get beside the decision's variables."""
+        """Return environment variables that workers of this phase get besides the variables in the decision."""
         return self._trial.variables if decision.phase == "trial" else {}
 
     def drop_logs(self) -> None:
@@ -209,11 +210,11 @@ class PhasesBeforeTraining:
         return self._trial.look(round_store, decision, token, processes, bindings)
 
     def absent(self, decision: Decision) -> tuple[str, ...]:
-        """Return the hosts that are gone; if there are any, the round ends with the phase."""
+        """Return the hosts that are gone. If a host is gone, the round ends with the phase."""
         return self._warmup.absent if decision.phase == "warmup" else self._trial.absent
 
     def following(self, round_store: RoundStore, decision: Decision, token: str) -> Decision:
-        """Return what all nodes do next."""
+        """Return the next decision for all nodes."""
         if decision.phase != "warmup":
             if self._trial.following is None:
                 raise ClusterError("a trial ended without a decision on what comes next")

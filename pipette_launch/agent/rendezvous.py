@@ -21,7 +21,7 @@ from pipette_launch.facts.messages import Member
 
 TRUE_WORDS = ("1", "true", "t", "yes", "y")
 FALSE_WORDS = ("0", "false", "f", "no", "n")
-"""Spellings of torch in --rdzv-conf."""
+"""Values that torch reads as false in --rdzv-conf."""
 STATIC_PORT = 29500
 C10D_PORT = 29400
 """Default ports of torch."""
@@ -41,7 +41,7 @@ class Endpoint(NamedTuple):
 
 
 def becomes_standalone(args: Namespace) -> bool:
-    """True if torchrun takes a free port of this machine: --standalone, or one static node without a port."""
+    """True if torchrun chooses a free port of this machine: with --standalone, or with one static node and no port."""
     nodes = str(args.nnodes).split(":")[-1]
     is_static = args.rdzv_backend == "static"
     return bool(args.standalone) or (is_static and not args.rdzv_endpoint and args.master_port is None and nodes == "1")
@@ -107,7 +107,7 @@ def _refused(args: Namespace, flag: str, text: str, error: str) -> str:
 def check_meeting(args: Namespace, *, advice: str = "") -> None:
     """Raise UsageError if the nodes could never meet with these flags of torchrun.
 
-    `advice` is the end of an error about too many launchers; it says what in SLURM's settings may start them.
+    `advice` is the end of an error about too many launchers: the SLURM setting that may start several launchers.
     """
     try:
         _parse_rendezvous_config(args.rdzv_conf or "")
@@ -150,7 +150,7 @@ STATIC_READ_S = 300
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RendezvousSettings:
-    """The rendezvous, as this node knows it."""
+    """Settings of the rendezvous on this node."""
 
     endpoint: str
     node_rank: int
@@ -176,14 +176,14 @@ class RendezvousSettings:
     """End of an error about too many launchers, if SLURM may have started them; else empty."""
 
     def store_elsewhere(self) -> Member | None:
-        """Return the place of torch's store under c10d; None if this agent may hold it."""
+        """Return the address of torch's c10d store; None if this agent may hold the store."""
         host, port = parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
         if self.may_host_store or not port:
             return None
         return Member(token="rendezvous", address=host, port=port, node_rank=-1)  # noqa: S106  a name, no secret
 
     def own_address(self) -> str:
-        """Return the address by which other nodes reach this one: the address of the interface towards the endpoint."""
+        """Return the address of this node's interface towards the endpoint, by which other nodes reach this node."""
         host, port = parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
         if _is_loopback(host):
             return "127.0.0.1"
@@ -202,8 +202,8 @@ class RendezvousSettings:
 def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
     """Write torch's guesses into `args` as explicit flags, and return the settings of this node.
 
-    A static rendezvous cannot form a second round and reuses its keys at each restart. So it runs as c10d with the
-    store on node 0, and agents are ordered by --node-rank, as static promises.
+    A static rendezvous cannot form a second round and reuses its keys at each restart. So a static rendezvous runs as
+    c10d with the store on node 0, and agents are ordered by --node-rank.
     """
     at = endpoint_of(args)
     node_rank = -1
@@ -219,8 +219,8 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
     here = torchs or _is_here(at.host)
     is_tcp = args.rdzv_backend == "c10d" and not args.standalone and not is_file(args)
     if is_tcp and torchs != here:
-        # Only where torch guesses wrongly: after a right guess torch also tries again as a client. The port is free
-        # unless another agent of this machine was faster.
+        # Set is_host only if torch would guess wrongly, because torch retries as a client after a right guess. The port
+        # is taken if another agent of this machine was faster.
         _set(args, is_host=str(here and _can_bind(at.port)).lower())
     given = conf_of(args).get("is_host")
     is_host = here and _can_bind(at.port) if given is None else given.lower() in TRUE_WORDS

@@ -1,4 +1,4 @@
-"""Waiting for other nodes at torch's rendezvous, with a line on the screen about missing nodes.
+"""Wait for other nodes at torch's rendezvous, and print which nodes are missing.
 
 torch's own client waits in C++ without a message, and for ever if another program holds the port.
 """
@@ -43,11 +43,12 @@ CONNECT_S = 3.0
 SAY_AFTER_S = 10.0
 """Seconds until a node prints that it waits for the host of the rendezvous."""
 FOREIGN_S = 30.0
-"""Seconds between two attempts while a foreign program listens, as each attempt leaves a thread of torch behind."""
+"""Seconds between two attempts while another program listens on the port, because each attempt leaves a thread of torch
+behind."""
 PAUSE_S = 1.0
 NO_STORE = "what listens there does not answer as a rendezvous of torch"
 LISTENS = "0A"
-"""State of a listening socket in /proc/net/tcp."""
+"""Code of a listening socket in /proc/net/tcp."""
 LAUNCHERS = ("pipette-launch", "pipette_launch", "torchrun", "torch.distributed")
 MOST_LETTERS = 120
 
@@ -59,7 +60,7 @@ def say(words: str) -> None:
 
 
 def await_name(at: Endpoint, *, patience_s: float) -> None:
-    """Wait until the endpoint's host name has an address, and print at once that it has no address yet.
+    """Wait until the endpoint's host name has an address, and print at once if the name has no address yet.
 
     Raises:
         ClusterError: the name had no address for `patience_s`.
@@ -82,14 +83,14 @@ def await_name(at: Endpoint, *, patience_s: float) -> None:
 
 
 def note_unknown_address(local_addr: str | None) -> None:
-    """Print that --local-addr has no address. It is no error, as only some nodes need one."""
+    """Print that --local-addr has no address. A missing address is no error, because only some nodes need it."""
     why = _unresolved(local_addr) if local_addr else ""
     if why:
         say(f"--local-addr {local_addr}: this node finds no address for that name ({why}), by which others reach it")
 
 
 def _unresolved(host: str) -> str:
-    """Return why a host name has no address; empty if it has one."""
+    """Return why a host name has no address; empty if the name has an address."""
     try:
         within(NAME_S, lambda: socket.getaddrinfo(host, None))
     except TimeoutError:
@@ -100,7 +101,7 @@ def _unresolved(host: str) -> str:
 
 
 def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.environ) -> None:
-    """Wait until the store of the rendezvous answers, if another process holds it, and print the wait.
+    """Wait until the store of the rendezvous answers, if another process holds it, and print that this node waits.
 
     Raises:
         ClusterError: no answer for as long as torch would wait, or another program of this machine holds the port.
@@ -131,7 +132,7 @@ def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.en
 
 
 def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
-    """Return why no store answers; empty if it does."""
+    """Return why no store answers; empty if a store answers."""
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except TimeoutError:
@@ -149,7 +150,7 @@ def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
 
 
 def advice(settings: RendezvousSettings, environ: Mapping[str, str]) -> str:
-    """Return further possible reasons why the nodes do not meet, as ends of a sentence."""
+    """Return further possible reasons why the nodes do not meet, as text to append to an error message."""
     host = parse_rendezvous_endpoint(settings.endpoint, default_port=C10D_PORT)[0]
     found = []
     if host in ("localhost", "127.0.0.1", "::1") and settings.most_nodes > 1:
@@ -228,9 +229,9 @@ def _user(number: int) -> str:
 
 FIRST_LINE_S = 15.0
 LINE_GROWTH = 4
-"""Each line comes after 4 times the wait of the line before."""
+"""Factor between the waiting times at which two successive lines are printed."""
 MOST_SPEAKERS = 8
-"""In a job of more nodes only the host of the rendezvous prints the missing nodes."""
+"""Largest number of nodes that all print the missing nodes. In larger jobs only the host of the rendezvous prints."""
 MOST_NAMES = 8
 STORE_ANSWER_S = 2.0
 
@@ -245,7 +246,7 @@ class Waiting:
         self.is_spare = False
         """True if the job had all its nodes when this node came, so that it trains only after a loss."""
         self._names: list[str] = []
-        """Nodes present at the last look; torch forgets them when its time is over."""
+        """Nodes present at the last look, kept because torch forgets these nodes after its time limit."""
 
     def announce(self) -> None:
         """Put this node's --node-rank into the store."""
@@ -265,7 +266,7 @@ class Waiting:
         if state is None:
             return
         settings, node = self._settings, getattr(self._inner, "_this_node", None)
-        # Copied in one step, as torch's thread adds participants meanwhile.
+        # Copy the participants in one step, because torch's thread adds participants meanwhile.
         self._names = sorted(one.addr for one in list(state.participants))
         if node in state.redundancy_list and not self.is_spare:
             self.is_spare = True
@@ -327,11 +328,11 @@ def _listed(words: Sequence[str]) -> str:
 
 
 ANSWER_S = 1.0
-"""Longest call of torch's rendezvous: if its host is silent, the call never returns."""
+"""Longest wait (s) for a call of torch's rendezvous. If the rendezvous host is silent, the call never returns."""
 PLACES_S = 90.0
-"""Longest time for nodes to get their ranks. torch's own limit of a minute needs a store that answers."""
+"""Longest time (s) for nodes to get their ranks. torch's own limit of a minute works only if the store answers."""
 HOST_GONE_S = 60.0
-"""The host of the rendezvous counts as gone after this long without an answer, as in torch's own connects."""
+"""Seconds without an answer after which the host of the rendezvous counts as gone, as in torch's own connects."""
 LOOK_S = 10.0
 GLANCE_S = 1.0
 """Seconds between two looks at the state of torch's rendezvous, which lives in this process."""
@@ -341,7 +342,7 @@ logger = logging.getLogger(__name__)
 
 
 class AgentStoreHandler(RendezvousHandler):
-    """Forwards calls of torch's loop to torch's own handler, except those that our agents answer themselves."""
+    """Forwards calls of torch's loop to torch's own handler, except calls that Pipette's agents answer."""
 
     def __init__(
         self, inner: RendezvousHandler, settings: RendezvousSettings, *, is_round_over: Callable[[], bool]
@@ -362,11 +363,11 @@ class AgentStoreHandler(RendezvousHandler):
         return self._inner.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join torch's rendezvous. torch's own call never returns if a wire is cut while it waits for an answer.
+        """Join torch's rendezvous. torch's own call never returns if a wire is cut during the call.
 
         Raises:
             RendezvousConnectionError: the store did not answer for `HOST_GONE_S`.
-            ClusterError: too few nodes came in time, or the job ended without this one.
+            ClusterError: too few nodes came in time, or the job ended without this node.
 
         """
         began_s = time.monotonic()
@@ -423,7 +424,7 @@ class AgentStoreHandler(RendezvousHandler):
         return int(self._is_round_over())
 
     def num_nodes_joining(self) -> int:
-        """Return the number of nodes that wait in torch's rendezvous; 0 if it does not answer."""
+        """Return the number of nodes that wait in torch's rendezvous; 0 if the rendezvous does not answer."""
         return self._asked(self._inner.num_nodes_waiting, otherwise=0)
 
     def get_run_id(self) -> str:
@@ -450,7 +451,7 @@ def first_meeting(assign: Callable[[], Answer], join: Callable[[], None]) -> Ans
     """Let torch assign ranks to the nodes, then let the agents exchange addresses.
 
     Raises:
-        ClusterError: the store of torch's rendezvous is lost meanwhile. torch would wait for ever.
+        ClusterError: the store of torch's rendezvous is lost meanwhile. torch alone would wait for ever.
 
     """
     try:

@@ -1,4 +1,4 @@
-"""Ends of the launcher, and signals to it.
+"""Ends of the launcher process, and signals that the launcher receives.
 
 SIGUSR1 and SIGUSR2 request a checkpoint of the training. SLURM's `scancel --signal` and `sbatch --signal` reach only
 the launcher under proctrack/cgroup and proctrack/pgid, and also the workers under proctrack/linuxproc.
@@ -20,7 +20,7 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 STORE_THREAD = "pipette-store"
-"""Prefix of the names of threads that call torch's stores, and may wait there for a host that never answers."""
+"""Prefix of the names of threads that call torch's stores. Such a call may wait for a host that never answers."""
 
 
 def end_at_once() -> None:
@@ -47,15 +47,14 @@ def end_at_once() -> None:
 
 
 LIMIT_S = 5.0
-"""Time limit of scontrol, which retries for a minute without its configuration, as in a container."""
+"""Time limit (s) of scontrol. Without its configuration, as in a container, scontrol would retry for a minute."""
 
 
 def scontrol(*words: str) -> str:
     """Return the output of `scontrol`.
 
     Raises:
-        OSError: scontrol is not installed.
-        subprocess.SubprocessError: it failed, or took too long.
+        OSError: scontrol is not installed. subprocess.SubprocessError: scontrol failed, or took too long.
 
     """
     done = subprocess.run(
@@ -69,7 +68,8 @@ def scontrol(*words: str) -> str:
 
 
 LOOK_S = 1.0
-# It reads lines of process ids until the launcher's end of the pipe closes, then kills the workers of the last line.
+# The shell reads lines of process ids until the launcher's end of the pipe closes, then kills the workers in the last
+# line.
 PROGRAM = 'pids=; while read -r line; do pids=$line; done; for pid in $pids; do kill -9 "-$pid"; done'
 
 
@@ -118,9 +118,9 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 def passed_on(is_training: Callable[[], bool], workers: Callable[[], Collection[int] | None]) -> Iterator[None]:
     """While the block runs, forward SIGUSR1 and SIGUSR2 to the workers of the training.
 
-    Before the training they end the launcher and its workers, as SIGTERM does, since there is nothing to save. Only
-    workers get the signal, not their child processes. An ignored signal stays ignored. torch handles a signal of
-    --signals-to-handle after the first start of workers.
+    Before the training these signals end the launcher and its workers, as SIGTERM does, because there is nothing to
+    save. Only workers get the signal, not their child processes. An ignored signal stays ignored. torch handles a
+    signal of --signals-to-handle after the first start of workers.
 
     Args:
         is_training: returns True if the workers run the training.
@@ -159,7 +159,7 @@ def _handler(
             os.kill(os.getpid(), number)
         elif not is_training():
             raise SignalException(f"{name} came before the training", sigval=signal.Signals(number))
-        # Workers must not get it twice: a second signal kills Python while it exits.
+        # Workers must not get the signal twice, because a second signal kills a Python that is exiting.
         elif not slurm_signals_workers(os.environ):
             sys.stderr.write(f"pipette-launch: {name} goes on to the workers\n")
             for pid in pids:

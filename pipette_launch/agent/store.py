@@ -1,4 +1,4 @@
-"""Keys in a TCPStore through which agents exchange texts. Every wait polls, so that signals get through."""
+"""Texts that agents exchange as keys of a TCPStore. Every wait polls the store, so that Python can handle signals."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from pipette_launch.facts.messages import Decision
 
 FIRST_POLL_S = 0.02
 LAST_POLL_S = 0.2
-"""Longest pause between two polls. Pauses grow to it, so that hundreds of waiting nodes do not overload the store."""
+"""Longest pause (s) between two polls. Pauses grow to this limit, so that hundreds of waiting nodes do not overload the
+store."""
 MOST_BYTES = 4 << 20
-"""Most bytes of one part of a long text, as TCPStore takes at most 8 MiB in one value."""
+"""Most bytes of one part of a long text, because TCPStore accepts at most 8 MiB in one value."""
 BROKEN = "the connection to its store broke"
 PEER_WAIT_S = 120.0
 """Longest wait for a message of another agent in a round: an agent may need half a minute to end its workers."""
 GOODBYE_S = 10.0
-"""Longest wait of an agent that holds a store for other agents to leave first."""
+"""Longest time (s) that the agent with the store waits until all other agents have left."""
 
 Answer = TypeVar("Answer")
 Report = TypeVar("Report", bound=files.Document)
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class RoundOver(Exception):  # noqa: N818
-    """All agents have to meet again, as one of them failed or is gone. Ends every wait for another agent."""
+    """All agents have to meet again, because an agent failed or is gone. Every wait for another agent ends."""
 
 
 class StoreGone(RoundOver):
@@ -89,18 +90,18 @@ def within(seconds: float, do: Callable[[], Answer]) -> Answer:
 
 
 class AgentStore:
-    """Keys with one prefix, in a store of this agent or of another.
+    """Keys with one prefix, in the store of this agent or of another agent.
 
     Every method raises StoreGone if another agent holds the store and does not answer.
     """
 
     def __init__(self, store: Store, prefix: str, *, is_own: bool) -> None:
-        """Use a store; `is_own` is true if this process holds it, so that it always answers."""
+        """Use a store; `is_own` is true if this process holds the store, so that the store always answers."""
         self._store = store
         self._prefix = prefix
         self._is_own = is_own
         self.gone = ""
-        """Reason why the agent that holds the store is believed gone; empty while it answers."""
+        """Reason why the agent that holds the store is believed gone; empty while the store answers."""
 
     def _call(self, do: Callable[[], Answer]) -> Answer:
         if self._is_own:
@@ -141,15 +142,15 @@ class AgentStore:
         self._call(lambda: self._store.delete_key(f"{self._prefix}/{key}"))
 
     def count(self, key: str, amount: int = 1) -> int:
-        """Add to a counter and return it; 0 reads it."""
+        """Add `amount` to a counter and return the sum; an amount of 0 only reads the counter."""
         return int(self._call(lambda: self._store.add(f"{self._prefix}/{key}", amount)))
 
     def take(self, key: str, *, what: str, deadline_s: float) -> str:
         """Wait for a text, which errors call `what`.
 
         Raises:
-            ClusterError: it was not published in time.
-            RoundOver: it will never be published.
+            ClusterError: the text was not published in time.
+            RoundOver: the text will never be published.
 
         """
         end = time.monotonic() + deadline_s
@@ -165,8 +166,8 @@ class AgentStore:
         """Raise RoundOver if the text can no longer come."""
 
     def settle(self, key: str, text: str) -> str:
-        """Publish a text unless another agent was first; return the first text. Works while agents meet again, too."""
-        # One step in the store: the first agent may end before it could take a second step.
+        """Publish a text unless another agent was first; return the first text. Works during a meeting, too."""
+        # Compare and set in one call, because the first agent may end before a second call.
         return _text(key, self._call(lambda: self._store.compare_set(f"{self._prefix}/{key}", "", text)))
 
 
@@ -187,11 +188,11 @@ class RoundStore(AgentStore):
 
         Args:
             store: store of the coordinator.
-            group_rank: this agent's place in the round.
+            group_rank: index of this agent in the round.
             group_size: number of agents in the round.
             is_coordinator: true if this agent decides for all and holds the store.
             generation: name of the round.
-            find_lost: returns which other agent is gone and why; empty if all are there.
+            find_lost: returns which other agent is gone and why; empty if no agent is gone.
 
         """
         super().__init__(store, f"pipette/{generation}", is_own=is_coordinator)
@@ -231,7 +232,7 @@ def _text(key: str, found: bytes) -> str:
 
 
 def pack(text: str) -> str:
-    """Compress a text, as matrices of links are long."""
+    """Compress a text, because matrices of links are long."""
     return base64.b64encode(zlib.compress(text.encode(), level=1)).decode()
 
 
@@ -250,11 +251,11 @@ def unpack(packed: str) -> str:
 
 
 def plan_of_first(round_store: RoundStore, *, make: Callable[[], Decision], deadline_s: float) -> Decision:
-    """Return the first node's plan: the first node calls `make`, the others wait.
+    """Return the first node's plan: the first node calls `make`, and the other nodes wait.
 
     Raises:
         ClusterError: the plan did not come in time.
-        RoundOver: it will never come.
+        RoundOver: the plan will never come.
 
     """
     if round_store.is_coordinator:
@@ -266,11 +267,11 @@ def plan_of_first(round_store: RoundStore, *, make: Callable[[], Decision], dead
 def reports(
     round_store: RoundStore, decision: Decision, kind: type[Report], *, prefix: str, patience_s: float
 ) -> tuple[list[Report], list[str]]:
-    """Collect the reports of a decision's agents; return them, and the hosts without a report.
+    """Collect the reports of a decision's agents; return the reports, and the hosts without a report.
 
     Args:
         round_store: keys of this round.
-        decision: its agents report.
+        decision: decision whose agents report.
         kind: class of a report.
         prefix: key of each report before the agent's token.
         patience_s: longest wait for all reports together.
@@ -306,13 +307,13 @@ def await_all(round_store: RoundStore, phase: str, *, num_nodes: int) -> bool:
         # Nodes on standby count nothing and wait for this key.
         round_store.put(f"over/{phase}", "yes")
     except StoreGone as error:
-        # The store's agent left, so its work was done, and nothing is left to wait for.
+        # The agent with the store has left. It leaves only after its work is done, so no wait is needed.
         logger.info("exit barrier ended early: %s", error)
     return True
 
 
 def say_goodbye(round_store: RoundStore, *, holds_store: bool) -> None:
-    """Leave the round; an agent that holds the store first waits for the others, who still read from it."""
+    """Leave the round. The agent that holds the store first waits for the agents that still read from it."""
     try:
         round_store.count("bye")
         end = time.monotonic() + GOODBYE_S

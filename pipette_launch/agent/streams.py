@@ -24,17 +24,17 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 CHUNK_BYTES = 1 << 16
 FOLLOW_S = 0.2
 HOLD_S = 0.15
-"""Seconds until a line without an end, such as a prompt or a progress bar, is copied."""
+"""Seconds until a line without a newline, such as a prompt or a progress bar, is copied."""
 TAIL_LINES = 60
 MOST_LINE_BYTES = 8192
-"""Bytes of a line that are read; the console gets the whole line."""
+"""Bytes of a line that the launcher parses; the console gets the whole line."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Source:
-    """A stream of one worker, and the function that gets its lines."""
+    """A stream of one worker, and the function that receives the lines of this stream."""
 
     hear: Callable[[str], None]
     copy_to: int | None = None
@@ -46,7 +46,7 @@ class _Source:
 
 @dataclass(kw_only=True, slots=True)
 class _File(_Source):
-    """A stream into a file, which torch makes when the worker starts."""
+    """A stream into a file that torch creates when the worker starts."""
 
     path: Path
     opened: IO[bytes] | None = None
@@ -56,7 +56,7 @@ class Streams:
     """Reads the workers' streams in a thread, line by line.
 
     A stream to the console passes through a pipe and is copied unchanged, in whole lines, so that lines of two workers
-    do not mix. A line without an end is copied after `HOLD_S`. A stream that the user redirected to a file is read
+    do not mix. A line without a newline is copied after `HOLD_S`. A stream that the user redirected to a file is read
     from this file.
     """
 
@@ -88,7 +88,7 @@ class Streams:
         self._files.append(_File(path=Path(path), hear=self._keep(local_rank)))
 
     def start(self) -> None:
-        """Start reading; call it before the workers start."""
+        """Start the reading thread; call this method before the workers start."""
         self._thread.start()
 
     def tail(self, local_rank: int) -> tuple[str, ...]:
@@ -96,10 +96,10 @@ class Streams:
         return tuple(self._tails.get(local_rank, ()))
 
     def close(self, *, patience_s: float | None = None) -> None:
-        """Read the bytes that are there, then close all pipes; later output of a worker's child is lost.
+        """Read the bytes written so far, then close all pipes; later output of a worker's child is lost.
 
-        Like a worker under torchrun, it waits for a console that takes no more bytes, such as a waiting pager: at most
-        `patience_s` seconds, or without limit if None.
+        If the console accepts no more bytes, as a waiting pager does, the call waits at most `patience_s` seconds, or
+        without limit if None.
         """
         if not self._is_open:
             return
@@ -121,7 +121,7 @@ class Streams:
         return self._tails.setdefault(local_rank, deque(maxlen=TAIL_LINES)).append
 
     def _pipe(self, source: _Source) -> str:
-        """Open a pipe. Both ends stay open here, so that it never ends while no worker has it open."""
+        """Open a pipe. This process keeps both ends open, so that the pipe does not end before a worker opens it."""
         reader, writer = os.pipe()
         self._writers[reader] = writer
         self._selector.register(reader, selectors.EVENT_READ, source)
@@ -192,7 +192,8 @@ class Streams:
         try:
             _write_all(console, data)
         except BrokenPipeError:
-            # As under torchrun, the worker's next write fails when the reader has gone (`| head`).
+            # Close the pipe, so that the worker's next write fails as under torchrun if the console's reader is gone
+            # (`| head`).
             self._hang_up(reader)
         except OSError as error:
             logger.debug("the console takes no more: %s", error)
@@ -232,11 +233,11 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 CONSOLE = ""
-"""Mark of torch for a stream that is not redirected."""
+"""Torch's name for the destination of a stream that is not redirected."""
 
 
 class WatchedLogs(LogsSpecs):
-    """Takes the destinations of the user's settings, and leads streams to the console through pipes."""
+    """Log settings that keep the user's destinations, and send streams for the console through pipes."""
 
     def __init__(self, inner: LogsSpecs, streams: Streams | None, attempt: int) -> None:
         self._inner = inner
@@ -251,8 +252,8 @@ class WatchedLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Choose the destination of each worker's streams.
 
-        The folder of an attempt has our own count in its name: torchrun's count does not change between plans, so the
-        next attempt would delete the logs of the last one.
+        The folder of an attempt has Pipette's own attempt number in its name. torchrun's number does not change between
+        plans, so the next attempt would delete the logs of the last attempt.
         """
         counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": str(self._attempt)} for rank, env in envs.items()}
         destinations = self._inner.reify(counted)

@@ -1,8 +1,8 @@
-"""A trial on one node: count the iterations of a configuration, and end its workers after enough of them.
+"""A trial on one node: count the iterations of a configuration, and end the workers after enough iterations.
 
 The first node that sees the end of a trial publishes it in the store, with the reason if the trial failed. Then every
-agent kills its workers, waits until its devices are free, and reports. The deciding node answers with what comes next.
-A failed trial costs no restart.
+agent kills its workers, waits until its devices are free, and reports. The deciding node answers with the next
+decision. A failed trial costs no restart.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.probe.messages import START_S, wait_s
 
 REPORT_S = 75.0
-"""Time that an agent gets to end its workers and to see its devices free."""
+"""Seconds that an agent gets to end its workers and to wait until its devices are free."""
 NEXT_S = REPORT_S + 45.0
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 FIRST_ITERATION_S = 600.0
-"""Longest wait for the first iteration: imports, data, a checkpoint, compilation."""
+"""Longest wait (s) for the first iteration, which follows imports, data loading, a checkpoint and compilation."""
 HUNG_S = 120.0
-"""Longest wait between two iterations; a validation may lie between them."""
+"""Longest wait (s) between two iterations; a validation may run between two iterations."""
 HUNG_STEPS = 20
-"""Number of predicted steps that is waited for if they take longer than `HUNG_S`."""
+"""If this number of predicted steps takes longer than `HUNG_S`, the trial waits for that time instead."""
 
 
 class QuietLogs(DefaultLogsSpecs):
-    """Keeps error files in a private folder, and discards what workers print."""
+    """Log settings that keep error files in a private folder, and discard the workers' output."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Choose where each worker writes."""
@@ -56,7 +56,7 @@ class QuietLogs(DefaultLogsSpecs):
 def patience_s(decision: Decision) -> tuple[float, float]:
     """Return how long to wait for the first iteration, and for each later one, before a trial counts as hung."""
     if decision.checks_order:
-        # Imports and a communicator for each host take seconds, the check itself milliseconds.
+        # Imports and opening communicators take seconds, while the order check itself takes milliseconds.
         return wait_s(sum(decision.num_slots), START_S), 0.0
     runs = decision.choice or (decision.plan.own if decision.plan else None)
     steps_s = HUNG_STEPS * runs.step_time_s if runs else 0.0
@@ -64,7 +64,7 @@ def patience_s(decision: Decision) -> tuple[float, float]:
 
 
 class TrialRun:
-    """The trials of one agent, one after the other."""
+    """The trials of one agent, which run one after the other."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -74,7 +74,7 @@ class TrialRun:
         self._step_s: list[float] = []
         self._has_ended = False
         self.following: Decision | None = None
-        """Decision after the trial; None while it runs, and if hosts are absent."""
+        """Decision after the trial; None while the trial runs, and if hosts are absent."""
         self.absent: tuple[str, ...] = ()
         """Hosts that have left the round."""
 
@@ -94,7 +94,7 @@ class TrialRun:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables of the workers.
+        """Return the environment variables of the workers.
 
         Killed workers leave temporary files (multiprocessing alone makes a folder each), so TMPDIR is a folder that is
         deleted. Inductor and Triton keep compiled kernels below TMPDIR by default; here they stay where a training
@@ -154,7 +154,7 @@ class TrialRun:
         processes: Mapping[int, Popen[bytes]],
         bindings: Sequence[DeviceBinding],
     ) -> bool:
-        """Return whether any node has published the end; publish the end if this node sees it."""
+        """Return whether any node has published the end of the trial; publish the end if this node sees it."""
         if round_store.has(f"{decision.key}/end"):
             return True
         codes = {local: process.poll() for local, process in processes.items()}
@@ -170,7 +170,7 @@ class TrialRun:
             elif not codes or any(code is None for code in codes.values()):
                 return False
             else:
-                # The script ended by itself here; the trial ends when it has ended on every node.
+                # The script ended by itself on this node. The trial ends when the script has ended on every node.
                 ended = round_store.count(f"{decision.key}/ended", 0 if self._has_ended else 1)
                 self._has_ended = True
                 if ended < len(decision.tokens):
@@ -180,7 +180,7 @@ class TrialRun:
         return True
 
     def _is_late(self, decision: Decision, bindings: Sequence[DeviceBinding]) -> bool:
-        """Return whether the next iteration is overdue. A node that cannot see iterations waits for all of them."""
+        """Return whether an iteration is overdue. Nodes without the last rank see no iterations and wait longer."""
         first_s, next_s = patience_s(decision)
         silent_s = time.monotonic() - self._heard_s
         if any(binding.rank == sum(decision.num_slots) - 1 for binding in bindings):
@@ -188,9 +188,9 @@ class TrialRun:
         return silent_s > first_s + decision.iterations * next_s
 
     def _describe(self, codes: Mapping[int, int | None], bindings: Sequence[DeviceBinding]) -> Failure:
-        """Return which worker died and why; of several, one with a known reason."""
+        """Return which worker died and why; of several dead workers, one with a known reason."""
         assert self._streams is not None
-        # The reason is among the last lines.
+        # Close the streams first, because the reason of the death is in the last lines.
         self._streams.close()
         dead = [local for local, code in codes.items() if code]
         known = {local: megatron.explain_failure("\n".join(self._streams.tail(local))) for local in dead}
@@ -213,12 +213,12 @@ class TrialRun:
         round_store.put(f"{decision.key}/report/{token}", files.dumps(report))
 
     def _kill(self, processes: Mapping[int, Popen[bytes]]) -> None:
-        # Without workers there is no folder that distinguishes their children from other processes.
+        # A node without workers has no output folder by which to recognise the workers' children.
         if self._logs:
             workers.end(processes, began_s=self._started_s, mark=self._logs)
 
     def _decide(self, round_store: RoundStore, decision: Decision) -> None:
-        """Collect the reports of all nodes, and publish what comes next."""
+        """Collect the reports of all nodes, and publish the next decision."""
         told, absent = reports(round_store, decision, TrialReport, prefix=f"{decision.key}/report", patience_s=REPORT_S)
         following = ""
         if absent:
@@ -235,7 +235,7 @@ class TrialRun:
 
 
 def _compiled() -> str:
-    """Return Inductor's default folder of kernels; importing its own function for it would take 3 s."""
+    """Return Inductor's default folder of kernels without importing Inductor, which would take 3 s."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):

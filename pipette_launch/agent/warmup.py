@@ -1,9 +1,9 @@
-"""The warm-up of one node: watch its workers, and name the worker that made it fail.
+"""The warm-up of one node: watch the workers, and name the worker that made the warm-up fail.
 
-One dead worker makes all others fail, some of them before its own agent notices. So the first report does not count.
-When one agent raises the alarm, every agent publishes the state of its workers in one key each, and the agent of RANK 0
-tells causes from consequences. The workers are inspected before torch does: torch ends all workers at the first death,
-and with them their last words.
+One dead worker makes all other workers fail, and some fail before the agent of the dead worker notices. So the first
+report of a failure may blame a wrong worker. When one agent raises the alarm, every agent publishes the state of its
+workers in one key each, and the agent of RANK 0 tells causes from consequences. The agent inspects the workers before
+torch does, because torch ends all workers at the first death, and their last output would be lost.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ logger = logging.getLogger(__name__)
 State = Literal["running", "done", "failed"]
 SAMPLE_S = 1.0
 BUSY_SHARE = 0.03
-"""A worker that computes for more than this share of a second is slow and does not hang."""
+"""A worker that computes for more than this share of each second is slow but does not hang."""
 AWAY_S = 5.0
-"""An agent that did not look for this long was stopped itself, and knows nothing about its workers in that time."""
+"""If an agent did not look at its workers for this time (s), the agent itself was stopped, and cannot judge its
+workers."""
 SETTLE_S = 0.3
-"""Pause between alarm and reports: a worker that broke a connection as it died may not have ended yet."""
+"""Seconds between alarm and reports, because a dying worker closes its connections before it ends."""
 REPORT_S = 5.0
-"""Time that an agent gets to answer an alarm; it looks at its workers several times a second."""
+"""Seconds that an agent gets to answer an alarm. Agents look for alarms several times a second."""
 VERDICT_S = REPORT_S + 5.0
 MOST_NAMED = 3
 STOPPED = ("stopped", "tracing-stop")
@@ -68,25 +69,25 @@ class WorkerState:
     """Host and local device, such as `node17:3`."""
     pid: int
     exit_code: int | None
-    """None while the worker runs."""
+    """Exit code of the worker; None while the worker runs."""
     status: str
     """State of the process in psutil's words."""
     where: str
-    """Phase of the warm-up, and position in it."""
+    """Phase of the warm-up, and step within this phase."""
     advance: int
     """Number of steps and phases done, weighted. A stuck worker is behind the workers that wait for it."""
     silent_s: float
-    """Time since the last sign."""
+    """Seconds since the worker's last progress message."""
     idle_s: float
-    """Time since the last sign or computation."""
+    """Seconds since the worker's last progress message or computation."""
     is_overdue: bool
-    """True if the next sign is late and the worker has hardly computed since the last one."""
+    """True if the next progress message is late and the worker has hardly computed since the last message."""
     waits_for: str
-    """Reason of the worker's wait, in its own words; empty while it works."""
+    """Name of the thing for which the worker waits, as the worker reports; empty while the worker works."""
     peers: tuple[int, ...]
     """Slots that the worker waits for or exchanges messages with."""
     error: str
-    """Error in the worker's own words; empty if it left none."""
+    """Error that the worker reported; empty if the worker reported no error."""
 
     @property
     def is_victim(self) -> bool:
@@ -109,7 +110,7 @@ class NodeReport:
 
     workers: tuple[WorkerState, ...]
     output: str
-    """Folder and host of the workers' output; empty if they printed nothing."""
+    """Folder and host of the workers' output; empty if the workers printed nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +122,7 @@ class WarmupFailure:
 
     words: str
     absent: tuple[str, ...] = ()
-    """Hosts whose agents did not answer. Without them this round cannot train either."""
+    """Hosts whose agents did not answer. Without these hosts this round cannot train either."""
 
 
 # -- who is at fault ----------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: flo
     """Name the cause of a failed warm-up in one sentence.
 
     Args:
-        reports: from all agents that answered.
+        reports: reports of all agents that answered.
         absent: hosts of the agents that did not answer.
 
     """
@@ -154,7 +155,7 @@ def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: flo
 
 
 def _guilty(states: Sequence[WorkerState]) -> list[WorkerState]:
-    """Return the workers that the strongest evidence points at."""
+    """Return the workers that caused the failure according to the strongest evidence."""
     overdue = [state for state in states if state.is_overdue]
     silent = [state for state in overdue if state.exit_code is None and not state.waits_for]
     silent_slots = {state.slot for state in silent}
@@ -167,9 +168,9 @@ def _guilty(states: Sequence[WorkerState]) -> list[WorkerState]:
         [state for state in overdue if state.status == workers.UNINTERRUPTIBLE],
         # If two workers exchange messages and one hangs, both go silent. A worker whose peers still report is no cause.
         _least_far([one for one in silent if not one.peers or silent_slots.issuperset(one.peers)]),
-        # The workers that most others waited for.
+        # The workers for which most other workers waited.
         [state for state in states if most_votes and votes[state.slot] == most_votes],
-        # Every error names a missing peer, and no error says which.
+        # Errors report a missing peer, but do not name the peer.
         _least_far([state for state in states if state.error]),
     )
     return next(filter(None, kinds), [])
@@ -225,11 +226,11 @@ class _Pulse(NamedTuple):
     sign_at_s: float
     computed_s: float
     alive_s: float
-    """Time of the last sign or computation."""
+    """Time (s) of the worker's last progress message or computation, by the monotonic clock."""
 
 
 class WorkerHealth:
-    """Activity of the warm-up workers of one node, by the machine's monotonic clock, which their signs use too."""
+    """Activity of the warm-up workers of one node, by the monotonic clock that progress messages use too."""
 
     def __init__(
         self,
@@ -245,10 +246,10 @@ class WorkerHealth:
         self._pulses = {local: _Pulse(0.0, 0.0, clock()) for local in processes}
         self._overdue: frozenset[int] = frozenset()
         self.is_hung = False
-        """True if a worker is overdue and does not report that it waits for others."""
+        """True if a worker is overdue and does not report that it waits for other workers."""
 
     def sample(self) -> None:
-        """Look for signs and computation of all workers, at most once a second."""
+        """Look for progress messages and computation of all workers, at most once a second."""
         now_s = self._clock()
         since_s = now_s - self._looked_s
         if since_s < SAMPLE_S:
@@ -258,8 +259,8 @@ class WorkerHealth:
         for local, process in self._processes.items():
             sign, _ = self._look_up(local)
             pulse = self._pulses[local] = self._feel(process, sign, self._pulses[local], now_s, since_s)
-            # Before its first sign a worker starts an interpreter, maybe from a slow disk: only the deadline limits
-            # that.
+            # Before its first progress message a worker starts an interpreter, maybe from a slow disk. Only the
+            # deadline limits this start.
             if sign is not None and process.poll() is None and now_s - pulse.alive_s > sign.limit_s:
                 overdue.add(local)
                 hung |= set() if sign.waits_for else {local}
@@ -309,7 +310,7 @@ def _computed_s(pid: int) -> float:
 
 
 class Warmup:
-    """The warm-up as one agent sees it."""
+    """The warm-up on the node of one agent."""
 
     def __init__(self, controller: Controller, address: str) -> None:
         self._controller = controller
@@ -325,7 +326,7 @@ class Warmup:
         """Hosts that have left the round."""
 
     def begin(self) -> LogsSpecs:
-        """Forget an earlier warm-up; return where the workers of this one write."""
+        """Forget an earlier warm-up; return the log settings of the new workers."""
         self.failure, self.absent, self._health = "", (), None
         self._has_ended = self._is_done = False
         self._began_s, self._started_s = time.monotonic(), time.time()
@@ -333,7 +334,7 @@ class Warmup:
         return DefaultLogsSpecs(log_dir=self._logs, redirects=Std.ALL)
 
     def drop_logs(self) -> None:
-        """Delete the workers' output, unless the warm-up failed and they printed something."""
+        """Delete the workers' output, unless the warm-up failed and the workers printed something."""
         if self._logs and not (self.failure and self._has_output()):
             shutil.rmtree(self._logs, ignore_errors=True)
         self._logs = ""
@@ -344,7 +345,7 @@ class Warmup:
     def look(
         self, round_store: RoundStore, decision: Decision, token: str, processes: Mapping[int, Popen[bytes]]
     ) -> State:
-        """Return the state of the warm-up; a failure or a hang ends it on every node.
+        """Return the state of the warm-up; a failure or a hang ends the warm-up on every node.
 
         Args:
             processes: workers of this node, by local rank.
@@ -375,7 +376,7 @@ class Warmup:
     def _judge(
         self, round_store: RoundStore, decision: Decision, token: str, watched: WorkerHealth
     ) -> WarmupFailure | None:
-        """Return why the warm-up failed; None while it runs and when all nodes are done."""
+        """Return why the warm-up failed; None while the warm-up runs and when all nodes are done."""
         round_store.check_goes_on()
         codes = watched.exit_codes()
         waited_s = time.monotonic() - self._began_s
@@ -390,7 +391,7 @@ class Warmup:
         return None
 
     def _end(self, processes: Mapping[int, Popen[bytes]]) -> str:
-        """Kill the workers and everything they started; return the sentence about processes that stay."""
+        """Kill the workers and all processes that they started; return a sentence about processes that do not end."""
         left = workers.end(processes, began_s=self._started_s, mark=self._logs)
         self._controller.workers_are_gone()
         return f"the kernel cannot end process {', '.join(map(str, left))} of the warm-up" if left else ""

@@ -1,4 +1,4 @@
-"""The worker processes of one node: their devices, how they die, and how they are ended."""
+"""The worker processes of one node: binding to devices, causes of death, and ending the processes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from pipette_launch.megatron.logs import OUT_OF_MEMORY
 END_S = 10.0
 """Seconds that the kernel gets to end processes after SIGKILL."""
 OUTPUT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""torch sets this variable in every worker; its value lies in the folder of the worker's output."""
+"""Environment variable that torch sets in every worker, with a path inside the folder of the worker's output."""
 UNINTERRUPTIBLE = "disk-sleep"
 """psutil's name for a process that waits inside the kernel and takes no signal."""
 STOPPED_S = 30.0
-"""A worker that stays stopped (SIGSTOP, SIGTSTP) for this long is killed: the others wait for it in a collective."""
+"""Seconds after which a stopped worker (SIGSTOP, SIGTSTP) is killed, because other workers wait for it in a
+collective."""
 LOOK_S = 1.0
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 ROOT = Path("/")
@@ -63,7 +64,8 @@ def bindings(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[Devic
 def visible_devices(inherited: str | None, bound: Sequence[DeviceBinding]) -> dict[str, str]:
     """Return CUDA_VISIBLE_DEVICES such that LOCAL_RANK i finds its device at index i; empty if nothing changes.
 
-    The inherited list names the devices. A list that is too short stays as it is: on CPU the slots are not devices.
+    The inherited list names the devices. A list with fewer entries than workers stays unchanged, because on a CPU the
+    slots are not devices.
     """
     order = [one.device for one in bound]
     if order == list(range(len(order))):
@@ -80,7 +82,8 @@ def visible_devices(inherited: str | None, bound: Sequence[DeviceBinding]) -> di
 
 def processes(context: PContext | None) -> dict[int, Popen[bytes]]:
     """Return the worker processes that torch has started, by local rank."""
-    # torch starts programs this way. Functions (--run-path) run in another kind of context, and never in a warm-up.
+    # torch starts programs in a SubprocessContext. Functions (--run-path) run in another context, but never in a
+    # warm-up.
     assert isinstance(context, SubprocessContext)
     return {local: handler.proc for local, handler in context.subprocess_handlers.items()}
 
@@ -101,8 +104,8 @@ def end(
 
     SIGKILL, because a stopped process takes no other signal and a warm-up has nothing to save. SIGTERM would not
     protect other clients of CUDA's MPS: NVIDIA's manual asks for synchronised GPU work before any signal, and after a
-    failure that work may never end. Each worker leads its own session, so its children are found after its death. A
-    child that left the session is found by its environment, which names the output folder.
+    failure that work may never end. Each worker leads its own session, so a worker's children can be found after the
+    worker's death. A child that left the session is found by its environment, which names the output folder.
 
     Args:
         processes: the workers, by local rank.
@@ -134,7 +137,7 @@ def _belongs(pid: int, leaders: Collection[int], began_s: float, mark: str) -> b
         if not is_alive or (pid != os.getpid() and os.getsid(pid) in leaders):
             return is_alive
         process = psutil.Process(pid)
-        # Reading the environment of a process that waits inside the kernel could block this one too.
+        # Reading the environment of a process that waits inside the kernel could block this process too.
         if process.create_time() < began_s - 1 or process.status() == UNINTERRUPTIBLE:
             return False
         return process.uids().real == os.getuid() and mark in process.environ().get(OUTPUT_VARIABLE, "")
@@ -159,12 +162,12 @@ class StoppedWorkers:
         self._since_s: dict[int, float] = {}
 
     def end(self, processes: Mapping[int, Popen[bytes]]) -> list[int]:
-        """Look at the workers once a second; return the ids of those that were killed."""
+        """Look at the workers once a second; return the process ids of killed workers."""
         now_s = self._clock()
         if now_s - self._looked_s < LOOK_S:
             return []
         self._looked_s = now_s
-        # A debugger holds a process in another state.
+        # A process under a debugger has another status, so it is not killed.
         stopped = {one.pid for one in processes.values() if status_of(one.pid) == psutil.STATUS_STOPPED}
         self._since_s = {pid: self._since_s.get(pid, now_s) for pid in stopped}
         ended = [pid for pid, since_s in self._since_s.items() if now_s - since_s > STOPPED_S]
@@ -220,14 +223,14 @@ def first_failure(result: RunResult, ranks: Sequence[int], tail: Callable[[int],
         return None
     first = root_cause(result)
     lines = tail(first.local_rank)
-    # A killed worker cannot say why: its last line is not the cause.
+    # A killed worker cannot report the cause, so its last line is ignored.
     said = "" if first.exitcode == -signal.SIGKILL else first_line(first) or last_words(lines)
     why = megatron.explain_failure("\n".join(lines)) or megatron.failure_of(said)
     return replace(why, rank=ranks[first.local_rank], exit_code=first.exitcode)
 
 
 def root_cause(result: RunResult) -> ProcessFailure:
-    """Return the earliest failure. torch ends the other workers by SIGTERM, so these come last."""
+    """Return the earliest failure, because torch then ends the other workers by SIGTERM."""
     return min(result.failures.values(), key=lambda one: (one.exitcode == -signal.SIGTERM, one.timestamp))
 
 

@@ -151,11 +151,11 @@ class LiveJob:
     memory_need_bytes: int | None = None
     memory_limit_bytes: int | None = None
     measured_memory_bytes: int | None = None
-    warmup_s: float | None = None
+    warmup_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Duration of the measurements before the plan."""
-    search_s: float | None = None
+    search_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Duration of the search for the plan."""
-    gap: float | None = None
+    gap: float | None = field(default=None, metadata=ADDED_LATER)
     """Largest possible gain of any other plan, as a share of the step."""
     verdicts: tuple[Verdict, ...] = ()
     """Problems of the machines in the measurements of the plan."""

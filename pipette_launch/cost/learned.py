@@ -27,25 +27,26 @@ from pipette_launch.facts.schedule import Schedule
 LEARNED = "learned_correction"
 """Name of the correction among the parts of a step (`StepTime.breakdown_s`)."""
 LEAST_OUTCOMES = 4
-"""Number of configurations that must have been measured before anything is corrected."""
+"""Least number of measured configurations from which a correction is learned."""
 MOST_OUTCOMES = 64
-"""Older outcomes are not used."""
+"""Number of outcomes that are used, the newest ones."""
 WORTH = 0.8
-"""A factor is used if it lowers the error, each outcome predicted by the others, to this share or less."""
+"""A factor is used if it lowers the error to this share or less. The error is measured by predicting each outcome from
+all other outcomes."""
 
 ERRORS_APART = 2.0
 """Two steps count as different if they differ by this many standard errors of their difference."""
 MODELLED_ERROR = 0.1
-"""Relative error of a layer's time that was carried over from another case. On fenced CPU cores, layers of equal tp
-with 0.5 to 8 times the tokens were off by -24 to +14 %; the root mean square was 12 %."""
+"""Relative error of a layer's time that was carried over from another case. On fenced CPU cores, times of layers with
+equal tp and 0.5 to 8 times the tokens were wrong by -24 to +14 %. The root mean square of these errors was 12 %."""
 CARRIED_ERROR = 0.2
 """Relative error of a collective's time that was carried over from another kind or group size. In 18 warm-ups on four
 hosts over gloo, each group was predicted from groups of other shapes. The root mean square error was 14 % from 1 MB on,
 and 23 % with messages of 100 KB included."""
 SHAPE_ERROR = 0.06
 """Relative error between predicted steps of layouts with different degrees. On four CPU hosts over gloo, with six
-networks and three models, the ratio of such a step to the user's own step was predicted 6 % too small in the mean of
-36; the median error was 5 %, the root mean square 10 %."""
+networks and three models, the predicted ratio of another layout's step to the user's own step was 6 % too small in the
+mean of 36 ratios. The median error was 5 % and the root mean square 10 %."""
 COMPUTED = ("compute", "recompute", "bubble")
 """Parts of a step that grow with the compute times."""
 
@@ -57,12 +58,12 @@ class Factor:
     log_factor: float
     """Mean of log(measured / predicted)."""
     spread: float
-    """Standard deviation of log(measured / predicted) of one more job."""
+    """Standard deviation of log(measured / predicted) that is expected of one further job."""
     num_outcomes: int
     error_before: float
-    """Root mean square of the logarithms without the factor."""
+    """Root mean square of log(measured / predicted) without the factor."""
     error_after: float
-    """The same with the factor, each outcome predicted by the others."""
+    """Root mean square of log(measured / predicted) with a factor learned from all other outcomes."""
 
     @property
     def factor(self) -> float:
@@ -71,7 +72,7 @@ class Factor:
 
     @property
     def careful_factor(self) -> float:
-        """Ratio that about one job of six exceeds; at least 1, so that a predicted peak is never lowered."""
+        """Ratio of measured to predicted that about one job of six exceeds, but at least 1."""
         return max(1.0, math.exp(self.log_factor + self.spread))
 
 
@@ -89,10 +90,10 @@ NOTHING_LEARNED = Corrections()
 
 
 def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
-    """Learn from the outcomes of earlier jobs on these machines, in the order of their age, the newest last.
+    """Learn corrections from the outcomes of earlier jobs on these machines; `outcomes` has the oldest job first.
 
-    The newest outcome of a configuration replaces the older ones. Outcomes of old releases have no description of
-    their configuration and are left out.
+    The newest outcome of a configuration replaces its older outcomes. Outcomes of old releases are left out, because
+    they do not describe their configuration.
     """
     newest: dict[tuple[tuple[str, float], ...], Outcome] = {}
     for outcome in outcomes:
@@ -116,7 +117,7 @@ def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
 
 
 def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
-    """Return the factor, or None if it does not help, and a sentence about it."""
+    """Return the learned factor and a sentence about the result; the factor is None if it does not lower the error."""
     errors_N = np.array([error for error in log_errors if math.isfinite(error)])
     refused = f"{what} are not corrected by earlier outcomes on these machines:"
     if len(errors_N) < LEAST_OUTCOMES:
@@ -124,7 +125,7 @@ def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
             f"{refused} {len(errors_N)} different configurations were measured, and {LEAST_OUTCOMES} are needed."
         )
     mean = float(errors_N.mean())
-    # Difference between each error and the mean of the others.
+    # Difference between each error and the mean of all other errors.
     left_N = (errors_N - mean) * len(errors_N) / (len(errors_N) - 1)
     before, after = (math.sqrt(float(np.mean(each_N**2))) for each_N in (errors_N, left_N))
     if after > WORTH * before:
@@ -140,7 +141,7 @@ def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
 
 
 def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str, float]:
-    """Describe a configuration, so that two outcomes of the same one are recognized; sizes are logarithms to base 2."""
+    """Describe a configuration by numbers, so that outcomes of equal configurations are recognized; sizes are log2."""
     model = job.model
     doublings = {
         "tp": layout.tp,
@@ -184,7 +185,7 @@ class CorrectedPredictor(Predictor):
         self._stages = MeasuredStages(job, measurements)
 
     def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:
-        """Predict the step; the correction is a part of its own, negative if steps were shorter than predicted."""
+        """Predict the step; the part `learned_correction` is negative if earlier steps were shorter than predicted."""
         step = super().step_time(layout, placement, schedule)
         if self.step_factor == 1.0:
             return step
@@ -200,7 +201,8 @@ class CorrectedPredictor(Predictor):
         return super().bound_s(layout) * self.step_factor
 
     def peaks(self, layout: Layout) -> tuple[int, ...]:
-        """Return the peak bytes of the model's tensors on each pipeline rank, measured where the warm-up ran the stage.
+        """Return the peak bytes of tensors on each pipeline rank: measured if the warm-up ran the stage, else
+        predicted.
 
         Raises:
             LayoutError: the layout divides the layers or the batch unevenly.
@@ -209,7 +211,7 @@ class CorrectedPredictor(Predictor):
         return self.all_peaks([layout])[0]
 
     def all_peaks(self, layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
-        """Return `peaks` of many layouts, far faster than one by one."""
+        """Return `peaks` of many layouts in one call, which is faster than one call for each layout."""
         totals = peak_memory_columns(self._job, LayoutColumns.of(layouts)).totals()
         return tuple(
             self._stages.peaks(layout, [math.ceil(total * self.memory_factor) for total in stages])
@@ -219,8 +221,8 @@ class CorrectedPredictor(Predictor):
     def fullest_N(self, columns: LayoutColumns, *, live: float = 1.0) -> NDArray[np.float64]:
         """Return the largest of the `peaks` of each of N layouts.
 
-        `live` is the share of the activations under Megatron's own schedule that another schedule keeps. Below 1,
-        measured peaks are not used, because they hold for Megatron's schedule.
+        `live` is the activations that a schedule keeps, divided by those under Megatron's own schedule. If `live` is
+        below 1, measured peaks are not used, because the warm-up ran Megatron's schedule.
         """
         if not len(columns):
             return np.zeros(0)
@@ -249,7 +251,7 @@ class CorrectedPredictor(Predictor):
 
 
 class Uncertainty:
-    """Error that predicted steps may have because few samples were taken or times come from other shapes."""
+    """Error of predicted steps due to few samples, or due to times that were measured on other shapes."""
 
     def __init__(self, job: Job, table: ComputeTable, measurements: Measurements) -> None:
         self._job = job
@@ -264,7 +266,8 @@ class Uncertainty:
         for time in measurements.compute:
             if time.part in LAYERS:
                 layers.setdefault(time.case, []).append(time)
-        # By case: relative standard error of the mean over the slots, and True if a device model made the time.
+        # For each compute case: relative standard error of the mean over the slots, and True if a device model made the
+        # time.
         self._errors = {
             case: (math.hypot(*map(_scatter, times)) / len(times), any(time.source == "modelled" for time in times))
             for case, times in layers.items()
@@ -273,20 +276,21 @@ class Uncertainty:
 
     @property
     def differs(self) -> bool:
-        """True if some steps may rest on more measurements than others."""
+        """True if the times of some steps may be better measured than the times of other steps."""
         return self._has_measured or bool(self._collectives)
 
     def carried_s(self, layout: Layout, placement: Sequence[int], parts_s: Mapping[str, float]) -> float:
         """Return the standard error of a step, in seconds, due to times that were carried over from other shapes.
 
-        It is 0 if all times were measured, and if no compute time and no collective was measured: then no step is
-        better known than another. `placement` has the RANK of each slot, `parts_s` the parts of the step
+        The error is 0 if all times were measured. It is also 0 if no time was measured, because then all steps are
+        equally uncertain. `placement` has the RANK of each slot, and `parts_s` has the parts of the step
         (`StepTime.breakdown_s`).
         """
         _, is_modelled = self._errors.get(case_of(layout), (0.0, True))
         computed_s = sum(parts_s.get(name, 0.0) for name in COMPUTED) if self._has_measured and is_modelled else 0.0
         slot_W = np.argsort(np.array(placement, dtype=np.int64))
-        # Parts of the step with a collective that was not measured on a group of its shape.
+        # Parts of the step with a collective that was not measured on a group of equal size and equal spread over
+        # hosts.
         parts = {
             part
             for one in (collective_dimensions(self._job, layout) if self._collectives else ())
@@ -311,9 +315,9 @@ class Uncertainty:
         return self._table.source(case_of(one)) == self._table.source(case_of(other))
 
     def chance_s(self, one: tuple[Layout, Mapping[str, float]], other: tuple[Layout, Mapping[str, float]]) -> float:
-        """Return the seconds by which two steps may differ by chance; 0 if both use the same compute times.
+        """Return the seconds by which two predicted steps may differ by chance; 0 if both use the same compute times.
 
-        If the device model made the times of both, as for a data sheet, its error is common to both and left out. Each
+        If the device model made the times of both steps, its error is left out, because it is the same in both. Each
         step is given by its layout and its parts (`StepTime.breakdown_s`).
         """
         if self.have_same_source(one[0], other[0]):
@@ -324,7 +328,7 @@ class Uncertainty:
             source = self._table.source(case)
             error, is_modelled = self._errors.get(source, (0.0, False)) if source else (0.0, False)
             errors.append(error)
-            # A case that takes its time from another case is carried over too.
+            # The time of a case is also carried over if its source is another case.
             are_modelled.append(is_modelled or source != case)
         own_error = MODELLED_ERROR if not all(are_modelled) else 0.0
         errors_s = [

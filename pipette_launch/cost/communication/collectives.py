@@ -10,11 +10,11 @@ of each kind for k members and a tensor of `bytes`:
     all_to_all       (k - 1) steps of bytes / k, over every pair
     send                   1 step of bytes
 
-`bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. If a group of the same or a
-similar shape was measured, its result corrects the formula, so a measured group gets its measured time. A factor
-corrects the time per byte: slower links still cost more, and the links of all members on a host count together. The
-library's own latency is added to each step. Sends are not corrected, because links are measured by sends. Groups that
-run at the same time are priced separately; a measurement includes their contention.
+`bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. If the warm-up measured a group of
+equal or similar size, this measurement corrects the formula, so a measured group gets its measured time. The correction
+multiplies the time per byte and adds the library's latency to each step. With this factor, slower links still cost
+more. Sends are not corrected, because links are measured by sends. Groups that run at the same time are priced
+separately, because their measurement includes their contention.
 """
 
 # G = groups of one kind, K = members of a group in ring order, L = links, T = groups of any kinds, S = slots,
@@ -48,18 +48,19 @@ LIBRARYS_SHARE = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Steps:
-    """Steps of one kind of collective, and how measurements of it are used."""
+    """Steps of one kind of collective, and the use of measurements of this kind."""
 
     num_steps: Callable[[int], int]
-    """Steps of a group by its number of members, two or more."""
+    """Function from the number of members of a group (at least 2) to the number of steps."""
     moves_all: bool = False
-    """Each step moves the whole tensor, not one member's part."""
+    """True if each step moves the whole tensor, False if it moves one member's part."""
     is_ring: bool = True
-    """Members send around a ring. A ring uses the links of all members on a host at the same time."""
+    """True if members send around a ring, which uses the links of all members on a host at the same time."""
     stand_ins: tuple[Collective, ...] = ()
-    """Kinds whose measurements are used if this kind was not measured: the same ring, run once or twice."""
+    """Kinds of collectives whose measurements are used if this kind was not measured. They run the same ring once or
+    twice."""
     gloo_runs: float = 1.0
-    """Number of rings that gloo runs: its reduce-scatter is an all-reduce."""
+    """Number of rings that gloo runs: 2 for reduce-scatter, which gloo runs as an all-reduce."""
     gloo_shift: int = 1
     """Ring neighbour to which each member sends over gloo: 1 = the next, -1 = the previous."""
 
@@ -75,9 +76,9 @@ COLLECTIVES: dict[Collective, _Steps] = {
     "all_to_all": _Steps(num_steps=lambda size: size - 1, is_ring=False),
     "send": _Steps(num_steps=lambda _: 1, moves_all=True),
 }
-"""Every kind of collective. Directions of gloo's rings are measured: on four hosts whose links carry 25 MB/s to the
-next and 100 MB/s back, an all-gather of 20 MB takes 630 ms, but 170 ms with 100 MB/s both ways; a reduce-scatter takes
-340 ms in both cases. NCCL's direction has not been measured, and counts as 1."""
+"""Every kind of collective. The direction of gloo's rings was measured on four hosts whose links carry 25 MB/s to the
+next host and 100 MB/s back. An all-gather of 20 MB took 630 ms there, but 170 ms with 100 MB/s in both directions. A
+reduce-scatter took 340 ms in both cases. The direction of NCCL's rings has not been measured; the model assumes 1."""
 
 
 def num_steps(kind: Collective, size: int) -> int:
@@ -86,7 +87,7 @@ def num_steps(kind: Collective, size: int) -> int:
 
 
 def chunk_share(kind: Collective, size: int) -> float:
-    """Return the share of the tensor that a step moves."""
+    """Return the share of the full tensor that one step of a collective moves."""
     return 1.0 if COLLECTIVES[kind].moves_all else 1.0 / size
 
 
@@ -99,18 +100,18 @@ def _library_runs(kind: Collective, device_kind: str) -> float:
 
 
 def most_from_within(kind: Collective, device_kind: Literal["cuda", "cpu"]) -> float:
-    """Return the largest factor on time per byte that groups inside hosts may pass on to groups across hosts.
+    """Return the largest factor on time per byte that is carried over from groups inside hosts to groups across hosts.
 
-    It is used if no group across hosts was measured. The library's algorithm explains a factor up to this value: gloo's
-    reduce-scatter is an all-reduce, its other rings are plain rings, and NCCL's algorithm is not known. A larger factor
-    comes from processors that share a host and does not hold for links between hosts: with it, a step of 8 CPU
-    ranks on slow links was predicted to take 22 s, and took 2.9 s.
+    This limit is used if no group across hosts was measured. The library's algorithm explains a factor up to this
+    limit: gloo's reduce-scatter is an all-reduce, gloo's other rings are plain rings, and NCCL's algorithm is not
+    known. A larger factor comes from processes that share a host's cores, so it does not hold for links between hosts.
+    Without the limit, a step of 8 CPU ranks on slow links was predicted to take 22 s, but it took 2.9 s.
     """
     return LIBRARYS_SHARE if device_kind == "cuda" else _library_runs(kind, device_kind)
 
 
 def spread_over_hosts(host_GK: Ints) -> tuple[Ints, Ints]:
-    """Count the hosts of each group, and its members on the host with the fewest; 1 for a group on one host."""
+    """Count each group's hosts, and its members on the host with fewest members; (1, 1) for a group on one host."""
     if (host_GK[:, 1:] < host_GK[:, :-1]).any():
         host_GK = np.sort(host_GK, axis=1)
     begins_GK = np.ones(host_GK.shape, dtype=bool)
@@ -119,7 +120,7 @@ def spread_over_hosts(host_GK: Ints) -> tuple[Ints, Ints]:
     if hosts_G.max(initial=1) == 1 or host_GK.shape[1] == 2:
         return hosts_G, np.ones_like(hosts_G)
     first = np.flatnonzero(begins_GK)
-    # In place, because placements are priced by the million.
+    # Computed in place for speed, because a search prices millions of placements.
     members = np.empty_like(first)
     members[:-1] = first[1:]
     members[-1] = host_GK.size
@@ -132,40 +133,40 @@ def spread_over_hosts(host_GK: Ints) -> tuple[Ints, Ints]:
 def links_together(kind: Collective, fewest: Ints) -> Ints:
     """Return the number of links between two hosts that carry a group's traffic at the same time.
 
-    Links are measured while all slots of two hosts send, so the rate of a link is one slot's share. A ring crosses each
-    pair of hosts over the links of all members on a host: one wire that they share, or their own network cards. Each
-    byte passes every host, so the host with the fewest members limits the ring: NCCL gives a host with one member one
-    network card. Unequal shares of one wire are therefore priced too high. In an all-to-all all members send at once.
-    `fewest` comes from `spread_over_hosts`.
+    Links are measured while all slots of two hosts send, so the rate of a link is one slot's share. Between two hosts a
+    ring uses the links of all members on a host: a shared wire, or each member's network card. Each byte passes every
+    host, so the host with the fewest members limits the ring: NCCL gives a host with one member one network card. If
+    the members share one wire unequally, the price is therefore too high. In an all-to-all each member uses its own
+    link, so the result is 1. `fewest` comes from `spread_over_hosts`.
     """
     return fewest if COLLECTIVES[kind].is_ring else np.ones_like(fewest)
 
 
 def most_links_together(kind: Collective, size: int, num_hosts: Ints) -> Ints:
-    """Return the largest `links_together` of any group of this size, by number of hosts: members in equal shares."""
+    """Return the largest `links_together` of any group of this size, by number of hosts: equal members on each host."""
     return links_together(kind, np.where(num_hosts > 1, np.maximum(size // np.maximum(num_hosts, 1), 1), 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkTable:
-    """H * H links between hosts, followed by D * D links for each different matrix within a host, in one row.
+    """All links in one array: H * H links between hosts, then D * D links for each different matrix within a host.
 
-    There is no matrix of all slots by all slots.
+    A matrix of all slots by all slots would be too large.
     """
 
     latency_s_L: Floats
-    """0 from a place to itself, as in `seconds_per_byte_L`."""
+    """Latency of each link; 0 from a host or device to itself, as in `seconds_per_byte_L`."""
     seconds_per_byte_L: Floats
     host_S: Ints
     _between_S: Ints
-    """First link from a slot's host to other hosts."""
+    """Index of the first link from a slot's host to other hosts."""
     _within_S: Ints
-    """First link from a slot to the slots of its own host."""
+    """Index of the first link from a slot to the slots of its own host."""
     _local_S: Ints
 
     @classmethod
     def of(cls, cluster: Cluster) -> LinkTable:
-        """Return the table of a cluster."""
+        """Return the table of all links of a cluster."""
         hosts, devices = len(cluster.hosts), cluster.devices_per_host
         kinds: dict[Links, int] = {}
         kind_H = np.array([kinds.setdefault(links, len(kinds)) for links in cluster.within_host], dtype=np.int64)
@@ -184,7 +185,7 @@ class LinkTable:
         )
 
     def links(self, sender: Ints, receiver: Ints) -> Ints:
-        """Return the place of each link among L, from slots to slots of equal shape."""
+        """Return the index of the link from each sender to its receiver; both arrays have the same shape."""
         to_host = self.host_S.take(receiver)
         links = self._between_S.take(sender)
         links += to_host
@@ -195,8 +196,8 @@ class LinkTable:
 
 
 def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
-    """Return (latency, seconds per byte) of the links that no other link beats in both, by rising latency."""
-    # The diagonal is no link.
+    """Return (latency, seconds per byte) of the links that no other link beats in both numbers, by rising latency."""
+    # The diagonal of a matrix is not a link.
     different = [(links, ~np.eye(len(links.latency_s), dtype=bool)) for links in dict.fromkeys(matrices)]
     latency_s = np.concatenate([links.latency_s[apart] for links, apart in different])
     byte_s = np.concatenate([links.seconds_per_byte()[apart] for links, apart in different])
@@ -213,8 +214,8 @@ def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
 def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
     """Return (cost, host, host) of the links of a minimum spanning tree, cheapest first (Prim 1957).
 
-    If two hosts are not connected in the tree by links up to some cost, no links up to this cost connect them. A pair
-    of hosts counts with its cheaper direction, so the statement holds for every ring.
+    If links of the tree up to some cost do not connect two hosts, no links up to this cost connect these hosts. This
+    holds for every ring, because a pair of hosts counts with its cheaper direction.
     """
     cost: Floats = np.minimum(cost_HH, cost_HH.T)
     hosts = len(cost)
@@ -236,7 +237,7 @@ def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
 
 
 class Bottlenecks:
-    """Lower bound of the slowest link of a group that has members on several places."""
+    """Lower bound of the slowest link of a group on several hosts, or on several devices of one host."""
 
     def __init__(self, links: Links) -> None:
         byte_s_HH = np.where(np.eye(len(links.latency_s), dtype=bool), np.inf, links.seconds_per_byte())
@@ -245,10 +246,11 @@ class Bottlenecks:
         self._known: dict[int, Floats] = {}
 
     def slowness_H(self, fewest: int) -> Floats:
-        """Return, by place, a bound on the seconds per byte of the slowest link of a group with a member there.
+        """Return, for each host, a lower bound on the slowest link's seconds per byte in groups that use this host.
 
-        A group leaves each of its places and comes back, and links no slower than its slowest one connect them all. So
-        each of its places is in a connected part of at least `fewest` places, two or more.
+        A group's ring enters and leaves each of its hosts, and all links of the ring are at most as slow as its slowest
+        link. So links up to this slowness connect each host of the group to at least `fewest` hosts, itself included.
+        `fewest` is 2 or more.
         """
         if fewest not in self._known:
             joined_H = np.zeros(len(self._leave_H))
@@ -267,7 +269,7 @@ class Bottlenecks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """Measured difference between a collective and the formula; entry h is for groups on h hosts, entry 0 is unused."""
+    """Measured difference between a collective and the formula, by number of hosts; entry 0 of each array is unused."""
 
     latency_factor: Floats
     """Factor on each link's latency, at most 1."""
@@ -331,9 +333,9 @@ class MeasuredGroups:
         return self._scales[kind, size]
 
     def _nearest(self, candidates: Sequence[CollectiveTime], size: int, *, across: bool) -> list[CollectiveTime]:
-        """Prefer groups inside a host or across hosts, then the nearest size; sort the rest by slots.
+        """Sort measured groups: equal `across` first, then the nearest size, then the slots.
 
-        Sorted, groups on equally near numbers of hosts do not depend on the order in which they were given.
+        Sorting by slots makes the result independent of the order of the measurements.
         """
         same = [measured for measured in candidates if (self._spread(measured)[0] > 1) == across] or candidates
         distances = [abs(np.log(len(measured.slots) / size)) for measured in same]
@@ -341,8 +343,9 @@ class MeasuredGroups:
         return sorted(near, key=lambda measured: measured.slots)
 
     def _spread(self, measured: CollectiveTime) -> tuple[int, int]:
-        """Return the hosts of a measured group, and its members on the host with the fewest."""
-        # Groups of several kinds share one tuple of slots.
+        """Return the number of hosts of a measured group, and its members on the host with the fewest members."""
+        # Measurements of several collectives share one tuple of slots, so the result is kept by the identity of this
+        # tuple.
         key = id(measured.slots)
         if key not in self._spreads:
             hosts, fewest = spread_over_hosts(self._table.host_S[np.array([measured.slots])])
@@ -350,15 +353,16 @@ class MeasuredGroups:
         return self._spreads[key]
 
     def _carried(self, measured: CollectiveTime, kind: Collective, size: int) -> tuple[float, float, float]:
-        """Carry the correction of a measured group over to each step of another operation."""
+        """Convert a measured group's correction into a correction for each step of another collective or group size."""
         if id(measured) not in self._corrections:
             self._corrections[id(measured)] = self._correction(measured)
         latency_factor, extra_s, bytes_factor = self._corrections[id(measured)]
         more = _library_runs(kind, self._device_kind) / _library_runs(measured.kind, self._device_kind)
         bytes_factor *= more
         if self._device_kind == "cpu":
-            # Waiting of members for each other grows with the steps, but less: all-reduces of 4 slots on 2 hosts took
-            # 10 ms, and 7 ms on 2 slots; reduce-scatters of 4 hosts took 9 ms, and 3 ms on 2 hosts.
+            # The time that members wait for each other grows more slowly than the number of steps. An all-reduce took
+            # 10 ms on 4 slots of 2 hosts, and 7 ms on 2 slots. A reduce-scatter took 9 ms on 4 hosts, and 3 ms on 2
+            # hosts.
             longer = max(num_steps(kind, size), 1) / num_steps(measured.kind, len(measured.slots))
             extra_s *= math.sqrt(longer * more) / longer
         return latency_factor, extra_s, bytes_factor
@@ -369,7 +373,7 @@ class MeasuredGroups:
         is_ring = COLLECTIVES[measured.kind].is_ring
         shifts = [_ring_shift(measured.kind, self._device_kind)] if is_ring else range(1, size)
         used = np.concatenate([self._table.links(slots, np.roll(slots, -shift)) for shift in shifts])
-        # The slowest of the links that the group used.
+        # Slowest link that the measured group used.
         link_s = float(self._table.latency_s_L[used].max(initial=0.0))
         per_byte_s = float(self._table.seconds_per_byte_L[used].max(initial=0.0))
         steps = num_steps(measured.kind, size)
@@ -381,7 +385,7 @@ class MeasuredGroups:
 
 
 _Spread: TypeAlias = tuple[Ints, Ints]
-"""Hosts of each group, and its members on the host with the fewest."""
+"""Number of hosts of each group, and its members on the host with the fewest members."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -389,9 +393,10 @@ class Routes:
     """Links of rings or sends, looked up once and priced for any number of sizes."""
 
     hosts_G: Ints
-    """Hosts of each group; 0 if no measurement needs it."""
+    """Number of hosts of each group; 0 if no measurement depends on this number."""
     fewest_G: Ints
-    """Members on the host that has the fewest; 1 on a single host, and if no measurement needs it."""
+    """Members of each group on the host with the fewest members; 1 on a single host, or if no measurement depends on
+    it."""
     latency_s_GL: Floats
     seconds_per_byte_GL: Floats
 
@@ -401,7 +406,7 @@ class GroupsOnHosts:
     """Known facts about the hosts of groups whose placement is not decided."""
 
     size_T: Ints
-    """Members of each group."""
+    """Number of members of each group."""
     fewest_T: Ints
     """Least number of hosts of the group."""
     among_T: Ints
@@ -411,7 +416,7 @@ class GroupsOnHosts:
 class Fabric:
     """Links of an allocation, corrected by the collectives measured on it.
 
-    It holds the H x H links between hosts and the D x D links within each different host, never S x S links.
+    The object stores H x H links between hosts and D x D links within each different host, never S x S links.
     """
 
     def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime] = ()) -> None:
@@ -419,7 +424,7 @@ class Fabric:
         self._table = LinkTable.of(cluster)
         self.host_S = self._table.host_S
         self.domain_slots = min(Domains.of(cluster).domain_devices)
-        """Slots of an NVLink domain, or of a host that is one."""
+        """Number of slots of the smallest NVLink domain; a host without NVLink between hosts is a domain."""
         self._best_across = best_links([cluster.between_hosts])
         self._best_within = best_links(cluster.within_host)
         self._measured = MeasuredGroups(cluster, collectives, self._table)
@@ -435,15 +440,15 @@ class Fabric:
 
     @cached_property
     def slowness_falling_H(self) -> Floats:
-        """Seconds per byte of each host's best link out or in, the slower of the two; the slowest host first."""
+        """Seconds per byte of each host's best outgoing or incoming link, whichever is slower; slowest host first."""
         return self._bottlenecks.slowness_H(2)[self._slowest_first_H]
 
     def seconds(self, kind: Collective, slots: Sequence[int], size_bytes: float) -> float:
-        """Price one group; its ring runs in the order of `slots`."""
+        """Return the seconds of one group's collective; the ring runs in the order of `slots`."""
         return float(self.seconds_G(kind, np.array([slots], dtype=np.int64), size_bytes)[0])
 
     def seconds_G(self, kind: Collective, slots_GK: Ints, size_bytes: float | Floats) -> Floats:
-        """Price groups of one size separately; `size_bytes` may differ from group to group."""
+        """Return the seconds of each of several groups of one size; `size_bytes` may differ from group to group."""
         size = slots_GK.shape[1]
         if num_steps(kind, size) == 0:
             return np.zeros(slots_GK.shape[0])
@@ -453,7 +458,7 @@ class Fabric:
         step_s_G = np.zeros(len(slots_GK))
         at_once = max(1, LINKS_AT_ONCE // max(slots_GK.size, 1))
         for first in range(1, size, at_once):
-            # Links to the receivers of each member, shift by shift.
+            # Links from each member to its receivers, one shift along the ring after another.
             shifts = range(first, min(first + at_once, size))
             receiver_GL = np.concatenate([np.roll(slots_GK, -shift, axis=1) for shift in shifts], axis=1)
             routes = self._routes(spread, np.tile(slots_GK, (1, len(shifts))), receiver_GL)
@@ -461,7 +466,7 @@ class Fabric:
         return self._steps_s(kind, size, spread[0], step_s_G)
 
     def send_s(self, sender: Ints, receiver: Ints, size_bytes: float) -> Floats:
-        """Price sends from slots to slots of equal shape."""
+        """Return the seconds of the send from each sender to its receiver."""
         links = self._table.links(sender, receiver)
         seconds = self._table.seconds_per_byte_L.take(links)
         seconds *= size_bytes
@@ -471,8 +476,8 @@ class Fabric:
     def routes(self, kind: Collective, slots_GK: Ints) -> Routes:
         """Look up the links of rings, or of sends from the first to the second of each pair.
 
-        Rings over the same slots have the same routes if `ring_shift` is the same. An all-to-all has too many links for
-        this; `seconds_G` prices it in pieces.
+        Rings over the same slots have the same routes if `ring_shift` is the same. An all-to-all has no routes, because
+        it has too many links; `seconds_G` prices an all-to-all in pieces.
         """
         if kind == "send":
             return self._routes(_unknown_spread(len(slots_GK)), slots_GK[:, :1], slots_GK[:, 1:2])
@@ -483,7 +488,7 @@ class Fabric:
         return _ring_shift(kind, self.cluster.device_kind)
 
     def routed_s_G(self, kind: Collective, size: int, routes: Routes, size_bytes: float | Floats) -> Floats:
-        """Price groups of `size` slots whose links were looked up by `routes`."""
+        """Return the seconds of groups of `size` slots whose links were looked up by the method `routes`."""
         return self._steps_s(kind, size, routes.hosts_G, self._step_s_G(kind, size, routes, size_bytes))
 
     def _routes(self, spread: _Spread, sender: Ints, receiver: Ints) -> Routes:
@@ -517,7 +522,7 @@ class Fabric:
     def bound_s(self, kind: Collective, size: int, size_bytes: float) -> float:
         """Return a lower bound of the seconds of any group of `size` slots: its slowest link is the best link.
 
-        A group on one host has only links within hosts; a group on several crosses hosts at least once.
+        A group on one host uses only links within hosts. A group on several hosts uses at least one link between hosts.
         """
         return min(fixed_s + byte_s * size_bytes for fixed_s, byte_s in self._bound_lines_of(kind, size))
 
@@ -531,7 +536,7 @@ class Fabric:
         return np.where(size_bytes > 0, found, 0.0)
 
     def groups_bound_s(self, kind: Collective, lie: GroupsOnHosts, bytes_TVP: Ints) -> Floats:
-        """Return the bounds of groups of many shapes, one for each entry of the first axis of `bytes_TVP`."""
+        """Return `bound_s` for many groups; the first axis of `bytes_TVP` runs over the groups."""
         if not (lie.size_T.max() > 1 and bytes_TVP.any()):
             return np.zeros(bytes_TVP.shape)
         keys = [*zip(lie.size_T.tolist(), lie.fewest_T.tolist(), lie.among_T.tolist(), strict=True)]
@@ -550,7 +555,7 @@ class Fabric:
     ) -> list[tuple[float, float]]:
         """Return (fixed seconds, seconds per byte) of lines whose minimum is the bound at every size.
 
-        Without `among` the lines use the best link alone: they ignore that a group's slowest link joins its hosts.
+        Without `among` the lines assume that the group's slowest link is the best link of the allocation.
         """
         key = kind, size, fewest, among
         if key not in self._bound_lines:
@@ -569,7 +574,7 @@ class Fabric:
         if among is None or fewest < 2:
             ways = [(slice(fewest, 2), self._best_within), (across, self._best_across)]
         else:
-            # The group may be on the fastest of the `among` slowest hosts.
+            # The group may use the fastest host of the `among` slowest hosts.
             slowest = float(self._bottlenecks.slowness_H(fewest)[self._slowest_first_H[:among]].min())
             ways = [(across, tuple((latency_s, max(byte_s, slowest)) for latency_s, byte_s in self._best_across))]
         pieces = []
@@ -579,7 +584,8 @@ class Fabric:
                 per_byte_s = byte_s * scale.least_bytes_factor[counts] * chunk_share(kind, size)
                 pieces.append(np.stack([fixed_s, per_byte_s]))
         lines_2L = steps * np.unique(np.concatenate(pieces, axis=1), axis=1)
-        # Sorted by the fixed part, a line is needed if it is cheaper by the byte than all lines before it.
+        # With lines sorted by fixed seconds, a line is needed if its seconds per byte are lower than in all lines
+        # before it.
         cheaper_L = np.append(True, lines_2L[1, 1:] < np.minimum.accumulate(lines_2L[1])[:-1])
         return [(fixed_s, byte_s) for fixed_s, byte_s in lines_2L[:, cheaper_L].T.tolist()]
 
@@ -588,7 +594,7 @@ class Fabric:
         return self._measured.scale(kind, size)
 
     def _spread(self, slots_GK: Ints) -> _Spread:
-        """Count each group's hosts and its members on the host with the fewest, if a measurement needs them."""
+        """Count each group's hosts, and its members on the host with fewest members, if a measurement needs this."""
         return spread_over_hosts(self.host_S[slots_GK]) if self._measured.any else _unknown_spread(len(slots_GK))
 
 

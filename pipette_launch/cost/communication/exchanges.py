@@ -42,7 +42,7 @@ from pipette_launch.facts.model import LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 _CROSS_ENTROPY_REDUCTIONS = 3
-"""Largest logit, logit of the target, sum of exponentials (cross_entropy.py)."""
+"""Reductions over tp in the loss: largest logit, logit of the target, sum of exponentials (cross_entropy.py)."""
 
 
 def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int = 1) -> tuple[Exchange, ...]:
@@ -54,10 +54,11 @@ def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int = 1) -> tupl
 
 
 def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1) -> tuple[Exchange, ...]:
-    """Return the collectives of any stages, given by their content; they are linear in `counts`.
+    """Return the collectives of stages that `counts` describes; the number of collectives is linear in `counts`.
 
-    Each depth of multi-token prediction has layers and a lookup where the depths are, and a head beside the model's.
-    `domain` is the number of slots that the fastest links join; `flex` dispatchers treat them differently.
+    A depth of multi-token prediction has layers and a lookup on the depths' own stage, and a head on the last stage.
+    `domain` is the number of slots that the fastest links join. `flex` dispatchers send fewer copies of a token out of
+    a domain.
     """
     found = [*depth_exchanges(job, layout, job.model.mtp_num_layers * counts.prediction_S)]
     counts = counts.with_depths(job, layout)
@@ -70,12 +71,12 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCounts:
-    """Content of each stage."""
+    """Number of layers and other parts of the model on each stage."""
 
     layers_S: Mapping[LayerKind, Ints]
-    """Layers by kind, for every kind that the model may have."""
+    """Number of layers of each kind on each stage, for every kind that the model may have."""
     again_S: Mapping[LayerKind, Ints]
-    """Layers that full recompute runs again."""
+    """Number of layers on each stage that full recompute runs again."""
     embedding_S: Ints
     head_S: Ints
     prediction_S: Ints
@@ -96,7 +97,7 @@ class LayerCounts:
 
     @classmethod
     def one_of_each(cls, model: ModelSpec) -> LayerCounts:
-        """Return a stage for each part of a chunk: each kind of layer, run once and run again; then the other parts."""
+        """Return one stage for each part of a model: layers of each kind, without and with recompute; then the rest."""
         kinds = model.possible_kinds
         stages = np.eye(2 * len(kinds) + 3, dtype=np.int64)
         return cls(
@@ -108,7 +109,7 @@ class LayerCounts:
         )
 
     def with_depths(self, job: Job, layout: Layout) -> LayerCounts:
-        """Add the depths of multi-token prediction; method block runs none of their layers again."""
+        """Add the depths of multi-token prediction; recompute method `block` does not run layers of depths again."""
         depth, depths_S = Counter(job.model.prediction_kinds), job.model.mtp_num_layers * self.prediction_S
         again_S = depths_S * (layout.recompute.granularity == "full" and layout.recompute.method == "uniform")
         return LayerCounts(
@@ -120,7 +121,7 @@ class LayerCounts:
         )
 
     def run(self, blocks: Mapping[LayerKind, int]) -> tuple[Ints, Ints]:
-        """Count blocks, given their number in a layer of each kind: in the forward, and run again in the backward."""
+        """Return the blocks in the forward, and the blocks that the backward runs again, on each stage."""
         once_S, again_S = (
             sum((blocks[kind] * count_S for kind, count_S in layers.items() if blocks[kind]), 0 * self.head_S)
             for layers in (self.layers_S, self.again_S)
@@ -129,13 +130,14 @@ class LayerCounts:
 
 
 def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
-    """Yield an all-reduce a pass for each block that tp cuts: attention, Mamba, MLP (Shoeybi et al. 2019, section 3).
+    """Yield one all-reduce in each pass of each block that tp cuts (Shoeybi et al. 2019, section 3).
 
-    With sequence parallelism it is an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2). The
-    backward gathers the input of each column-parallel matrix again for the weight gradient (layers.py). The matrix's
-    input gradient hides this gather, and its weight gradient hides the sum of its input's gradients, unless
-    `--no-async-tensor-model-parallel-allreduce` forbids it (until v16, and without sequence parallelism). With
-    `--tp-comm-overlap`, matrices of layers hide them in chunks, except for one chunk.
+    These blocks are attention, Mamba and MLP. With sequence parallelism the all-reduce is an all-gather and a
+    reduce-scatter (Korthikanti et al. 2022, section 4.2.2). The backward gathers the input of each column-parallel
+    matrix again for the weight gradient (layers.py). The computation of the input gradient hides this gather. The
+    computation of the weight gradient hides the reduction of input gradients, unless
+    `--no-async-tensor-model-parallel-allreduce` forbids the overlap (until v16, and without sequence parallelism). With
+    `--tp-comm-overlap`, the products of layers hide all chunks of these exchanges but one.
     """
     if layout.tp == 1:
         return
@@ -169,12 +171,12 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
 
 
 def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
-    """Yield what FSDP exchanges in a micro-batch: weights are gathered layer by layer, gradients reduced and scattered.
+    """Yield the collectives of FSDP in a micro-batch: each layer gathers its weights and reduce-scatters its gradients.
 
-    The previous layer's compute hides a layer's gather, and the next layer's compute hides its reduction. Both use one
-    communicator, so they share the backward of a layer in proportion to their bytes. Nothing hides the first layer's
-    gather, because only the embedding computes before it. Nothing hides the reductions of the first layer and of the
-    embedding, because every micro-batch waits for their end (FSDP megatron_fsdp.py:755-791,
+    The compute of the neighbouring layers hides a layer's gather and a layer's reduction. Gathers and reductions use
+    one communicator, so they share the time of a layer's backward in proportion to their bytes. Nothing hides the first
+    layer's gather, because only the embedding computes before it. Nothing hides the reductions of the first layer and
+    of the embedding, because every micro-batch waits for their end (FSDP megatron_fsdp.py:755-791,
     param_and_grad_buffer.py:3018). `counts` includes the depths of multi-token prediction.
     """
     sharding = sharding_of(job)
@@ -197,7 +199,7 @@ def _sharded_layers(
     first_S: Ints,
     kind: LayerKind,
 ) -> Iterator[Exchange]:
-    """Yield the collectives of one kind of layer; nothing hides `first_S` of them at both ends of a micro-batch."""
+    """Yield FSDP's collectives of one kind of layer; compute does not hide those of the first `first_S` layers."""
     members = group_sizes(layout, instances=shard_copies(job))
     weight, gradient = layer_weight_bytes(job)[1], gradient_bytes_per_parameter(job)
     sizes: tuple[tuple[Group, int, int], ...] = (
@@ -227,7 +229,7 @@ def _sharded_layers(
 
 
 def _sharded_ends(job: Job, layout: Layout, sharding: Sharding, counts: LayerCounts) -> Iterator[Exchange]:
-    """Yield the reductions of embedding and head, and their gathers if they are not kept from pass to pass.
+    """Yield the reductions of embedding and head, and their gathers if gathered weights are not kept from pass to pass.
 
     The layer next to the head hides the head's exchanges.
     """
@@ -253,25 +255,26 @@ class StepTraffic:
     """Data exchanged once a step, in bytes on one rank."""
 
     gradient_bytes: tuple[tuple[int, int], ...]
-    """Gradients of each stage: dense, expert."""
+    """Bytes of gradients of each stage: (dense, expert)."""
     parameter_bytes: tuple[tuple[int, int], ...]
-    """Parameters that the distributed optimizer gathers; zeros without it."""
+    """Bytes of parameters that the distributed optimizer gathers on each stage: (dense, expert); zeros without it."""
     num_buckets: tuple[int, ...]
-    """Parts of each stage's gradients that can be sent separately."""
+    """Number of buckets of each stage's gradients; each bucket is reduced separately."""
     resident_parameters: tuple[int, ...]
-    """Parameters that each pipeline rank steps."""
+    """Number of parameters that the optimizer steps on each pipeline rank."""
     held_gradients: tuple[int, ...]
-    """Gradients that each pipeline rank keeps from micro-batch to micro-batch."""
+    """Number of gradients that each pipeline rank keeps from micro-batch to micro-batch."""
     embedding_bytes: int
-    """Gradient of the word embedding, summed over first and last pipeline rank; 0 if there is one copy."""
+    """Bytes of the word embedding's gradient, summed over first and last pipeline rank; 0 if only one rank has the
+    embedding."""
 
 
 def step_traffic(job: Job, layout: Layout) -> StepTraffic:
-    """Count each stage's gradients to reduce and parameters to gather; what FSDP exchanges in passes is not included.
+    """Count each stage's reduced gradients and gathered parameters; collectives of FSDP within passes are not included.
 
-    Copies of Megatron-FSDP's shards add up their gradients once a step. An all-reduce over n copies moves 2 (n - 1) / n
-    of a shard; these bytes are priced as reduced by all replicas. Parameters outside the layers are gathered once a
-    step.
+    If Megatron-FSDP keeps n copies of its shards, an all-reduce over the copies moves 2 (n - 1) / n of a shard once a
+    step. The prediction prices these bytes as if all replicas reduced them. Parameters outside the layers are gathered
+    once a step.
     """
     gradient, sharding, copies = gradient_bytes_per_parameter(job), sharding_of(job), shard_copies(job)
     chunks = chunk_parameters(job.model, layout)
@@ -293,7 +296,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     return StepTraffic(
         gradient_bytes=gradients,
         parameter_bytes=parameters,
-        # Only the first chunk of pipeline rank 0 is split, and only to overlap (param_and_grad_buffer.py).
+        # Only the first chunk of pipeline rank 0 has several buckets, and only with overlap (param_and_grad_buffer.py).
         num_buckets=tuple(
             1 if stage or not layout.overlap_grad_reduce else int(num_buckets(chunk.count, layout.dp * layout.cp))
             for stage, chunk in enumerate(chunks)
@@ -305,20 +308,20 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
 
 
 def num_buckets(parameters: Ints | int, replicas: Ints | int) -> Ints:
-    """Return the number of parts of overlapped gradients: 40 million parameters each, or 1 million for each replica.
+    """Return the number of buckets of overlapped gradients: a bucket has 40 million parameters, or 1 million a replica.
 
-    `replicas` is dp * cp (distributed_data_parallel.py). Numbers or arrays.
+    The larger bucket counts (distributed_data_parallel.py). `replicas` is dp * cp. Arguments are numbers or arrays.
     """
     return np.asarray(-(-parameters // np.maximum(40_000_000, 1_000_000 * replicas)))
 
 
 def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:
-    """Return True if a message between stages starts only when its receiver asks for it after its pass.
+    """Return True if a message between stages starts only when its receiver ends a pass and requests the message.
 
-    Megatron asks just before the pass that needs the message, except with `overlap_p2p_comm`, which applies to virtual
-    stages only, and there unless the user forbids it (arguments.py, validate_args). gloo does not send to a rank that
-    has not asked: between 4 hosts, an activation that had long been posted took its full 13 ms when asked for. NCCL has
-    not been measured here. Published step times fit better, by 0.1 to 0.7 points, if its messages travel ahead.
+    Megatron requests a message just before the pass that needs it, except with `overlap_p2p_comm`. This option is the
+    default with virtual stages and does not apply without them (arguments.py, validate_args). gloo sends nothing before
+    the receiver's request: between 4 hosts, a late request still took the full 13 ms of an activation. NCCL has not
+    been measured. Published step times fit better, by 0.1 to 0.7 points, if NCCL's messages travel before the request.
     """
     asks_late = vpp == 1 or not performance_options(job).overlap_p2p_comm
     return device_kind == "cpu" and asks_late
@@ -327,9 +330,9 @@ def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:
 def blocks_at_ends(job: Job, vpp: int, device_kind: str) -> bool:
     """Return True if ranks with virtual stages wait for the messages of warm-up and cool-down before their next pass.
 
-    Megatron overlaps only the messages of the steady part, unless a flag asks for more. On 2 x 2 hosts, groups of 4
-    micro-batches instead of 2, which have a longer warm-up and cool-down, took 8 % more and not 1 % less. As with
-    `meets_receivers`, NCCL has not been measured.
+    Megatron overlaps the messages of warm-up and cool-down only with `overlap_p2p_comm_warmup_flush`. On 2 x 2 hosts,
+    groups of 4 micro-batches have a longer warm-up and cool-down than groups of 2. Their step was 8 % longer, but
+    without this wait it should have been 1 % shorter. NCCL has not been measured.
     """
     options = performance_options(job)
     return device_kind == "cpu" and vpp > 1 and options.overlap_p2p_comm and not options.overlap_p2p_comm_warmup_flush
@@ -338,16 +341,16 @@ def blocks_at_ends(job: Job, vpp: int, device_kind: str) -> bool:
 def aligns_gathers(job: Job, vpp: int) -> bool:
     """Return True if overlapped parameter gathers start on all pipeline ranks at the same time.
 
-    Megatron does so with virtual stages only (arguments.py, validate_args).
+    Megatron aligns gathers only with virtual stages (arguments.py, validate_args).
     """
     return vpp > 1 and performance_options(job).align_param_gather
 
 
 def loss_report_bytes(device_kind: str) -> int:
-    """Return the bytes that the replicas of the last stage add up once a step: sum and token count of the loss.
+    """Return the bytes of the loss that the last stage's replicas all-reduce once a step: its sum and its token count.
 
-    Over gloo all replicas wait once more: with four ranks on two cores 5 to 7 ms of a step of 57 ms. Over NCCL it takes
-    some tens of microseconds; a ring's latencies would give more, so it counts as nothing.
+    Over gloo this all-reduce makes all replicas wait: 5 to 7 ms of a step of 57 ms with four ranks on two cores. Over
+    NCCL the all-reduce takes some tens of microseconds. The formula for rings would predict more, so it counts as 0.
     """
     return 2 * FP32_BYTES if device_kind == "cpu" else 0
 
@@ -365,7 +368,10 @@ class CollectiveDimension(NamedTuple):
 
 
 def collective_dimensions(job: Job, layout: Layout) -> Iterator[CollectiveDimension]:
-    """Yield dimensions of two ranks or more; those used once a step first: they are largest and least hidden."""
+    """Yield parallel dimensions of at least 2 ranks.
+
+    Dimensions used once a step come first, because their tensors are largest and least hidden by compute.
+    """
     groups = Groups.of(layout, instances=shard_copies(job))
     reduced: tuple[CollectiveKind, ...] = ("all_reduce",)
     parts: tuple[str, ...] = ("data_parallel",)

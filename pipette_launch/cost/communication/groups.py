@@ -22,7 +22,7 @@ class Groups:
     """The communication groups of a layout. Members are sorted by RANK, as torch sorts them."""
 
     grid_PDCT: Ranks
-    """RANK of each cell."""
+    """RANK of each cell (pipeline rank, replica, cp, tp)."""
     tp: Ranks
     cp: Ranks
     ep: Ranks
@@ -30,20 +30,21 @@ class Groups:
     ep_etp: Ranks
     """Experts and their tensor slices together: the groups of the all-gather dispatcher."""
     dp_cp: Ranks
-    """Rows ordered by (pp, tp)."""
+    """Data-parallel groups with cp included; rows ordered by (pp, tp)."""
     expert_dp: Ranks
-    """Rows ordered by (pp, ep, etp)."""
+    """Data-parallel groups of experts; rows ordered by (pp, ep, etp)."""
     shard: Ranks
     """Parts of `dp_cp` that share one copy of FSDP's shards."""
     expert_shard: Ranks
     embedding: Ranks
-    """First and last pipeline rank of each lane."""
+    """Pairs of first and last pipeline rank with equal (dp, cp, tp)."""
     forward_hop: Ranks
-    """(sender, receiver) from each pipeline rank to the next, last to first; rows ordered by (pp, dp, cp, tp)."""
+    """(sender, receiver) from each pipeline rank to the next, and from the last to the first; rows ordered by (pp, dp,
+    cp, tp)."""
 
     @classmethod
     def of(cls, layout: Layout, *, instances: int = 1) -> Groups:
-        """Return the groups of a layout; `instances` = number of copies of FSDP's shards."""
+        """Return all groups of a layout; `instances` = number of copies of FSDP's shards."""
         grid = rank_grid(layout)
         expert = _grid(layout, expert_dp(layout), layout.ep, layout.etp)
         dp_cp = grid.transpose(0, 3, 1, 2).reshape(layout.pp * layout.tp, -1)
@@ -59,7 +60,7 @@ class Groups:
             ep_etp=expert.reshape(-1, layout.ep * layout.etp),
             dp_cp=dp_cp,
             expert_dp=expert_dp_rows,
-            # Each copy is on consecutive members (parallel_state.py, intra_partial_data_parallel_group).
+            # Consecutive members hold one copy of the shards (parallel_state.py, intra_partial_data_parallel_group).
             shard=dp_cp.reshape(-1, sizes["shard"]),
             expert_shard=expert_dp_rows.reshape(-1, sizes["expert_shard"]),
             embedding=np.stack([grid[0], grid[-1]], axis=-1).reshape(-1, 2),
@@ -67,9 +68,9 @@ class Groups:
         )
 
     def met_PDL(self, groups_GK: Ranks) -> NDArray[np.int64]:
-        """Return, for each pipeline rank of each replica, the rows of the groups that its ranks belong to.
+        """Return, for each pipeline rank of each replica, the rows of `groups_GK` that contain its ranks.
 
-        If all ranks along the tensor axis, or all along the context axis, are in one group, it is listed once.
+        A group that contains all ranks along the tensor axis, or along the context axis, is listed once.
         """
         group_W = np.empty(self.grid_PDCT.size, dtype=np.int64)
         group_W[groups_GK] = np.arange(len(groups_GK))[:, None]
@@ -82,7 +83,7 @@ class Groups:
 
 
 def group_sizes(layout: Layout, *, instances: int = 1) -> dict[str, int]:
-    """Return the number of members of each group by its name in `Groups`; `instances` as for `Groups.of`."""
+    """Return the members of each group by its name in `Groups`; `instances` = number of copies of FSDP's shards."""
     replicas, expert_replicas = layout.dp * layout.cp, expert_dp(layout)
     return {
         "tp": layout.tp,
@@ -92,7 +93,7 @@ def group_sizes(layout: Layout, *, instances: int = 1) -> dict[str, int]:
         "ep_etp": layout.ep * layout.etp,
         "dp_cp": replicas,
         "expert_dp": expert_replicas,
-        # Megatron accepts only layouts in which this division leaves no rest.
+        # Megatron accepts only layouts whose replicas the number of copies divides.
         "shard": replicas // math.gcd(replicas, instances),
         "expert_shard": expert_replicas // math.gcd(expert_replicas, instances),
     }
@@ -104,7 +105,7 @@ def rank_grid(layout: Layout) -> Ranks:
 
 
 def _grid(layout: Layout, replicas: int, outer: int, inner: int) -> Ranks:
-    """Return the RANK of each (pp, replica, outer, inner); experts have a grid of their own over the same ranks."""
+    """Return the RANK of each (pp, replica, outer, inner), for the dense or for the expert dimensions."""
     ranks = np.arange(layout.world_size, dtype=np.int64)
     if layout.use_tp_pp_dp_mapping:
         return np.asarray(ranks.reshape(replicas, layout.pp, outer, inner).transpose(1, 0, 2, 3).copy())
@@ -112,5 +113,5 @@ def _grid(layout: Layout, replicas: int, outer: int, inner: int) -> Ranks:
 
 
 def _rows(grid: Ranks, axes: tuple[int, int, int, int]) -> Ranks:
-    """Put the last of `axes` along the rows."""
+    """Return groups whose members differ only along the last of `axes`."""
     return np.asarray(grid.transpose(axes).reshape(-1, grid.shape[axes[-1]]))

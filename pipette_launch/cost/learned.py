@@ -201,8 +201,7 @@ class CorrectedPredictor(Predictor):
         return super().bound_s(layout) * self.step_factor
 
     def peaks(self, layout: Layout) -> tuple[int, ...]:
-        """Return the peak bytes of tensors on each pipeline rank: measured if the warm-up ran the stage, else
-        predicted.
+        """Return each pipeline rank's peak bytes of tensors: measured if the warm-up ran the stage, else predicted.
 
         Raises:
             LayoutError: the layout divides the layers or the batch unevenly.

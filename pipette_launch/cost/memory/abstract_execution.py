@@ -1,6 +1,6 @@
-"""Memory by abstract execution: megatron-core runs one rank without a GPU, in a process of its own.
+"""Memory by abstract execution: a worker process runs megatron-core as one rank, without a GPU.
 
-Requests and answers are JSON, one line each, so nothing here needs torch.
+Requests and answers are lines of JSON, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from pipette_launch.facts.messages import ExecutedMemory, ExecutionAnswer, Execu
 
 WORKER = ("-u", "-m", "pipette_patches.abstract")
 REVISION = 7
-"""Raise it when abstract execution counts anything differently: cached answers of other revisions are not read."""
+"""Revision of the counting. A change of the counting must raise this number, because cached answers of other revisions
+are not read."""
 LIMIT_S = 300.0
-"""Answers take seconds; megatron-core's own recompute of `mlp` never ends if that layer has biases (0.16.1)."""
+"""Time limit of an answer. Most answers take seconds, but megatron-core's recompute of `mlp` never ends if the MLP has
+biases (0.16.1)."""
 _ERROR_LINES = 3
 
 
@@ -84,9 +86,9 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
             self._resources.close()
 
     def execute(self, job: Job, layout: Layout, pp_ranks: Sequence[int]) -> tuple[ExecutedMemory, ...]:
-        """Count as the function `execute` does."""
+        """Count the bytes of one rank of each pipeline rank in `pp_ranks`, from the cache or by the worker."""
         if sharding_of(job):
-            # Megatron-FSDP requires all ranks of its mesh from the process group, and frees storage behind tensors.
+            # Megatron-FSDP needs a process group with all ranks of the mesh, and frees storage behind tensors.
             raise PlanError("abstract execution runs no FSDP; count by formula with --method closed")
         if job.model.hybrid:
             raise PlanError("abstract execution builds no hybrid models; count by formula with --method closed")
@@ -124,7 +126,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         return answer.ranks
 
     def _exchange(self, line: str) -> tuple[str, bool]:
-        """Send a line; return the answer, empty without one, and True if the time ran out."""
+        """Send a line; return the worker's answer (empty if the worker ended), and True if the time ran out."""
         worker = self._worker = self._worker or self._started()
         assert worker.stdin
         assert worker.stdout
@@ -166,7 +168,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         return worker
 
     def _last_errors(self) -> str:
-        """End the worker, and return its last lines of stderr."""
+        """Wait for the worker's end, and return the last lines of its stderr."""
         assert self._worker
         code = self._worker.wait()
         self._errors.seek(0)
@@ -186,7 +188,7 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
 
 
 def _name(job: Job, layout: Layout, pp_rank: int) -> str:
-    """Return the name of the file for all facts that can change the answer, and no others."""
+    """Return the name of the cache file: a digest of exactly the facts that can change the answer."""
     facts = (
         job.model,
         layout.num_microbatches(job.batch.global_batch_size),
@@ -207,7 +209,7 @@ def _version(package: str) -> str:
 
 
 def _environment(python: str) -> dict[str, str]:
-    """Return one thread, nothing compiled, and this interpreter's own path if it is the same interpreter."""
+    """Return the worker's environment: one thread, no compilation, no GPU, and our import path if `python` is ours."""
     own = {"PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)} if python == sys.executable else {}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 

@@ -22,7 +22,7 @@ LAYER: tuple[Field, ...] = ("tp", "cp", "ep", "etp", "micro_batch_size", "sequen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """Place of each stage, and the number of micro-batches of its layout."""
+    """All stages of several layouts in one row: each stage's layout, and the number of micro-batches of each layout."""
 
     layouts: LayoutColumns
     starts_N: Ints
@@ -32,7 +32,7 @@ class Stages:
 
     @classmethod
     def of(cls, job: Job, layouts: LayoutColumns) -> Stages:
-        """Return the stages; raises LayoutError for the first layout that divides the batch unevenly."""
+        """Return the stages of all layouts; raises LayoutError for the first layout that divides the batch unevenly."""
         microbatches, rest = np.divmod(job.batch.global_batch_size, layouts.micro_batch_size * layouts.dp)
         for row in np.flatnonzero(rest)[:1]:
             layouts.layout(int(row)).num_microbatches(job.batch.global_batch_size)
@@ -55,7 +55,7 @@ class Stages:
     ) -> Ints:
         """Give every stage of a layout the same size, except its ends and the stage of multi-token prediction.
 
-        A single stage is the last one.
+        If a layout has a single stage, this stage gets `last`.
         """
         size_S: Ints = np.repeat(size_N, self.layouts.pp)
         if prediction is not None:
@@ -70,8 +70,8 @@ class Stages:
 def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tuple[Ints, Ints]:
     """Count the bytes that each chunk's layers keep for one micro-batch.
 
-    Full recompute keeps one input for each unit: a unit is k layers (method `uniform`), or each of the first k layers
-    of a chunk (method `block`), whose other layers keep everything.
+    Full recompute keeps only the input of each unit. With method `uniform` a unit is k layers. With method `block` each
+    of a chunk's first k layers is a unit, and the chunk's other layers keep all activations.
 
     Args:
         job: the training job.
@@ -80,8 +80,8 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
             multi-token `prediction`.
 
     Returns:
-        The first chunk of each layout (N), followed by its others in model order, and the bytes that each chunk keeps
-        (C). Layouts that agree in all figures share their chunks.
+        The index of each layout's first chunk (N), and the bytes that each chunk keeps (C). The other chunks of a
+        layout follow its first chunk in model order. Layouts with equal figures share their chunks.
 
     """
     groups = layouts.groups(*LAYER, "pp", "vpp", "layers_per_chunk", "chunks_after_mtp")
@@ -91,12 +91,13 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
     layers = (job.model.num_layers // np.maximum(counts, 1))[rows]
     for index, cut in enumerate(layouts.cuts):
         mine = np.flatnonzero(layouts.layers_per_chunk == index)
-        # `chunk_layers` raises the error of a cut that is not allowed, or of the first uneven division.
+        # `chunk_layers` raises LayoutError for a division of layers that is not allowed, or for the first uneven
+        # division.
         for row in mine[:1] if cut else mine[job.model.num_layers % counts[mine] != 0][:1]:
             layouts.layout(int(row)).chunk_layers(job.model.num_layers)
         if cut:
             layers[np.isin(rows, mine)] = np.tile(np.array(cut, dtype=np.int64), len(mine))
-    # Number of layers of the same layout before each chunk.
+    # Number of layers before each chunk in the chunk's own layout.
     before = np.cumsum(layers) - layers
     before -= before[starts][rows]
     units = [(each.method == "uniform", each.method == "block", max(1, each.num_layers)) for each in layouts.recomputes]
@@ -114,10 +115,11 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
 
 
 def _live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microbatches: Ints) -> Ints:
-    """Count the most passes of a stage's chunks whose backward has not run; group size 0 stands for `pp`.
+    """Count the most forward passes of a stage's chunks whose backward has not run; group size 0 means `pp`.
 
-    1F1B (Narayanan et al. 2021, section 2.2): min(m, p - r) micro-batches. Interleaved: the warm-up and one more,
-    limited by the number of passes (megatron-core, pipeline_parallel/schedules.py:762-786 of core_v0.16.1).
+    1F1B has min(m, p - r) of m micro-batches on rank r of p (Narayanan et al. 2021, section 2.2). The interleaved
+    schedule has the passes of the warm-up and one more pass, but at most all passes (megatron-core,
+    pipeline_parallel/schedules.py:762-786 of core_v0.16.1).
     """
     ahead = num_warmup(pp, vpp, np.where(group_size > 0, group_size, pp), stage)
     one_chunk = np.minimum(num_microbatches, pp - stage)
@@ -125,7 +127,7 @@ def _live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microba
 
 
 def _have_equal_chunks(pp: Ints, vpp: Ints, first: Ints, bytes_C: Ints) -> NDArray[np.bool_]:
-    """Return True for stages whose chunks, from place `first` on, all keep the same bytes."""
+    """Return True for stages whose chunks all keep the same bytes; `first` = index of each stage's first chunk."""
     equal = np.ones(len(first), dtype=bool)
     for turn in range(1, int(vpp.max(initial=1))):
         some = np.flatnonzero(equal & (vpp > turn))
@@ -134,7 +136,7 @@ def _have_equal_chunks(pp: Ints, vpp: Ints, first: Ints, bytes_C: Ints) -> NDArr
 
 
 def live_bytes(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count the bytes of all live micro-batches on each stage; chunks as of `chunk_bytes`."""
+    """Count the bytes of all live micro-batches on each stage; `chunk_N` and `bytes_C` come from `chunk_bytes`."""
     layouts, row = stages.layouts, stages.row_S
     pp, vpp = layouts.pp[row], layouts.vpp[row]
     own = chunk_N[row] + stages.stage_S
@@ -150,10 +152,10 @@ def live_bytes(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
 
 
 def beyond_first_chunk(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count by how many bytes a first stage is fuller in a later chunk than it ever is in its first chunk (N).
+    """Count the bytes by which a first stage's peak in a later chunk exceeds its peak in its first chunk (N).
 
-    With few micro-batches all forwards of the first chunk come early in the warm-up of an interleaved schedule.
-    Counted if all chunks keep the same bytes, else 0.
+    With few micro-batches all forwards of the first chunk run early in the warm-up of an interleaved schedule, when
+    less memory is in use. The difference is counted only if all chunks keep the same bytes, else 0.
     """
     layouts, microbatches = stages.layouts, stages.microbatches_N
     pp, vpp = layouts.pp, layouts.vpp
@@ -167,7 +169,7 @@ def beyond_first_chunk(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
 
 
 def _walked(stages: Stages, some: Ints, sizes: Iterable[tuple[int, ...]]) -> list[int]:
-    """Walk the schedules of some stages, given the bytes of their chunks."""
+    """Count the peak bytes of some stages by walking through their schedules, given the bytes of their chunks."""
     layouts, row = stages.layouts, stages.row_S[some]
     shapes = layouts.pp[row], layouts.vpp[row], layouts.microbatch_group_size[row]
     columns = (*shapes, stages.stage_S[some], stages.microbatches_N[row])
@@ -181,13 +183,13 @@ def peak_live_bytes(
 ) -> int:
     """Count the most bytes that a stage's chunks hold for micro-batches whose backward has not run.
 
-    A chunk runs `group_size` micro-batches in a row (0 stands for `pp`), and keeps `chunk_bytes_V` for each of them.
+    A chunk runs `group_size` micro-batches in a row (0 means `pp`), and keeps `chunk_bytes_V` for each micro-batch.
     """
     if vpp == 1:
         return min(num_microbatches, pp - stage) * chunk_bytes_V[0]
     group_size = group_size or pp
     ahead = num_warmup(pp, vpp, group_size, stage)
-    # Whole groups are left out of the middle: after the warm-up every group holds as much as the group before.
+    # Whole groups in the middle are left out, because after the warm-up all groups reach the same peak.
     groups, rest = divmod(num_microbatches, group_size)
     repeating = min(groups, -(-ahead // (vpp * group_size)) + 2) * group_size + rest
     chunks_M = _chunk_order(vpp, repeating, group_size)
@@ -206,11 +208,12 @@ def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> Ints:
 def input_bytes(stages: Stages, layer: dict[str, Ints], *, all_chunks_load: bool = False) -> Ints:
     """Count bytes of the model's inputs, for all live micro-batches of the chunks that load them.
 
-    The first rank keeps token ids and the embedding's dropout mask. Recompute keeps its arguments, and so the attention
-    mask if there is one: for the first chunk, the last one, and the one of multi-token prediction.
+    The first rank keeps token ids and the embedding's dropout mask. Recompute keeps the attention mask, because it
+    keeps all arguments of its layers. This holds for the first chunk, the last chunk, and the chunk of multi-token
+    prediction.
 
     Args:
-        stages: place of each stage.
+        stages: all stages of N layouts.
         layer: columns of N: `embedding`, kept on the first stage, and `kept_mask`, kept by chunks that load.
         all_chunks_load: True if all chunks of the first and of the last rank load, as before core_v0.15.
 
@@ -233,7 +236,7 @@ def input_bytes(stages: Stages, layer: dict[str, Ints], *, all_chunks_load: bool
 
 
 def _chunk_live(stages: Stages, some: Ints, chunk: Ints) -> Ints:
-    """Count the most micro-batches of one chunk, or of all chunks if it is -1, that some stages hold at once."""
+    """Count the most micro-batches that some stages hold at once, of chunk number `chunk`, or of all chunks if -1."""
     layouts, rows = stages.layouts, stages.row_S[some]
     shape = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
     codes = codes_of((*shape, stages.stage_S[some], chunk + 1))

@@ -24,7 +24,7 @@ from pipette_launch.megatron.performance import EXPANDABLE, VARIABLES, allocator
 from pipette_launch.text import MIB
 
 NUM_CUBLAS_THREADS = 2
-"""The main thread and the backward's thread."""
+"""Number of threads with a cuBLAS workspace: the main thread and autograd's thread for the backward."""
 NUM_GROUPED_GEMM_STREAMS = 4
 NUM_OVERLAP_STREAMS = 3
 """Streams that share TransformerEngine's own workspace under `--tp-comm-overlap` (pytorch/module/base.py)."""
@@ -38,17 +38,18 @@ DENSE_RESERVE = 1.03
 MOE_RESERVE = 1.15
 RESERVE_SOURCE = "default: max reserved over max allocated in public Megatron logs, dense 1.004-1.06, MoE 1.1-1.2"
 EXPANDABLE_SHARE = 0.54
-"""Reserve beyond allocated bytes with expandable segments, divided by the same without: median of 6 groups of ranks.
-
-STAlloc's artifact ran Megatron-LM's GPT-2, Llama2-7B and Qwen1.5-MoE with recompute and CPU offload with and without
-them: 0.08 to 0.89 (github.com/infinigence/STAlloc, example/analyze). 7B of cosmos-rl: 0.54 (its pull request 388).
+"""Reserved minus allocated bytes with expandable segments, divided by this difference without expandable segments. It
+is the median of 6 groups of ranks in STAlloc's artifact, between 0.08 and 0.89 (github.com/infinigence/STAlloc,
+example/analyze). The artifact ran Megatron-LM's GPT-2, Llama2-7B and Qwen1.5-MoE with recompute and CPU offload. A 7B
+model of cosmos-rl also has 0.54 (pull request 388 of cosmos-rl).
 """
 EXPANDABLE_SOURCE = (
     f"default with expandable segments: {EXPANDABLE_SHARE:.0%} of the usual reserve, as max reserved over max "
     f"allocated of Megatron-LM in STAlloc's artifact (arXiv 2507.16274)"
 )
 MOST_RESERVE = 1.2
-"""A larger measured ratio is cached memory, which torch's allocator gives back before it runs out."""
+"""Largest ratio of reserved to allocated bytes that counts as needed. Above this ratio, torch's allocator holds cached
+memory, which it frees before it runs out of memory."""
 CONTEXT_BYTES = 500_000_000
 CONTEXT_SOURCE = "default: a CUDA context takes 300 to 500 MB"
 COMMUNICATOR_BYTES = 500_000_000
@@ -56,7 +57,7 @@ COMMUNICATOR_SOURCE = (
     "default: 0.5 GB for each of tp, cp, pp, dp and ep above 1 (arXiv 2411.06465); NCCL users report 0.5 to 4 GB"
 )
 RING_BATCHED = 2
-"""Transformer Engine exchanges keys and values in batches on this many ranks (`batch_p2p_comm`)."""
+"""Number of ranks in a ring for which Transformer Engine exchanges keys and values in batches (`batch_p2p_comm`)."""
 UNKNOWN_CAPABILITY = 9
 NATIVE = "native"
 """torch's own allocator, the default of the option `backend`."""
@@ -70,14 +71,15 @@ def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[s
     """Count the workspaces of matrix libraries that a rank holds from its first step on.
 
     Sizes are read from the libraries' sources. PyTorch gives each pair of thread and stream that multiplies matrices a
-    cuBLAS workspace and never frees it. A training rank has two: the main thread runs forwards, autograd's own thread
-    runs backwards (ATen, CublasHandlePool.cpp). TransformerEngine has one of its own
-    (`get_cublas_workspace_size_bytes`), and four more for grouped GEMMs, one a stream
-    (`get_multi_stream_cublas_workspace`). Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both
-    to 0.1 MiB at pp 1; the test with `--tp-comm-overlap` holds 64 MiB more.
+    cuBLAS workspace and never frees it. A training rank has two such workspaces, because the main thread runs forwards
+    and autograd's own thread runs backwards (ATen, CublasHandlePool.cpp). TransformerEngine adds one workspace
+    (`get_cublas_workspace_size_bytes`), and four workspaces for grouped GEMMs, one for each stream
+    (`get_multi_stream_cublas_workspace`). Megatron's golden values confirm PyTorch's and TransformerEngine's sizes to
+    0.1 MiB at pp 1: 4 + 64 MiB in sum on A100 and 32 + 64 MiB on H100. The test with `--tp-comm-overlap` holds 64 MiB
+    more.
 
     Args:
-        job: its implementation and grouped GEMMs count.
+        job: gives the implementation of the layers, and whether grouped GEMMs run.
         compute_capability: the major number: 8 for A100 and RTX 4090, 9 for H100, 10 for B200.
         environment: variables of the worker; CUBLAS_WORKSPACE_CONFIG counts, which deterministic runs must set.
 
@@ -104,7 +106,7 @@ def cublas_workspace_bytes(compute_capability: int, environment: Mapping[str, st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One number with its origin."""
+    """One number, and a text that names its origin."""
 
     value: float
     source: str
@@ -147,7 +149,7 @@ class Overhead:
         return max(0, math.floor(inside / self.reserve.value) - int(self.workspace.value))
 
     def need(self, peaks_bytes: Sequence[int], capacity_bytes: int, *, memory_margin: float) -> MemoryNeed:
-        """Return each pipeline rank's device bytes when the model's tensors have these peaks, and the limit."""
+        """Return each pipeline rank's device bytes for these peaks of the model's tensors, and the limit in bytes."""
         return MemoryNeed(
             need_bytes=tuple(map(self.device_peak_bytes, peaks_bytes)),
             free_bytes=capacity_bytes,
@@ -170,8 +172,8 @@ class Overhead:
 def uncounted(job: Job) -> tuple[str, ...]:
     """Return sentences about flags that change the memory of devices but not the predicted memory.
 
-    No formula for the memory of captured graphs is published. NVIDIA's notes mention some GB with Transformer Engine's
-    graphs, above 10 GB with a pipeline, and 1.5 to 2 times the peak with whole iterations.
+    No formula for the memory of CUDA graphs is published. NVIDIA's notes mention some GB for Transformer Engine's
+    graphs, above 10 GB with a pipeline. For graphs of whole iterations the notes mention 1.5 to 2 times the peak.
     """
     options, found = performance_options(job), []
     captured = {
@@ -226,10 +228,10 @@ def overhead_of(
         device_kind: `cuda` or `cpu`.
         device_name: name from the driver or the user; decides the workspaces.
         capability: major number of the compute capability; None = the number that belongs to the name.
-        measured_bytes: `Measurements.overhead_bytes`: context and communicators together, as the warm-up's workers held
-            them. None for machines that were not measured; 0 on a GPU counts as None, because a context is never 0.
-        apart: `Measurements.overhead`: the same two figures separately. Then the layout has as many communicators as it
-            needs, each as large as the mean communicator of the warm-up.
+        measured_bytes: `Measurements.overhead_bytes`, the bytes of context and communicators together in the warm-up's
+            workers. None for machines that were not measured. On a GPU 0 counts as None, because a context is never 0.
+        apart: `Measurements.overhead`, the measured bytes of context and communicators as two figures. If given, each
+            communicator of the layout counts as the mean communicator of the warm-up.
         readings: `Measurements.stages`; readings of this job give the allocator's ratio of reserved to allocated bytes.
         environment: variables of the worker that set workspace sizes; None = those the job was read with.
 
@@ -287,7 +289,7 @@ def _outside(
 
 
 def _reserve(job: Job, readings: Sequence[StageReading]) -> Figure:
-    """Return the allocator's largest ratio in stages of this job that the warm-up ran; the default if it ran none."""
+    """Return the allocator's largest ratio in measured stages of this job; the default if no stage was measured."""
     digest = memory_digest(job) if readings else ""
     ratios = [
         reading.reserved_peak_bytes / reading.allocator_peak_bytes
@@ -316,7 +318,7 @@ def num_group_kinds(layout: Layout) -> int: ...
 @overload
 def num_group_kinds(layout: LayoutColumns) -> Ints: ...
 def num_group_kinds(layout: Layout | LayoutColumns) -> int | Ints:
-    """Count which of tp, cp, pp, dp and ep are above 1: the unit of the default for communicators."""
+    """Count the degrees among tp, cp, pp, dp and ep that are above 1; each adds the default bytes of communicators."""
     return sum(several(size) for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
 
 
@@ -325,11 +327,12 @@ def num_communicators(job: Job, layout: Layout) -> int: ...
 @overload
 def num_communicators(job: Job, layout: LayoutColumns) -> Ints: ...
 def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
-    """Count the NCCL communicators of the rank that has the most: one of a first or last stage.
+    """Count the NCCL communicators of the rank with the most communicators, which is on a first or last stage.
 
-    torch opens one for each group at its first collective or batch of messages. A plain isend or irecv opens one for
-    the two ranks instead (ProcessGroupNCCL.cpp, pointToPoint). Groups of one rank do not count. Left out: groups for
-    sharded weights, checkpoints and MoE's auxiliary losses. Sources: parallel_state.py, and the file at each line.
+    torch opens a communicator for each group at the group's first collective or batch of messages. A plain isend or
+    irecv opens a communicator of the two ranks instead (ProcessGroupNCCL.cpp, pointToPoint). Groups of one rank have no
+    communicator. Groups for sharded weights, checkpoints and MoE's auxiliary losses are left out. The groups are those
+    of parallel_state.py; each line below names the file that uses its group.
     """
     options, model = performance_options(job), job.model
     world = several(layout.tp * layout.cp * layout.pp * layout.dp)
@@ -346,8 +349,8 @@ def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
         + world * (layout.use_distributed_optimizer > 0)
         # param_and_grad_buffer.py: inside an instance of the distributed optimizer, and between instances.
         + gradients * (1 + (options.num_distributed_optimizer_instances > 1))
-        # p2p_communication.py: a batch in the group, or with overlap plain messages from and to both neighbours. With
-        # two stages the second communicator belongs to the group of all ranks.
+        # p2p_communication.py: a batch in the pipeline group, or with overlap plain messages from and to both
+        # neighbours. With two stages the second communicator belongs to the group of all ranks.
         + pipeline * (1 + several(layout.vpp) * options.overlap_p2p_comm)
         # Transformer Engine's ring: batched for two ranks, else plain messages to the next rank and from the previous.
         + several(layout.cp)
@@ -373,10 +376,10 @@ def several(size: int | Ints) -> int | Ints:
 
 
 class MeasuredStages:
-    """Readings of a job's stages; empty if another job was measured or an earlier release measured it.
+    """Measured memory of a job's stages; empty if the warm-up measured another job or ran an earlier release.
 
-    On CPU the counted tensors are the peak, as in every prediction: the resident set also holds the interpreter and the
-    heap's gaps, which no prediction includes.
+    On CPU the peak is the bytes of the counted tensors, as in predictions. The process's resident set would include the
+    interpreter and gaps in the heap, which predictions do not include.
     """
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
@@ -389,13 +392,13 @@ class MeasuredStages:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Layouts of which at least one stage was run."""
+        """Layouts of which the warm-up ran at least one stage."""
         return tuple(self._readings)
 
     def peaks(self, layout: Layout, predicted: Sequence[int]) -> tuple[int, ...]:
         """Return the peak bytes of the model's tensors on each pipeline rank: measured, or else predicted.
 
-        A stage that ran out of memory holds at least the device's memory.
+        If a stage ran out of memory, its peak is at least the device's memory.
         """
         known = self._readings.get(layout)
         if not known:
@@ -408,7 +411,7 @@ class MeasuredStages:
             if reading.ran_out:
                 peaks[rank] = max(peaks[rank], cluster.memory_bytes)
             else:
-                # The limit leaves room for workspaces; the reading includes them.
+                # Measured bytes include workspaces, but `limit_bytes` reserves memory for workspaces separately.
                 peaks[rank] = max(reading.allocator_peak_bytes - int(overhead.workspace.value), 1)
         return tuple(peaks)
 

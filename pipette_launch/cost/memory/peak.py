@@ -4,8 +4,8 @@ The peak is the larger need of forward and backward, and of the optimizer step. 
 tensors (context, communicators, workspaces, fragmentation; see `overhead`), and the alignment of each parameter within
 its bucket.
 
-Each tensor of a layer is counted once for each group of layouts that agree in the fields that decide its size. numpy
-spreads the figures over the stages of all layouts. A single layout is a column of length one.
+The sizes of a layer's tensors are computed once for all layouts with equal values in the fields that decide these
+sizes. numpy then copies the sizes to the stages of all layouts. A single layout is a column of length 1.
 """
 
 # N = layouts, S = stages (pipeline ranks) of all layouts, one layout after another, C = chunks of all layouts,
@@ -55,22 +55,23 @@ from pipette_launch.text import bytes_text, plural
 Bytes = TypeVar("Bytes", int, NDArray[np.int64])
 
 _PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk", "chunks_after_mtp")
-"""Fields that decide the parameters of a stage."""
+"""Fields of a layout that decide the number of parameters of a stage."""
 _SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
-"""Further fields that decide their optimizer states."""
+"""Further fields of a layout that decide the optimizer states of a stage."""
 _ENDS_LOAD = (0, 15)
-"""First release in which only the first and the last chunk load data; before, all chunks of their ranks did."""
+"""First release in which only the first and the last chunk load data. In earlier releases, all chunks of the first and
+of the last rank load data."""
 
 NO_MASK = "--no-create-attention-mask-in-dataloader"
 MATTERS = 0.01
-"""Smallest share of a stage's peak for which the mask has a note."""
+"""Smallest share of a stage's peak for which a note names the attention mask."""
 _RESET = "--reset-attention-mask"
 _SFT_ASSERTS = (0, 16)
 """First release whose data set for --sft asserts that no mask is requested (sft_dataset.py, __getitem__)."""
 _HOST_BYTES = 8
 """Host bytes for each entry of a mask: ones and their lower triangle, both in fp32 (gpt_dataset.py)."""
 
-# A search predicts many batches of layouts, and most batches share these figures.
+# Figures that a search needs again for most of its batches of layouts.
 _LAYERS: Memo[Memo[dict[str, int]]] = Memo()
 _COUNTS: Memo[Memo[Ints]] = Memo()
 
@@ -80,39 +81,42 @@ class PeakParts(Generic[Bytes]):
     """Bytes by kind at the peak: numbers for one pipeline rank, or columns for many."""
 
     weights: Bytes
-    """Weights with their copies in FP8."""
+    """Bytes of weights, with their copies in FP8."""
     gradients: Bytes
     optimizer: Bytes
     shared_buffer: Bytes
-    """Megatron's global buffer, which is never freed once it was used."""
+    """Bytes of Megatron's global memory buffer, which is never freed after its first use."""
     dummy_gradients: Bytes
-    """Stand-ins for gradients that are added to the buffer as they are computed; never freed."""
+    """Bytes of dummy gradients, which are never freed. TransformerEngine returns them if gradients go directly into
+    their buffer."""
     activations: Bytes
     """Activations that the layers of all live micro-batches keep."""
     embedding: Bytes
-    """Inputs of the model for all live micro-batches, on the first rank."""
+    """Bytes of the model's inputs for all live micro-batches, on the first rank."""
     recompute: Bytes
     """Activations of one recomputed layer while its backward runs."""
     backward: Bytes
-    """Largest extra need of a layer's backward; with offloading, or of a forward between backwards."""
+    """Largest extra bytes that a layer's backward needs for a while. With offloading a forward between backwards may
+    need more."""
     mask: Bytes
     """The data loader's attention mask, while a forward pass runs."""
     loading: Bytes
-    """The whole mask while it is loaded, minus the bytes that the next forward pass will keep."""
+    """Bytes of the whole attention mask while it is loaded, minus the bytes that the next forward pass will keep."""
     head: Bytes
-    """Final norm, logits and loss of one micro-batch, and what offloading leaves of the last layer until then."""
+    """Bytes of final norm, logits and loss of one micro-batch, and of the last layer's activations that offloading
+    moves only afterwards."""
     deferred: Bytes
     """Inputs and gradients kept for the deferred weight gradients of the head."""
     buffers: Bytes
-    """The pipeline's tensors in flight."""
+    """Bytes of the tensors that pipeline stages are sending and receiving."""
     optimizer_step: Bytes
     """Temporaries of the optimizer step, which runs when no activations are kept."""
     whole: Bytes
-    """Under FSDP: weights and gradients of the layers at work, beside the shards."""
+    """Bytes of whole weights and gradients of the running layers under FSDP, beside the shards."""
 
     @property
     def static(self) -> Bytes:
-        """Bytes held all the time."""
+        """Bytes held during the whole step."""
         return self.weights + self.gradients + self.optimizer + self._lasting
 
     @property
@@ -131,7 +135,7 @@ class PeakParts(Generic[Bytes]):
 
     @property
     def _instants(self) -> tuple[Bytes, Bytes, Bytes]:
-        """Needs that never occur together: the end of a forward with the loss, a layer's backward, and loading."""
+        """Bytes at three different times: end of a forward with the loss, a layer's backward, and loading of a mask."""
         return self.mask + self.head, self.recompute + self.backward, self.loading
 
 
@@ -171,11 +175,11 @@ class MemoryColumns:
     parts_S: PeakParts[Ints]
 
     def totals(self) -> tuple[tuple[int, ...], ...]:
-        """Return the peaks of every layout's stages."""
+        """Return the peak bytes of each stage of each layout."""
         return tuple(tuple(stages.tolist()) for stages in np.split(self.parts_S.total, self.starts_N)[1:])
 
     def of(self, row: int) -> tuple[MemoryParts, ...]:
-        """Return the parts of one layout's stages."""
+        """Return the peak's parts on each stage of layout number `row`."""
         columns = (np.split(getattr(self.parts_S, name), self.starts_N)[row + 1].tolist() for name in _PARTS)
         return tuple(MemoryParts(**dict(zip(_PARTS, stage, strict=True))) for stage in zip(*columns, strict=True))
 
@@ -198,11 +202,12 @@ def kept_by_chunk(job: Job, layout: Layout) -> tuple[int, ...]:
 
 
 def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[MemoryParts, ...]:
-    """Predict every pipeline rank's peak for two equal chunks on each rank, both ends of the model on the first rank.
+    """Predict each pipeline rank's peak in a V placement: two equal chunks a rank, both model ends on the first rank.
 
     Args:
         job: the training job.
-        layout: three pipeline ranks or more, so that a rank has no end of the model under Megatron's placement.
+        layout: a layout with at least three pipeline ranks, so that under Megatron's placement some rank has no end of
+            the model.
         live_bytes: activations of all live micro-batches on each rank.
 
     Raises:
@@ -256,9 +261,9 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         loading=_loading(stages, layer, beyond, *chunks),
         head=stages.spread(none, last=layer["head"]),
         deferred=stages.spread(none, last=np.where(layouts.pp > 1, deferred, 0)),
-        # The received tensor, the sent one, and the one sent before: its communication holds it until NCCL's watchdog
-        # has seen the end (NVIDIA's golden values with a pipeline: one or two such tensors beyond the first two, of 4
-        # and of 64 MiB).
+        # Three tensors: the received tensor, the sent tensor, and the tensor sent before. torch holds a sent tensor
+        # until NCCL's watchdog has seen the end of the send. NVIDIA's golden values with a pipeline have one or two
+        # such tensors, of 4 and of 64 MiB, beside the first two tensors.
         buffers=stages.spread(np.where(layouts.pp > 1, 3 * layer["stream"], 0)),
         optimizer_step=optimizer_step,
         whole=stages.spread(_whole(layouts, layer)),
@@ -267,11 +272,11 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
 
 
 def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
-    """Count Megatron's global buffer, as large as its largest user on a pipeline rank.
+    """Count the bytes of Megatron's global buffer, which is as large as the largest tensor that uses it.
 
-    Users: the gathered input of sequence parallelism in Megatron's own linear layers (with TransformerEngine only the
-    head is one), the tokens that the all-gather dispatcher gathers, and local attention's scores. `has_head` is True
-    for the last pipeline rank.
+    Megatron's own linear layers store their gathered input there under sequence parallelism. With TransformerEngine
+    only the head is such a layer. The all-gather dispatcher stores gathered tokens, and local attention stores scores.
+    `has_head` is True for the last pipeline rank.
     """
     has_linear = job.model.transformer_impl == "local" or has_head
     gathers = layout.sequence_parallel and layout.tp > 1 and has_linear
@@ -280,7 +285,7 @@ def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
 
 
 def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
-    """Return columns of N for the figures that only the fields `LAYER` decide."""
+    """Return a column of N values for each figure that depends only on the fields `LAYER`."""
     groups = layouts.groups(*LAYER)
     known = _LAYERS.get(job, Memo)
     figures = [
@@ -311,8 +316,8 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
         "forward": max(each.in_forward for each in away),
         "backward": max(kinds.backward_bytes(job, layout, kind) for kind in own),
         "embedding": ends.embedding_bytes(job, layout),
-        # Recompute of layers, and of the attention core alone, keeps its arguments for every live micro-batch, and the
-        # mask is one of them (megatron-core, tensor_parallel/random.py, CheckpointFunction.forward).
+        # Recompute of layers, or of the attention core alone, keeps all arguments for every live micro-batch. The mask
+        # is such an argument (megatron-core, tensor_parallel/random.py, CheckpointFunction.forward).
         "mask": 0 if keeps_mask else mask,
         "kept_mask": mask if keeps_mask else 0,
         "loaded": ends.loaded_mask_bytes(job, layout),
@@ -331,7 +336,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
 
 
 def _loading(stages: Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count the loading of a mask, minus the bytes of the next forward pass and minus `beyond_first_chunk`."""
+    """Count the bytes for loading a mask, minus the bytes of the next forward pass and minus `beyond_first_chunk`."""
     layouts = stages.layouts
     last = chunk_N + layouts.pp * layouts.vpp - 1
     begun, predicting, ended = (
@@ -339,7 +344,7 @@ def _loading(stages: Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints
         for chunk in (chunk_N, last - layouts.chunks_after_mtp, last)
     )
     first = np.maximum(begun - layer["embedding"] - beyond, 0)
-    # A single stage keeps the token ids too.
+    # A single stage also keeps the token ids, so its value is that of a first stage.
     last = np.where(layouts.pp == 1, first, ended)
     return stages.spread(np.zeros_like(first), first=first, last=last, prediction=predicting)
 
@@ -348,7 +353,7 @@ def _stage_counts(job: Job, layout: Layout) -> Ints:
     """Count each stage's dense and expert parameters, bytes of FP8 copies, and parameters outside its layers."""
     counts, copies = stage_parameters(job.model, layout), fp8_weight_bytes(job, layout)
     rows = np.array([(each.dense, each.expert, copy, 0) for each, copy in zip(counts, copies, strict=True)])
-    # A single stage has both ends.
+    # A single stage has embedding and head; `np.add.at` adds both to the same row.
     np.add.at(rows[:, -1], [0, -1], end_parameters(job.model, layout))
     return rows.astype(np.int64)
 
@@ -381,9 +386,10 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...
 
 
 def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
-    """Count the bytes that FSDP holds whole: in the backward, gradients accumulate and activations go, by layer.
+    """Count the whole weights and gradients under FSDP at the peak of the backward.
 
-    Gathered weights go too, once no layer is left to gather ahead.
+    During the backward each finished layer adds waiting gradients and frees its activations. When all layers have been
+    gathered, each finished layer also frees its gathered weights.
     """
     by_layer = layer["whole_gradients"] - layer["largest"]
     grown = layer["waiting"] * np.maximum(by_layer, 0)
@@ -392,10 +398,10 @@ def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
 
 
 def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
-    """Count the activations that recompute brings back for a while: one unit of layers at a time.
+    """Count the bytes of activations that recompute restores for a while: those of one unit of layers at a time.
 
-    With the block method this is 0 unless every layer of a chunk runs again: otherwise the kept layers come first in
-    the backward and are gone by then.
+    With method `block` the result is 0 unless every layer of a chunk runs again. If some layers are kept, their
+    backward runs first, so their activations are freed before the recompute.
     """
     even = job.model.num_layers // (layouts.pp * layouts.vpp)
     sizes = np.array([[max(cut, default=0), min(filter(None, cut), default=0)] for cut in layouts.cuts])
@@ -409,12 +415,12 @@ def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints
 
 
 def without_mask(job: Job) -> Job | None:
-    """Return the job whose data loader makes no mask; None if it makes none already, or if attention reads it.
+    """Return the job without its data loader's mask; None if it makes no mask, or if attention reads the mask.
 
     Causal attention of Transformer Engine's flash and fused backends reads no mask. Unfused attention, Megatron's own
     included, adds the mask to the causal one, so the mask changes the result only if `--reset-attention-mask` separates
     documents (TE v2.8, dot_product_attention/utils.py, get_full_mask; megatron/core fusions/fused_softmax.py of
-    core_v0.16.1). No plan adds the flag, because a script's own attention may read the mask.
+    core_v0.16.1). No plan adds the flag against the mask, because attention of a user's script may read the mask.
     """
     reads = attention.is_local(job.model) or job.model.attention_backend == "unfused"
     if not ends.whole_mask_bytes(job, job.own) or (reads and _RESET in job.performance_flags):
@@ -427,7 +433,7 @@ def _with_no_mask(job: Job) -> Job:
 
 
 def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
-    """Return a sentence that names the stage whose peak the mask raises, and the flag that leaves it out."""
+    """Return a sentence with the stage whose peak the mask raises, and the flag that prevents the mask."""
     whole = ends.whole_mask_bytes(job, layout)
     if whole and performance_options(job).sft and job.release >= _SFT_ASSERTS:
         return (f"With --sft the first sample ends the job: its data set makes no attention mask; add {NO_MASK}.",)

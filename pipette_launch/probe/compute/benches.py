@@ -1,7 +1,7 @@
 """Compute benches of one slot: layers of the user's model, and whole pipeline stages; each slot measures alone.
 
-All slots measure the reference case, which shows slow slots. The other cases are divided among the slots. Everything
-runs under a fake process group, so no communicator may be open.
+All slots measure the first case, the reference case, so that slow slots show. The other cases are divided among the
+slots. All benches run under a fake process group, so no communicator may be open.
 """
 
 from __future__ import annotations
@@ -48,20 +48,19 @@ from pipette_patches import workload as patches_workload
 from pipette_patches.whole_stage import StageRun, stage_words
 from pipette_patches.workload import Workload, WorkloadError, case_words, is_out_of_memory, optimizer_step
 
-FP32_BYTES = 4  # Size of an element of a main gradient or a master weight
-COMPUTE_SHARE = 0.45  # Share of the budget for layers; the rest is for links and collectives
+FP32_BYTES = 4  # Bytes of one element of a main gradient or a master weight
+COMPUTE_SHARE = 0.45  # Share of the budget for timing layers; the rest is for links and collectives
 AGAIN_SHARE = 0.25  # After this share of the budget, recompute is timed in the reference case only
 WORK_UP_S, WORK_UP_SHARE = 4.0, 0.07
 """Seconds of work on all GPUs before the first timing, and the largest share of the budget for it."""
-HASTE = 4.0  # Cases other than the reference, and parts other than layers, get this factor less time
+HASTE = 4.0  # Factor by which cases other than the reference, and parts other than layers, get less time
 SWEEPS = {"cpu": 3, "cuda": 1}
-"""Number of times that a slot goes through its cases, while the budget lasts. A core
-changes its pace from one second to the next: on four slots that share two cores, ten warm-ups of one sweep measured 8
-to 16 ms for the same layer."""
+"""Largest number of times that a slot times all its cases. A CPU core changes its speed from one second to the next. On
+four slots that share two cores, ten warm-ups of one sweep measured 8 to 16 ms for the same layer."""
 STAGES_SHARE = 1.0
-LEFT_BYTES = 64 * MIB  # Memory beside workspaces, before a stage runs, from which a note reports it
+LEFT_BYTES = 64 * MIB  # Smallest leftover memory before a stage runs, besides workspaces, that a note reports
 HEAP_FACTOR = 1.6
-"""On a CPU the resident set grows by 1.12 to 1.61 times the bytes of the tensors
+"""Factor from tensor bytes to memory on a CPU: the resident set grows by 1.12 to 1.61 times the bytes of the tensors
 (benchmarks/results/memory_cpu_*.md)."""
 
 
@@ -74,9 +73,10 @@ def _layer_parameters(model: ModelSpec) -> tuple[int, int, int]:
 
 
 def weight_bytes(job: Job, case: ComputeCase) -> int:
-    """Return a lower bound for one layer, embedding and head: weights, their gradients, and fp32 main gradients.
+    """Return a lower bound of the bytes of one layer, embedding and head: weights, gradients, fp32 main gradients.
 
-    Experts count with one rank's share, because they are not split by tp here. Multi-token prediction adds a layer.
+    Only one rank's share of the experts counts, because experts are not split by tp here. Multi-token prediction adds a
+    layer.
     """
     model = job.model
     attention, mlp, experts = _layer_parameters(model)
@@ -89,7 +89,7 @@ def weight_bytes(job: Job, case: ComputeCase) -> int:
 
 
 def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
-    """Return a lower bound for a rank of a stage: weights of its layers, their gradients, optimizer states.
+    """Return a lower bound of the bytes of one rank of a stage: weights, gradients and optimizer states of its layers.
 
     Raises LayoutError if the layout does not split the layers evenly.
     """
@@ -99,7 +99,7 @@ def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
     ends = (pp_rank == 0) + (pp_rank == layout.pp - 1 and model.untie_embeddings_and_output_weights)
     table = model.padded_vocab_size(layout.tp) * model.hidden_size
     parameters = (layers * (attention if experts else attention + mlp) + ends * table) // layout.tp
-    # Some layers may have no experts: then experts do not count at all.
+    # If some layers have no experts, experts do not count at all, so that the result stays a lower bound.
     if all(model.moe_layer_freq):
         parameters += layers * experts // (layout.ep * layout.etp)
     gradient = 2 if job.grad_reduce_in_bf16 else FP32_BYTES
@@ -111,7 +111,7 @@ def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
 
 @dataclass(kw_only=True)
 class Bench:
-    """One slot, which measures case by case, and its notes."""
+    """Measurements of one slot, case by case, and notes about failed cases."""
 
     PHASE: ClassVar[str]
 
@@ -121,7 +121,7 @@ class Bench:
     notes: list[str] = field(default_factory=list)
 
     def check_free_memory(self, words: str, needed_bytes: int, purpose: str = "") -> None:
-        """Raise WorkloadError for a case that cannot fit: on a CPU the kernel would kill this process or another."""
+        """Raise WorkloadError if a case cannot fit into memory, because on a CPU the kernel would kill a process."""
         free = self.options.device(self.slot).memory_free_bytes
         if needed_bytes > free:
             raise WorkloadError(
@@ -135,7 +135,7 @@ class Bench:
 
     @contextmanager
     def noting(self, words: str, fail: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Turn the failure of a case into a note, and call `fail`: the other cases may work."""
+        """Turn the failure of a case into a note, and call `fail`, because other cases may work."""
         try:
             yield
         except WorkloadError as error:
@@ -149,9 +149,9 @@ class Bench:
 
 
 def case_rounds(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple[ComputeCase, ...]:
-    """Return one case of this slot for each round: first the reference, then the others, most promising first.
+    """Return one case of this slot for each round: the reference case, then the most promising cases first.
 
-    In the last round, slots without a case of their own repeat one, so that no case is measured on a quieter machine.
+    In the last round, slots without a case repeat an earlier case, so that no case is measured on a quieter machine.
     """
     others = cases[1:]
     rounds = -(-len(others) // num_slots)
@@ -181,7 +181,7 @@ def joined_times(times: Sequence[ComputeTime]) -> list[ComputeTime]:
 
 
 def _untimed_lap(work: Workload) -> None:
-    """Run each part in every way that will be timed: compilers make other code without weight gradients."""
+    """Run each part in every way that will be timed, because compilers make other code without weight gradients."""
     for part in work.parts:
         with part.accumulating():
             part.backward(part.forward(1))
@@ -223,14 +223,14 @@ class LayerBench(Bench):
         self._stopwatch = stopwatch_for(self.options.device_kind)
 
     def first_lap(self) -> int:
-        """Run the reference case and its optimizer once, untimed, before the budget begins: compilers start here.
+        """Run the reference case and its optimizer once, untimed, before the budget begins, to start compilers.
 
-        A failure happens again, and is noted, when the case is measured. Returns the bytes of workspaces that libraries
-        keep from now on.
+        A failure is ignored here, because it happens again and is noted when the case is measured. Returns the bytes of
+        workspaces that libraries keep from now on.
         """
         with suppress(WorkloadError, RuntimeError, MemoryError), ExitStack() as stack:
             self._build_and_run(stack)
-        # After the layers are gone, or they would count as workspaces.
+        # Read the workspaces after the layers are freed, because layers would count as workspaces.
         return self.meter.workspace_bytes()
 
     def _build_and_run(self, stack: ExitStack) -> None:
@@ -243,11 +243,11 @@ class LayerBench(Bench):
         """Go through this slot's cases until rank 0 finds the budget spent.
 
         The next case is expected to take the shortest build and first lap so far, plus the longest timed part. The
-        shortest, because a compiler's code for the first cases serves later ones. The timed part of the reference case
-        does not count, because only the reference is timed for long.
+        shortest build counts, because later cases reuse the compiled code of the first cases. The timed part of the
+        reference case does not count, because only the reference case is timed for long.
         """
-        # Imported objects stay, so garbage collections between cases need not visit them. The layers of the first lap
-        # must be gone before: frozen garbage keeps its memory.
+        # Freeze imported objects, so that garbage collections between cases need not visit them. The layers of the
+        # first lap must be freed before, because frozen garbage keeps its memory.
         gc.collect()
         gc.freeze()
         reference, *others = case_rounds(self.options.cases, self.slot, self.options.num_slots)
@@ -270,9 +270,9 @@ class LayerBench(Bench):
         self.stretch = self._stopwatch.stretch()
 
     def _round(self, case: ComputeCase, lockstep: Lockstep, budget: Budget) -> tuple[float, float]:
-        """Build a case and time it; returns the seconds before the first timing, and after.
+        """Build a case and time it; returns the seconds before and after the first timing begins.
 
-        The layers end with this call, as the next case needs their memory.
+        This call frees the layers at its end, because the next case needs the memory.
         """
         began_s = budget.clock()
         with ExitStack() as stack:
@@ -281,19 +281,19 @@ class LayerBench(Bench):
                 ready_s = budget.clock()
                 self._reference(work, lockstep, budget)
             else:
-                # Slots without work wait too: times are comparable only if all slots are busy at the same time.
+                # Slots without work wait too, because times are comparable only if all slots are busy at the same time.
                 lockstep.barrier(budget.left_s())
                 ready_s = budget.clock()
                 if work is not None:
                     self._run(work, case, lockstep, again=budget.allows(AGAIN_SHARE))
         timed_s = budget.clock() - ready_s
         del work
-        # Megatron's optimizer and its model refer to each other.
+        # Collect garbage, because Megatron's optimizer and its model refer to each other.
         gc.collect()
         return ready_s - began_s, timed_s
 
     def _ready(self, case: ComputeCase, stack: ExitStack) -> Workload | None:
-        """Build the layers of a case, until the stack closes, and run each part once; None if that fails or failed."""
+        """Build the layers of a case and run each part once; None if the case fails, now or in the first lap."""
         if case in self.refused:
             return None
         with self.noting(case_words(case), partial(self.refused.append, case)):
@@ -310,7 +310,7 @@ class LayerBench(Bench):
         return stack.enter_context(patches_workload.workload(self.options.job, case, device_kind=kind))
 
     def _overheads(self, case: ComputeCase) -> None:
-        """Measure the overheads of a CPU stage: waking after a wait, and loading micro-batches."""
+        """Measure the overheads of a CPU stage: running with cold caches after a wait, and loading micro-batches."""
         job, wakes = self.options.job, self.options.num_slots > 1
         loads = loads_as_megatron_lm(job)
         if self.options.device_kind == "cuda" or not self.times or not (wakes or loads):
@@ -325,14 +325,14 @@ class LayerBench(Bench):
                     self.loading = loading_time(job, layer, case.micro_batch_size)
 
     def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
-        """Measure the reference case: the pace, the parts, the pace of slow slots again, and the optimizer."""
+        """Measure the reference case: the slot's speed, the parts, the speed of slow slots again, and the optimizer."""
         case, left_s = self.options.cases[0], budget.left_s()
         self._work_up(work, lockstep, budget)
         lap = None if work is None else partial(self._lap, work)
         test = PaceTest(options=self.options, slot=self.slot)
         test.first(lap, lockstep, left_s)
         if work is not None and self._run(work, case, lockstep, again=True):
-            # Until here all slots timed the same case; in other cases some finish before others.
+            # Up to this point all slots timed the same case. In later cases some slots finish before others.
             self._stopwatch.keep_share()
         test.again(lap, lockstep, left_s)
         self.paces += test.paces
@@ -340,13 +340,13 @@ class LayerBench(Bench):
             return
         with self.noting(case_words(case)):
             step = optimizer_step(work, self.options.job)
-            # In training it follows the exchange of gradients, and on a CPU finds cold caches.
+            # In training the optimizer follows the exchange of gradients, so on a CPU the optimizer finds cold caches.
             wait = partial(sleep, WAIT_S) if self.options.device_kind == "cpu" else None
             whole_s, few_s = (
                 time_calls(run, stopwatch=self._stopwatch, habits=self._habits, wait=wait).median_s
                 for run in (step.run, step.run_on_single_elements)
             )
-            # The distributed optimizer divides the elements among its ranks, but each still goes through the gradients
+            # The distributed optimizer divides the elements among its ranks, but each rank still visits the gradients
             # of all tensors.
             self.gradient_s_per_byte = min(few_s, whole_s) / step.gradient_bytes
             self.optimizer_s_per_parameter = max(whole_s - few_s, 0.0) / step.num_parameters
@@ -358,7 +358,7 @@ class LayerBench(Bench):
     def _work_up(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
         """Let all GPUs work until their clocks are as in a long training, then read clocks and power once.
 
-        A GPU that was idle runs at boost clocks for a second or two, until it is warm and its power is capped.
+        A GPU that was idle runs at boost clocks for a second or two, until the GPU is warm and its power is capped.
         """
         if self.options.device_kind != "cuda":
             return
@@ -371,7 +371,7 @@ class LayerBench(Bench):
             self._stopwatch.settle()
 
     def _run(self, work: Workload, case: ComputeCase, lockstep: Lockstep, *, again: bool) -> bool:
-        """Time all parts of a case, then read the peak memory of a layer; returns whether that worked."""
+        """Time all parts of a case, then read the peak memory of a layer; returns True if no part failed."""
         self.notes += work.notes
         with self.noting(case_words(case), partial(self.refused.append, case)):
             for part in work.parts:
@@ -382,7 +382,7 @@ class LayerBench(Bench):
                 )
             if any(reading.case == case for reading in self.memory):
                 return True
-            # The MoE layer if there is one: it holds more.
+            # Take the MoE layer if the model has one, because it holds more memory.
             layer = [part for part in work.parts if part.name in LAYERS][-1]
             with lockstep.progress.during("memory"), layer.accumulating():
                 peak = self.meter.peak(lambda: layer.backward(layer.forward(1)))
@@ -406,7 +406,7 @@ def stage_turns(cases: Sequence[StageCase], slot: int, num_slots: int) -> tuple[
 
 @dataclass(kw_only=True)
 class StageBench(Bench):
-    """Runs whole pipeline stages, one rank on each device, and reads their peak memory.
+    """Runs whole pipeline stages, one rank on each device, and reads the peak memory.
 
     All slots run different stages at the same time, after the communicators were closed.
     """
@@ -414,13 +414,13 @@ class StageBench(Bench):
     PHASE = "stages"
 
     workspace_bytes: int
-    """Bytes of libraries' workspaces in the allocator after the first lap, which a training has too."""
+    """Bytes of libraries' workspaces in the allocator after the first lap. Training needs these workspaces too."""
     readings: list[StageReading] = field(default_factory=list)
 
     def measure(self, cases: Sequence[StageCase], lockstep: Lockstep, budget: Budget) -> None:
         """Go through this slot's cases until rank 0 finds the budget spent; every rank makes this call.
 
-        All slots end a turn together, so that rank 0 knows the time of the slowest.
+        All slots end a turn together, so that rank 0 knows the time of the slowest slot.
         """
         if not cases:
             return
@@ -449,7 +449,7 @@ class StageBench(Bench):
         if on_cpu:
             needed_bytes = int(HEAP_FACTOR * max(least_bytes, case.predicted_bytes))
         else:
-            # On a GPU running out of memory is a result; only a stage that cannot begin is left out.
+            # On a GPU an out-of-memory error is a result, so only stages that cannot begin are left out.
             needed_bytes += self.meter.overhead_bytes()
         with self.noting(words):
             self.check_free_memory(words, needed_bytes)
@@ -484,12 +484,12 @@ class StageBench(Bench):
             )
 
     def _run(self, case: StageCase, runs: list[StageRun], failures: list[BaseException]) -> None:
-        """Run a stage; running out of memory is kept as a failure, so that the meter still reads the peak."""
+        """Run a stage; an out-of-memory error is stored in `failures`, so that the meter still reads the peak."""
         job, kind = self.options.job, self.options.device_kind
         try:
             runs.append(whole_stage.run_stage(job, case.layout, case.pp_rank, device_kind=kind))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            # The frames of the error would keep the tensors.
+            # Drop the traceback, because its frames would keep the tensors alive.
             failures.append(error.with_traceback(None))

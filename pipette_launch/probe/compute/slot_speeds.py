@@ -1,9 +1,9 @@
-"""Speed of each slot: a layer while all slots work, and again for slots that differ from their peers.
+"""Speed of each slot: the time of a layer while all slots work, and again for slots that differ from their peers.
 
 On a CPU a quota, another process or a stop signal takes the core away from a slot. Processor time does not show that,
-but wall time does. Workers that share cores never share them evenly, so one window says little. So a slot that differs
-works again, twice, at other moments: beside a few slots that do not differ, with a core for each. Chance does not slow
-the same slot three times.
+but wall time does. Workers that share cores get uneven parts of the cores, so one window says little. So a slot that
+differs works again at two other moments, beside a few slots that do not differ, with a core for each slot. Chance does
+not slow the same slot three times.
 """
 
 # S = slots, host by host, T = turns; nan = not measured.
@@ -27,11 +27,12 @@ from pipette_launch.probe.lockstep import Lockstep
 from pipette_launch.probe.messages import Pace, WarmupOrder, WorkerResult
 
 WINDOW_S = {"cpu": 0.5, "cuda": 0.3}
-"""Length of a window in seconds; a CPU gives out its time in slices of a few milliseconds."""
+"""Length in seconds of a window in which slots repeat a layer; a CPU divides its time into slices of a few
+milliseconds."""
 RETESTS = 2
 SCHEDULE = Path("/proc/thread-self/schedstat")
 SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}  # Slots whose times differ by a smaller factor count as equally fast
-NUM_CONTROLS = 3  # Number of slots of each device type that do not differ and work again beside those that do
+NUM_CONTROLS = 3  # Number of slots of each device type that work again, beside the differing slots, for comparison
 
 Floats = NDArray[np.float64]
 Paces = Sequence[Sequence[Pace]]  # Times of each slot, turn by turn
@@ -39,21 +40,22 @@ Paces = Sequence[Sequence[Pace]]  # Times of each slot, turn by turn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """Speeds of all slots."""
+    """Speeds of all slots, and the slots with a fault."""
 
     speed_S: tuple[float, ...]
-    """Relative to the median slot, after multiplication with its `straggle`."""
+    """Speed of each slot, relative to the median slot. Times of the median slot already include `straggle`."""
     straggle: float
-    """Time of the slowest slot among those that count as equal, divided by their usual time: steps wait for it."""
+    """Time of the slowest slot among the slots that count as equally fast, divided by their median time. Training steps
+    wait for the slowest slot."""
     slow: tuple[SlowSlot, ...]
-    """Slots with a fault."""
+    """Slots that compute slower than their peers because of a fault."""
     notes: tuple[str, ...]
 
 
 def speeds(options: WarmupOrder, paces_S: Paces) -> Speeds:
-    """Compare all slots: a slot differs from its peers, the slots of the same device type, if it does in every turn.
+    """Compare all slots. A slot differs from its peers (slots of the same device type) if it differs in every turn.
 
-    The median of its turns is its difference.
+    The difference of a slot is the median over the turns.
     """
     pace_TS, names = _by_turn(paces_S), device_names(options)
     first_S, same = pace_TS[0], SAME_SPEED[options.device_kind]
@@ -64,7 +66,7 @@ def speeds(options: WarmupOrder, paces_S: Paces) -> Speeds:
     ratio_S, usual_S = _differences(options, pace_TS), _usual(first_S, names)
     straggle = _straggle(options, first_S, ratio_S)
     kind_S = usual_S / median_s
-    # A device type without any measurement counts as usual.
+    # Count a device type without any measurement as usual.
     kind_S[~(np.abs(np.log(kind_S)) > math.log(same))] = 1.0
     again_S = np.where(np.isfinite(pace_TS).sum(axis=0) > 1, usual_S * ratio_S, np.nan)
     return Speeds(
@@ -80,19 +82,19 @@ def speeds(options: WarmupOrder, paces_S: Paces) -> Speeds:
 
 
 def slots_to_repeat(options: WarmupOrder, paces_S: Paces) -> tuple[int, ...]:
-    """Return the slots that must work again: those that have differed so far, and some that have not.
+    """Return the slots that must work again: slots that have differed so far, and some slots that have not.
 
-    At most as many slots of a host work as have a core each, because then healthy slots are equally fast.
+    On each host, at most one slot per core works again, because healthy slots with a core each are equally fast.
     """
     pace_TS, names = _by_turn(paces_S), device_names(options)
     odd = np.flatnonzero(_differences(options, pace_TS) != 1).tolist()
-    # Distance of each slot from the usual time; nan if it measured nothing.
+    # Distance of each slot's time from the usual time; nan if the slot measured nothing.
     distance_S = np.abs(np.log(pace_TS[0] / _usual(pace_TS[0], names)))
     busy = Counter(slot // options.devices_per_host for slot in odd)
     chosen = set(odd)
     for name in dict.fromkeys(names[slot] for slot in odd):
         for _ in range(NUM_CONTROLS):
-            # Prefer hosts where few slots work so far, and times close to the usual one.
+            # Prefer hosts on which few slots work again, and slots with times close to the usual time.
             left = [
                 (busy[slot // options.devices_per_host], distance_S[slot], slot)
                 for slot in np.flatnonzero(np.isfinite(distance_S)).tolist()
@@ -110,9 +112,9 @@ def slots_to_repeat(options: WarmupOrder, paces_S: Paces) -> tuple[int, ...]:
 def factors(options: WarmupOrder, results: Sequence[WorkerResult], found: Speeds) -> tuple[float, ...]:
     """Return one factor for each slot: time * factor * speed is the time that a training step waits for.
 
-    Slots share cores unevenly by chance, which must not make one case look slower than another. So the time that other
-    processes took is the same for all slots. If a slot differs, its reference case shows how much of the difference its
-    times contain.
+    Slots share cores unevenly by chance, which must not make one case look slower than another. So all slots get the
+    same factor for the time that other processes took. If a slot differs from its peers, the reference case shows which
+    part of the difference is already in the slot's times.
     """
     wall = on_the_wall(results, found)
     # Seconds of the layers of the reference case, forward and backward; 0 = not measured.
@@ -133,17 +135,17 @@ def factors(options: WarmupOrder, results: Sequence[WorkerResult], found: Speeds
 
 
 def on_the_wall(results: Sequence[WorkerResult], found: Speeds) -> float:
-    """Return wall time divided by processor time of a slot with the usual share of cores, stragglers included."""
+    """Return wall time divided by processor time for a usual slot, including waits for stragglers."""
     return statistics.median(result.stretch for result in results) * found.straggle
 
 
 def device_names(options: WarmupOrder) -> tuple[str, ...]:
-    """Return the device type of each slot: only slots of one type are peers."""
+    """Return the device type of each slot. Slots of one type are peers."""
     return tuple(device.name for host in options.hosts for device in host.devices)
 
 
 def _by_turn(paces_S: Paces) -> Floats:
-    """Return the seconds of each turn (row) and slot (column); nan = it took no part."""
+    """Return the seconds of each turn (row) and slot (column); nan = the slot did not work in this turn."""
     pace_TS = np.full((max((pace.turn + 1 for paces in paces_S for pace in paces), default=1), len(paces_S)), np.nan)
     for slot, paces in enumerate(paces_S):
         for pace in paces:
@@ -152,10 +154,10 @@ def _by_turn(paces_S: Paces) -> Floats:
 
 
 def _differences(options: WarmupOrder, pace_TS: Floats) -> Floats:
-    """Return the median over turns of each slot's seconds divided by its peers'; 1 if turns disagree or are missing.
+    """Return each slot's time divided by its peers' time, median over turns; 1 if turns disagree or are missing.
 
-    In the first turn, peers are all slots of the device type; later those that were usual in the first turn, if any.
-    Ratios that noise explains count as 1.
+    In the first turn, peers are all slots of the device type. In later turns, peers are the slots that were usual in
+    the first turn, if any. Ratios that noise explains count as 1.
     """
     names, same = device_names(options), SAME_SPEED[options.device_kind]
     ratio_TS = np.empty_like(pace_TS)
@@ -174,11 +176,11 @@ def _straggle(options: WarmupOrder, first_S: Floats, ratio_S: Floats) -> float:
     seconds_S = first_S.copy()
     for slots in np.arange(options.num_slots).reshape(-1, options.devices_per_host):
         known = first_S[slots][first_S[slots] > 0]
-        # Each of the slots that share their host's cores is slow by chance, so their harmonic mean counts.
+        # Slots that share a host's cores are slow by chance, so the harmonic mean of their times counts.
         if known.size and _num_cores(options, int(slots[0])) < len(slots):
             seconds_S[slots] = statistics.harmonic_mean(known.tolist())
     late_S = seconds_S / _usual(seconds_S, device_names(options))
-    # A slot that was slow in the first turn only is not among those that are always equal.
+    # A slot that was slow in the first turn only does not count as equally fast.
     equal = (ratio_S == 1) & (late_S <= SAME_SPEED[options.device_kind])
     return float(max(1.0, late_S[equal].max(initial=1.0)))
 
@@ -213,16 +215,16 @@ class PaceTest:
     paces: list[Pace] = field(default_factory=list)
 
     def first(self, work: Callable[[], None] | None, lockstep: Lockstep, left_s: float) -> None:
-        """Work for a window while all others do; a slot without work (None) leaves its core to the others.
+        """Work for a window while all other slots work; a slot without work (None) stays idle.
 
-        The phase of another rank may still take `left_s` seconds.
+        Another rank may need `left_s` seconds more to end its phase.
         """
         late_s = self._meet(lockstep, left_s)
         if work is not None:
             self._work(work, late_s, turn=0)
 
     def again(self, work: Callable[[], None] | None, lockstep: Lockstep, left_s: float) -> None:
-        """Repeat it for slots that differ, beside a few others, at most RETESTS times."""
+        """Repeat the test for slots that differ, beside a few other slots, at most RETESTS times."""
         everyone: list[tuple[Pace, ...]] = [()] * self.options.num_slots
         for turn in range(1, RETESTS + 1):
             last = next((repr(pace.seconds) for pace in self.paces if pace.turn == turn - 1), "")
@@ -238,11 +240,11 @@ class PaceTest:
             late_s = self._meet(lockstep, left_s)
             if work is not None and str(self.slot) in chosen.split():
                 self._work(work, late_s, turn=turn)
-        # A slot that continued already would disturb those that still work.
+        # Wait for all slots, because a slot that continued now would disturb slots that still work.
         lockstep.barrier(left_s)
 
     def _meet(self, lockstep: Lockstep, left_s: float) -> float:
-        """Wait for all ranks; returns how long this thread waited for a core meanwhile, and so begins too late."""
+        """Wait for all ranks; returns the seconds that this thread waited for a core meanwhile, and so begins late."""
         before_s = queued_s()
         lockstep.barrier(left_s)
         return queued_s() - before_s
@@ -259,7 +261,7 @@ class PaceTest:
 
 
 def queued_s() -> float:
-    """Return the seconds that this thread has waited for a core since it began; 0 if the kernel does not count them."""
+    """Return the seconds that this thread has waited for a core since its start; 0 if the kernel does not count."""
     try:
         return int(SCHEDULE.read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -33,31 +33,33 @@ from pipette_patches.workload import Part, workload
 
 MAX_VALUES = 20
 TOKENS = 32
-"""Tokens of the short layer on each rank: the overheads do not grow with them, and are small beside a long layer."""
-WAIT_S = 0.02  # Wait before each timed pass; other processes compute meanwhile
+"""Tokens on each rank for the layer that measures overheads. The overheads do not grow with the tokens, and are small
+compared with a long layer."""
+WAIT_S = 0.02  # Wait (s) before each timed pass, in which other processes compute
 WARMUPS, VALUES = 1, 7
 QUEUED = 2  # Batches that each process of a loader prepares ahead (torch's `prefetch_factor`)
 TURNS, BATCHES = 3, 8
 REST_S = 0.05
-"""Time in which the loader's processes fill their queues, so that they do not compute during the next timing."""
+"""Seconds in which the loader's processes fill their queues, so that these processes do not compute during the next
+timing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Habits:
-    """Number and length of timed turns on a device kind."""
+    """Number and length of timed turns on a kind of device, `cpu` or `cuda`. A turn runs each chain of layers once."""
 
     warmups: int
     """Number of untimed turns after the first lap, in which autotuners and allocators adapt."""
     chains: tuple[int, int]
-    """Lengths of the short and the long chain. On a GPU even the short one has two layers: as in a real stage, the host
-    has launched the second ahead."""
+    """Lengths of the short and the long chain. On a GPU even the short chain has two layers, because in a real stage
+    the host launches the second layer ahead."""
     value_s: float
-    """Seconds for the timed turns of one part, if they are short."""
+    """Seconds for the timed turns of one part, if the turns are short."""
     min_values: int
-    """Least number of timed turns of a part, however long they take."""
+    """Least number of timed turns of a part, even if the turns are long."""
     long_layer_s: float
-    """A layer whose forward and backward take longer runs in short chains only: entering a chain is under 1 % of its
-    time."""
+    """If forward and backward of a layer take longer (s), only short chains run, because entering a chain takes under 1
+    % of that time."""
 
     def hastier(self, factor: float) -> Habits:
         """Return habits that spend `factor` times less time, with at least three timed turns."""
@@ -96,7 +98,7 @@ def num_values(seconds: float, habits: Habits) -> int:
 def time_part(
     part: Part, case: ComputeCase, *, slot: int, stopwatch: Stopwatch, habits: Habits, again: bool = True
 ) -> ComputeTime:
-    """Time one part of a case on this slot; with `again`, recompute too, if Megatron recomputes the part."""
+    """Time one part of a case on this slot. With `again`, time recompute too, if Megatron recomputes the part."""
     timed_again = again and part.recomputed is not None
     with part.accumulating():
 
@@ -122,7 +124,7 @@ def time_part(
         part=part.name,
         slot=slot,
         forward=samples(lambda turn: turn.forward_s),
-        # Less the median weight gradient, not the turn's own: so both medians add up to the whole backward.
+        # Subtract the median weight gradient, not the turn's own, so that both medians add up to the whole backward.
         input_grad=samples(lambda turn: max(turn.backward_s - usual_s, 0.0) if part.source is not None else 0.0),
         weight_grad=weight,
         recompute=samples(lambda turn: turn.again_s) if timed_again else None,
@@ -150,8 +152,8 @@ def time_calls(
 def slope(lengths: Sequence[int], seconds: Sequence[float]) -> float:
     """Return the seconds of one more layer, from chains of one or two lengths; never negative.
 
-    The caller takes the median of the slopes of all turns. A drift between turns, or single disturbed runs, move it
-    less than the slope of medians (simulated in tests/probe/compute/test_timing.py).
+    The caller takes the median of the slopes of all turns. A drift between turns, or single disturbed runs, change this
+    median less than the slope of medians (simulated in tests/probe/compute/test_timing.py).
     """
     if len(lengths) == 1:
         return seconds[0] / lengths[0]
@@ -163,7 +165,7 @@ def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bo
     part.freeze(False)
     stopwatch.check_speed()
     runs = [run_part(part, part.forward, length, stopwatch) for length in lengths]
-    # A difference of two equal chains needs no slope: both contain the cost of entering.
+    # Two chains of equal length need no slope, because the cost of entering a chain cancels out.
     few, whole = lengths[0], runs[0]
     again_s = 0.0
     if again:
@@ -172,7 +174,7 @@ def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bo
         again_s = max(sum(twice) - sum(whole), 0.0) / few
     backward_s = slope(lengths, [run.backward_s for run in runs])
     weight_s = backward_s
-    # Token ids take no gradient: the embedding's whole backward is for its weights.
+    # Token ids have no gradient, so the whole backward of the embedding is for weights.
     if part.source is not None:
         part.freeze(True)
         frozen = run_part(part, part.forward, few, stopwatch)
@@ -203,7 +205,7 @@ def short_layer(job: Job, case: ComputeCase) -> Iterator[Part]:
 
 
 def time_wake(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None] = time.sleep) -> float:
-    """Return the extra seconds of forward plus backward if each follows a wait; never negative."""
+    """Return the extra seconds of forward plus backward if a wait precedes each pass; never negative."""
 
     def turn() -> float:
         stopwatch.check_speed()
@@ -215,7 +217,7 @@ def time_wake(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None] 
         sleep(WAIT_S)
         begun = stopwatch.mark()
         layer.backward(output)
-        # Less a layer that runs directly after another.
+        # Subtract the time of a layer that runs directly after another layer.
         return forward_s + stopwatch.seconds(begun, stopwatch.mark()) - (two - one)
 
     with layer.accumulating():
@@ -225,7 +227,7 @@ def time_wake(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None] 
 
 @dataclass(frozen=True, kw_only=True)
 class GptSamples(Dataset[dict[str, torch.Tensor]]):
-    """The tensors of a sample of Megatron's GPT dataset, made by the same operations."""
+    """Samples with the tensors of Megatron's GPT dataset, made by the same operations."""
 
     num_samples: int
     seq_length: int
@@ -250,7 +252,7 @@ class GptSamples(Dataset[dict[str, torch.Tensor]]):
 
 
 def loads_as_megatron_lm(job: Job) -> bool:
-    """Return whether Megatron-LM's own trainer is installed or beside the script, and makes its own data loader."""
+    """Return whether Megatron-LM's trainer, which makes its own data loader, is installed or beside the script."""
     is_there = importlib.util.find_spec("megatron.training") is not None
     return is_there and performance_options(job).dataloader_type != "external"
 
@@ -262,7 +264,7 @@ def loading_time(job: Job, layer: Part, micro_batch_size: int) -> LoadingTime:
     num_batches = TURNS * (2 * BATCHES + QUEUED * num_workers + 1)
     sizes, seconds = (1, max(2, micro_batch_size)), []
     for size in sizes:
-        # As Megatron-LM's trainer does (megatron/training/datasets/data_samplers.py of core_v0.16).
+        # Make the loader as Megatron-LM's trainer does (megatron/training/datasets/data_samplers.py of core_v0.16).
         loader = DataLoader(
             GptSamples(num_samples=num_batches * size, seq_length=job.model.seq_length, has_mask=has_mask),
             batch_size=size,
@@ -270,7 +272,7 @@ def loading_time(job: Job, layer: Part, micro_batch_size: int) -> LoadingTime:
             persistent_workers=num_workers > 0,
         )
         seconds.append(time_loading(layer, iter(loader).__next__, ahead=QUEUED * num_workers))
-        # The loader's processes end with it.
+        # Delete the loader, which ends the loader's processes.
         del loader
     per_sample_s = max((seconds[1] - seconds[0]) / (sizes[1] - sizes[0]), 0.0)
     return LoadingTime(batch_s=max(min(seconds) - per_sample_s, 0.0), sample_s=per_sample_s)
@@ -286,12 +288,12 @@ def time_loading(
 ) -> float:
     """Return the seconds that loading a batch costs a stage.
 
-    The larger of two times: the wait for a batch, and the time of loading and layer less the time of the layer. On the
-    slot's cores the loader's processes either make the call wait, or slow the layer down. The difference alone would be
-    too small: with part of a core, a slot saves up computing time while the call waits (7 to 10 ms, but stages took
-    14).
+    The cost is the larger of two times: the wait for a batch, and the time of loading and layer minus the time of the
+    layer. On the slot's cores the loader's processes either make the call wait, or slow the layer down. The difference
+    alone would be too small: a slot with part of a core saves up computing time while the call waits. The difference
+    was 7 to 10 ms, but stages took 14 ms.
 
-    `ahead` batches are ready after a pause, and are used up before time counts.
+    After a pause `ahead` batches are ready, so the call takes these batches before it measures time.
     """
 
     def run(times: int, *, loads: bool) -> tuple[float, float]:

@@ -1,8 +1,8 @@
 """Inventory of this host: devices and their condition, memory, cores, versions. Imports no torch.
 
 NVML shows every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so this file applies the variable itself.
-NVML counts in PCI bus order; CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters if a host has different
-GPUs. So other files name devices by UUID, and each warm-up worker compares the UUIDs of both.
+NVML numbers GPUs in PCI bus order. CUDA uses this order only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters if a host
+has different GPUs. So other files name devices by UUID, and each warm-up worker compares NVML's UUID with CUDA's.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
 def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
     """Return the switches above this node, outermost first, from SLURM_TOPOLOGY_ADDR (`spine.leaf3.node17`).
 
-    Empty if the address is not this host's: a user who starts the nodes by ssh may give all the same environment.
+    The result is empty if the address is not this host's, because a user who starts nodes by ssh may give all nodes the
+    same environment.
     """
     levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     address = environ.get("SLURM_TOPOLOGY_ADDR", "")
@@ -104,7 +105,7 @@ def versions() -> dict[str, str]:
 
 
 def device_used_bytes(uuid: str) -> int:
-    """Return the memory of a GPU that is not free: all processes and the driver's reserve. Compare only differences."""
+    """Return the used memory of a GPU, including other processes and the driver's reserve. Use only differences."""
     with driver.session() as nvml:
         if nvml is None:
             raise ClusterError(f"NVML no longer answers for {uuid}; check the driver with nvidia-smi")
@@ -113,7 +114,7 @@ def device_used_bytes(uuid: str) -> int:
 
 
 def _gpus() -> tuple[list[Device], tuple[str, ...]]:
-    """Apply CUDA_VISIBLE_DEVICES as CUDA does: in its order, by index or UUID prefix, up to the first bad entry."""
+    """Apply CUDA_VISIBLE_DEVICES as CUDA does: in listed order, by index or UUID prefix, up to a bad entry."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     with driver.session() as nvml:
         if nvml is None:
@@ -152,11 +153,11 @@ def _handle(nvml: Any, every: list[Any], entry: str) -> Any | None:
 def _cpu_shares(num_devices: int) -> tuple[Device, ...]:
     """Return one device for each worker, with an equal share of the memory that this process may use."""
     memory = psutil.virtual_memory()
-    # The file has `max`, or is absent, if the container has no limit.
+    # If the container has no limit, the file contains `max` or does not exist.
     limit = _read(CGROUP_LIMIT)
     total = min(memory.total, int(limit) if limit.isdecimal() else memory.total) // num_devices
     free = min(memory.available // num_devices, total)
-    # The processor's model as Linux prints it; Arm prints none.
+    # Read the processor's model as Linux prints it; on Arm Linux prints no model.
     with CPU_INFO.open(encoding="utf-8", errors="replace") as lines:
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")
     return tuple(
@@ -170,8 +171,8 @@ def conditions(
 ) -> tuple[DeviceCondition, ...]:
     """Return the condition of every device of this machine, in the order of the local ranks, from NVML and sysfs.
 
-    If a device looks busy, the utilisation of all is read again after a second. Without persistence mode the first
-    query starts the driver, which scrubs the memory and reports high utilisation (nvmlDeviceGetUtilizationRates).
+    If a device looks busy, the utilisation of all devices is read again after a second. Without persistence mode the
+    first query starts the driver, which scrubs the memory and reports high utilisation (nvmlDeviceGetUtilizationRates).
     Raises ClusterError if the host has GPUs and NVML no longer answers.
     """
     if host.devices[0].kind == "cpu":
@@ -222,7 +223,7 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
         rows_uncorrectable=rows[1],
         rows_pending=_flag(rows[2]),
         rows_failed=_flag(rows[3]),
-        # A link that sleeps counts as up.
+        # An NVLink in sleep state counts as up.
         nvlinks_up=sum(state != driver.NVLINK_DOWN for state in links) if links else None,
         nvlinks_total=len(links) or None,
         pcie_width=ask("CurrPcieLinkWidth"),
@@ -239,7 +240,7 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
 
 
 def nearest_nic(address: str, sysfs: Path) -> tuple[str, Nearness | None]:
-    """Return the NIC nearest to a PCI device, and its distance: an InfiniBand port that is up, else an interface.
+    """Return the NIC nearest to a PCI device, and the distance. InfiniBand ports that are up come before interfaces.
 
     The distance is None if sysfs shows neither a common path nor NUMA nodes.
     """
@@ -256,7 +257,7 @@ def nearest_nic(address: str, sysfs: Path) -> tuple[str, Nearness | None]:
 
 
 def _nics(sysfs: Path) -> Iterator[tuple[str, Path]]:
-    """Yield NICs on the PCI bus that are up, with their devices; plain interfaces only without InfiniBand."""
+    """Yield NICs on the PCI bus that are up, with their devices. Yield plain interfaces only without InfiniBand."""
     found = [
         (port.parts[-3], port.parents[1] / "device")
         for port in sorted(sysfs.glob("class/infiniband/*/ports/*"))
@@ -287,7 +288,7 @@ def _nearness(one: Path, other: Path) -> Nearness | None:
 
 
 def _bridges(device: Path) -> list[str]:
-    """Return the path from the host bridge down to the device; empty if it is not on a PCI bus."""
+    """Return the path from the host bridge down to the device; empty if the device is not on a PCI bus."""
     parts = device.resolve().parts
     start = next((index for index, part in enumerate(parts) if part.startswith("pci") and ":" in part), len(parts))
     return [part for part in parts[start:] if ":" in part]
@@ -346,20 +347,20 @@ def await_memory(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[str, ...]:
-    """Wait until no GPU of a host holds noticeably more memory than before the warm-up: the training needs it.
+    """Wait until no GPU of a host holds noticeably more memory than before the warm-up.
 
     A driver frees the memory of a process some time after its end, and a child that a worker left behind may hold
-    memory for ever. `host` describes this machine before the warm-up. Functions: `used_bytes` returns the memory in use
-    on the GPU with a UUID, `holders` a sentence for each process that holds memory of a host's devices.
+    memory for ever. `host` describes this machine before the warm-up. `used_bytes` returns the memory in use on the GPU
+    with a given UUID. `holders` returns a sentence for each process that holds memory of a host's devices.
 
-    Returns a sentence for each device that stayed full, and for each process that holds its memory. Empty if all is
-    well, and on a CPU, where the kernel takes memory back before anyone can see the end of a process.
+    Returns a sentence for each device that stayed full, and for each process that holds memory of that device. The
+    result is empty on a CPU, because the kernel takes memory back before a process ends visibly.
     """
     ends_s = clock() + deadline_s
     full = [device for device in host.devices if device.kind == "cuda"]
     try:
         while True:
-            # Beyond the memory that a device held before the warm-up.
+            # Memory in use beyond the memory that each device held before the warm-up.
             excess = {
                 device: used_bytes(device.uuid) - (device.memory_total_bytes - device.memory_free_bytes)
                 for device in full

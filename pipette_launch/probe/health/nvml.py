@@ -1,4 +1,4 @@
-"""Access to NVML, NVIDIA's management library; some machines lack it, and old drivers lack some functions."""
+"""Access to NVML, NVIDIA's management library. Some machines lack NVML, and old drivers lack some of its functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CLOCK_REASONS = (
 """Reasons for a clock's frequency, bit 0 first: `nvmlClocksEventReason...`, before 2023
 `nvmlClocksThrottleReason...`."""
 UNKNOWN_RESERVE_BYTES = 1 << 30
-"""Largest reserve of a driver: 0.3 to 0.8 GiB on idle A100, H100 and H200, up to 1 GiB on B200 and B300."""
+"""Assumed memory that a driver reserves: measured 0.3 to 0.8 GiB on idle A100, H100 and H200, up to 1 GiB on B200 and
+B300."""
 HIDDEN = ("NVMLError_NoPermission", "NVMLError_OperatingSystem")
 """Errors for the handle of a device that a control group hides (nvml.h, nvmlReturn_t 4 and 17)."""
 
@@ -39,7 +40,7 @@ class Memory(NamedTuple):
     total_bytes: int
     free_bytes: int
     held_bytes: int
-    """Allocated by processes, without the driver's own reserve."""
+    """Bytes that processes have allocated, without the driver's own reserve."""
 
 
 class Gpus(NamedTuple):
@@ -48,12 +49,12 @@ class Gpus(NamedTuple):
     handles: list[Any]
     """Handles of the usable GPUs in PCI bus order; CUDA_VISIBLE_DEVICES is not applied."""
     lost: tuple[str, ...]
-    """One sentence for each GPU that is present but cannot be used."""
+    """Sentences about GPUs that are present but cannot be used, one for each GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReading:
-    """Figures of a GPU that has worked for some seconds, like all other slots; 0 if NVML does not report them."""
+    """Figures of a GPU that has worked for some seconds, as all slots have; 0 = a figure that NVML does not report."""
 
     sm_clock_hz: float
     sm_clock_max_hz: float
@@ -90,7 +91,7 @@ def query(nvml: Any, function_name: str, *arguments: Any) -> Any | None:
 
 
 def clock_reasons(nvml: Any, handle: Any) -> tuple[str, ...] | None:
-    """Return the reasons for a device's clock, by the names in `CLOCK_REASONS`; None if it does not report them."""
+    """Return the reasons for a device's clock, as names in `CLOCK_REASONS`; None if the device reports no reasons."""
     bits = query(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
     if bits is None:
         bits = query(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
@@ -101,8 +102,9 @@ def memory(nvml: Any, handle: Any) -> Memory:
     """Read the memory of a device; every reader of device memory calls this function.
 
     Version 1 of the call counts the driver's reserve as used (nvml.h, nvmlMemory_t). Version 2 reports the reserve. The
-    manual of driver 525 includes the reserve in `used` of version 2, later manuals do not: total - free - reserved fits
-    both. Drivers before 510 and bindings before 11.510 lack version 2. There the largest known reserve is subtracted.
+    manual of driver 525 includes the reserve in `used` of version 2, but later manuals do not. The formula total - free
+    - reserved is right for both manuals. Drivers before 510 and bindings before 11.510 lack version 2, so the largest
+    known reserve is subtracted.
     """
     all_used = nvml.nvmlDeviceGetMemoryInfo(handle)
     version = getattr(nvml, "nvmlMemory_v2", None)
@@ -112,7 +114,7 @@ def memory(nvml: Any, handle: Any) -> Memory:
 
 
 def gpus(nvml: Any) -> Gpus:
-    """Return the GPUs that this process may use, and those that are broken.
+    """Return the GPUs that this process may use, and the GPUs that are broken.
 
     NVML counts GPUs that a control group hides, and refuses their handles (nvml.h, nvmlDeviceGetHandleByIndex_v2).
     CUDA does not count them.
@@ -148,7 +150,7 @@ def _gpu(nvml: Any, index: int) -> Any | None:
 
 
 def is_same_device(nvml_uuid: str, cuda_uuid: object) -> bool:
-    """Compare `GPU-5a3b...` of NVML with `5a3b...` of torch; true if they cannot be compared.
+    """Compare `GPU-5a3b...` of NVML with `5a3b...` of torch; true if the two UUIDs cannot be compared.
 
     CUDA may report the UUID of the whole GPU for a MIG device, and an old torch reports no UUID.
     """
@@ -163,7 +165,7 @@ def text(value: str | bytes) -> str:
 def read_under_load(uuid: str, work: Callable[[], object]) -> LoadReading | None:
     """Read clock, power and clock reasons of a GPU at work; None if NVML does not answer.
 
-    `work` launches the work. NVML starts before, as that may take longer than the work.
+    `work` launches work on the GPU. NVML is started first, because starting NVML may take longer than the work.
     """
     with session() as nvml:
         if nvml is None:

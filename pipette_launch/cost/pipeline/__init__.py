@@ -1,1 +1,1 @@
-"""Pipeline schedules and how long a pipeline of given pass times takes under them."""
+"""Pipeline schedules, and the time of a pipeline with given pass times under each schedule."""

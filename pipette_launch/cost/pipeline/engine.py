@@ -1,9 +1,9 @@
-"""Schedules made ready for pricing: the end of each action, by longest path, in one pass over the actions."""
+"""Time of a pipeline under a schedule: a longest path gives the end of each action, in one pass over the actions."""
 
-# S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced side by side,
-# M = micro-batches, N = forwards of one rank (micro-batches times chunks).
-# Durations are blocks of S: forwards, whole backwards, first forwards and, if the backward is split, input gradients
-# and weight gradients. Hops are S - 1 forward ones, S - 1 backward ones and a 0.
+# S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced side by side, M
+# = micro-batches, N = forwards of one rank (micro-batches times chunks). Durations are blocks of S numbers: forwards,
+# whole backwards, first forwards and, if the backward is split, input gradients and weight gradients. Hops (messages
+# between stages) are S - 1 forward hops, S - 1 backward hops and a 0.
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ NANOSECOND_S = 1e-9
 NO_ACTION = -1
 _IN_C = compiled("cost.pipeline._longest_path")
 _ACTIONS_OF_A_LEVEL = 40
-"""Number of actions that take as long one by one as one level of actions as arrays (measured: 0.13 us against 5 us)."""
+"""Number of actions that a loop prices in the time that numpy needs for one level of actions (measured: 0.13 us an
+action, 5 us a level)."""
 _ENDS_AT_ONCE = 1 << 21
-"""Pipelines are priced in blocks of about this many actions, 16 MB, ..."""
+"""Number of actions, 16 MB, that a block of pipelines priced together has at most, ..."""
 _FEWEST_AT_ONCE = 64
-"""... and of at least this many pipelines, if enough are given."""
+"""... unless the block would have fewer pipelines than this number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,21 +39,23 @@ class StageTimes:
     """Seconds of one micro-batch on each stage of one pipeline, and between neighbouring stages."""
 
     forward_s: tuple[float, ...]
-    """One entry for each stage, as in `backward_s`."""
+    """Seconds of the forward of one micro-batch on each stage."""
     backward_s: tuple[float, ...]
-    """The whole backward."""
+    """Seconds of the whole backward of one micro-batch on each stage, without recompute."""
     forward_hop_s: tuple[float, ...]
-    """From stage s to s + 1: S - 1 entries. Not used if both are on one rank, as at the turn of a V."""
+    """Seconds of a message from stage s to s + 1: S - 1 entries. The entry is not used if both stages are on one rank,
+    as in the middle of a V placement."""
     backward_hop_s: tuple[float, ...]
-    """From stage s + 1 to s: S - 1 entries."""
+    """Seconds of a message from stage s + 1 to s: S - 1 entries."""
     first_forward_s: tuple[float, ...] = ()
-    """The forward of micro-batch 0, if it is longer; empty = equal to the others."""
+    """Seconds of the forward of micro-batch 0 on each stage; empty = equal to `forward_s`."""
     input_s: tuple[float, ...] = ()
-    """The input's gradient, for a schedule that splits the backward; empty = unknown."""
+    """Seconds of the input gradient on each stage, for schedules that split the backward; empty = unknown."""
     weight_s: tuple[float, ...] = ()
-    """The weights' gradients."""
+    """Seconds of the weight gradients on each stage, for schedules that split the backward; empty = unknown."""
     recompute_s: tuple[float, ...] = ()
-    """Recompute before each backward, once its gradient has arrived; empty = none."""
+    """Seconds of recompute on each stage, which starts when the backward's gradient has arrived; empty = no
+    recompute."""
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -69,7 +72,7 @@ class StageTimes:
 
     @property
     def durations_s(self) -> list[float]:
-        """Forwards, backwards, first forwards; then input and weight gradients, if they are known."""
+        """Seconds of forwards, backwards and first forwards; then of input and weight gradients, if these are known."""
         again = self.recompute_s or (0.0,) * len(self.forward_s)
         backward_s = [more + seconds for more, seconds in zip(again, self.backward_s, strict=True)]
         input_s = [more + seconds for more, seconds in zip(again, self.input_s, strict=True)] if self.input_s else []
@@ -77,12 +80,12 @@ class StageTimes:
 
     @property
     def hops_s(self) -> list[float]:
-        """Forward hops, backward hops, and 0 for no hop."""
+        """Seconds of forward hops, then of backward hops, and a 0 for actions without a hop."""
         return [*self.forward_hop_s, *self.backward_hop_s, 0.0]
 
     @property
     def expected(self) -> PassTimes:
-        """The same times in nanoseconds, for schedules that split the backward too."""
+        """All times in nanoseconds, with input and weight gradients even if these are unknown."""
         stages = len(self.forward_s)
         durations = [max(1, round(seconds / NANOSECOND_S)) for seconds in self.durations_s]
         forward, backward, _, *halves = (tuple(durations[at : at + stages]) for at in range(0, len(durations), stages))
@@ -101,39 +104,41 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """One pipeline's step, action by action."""
+    """Start and end of every action in one pipeline's step."""
 
     start_s: tuple[tuple[float, ...], ...]
-    """Start of each action of each rank."""
+    """Start of each action of each rank, in seconds from the start of the step."""
     end_s: tuple[tuple[float, ...], ...]
 
     @property
     def makespan_s(self) -> float:
-        """Time from the first forward to the last backward."""
+        """Seconds from the start of the first forward to the end of the last backward."""
         return max(ends[-1] for ends in self.end_s)
 
     @property
     def span_s_P(self) -> tuple[float, ...]:
-        """Time from each rank's own first start to its last end."""
+        """Seconds from the start of each rank's first action to the end of its last action."""
         return tuple(ends[-1] - starts[0] for starts, ends in zip(self.start_s, self.end_s, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The schedule that stock Megatron runs for a shape, as columns, without an object for each action.
+    """The schedule of stock Megatron for given pp, vpp and micro-batches, stored as columns instead of objects.
 
     Raises:
-        LayoutError: Megatron would refuse these numbers.
+        LayoutError: Megatron would refuse pp, vpp, group size and micro-batches.
 
     """
 
     pp: int
     vpp: int
     group_size: int
-    """Micro-batches that pass through one chunk before the next; not used without interleaving."""
+    """Number of micro-batches that a rank runs through one chunk before its next chunk; not used without
+    interleaving."""
     num_microbatches: int
     rendezvous: bool = False
-    """True if a message starts when its receiver asks for it, not when it is sent (`exchanges.meets_receivers`)."""
+    """True if a message starts when its receiver requests it, False if a message starts when its sender is ready
+    (`exchanges.meets_receivers`)."""
     blocking_ends: bool = False
     """True if warm-up and cool-down wait for messages before the next pass (`exchanges.blocks_at_ends`)."""
 
@@ -143,7 +148,7 @@ class Order:
 
     @property
     def name(self) -> str:
-        """Name as in `Schedule.name`."""
+        """Name of the schedule, equal to `Schedule.name`."""
         return self._layout.schedule_name
 
     @property
@@ -158,14 +163,14 @@ class Order:
 
     @property
     def warmup_P(self) -> Ints:
-        """Forwards that each rank runs before its first backward, not limited by their number."""
+        """Number of forwards that each rank runs before its first backward, if there are enough micro-batches."""
         if self.vpp == 1:
             return np.arange(self.pp - 1, -1, -1)
         return np.array([num_warmup(self.pp, self.vpp, self.group_size, rank) for rank in range(self.pp)])
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The same schedule with an object for each action."""
+        """The equal `Schedule`, which has an object for each action."""
         return schedule_of(self._layout, self.num_microbatches)
 
     @property
@@ -174,7 +179,7 @@ class Order:
 
     @cached_property
     def columns(self) -> Columns:
-        """Actions as in `Schedule.columns`: warm-up, then a forward and a backward in turn, then the rest."""
+        """Actions as `Schedule.columns` has them: warm-up, then forward and backward in turn, then the cool-down."""
         # Micro-batch and chunk of each forward of a rank (facts.known_schedules.schedule_table).
         group = self.group_size if self.vpp > 1 else self.num_microbatches
         index_N = np.arange(self.num_microbatches * self.vpp)
@@ -190,7 +195,7 @@ class Order:
         backward_PN = rows + np.where(index_N < forwards - ahead_P1, 2 * index_N + ahead_P1 + 1, index_N + forwards)
         stage_A, kind_A, microbatch_A = (np.empty(2 * forwards * self.pp, dtype=np.int64) for _ in range(3))
         stage_A[forward_PN] = chunk_N * self.pp + rank_P1
-        # Backwards take the chunks in reverse.
+        # A rank runs the backwards of its chunks in reverse order.
         stage_A[backward_PN] = (self.vpp - 1 - chunk_N) * self.pp + rank_P1
         kind_A[forward_PN], kind_A[backward_PN] = FORWARD, BACKWARD
         microbatch_A[forward_PN] = microbatch_A[backward_PN] = microbatch_N
@@ -198,11 +203,11 @@ class Order:
 
     @cached_property
     def blocked_A(self) -> NDArray[np.bool_]:
-        """True for actions of `columns` that start only after a message for which their rank waits beforehand.
+        """True for actions of `columns` before which the rank waits, idle, for the whole time of a message.
 
-        With blocking ends these are the forwards of the warm-up and the next one, and the backwards of the cool-down
-        except the first, whose message was requested while others computed (schedules.py of core_v0.16.1,
-        forward_backward_pipelining_with_interleaving).
+        With blocking ends these actions are the forwards of the warm-up, the next forward, and the backwards of the
+        cool-down except the first backward. The message for this first backward was requested during an earlier pass
+        (schedules.py of core_v0.16.1, forward_backward_pipelining_with_interleaving).
         """
         rank_A, _, kind_A, _ = self.columns
         if self.rendezvous or not self.blocking_ends:
@@ -210,27 +215,28 @@ class Order:
         forwards = self.num_microbatches * self.vpp
         ahead_A = np.minimum(self.warmup_P, forwards)[rank_A]
         is_forward_A = kind_A == FORWARD
-        # Number of the action among its rank's forwards or backwards, from 0.
+        # Index of each action among the forwards, or among the backwards, of its rank.
         number_A = np.where(is_forward_A, np.cumsum(is_forward_A), np.cumsum(~is_forward_A)) - rank_A * forwards - 1
         return np.where(is_forward_A, number_A <= ahead_A, number_A > forwards - ahead_A)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dependencies:
-    """The graph of a schedule; actions are numbered rank after rank, each rank in its own order."""
+    """Dependency graph of a schedule's actions, numbered rank after rank in the order in which each rank runs them."""
 
     columns: Columns
     previous_A: Ints
-    """The rank's previous action, or -1."""
+    """Index of the previous action on the same rank; -1 for a rank's first action."""
     cause_A: Ints
-    """The action whose result is needed, or -1. The cause of F(s) is F(s - 1). The cause of B(s) or I(s) is B or I of
-    s + 1; on the last stage it is its own F. A W needs only its own I, which its rank has always run before."""
+    """Index of the action whose result each action needs (its cause); -1 without a cause. The cause of F(s) is F(s -
+    1). The cause of B(s) or I(s) is B or I of stage s + 1, but on the last stage F of the same micro-batch. A W has no
+    cause, because its rank always runs the I of the same micro-batch earlier."""
     level_A: Ints
-    """Longest chain of actions before each action."""
+    """Length of the longest chain of actions that must run before each action."""
 
     @classmethod
     def of(cls, schedule: Schedule | Order) -> Dependencies:
-        """Return the graph; raises FactError if the order can never run."""
+        """Return the dependency graph of a schedule; raises FactError if the schedule deadlocks."""
         columns = schedule.columns
         count = len(columns.rank_A)
         first_A = np.concatenate(([True], columns.rank_A[1:] != columns.rank_A[:-1]))
@@ -252,7 +258,7 @@ class Dependencies:
         )
 
     def target_A(self, rank_S: Ints) -> Ints:
-        """Return the rank that needs each action's result; the action's own rank if no other does."""
+        """Return the rank that needs each action's result; the action's own rank if no other rank needs it."""
         _, stage_A, kind_A, _ = self.columns
         last = len(rank_S) - 1
         sends_on_A = (kind_A == FORWARD) & (stage_A < last)
@@ -261,7 +267,7 @@ class Dependencies:
 
 
 def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
-    """Let all ranks step together, one action each if they can: the step at which an action runs is its level."""
+    """Return each action's level: the round in which it runs if every rank runs at most one action in a round."""
     count = len(cause_A)
     level_A = np.full(count + 1, count)
     level_A[NO_ACTION] = NO_ACTION
@@ -285,12 +291,12 @@ def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
 
 
 class Engine:
-    """A schedule made ready for pricing: its actions in an order in which every cause comes before its effect.
+    """A schedule whose actions are sorted so that every cause comes before its effect, to price many pipelines.
 
-    start = max(end of the rank's previous action, end of the cause + its hop). If a message meets its receiver
-    (`Order.blocked_A`), the hop begins after both. Sends do not occupy a rank, except at blocking ends: there a rank
-    that receives nothing waits for its own send. The order depends on the schedule only, so it is found once,
-    and each pricing is one pass: O(pp * vpp * n).
+    start = max(end of the rank's previous action, end of the cause + its hop). If the receiver must request a message
+    (`Order.blocked_A`), the hop begins after both ends. Sends do not occupy a rank, except at blocking ends: a rank
+    that receives nothing waits there for the end of its own send. The order of the actions depends on the schedule
+    only, so the engine sorts them once. Each pricing is one pass over the actions: O(pp * vpp * n).
 
     Raises:
         FactError: the schedule deadlocks.
@@ -299,7 +305,8 @@ class Engine:
 
     def __init__(self, schedule: Schedule | Order) -> None:
         self._order = schedule
-        # Megatron's own schedules never deadlock. The order of another is found now, to find a deadlock now.
+        # Megatron's own schedules never deadlock. The actions of any other schedule are sorted now, so that a deadlock
+        # raises an error now.
         if not isinstance(schedule, Order):
             assert len(self.dependencies.level_A)
 
@@ -310,12 +317,12 @@ class Engine:
 
     @property
     def meets_receivers(self) -> bool:
-        """True if some messages meet their receivers; other schedules than Megatron's do not say so."""
+        """True if some messages start only at their receiver's request; False for schedules that are not Megatron's."""
         return isinstance(self._order, Order) and (self._order.rendezvous or self._order.blocking_ends)
 
     @property
     def columns(self) -> Columns:
-        """Actions, rank after rank, in the order of a `Timeline`."""
+        """Actions of the schedule, rank after rank, in the order of a `Timeline`."""
         return self._order.columns
 
     @property
@@ -325,9 +332,9 @@ class Engine:
 
     @cached_property
     def place_A(self) -> Ints:
-        """Place of each action of `dependencies` in the engine's own order.
+        """Index in the engine's own order of each action of `dependencies`.
 
-        The last entry is one more place, for the action -1, which ends at 0.
+        The last entry is an extra index for action -1, which means "no action" and ends at 0.
         """
         place_A = np.empty(len(self._order_A) + 1, dtype=np.int64)
         place_A[self._order_A] = np.arange(len(self._order_A))
@@ -338,7 +345,8 @@ class Engine:
     def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """(previous, cause, hop, wait, duration) of each action in the engine's own order, as indices.
 
-        The hop is between the cause and the action, the wait between the previous action and this one.
+        The hop is the message from the cause to the action. The wait comes between the rank's previous action and this
+        action.
         """
         order_A = self._order_A
         graph = self.dependencies
@@ -348,7 +356,7 @@ class Engine:
 
     @cached_property
     def last_backward_S(self) -> Ints:
-        """Place of each stage's last backward in the engine's own order."""
+        """Index of each stage's last backward in the engine's own order."""
         _, stage_A, kind_A, _ = self.dependencies.columns
         ends_A = np.flatnonzero((kind_A != FORWARD) & (kind_A != INPUT))
         last_S = np.zeros(self._order.num_stages, dtype=np.int64)
@@ -356,7 +364,7 @@ class Engine:
         return np.asarray(self.place_A[last_S])
 
     def drain_s(self, times: StageTimes) -> list[float]:
-        """Return the end of each stage's last backward: from then on its gradients can be reduced."""
+        """Return the end of each stage's last backward, after which the stage's gradients can be reduced."""
         ends = self._ends(times)
         return [ends[place] for place in self.last_backward_S.tolist()]
 
@@ -365,7 +373,7 @@ class Engine:
         return max(self.drain_s(times))
 
     def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
-        """Price several pipelines as `drain_s` does one: the same operations, hence the same digits.
+        """Return `drain_s` of several pipelines, with exactly the same floating-point results.
 
         Args:
             durations_R: `StageTimes.durations_s`, one column for each pipeline.
@@ -376,7 +384,7 @@ class Engine:
         return self.ends_at(self.last_backward_S, durations_R, hops_R)
 
     def ends_at(self, places_X: Ints, durations_R: Floats, hops_R: Floats) -> Floats:
-        """Return the ends of the actions at these places of the engine's own order, one column for each pipeline."""
+        """Return the ends of the actions at indices `places_X` of the engine's order, one column for each pipeline."""
         pipelines = durations_R.shape[1]
         found = np.empty((len(places_X), pipelines))
         if _IN_C or len(self._level_A) * pipelines > _ACTIONS_OF_A_LEVEL * (int(self._level_A[-1]) + 1):
@@ -394,7 +402,7 @@ class Engine:
     def ends_AR(self, durations_R: Floats, hops_R: Floats) -> Floats:
         """Return the ends of all actions of several pipelines, in the engine's own order, followed by a row of 0.
 
-        The result has A * R numbers. `ends_at` keeps only the requested ones, and works block by block.
+        The result has A * R numbers. The method `ends_at` needs less memory, because it keeps only the requested ends.
         """
         ends = np.zeros((len(self._level_A) + 1, durations_R.shape[1]))
         durations_R = self.row_durations(durations_R)
@@ -413,7 +421,7 @@ class Engine:
         return ends
 
     def row_durations(self, durations_R: Floats) -> Floats:
-        """Return the durations that `table_A` refers to."""
+        """Return the durations whose indices are in `table_A`."""
         return durations_R
 
     def timeline(self, times: StageTimes) -> Timeline:
@@ -442,7 +450,7 @@ class Engine:
     @cached_property
     def splits_backward(self) -> bool:
         """True if some weight gradients are separate from input gradients."""
-        # Megatron's own schedules do not split it, which is known before their actions are listed.
+        # Megatron's own schedules never split the backward, so their actions need not be listed here.
         return not isinstance(self._order, Order) and bool((self.dependencies.columns.kind_A == WEIGHT).any())
 
     @cached_property
@@ -452,7 +460,7 @@ class Engine:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints, Ints]]:
-        """`table_A` for actions of equal level: none of them needs another."""
+        """Rows of `table_A` by level; actions of equal level do not depend on each other."""
         bounds = np.cumsum(np.bincount(self._level_A)).tolist()
         previous, cause, hop, wait, duration = self.table_A
         return [
@@ -463,7 +471,7 @@ class Engine:
     def _duration_A(self) -> Ints:
         """Return the place of each action's time in `StageTimes.durations_s`."""
         _, stage_A, kind_A, microbatch_A = self.dependencies.columns
-        # F, B, I, W as in `KINDS`; a first forward has a block of its own.
+        # Block of durations for each kind of `KINDS` (F, B, I, W); the first forward has its own block.
         block_A = np.array([0, 1, 3, 4])[kind_A]
         block_A[(kind_A == FORWARD) & (microbatch_A == 0)] = 2
         return block_A * self._order.num_stages + stage_A
@@ -483,15 +491,15 @@ class Engine:
     def _wait_A(self, hop_A: Ints) -> Ints:
         """Return the place of the time that each action's rank waits for a message after its previous action.
 
-        It is the time of the message that the action needs. With blocking ends, an action that needs no message waits
-        for the message that its rank has sent before.
+        The rank waits for the message that the action needs. With blocking ends, an action that needs no message waits
+        for the message that its rank sent before.
         """
         none = 2 * (self._order.num_stages - 1)
         if not isinstance(self._order, Order) or not self.meets_receivers:
             return np.full(len(hop_A), none)
         if not self._order.rendezvous:
             previous_A = self.dependencies.previous_A
-            # The hop of each action's result; no hop if its own rank needs it.
+            # Hop of each action's result; no hop if the action's own rank needs the result.
             rank_A, stage_A, kind_A, _ = self.dependencies.columns
             stays_A = self.dependencies.target_A(np.array(self._order.rank_S)) == rank_A
             way_A = np.where(kind_A == FORWARD, stage_A, self._order.num_stages - 2 + stage_A)
@@ -516,7 +524,7 @@ class Engine:
     def _run(self, durations: list[float], hops: list[float]) -> list[float]:
         """Return the ends in the engine's own order, followed by a 0."""
         ends = [0.0] * (len(self._level_A) + 1)
-        # Comparisons, because max() would double the time of this loop.
+        # The loop uses comparisons, because max() would double its time.
         for place, (previous, cause, hop, wait, duration) in enumerate(self._steps):
             ready, free = ends[cause] + hops[hop], ends[previous] + hops[wait]
             ends[place] = (free if free > ready else ready) + durations[duration]  # noqa: FURB136
@@ -536,13 +544,13 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
 def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Floats]:
     """Count how often each duration and each hop is on the longest path of each pipeline.
 
-    The makespan is the largest over all paths of a sum of durations and hops, so it is convex in them, and these counts
-    are a subgradient: at any other times it is at least counts * times.
+    The makespan is the maximum, over all paths, of a sum of durations and hops. So the makespan is convex in these
+    times and the counts are a subgradient: for any other times the makespan is at least counts * times.
 
     Args:
         engine: the schedule.
-        durations_R: as for `Engine.drain_s_SR`, one column for each pipeline.
-        hops_R: likewise.
+        durations_R: `StageTimes.durations_s`, one column for each pipeline.
+        hops_R: `StageTimes.hops_s`, one column for each pipeline.
 
     Returns:
         Counts in the shapes of `durations_R` and `hops_R`; the last hop, which stands for no hop, counts 0.
@@ -564,7 +572,7 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
     while len(column):
         duration_counts[duration_A[place], column] += 1
         hop, wait, cause, before = hop_A[place], wait_A[place], cause_A[place], previous_A[place]
-        # If both are equally late, the rank's own previous action counts.
+        # If the cause and the rank's previous action end at the same time, the path goes through the previous action.
         waits = ends[cause, column] + hops_R[hop, column] > ends[before, column] + hops_R[wait, column]
         hop_counts[np.where(waits, hop, wait), column] += 1
         place = np.where(waits, cause, before)

@@ -1,11 +1,11 @@
-"""Megatron's own schedules, priced without running through every micro-batch.
+"""Time of Megatron's own schedules, computed from the steady state instead of from every micro-batch.
 
-After its warm-up a pipeline repeats itself: the state that decides the rest of a step (when each rank is free, and the
-messages on their way) equals the state some turns earlier, delayed by a constant. The ends of actions are a max-plus
-linear system, so if this holds for one period, it always holds (Baccelli et al. 1992, Synchronization and Linearity,
-section 3.7). A step therefore ends like a step of fewer micro-batches, plus this constant for each period left out. A
-step that does not come to repeat itself is run whole. The result equals the whole schedule's except for rounding,
-some parts in 10^13, and does not depend on the other pipelines priced at the same time.
+After its warm-up a pipeline becomes periodic. Its state is the time at which each rank is free and each travelling
+message arrives. One period later, each of these times is larger by the same constant. The ends of actions are a
+max-plus linear system, so a state that repeats once repeats always (Baccelli et al. 1992, Synchronization and
+Linearity, section 3.7). The time of a step is therefore the time of a step with fewer micro-batches, plus this constant
+for each period left out. If no period is found, the whole step is simulated. The result equals the whole schedule's
+except for rounding, some parts in 10^13, and does not depend on the other pipelines priced at the same time.
 """
 
 # S = stages, P = pipeline ranks, R = pipelines that are priced side by side, X = entries of the state, T = turns back.
@@ -23,10 +23,10 @@ from pipette_launch.cost.pipeline.engine import Engine, Floats, Order
 from pipette_launch.facts.layout import Ints, Layout
 
 _ROUNDING = 1e-13
-"""Two delays are equal if they differ by less than this share of the time since the step began."""
+"""Two delays count as equal if they differ by less than this share of the time since the start of the step."""
 _CACHED_SHAPES = 512
 _CACHED_ACTIONS = 1 << 20
-"""Most actions of the engines in memory, some 300 MB."""
+"""Largest sum of the actions of all engines in memory, about 300 MB."""
 
 
 class SteadyEngine(Engine):
@@ -37,12 +37,13 @@ class SteadyEngine(Engine):
         self._shape = order
 
     def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
-        """Price several pipelines, each independently of the others; arguments as of `Engine`."""
+        """Return the ends of the stages' last backwards for several pipelines; arguments as in `Engine.drain_s_SR`."""
         shape = self._shape
         drained = np.empty((shape.num_stages, durations_R.shape[1]))
-        # A last group that is not full differs from the others: every tried length has one of the same size.
+        # A last group of micro-batches that is not full differs from the full groups, so every tried step length ends
+        # with a group of the same size.
         group, last_group = (shape.group_size, shape.num_microbatches % shape.group_size) if shape.vpp > 1 else (1, 0)
-        # The fewest micro-batches in which the state can be read often enough.
+        # Least number of micro-batches in which the state is read often enough to find a period.
         fewest = 4 * group + last_group if shape.vpp > 1 else 2 * shape.pp + 1
         todo = [(fewest, np.arange(durations_R.shape[1]))]
         while todo:
@@ -57,7 +58,8 @@ class SteadyEngine(Engine):
             done_R = rest_R == 0
             later_s_R = missing // np.maximum(turns_R, 1) * later_s_R
             drained[:, some[done_R]] = ended[:, done_R] + later_s_R[done_R]
-            # The micro-batches left out must be a multiple of the period. Without a period yet, try a longer step.
+            # The number of micro-batches left out must be a multiple of the period. If no period was found, a longer
+            # step is tried.
             for rest in np.unique(rest_R[~done_R]).tolist():
                 longer = length + rest * start.turn if rest > 0 else 2 * length - last_group
                 todo.append((longer, some[rest_R == rest]))
@@ -65,20 +67,20 @@ class SteadyEngine(Engine):
 
 
 class _Start(Engine):
-    """The same schedule with fewer micro-batches, and the places where the state of the pipeline is read."""
+    """The schedule with fewer micro-batches, and the indices of the actions whose ends form the pipeline's state."""
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)
         self.turn = order.group_size if order.vpp > 1 else 1
-        """Number of micro-batches after which the same chunks come again."""
+        """Number of micro-batches after which a rank runs the same sequence of chunks again (a turn)."""
         self._shape = order
 
     def price(self, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Ints, Floats]:
-        """Price the schedule, and find the period of its steady state.
+        """Return the time of the schedule, and the period of its steady state.
 
         Returns:
-            Ends of the stages' last backwards, as `drain_s_SR`; the period of each pipeline in turns, 0 if there is
-            none yet; and the delay of a period.
+            Ends of the stages' last backwards, as in `drain_s_SR`; the period of each pipeline in turns, 0 if no period
+            was found; and the delay of a period in seconds.
 
         """
         places = np.concatenate([self.last_backward_S, *self._states])
@@ -100,17 +102,19 @@ class _Start(Engine):
 
     @cached_property
     def _states(self) -> list[Ints]:
-        """Places of the ends that make up the state: late in the step, one turn before, two turns before, and so on.
+        """Indices of the ends that form the state: late in the step, one turn earlier, two turns earlier, and so on.
 
         A round is one forward and one backward of a rank in the steady part. The state is read after round j on rank 0
-        and, interleaved, after round j + r on rank r: then no rank has used what another has not sent, and messages on
-        their way were sent in the last rounds: one round, or g - p + 1 for groups of g. (Rank r is w(r) forwards ahead,
-        and w(r) - w(r + 1) is 1, or 2 interleaved; from the last rank back to the first it is g chunk passes.)
+        and, with interleaving, after round j + r on rank r. At this cut no rank has used a message that is not sent
+        yet. All travelling messages were sent in the last round, or with interleaved groups of g in the last g - p + 1
+        rounds. (Rank r has a warm-up of w(r) forwards, and w(r) - w(r + 1) is 1, or 2 with interleaving. From the last
+        rank back to the first rank the difference is g chunk passes.)
         """
         order = self._shape
         interleaved = order.vpp > 1
         warmup_P = order.warmup_P
-        # A last group that is not full differs from the others; it belongs to the end of the step.
+        # A last group of micro-batches that is not full differs from the full groups, so it counts to the end of the
+        # step.
         full = order.num_microbatches // self.turn * self.turn * order.vpp
         last = full - int(warmup_P[0]) - 1
         rounds = order.group_size - order.pp + 1 if interleaved else 1
@@ -122,7 +126,7 @@ class _Start(Engine):
             round_P = last - turns * per_turn + (rank_P if interleaved else 0)
             forward = [first_P + 2 * (round_P - back) for back in range(rounds)]
             states.append(self.place_A[np.concatenate([*forward, *(places + 1 for places in forward)])])
-        # The longest period that is tried: a loop of hops over k ranks repeats itself after k micro-batches.
+        # Longest period that is tried: messages in a cycle over k ranks repeat after k micro-batches.
         most_turns = 2 if interleaved else order.pp
         return states[: most_turns + 1]
 
@@ -132,7 +136,8 @@ def engine_of(
 ) -> Engine:
     """Return the engine of the schedule that stock Megatron runs for a layout, made once for each shape.
 
-    `num_microbatches` belong to one replica and step; `rendezvous` and `blocking_ends` are passed to `Order`.
+    `num_microbatches` counts the micro-batches of one replica in a step. `rendezvous` and `blocking_ends` are arguments
+    of `Order`.
     """
     group = (layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1
     order = Order(
@@ -152,7 +157,7 @@ E = TypeVar("E", SteadyEngine, _Start)
 
 
 def _kept(order: Order, make: type[E]) -> E:
-    """Return an engine from memory, or make it; the engines that were not used for longest are dropped first."""
+    """Return an engine from the cache, or make it; the cache drops the least recently used engines first."""
     engine = _engines.pop((make, order), None)
     if not isinstance(engine, make):
         engine = make(order)

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name, also those that Megatron lacks: their orders, their memory, and their time over NCCL.
+"""Pipeline schedules by name, also schedules that Megatron lacks: order of passes, memory, and time over NCCL.
 
 The rest of the product reaches this optional part through this module only. A new schedule is a function that makes
 its order, and an entry in `SCHEDULES`. The function belongs to `facts.known_schedules` if a few counts decide the
@@ -59,32 +59,33 @@ Chunks = Literal["one", "two", "several"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Numbers that decide a schedule whose order needs no times."""
+    """Numbers that decide a schedule whose order does not depend on the stages' times."""
 
     pp: int
     vpp: int
     num_microbatches: int
     group_size: int
-    """Micro-batches that pass through a chunk before the next."""
+    """Number of micro-batches that a rank runs through one chunk before its next chunk."""
     extra: int | None = None
-    """Forwards ahead beyond 1F1B's; None = as many as in 1F1B."""
+    """Number of warm-up forwards beyond those of 1F1B; None = the schedule's own number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedSchedule:
-    """A schedule that is made by counts or, if its order depends on the stages' times, by times."""
+    """A schedule with a name, and the function that makes it from counts or from the stages' times."""
 
     sentence: str
     peak: Callable[[int, int, int], float]
-    """Most micro-batches that a rank keeps, by pp, vpp and group size; a W that has not run counts in full."""
+    """Function from (pp, vpp, group size) to the most micro-batches that a rank keeps. A micro-batch whose W has not
+    run counts in full."""
     by_counts: Callable[[Counts], Schedule] | None = None
     by_times: Callable[[SchedulingProblem], Schedule] | None = None
     chunks: Chunks = "one"
-    """Number of chunks of each rank."""
+    """Number of chunks that the schedule allows on each rank."""
     placement: Placement = "loop"
     splits_backward: bool = True
     refills: bool = False
-    """True if its W are placed again when times are given."""
+    """True if the schedule's weight gradients (W) are placed again when times are given."""
     has_groups: bool = False
     """True if the size of the micro-batch groups can be chosen."""
     has_extra: bool = False
@@ -152,7 +153,8 @@ SCHEDULES: dict[str, NamedSchedule] = {
     "v-zb": NamedSchedule(
         sentence="V placement within 1F1B's memory",
         peak=lambda p, _v, _g: p,
-        # With slopes of half a period all ranks repeat the same order, so no bubble repeats, for any times.
+        # If passes are half a period apart from rank to rank, all ranks run the same order, so no bubble repeats in any
+        # period.
         by_times=lambda problem: v_schedule("v-zb", problem, ((3, 3, 3, 3),)),
         chunks="two",
         placement="v",
@@ -182,7 +184,7 @@ SCHEDULES: dict[str, NamedSchedule] = {
         splits_backward=False,
     ),
 }
-"""Every schedule by its name. The two orders of stock Megatron with a pipeline are 1f1b and interleaved-1f1b."""
+"""Every schedule by its name. Stock Megatron has only 1f1b and interleaved-1f1b."""
 
 
 def named_schedule(
@@ -206,14 +208,16 @@ def named_schedule(
         pp: pipeline ranks.
         vpp: chunks of each rank.
         num_microbatches: micro-batches of one step.
-        group_size: micro-batches that pass through a chunk before the next (interleaved-1f1b and gis); None = pp.
-        extra: forwards ahead beyond 1F1B's (eager-1f1b); None = as many as in 1F1B.
-        times: times of the stages, with input and weight gradients separate. None = equal times, for schedules that
-            times decide. With times, gis and interleaved-zb place their W again.
+        group_size: micro-batches that a rank runs through one chunk before its next chunk (interleaved-1f1b and gis);
+            None = pp.
+        extra: warm-up forwards beyond those of 1F1B (eager-1f1b); None = the schedule's own number.
+        times: times of the stages, with input and weight gradients separate. None = equal times, for schedules whose
+            order depends on times. If times are given, gis and interleaved-zb place their weight gradients (W) again.
         held_S: memory of each stage for one micro-batch, in any unit; None = equal parts of one micro-batch.
-        w_share: share of this memory that W still needs.
+        w_share: share of `held_S` that a weight gradient (W) still needs.
         limit_P: most memory of each rank, in the unit of `held_S`; None = the schedule's known peak.
-        objective: time that schedules decided by times minimize; `span` only with zero bubble's post-validation.
+        objective: time to minimize, for schedules whose order depends on times; `span` only with zero bubble's
+            post-validation.
 
     Raises:
         LayoutError: no such schedule exists for these numbers; the message gives the reason.
@@ -248,7 +252,7 @@ def named_schedule(
 
 
 def _checked(name: str, counts: Counts, *, chooses_group: bool) -> NamedSchedule:
-    """Return a schedule by its name; raise LayoutError if the name is unknown or the numbers do not suit it."""
+    """Return a schedule by its name; raise LayoutError if the name is unknown or refuses the counts."""
     if name not in SCHEDULES:
         hint = did_you_mean(name.lower(), SCHEDULES, otherwise=f"there are {', '.join(SCHEDULES)}")
         raise LayoutError(f"no schedule is called {name!r}; {hint}")
@@ -275,7 +279,7 @@ def _equal_times(stages: int) -> StageTimes:
 
 
 def most_kept(name: str, counts: Counts, held_S: Sequence[float]) -> tuple[float, ...]:
-    """Return the most memory of each rank under a schedule that is not made yet, in the unit of `held_S`.
+    """Return the known peak memory of each rank under a named schedule, in the unit of `held_S`.
 
     `held_S` is the memory of each stage for one micro-batch.
     """
@@ -292,8 +296,9 @@ def peak_live_bytes(
 ) -> tuple[int, ...]:
     """Return the most bytes that each rank's stages hold for micro-batches whose backward is not done.
 
-    Only the order matters: F takes its stage's bytes, B frees them, I leaves the bytes that W needs. For the schedules
-    of stock Megatron this equals `cost.memory.live_activations.peak_live_bytes` on every rank.
+    Only the order of passes matters: F takes its stage's bytes, B frees these bytes, and I frees all but the bytes that
+    W needs. For schedules of stock Megatron the result equals `cost.memory.live_activations.peak_live_bytes` on every
+    rank.
 
     Args:
         schedule: the schedule.
@@ -325,19 +330,20 @@ def peak_live_bytes(
 
 
 _NOTHING = -1
-"""Stands for no row; it ends at 0."""
+"""Index that means "no row"; its end is 0."""
 _NO_TIME = 0
-"""Place of the duration 0, before the durations of passes."""
+"""Index of the duration 0, before the durations of passes."""
 
 
 class StreamEngine(Engine):
     """Engine for schedules over NCCL: the longest path through the programs that the workers run.
 
-    A rank posts a send or a receive after its last pass. Each starts when this pass has ended and the previous message
-    in the same direction too. A message travels once both ends have started. A device with one work queue starts passes
-    and messages in the order in which its rank posts them (CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron requires for
-    tensor parallelism before Blackwell). All devices are priced like this: of 400 drawn steps the worst was 3 % longer
-    than with more queues. Not priced: multiprocessors that a waiting receive occupies.
+    A rank posts a send or a receive after its latest pass. The send or receive starts when this pass and the previous
+    message in the same direction have ended. A message travels once its sender and its receiver have started. A device
+    with one work queue starts passes and messages in the order in which its rank posts them. Megatron requires one
+    queue for tensor parallelism before Blackwell (CUDA_DEVICE_MAX_CONNECTIONS=1). All devices are priced with one
+    queue: of 400 random steps the worst was 3 % longer than with more queues. The multiprocessors that a waiting
+    receive occupies are not priced.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -346,7 +352,7 @@ class StreamEngine(Engine):
 
     @cached_property
     def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Return `Engine.table_A` with three more rows for each message: one for each ready rank, and its start."""
+        """Return `Engine.table_A` with 3 more rows for each message: sender ready, receiver ready, message start."""
         order, place = self._rows_by_level, self._place_of_row
         previous, cause, hop, duration = np.array(self._rows.table, dtype=np.int64).reshape(-1, 4)[order].T
         no_hop = np.full(len(order), self._no_hop)
@@ -354,7 +360,7 @@ class StreamEngine(Engine):
 
     @cached_property
     def place_A(self) -> Ints:
-        """Return the places as `Engine.place_A` does."""
+        """Return the index of each action's row; the last entry is for action -1, as in `Engine.place_A`."""
         row_A = [self._rows.row_of[action] for actions in self._schedule.ranks for action in actions]
         return self._place_of_row[[*row_A, _NOTHING]]
 
@@ -371,12 +377,12 @@ class StreamEngine(Engine):
 
     @cached_property
     def _rows_by_level(self) -> Ints:
-        """Rows by their levels."""
+        """Rows sorted by their levels."""
         return np.argsort(self._rows.level, kind="stable")
 
     @cached_property
     def _place_of_row(self) -> Ints:
-        """Place of each row in this order, followed by the place of no row."""
+        """Index of each row in the order of levels, followed by the index that means "no row"."""
         place = np.empty(len(self._rows_by_level) + 1, dtype=np.int64)
         place[self._rows_by_level] = np.arange(len(self._rows_by_level))
         place[_NOTHING] = len(self._rows_by_level)
@@ -396,13 +402,13 @@ class StreamEngine(Engine):
 
 
 class _Rows:
-    """Passes and starts of messages, each with the two rows that it waits for.
+    """Rows for passes and starts of messages; each row waits for at most two earlier rows.
 
     Args:
         programs: programs of all ranks.
         rank_S: pipeline rank of each stage.
-        duration_of: place of each pass's time among the durations.
-        no_hop: place of the hop of 0 among the hops.
+        duration_of: index of each pass's time among the durations.
+        no_hop: index of the 0 among the hops.
 
     """
 
@@ -410,17 +416,17 @@ class _Rows:
         self, programs: tuple[Program, ...], rank_S: tuple[int, ...], duration_of: dict[Action, int], *, no_hop: int
     ) -> None:
         self.table: list[tuple[int, int, int, int]] = []
-        """Previous row, row whose result is needed, the hop between them, and the duration."""
+        """For each row: previous row, row whose result is needed, hop from that row, and duration."""
         self.level: list[int] = []
-        """Longest chain of rows before each row."""
+        """Length of the longest chain of rows before each row."""
         self.row_of: dict[Action | Message, int] = {}
         self._no_hop = no_hop
         self._last = [_NOTHING] * len(programs)
-        """The last row of each rank: nothing starts before it ends."""
+        """Latest row of each rank; the rank's next row starts after its end."""
         self._posted: dict[Message, int] = {}
-        """Row of the first of the two ends of a message."""
+        """Row in which the first end of a message, send or receive, was posted."""
         self._before: dict[tuple[int, tuple[int, int]], Message] = {}
-        """Last message that a rank has posted in a direction, by rank and direction."""
+        """Latest message that a rank has posted in a direction, by (rank, direction)."""
         at = [0] * len(programs)
         ready = deque(range(len(programs)))
         while ready:
@@ -448,5 +454,5 @@ class _Rows:
         return len(self.table) - 1
 
     def _hop(self, message: Message) -> int:
-        """Return the place of a message's time among the hops."""
+        """Return the index of a message's time among the hops."""
         return message.stage + self._no_hop // 2 - 1 if message.is_gradient else message.stage

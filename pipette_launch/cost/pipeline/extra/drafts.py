@@ -1,8 +1,8 @@
 """Schedules decided by the times of the stages: orders of passes whose weight gradients fill gaps.
 
 `fill` runs a given order with real times within a memory limit, and puts weight gradients (W) into the gaps in which a
-rank would wait. `best_draft` tries several orders and rules, and improves the best drafts. It has orders for zero
-bubble (1F1B with delayed W) and for V placements (repeated building blocks).
+rank would wait. `best_draft` tries several orders and rules, and improves the best drafts. The module has orders for
+zero bubble (1F1B with delayed W) and for V placements (repeated building blocks).
 """
 
 # S = stages, P = pipeline ranks, M = micro-batches. Kinds of passes: F = forward, B = whole backward, I = input
@@ -27,11 +27,11 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.schedule import Action, Kind, Placement, Schedule, rank_of
 
 PassOrder = tuple[tuple[Action, ...], ...]
-"""Forwards and backwards of each rank, without W; each stage's micro-batches ascend."""
+"""Forwards and backwards of each rank in order, without W; a stage runs its micro-batches by rising number."""
 
 _NEVER = float("inf")
 _SLACK = 1e-9
-"""Sums of floats that should be equal differ by less than this, relative to a limit or to a second."""
+"""Tolerance between sums of floats that should be equal, relative to a limit or to one second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +46,12 @@ class SchedulingProblem:
     held_S: tuple[float, ...]
     """Memory that each stage keeps for one micro-batch, in any unit."""
     w_share: float = 1.0
-    """Share of this memory that the weight gradient still needs."""
+    """Share of `held_S` that the weight gradient still needs."""
     limit_P: tuple[float, ...]
-    """Most memory that each rank may keep, in the same unit."""
+    """Most memory that each rank may keep, in the unit of `held_S`."""
     objective: Literal["makespan", "span"] = "makespan"
-    """Time to minimize: of the whole step, or of the rank with the longest span."""
+    """Time to minimize: `makespan` = time of the whole step, `span` = longest time from a rank's first start to its
+    last end."""
 
     def __post_init__(self) -> None:
         stages = self.pp * self.vpp
@@ -75,21 +76,21 @@ class SchedulingProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FillRules:
-    """Actions that a rank runs while it waits for the next action of its order."""
+    """Rules for the actions that a rank runs while it waits for the next action of its order."""
 
     weight_gap: float
-    """A W fills a gap of at least this multiple of its length."""
+    """A weight gradient (W) fills a gap if the gap is at least this multiple of the W's length."""
     pull: Literal["none", "backward", "all"] = "none"
-    """Later actions of the order that may run first: none, backwards, or also forwards if memory allows."""
+    """Later actions of the order that may fill a gap: none, backwards, or also forwards if memory allows."""
     pull_gap: float = 0.0
-    """A later action fills a gap of at least this multiple of its length."""
+    """A later action fills a gap if the gap is at least this multiple of the action's length."""
     pull_first: bool = False
-    """True if later actions come before a W that fits."""
+    """True if a later action fills a gap rather than a W that also fits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSchedule:
-    """Actions of each rank with start and end."""
+    """Simulated actions of each rank, with start and end."""
 
     ranks: tuple[tuple[tuple[float, float, Action], ...], ...]
     complete: bool
@@ -109,7 +110,7 @@ class DraftSchedule:
         return max(rank[-1][1] - rank[0][0] for rank in self.ranks)
 
     def schedule(self, name: str, problem: SchedulingProblem) -> Schedule:
-        """Return the schedule of this draft."""
+        """Return this draft as a schedule."""
         return Schedule(
             name=name,
             pp=problem.pp,
@@ -138,7 +139,7 @@ def fill(
 
 
 class _Clock:
-    """State of one run. An event is a time at which a rank may have an action to start; a busy rank ignores it."""
+    """State of one simulation. An event is a time at which a rank may start an action; a busy rank ignores events."""
 
     def __init__(
         self, problem: SchedulingProblem, order: PassOrder, rules: FillRules, patient: frozenset[Action]
@@ -161,7 +162,7 @@ class _Clock:
         self.free_s = [0.0] * problem.pp
         self.ran: list[list[tuple[float, float, Action]]] = [[] for _ in order]
         self.events = [(0.0, rank) for rank in range(problem.pp)]
-        # By rank: places in its order of the micro-batches of each stage and kind.
+        # For each rank, stage and kind: indices of the micro-batches in the rank's order.
         self.chains: list[defaultdict[tuple[int, str], list[int]]] = []
         for actions in order if rules.pull != "none" else ():
             self.chains.append(defaultdict(list))
@@ -209,7 +210,7 @@ class _Clock:
         return actions[place] if place < len(actions) else None
 
     def meanwhile(self, rank: int, now: float, gap_s: float, weight: Action | None) -> Action | None:
-        """Return an action that fits into a gap by the rules."""
+        """Return an action that fits into a gap of `gap_s` seconds by the rules; None if no action fits."""
         if weight is not None and gap_s < self.rules.weight_gap * self.weight_s[weight.stage]:
             weight = None
         if self.rules.pull == "none" or (weight is not None and not self.rules.pull_first):
@@ -234,7 +235,10 @@ class _Clock:
         return best
 
     def leaves_room(self, rank: int, stage: int, place: int) -> bool:
-        """Return True if the actions before a pulled forward still fit beside it, each W directly after its I."""
+        """Return True if earlier actions of the order still fit in memory after a pulled forward.
+
+        The check assumes that each W runs directly after its I.
+        """
         held_S, ceiling = self.problem.held_S, self.ceiling_P[rank]
         live = self.live[rank] + held_S[stage]
         if live > ceiling:
@@ -282,19 +286,20 @@ class _Clock:
             self.send(now, end_s, action, stage - 1)
 
     def send(self, now: float, end_s: float, action: Action, target: int) -> None:
-        """Send a result to a neighbouring stage, whose rank now has its arrival time."""
+        """Send a result to a neighbouring stage, and record the arrival time on the stage's rank."""
         stage, kind, microbatch = action
         rank = self.rank_S[target]
         hops = self.problem.times.forward_hop_s if kind == "F" else self.problem.times.backward_hop_s
         arrival_s = end_s + (hops[min(stage, target)] if rank != self.rank_S[stage] else 0.0)
         self.arrival[kind][target][microbatch] = arrival_s
-        # A busy rank checks the next action of its order when it is free; with chains it may pull this one.
+        # A busy rank checks the next action of its order when it becomes free. With several chunks it may pull this
+        # action.
         if self.chains or self.free_s[rank] <= now:
             heapq.heappush(self.events, (max(arrival_s, self.free_s[rank]), rank))
 
 
 def order_of(schedule: Schedule, num_microbatches: int) -> PassOrder:
-    """Return the forwards and backwards of a schedule's first micro-batches, without their W."""
+    """Return the forwards and backwards of a schedule's first micro-batches, without weight gradients (W)."""
     return tuple(
         tuple(action for action in actions if action.kind != "W" and action.microbatch < num_microbatches)
         for actions in schedule.ranks
@@ -302,17 +307,18 @@ def order_of(schedule: Schedule, num_microbatches: int) -> PassOrder:
 
 
 _TRIES = 4
-"""Single waits that are tried in a round, besides all waits together."""
+"""Number of single waits that a round of polishing tries, after it has tried all waits together."""
 _FINALISTS = 6
 _KEPT = 3
 """Number of drafts that are polished."""
 _ACTIONS = 1_000_000
-"""Actions that may be simulated to choose a draft, and a quarter more to polish it: seconds for any pipeline."""
+"""Most actions that are simulated to choose a draft. Polishing may simulate another quarter of this number, so any
+pipeline takes seconds."""
 _SAME = 1e-9
 
 Ran = tuple[float, float, Action]
 Choice = tuple[int, FillRules]
-"""Index of an order, and rules for its W."""
+"""Index of an order, and rules for the weight gradients in this order."""
 
 
 def best_draft(
@@ -324,7 +330,7 @@ def best_draft(
 
     Args:
         problem: the pipeline.
-        orders: returns the possible orders, always the same number of them.
+        orders: function that returns the possible orders of a problem; their number must not depend on the problem.
         rules: rules for the W.
 
     Raises:
@@ -332,10 +338,10 @@ def best_draft(
 
     """
     pairs = itertools.product(range(len(tuple(orders(problem)))), range(len(rules)))
-    # The first orders and rules come first, because later ones may not be tried.
+    # Orders and rules are tried by rising index, because the time may not suffice for all.
     choices = [(place, rules[number]) for place, number in sorted(pairs, key=lambda pair: (sum(pair), pair))]
     if len(choices) > max(_fills(problem), _FINALISTS):
-        # Enough micro-batches to fill the pipeline, run a while and drain it.
+        # Number of micro-batches that fill the pipeline, run a while, and drain the pipeline.
         few = min(problem.num_microbatches, 3 * problem.pp)
         shorter = dataclasses.replace(problem, num_microbatches=few)
         tried = choices[: max(_fills(shorter), _FINALISTS)]
@@ -358,7 +364,7 @@ def best_draft(
 def polish(
     problem: SchedulingProblem, order: PassOrder, rules: FillRules, draft: DraftSchedule, fills: int
 ) -> DraftSchedule:
-    """Let ranks wait if an action in a gap delays the critical path, as long as this shortens the step.
+    """Let ranks wait instead of filling a gap whose action delays the critical path, while this shortens the step.
 
     The order is simulated at most `fills` times.
     """
@@ -387,7 +393,7 @@ def _ranked(
     orders: Callable[[SchedulingProblem], Iterable[PassOrder]],
     choices: Sequence[Choice],
 ) -> list[tuple[DraftSchedule, Choice]]:
-    """Return drafts of the choices, the shortest first."""
+    """Return the drafts of all choices, the draft with the shortest time first."""
     made = tuple(orders(problem))
     seen: dict[tuple[PassOrder, FillRules], tuple[DraftSchedule, Choice]] = {}
     for place, rule in choices:
@@ -397,7 +403,7 @@ def _ranked(
 
 
 def _waits(problem: SchedulingProblem, draft: DraftSchedule) -> Iterator[frozenset[Action]]:
-    """Yield, for each link of the critical path, the actions before it that a W before them delays."""
+    """Yield sets of actions that a preceding W delays: for each message on the critical path, the actions before it."""
     where = {action: (rank, place) for rank, ran in enumerate(draft.ranks) for place, (_, _, action) in enumerate(ran)}
     lengths = [ran[-1][1] - (0.0 if problem.objective == "makespan" else ran[0][0]) for ran in draft.ranks]
     rank = lengths.index(max(lengths))
@@ -424,7 +430,7 @@ def _follows(ran: tuple[Ran, ...], place: int) -> bool:
 
 
 def _cause(problem: SchedulingProblem, action: Action) -> Action | None:
-    """Return the action of another stage, or the last stage's forward, whose result an action needs; None for a W."""
+    """Return the action whose result an action needs, of another stage or the last stage's forward; None for a W."""
     stage, kind, microbatch = action
     if kind == "W" or (kind == "F" and stage == 0):
         return None
@@ -436,15 +442,16 @@ def _cause(problem: SchedulingProblem, action: Action) -> Action | None:
 
 _KINDS: tuple[Kind, Kind] = ("F", "I")
 WEIGHT_GAPS = tuple(FillRules(weight_gap=gap) for gap in (0.25, 0.9, 0.0, 0.5))
-"""A W fills any gap, or gaps that it nearly fits. The best rule depends on the times (measured)."""
+"""Rules that are tried for a weight gradient (W): it fills any gap, or only gaps that it nearly fits. The best rule
+depends on the times (measured)."""
 
 
 def zero_bubble(name: str, problem: SchedulingProblem) -> Schedule:
-    """Return ZB-1P or ZB-2P, which may keep as much as 1F1B's first rank, or twice as much (2401.10241).
+    """Return ZB-1P or ZB-2P (2401.10241); a rank keeps at most the memory of 1F1B's first rank, or twice this memory.
 
-    F and I are in 1F1B's order. The number of forwards ahead depends on the limit and on the time at which the first
-    gradient comes back. Several numbers are tried, each with W by all of `WEIGHT_GAPS`. With equal stages ZB-1P comes
-    to (p-1)(F+I-W+4c), the rates of 2401.10241, Table 5.
+    F and I are in 1F1B's order. The number of warm-up forwards depends on the limit and on the time at which the first
+    gradient comes back. Several numbers are tried, each with all rules of `WEIGHT_GAPS`. With equal stages the bubble
+    of ZB-1P is (p-1)(F+I-W+4c), which matches the rates of 2401.10241, Table 5.
 
     Raises:
         FactError: a rank may keep less than one micro-batch.
@@ -454,7 +461,7 @@ def zero_bubble(name: str, problem: SchedulingProblem) -> Schedule:
 
 
 def refilled(schedule: Schedule, problem: SchedulingProblem) -> Schedule:
-    """Place the W of a split schedule again, by real times and within the limits; F and I keep their order.
+    """Place a schedule's weight gradients (W) again, by real times and within the limits; F and I keep their order.
 
     Returns the given schedule if the result is not better.
     """
@@ -470,7 +477,7 @@ def refilled(schedule: Schedule, problem: SchedulingProblem) -> Schedule:
 
 
 def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
-    """Yield one order for each rule of the warm-up: forwards, then a backward and a forward in turn."""
+    """Yield one order for each rule of `_WARMUPS`: warm-up forwards, then backward and forward in turn."""
     for rule in _WARMUPS:
         ranks = []
         for rank in range(problem.pp):
@@ -484,7 +491,7 @@ def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
 
 
 def _ahead(problem: SchedulingProblem, rank: int, count: Callable[[SchedulingProblem, int], int]) -> int:
-    """Count the forwards before a rank's first backward: at least as many as in 1F1B, at most what memory allows."""
+    """Count the forwards before a rank's first backward: at least as in 1F1B, at most as many as fit in memory."""
     room = math.floor(problem.limit_P[rank] / problem.held_S[rank] * (1 + 1e-9)) if problem.held_S[rank] else math.inf
     return int(max(1, min(max(count(problem, rank), problem.pp - rank), room, problem.num_microbatches)))
 
@@ -499,7 +506,7 @@ def _until_return(problem: SchedulingProblem, rank: int) -> float:
 
 
 def _covers_beside_first(problem: SchedulingProblem, rank: int) -> int:
-    """If rank 0 has no memory for all forwards that fit, other ranks run as many fewer: all gradients come late."""
+    """Count a rank's warm-up forwards if rank 0 lacks memory for some of its own: gradients then come back later."""
     room = problem.limit_P[0] / problem.held_S[0] if problem.held_S[0] else math.inf
     late = max(0.0, _until_return(problem, 0) - room)
     return math.ceil(_capped(problem, _until_return(problem, rank) - late))
@@ -516,7 +523,8 @@ _WARMUPS: tuple[Callable[[SchedulingProblem, int], int], ...] = (
     lambda problem, rank: math.ceil(_capped(problem, _until_return(problem, rank))),
     _covers_beside_first,
 )
-"""Rules for the forwards before a rank's first backward: 1F1B, eager 1F1B, or as many as fit before a gradient."""
+"""Rules for the number of forwards before a rank's first backward: that of 1F1B, of eager 1F1B, or the number that fits
+before the first gradient comes back."""
 
 
 PERIOD = 6
@@ -525,7 +533,7 @@ PERIOD = 6
 Slots = tuple[int, int, int, int]
 Block = tuple[Slots, ...]
 Slopes = tuple[int, int, int, int]
-"""Units from one rank to the next for each of the four passes."""
+"""Units of time from a pass on one rank to the same pass on the next rank, for each of the four passes."""
 
 SPLIT_RULES = (
     FillRules(weight_gap=0.5),
@@ -543,14 +551,14 @@ WHOLE_RULES = (
 )
 
 _BLOCKS = 6
-"""Number of blocks of equal slopes that are tried."""
+"""Number of blocks that are tried for each tuple of slopes."""
 
 
 def v_schedule(name: str, problem: SchedulingProblem, slopes: Sequence[Slopes]) -> Schedule:
-    """Return V-ZB, V-Half or V-Min: the best of all blocks with these slopes, squeezed by real times.
+    """Return V-ZB, V-Half or V-Min: the best draft from blocks with these slopes, simulated with real times.
 
-    Peaks stay within the problem's limits. The defaults are p, floor((p+2)/2) and floor((p+4)/3) micro-batches
-    (2405.15362).
+    Peaks stay within the problem's limits. The default limits of V-ZB, V-Half and V-Min are p, floor((p+2)/2) and
+    floor((p+4)/3) micro-batches (2405.15362).
 
     Raises:
         FactError: no block runs within the limits.
@@ -566,7 +574,7 @@ def v_schedule(name: str, problem: SchedulingProblem, slopes: Sequence[Slopes]) 
 
 
 def one_forward_one_backward_v(problem: SchedulingProblem) -> Schedule:
-    """Return 1F1B-V: whole backwards on a V, with the blocks of shortest life: two thirds of 1F1B's memory.
+    """Return 1F1B-V: whole backwards on a V placement, with two thirds of 1F1B's memory.
 
     Raises:
         FactError: no block runs within the limits.
@@ -601,9 +609,10 @@ def order_of_block(block: Block, num_microbatches: int, backward: Kind) -> PassO
 
 @lru_cache(maxsize=256)
 def linear_blocks(pp: int, slopes: Slopes) -> tuple[Block, ...]:
-    """Return blocks whose passes are `slopes` units apart from rank to rank, blocks of the shortest life first.
+    """Return blocks whose passes are `slopes` units apart from rank to rank; blocks with least memory come first.
 
-    At its ends the V may wait a few units. The blocks are those waits in which two passes of a rank never coincide.
+    A micro-batch may wait up to 5 units at each of the V's three turns. A block is kept if no two passes of a rank
+    coincide.
     """
     down, up, back_down, back_up = slopes
     last = pp - 1
@@ -617,22 +626,22 @@ def linear_blocks(pp: int, slopes: Slopes) -> tuple[Block, ...]:
             for rank in range(pp)
         )
         if all(len({slot % PERIOD for slot in slots}) == 4 for slots in block):
-            # Units for which activations are kept, on the worst rank.
+            # Units of time for which a micro-batch's activations are kept, on the rank with the largest sum.
             life = max(slots[3] - slots[0] + slots[2] - slots[1] for slots in block)
             blocks.append((life, block))
     return tuple(block for _, block in sorted(blocks))
 
 
 Residues = tuple[int, int, int, int]
-"""Slots modulo the period."""
+"""Slots (start units) of a rank's four passes, modulo the period of 6 units."""
 
 
 @lru_cache(maxsize=64)
 def short_lived_blocks(pp: int) -> tuple[Block, ...]:
-    """Return blocks of whole backwards, two units long, that keep activations shortest; one for each first pattern.
+    """Return the blocks that keep activations for the shortest time, one for each pattern of the first rank.
 
-    On every rank the four passes fill the period, so a rank has one of 36 patterns. The patterns of neighbouring ranks
-    fix the delay between them, so the best block is a shortest path over the ranks.
+    A whole backward takes two units. On every rank the four passes fill the period, so a rank has one of 36 patterns.
+    The patterns of neighbouring ranks fix the delay between them, so the best block is a shortest path over the ranks.
     """
     patterns = []
     for first, second, back, last in itertools.product(range(PERIOD), repeat=4):
@@ -648,7 +657,7 @@ def short_lived_blocks(pp: int) -> tuple[Block, ...]:
             for own in patterns
         }
     found = sorted((life + _delay(own[1], own[2], 1), ranks) for own, (life, ranks) in best.items())
-    # Patterns that differ by a rotation of the period are the same block.
+    # Patterns that differ only by a rotation within the period give the same block.
     shapes = {_block_of(ranks): None for _, ranks in found}
     return tuple(shapes)
 
@@ -659,16 +668,16 @@ def _delay(before: int, after: int, units: int) -> int:
 
 
 def _between(own: Residues, after: Residues) -> int:
-    """Return the units that another rank adds to the life of a micro-batch: twice down the V, twice up."""
+    """Return the units that one more rank adds to the time of a micro-batch: two passes down the V, two passes up."""
     forward = _delay(own[0], after[0], 1) + _delay(after[1], own[1], 1)
     return forward + _delay(own[2], after[2], 2) + _delay(after[3], own[3], 2)
 
 
 def _block_of(ranks: tuple[Residues, ...]) -> Block:
-    """Return the slots of a chain of patterns, starting at 0."""
+    """Return the block with these patterns on its ranks; the first slot of rank 0 is 0."""
 
     def slots(ways: tuple[Residues, ...], which: int, units: int, start: int) -> list[int]:
-        """Return the slots of one pass on each rank, in the order of its way."""
+        """Return the slots of one pass on each rank, in the order in which a micro-batch visits the ranks."""
         steps = (_delay(before[which], after[which], units) for before, after in itertools.pairwise(ways))
         return list(itertools.accumulate(steps, initial=start))
 

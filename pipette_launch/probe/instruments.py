@@ -17,12 +17,12 @@ from pipette_launch.errors import ProbeError
 from pipette_launch.probe.health.inventory import device_used_bytes
 
 BUSY_BYTES = 64 << 20
-"""Tensor that is written to keep a GPU busy: one pass takes about 25 us on an H100 and 80 us on a V100."""
-FIRST_PASSES, MOST_PASSES = 64, 256  # CUDA queues about 1,000 launches; then the host waits
+"""Size of the tensor that is written to keep a GPU busy. One write takes about 25 us on an H100 and 80 us on a V100."""
+FIRST_PASSES, MOST_PASSES = 64, 256  # CUDA queues about 1,000 launches before the host must wait
 USUAL_CORE_S = 1.5e-3
-"""Time of the fixed computation of `CoreSpeed` on a usual core; times of all slots are converted to this core."""
-CHECK_EVERY_S = 0.1  # A check of the core's speed is valid for this wall time
-CHECK_REPEATS = 3  # A check is the median of this number: the first repeat follows a layer, with cold caches
+"""Seconds of the fixed computation of `CoreSpeed` on a reference core, to which times of all slots are converted."""
+CHECK_EVERY_S = 0.1  # Wall time for which a check of the core's speed stays valid
+CHECK_REPEATS = 3  # Repeats whose median is one check; the first repeat has the cold caches after a layer
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
@@ -31,9 +31,9 @@ RESET_PEAK = "5"
 class CoreSpeed:
     """Current speed of a core, from the processor time of a fixed computation that is repeated.
 
-    A virtual core shares a real core with others, and no counter shows that: one layer took 37 ms of processor time,
-    and 58 ms some seconds later. Layers of three models on four hosts scattered by 4 to 17 % between 0.4 s windows, and
-    by 3 to 8 % after division by the time of the fixed computation (correlation 0.6 to 0.96).
+    A virtual core shares a real core with other virtual cores, and no counter shows the sharing. One layer took 37 ms
+    of processor time, and 58 ms some seconds later. Layers of three models on four hosts scattered by 4 to 17 % between
+    0.4 s windows, and by 3 to 8 % after division by the time of the fixed computation (correlation 0.6 to 0.96).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CoreSpeed:
 
     @property
     def usual(self) -> float:
-        """As `now`, for the median check."""
+        """Median time of all checks divided by the time on a usual core; 1 before the first check."""
         return statistics.median(self._checks_s) / USUAL_CORE_S if self._checks_s else 1.0
 
 
@@ -76,7 +76,7 @@ def _fixed_work() -> Callable[[], object]:
     left, right, span = torch.ones(192, 192), torch.ones(192, 192), torch.ones(1 << 19)
 
     def work() -> None:
-        # Matrix products, and passes over memory.
+        # Compute matrix products, and read and write memory.
         for _ in range(4):
             torch.mm(left, right)
         for _ in range(2):
@@ -86,11 +86,11 @@ def _fixed_work() -> Callable[[], object]:
 
 
 class CpuStopwatch:
-    """Counts the processor time of this thread, and separately how much longer that took on the wall.
+    """Counts the processor time of this thread, and the ratio of wall time to processor time.
 
-    A layer of a few milliseconds is preempted or not, so wall times of single runs scatter by a time slice. Over many
-    runs, other processes take a steady share. After `check_speed`, times are converted to a usual core, and the speed
-    of this core is part of the stretch.
+    A layer of a few milliseconds may be preempted, so wall times of single runs scatter by a time slice. Over many
+    runs, other processes take a steady share of the core. After `check_speed`, times are converted to a usual core, and
+    the speed of this core is part of the stretch.
     """
 
     def __init__(self, core_speed: CoreSpeed | None = None) -> None:
@@ -111,14 +111,14 @@ class CpuStopwatch:
         return computed_s / self._core_speed.now
 
     def check_speed(self) -> None:
-        """Check the speed of the core; later times are converted by it."""
+        """Check the speed of the core; later times are converted to a usual core by this speed."""
         self._core_speed.check()
 
     def settle(self) -> None:
         """Do nothing: a CPU has no queued work."""
 
     def keep_share(self) -> None:
-        """Fix the share of the core now, because later some slots may be done before others."""
+        """Fix the share of the core now, because later some slots may finish before others."""
         self._kept = self._share()
 
     def stretch(self) -> float:
@@ -133,13 +133,13 @@ class CudaStopwatch:
     """Records events in the stream, so that time in which the host only launches kernels does not count."""
 
     def mark(self) -> Any:
-        """Record an event after all work launched so far."""
+        """Record an event after all work that was launched so far."""
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def seconds(self, before: Any, after: Any) -> float:
-        """Wait for the later event, and return the time between both."""
+        """Wait for the later event, and return the seconds between the two events."""
         after.synchronize()
         return float(before.elapsed_time(after)) / 1e3
 
@@ -151,7 +151,7 @@ class CudaStopwatch:
         torch.cuda.synchronize()
 
     def keep_share(self) -> None:
-        """Do nothing: no other process takes a share."""
+        """Do nothing, because no other process takes a share of the GPU."""
 
     def stretch(self) -> float:
         """Return 1: events measure wall time."""
@@ -174,7 +174,7 @@ def await_device(timeout_s: float, clock: Callable[[], float]) -> None:
 
 
 def _await_event(event: Any, timeout_s: float, clock: Callable[[], float]) -> None:
-    """Wait with a deadline, which `synchronize` does not have."""
+    """Wait for an event with a deadline, because torch's `synchronize` has none."""
     deadline_s = clock() + timeout_s
     while not event.query():
         if clock() > deadline_s:
@@ -192,16 +192,17 @@ class QueuedCalls:
         self._clock = clock
         self._keep_busy = keep_busy or torch.zeros(BUSY_BYTES // 4, device="cuda").zero_
         self.passes = FIRST_PASSES
-        """Passes before each measurement. All ranks need the same number, so that transfers over a shared wire begin at
-        the same time."""
+        """Number of passes over the tensor before each measurement. All ranks need the same number, so that transfers
+        over a shared wire begin at the same time."""
         self.wanted = FIRST_PASSES
-        """Passes that this rank needs: more if the device was idle before the host had queued the last calls."""
+        """Number of passes that this rank needs. The number grows if the device was idle before the host had queued the
+        last calls."""
         self._watch = CudaStopwatch()
 
     def seconds(
         self, call: Callable[[], object], number: int, *, timeout_s: float, first: Callable[[], object] | None = None
     ) -> float:
-        """Return the device's seconds for one of `number` calls in a row.
+        """Return the seconds of the device for one call, as the mean of `number` calls in a row.
 
         `call` queues one collective or exchange; `number` must be equal on all ranks. `first` is an untimed call in
         which ranks wait for each other; None = `call`. Raises TimeoutError if the device is not done after `timeout_s`.
@@ -223,7 +224,7 @@ class Peak(NamedTuple):
     """The most memory during one run of a piece of work, in bytes."""
 
     allocator_bytes: int
-    """Growth of torch's allocations on CUDA, of the resident set on a CPU."""
+    """Growth of torch's allocations on CUDA; growth of the resident set on a CPU."""
     device_bytes: int
     """NVML's used bytes on CUDA, without other processes; the resident set on a CPU."""
     idle_bytes: int = 0
@@ -237,7 +238,7 @@ class CpuMeter:
 
     def peak(self, work: Callable[[], None]) -> Peak:
         """Run the work and return its peak."""
-        # Unused heap goes back to the system first, or it would hide the growth.
+        # Return unused heap to the system first, because unused heap would hide the growth.
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         try:
@@ -264,7 +265,7 @@ class CpuMeter:
 class CudaMeter:
     """Reads torch's allocator and NVML.
 
-    Create it before this process uses CUDA, so that it knows the memory of other processes on the device.
+    Create the meter before this process uses CUDA, so that the meter can subtract the memory of other processes.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -272,7 +273,7 @@ class CudaMeter:
         self._others_bytes = device_used_bytes(uuid)
 
     def peak(self, work: Callable[[], None]) -> Peak:
-        """Run the work and return its peak; NVML is read afterwards, as the allocator keeps its reserve."""
+        """Run the work and return its peak. NVML is read after the work, as torch's allocator keeps its memory."""
         before = self.workspace_bytes()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -290,7 +291,7 @@ class CudaMeter:
         return max(self._used_bytes() - torch.cuda.memory_reserved(), 0)
 
     def workspace_bytes(self) -> int:
-        """Return the bytes inside the allocator; these are workspaces if nothing of the model is there."""
+        """Return the bytes in torch's allocator. Without a model in memory, all these bytes are workspaces."""
         gc.collect()
         return int(torch.cuda.memory_allocated())
 

@@ -1,18 +1,18 @@
-"""Finds faulty hosts, devices and links, from driver figures and from measurements. Pure.
+"""Pure functions that find faulty hosts, devices and links, from driver figures and from measurements.
 
 Links differ for good reasons: islands joined by slow links, tiers of a fat tree, hosts with slower NICs. In every such
 network the rate between two hosts is the rate of the narrowest point on the way, so a detour over a third host is not
-faster than the direct link: b[i, j] >= min(b[i, k], b[k, j]). A link that is much slower than its best detour has a
-fault of its own. If many links are slower than their detours, rates differ at random, as on the internet, and no link
-is suspected.
+faster than the direct link: b[i, j] >= min(b[i, k], b[k, j]). So a link that is much slower than its best detour is
+faulty. If many links are slower than their detours, rates differ at random, as on the internet, so no link is
+suspected.
 
-A slow host obeys the same law, so hosts are compared by their best links. Some faults look like a design: a slow tier,
-with all links between two racks, or a host alone behind a narrow uplink. With two hosts, only the two directions can be
-compared. A suspicion must be measured again before it becomes a verdict.
+The links of a slow host obey this inequality too, so hosts are compared by their best links. Some faults look like
+intended differences: slow links between two racks, or a single host behind a narrow uplink. With two hosts, only the
+two directions can be compared. A suspicion must be measured again before it becomes a verdict.
 
-Two rules avoid false alarms about drivers. An idle device saves power, so its PCIe generation and clock are ignored,
-and only those reasons for a clock count that hold it down. A deviation that most peers share is how the machines are
-built or run: a note, not a fault (`is_sick` of a Verdict is False).
+Two rules avoid false alarms about drivers. An idle device saves power, so its PCIe generation and clock are ignored. Of
+the reasons for a clock, only the ones that hold the clock down count. If most peers share a deviation, the machines are
+built or run that way, so the deviation is a note and not a fault (`is_sick` of a Verdict is False).
 """
 
 # H = hosts, S = slots, host by host; row sends to column; nan = not measured; logarithms are natural.
@@ -37,21 +37,22 @@ Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
 Pair = tuple[int, int]
 
-SUSPECT_RATIO = 0.8  # A link below this share of its peers' rate is worth a second measurement
-FAULT_RATIO = 0.75  # A fault: both measurements together are below this share
+SUSPECT_RATIO = 0.8  # A link below this share of its peers' rate is measured again
+FAULT_RATIO = 0.75  # Below this share of the peers' rate, two measurements together show a fault
 RANDOM_SCALE = 0.2  # Links that scatter by more than this (logarithm) around their detours differ at random
-MOST_SHARE = 0.25  # More than this share of the hosts or slots are not outliers, but another type
-SUSPECT_SCALES = 2.0  # A link that is slower by this number of usual scatters is measured again, which is cheap
+MOST_SHARE = 0.25  # If more than this share of hosts or slots is slow, they are another type, not faulty
+SUSPECT_SCALES = 2.0  # A link that is slower than its peers by this number of scatters is measured again
 FALSE_ALARMS = 2e-4  # Chance that two measurements together name any link of a healthy cluster as faulty
 MIN_SCALE = 0.02
-FEW = 12  # With fewer links or hosts than this, their scatter cannot be estimated; then it is `FEW_SCALE`
+FEW = 12  # With fewer links or hosts, the scatter cannot be estimated, so `FEW_SCALE` is used
 FEW_SCALE = 0.12
 DETOUR_SHARE = 0.15
-"""The detours' share of the variance of a link against its detours; measuring only the link again does not reduce
-it."""
+"""Share of the variance of ln(link rate / detour rate) that comes from the detours. Measuring only the link again does
+not reduce this share."""
 MOST_LINKS = 4
 MOST_LINKS_SHARE = 1 / 16
-"""More slow links than `MOST_LINKS` and than this share are how the network is built, not faults."""
+"""If more links than `MOST_LINKS` and more than this share of all links are slow, the network is built that way, so
+they are no faults."""
 ALIKE_SCATTERS = 4.0  # Detours that differ by less than this number of scatters count as equally good
 MAX_DETOURS = 64  # Number of a sender's fastest links that are tried as detours
 RETRIED_LINKS = 3  # Number of links each way on which a slow host is measured again
@@ -59,18 +60,19 @@ SUSPECT_SPEED = {"cuda": 0.92, "cpu": 0.75}
 FAULT_SPEED = {"cuda": 0.9, "cpu": 0.7}
 MIN_SLOT_SCALE = {"cuda": 0.01, "cpu": 0.05}
 BUSY_TOLERANCE_BYTES = 512 << 20
-"""Less memory than this is held by a display server or a monitoring agent, and is ignored."""
+"""Smaller amounts of used memory are ignored, because a display server or a monitoring agent may hold them."""
 IDLE_BYTES = 64 << 20
-"""An idle device holds less, at most 8 MiB on A100 (rust-nvml/nvml-wrapper#57). A CUDA context needs more."""
+"""Largest used memory of an idle device. An idle A100 holds at most 8 MiB (rust-nvml/nvml-wrapper#57), and a CUDA
+context needs more than this limit."""
 BUSY_SHARE = 0.05
-"""Other processes that use more than this share of the memory or of the time are a fault; less is a note."""
+"""If other processes use more than this share of memory or time, the verdict is a fault, else a note."""
 HELD_DOWN = {
     "HwSlowdown": "hardware slowdown",
     "HwThermalSlowdown": "too hot, by the hardware",
     "HwPowerBrakeSlowdown": "power brake, by the power supply",
     "SwThermalSlowdown": "too hot, by the driver",
 }
-"""Reasons that hold a clock down. Not among them: settings of users (ApplicationsClocksSetting, SyncBoost,
+"""Reasons that hold a clock down. The set excludes settings of users (ApplicationsClocksSetting, SyncBoost,
 DisplayClockSetting), GpuIdle, and SwPowerCap, which a GPU under load reports all the time."""
 WAYS = {
     "switch": "by a PCIe switch",
@@ -130,11 +132,11 @@ def suspect_links(bandwidth_HH: Matrix) -> tuple[Pair, ...]:
 
 
 def confirmed_links(bandwidth_HH: Matrix, again_HH: Matrix, *, times: int = 1) -> tuple[SlowLink, ...]:
-    """Return the links that all measurements together find slow, worst first; without links of slow hosts.
+    """Return the links that all measurements together show as slow, worst first; without links of slow hosts.
 
     Each entry of `again_HH`, the second measurement, is the geometric mean of `times` measurements. If measurements
-    scatter by 10 %, one finds half of the links at 0.6 of their peers' rate, and three find four of five
-    (bench_health).
+    scatter by 10 %, a single second measurement finds half of the links at 0.6 of their peers' rate. Three second
+    measurements find four of five such links (bench_health).
     """
     known, second = _links(bandwidth_HH), _links(again_HH)
     excess, scale = _excess(known)
@@ -154,7 +156,7 @@ def confirmed_links(bandwidth_HH: Matrix, again_HH: Matrix, *, times: int = 1) -
 
 
 def confirmed_hosts(bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[SlowHost, ...]:
-    """Return the hosts whose best links are slow in both measurements; one entry for each slow direction."""
+    """Return the hosts whose best links are slow in two measurements, with one entry for each slow direction."""
     known, second = _links(bandwidth_HH), _links(again_HH)
     if _excess(known)[1] > RANDOM_SCALE:
         return ()
@@ -189,13 +191,14 @@ def suspect_slots(
         members = np.flatnonzero(name_S == name)
         logs = np.log(seconds_S[members])
         if len(members) >= FEW:
-            # With many values, leaving one out does not change the median.
+            # With many values, leaving one value out does not change the median.
             usual = np.full(len(members), _centre(logs))
         else:
             usual = np.array([_centre(np.delete(logs, at)) for at in range(len(members))])
         lag = logs - usual
         count, scale = int(np.isfinite(lag).sum()), MIN_SLOT_SCALE[device_kind]
-        # The scatter of few slots cannot be estimated from them: one slow slot of two would be half of it.
+        # The scatter of few slots cannot be estimated from these slots: of two slots, a slow slot would be half of the
+        # scatter.
         if count >= FEW:
             scale = max(scale, _scatter(lag, 0.0))
         slow = (lag > -math.log(SUSPECT_SPEED[device_kind])) & (lag > SUSPECT_SCALES * scale)
@@ -227,10 +230,10 @@ def _links(bandwidth_HH: Matrix) -> Matrix:
 
 
 def _detours(known_HH: Matrix, scatter: float) -> Matrix:
-    """Return the usual rate of the best detours over one other host; nan if none was measured.
+    """Return the usual rate of the best detours over one other host; nan if no detour was measured.
 
-    The best of many noisy detours is the best by chance. So the median counts, of the detours that are equally good
-    within `scatter`. With two hosts the only other link is the opposite direction.
+    The best of many noisy detours is the best by chance. So the result is the median of the detours that are equally
+    good within `scatter`. With two hosts the opposite direction replaces the detours.
     """
     if len(known_HH) == 2:
         return np.array(known_HH.T)
@@ -242,7 +245,7 @@ def _detours(known_HH: Matrix, scatter: float) -> Matrix:
         if not scatter:
             usual[host, to] = via.max(axis=0, initial=0.0)
             continue
-        # Best first, for each target.
+        # Sort the detours to each target, best first.
         via = -np.sort(-via, axis=0)
         count = (via >= via[0] * math.exp(-ALIKE_SCATTERS * scatter)).sum(axis=0)
         usual[host, to] = via[(count - 1) // 2, np.arange(len(to))]
@@ -253,12 +256,12 @@ def _detours(known_HH: Matrix, scatter: float) -> Matrix:
 def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
     """Return ln(rate / rate of its detours) of each link, centred, and the scatter of these values."""
     scale = 0.0
-    # The first turn estimates the scatter, with the best detours; the second turn needs it to choose detours.
+    # The first turn estimates the scatter, with the best detours. The second turn uses this scatter to choose detours.
     for _ in range(2):
         excess: Matrix = np.log(known_HH) - np.log(_detours(known_HH, scale))
         finite = excess[np.isfinite(excess)]
         if finite.size < FEW:
-            # With two hosts, each link is compared with a single measurement, which scatters as much.
+            # With two hosts, each link is compared with a single other link, which scatters equally.
             return excess, FEW_SCALE * (math.sqrt(2) if len(known_HH) == 2 else 1)
         # Detours that are slower than their links must not shift the centre.
         centre = min(0.0, float(np.median(finite)))
@@ -267,16 +270,16 @@ def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
 
 
 def _needed(excess_HH: Matrix, times: int) -> float:
-    """Return how many scales a mean must lie below its peers, so that chance makes no healthy link look faulty."""
+    """Return the number of scales below its peers at which a link counts as faulty and not as slow by chance."""
     count = max(1, int(np.isfinite(excess_HH).sum()))
-    # The scale is an estimate, and may be too small with few links.
+    # The scale is estimated from the links, and may be too small with few links.
     doubt = 1 + 1.5 / math.sqrt(count) if count >= FEW else 1.0
     left = math.sqrt((1 - DETOUR_SHARE) / (1 + times) + DETOUR_SHARE)
     return -NormalDist().inv_cdf(FALSE_ALARMS / count) * left * doubt
 
 
 def _best(rates_HH: Matrix) -> Vector:
-    """Return the logarithm of the usual rate among each row's best links; nan for a row without any."""
+    """Return the logarithm of the usual rate of each sender's best links; nan for a sender without links."""
     logs = np.log(rates_HH)
     # The best of many rates is higher by chance than the best of few, so the median of the good ones counts.
     floor = np.nan_to_num(rates_HH).max(axis=1, keepdims=True) * SUSPECT_RATIO
@@ -285,7 +288,7 @@ def _best(rates_HH: Matrix) -> Vector:
 
 
 def _slow_hosts(rates_HH: Matrix) -> list[int]:
-    """Return the rows whose best rate is far below the others' best; empty if these are many."""
+    """Return the hosts (rows) whose best rate is far below other hosts' best; empty if many hosts are slow."""
     best = _best(rates_HH)
     count = int(np.isfinite(best).sum())
     if count < 3:
@@ -297,7 +300,7 @@ def _slow_hosts(rates_HH: Matrix) -> list[int]:
 
 
 def _centre(values: Vector) -> float:
-    """Return the median of the known values; nan without any."""
+    """Return the median of the known values; nan if no value is known."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else math.nan
 
@@ -310,7 +313,7 @@ def _scatter(values: Vector, centre: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _PlacedDevice:
-    """One device, with its host's name and its position there."""
+    """One device, with the name of its host and its index on this host."""
 
     host: str
     index: int
@@ -323,7 +326,7 @@ class _PlacedDevice:
 
 
 def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]) -> tuple[Verdict, ...]:
-    """Compare all devices by their drivers' reports before the job, and return the verdicts, faults first.
+    """Compare the driver reports of all devices before the job, and return the verdicts, faults first.
 
     `conditions` are by host, then by device in the order of the local ranks; empty = not known.
     """
@@ -359,7 +362,7 @@ def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) 
     slow_links = confirmed_links(bandwidth_HH, again_HH)
     by_pair = {(link.source, link.target): link for link in slow_links}
     for link in slow_links:
-        # Both directions of a pair make one verdict, on the slower direction.
+        # The two directions of a pair make one verdict, on the slower direction.
         back = by_pair.get((link.target, link.source))
         if back is not None and (back.bytes_per_s, back.source) < (link.bytes_per_s, link.source):
             continue
@@ -404,12 +407,12 @@ def device_verdicts(hosts: Sequence[Host], slow: Sequence[SlowSlot]) -> tuple[Ve
 
 
 def faults_first(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """Put faults before notes, and keep the order among each."""
+    """Put faults before notes, and keep the order within faults and within notes."""
     return tuple(sorted(dict.fromkeys(verdicts), key=lambda verdict: not verdict.is_sick))
 
 
 def exclude(*hosts: str) -> str:
-    """Advise to start without a host, or one of several."""
+    """Return the advice to start without a host, or without one of several hosts."""
     return f"start without it (sbatch --exclude={' or --exclude='.join(hosts)})"
 
 
@@ -428,7 +431,7 @@ def _busy(device: _PlacedDevice) -> Iterator[Verdict]:
     if not condition.holders and used > BUSY_TOLERANCE_BYTES:
         figure = f"{bytes_text(used)} are held by a process that NVML does not name (another container?)"
         yield device.verdict("busy", figure, advice=advice, is_sick=used > share_bytes)
-    # A busy device without holders is one whose memory the driver still scrubs.
+    # If a busy device has no holders, the driver still scrubs its memory.
     is_held = bool(condition.holders) or used > IDLE_BYTES
     if not named and is_held and (condition.utilisation or 0) > BUSY_SHARE:
         yield device.verdict("busy", f"others keep it busy {condition.utilisation:.0%} of the time", advice=advice)
@@ -439,7 +442,7 @@ def _throttled(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
         (device, [HELD_DOWN[reason] for reason in device.condition.clock_reasons or () if reason in HELD_DOWN])
         for device in peers
     ]
-    # Most of several peers.
+    # True if most of at least three peers are in use by other processes.
     common = len(peers) > 2 and 2 * sum(bool(reasons) for _, reasons in held) > len(peers)
     for device, reasons in held:
         if not reasons:
@@ -478,7 +481,7 @@ def _ecc(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 
 def _rows(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    """Report rows of memory that wait to be replaced, or cannot be."""
+    """Report rows of memory that wait to be replaced, or cannot be replaced."""
     for device in peers:
         if device.condition.rows_failed:
             yield device.verdict(
@@ -504,7 +507,7 @@ def _nvlinks(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 
 def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    """Report fewer lanes than the slot allows, or a slot that allows less than others: idling changes neither."""
+    """Report fewer PCIe lanes than the PCIe slot allows, or a slot that allows less than its peers."""
     lanes = _usual(peers, lambda condition: condition.pcie_width)
     best = _usual(peers, lambda condition: condition.pcie_generation_max)
     for device in peers:
@@ -546,7 +549,7 @@ def _nics(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 
 def _usual(peers: Sequence[_PlacedDevice], figure: Callable[[DeviceCondition], int | None]) -> float | None:
-    """Return the median (the higher of two middle ones) of the peers' known figures; None without any."""
+    """Return the median (the higher of two middle values) of the peers' known figures; None if none is known."""
     values = [value for value in (figure(device.condition) for device in peers) if value is not None]
     return statistics.median_high(values) if values else None
 

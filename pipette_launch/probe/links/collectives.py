@@ -2,8 +2,8 @@
 
 All groups of a dimension run at the same time, as in training, so the times contain contention between them. On CPUs
 every collective directly follows some computing, as in training: the same processor sends, adds and computes, so a busy
-rank waits for the processor and then for its peers. On GPUs several calls run in a row between two events of the
-device, because training hides launches and waits of the host.
+rank waits for the processor and then for its peers. On GPUs several calls run in a row between two CUDA events, because
+training hides launches and waits of the host.
 """
 
 from __future__ import annotations
@@ -25,29 +25,32 @@ from pipette_launch.probe.links.pairs import slowest_of_all
 from pipette_launch.probe.lockstep import Budget, Lockstep
 from pipette_launch.probe.messages import GroupSamples, WarmupOrder, WorkerResult
 
-COLLECTIVES_SHARE = 0.9  # No other dimension begins after this share of the budget
+COLLECTIVES_SHARE = 0.9  # After this share of the budget no further dimension (set of equal groups) begins
 ELEMENT_BYTES = 4
 COMPUTED_S = 2e-3
-"""Processor time before each collective on CPUs. On hosts of 0.45 cores, 164 kB between two of them took 1.7 ms without
-it, 4.3 to 5.1 ms after 2, 5 or 15 ms, and about 6 ms in training."""
+"""Processor time (s) spent before each collective on CPUs. On hosts of 0.45 cores, a message of 164 kB took 1.7 ms
+without computing before. The message took 4.3 to 5.1 ms after 2, 5 or 15 ms of computing, and about 6 ms in
+training."""
 SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
-"""Up to this size, collectives on CPUs are repeated twice as often: they cost little and scatter most."""
+"""Up to 256 KiB, collectives on CPUs are repeated twice as often, because small collectives are short and scatter
+most."""
 MOST_CALLS, CALLS_S = 16, 10e-3
-"""On GPUs a value is the mean of 16 calls in a row, or of fewer if they would take longer than 10 ms."""
+"""On GPUs a value is the mean of 16 calls in a row, or of fewer calls if 16 calls would take longer than 10 ms."""
 DEADLINE_SHARE = 0.8
 """A worker gives up after this share of the time limit, before NCCL's own watchdog ends it without a reason."""
 REACH_REPEATS = 3
 REACH_S, REACH_SHARE = 1.5, 0.5
 """The largest tensors of plans, above all gradients, may be many times the largest message between stages. So one size
-near them is timed too: the largest whose repeats fit into 1.5 s and into half of the time left. (On links of 100 MB/s
-the times up to 2 MB gave 110 to 171 ms for an all-gather of 20 MB, which needs at least 157 ms and took 169 ms.)"""
+near the largest tensors is timed too: the largest size whose repeats fit into 1.5 s and into half of the time left. (On
+links of 100 MB/s, times up to 2 MB predicted 110 to 171 ms for an all-gather of 20 MB, but the all-gather took 169
+ms.)"""
 REACH_LIMIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-REACH_LEAST = 2  # A size below this multiple of the largest message shows nothing new
+REACH_LEAST = 2  # A size below this multiple of the largest message is not worth timing
 Call: TypeAlias = Callable[[], object]
 
 
 def padded_bytes(size_bytes: int, group_size: int) -> int:
-    """Round up so that every member's share is a whole number of elements."""
+    """Round a size up, so that every member's share is a whole number of elements."""
     step = ELEMENT_BYTES * group_size
     return -(-size_bytes // step) * step
 
@@ -60,11 +63,11 @@ def measure(
     lockstep: Lockstep,
     budget: Budget,
 ) -> tuple[WorkerResult, int]:
-    """Time each kind of each dimension; every rank calls this, even if it is in no group.
+    """Time each kind of collective of each dimension; every rank makes this call, even a rank in no group.
 
-    The most important dimensions come first, and the first one is timed in any case. `first` is its index in the
-    samples. Returns samples, with notes on what could not be measured, and the number of groups that this worker
-    opened. Groups stay open until the group of all ranks is closed.
+    The most important dimensions come first, and the first dimension is timed in any case. `first` is the index of the
+    first dimension in the samples. Returns samples, with notes on what could not be measured, and the number of groups
+    that this worker opened. Groups stay open until the group of all ranks is closed.
     """
     found: list[GroupSamples] = []
     notes: list[str] = []
@@ -98,24 +101,24 @@ def measure(
 
 
 def _open(members: tuple[int, ...], options: WarmupOrder) -> dist.ProcessGroup:
-    """Open a group for a dimension; every rank opens one, alone if it has no peers, and closes none.
+    """Open a group for a dimension; every rank opens a group, alone if it has no peers, and closes no group.
 
     With local synchronisation torch names a group by its members and by the number of groups that this process has
-    open. So all ranks must have opened the same number, or members would wait under different names. A closed group
-    would leave its name, and stale addresses in the store, to the next group of the same members.
+    open. So all ranks must have opened the same number of groups, or members would wait under different names. A closed
+    group would leave its name, and stale addresses in the store, to the next group of the same members.
     """
     if len(members) == options.num_slots:
         world = dist.group.WORLD
         assert world is not None
         return world
-    # Local synchronisation: only members call, so all groups of a shape open at the same time.
+    # With local synchronisation only members make the call, so all groups of a dimension open at the same time.
     group = dist.new_group(list(members), timeout=timedelta(seconds=options.wait_s()), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 class _Timer:
-    """Times one kind on the group of this rank, size by size; a rank without a group only waits for the others."""
+    """Times one kind of collective on this rank's group; a rank without a group only waits for other ranks."""
 
     def __init__(
         self,
@@ -131,12 +134,12 @@ class _Timer:
         self._queued, self._place = queued, place
         self._limit_s = DEADLINE_SHARE * options.wait_s()
         self.timed: dict[int, Samples] = {}
-        """Times by the size of the full tensor, in bytes."""
+        """Times of the collective, by the size of the full tensor in bytes."""
         self.refused = ""
-        """The reason if the backend has no such collective; the same on all members."""
+        """Reason if the backend lacks this collective, the same on all members; else empty."""
 
     def time(self, asked_bytes: int, repeats: int | None = None) -> None:
-        """Time the collective of one size; all ranks call this with the same size.
+        """Time the collective with one size; all ranks make this call with the same size.
 
         With `repeats`, only the first call is a warm-up; None = repeats and warm-ups of the order.
         """
@@ -147,7 +150,8 @@ class _Timer:
             self.refused = _first_try(action)
         action = None if self.refused else action
         try:
-            # Also after a refusal and without a group: the dimension's other groups wait for all ranks here.
+            # Ranks without a group, or with a refused collective, come here too, because other groups wait for all
+            # ranks.
             slowest_of_all(0.0, device, self._limit_s)
             value_s = _on_cpu if self._queued is None else self._on_gpu(action, self._queued)
             if action is not None:
@@ -160,10 +164,10 @@ class _Timer:
             raise ProbeError(f"collectives: {self._place} did not end ({error})") from error
 
     def _on_gpu(self, action: Call | None, queued: QueuedCalls) -> Callable[[Call], float]:
-        """Return a function that times calls in a row by events, in a number on which all ranks agree.
+        """Return a function that times several calls in a row by CUDA events; all ranks use the same number of calls.
 
-        A single call, with a wait for its end, decides about the number: the slowest rank's counts. Then untimed calls
-        in a row show how long devices must be kept busy.
+        The time of a single call on the slowest rank decides the number of calls. Then untimed calls in a row show for
+        how long devices must be kept busy.
         """
         before_s = time.perf_counter()
         if action is not None:
@@ -178,11 +182,11 @@ class _Timer:
         return lambda call: queued.seconds(call, number, timeout_s=self._limit_s)
 
     def reach_bytes(self, most_bytes: int, budget: Budget) -> int:
-        """Return the bytes of the largest tensor for which there is time, by the largest size so far; 0 = none."""
+        """Return the bytes of the largest tensor that fits into the time, judged by the largest size so far; or 0."""
         if not self.timed:
             return 0
         known_bytes, samples = list(self.timed.items())[-1]
-        # On GPUs two calls come before all values, and an untimed one before each.
+        # On GPUs two untimed calls precede all values, and one untimed call precedes each value.
         calls = REACH_REPEATS + 1 if self._queued is None else 2 * (REACH_REPEATS + 2)
         allowed_s = min(REACH_S, REACH_SHARE * budget.left_s(COLLECTIVES_SHARE)) / calls
         affordable = int(known_bytes * allowed_s / samples.median_s)
@@ -218,7 +222,7 @@ def _first_try(action: Call) -> str:
 
 
 def _on_cpu(action: Call) -> float:
-    # Keep this thread's processor busy, however long that takes on the wall.
+    # Keep this thread's processor busy for COMPUTED_S of processor time.
     end_s = time.thread_time() + COMPUTED_S
     while time.thread_time() < end_s:
         pass

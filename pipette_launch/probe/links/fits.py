@@ -22,20 +22,20 @@ from pipette_launch.probe.messages import GroupSamples, LinkSamples, WarmupOrder
 from pipette_launch.text import rate_text
 
 MAX_SEND_ENTRIES = 4096
-"""With more measured pairs than this, only unstable ones get an entry of their own beside the matrices."""
-UNEVEN_RAILS = 0.10  # With that many pairs, rails are stored only if their rates differ by more than this share
+"""With more measured pairs than this, only unstable pairs get an entry besides the matrices."""
+UNEVEN_RAILS = 0.10  # With more pairs than that, rails are stored only if rates differ by more than this share
 
 
 def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
     """Fit a line through (bytes, seconds) that tolerates one disturbed size (the estimator of Theil and Sen).
 
     The slope is the median over all pairs of sizes, weighted by the distance between the two sizes. The latency is the
-    time of the smallest message without the time of its bytes. Least squares of the relative error, tried first, gave
-    755 Mbit/s for a 300 Mbit/s link whose middle size was disturbed. If time does not grow with size, the line is
+    time of the smallest message without the time of its bytes. A least-squares fit of the relative error gave 755
+    Mbit/s for a 300 Mbit/s link whose middle size was disturbed. If time does not grow with size, the line is
     pessimistic: the smallest time is the latency, and the largest message's whole time is its transfer time.
     """
-    # A smaller message takes no longer than a larger one. A disturbance that contradicts this is corrected first: it
-    # would count as latency, and the link would look infinitely fast.
+    # A smaller message takes no longer than a larger one. Times that contradict this rule are corrected first.
+    # Otherwise the disturbance would count as latency, and the link would look infinitely fast.
     steady = reversed(list(accumulate(reversed(seconds), min)))
     points = list(zip(sizes_bytes, (max(value, 1e-9) for value in steady), strict=True))
     slopes = sorted(((b_s - a_s) / (b - a), b - a) for (a, a_s), (b, b_s) in combinations(points, 2))
@@ -50,28 +50,28 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
 
 
 class LinkFit(NamedTuple):
-    """One direction of one link."""
+    """Fitted line of one direction of one link."""
 
     line: Line
     spread: float
-    """Spread of the largest message."""
+    """Relative spread of the times of the largest message."""
     sizes_bytes: tuple[int, ...]
     together: Line | None = None
-    """Until the last of all rails had finished; None = one rail."""
+    """Line of the times until the last rail had finished; None if there is one rail."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Rate of a large message."""
+        """Bytes per second of a large message."""
         return 1 / self.line.seconds_per_byte
 
     @property
     def hosts(self) -> LinkFit:
-        """The link between the hosts: with several rails, the line until the last had finished."""
+        """Return the link between the hosts; with several rails, the line until the last rail had finished."""
         return self._replace(line=self.together, together=None) if self.together else self
 
 
 def fit_link(link: LinkSamples) -> LinkFit:
-    """Fit lines through the medians of all sizes; large sizes alone give a slope that scatters more."""
+    """Fit lines through the medians of all sizes, because large sizes alone give a slope that scatters more."""
     own, together = (
         fit_line(link.sizes_bytes, [each.median_s for each in samples]) if samples else None
         for samples in (link.samples, link.together)
@@ -86,11 +86,11 @@ class LinkBook:
 
     first: Mapping[Pair, LinkFit]
     again: Mapping[Pair, LinkFit]
-    """Second measurements of links that looked slow."""
+    """Fits of second measurements, for links that looked slow."""
 
     @classmethod
     def of(cls, links: Iterable[LinkSamples]) -> LinkBook:
-        """Fit all samples; the second of the same direction is a second measurement."""
+        """Fit all samples; a second entry for the same direction is a second measurement."""
         first: dict[Pair, LinkFit] = {}
         again: dict[Pair, LinkFit] = {}
         for link in links:
@@ -99,7 +99,7 @@ class LinkBook:
         return cls(first=first, again=again)
 
     def best(self) -> dict[Pair, LinkFit]:
-        """Return the faster measurement of each pair: a disturbance only slows a link down."""
+        """Return the faster measurement of each pair, because a disturbance only slows a link down."""
         return {
             pair: max(fit, self.again.get(pair, fit), key=lambda one: one.hosts.bytes_per_s)
             for pair, fit in self.first.items()
@@ -107,11 +107,12 @@ class LinkBook:
 
 
 def host_fits(fits: Mapping[Pair, LinkFit], devices_per_host: int) -> dict[Pair, LinkFit]:
-    """Return one line for all rails of each measured pair of hosts: until the last of them had finished.
+    """Return one line for each measured pair of hosts: the time until the last rail had finished.
 
-    Every transfer between two stages, and every ring that spans hosts, has a part on each rail and ends with the last.
-    Rails that share a wire get uneven parts of it, so the median of their own lines would be too fast, and the slowest
-    too slow by chance. Rails measured together have the same line; otherwise the slowest counts.
+    Every transfer between two stages, and every ring that spans hosts, has a part on each rail and ends with the last
+    rail. Rails that share a wire get uneven parts of the wire. So the median of the rails' own lines would be too fast,
+    and the slowest line would be too slow by chance. Rails measured together have the same line; otherwise the slowest
+    rail counts.
     """
     found: dict[Pair, LinkFit] = {}
     for (source, target), fit in fits.items():
@@ -126,13 +127,13 @@ class EarlierLinks:
     """Links that an earlier warm-up of the same hosts measured."""
 
     between: Mapping[Pair, Line]
-    """By hosts."""
+    """Lines between hosts, by (sending host, receiving host)."""
     within: Mapping[Pair, Line]
-    """By slots."""
+    """Lines within hosts, by (sending slot, receiving slot)."""
 
     @classmethod
     def of(cls, earlier: Measurements, options: WarmupOrder) -> EarlierLinks | None:
-        """Find the hosts of this job in an earlier file, in any order; None if one of them is not in it."""
+        """Find the hosts of this job in earlier measurements, in any order; None if a host is missing there."""
         then = {host.name: index for index, host in enumerate(earlier.cluster.hosts)}
         size = options.devices_per_host
         if earlier.cluster.devices_per_host != size or any(host.name not in then for host in options.hosts):
@@ -178,8 +179,8 @@ def found_links(
 ) -> FoundLinks:
     """Turn the samples of all workers into matrices of links.
 
-    A link that was not measured now is taken from an earlier warm-up, or estimated. Raises ProbeError if no link
-    between hosts, or none within a host, was measured.
+    A link that was not measured in this warm-up is taken from an earlier warm-up, or estimated. Raises ProbeError if no
+    link between hosts, or none within a host, was measured.
     """
     book = LinkBook.of(link for result in results for link in result.links)
     best, size, num_hosts = book.best(), options.devices_per_host, len(options.hosts)
@@ -223,7 +224,7 @@ def _by_pair(values: Mapping[Pair, float], num_hosts: int, missing: float) -> ND
 def _origin_HH(
     num_hosts: int, cached: Iterable[Pair], measured: Iterable[Pair], again: Iterable[Pair]
 ) -> tuple[str, ...]:
-    """Return a letter for each link: estimated, cached, measured, measured again; the last that applies."""
+    """Return a letter for the origin of each link: estimated, cached, measured, or measured again."""
     origin = np.full((num_hosts, num_hosts), "e")
     for letter, pairs in (("c", cached), ("m", measured), ("a", again)):
         for pair in pairs:
@@ -233,7 +234,7 @@ def _origin_HH(
 
 
 def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: int) -> tuple[RailRates, ...]:
-    """Return the rails of every pair of hosts; of many pairs, only uneven rails."""
+    """Return the rates of the rails of every pair of hosts; with many pairs, only of uneven rails."""
     found = []
     for a, b in sorted(hosts):
         slots = [(a * size + rail, b * size + rail) for rail in range(size)]
@@ -246,7 +247,7 @@ def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: in
 def _matrices(
     lines: Mapping[Pair, Line], members: Sequence[int], where: str, places: Sequence[Place] = ()
 ) -> tuple[Links, tuple[str, ...]]:
-    """Put the lines between these members into matrices; pairs without a line are estimated from the others."""
+    """Put the lines between these members into matrices; pairs without a line are estimated from other lines."""
     if len(members) == 1:
         return Links(latency_s=((0.0,),), bandwidth_bytes_per_s=((0.0,),)), ()
     at = {member: index for index, member in enumerate(members)}
@@ -262,8 +263,8 @@ def _matrices(
 def _alike(lines: Mapping[Pair, Line], members: Iterable[int]) -> dict[Pair, Line]:
     """Return the median line for all pairs of slots that share the same cores.
 
-    No slot is bound to a core, so no pair is nearer than another: the measured lines differ by which slot had to wait
-    for a core. With separate lines, a ring that avoids one slow pair looked nine times as fast as the timed ring.
+    No slot is bound to a core, so no pair is nearer than another. The measured lines differ only because slots had to
+    wait for a core. With separate lines, a ring that avoids one slow pair was predicted nine times as fast as measured.
     """
     pairs = list(permutations(members, 2))
     known = [lines[pair] for pair in pairs if pair in lines]
@@ -272,7 +273,7 @@ def _alike(lines: Mapping[Pair, Line], members: Iterable[int]) -> dict[Pair, Lin
 
 
 def _sends(fits: Mapping[Pair, LinkFit]) -> tuple[CollectiveTime, ...]:
-    """Return one entry for each measured pair of slots; of many pairs, only unstable ones."""
+    """Return one entry for each measured pair of slots; with many pairs, only for unstable pairs."""
     return tuple(
         CollectiveTime(
             kind="send",
@@ -298,7 +299,7 @@ def _unstable(fits: Mapping[Pair, LinkFit], options: WarmupOrder) -> tuple[str, 
 
 
 def group_times(dimensions: Sequence[Dimension], results: Sequence[WorkerResult]) -> tuple[CollectiveTime, ...]:
-    """Return one line for each kind of collective and dimension: the median group's, by its largest message."""
+    """Return the line of the median group for each kind of collective and dimension, judged by the largest message."""
     seen: dict[tuple[str, int], dict[int, GroupSamples]] = {}
     for result in results:
         for samples in result.collectives:
@@ -310,7 +311,7 @@ def _group_time(dimension: Dimension, by_slot: Mapping[int, GroupSamples]) -> Co
     timed = []
     for group in dimension.groups:
         if all(slot in by_slot for slot in group):
-            # A collective ends with its last member: for each size the largest of the members' medians.
+            # A collective ends with its last member, so for each size the largest of the members' medians counts.
             sizes = zip(*([each.median_s for each in by_slot[slot].samples] for slot in group), strict=True)
             timed.append((tuple(map(max, sizes)), group))
     timed.sort(key=lambda entry: (entry[0][-1], entry))

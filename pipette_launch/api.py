@@ -19,18 +19,18 @@ __all__ = ["compare", "load_measurements", "load_plan", "measure", "plan", "pred
 
 
 def measure(command: Sequence[str]) -> Measurements:
-    """Measure this host as `pipette probe` does, in a child process that prints nothing here; train nothing.
+    """Measure this host as `pipette probe` does, in a child process that prints nothing and trains nothing.
 
     Args:
-        command: the words after `pipette probe`: flags of pipette-launch, the script, and its own flags, such as
-            `["--standalone", "--nproc-per-node", "8", "pretrain_gpt.py", ...]`. If the flags name more hosts, run
-            `pipette probe` on the others; this host must be the first, because only the first host has the result.
+        command: the words after `pipette probe`: flags of pipette-launch, the script, and the script's own flags, such
+            as `["--standalone", "--nproc-per-node", "8", "pretrain_gpt.py", ...]`. If the flags name more hosts, run
+            `pipette probe` on the other hosts. This host must be the first, because only the first host has the result.
 
     Returns:
-        Layer times and times of messages in seconds, memory in bytes; links from each host or device to each.
+        Times of layers and messages in seconds, memory in bytes, and the links between hosts and between devices.
 
     Raises:
-        UsageError: the words make no sense.
+        UsageError: pipette-launch cannot read the words of the command.
         ProbeError: measuring failed; the error has the last line of the child's output.
 
     """
@@ -47,7 +47,7 @@ def measure(command: Sequence[str]) -> Measurements:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan file, as `pipette plan --out` and a job write it; times in seconds, sizes in bytes.
+    """Read a plan file that `pipette plan --out` or a job wrote. Times are in seconds, sizes in bytes.
 
     `chosen.placement` has the rank of each slot; the index of a slot is host * devices_per_host + device.
 
@@ -64,7 +64,7 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def load_measurements(path: str | Path) -> Measurements:
-    """Read a cluster.json, as `pipette probe` and a warm-up write it; times in seconds, sizes in bytes.
+    """Read a cluster.json that `pipette probe` or a warm-up wrote. Times are in seconds, sizes in bytes.
 
     Raises:
         FileFormatError: the file is missing, damaged or holds no measurements.

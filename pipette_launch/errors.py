@@ -1,4 +1,4 @@
-"""The errors that a user sees, one class for each cause."""
+"""Error classes for all errors that a user sees, one class for each cause."""
 
 from __future__ import annotations
 

@@ -17,18 +17,18 @@ MODULES = {
     "rich": "rich",
     "torch": "torch",
 }
-"""Imported module of each required package. megatron-core is not listed, as a source checkout may replace it."""
+"""Imported module of each required package. megatron-core is not listed, because a source checkout may replace it."""
 
 
 def check_installed(*, but: frozenset[str] = frozenset()) -> None:
-    """Raise PipetteError that names the missing packages, unless all of them are in `but`."""
+    """Raise a PipetteError that names the missing packages, unless all missing packages are in `but`."""
     missing = _missing()
     if set(missing) - but:
         raise _not_installed(missing)
 
 
 def explained_import_error(error: ModuleNotFoundError) -> Exception:
-    """Return a PipetteError that names the missing packages, or the error itself if its module is not a required one.
+    """Return a PipetteError that names the missing packages, or the given error if no required package is missing.
 
     Torch is named only if the import of torch failed, because most `pipette` commands work without it.
     """
@@ -50,7 +50,10 @@ def _not_installed(missing: list[str]) -> PipetteError:
 
 
 def compiled(name: str) -> ModuleType | None:
-    """Import a compiled module, named below `pipette_launch`; None if it was not compiled, so that numpy must do."""
+    """Import a compiled module of `pipette_launch` by name.
+
+    None if the module was not compiled: callers then use numpy.
+    """
     try:
         return import_module(f"pipette_launch.{name}")
     except ImportError:

@@ -84,7 +84,7 @@ def nearest_word(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     """Return the known word that is spelt most like `word`, or an empty string.
 
     Args:
-        word: probably mistyped.
+        word: a word that the user probably mistyped.
         known: the correct words.
         cutoff: least similarity of a result, 0 to 1, as `difflib` measures it.
 
@@ -93,13 +93,13 @@ def nearest_word(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
 
 
 def did_you_mean(word: str, known: Iterable[str], *, otherwise: str = "") -> str:
-    """Return `did you mean X?` for the nearest known word; `otherwise` if no word is similar."""
+    """Return `did you mean X?` for the nearest known word, or `otherwise` if no known word is similar."""
     near = nearest_word(word, known)
     return f"did you mean {near}?" if near else otherwise
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Replace each unprintable character by an escape such as `\x1b`: foreign text cannot control the terminal.
+    r"""Replace each unprintable character by an escape such as `\x1b`, so that text cannot control the terminal.
 
     Control characters, line ends and bidirectional marks are unprintable. Characters in `keep` stay.
     """
@@ -114,13 +114,13 @@ class _EscapingFormatter(logging.Formatter):
 
 
 def escape_log_lines() -> None:
-    """Escape unprintable characters in the log lines of this process, which are messages without any prefix."""
+    """Print the log messages of this process without a prefix, and with unprintable characters escaped."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_EscapingFormatter())
 
 
 def log_for_debugging(package: str, head: str) -> None:
-    """Write all log lines of a package to stderr, each with `head` at its beginning."""
+    """Write all log lines of a package to stderr. Each line begins with `head`."""
     logger, handler = logging.getLogger(package), logging.StreamHandler()
     handler.setFormatter(_EscapingFormatter(f"{head}%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)

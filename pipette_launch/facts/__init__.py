@@ -1,4 +1,4 @@
-"""Frozen facts on jobs, machines, measurements and plans, and their file format."""
+"""Frozen dataclasses that describe jobs, machines, measurements and plans, and the JSON format of these dataclasses."""
 
 from pipette_launch.facts.cluster import Cluster, Device, Host, Links
 from pipette_launch.facts.job import Batch, Job

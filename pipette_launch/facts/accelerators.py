@@ -1,4 +1,4 @@
-"""Types of accelerators: the figures that describe one, and a table of NVIDIA's devices."""
+"""Types of accelerators: peak rates, memory and links of a device, and a table of NVIDIA's devices."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Link:
     """The connection from one device to another: seconds = latency_s + bytes / bytes_per_s."""
 
     latency_s: float
-    """Latency of one message, or of one step of a collective."""
+    """Seconds of latency of one message, or of one step of a collective."""
     bytes_per_s: float
     """Bandwidth in one direction while no other device uses the link."""
     shared_by: int = 1
-    """Devices that share the link: 8 for one network card in a host of 8 devices."""
+    """Number of devices that share the link: 8 for one network card in a host of 8 devices."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "latency_s", limit=0)
@@ -37,7 +37,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Share of its peak rates that a device reaches.
+    """Share of the peak rates that a device reaches.
 
     A matrix product of m x n x k reaches `matmul_share` / (1 + `half_size` * (1/m + 1/n + 1/k)) of the peak, so the
     share grows with each dimension. This is a roofline in which products and memory traffic do not overlap, because
@@ -46,7 +46,8 @@ class Efficiency:
 
     matmul_share: float
     half_size: float
-    """Length of one dimension at which a product reaches half of `matmul_share`, if the other two are very long."""
+    """Length of one dimension at which a product reaches half of `matmul_share`, if the other two dimensions are very
+    long."""
     attention_share: float
     """Share of the peak that the matrix products of flash attention reach."""
     memory_share: float
@@ -54,13 +55,13 @@ class Efficiency:
     launch_s: float
     """Seconds of the host (Python, torch's dispatcher, the launch) for each kernel of `cost.layers`.
 
-    The host decides the time of shorter kernels. 50 us comes from Megatron-LM's functional tests on DGX A100 and H100:
-    3 to 6 ms for one layer and micro-batch with hidden size 512.
+    A kernel that computes for less than `launch_s` takes `launch_s`. 50 us comes from Megatron-LM's functional tests on
+    DGX A100 and H100: 3 to 6 ms for one layer and micro-batch with hidden size 512.
     """
     scan_share: float | None = None
-    """Share of the memory bandwidth that the scan kernels of Mamba-2 layers reach; None = `memory_share`."""
+    """Share of the memory bandwidth that the scan kernels of Mamba-2 layers reach. None = `memory_share`."""
     narrow_shares: dict[str, float] = field(default_factory=dict)
-    """Replaces `matmul_share` for products in narrow formats: `fp8` and `fp4`."""
+    """Share of the peak that matrix products in `fp8` or `fp4` reach, by format. Other formats have `matmul_share`."""
     step_s: float = 0.0
     """Seconds of the host in each step while the device waits: from the gradient norm, for which Megatron waits, to
     the first kernels of the next step (clipping, the optimizer's loops, logging, the batch)."""
@@ -91,12 +92,12 @@ class DeviceSpec:
     between_hosts: Link
     efficiency: Efficiency
     source: str
-    """Origin of the figures, one sentence."""
+    """Origin of the device's figures, one sentence."""
     devices_per_host: int = 8
     exponentials_per_s: float = math.inf
     """Rate of all special function units, which compute softmax beside attention's products."""
     domain_hosts: int = 1
-    """Hosts in one NVLink domain. Links between these hosts are as fast as `within_host`."""
+    """Number of hosts in one NVLink domain. Links between these hosts are as fast as `within_host`."""
     host_bytes_per_s: float = 0.0
     """Bandwidth to pinned memory of the host, in each direction, while all devices of a host copy; 0 = unknown."""
     compute_capability: int | None = None
@@ -110,7 +111,7 @@ class DeviceSpec:
         check_numbers(self, "host_bytes_per_s", limit=0)
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Return the peak of one format; FactError lists the known formats."""
+        """Return the peak rate in one format. The FactError for an unknown format lists the known formats."""
         if dtype not in self.flops_per_s:
             known = ", ".join(sorted(self.flops_per_s))
             raise FactError(f"{self.name} has no known peak for {dtype}; known: {known}")
@@ -120,7 +121,7 @@ class DeviceSpec:
 Words = tuple[str, ...]
 
 _NOISE = set("NVIDIA TESLA GEFORCE GPU TENSOR CORE GENERATION VOLTA TURING AMPERE GRACE HOPPER SUPERCHIP".split())
-"""Words that do not identify a device."""
+"""Words in device names that do not identify a device."""
 _ONE_WORD = (
     # RTX4090, RTXPRO6000 and H100SXM5 become several words.
     (re.compile(r"\b([GR]TX)(?=[A\dP])"), r"\1 "),
@@ -137,7 +138,8 @@ _CAPABILITIES = {
     (8, 0): r"A2|A10|A10G|A16|A30|A40|A100|A800|RTX A\d{3,4}|A[456][05]00|(RTX )?30[5-9]0|ORIN",
     (7, 0): r"V100S?|T4G?|TITAN (RTX|V)|GV100|RTX 20[678]0|RTX [3-8]000",
 }
-"""Least capability by the words of the chip; the first match counts. Only FP8 depends on minor numbers."""
+"""Least compute capability of a chip, by patterns of the chip's name. The first matching pattern counts. Minor numbers
+matter only for FP8."""
 _CHIP = {capability: re.compile(rf"(?<!\S)({chips})(?!\S)") for capability, chips in _CAPABILITIES.items()}
 
 
@@ -165,13 +167,13 @@ def chip_capability(name: str) -> tuple[int, int] | None:
 
 
 class _Host(NamedTuple):
-    """The usual host of a device, and its links."""
+    """Links of a device in its usual host."""
 
     within: tuple[float, float]
-    """Link to another device of the host: us, GB/s."""
+    """Latency in us and bandwidth in GB/s of the link to another device of the host."""
     host_gb_per_s: float
     between: tuple[float, float, int]
-    """Link to another host: us, GB/s, devices that share it."""
+    """Link to another host: latency in us, bandwidth in GB/s, number of devices that share the link."""
     words: str
     devices: int = 8
     domain_hosts: int = 1
@@ -182,20 +184,23 @@ class _Row(NamedTuple):
 
     name: str
     usual: Efficiency
-    """Usual shares of the device's generation."""
+    """Shares of the peak rates that devices of this generation usually reach."""
     matmul_share: float
     """Share of the 16-bit peak that large products reach.
 
     Shares of PCIe cards come from public tests (github.com/mag-/gpu_benchmark,
-    github.com/zzc0721/torch-performance-test-data), minus the 7 % by which A100 and H100 are slower in training. Cards
-    without a test (A10, A30, A40, L20, H200-NVL) have the share of a similar chip. L4 holds its clock at 72 W only for
-    a moment. GeForce cards have 0.85, because short tests run above the clock of the data sheet.
+    github.com/zzc0721/torch-performance-test-data), minus 7 %, because A100 and H100 are 7 % slower in training than in
+    such tests. Cards without a test (A10, A30, A40, L20, H200-NVL) have the share of a similar chip. L4 cannot hold its
+    clock for long, because its power limit is 72 W. GeForce cards have 0.85, because short tests run above the clock of
+    the data sheet.
     """
     multiprocessors: int
-    """Twice as many for Blackwell Ultra, whose multiprocessors have 32 special function units instead of 16."""
+    """Number of multiprocessors. The table doubles the number of Blackwell Ultra, because its multiprocessors have 32
+    special function units instead of 16."""
     ghz: float
     half_tflops: float
-    """Dense, with accumulation in FP32, for which GeForce cards have half the rate of other cards."""
+    """Dense 16-bit TFLOP/s with accumulation in FP32. GeForce cards accumulate in FP32 at half the rate of other
+    cards."""
     fp32_tflops: float
     fp8_tflops: float
     fp4_tflops: float
@@ -243,19 +248,20 @@ def _scaled(usual: Efficiency, matmul_share: float) -> Efficiency:
     )
 
 
-# Mostly the trainer's Python around each kernel, from Megatron's functional tests of small models. CUDA needs 5 us.
+# Most of `_LAUNCH_S` is the trainer's Python around each kernel: CUDA itself needs 5 us. Source: Megatron's functional
+# tests of small models.
 _LAUNCH_S = 50e-6
-# Remaining seconds of each step in the same tests (`benchmarks.validation.host`).
+# Seconds of each step in Megatron's functional tests that kernels do not explain (`benchmarks.validation.host`).
 _DGX_A100_STEP_S = 48e-3
 _DGX_H100_STEP_S = 31e-3
 
 _DGX_A100 = partial(Efficiency, launch_s=_LAUNCH_S, step_s=_DGX_A100_STEP_S)
 _DGX_H100 = partial(Efficiency, launch_s=_LAUNCH_S, step_s=_DGX_H100_STEP_S)
 AMPERE = _DGX_A100(matmul_share=0.80, attention_share=0.54, memory_share=0.8, half_size=64)
-# The board is limited to 300 W instead of 400 W. NVIDIA states 90 % of the SXM module for such a card.
+# The board is limited to 300 W instead of 400 W. NVIDIA states 90 % of the SXM module's speed for a card with 300 W.
 AMPERE_300_W = _DGX_A100(matmul_share=0.72, attention_share=0.48, memory_share=0.8, half_size=64)
-# A dense product at full clock exceeds the power limit of these devices, so they reach less of the nominal peak.
-# FP8 and FP4: products in TransformerEngine's own benchmark of one dense layer, on H200 NVL and B300.
+# A dense product at full clock exceeds the power limit of the following devices, so the devices reach less of the
+# nominal peak. FP8 and FP4: products in TransformerEngine's own benchmark of one dense layer, on H200 NVL and B300.
 HOPPER = _DGX_H100(
     matmul_share=0.72, narrow_shares={"fp8": 0.68}, attention_share=0.40, memory_share=0.76, half_size=128
 )

@@ -1,7 +1,7 @@
 """Hosts, devices and links of a job, and the order of ranks on the devices of a host."""
 
-# H = hosts, D = devices of one host, S = slots (all devices of all hosts, host by host), K = placements, W = slots.
-# A placement gives the RANK of each slot.
+# H = hosts, D = devices of one host, S or W = slots (all devices of all hosts, host by host), K = placements. A
+# placement gives the RANK of each slot.
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Device:
 
     kind: Literal["cuda", "cpu"]
     uuid: str
-    """NVML's UUID; on CPU `cpu-<index>`."""
+    """UUID of the device as NVML reports it. On CPU `cpu-<index>`."""
     name: str
     memory_total_bytes: int
     memory_free_bytes: int
@@ -64,16 +64,21 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False)
 class Links:
-    """Latency and bandwidth between n places; the row sends to the column. The diagonal is 0.
+    """Latency and bandwidth between n hosts or devices, as n x n matrices: the row sends to the column.
 
-    Both matrices are read-only. Links are equal if all their numbers are equal.
+    The diagonal is 0.
+
+    Both matrices are read-only. Two `Links` are equal if all numbers in both matrices are equal.
     """
 
     latency_s: Matrix
     bandwidth_bytes_per_s: Matrix
 
     def __init__(self, *, latency_s: MatrixLike, bandwidth_bytes_per_s: MatrixLike) -> None:
-        """Take n x n numbers each, as arrays or rows; FactError if the shape or a number is not possible."""
+        """Take n x n latencies and n x n bandwidths.
+
+        FactError if a matrix is not square, or if a number is impossible.
+        """
         size = len(latency_s)
         matrices = [_matrix(rows, size) for rows in (latency_s, bandwidth_bytes_per_s)]
         for name, matrix in zip(("latency_s", "bandwidth_bytes_per_s"), matrices, strict=True):
@@ -101,12 +106,12 @@ class Links:
 
     @property
     def size(self) -> int:
-        """Number of places that the links connect."""
+        """Number of hosts or devices that the links connect."""
         return len(self.latency_s)
 
     @classmethod
     def uniform(cls, size: int, *, latency_s: float, bandwidth_bytes_per_s: float) -> Links:
-        """Return equal links between all places."""
+        """Return equal links between all hosts or devices."""
         latency, bandwidth = (np.full((size, size), float(value)) for value in (latency_s, bandwidth_bytes_per_s))
         for matrix in (latency, bandwidth):
             np.fill_diagonal(matrix, 0.0)
@@ -118,12 +123,15 @@ class Links:
 
     @cached_property
     def extremes(self) -> tuple[tuple[int, int], ...]:
-        """(sender, receiver) of the slowest and of the fastest link, by bandwidth; empty for a single place."""
+        """(sender, receiver) of the links with the least and the greatest bandwidth.
+
+        Empty for a single host or device.
+        """
         if self.size < 2:
             return ()
         rates, diagonal = self.bandwidth_bytes_per_s.ravel(), np.eye(self.size, dtype=bool).ravel()
         slowest = int(np.where(diagonal, np.inf, rates).argmin())
-        # If all bandwidths are equal, the first link and the last link, so that two links are returned.
+        # If all bandwidths are equal, return the first and the last link, so that the result has two different links.
         fastest = len(rates) - 1 - int(np.where(diagonal, 0.0, rates)[::-1].argmax())
         return divmod(slowest, self.size), divmod(fastest, self.size)
 
@@ -136,7 +144,7 @@ class Links:
 
     @cached_property
     def _hash(self) -> int:
-        # + 0.0 turns -0.0 into 0.0: they are equal but have different bytes.
+        # + 0.0 turns -0.0 into 0.0, because equal links must have equal bytes.
         return hash(((self.latency_s + 0.0).tobytes(), (self.bandwidth_bytes_per_s + 0.0).tobytes()))
 
 
@@ -149,7 +157,7 @@ def _matrix(rows: MatrixLike, size: int) -> Matrix:
 
 
 class HostsOfJob:
-    """Numbers that follow from the hosts of a job, which have equally many devices of one kind."""
+    """Numbers that follow from the hosts of a job. All hosts have the same number of devices of one kind."""
 
     __slots__ = ()
     hosts: tuple[Host, ...]
@@ -176,13 +184,13 @@ class Cluster(HostsOfJob):
 
     hosts: tuple[Host, ...]
     between_hosts: Links
-    """Links between hosts, H x H, for each device while all devices of two hosts exchange messages."""
+    """Links between hosts as H x H matrices, for one device while all devices of both hosts exchange messages."""
     within_host: tuple[Links, ...]
-    """Links between the devices of each host, D x D."""
+    """Links between the devices of a host as D x D matrices, one entry for each host."""
     slot_speed: tuple[float, ...]
     """Compute speed of each slot relative to the median slot."""
     imagined: DeviceSpec | None = field(default=None, hash=False, metadata=ADDED_LATER)
-    """Type of all devices if nothing was measured; None for real hosts."""
+    """Type of all devices if the user only described the machines. None for real hosts."""
 
     def __post_init__(self) -> None:
         sizes = {len(host.devices) for host in self.hosts}
@@ -196,7 +204,8 @@ class Cluster(HostsOfJob):
         if [links.size for links in self.within_host] != [self.devices_per_host] * len(self.hosts):
             raise FactError("within_host needs one matrix for each host, with one row for each device")
 
-        # Hosts with equal links share one object, so that work on links is done once for all of them.
+        # Hosts with equal inner links share one `Links` object, so that its cached results are computed once for all
+        # hosts.
         shared: dict[Links, Links] = {}
         object.__setattr__(self, "within_host", tuple(shared.setdefault(links, links) for links in self.within_host))
         if len(self.slot_speed) != self.num_slots or not all(speed > 0 for speed in self.slot_speed):
@@ -209,11 +218,11 @@ class Cluster(HostsOfJob):
 
     @property
     def keeps_residues(self) -> bool:
-        """True on CUDA: the RANKs of a host must differ modulo its slots (`search.placement.slots.Slots`)."""
+        """True on CUDA, where the RANKs of a host must differ modulo its devices (`search.placement.slots.Slots`)."""
         return self.device_kind == "cuda"
 
     def host_of(self, slot: int) -> int:
-        """Return the index of a slot's host."""
+        """Return the index of the host of a slot."""
         return slot // self.devices_per_host
 
     def slot_name(self, slot: int) -> str:
@@ -225,12 +234,12 @@ Ints = NDArray[np.int64]
 
 
 def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int] | None = None) -> Ints:
-    """Sort the ranks of each host, or put them on its devices in a given order. Each host keeps its ranks.
+    """Sort the ranks of each host, or put the ranks on the host's devices in a given order. No rank changes its host.
 
     Args:
-        placement_KW: one placement, or one in each row.
+        placement_KW: one placement, or an array with one placement in each row.
         devices: D.
-        order_D: devices for the ranks of a host, lowest rank first; None = in device order.
+        order_D: devices for the ranks of a host, beginning with the lowest rank. None = in device order.
 
     """
     ranks = np.asarray(placement_KW, dtype=np.int64)
@@ -241,7 +250,7 @@ def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int
 
 
 def shared_order(placement: ArrayLike, devices: int) -> tuple[int, ...] | None:
-    """Return the devices of a host's ranks, lowest rank first; None if two hosts differ."""
+    """Return the devices of a host's ranks, beginning with the lowest rank. None if two hosts differ in this order."""
     order_HD = np.argsort(np.asarray(placement).reshape(-1, devices), axis=1)
     return tuple(order_HD[0].tolist()) if (order_HD == order_HD[0]).all() else None
 

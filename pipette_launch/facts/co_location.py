@@ -1,16 +1,16 @@
 """Ranks that must share a host or an NVLink domain, and the domains of a job's hosts.
 
-The groups below are successive ranks in both of Megatron's rank orders: a tensor-parallel group begins at a multiple of
-tp, and an expert group (EP and ETP together) at a multiple of ep*etp. Every plan on GPUs has LOCAL_RANK = RANK modulo
-the devices of a host, which these libraries also expect.
+The groups that must share a host or domain are successive ranks in both of Megatron's rank orders: a tensor-parallel
+group begins at a multiple of tp, and an expert group (EP and ETP together) at a multiple of ep*etp. Every plan on GPUs
+has LOCAL_RANK = RANK modulo the devices of a host. Userbuffers, DeepEP and HybridEP expect the same.
 
-- Userbuffers (`--tp-comm-overlap`): each tensor-parallel group lies inside a host. This is true of TransformerEngine
-  2.2 or newer. Older releases needed successive ranks on each host.
+- Userbuffers (`--tp-comm-overlap`): each tensor-parallel group lies inside a host. TransformerEngine from 2.2 on
+demands only this. Older releases needed successive ranks on each host.
 - DeepEP (`--moe-token-dispatcher-type flex`): RANK / 8 within the expert group is the network rank, and RANK % 8 is the
-  NVLink rank. So each 8 successive ranks lie inside a host, or the whole group if it is smaller. DeepEP starts only
-  with group sizes for which it has settings.
-- HybridEP and NCCL EP (`--moe-flex-dispatcher-backend`): as DeepEP, with the ranks of an NVLink domain instead of 8.
-  Every expert group has the same number of ranks in each domain that it touches.
+  NVLink rank. So each 8 successive ranks lie inside a host, or the whole group if it has fewer than 8 ranks. DeepEP
+  starts only with group sizes for which it has settings.
+- HybridEP and NCCL EP (`--moe-flex-dispatcher-backend`): the same rule as for DeepEP, with the number of ranks of an
+  NVLink domain instead of 8. An expert group has the same number of ranks in each domain in which it has ranks.
 """
 
 # H = hosts, S = slots, B = blocks, K = ranks of a block.
@@ -35,20 +35,21 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
 DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-"""Ranks of an expert group for which DeepEP has settings (`Buffer.get_dispatch_config`)."""
+"""Sizes of an expert group (number of ranks) for which DeepEP has settings (`Buffer.get_dispatch_config`)."""
 DEEPEP_NVLINK = 8
 BY_DOMAIN = {"hybridep": "HybridEP", "ncclep": "NCCL EP"}
-"""Backends of the flex dispatcher that depend on NVLink domains. All other backends are DeepEP."""
+"""Backends of the flex dispatcher that depend on NVLink domains. All other backends of the flex dispatcher are
+DeepEP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBlock:
-    """Each `size` successive ranks, counted from rank 0, must lie inside one host or one NVLink domain."""
+    """Demand that each `size` successive ranks, counted from rank 0, lie inside one host or one NVLink domain."""
 
     size: int
     within: Literal["host", "domain"]
     kind: str
-    """Type of parallelism of these ranks, such as `tensor-parallel`."""
+    """Type of parallelism of the ranks in a block, such as `tensor-parallel`."""
     asked_by: str
     """Flag or library that requires the block."""
 
@@ -64,7 +65,7 @@ class RankBlock:
 
     @property
     def sentence(self) -> str:
-        """The requirement as a sentence for the plan."""
+        """Sentence for the plan that states the demand of the block."""
         return f"Each of the {self.words} lies inside {self.inside}, as {self.asked_by} requires."
 
 
@@ -74,11 +75,11 @@ class Domains:
 
     devices_per_host: int
     domain_H: tuple[int, ...] = ()
-    """Index of each host's domain; empty = unknown."""
+    """Index of the NVLink domain of each host. Empty = unknown."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> Domains:
-        """Find the domains: hosts of a device type with domains, joined by links about as fast as NVLink."""
+        """Find the NVLink domains: groups of hosts whose links to each other are about as fast as NVLink."""
         device, links = spec_of_cluster(cluster), cluster.between_hosts
         if device is None or device.domain_hosts == 1:
             return cls(devices_per_host=cluster.devices_per_host, domain_H=tuple(range(links.size)))
@@ -87,7 +88,7 @@ class Domains:
 
     @property
     def domains(self) -> tuple[tuple[int, ...], ...]:
-        """Hosts of each NVLink domain."""
+        """Indices of the hosts in each NVLink domain."""
         return tuple(
             tuple(host for host, domain in enumerate(self.domain_H) if domain == one)
             for one in dict.fromkeys(self.domain_H)
@@ -95,16 +96,19 @@ class Domains:
 
     @property
     def domain_devices(self) -> frozenset[int]:
-        """The numbers of devices that occur among the domains."""
+        """Different numbers of devices that the NVLink domains have."""
         return frozenset(count * self.devices_per_host for count in Counter(self.domain_H).values())
 
     def first(self, num_hosts: int) -> Domains:
-        """Return the domains of the first hosts; they are unknown if `num_hosts` is more than the job has."""
+        """Return the domains of the first `num_hosts` hosts. The domains are unknown if the job has fewer hosts."""
         domain_H = self.domain_H[:num_hosts] if num_hosts <= len(self.domain_H) else ()
         return Domains(devices_per_host=self.devices_per_host, domain_H=domain_H)
 
     def split(self, blocks: Sequence[RankBlock], placement: ArrayLike) -> RankBlock | None:
-        """Return a block that a placement (RANK of each slot) splits, or None. Unknown domains split no block."""
+        """Return the first block whose ranks a placement (RANK of each slot) puts into several hosts or domains.
+
+        None if the placement splits no block. Unknown domains split no block.
+        """
         slot_R = np.argsort(np.asarray(placement), axis=None)
         for block in blocks:
             place_BK = slot_R.reshape(-1, block.size) // self.devices_per_host
@@ -119,7 +123,10 @@ class Domains:
 
 @lru_cache(maxsize=4)
 def _linked_hosts(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
-    """Number the domain of each host. Links above the given bandwidth are NVLink."""
+    """Number the NVLink domain of each host.
+
+    Hosts share a domain if the link between them is above the given bandwidth.
+    """
     near_HH = np.asarray(links.bandwidth_bytes_per_s) >= least_bytes_per_s
     domain_H = np.full(links.size, -1)
     for host in range(links.size):
@@ -131,7 +138,7 @@ def _linked_hosts(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
 
 
 def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, domains: Domains) -> tuple[RankBlock, ...]:
-    """Return the blocks of a layout on GPUs; LayoutError if these hosts and domains cannot hold them."""
+    """Return the blocks of a layout on GPUs. LayoutError if no host or domain is large enough for a block."""
     found = [tensor_block(options, layout.tp, domains)]
     if model.num_experts:
         found.append(expert_block(options, layout.ep * layout.etp, domains))
@@ -139,7 +146,7 @@ def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, dom
 
 
 def tensor_block(options: PerformanceOptions, tp: int, domains: Domains) -> RankBlock | None:
-    """Return the block of tensor parallelism, or None; LayoutError if no host can hold it."""
+    """Return the block of tensor parallelism, or None. LayoutError if no host is large enough for the block."""
     if not options.tp_comm_overlap or tp == 1:
         return None
     flag = flag_of("tp_comm_overlap")
@@ -152,7 +159,7 @@ def expert_block(options: PerformanceOptions, group: int, domains: Domains) -> R
     """Return the block of the flex dispatcher for expert groups of ep*etp ranks, or None.
 
     Raises:
-        LayoutError: no host or domain can hold it.
+        LayoutError: no host or domain is large enough for the block.
 
     """
     dispatcher = options.moe_token_dispatcher_type
@@ -175,7 +182,8 @@ def _block_in_a_domain(asked_by: str, group: int, domains: Domains) -> RankBlock
         return None
     sizes = domains.domain_devices
     kind = "expert-parallel"
-    # Links between the hosts of a domain are as fast as inside a host. So a group that divides a host loses nothing.
+    # A group whose size divides a host stays inside one host. This costs nothing, because links inside a host are as
+    # fast as links between the hosts of a domain.
     if domains.devices_per_host % group == 0:
         return RankBlock(size=group, within="host", kind=kind, asked_by=asked_by)
     size = group if len(sizes) > 1 else min(group, *sizes)

@@ -1,4 +1,4 @@
-"""Networks between hosts that a file describes: tiers from the inside out, and hosts that are slower than others."""
+"""Networks between hosts that a file describes: levels (tiers) of switches from the inside out, and slow hosts."""
 
 # H = hosts.
 
@@ -27,13 +27,13 @@ MOST_NAMED = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tier:
-    """Groups of hosts, and the link from a device to a device of another host in its group."""
+    """One level of the network: groups of hosts, and the link between devices of two hosts in one group."""
 
     name: str
     hosts_per_group: int | None = field(default=None, metadata=ADDED_LATER)
-    """Successive hosts that form a group; None = all hosts are one group, unless `groups` is set."""
+    """Number of successive hosts in a group. None = all hosts are one group, unless `groups` is set."""
     groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=ADDED_LATER)
-    """Names of the hosts in each group, for groups that are not successive hosts of equal number."""
+    """Names of the hosts in each group, for groups of unequal size or of hosts that are not successive."""
     link: Literal["card", "nvlink"] = field(default="card", metadata=ADDED_LATER)
     """`card`: the device's share of its host's network cards. `nvlink`: the same link as between devices of one
     host."""
@@ -41,7 +41,7 @@ class Tier:
     """Share of the link's bandwidth that remains when all devices send: 0.5 behind switches with 2:1
     oversubscription."""
     bandwidth_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Bandwidth of one device when all send; replaces `share`."""
+    """Bandwidth of one device when all devices send. Replaces `share`."""
     latency_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Latency of the tier in seconds; None = the latency of the link."""
 
@@ -67,7 +67,7 @@ class Tier:
         return device.between_hosts if self.link == "card" else device.within_host
 
     def bandwidth(self, device: DeviceSpec) -> float:
-        """Return the bytes per second of one device in one direction, when all devices send."""
+        """Return the bytes per second of one device in one direction while all devices send."""
         share = 1.0 if self.share is None else self.share
         return self.bandwidth_bytes_per_s or self._carrier(device).fair_bytes_per_s * share
 
@@ -86,23 +86,24 @@ class Tier:
 class FabricSpec:
     """A file that describes a network. The innermost tier that two hosts share gives the link between them.
 
-    Bandwidths are of one device in one direction, when all send. A device type with an NVLink domain
-    (`DeviceSpec.domain_hosts`) adds this domain, unless the file has a tier with `link: nvlink`.
+    Each bandwidth is the bandwidth of one device in one direction while all devices send. A device type with an NVLink
+    domain (`DeviceSpec.domain_hosts`) adds this domain, unless the file has a tier with `link: nvlink`.
     """
 
     KIND: ClassVar[str] = "fabric"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     source: str
-    """Origin of the figures, one sentence, which plans repeat."""
+    """Origin of the network's figures, one sentence. Plans repeat the sentence."""
     tiers: tuple[Tier, ...]
     """Tiers from the inside out. The last tier holds all hosts."""
     hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Names in torchrun's order; empty = host0 and so on. A plan for real hosts needs their names here."""
+    """Names of the hosts in torchrun's order. Empty = host0, host1 and so on. A plan for real hosts needs the real
+    names."""
     network_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Hosts with slower network cards: share of the bandwidth that they reach."""
+    """Share of the usual bandwidth that a host with slower network cards reaches, by name of the host."""
     compute_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Hosts with slower devices: share of the speed that they reach."""
+    """Share of the usual speed that a host with slower devices reaches, by name of the host."""
 
     def __post_init__(self) -> None:
         if not self.tiers:
@@ -201,13 +202,13 @@ class FabricSpec:
         return f"The job is assumed to {assumed}; describe other shares with --fabric."
 
     def words(self, device: DeviceSpec, num_hosts: int | None = None) -> str:
-        """Return the tiers between hosts in a few words, without tiers that are larger than the job."""
+        """Describe the tiers between the hosts in a few words, without tiers that are larger than the job."""
         tiers = self.tiers_on(device, num_hosts)
         fills = [index for index, tier in enumerate(tiers) if (tier.hosts_per_group or 0) >= (num_hosts or 1 << 62)]
         return ", ".join(tier.words(device) for tier in tiers[: fills[0] + 1 if fills else None])
 
     def laggards(self) -> Iterator[str]:
-        """Return one sentence for each kind of slow hosts."""
+        """Return one sentence on hosts with slow network cards and one sentence on hosts with slow devices."""
         for what, factors in (("Devices", self.compute_factor), ("Network cards", self.network_factor)):
             if factors:
                 named = ", ".join(f"{host} {factor:g}" for host, factor in list(factors.items())[:MOST_NAMED])
@@ -218,9 +219,9 @@ class FabricSpec:
 
 UNIFORM = FabricSpec(source="All links between hosts are assumed to be equal.", tiers=(Tier(name="network"),))
 BUILT_IN = ("uniform", "fat-tree-2:1", "fat-tree-4:1")
-"""Names shown for fabrics without a file."""
+"""Names of built-in networks that messages list. A built-in network needs no file."""
 LEAF_HOSTS = 32
-"""Hosts of a scalable unit in NVIDIA's reference designs for DGX H100 and later."""
+"""Number of hosts of a scalable unit in NVIDIA's reference designs for DGX H100 and later."""
 
 
 def made_up_names(num_hosts: int) -> tuple[str, ...]:

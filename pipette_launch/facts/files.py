@@ -1,8 +1,8 @@
-"""Frozen facts: checks of their numbers, and their file format, which is strict JSON.
+"""Checks of numbers in frozen dataclasses, and the strict JSON files of these dataclasses.
 
 A document is a dataclass with the class variables `KIND` and `SCHEMA_VERSION`. Reading raises FileFormatError for an
 unknown kind, version, field or type, and the message names file and field. A field marked `ADDED_LATER` may be missing
-in files of earlier releases. Its default is the value that those files meant.
+in files of earlier releases. The default of the field is the value that files of earlier releases implied.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from pipette_launch.errors import FactError, FileFormatError
 def check_numbers(
     fact: object, *names: str, limit: float = 1, above: bool = False, error: type[FactError] = FactError
 ) -> None:
-    """Raise an error that names the first field below a limit, with its value.
+    """Raise an error that names the first field below a limit, and the value of this field.
 
     Args:
-        fact: object with the fields.
-        names: fields to check; None passes.
+        fact: object whose fields are checked.
+        names: names of the fields to check. A field with the value None passes.
         limit: least allowed value, in the field's own unit.
         above: whether the limit itself is forbidden.
         error: class of the error.
@@ -55,7 +55,7 @@ ADDED_LATER = {"added_later": True}
 
 
 MOST_BYTES = 256 << 20
-"""Largest file that is parsed: a cluster.json with all links of 2,000 hosts."""
+"""Largest file in bytes that is parsed: a cluster.json with all links of 2,000 hosts."""
 MOST_INTEGER = 1 << 63
 LARGEST = 1e100
 """Largest number in a file, so that the product of two numbers stays finite."""
@@ -66,7 +66,7 @@ LEFTOVER_S = 86400.0
 
 
 class Document(Protocol):
-    """A dataclass that has its own file."""
+    """A dataclass that is written to a file of its own."""
 
     KIND: ClassVar[str]
     SCHEMA_VERSION: ClassVar[int]
@@ -90,7 +90,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """Build an object of type `kind` from JSON types.
+    """Build an object of type `kind` from the result of `json.loads`.
 
     Args:
         kind: a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]`, a Literal, or
@@ -113,7 +113,8 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         items = _checked(dict, value, where)
         return {key: from_plain(inner[1], item, f"{where}: {key}") for key, item in items.items()}
-    # From numpy 2.5 on, NDArray is a type alias and its own origin. Before, its origin is np.ndarray.
+    # From numpy 2.5 on, NDArray is a type alias and its own origin. Before numpy 2.5, the origin of NDArray is
+    # np.ndarray.
     if origin in (np.ndarray, NDArray):
         return _matrix(value, where)
     return _scalar(kind, value, where)
@@ -132,7 +133,7 @@ def parse(text: str | bytes, source: str) -> Any:
 
 
 def dumps(document: Document, *, indent: int | None = 1) -> str:
-    """Return a document as JSON text; `indent=None` returns one line."""
+    """Return a document as JSON text. With `indent=None` the text has one line."""
     head = {"kind": document.KIND, "schema_version": document.SCHEMA_VERSION}
     return json.dumps({**head, **to_plain(document)}, indent=indent, allow_nan=False)
 
@@ -154,19 +155,23 @@ def loads(kind: type[D], text: str | bytes, source: str) -> D:
 
 
 def write(path: Path, document: Document, *, shared: bool = False) -> None:
-    """Write a document atomically: a reader sees the old file or the new file, never a part.
+    """Write a document atomically: a reader sees the whole old file or the whole new file.
 
     Args:
-        path: target; missing folders are made.
-        document: content.
-        shared: other users may read the file, as far as the umask allows; otherwise only the owner may.
+        path: path of the file. Missing folders are made.
+        document: the object to write.
+        shared: if true, other users may read the file as far as the umask allows. Otherwise only the owner may read the
+            file.
 
     """
     write_text(path, dumps(document) + "\n", shared=shared)
 
 
 def write_text(path: Path, text: str, *, shared: bool = False) -> None:
-    """Write text by a temporary file, fsync and rename. After an OSError no temporary file remains."""
+    """Write text to a temporary file, call fsync, and rename the temporary file.
+
+    After an OSError no temporary file remains.
+    """
     for folder in (*reversed(path.parents),) if not path.parent.exists() else ():
         if not folder.exists():
             folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
@@ -186,7 +191,7 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 
 def _remove_leftovers(folder: Path, names: str) -> None:
-    # Left by writers that were killed. One day is longer than the clocks of two hosts differ.
+    # Remove temporary files of writers that were killed. Clocks of two hosts differ by less than one day.
     for one in folder.glob(f".{names}.{'[0-9a-f]' * 8}"):
         with contextlib.suppress(OSError):
             if time.time() - one.lstat().st_mtime > LEFTOVER_S:
@@ -194,7 +199,7 @@ def _remove_leftovers(folder: Path, names: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder of a file that will be written much later; raise OSError if it cannot be written."""
+    """Make the folder of a file that will be written much later. Raise OSError if the folder is not writable."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -203,12 +208,12 @@ def check_writable(path: Path) -> None:
 
 
 def read(path: Path, kind: type[D]) -> D:
-    """Read a document from a file; FileFormatError if the file is missing or bad."""
+    """Read a document from a file. FileFormatError if the file is missing or damaged."""
     return loads(kind, read_bytes(path), str(path))
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file of at most MOST_BYTES; FileFormatError if it is larger or unreadable."""
+    """Read a file of at most MOST_BYTES bytes. FileFormatError if the file is larger or unreadable."""
     try:
         with path.open("rb") as stream:
             data = stream.read(MOST_BYTES + 1)
@@ -220,7 +225,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of document in a file; empty if the file is not a document."""
+    """Return the kind of document in a file, or an empty string if the file is not a document."""
     try:
         plain = parse(read_bytes(path), str(path))
     except FileFormatError:
@@ -229,7 +234,7 @@ def kind_of(path: Path) -> str:
 
 
 def digest(*facts: Any) -> str:
-    """Return sixteen hexadecimal digits that change if one of the facts changes."""
+    """Return a hash of the given objects as sixteen hexadecimal digits."""
     text = json.dumps([to_plain(fact) for fact in facts], sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -267,7 +272,8 @@ def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 def _matrix(value: Any, where: str) -> NDArray[np.float64]:
     rows = []
     for index, row in enumerate(_checked(list, value, where)):
-        # Checking a whole row at once is fast. A row with a problem is checked number by number, to name the bad one.
+        # Check a whole row of the matrix at once, which is fast. If a row is bad, check each number to name the bad
+        # number.
         is_good = isinstance(row, list) and set(map(type, row)) <= {float} and bool((np.abs(row) <= LARGEST).all())
         rows.append(row if is_good else from_plain(tuple[float, ...], row, f"{where}[{index}]"))
     odd = next((index for index, row in enumerate(rows) if len(row) != len(rows)), None)
@@ -295,7 +301,7 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
 def _shown(value: Any) -> str:
     try:
         return _SHORT.repr(value)
-    except ValueError:  # an integer with too many digits for str()
+    except ValueError:  # str() fails for an integer with too many digits
         return "a number of thousands of digits"
 
 

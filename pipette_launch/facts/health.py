@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 Nearness = Literal["switch", "root", "node", "across"]
 """Path from a device to its nearest network card: through a common PCIe switch, the tree of one root port, one NUMA
-node, or across the sockets."""
+node, or a link between two sockets."""
 NEARNESS: tuple[Nearness, ...] = ("switch", "root", "node", "across")
 """Kinds of nearness, from near to far."""
 
@@ -19,12 +19,12 @@ class Holder:
     pid: int
     name: str
     used_bytes: int | None
-    """Memory of the process; None if the driver hides it, as in a container."""
+    """Device memory of the process in bytes. None if the driver hides the number, as in a container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceCondition:
-    """One device before the job, as NVML and sysfs report it. Missing values are None, never 0.
+    """One device before the job, as NVML and sysfs report it. A value that the driver does not report is None, never 0.
 
     On CPU only the UUID is known.
     """
@@ -37,7 +37,7 @@ class DeviceCondition:
     utilisation: float | None = None
     """Share of the driver's last sample period in which a kernel ran, 0 to 1."""
     sm_clock_hz: int | None = None
-    """An idle device lowers its clock, so a low value alone is not a problem."""
+    """Present clock of the multiprocessors. An idle device lowers its clock, so a low value alone is not a problem."""
     sm_clock_max_hz: int | None = None
     clock_reasons: tuple[str, ...] | None = None
     """NVML's reasons for the present clocks, without prefix: `GpuIdle`, `HwThermalSlowdown`."""
@@ -49,24 +49,24 @@ class DeviceCondition:
     """Memory rows replaced by spare rows after correctable errors."""
     rows_uncorrectable: int | None = None
     rows_pending: bool | None = None
-    """A row will be replaced at the next reset of the device."""
+    """True if a memory row will be replaced at the next reset of the device."""
     rows_failed: bool | None = None
-    """A row could not be replaced because no spare row is left."""
+    """True if a memory row could not be replaced because no spare row is left."""
     nvlinks_up: int | None = None
     nvlinks_total: int | None = None
     """Number of NVLinks that NVML knows, up or down."""
     pcie_width: int | None = None
-    """PCIe lanes in use. An idle device does not reduce them."""
+    """Number of PCIe lanes in use. An idle device does not reduce this number."""
     pcie_width_max: int | None = None
-    """PCIe lanes that device and slot allow."""
+    """Largest number of PCIe lanes that the device and its PCIe slot allow."""
     pcie_generation: int | None = None
-    """An idle device falls back to generation 1, so a low value alone is not a problem."""
+    """Present PCIe generation. An idle device falls back to generation 1, so a low value alone is not a problem."""
     pcie_generation_max: int | None = None
     pci_address: str = ""
-    """As in sysfs, `0000:3b:00.0`; empty = not reported."""
+    """PCI address of the device as in sysfs, such as `0000:3b:00.0`. Empty = not reported."""
     numa_node: int | None = None
     nic: str = ""
-    """The nearest network card, InfiniBand if there is one; empty = none found."""
+    """Name of the network card nearest to the device, preferably an InfiniBand card. Empty = no card was found."""
     nic_distance: Nearness | None = None
     persistence_mode: bool | None = None
     temperature_c: int | None = None
@@ -88,23 +88,24 @@ VerdictKind = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """One problem: a figure that differs from the figures of its peers, or from the expected figure."""
+    """One problem of a host, device or link, with a figure that differs from its peers or from the expected figure."""
 
     kind: VerdictKind
     host: str
-    """Host with the problem; for a link, the sender."""
+    """Name of the host with the problem. If a link is slow, the name of the sending host."""
     figure: str
     """The measured figure with its unit: `2 of 18 NVLinks are up`."""
     device: str = ""
-    """UUID of the device; empty = the whole host has the problem."""
+    """UUID of the device with the problem. Empty = the whole host has the problem."""
     other_host: str = ""
-    """Receiver of a slow link; empty for other problems."""
+    """Name of the receiving host of a slow link. Empty for all other problems."""
     peers: str = ""
-    """Figure of its peers, `18`; empty = no comparison needed."""
+    """The same figure on similar hosts or devices, such as `18`. Empty = the problem needs no comparison."""
     advice: str = ""
-    """Remedy: `exclude it with --exclude=node17`."""
+    """Advice that solves the problem, such as `exclude it with --exclude=node17`."""
     is_sick: bool = True
-    """True if the launcher may exclude the host because of it; False if it is only shown."""
+    """True if the launcher may exclude the host because of this problem. False if the launcher only prints the
+    problem."""
 
     def words(self) -> str:
         """Return the problem as a sentence."""
@@ -116,23 +117,23 @@ class Verdict:
 
 Severity = Literal["stops", "slows", "fine"]
 SEVERITIES: tuple[Severity, ...] = ("stops", "slows", "fine")
-"""Severities of findings, worst first."""
+"""Severities of the findings of pipette doctor, beginning with the worst."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Result of one check of pipette doctor."""
+    """Result of one check that pipette doctor made."""
 
     severity: Severity
     what: str
     """Name of the check: `open files`."""
     value: str
-    """Result of the check with its unit: `1024 for this process`."""
+    """Result of the check with a unit, such as `1024 for this process`."""
     advice: str = ""
-    """Remedy; empty = no remedy needed."""
+    """Advice that solves the problem. Empty = no problem was found."""
 
     def words(self) -> str:
-        """Return the result as a sentence."""
+        """Return the result of the check as a sentence."""
         return f"{self.what}: {self.value}" + (f"; {self.advice}" if self.advice else "")
 
 
@@ -150,5 +151,5 @@ class Checkup:
 
     @property
     def is_fit(self) -> bool:
-        """True if a job can run."""
+        """True if no finding prevents a job on this machine."""
         return all(finding.severity != "stops" for finding in self.findings)

@@ -11,9 +11,9 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
 MODELLED = ("--fp8", "--fp4", "--cuda-graph", "--window-size")
-"""Prefixes of flags whose effect the device model prices, because the warm-up's layers run without them."""
+"""Prefixes of flags that the warm-up's layers ignore. The device model computes the effect of these flags on time."""
 NOT_TIMED = (*MODELLED, "--enable-cuda-graph", "--external-cuda-graph")
-"""Prefixes of all flags that change a layer's time and that the warm-up's layers run without."""
+"""Prefixes of all flags that change a layer's time, but that the warm-up's layers ignore."""
 RING = "p2p"
 """Megatron's default exchange of context parallelism (--cp-comm-type). Other exchanges are not measured or priced."""
 SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
@@ -21,23 +21,23 @@ SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
 
 
 OPTIMIZER_STATE_BYTES = {"adam": 8, "sgd": 4}
-"""Bytes of an optimizer's fp32 states for one parameter, without the fp32 copy of a 16-bit weight."""
+"""Bytes of fp32 states that an optimizer keeps for one parameter, without the fp32 copy of a 16-bit weight."""
 
 LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
 """Implementations of CUDA graphs (--cuda-graph-impl)."""
 
 
 class Graphs(NamedTuple):
-    """CUDA graphs that a job's flags request, in terms common to all releases."""
+    """CUDA graphs that a job's flags request, in words that are equal for all releases of Megatron."""
 
     impl: str
     """`none`, `local`, `transformer_engine` or `full_iteration`."""
     modules: frozenset[str]
-    """Parts of a layer with their own graphs; empty = the whole layer, or the whole iteration."""
+    """Parts of a layer that each have a CUDA graph. Empty = one graph holds a whole layer or a whole iteration."""
 
 
 def _option(flag: str, *, default: bool) -> bool:
-    """Declare an option whose flag is not its name with dashes."""
+    """Declare an option whose flag cannot be derived from the field's name by replacing underscores with dashes."""
     option: bool = field(default=default, metadata={"flag": flag})
     return option
 
@@ -62,7 +62,7 @@ class PerformanceOptions:
     fp8_param_gather: bool = False
     fp8_recipe: str = "delayed"
     num_layers_at_end_in_bf16: int = 1
-    """Has an effect only with `--first-last-layers-bf16`."""
+    """Number of last layers in bf16. This option has an effect only with `--first-last-layers-bf16`."""
     num_layers_at_start_in_bf16: int = 1
 
     # Fused kernels.
@@ -98,19 +98,20 @@ class PerformanceOptions:
 
     # Sharded parameters.
     data_parallel_sharding_strategy: str = "no_shard"
-    """Strategy of Megatron-FSDP: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`, the default from 0.18
-    on."""
+    """Strategy of Megatron-FSDP: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`. The last one is Megatron's
+    default from 0.18 on."""
     fsdp_double_buffer: bool = False
     keep_fp8_transpose_cache: bool = False
     nccl_ub: bool = _option("--use-nccl-ub", default=False)
     outer_dp_sharding_strategy: str = "no_shard"
     suggested_communication_unit_size: int | None = None
-    """Parameters that wait for one reduction. Gathers run ahead by twice this number."""
+    """Number of parameters whose gradients are reduced together. Gathers run ahead by twice this number of
+    parameters."""
     torch_fsdp2_reshard_after_forward: bool = _option("--torch-fsdp2-no-reshard-after-forward", default=True)
     use_megatron_fsdp: bool = False
     use_torch_fsdp2: bool = False
 
-    # Activations kept for the backward, and their place.
+    # Activations that a forward keeps for the backward, on the device or on the host.
     cpu_offloading_num_layers: int = 0
     defer_embedding_wgrad_compute: bool = False
     distribute_saved_activations: bool = False
@@ -120,12 +121,12 @@ class PerformanceOptions:
     offload_modules: tuple[str, ...] = ()
     """Modules whose inputs `fine_grained_activation_offloading` moves to the host."""
     wgrad_deferral_limit: int = 0
-    """Micro-batches whose embedding gradients may be deferred; 0 = all micro-batches of a step."""
+    """Number of micro-batches whose embedding gradients may be deferred. 0 = all micro-batches of a step."""
 
     # CUDA graphs.
     cuda_graph_impl: str = "none"
     cuda_graph_modules: tuple[str, ...] = ()
-    """Name of `cuda_graph_scope` from 0.18 on."""
+    """Parts of a layer with CUDA graphs. Before 0.18 this option had the name `cuda_graph_scope`."""
     cuda_graph_scope: tuple[str, ...] = ()
     cuda_graph_scope_deprecated: tuple[str, ...] = field(default=(), metadata={"flag": "--cuda-graph-scope"})
     """Destination of the flag `--cuda-graph-scope` from 0.18 on."""
@@ -152,11 +153,11 @@ class PerformanceOptions:
     moe_router_score_function: str = "softmax"
     moe_shared_expert_gate: bool = False
     moe_shared_expert_overlap: bool = False
-    moe_token_dispatcher_type: str = "allgather"  # noqa: S105  a token of text, no password
+    moe_token_dispatcher_type: str = "allgather"  # noqa: S105  this token is text, not a password
     moe_use_legacy_grouped_gemm: bool = False
     moe_z_loss_coeff: float | None = None
 
-    # Batches and their loading.
+    # Batches, and how a rank loads batches.
     create_attention_mask_in_dataloader: bool = _option("--no-create-attention-mask-in-dataloader", default=True)
     dataloader_inter_document_masking: bool = False
     """From 0.19 on: boundaries of documents are sent to the device instead of a mask."""
@@ -167,18 +168,21 @@ class PerformanceOptions:
     num_workers: int = 2
     """Data loader processes of each rank that loads data."""
     padded_vocab_size: int = 0
-    """Vocabulary size with padding; 0 = no flag sets it."""
+    """Vocabulary size with padding. 0 = no flag sets the padded size."""
     rampup_batch_size: tuple[int, ...] = ()
     """First batch size, increment, samples of the ramp-up; empty = no ramp-up."""
     sft: bool = False
 
     @property
     def graphs(self) -> Graphs:
-        """CUDA graphs. Two older flags also select an implementation, and the flag for modules has two names."""
+        """CUDA graphs that the options request.
+
+        Two older flags also select an implementation, and the modules have two flags.
+        """
         impl = LOCAL if self.enable_cuda_graph else ENGINE if self.external_cuda_graph else self.cuda_graph_impl
         modules = {*self.cuda_graph_modules, *self.cuda_graph_scope, *self.cuda_graph_scope_deprecated} - {"full"}
         if impl == LOCAL and modules == {ITERATION}:
-            # Since 0.18 this scope is an implementation.
+            # From 0.18 on, the scope `full_iteration` is an implementation instead of a scope.
 
             return Graphs(ITERATION, frozenset())
         return Graphs(impl, frozenset(modules))
@@ -204,7 +208,7 @@ def flag_of(option: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Size of the global batch: samples of one optimizer step, equal for all layouts."""
+    """Number of samples of one optimizer step (global batch size), which is equal for all layouts."""
 
     global_batch_size: int
 
@@ -219,7 +223,8 @@ class Job:
     model: ModelSpec
     batch: Batch
     own: Layout
-    """The user's own configuration, or a substitute if Megatron would refuse it."""
+    """Layout of the user's own configuration, or a substitute layout if Megatron would refuse the user's
+    configuration."""
     pinned: tuple[str, ...]
     """Sorted names of the layout fields that a plan must not change, because of `--pipette-fix` or a checkpoint."""
     notes: tuple[str, ...]
@@ -231,7 +236,7 @@ class Job:
     log_interval: int
     train_iters: int | None
     performance_flags: tuple[str, ...]
-    """Sorted flags, as `--flag value`, that affect time or memory and have no field in this class.
+    """Sorted flags, as `--flag value`, that affect time or memory and have no field in `Job`.
 
     `megatron.performance.performance_options` reads them.
     """
@@ -240,7 +245,7 @@ class Job:
     allocator_config: str = field(default="", metadata=ADDED_LATER)
     """Options of torch's CUDA allocator in the workers' environment (`megatron.allocator`); empty = not set."""
     own_refusal: str = field(default="", metadata=ADDED_LATER)
-    """Megatron's reason to refuse the user's own configuration, for which `own` is a substitute; empty = accepted."""
+    """Reason why Megatron refuses the user's own configuration. `own` is then a substitute. Empty = no refusal."""
 
     @property
     def release(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Finding a device by its name, and device files, which describe further devices."""
+"""Search for a known device by name, and files in which users describe further devices."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ _WRITTEN = {
     "RTX-4090-48GB": ("4090 48GB", "PCIE"),
     "RTX-5090": ("5090", "32GB PCIE"),
 }
-"""Words of each device's names: the words in every name, and further words in some names."""
+"""Words in the names of each device: words that every name has, and words that only some names have."""
 _USUAL = frozenset(
     "V100-SXM2-32GB V100-SXM2-16GB A100-40GB A100-80GB A800-80GB H100-SXM "
     "H200 H800-SXM GH200-96GB RTX-PRO-6000-Server".split()
 )
-"""Preferred devices: a name that fits several devices means the only one of them in this set."""
+"""Preferred devices. If a name fits several devices and only one of them is in this set, the name means this device."""
 _LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
 """Least similarity (difflib) of a suggested name to the given name, and largest distance from the most similar name."""
 
@@ -92,9 +92,9 @@ class _Names(NamedTuple):
 
 
 def device_named(name: str) -> DeviceSpec:
-    """Return the known device with this name; FactError suggests the nearest names.
+    """Return the known device with this name. The FactError for an unknown name suggests the nearest names.
 
-    Only whole words count, so H20 is not H200. A word that is not in the device's names makes it another device.
+    Only whole words count, so H20 is not H200. A name with a word that the device's names lack means another device.
     """
     found = _meant(name)
     if len(found) == 1:
@@ -106,7 +106,7 @@ def device_named(name: str) -> DeviceSpec:
 
 
 def other_meanings(name: str) -> str:
-    """Return a sentence that names the other devices with this name; empty if the name is unique."""
+    """Return a sentence that lists other devices with this name. Empty if the name fits only one device."""
     fitting = _fitting(words_of(name))
     taken = device_named(name)
     others = [device.name for device in fitting if device != taken]
@@ -118,21 +118,21 @@ def other_meanings(name: str) -> str:
 def device_of_driver(name: str) -> DeviceSpec | None:
     """Return the device with this name, also in the driver's form, such as `NVIDIA H100 80GB HBM3`; None if unknown.
 
-    A part of a device (MIG, vGPU), a laptop's chip and another memory size are unknown, because their peaks differ.
-    `cost.compute.carried_over.spec_of` takes the most similar device, but only for ratios of times.
+    A part of a device (MIG, vGPU), a laptop's chip and another memory size are unknown devices, because their peak
+    rates differ. `cost.compute.carried_over.spec_of` takes the most similar device, but only for ratios of times.
     """
     found = _meant(name)
     return found[0] if len(found) == 1 else None
 
 
 def devices_like(name: str) -> tuple[DeviceSpec, ...]:
-    """Return the known devices, in any build, whose chip is in this name."""
+    """Return all known devices, such as SXM and PCIe builds, whose chip is in this name."""
     words = set(words_of(name))
     return tuple(device for device in known_devices().values() if _names()[device.name].chip <= words)
 
 
 def spec_of_cluster(cluster: Cluster) -> DeviceSpec | None:
-    """Return the type of a cluster's devices: as imagined, otherwise by the first device's name; None if unknown."""
+    """Return the type of a cluster's devices: the described type, or the type by a device's name. None if unknown."""
     return cluster.imagined or device_of_driver(cluster.hosts[0].devices[0].name)
 
 
@@ -150,7 +150,7 @@ def known_devices() -> dict[str, DeviceSpec]:
 
 
 def nearest_names(name: str) -> list[str]:
-    """Return up to three known names similar to an unknown one; other builds of the same chip come first."""
+    """Return up to three known names that are similar to an unknown name. Other builds of the same chip come first."""
     words = words_of(name)
     plain = " ".join(words)
     if not any(map(str.isdigit, plain)):
@@ -169,7 +169,7 @@ def nearest_names(name: str) -> list[str]:
 
 
 def _meant(name: str) -> tuple[DeviceSpec, ...]:
-    """Return the devices that a name may mean: one if it is clear, none if it is unknown."""
+    """Return the devices that a name may mean: one device if the name is clear, no device if the name is unknown."""
     words = words_of(name)
     exact = [device for device, names in _names().items() if names.own == frozenset(words)]
     fitting = tuple(known_devices()[device] for device in exact) or _fitting(words)
@@ -178,7 +178,7 @@ def _meant(name: str) -> tuple[DeviceSpec, ...]:
 
 
 def _fitting(words: Words) -> tuple[DeviceSpec, ...]:
-    """Return the devices that have all words of a name and whose chip is in the name."""
+    """Return the devices whose names have all words of the given name, and whose chip is in the given name."""
     fits = {device for device, names in _names().items() if names.chip <= set(words) <= names.known}
     return tuple(device for name, device in known_devices().items() if name in fits)
 
@@ -202,8 +202,8 @@ def _listed(names: list[str], word: str) -> str:
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8", "fp4")
 _MOST_CAPABILITY, _MOST_LATENCY_S, _LEAST_FLOPS_PER_S = 30, 0.1, 1e10
-"""Limits of plausible figures. Figures beyond them were probably given in other units: 90 for 9.0, microseconds,
-TFLOP/s."""
+"""Limits of plausible figures. A figure outside the limits was probably given in another unit: 90 for 9.0,
+microseconds, TFLOP/s."""
 _LEAST = {
     "memory_bytes": 1e9,
     "memory_bytes_per_s": 1e9,
@@ -212,7 +212,7 @@ _LEAST = {
     "host_bytes_per_s": 1e7,
     "compute_capability": 1,
 }
-"""Lower limits of the fields. A smaller figure was probably given in GB or GB/s."""
+"""Lower limit of each field of a device file. A smaller figure was probably given in GB or GB/s."""
 _LATENCIES = ("within_host_latency_s", "between_hosts_latency_s")
 _SHARES = ("matmul_share", "attention_share", "memory_share")
 
@@ -221,8 +221,8 @@ _SHARES = ("matmul_share", "attention_share", "memory_share")
 class DeviceFile:
     """A device with the figures of its data sheet.
 
-    Fields that are left out have the figures of the known device `like`. Bandwidths are of one device in one direction,
-    while all devices of its host send.
+    A field that is left out has the figure of the known device `like`. Each bandwidth is the bandwidth of one device in
+    one direction while all devices of its host send.
     """
 
     KIND: ClassVar[str] = "device"
@@ -231,27 +231,27 @@ class DeviceFile:
     name: str
     """Name of the device on screens and in plans."""
     source: str
-    """Origin of the figures, one sentence, which plans repeat."""
+    """Origin of the device's figures, one sentence. Plans repeat the sentence."""
     like: str
     """Name of the most similar known device."""
     flops_per_s: dict[str, float]
-    """Peaks of dense matrix products without sparsity, with accumulation in FP32: fp32, fp16, bf16, fp8, fp4."""
+    """Peak rate of dense matrix products with accumulation in FP32, by format: fp32, fp16, bf16, fp8, fp4."""
     memory_bytes: float
-    """`torch.cuda.get_device_properties(0).total_memory`, which is less than the data sheet's figure."""
+    """Value of `torch.cuda.get_device_properties(0).total_memory`, which is less than the data sheet's figure."""
     memory_bytes_per_s: float
     within_host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Bandwidth to another device of the host, over NVLink, xGMI or PCIe."""
     within_host_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Latency of one step of a collective."""
+    """Latency in seconds of one step of a collective over this link."""
     between_hosts_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """The device's share of its host's network cards."""
+    """Bandwidth of the host's network cards divided by the devices of the host."""
     between_hosts_latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Latency of one step of a collective."""
+    """Latency in seconds of one step of a collective over this link."""
     host_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Bandwidth to the host's memory, in each direction."""
+    """Bandwidth between the device and its host's memory, in each direction."""
     devices_per_host: int | None = field(default=None, metadata=ADDED_LATER)
     domain_hosts: int | None = field(default=None, metadata=ADDED_LATER)
-    """Hosts of one NVLink domain: 18 for an NVL72 rack, 1 if NVLink ends at the host."""
+    """Number of hosts of one NVLink domain: 18 for an NVL72 rack, 1 if NVLink ends at the host."""
     compute_capability: float | None = field(default=None, metadata=ADDED_LATER)
     """CUDA's compute capability, such as 9.0. Workspaces and the attention backend depend on it."""
     matmul_share: float | None = field(default=None, metadata=ADDED_LATER)
@@ -285,7 +285,10 @@ class DeviceFile:
         self.spec()
 
     def spec(self) -> DeviceSpec:
-        """Return the device. Its source names the fields that come from the known device."""
+        """Return the described device.
+
+        The field `source` of the result names the figures that come from the known device.
+        """
         try:
             like = device_named(self.like)
         except FactError as error:
@@ -319,7 +322,7 @@ class DeviceFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFiles:
-    """All known devices, as `pipette devices --json` prints them."""
+    """Document with all known devices that `pipette devices --json` prints."""
 
     KIND: ClassVar[str] = "devices"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -328,7 +331,7 @@ class DeviceFiles:
 
 
 def file_of(device: DeviceSpec) -> DeviceFile:
-    """Return the file of a known device, as a start for another description."""
+    """Return a device file that describes a known device, for users who describe a similar device."""
     inside, between, efficiency = device.within_host, device.between_hosts, device.efficiency
     return DeviceFile(
         name=device.name,

@@ -1,4 +1,4 @@
-"""Schedules whose order does not depend on measured times: Megatron's own, and those that a few counts define.
+"""Pipeline schedules whose order does not depend on measured times: Megatron's own schedules and published ones.
 
 Line numbers refer to megatron-core's pipeline_parallel/schedules.py.
 """
@@ -28,7 +28,10 @@ FOLDING_RELEASE = (0, 16)
 
 
 def schedule_names(given: str) -> tuple[str, ...]:
-    """Read `stock`, `all` or names separated by commas; UsageError for a name that cannot be executed."""
+    """Read `stock`, `all` or names of schedules separated by commas.
+
+    UsageError for a name that the patch cannot execute.
+    """
     if given in ("stock", "all"):
         return EXECUTABLE if given == "all" else ()
     names = tuple(name.strip() for name in given.split(",") if name.strip())
@@ -40,14 +43,14 @@ def schedule_names(given: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def no_pipelining(microbatches: int) -> Schedule:
-    """Return forward and backward of each micro-batch in turn (megatron-core, forward_backward_no_pipelining)."""
+    """Return a schedule with forward and backward of each micro-batch in turn (forward_backward_no_pipelining)."""
     ranks = _whole_backwards([0], microbatches)
     return Schedule(name="no-pipelining", pp=1, vpp=1, num_microbatches=microbatches, ranks=ranks)
 
 
 @lru_cache(maxsize=256)
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Return all forwards, then all backwards, both in the order of the micro-batches."""
+    """Return GPipe: all forwards, then all backwards. Forwards and backwards follow the order of the micro-batches."""
     ranks = _whole_backwards([microbatches] * stages, microbatches)
     return Schedule(name="gpipe", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
 
@@ -61,13 +64,14 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
 
 @lru_cache(maxsize=256)
 def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | None = None) -> Schedule:
-    """Return 1F1B with more forwards ahead, so that transfers are hidden behind them.
+    """Return 1F1B with additional forwards before the first backward, which hide the transfers between stages.
 
     Args:
         stages: pipeline ranks.
         microbatches: micro-batches of one step.
-        extra: additional forwards ahead, at most pp - r - 1 on rank r. None = the maximum: 2 (pp - r - 1) forwards
-            ahead, and 2 pp - 1 micro-batches in flight on rank 0 (eager 1F1B, arXiv 2211.05322).
+        extra: number of additional forwards before the first backward, at most pp - r - 1 on rank r. None = the
+            maximum: 2 (pp - r - 1) forwards ahead, and 2 pp - 1 micro-batches in flight on rank 0 (eager 1F1B, arXiv
+            2211.05322).
 
     """
     if extra is not None and extra < 0:
@@ -79,16 +83,16 @@ def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | 
 
 @lru_cache(maxsize=256)
 def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
-    """Return Megatron's interleaved 1F1B: groups of micro-batches go through one chunk before the next.
+    """Return Megatron's interleaved 1F1B: a group of micro-batches goes through one chunk before the next chunk.
 
-    Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (lines 762-786). Both passes follow the
-    schedule table (line 798); the backward reverses the chunks.
+    Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (lines 762-786). Forwards and backwards
+    follow the schedule table (line 798), but the backwards reverse the chunks.
 
     Args:
         pp: pipeline ranks.
         vpp: chunks of each rank.
         microbatches: micro-batches of one step.
-        group_size: micro-batches that go through one chunk before the next.
+        group_size: micro-batches that go through one chunk before the next chunk.
 
     Raises:
         LayoutError: Megatron would refuse these numbers (lines 996-1019).
@@ -106,10 +110,10 @@ def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Sche
 
     Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead. Groups g smaller than pp (GIS-H: half of pp)
     cost (pp - g)(vpp - 1) chunk forwards and save memory: (g(vpp - 1) + pp)/vpp micro-batches are in flight on rank 0.
-    Parameters are as in `interleaved`.
+    The parameters are the parameters of `interleaved`.
 
     Raises:
-        LayoutError: a group is too small for the pipeline, for example the last one.
+        LayoutError: a group is too small for the pipeline, for example the last group.
 
     """
     ranks = _split_backwards(pp, vpp, microbatches, group_size, lags=[0] * pp)
@@ -118,10 +122,10 @@ def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Sche
 
 @lru_cache(maxsize=256)
 def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
-    """Return interleaved groups of pp with a short warm-up, and W delayed by r chunk passes on rank r.
+    """Return interleaved groups of pp micro-batches. On rank r, weight gradients (W) are delayed by r chunk passes.
 
-    Each rank then holds pp * vpp chunk passes, as rank 0 does, and the cool-down has only I (the idea of ZB-H1, arXiv
-    2401.10241, on the interleaved order). With one chunk it is ZB-H1.
+    Each rank then holds activations of pp * vpp chunk passes. The cool-down has only input gradients (I), which is the
+    idea of ZB-H1 (arXiv 2401.10241). With one chunk, the schedule is ZB-H1.
     """
     ranks = _split_backwards(pp, vpp, microbatches, pp, lags=range(pp))
     name = "interleaved-zb" if vpp > 1 else "zb-h1"
@@ -131,7 +135,7 @@ def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
 def check_interleaving(*, pp: int, vpp: int, microbatches: int, group_size: int) -> None:
     """Raise LayoutError if Megatron's interleaved schedule would refuse to run (lines 996-1019).
 
-    Parameters are as in `interleaved`.
+    The parameters are the parameters of `interleaved`.
     """
     if pp < 2 or vpp < 2:
         raise LayoutError(f"an interleaved schedule needs pp > 1 and vpp > 1, got pp={pp} and vpp={vpp}")
@@ -148,7 +152,7 @@ def check_interleaving(*, pp: int, vpp: int, microbatches: int, group_size: int)
 
 
 def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[int, int], ...]:
-    """Return (micro-batch, chunk) of each forward of a rank, in order (line 798, get_schedule_table)."""
+    """Return (micro-batch, chunk) of each forward of a rank, in order of execution (line 798, get_schedule_table)."""
     return tuple(
         (microbatch, chunk)
         for start in range(0, microbatches, group_size)
@@ -160,7 +164,7 @@ def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[
 def num_warmup(pp: Count, vpp: Count, group_size: Count, rank: Count) -> Count:
     """Return the forwards that a rank of an interleaved schedule runs before its first backward.
 
-    Parameters are as in `interleaved`, as numbers or as arrays of equal shapes.
+    The parameters are the parameters of `interleaved`, as numbers or as arrays of equal shapes.
     """
     return 2 * (pp - rank - 1) + (vpp - 1) * group_size
 
@@ -177,7 +181,7 @@ def schedule_of(layout: Layout, num_microbatches: int) -> Schedule:
 def _whole_backwards(ahead: Sequence[int], microbatches: int, vpp: int = 1, group_size: int = 1) -> Ranks:
     """Run `ahead[r]` forwards on rank r, then one backward and one forward in turn, then the remaining backwards.
 
-    The backwards have the order of the forwards with reversed chunks.
+    Backwards have the order of the forwards, but with reversed chunks.
     """
     pp, order = len(ahead), schedule_table(vpp, microbatches, group_size)
     ranks = []
@@ -191,7 +195,9 @@ def _whole_backwards(ahead: Sequence[int], microbatches: int, vpp: int = 1, grou
 
 
 def _split_backwards(pp: int, vpp: int, microbatches: int, group_size: int, *, lags: Sequence[int]) -> Ranks:
-    """Run groups with a short warm-up and split backwards; on rank r, W follows `lags[r]` backward passes after its I.
+    """Run groups with a short warm-up and split backwards.
+
+    On rank r, each W follows `lags[r]` backward passes after its I.
 
     Two successive groups must hold pp - 1 micro-batches. Otherwise a rank could wait for a backward before it has sent
     the forwards that this backward needs. This condition was tested for all pp < 12, vpp < 5, g < pp + 4, n <= 3g: all

@@ -1,6 +1,6 @@
-"""Layouts: parallel degrees, virtual stages, micro-batch and recompute; single, or many as numpy columns."""
+"""Layouts (parallel degrees, virtual stages, micro-batch size, recompute): one object, or many as numpy columns."""
 
-# N = layouts, U = groups of equal rows, S = stages (pipeline ranks) of all layouts, one layout after another.
+# N = layouts, U = groups of equal layouts, S = stages (pipeline ranks) of all layouts, one layout after another.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
 
 class Cell(NamedTuple):
-    """The indices of one rank in the grid of a layout."""
+    """Indices of one rank in each parallel dimension of a layout."""
 
     pp: int
     dp: int
@@ -41,7 +41,7 @@ class Recompute:
             )
 
     def runs_no_more_than(self, other: Recompute) -> bool:
-        """True if `other` recomputes everything that this recomputes, so that this is never slower."""
+        """True if `other` recomputes everything that `self` recomputes, so that `self` is never slower."""
         if self.granularity == "none" or (other.granularity == "full" and other.method == "uniform"):
             return True
         if self.granularity == other.granularity == "full":
@@ -54,7 +54,7 @@ NO_RECOMPUTE = Recompute(granularity="none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """All options that divide the model and the batch, without the placement."""
+    """All options that divide the model and the batch over ranks. The placement of ranks on devices is not included."""
 
     tp: int = 1
     pp: int = 1
@@ -62,23 +62,24 @@ class Layout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
-    """Tensor parallel size of the experts. Megatron's default is `tp`."""
+    """Expert tensor parallel size. Megatron's default is `tp`."""
     vpp: int = 1
     """Virtual stages (model chunks) of each pipeline rank; 1 = not interleaved."""
     microbatch_group_size: int = 0
     """Micro-batches that run through one chunk before the next chunk (interleaved only); 0 = Megatron's default,
     `pp`."""
     layers_per_chunk: tuple[int, ...] = ()
-    """Layers of each chunk in model order (`pp * vpp` entries; chunk c is on pipeline rank c % pp); empty = even."""
+    """Layers of each of the `pp * vpp` chunks in model order. Chunk c is on pipeline rank c % pp. Empty = even."""
     chunks_after_mtp: int = field(default=0, metadata=ADDED_LATER)
-    """Chunks after the chunk with multi-token prediction; 0 = the last chunk has it, together with the head."""
+    """Number of chunks after the chunk with multi-token prediction. 0 = the last chunk has multi-token prediction and
+    head."""
     micro_batch_size: int = 1
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     use_tp_pp_dp_mapping: bool = False
-    """Neighbouring ranks differ in the pipeline index before the data-parallel index."""
+    """True if the pipeline index of successive ranks changes before the data-parallel index."""
     recompute: Recompute = NO_RECOMPUTE
 
     def __post_init__(self) -> None:
@@ -113,13 +114,16 @@ class Layout:
 
     @property
     def schedule_name(self) -> str:
-        """The schedule that Megatron runs for this layout."""
+        """Name of the pipeline schedule that Megatron runs for this layout."""
         if self.pp == 1:
             return "no-pipelining"
         return "interleaved-1f1b" if self.vpp > 1 else "1f1b"
 
     def num_microbatches(self, global_batch_size: int) -> int:
-        """Return the micro-batches of one step on each data-parallel rank; LayoutError if the batch does not divide."""
+        """Return the number of micro-batches of one step on each data-parallel rank.
+
+        LayoutError if the batch does not divide.
+        """
         per_round = self.micro_batch_size * self.dp
         if global_batch_size % per_round:
             raise LayoutError(
@@ -129,7 +133,7 @@ class Layout:
         return global_batch_size // per_round
 
     def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the transformer layers of each chunk, in model order."""
+        """Return the number of transformer layers of each chunk, in model order."""
         if self.layers_per_chunk:
             if sum(self.layers_per_chunk) != num_layers:
                 raise LayoutError(f"layers_per_chunk sums to {sum(self.layers_per_chunk)}, not to {num_layers} layers")
@@ -139,7 +143,7 @@ class Layout:
         return (num_layers // self.num_chunks,) * self.num_chunks
 
     def stage_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the transformer layers of each pipeline rank, in all its chunks."""
+        """Return the number of transformer layers of each pipeline rank, summed over the rank's chunks."""
         chunks = self.chunk_layers(num_layers)
         return tuple(sum(chunks[rank :: self.pp]) for rank in range(self.pp))
 
@@ -159,7 +163,7 @@ class Layout:
         return Cell(pp=pp, dp=dp, cp=cp, tp=tp)
 
     def words(self) -> str:
-        """Return the short form: `tp2 pp4 dp1 mbs2 vpp2 dist-opt`."""
+        """Return the short form of the layout, such as `tp2 pp4 dp1 mbs2 vpp2 dist-opt`."""
         degrees = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
         degrees += [f"{name}{size}" for name, size in (("cp", self.cp), ("ep", self.ep), ("vpp", self.vpp)) if size > 1]
         if self.ep > 1 and self.etp != self.tp:
@@ -199,12 +203,12 @@ class Degrees(NamedTuple):
 
     @property
     def expert_dp(self) -> int:
-        """Replicas of each expert shard, if the degrees of the experts divide the ranks."""
+        """Number of replicas of each expert shard, if ep * etp * pp divides the number of ranks."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
 
 class MemoryOptions(NamedTuple):
-    """Options that save memory or hide communication."""
+    """Options of a layout that save memory or hide communication."""
 
     sequence_parallel: bool
     use_distributed_optimizer: bool
@@ -220,28 +224,28 @@ class MemoryOptions(NamedTuple):
 
 Ints = NDArray[np.int64]
 Field: TypeAlias = str
-"""Name of a column, equal to the name of the field of `Layout`."""
+"""Name of a column, which is the name of a field of `Layout`."""
 _FIELDS = tuple(field.name for field in fields(Layout))
 NUMBERS: dict[Field, type] = {
     field.name: type(field.default) for field in fields(Layout) if field.name not in ("recompute", "layers_per_chunk")
 }
-"""Type (`int` or `bool`) of each field whose column holds the values themselves instead of indices."""
+"""Type (`int` or `bool`) of each field whose column holds values. Columns of other fields hold indices into tables."""
 _CODE_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutGroups:
-    """Groups of rows with equal values in some columns."""
+    """Groups of layouts that have equal values in some columns."""
 
     first_U: Ints
-    """Row index of the first layout of each group."""
+    """Index of the first layout of each group."""
     group_N: Ints
     """Group index of each layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutColumns:
-    """N layouts as one column for each field of `Layout`. Flags are 0 or 1."""
+    """N layouts, stored as one column for each field of `Layout`. Flags are 0 or 1."""
 
     tp: Ints
     pp: Ints
@@ -264,7 +268,7 @@ class LayoutColumns:
     """Index of each layout's layers per chunk in `cuts`."""
     recomputes: tuple[Recompute, ...] = (NO_RECOMPUTE,)
     cuts: tuple[tuple[int, ...], ...] = ((),)
-    """Possible numbers of layers of each chunk; empty = even."""
+    """Table of splits: each entry has the number of layers of each chunk. An empty entry is the even split."""
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
@@ -298,7 +302,7 @@ class LayoutColumns:
         return len(self.tp)
 
     def layout(self, row: int) -> Layout:
-        """Return one row as a layout; LayoutError if its degrees are not legal."""
+        """Return the layout of one row. LayoutError if the degrees of this row are not legal."""
         return Layout(
             recompute=self.recomputes[self.recompute[row]],
             layers_per_chunk=self.cuts[self.layers_per_chunk[row]],
@@ -306,7 +310,10 @@ class LayoutColumns:
         )
 
     def values(self, rows: Ints, *names: Field) -> list[tuple[object, ...]]:
-        """Return the values of some fields in some rows, flags as 0 or 1. Making whole layouts would be much slower."""
+        """Return the values of some fields in some rows, with flags as 0 or 1.
+
+        This is much faster than making `Layout` objects.
+        """
         columns: list[Sequence[object]] = []
         for name in names:
             column = getattr(self, name)[rows].tolist()
@@ -315,18 +322,18 @@ class LayoutColumns:
         return list(zip(*columns, strict=True))
 
     def rows_of(self, layout: Layout) -> Ints:
-        """Return the indices of the rows that hold this layout."""
+        """Return the indices of all rows that are equal to this layout."""
         found = np.ones(len(self), dtype=bool)
         for name in NUMBERS:
             found &= getattr(self, name) == getattr(layout, name)
         for name, values in (("recompute", self.recomputes), ("layers_per_chunk", self.cuts)):
             wanted = getattr(layout, name)
-            # Joined columns may list a value twice.
+            # Tables of joined columns may list a value twice.
             found &= np.isin(getattr(self, name), [place for place, value in enumerate(values) if value == wanted])
         return np.flatnonzero(found)
 
     def take(self, rows: Ints) -> LayoutColumns:
-        """Return the layouts in these rows."""
+        """Return the given rows as new columns."""
         if len(rows) == len(self) == 1:
             return self
         return replace(self, **{name: getattr(self, name)[rows] for name in _FIELDS})
@@ -338,7 +345,7 @@ class LayoutColumns:
     def groups(self, *fields: Field) -> LayoutGroups:
         """Group rows that have equal values in these fields."""
         if len(self) == 1:
-            # np.unique would take most of the time that a single layout needs.
+            # Skip np.unique for a single layout, because np.unique would take most of the time.
 
             only = np.zeros(1, dtype=np.int64)
             return LayoutGroups(first_U=only, group_N=only)
@@ -348,7 +355,7 @@ class LayoutColumns:
 
 
 def codes_of(columns: Sequence[Ints]) -> Ints:
-    """Return one number for each row; two rows have equal numbers if they are equal in every column."""
+    """Return one number for each row. Rows that are equal in every column have equal numbers."""
     codes = np.zeros(len(columns[0]), dtype=np.int64)
     size = 1
     for column in columns:

@@ -25,51 +25,52 @@ from pipette_launch.facts.model import LETTERS, TRANSFORMER_KINDS, LayerKind, Mo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceOverhead:
-    """Memory of a warm-up worker's GPU while no tensor of the model existed."""
+    """Memory of a warm-up worker's GPU outside the model, measured while no tensor of the model existed."""
 
     alone_bytes: int
-    """NVML's used bytes minus the allocator's reserve, before any communicator was open: CUDA and code of its
-    libraries."""
+    """NVML's used bytes minus the allocator's reserve, before any communicator was open: the CUDA context and the code
+    of CUDA's libraries."""
     together_bytes: int
     """NVML's used bytes minus the allocator's reserve, while all communicators were open."""
     num_communicators: int
     """Number of open communicators."""
     workspace_bytes: int
-    """Workspaces inside the allocator that libraries keep after their first use."""
+    """Bytes of workspaces in torch's allocator. A library allocates its workspace at its first use and keeps the
+    memory."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "alone_bytes", "together_bytes", "num_communicators", "workspace_bytes", limit=0)
 
     @property
     def total_bytes(self) -> int:
-        """Largest memory outside the allocator."""
+        """Largest memory in bytes outside torch's allocator."""
         return max(self.alone_bytes, self.together_bytes)
 
     @property
     def communicator_bytes(self) -> int:
-        """Average memory of one communicator; 0 = none was open."""
+        """Average memory in bytes of one communicator. 0 = no communicator was open."""
         return max(self.together_bytes - self.alone_bytes, 0) // max(self.num_communicators, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeed:
-    """Memory that a layout needs on each pipeline rank, and the limit, as all screens show them."""
+    """Memory that a layout needs on each pipeline rank, and the memory limit, as all screens show these numbers."""
 
     need_bytes: tuple[int, ...]
-    """Peak of each pipeline rank: tensors of the model and all overhead."""
+    """Memory peak of each pipeline rank: tensors of the model and all overhead."""
     free_bytes: int
     """Free memory of the fullest device before the job; 0 in files of earlier releases."""
     limit_bytes: int
-    """Largest allowed need: free memory minus the margin."""
+    """Largest memory that a pipeline rank may need: free memory minus the memory margin."""
 
     @property
     def fits(self) -> bool:
-        """True if all stages stay below the limit."""
+        """True if the memory of all pipeline ranks stays below the limit."""
         return max(self.need_bytes) <= self.limit_bytes
 
     @property
     def margin(self) -> float:
-        """Share of the free memory that stays free."""
+        """Share of the free memory that must stay free."""
         return 1 - self.limit_bytes / self.free_bytes if self.free_bytes else 0.0
 
 
@@ -82,17 +83,17 @@ class StageReading:
     layout: Layout
     pp_rank: int
     slot: int
-    """The slot that measured it. The result does not depend on the slot."""
+    """Slot (host and device) on which the peak was measured. The peak does not depend on the slot."""
     allocator_peak_bytes: int
-    """Torch's allocations on CUDA, with workspaces; on CPU the sum of the model's tensors."""
+    """Peak of torch's allocations on CUDA, with workspaces. On CPU the sum of the model's tensors."""
     reserved_peak_bytes: int
-    """Memory that torch's allocator took from the device; 0 on CPU."""
+    """Peak of the memory that torch's allocator took from the device. 0 on CPU."""
     device_peak_bytes: int
-    """NVML's used bytes on CUDA, without communicators; on CPU the process's resident set."""
+    """Peak of NVML's used bytes on CUDA, without communicators. On CPU the process's resident set."""
     ran_out: bool = False
-    """True if the device ran out of memory during the step. The peaks are then those before this moment."""
+    """True if the device ran out of memory during the step. All peaks are then the peaks before this moment."""
     allocator_config: str = field(default="", metadata=ADDED_LATER)
-    """`Job.allocator_config` of the job, which affects the reserved bytes."""
+    """Value of `Job.allocator_config`, which affects `reserved_peak_bytes`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:
@@ -101,20 +102,21 @@ class StageReading:
 
 
 def memory_digest(job: Job) -> str:
-    """Return a digest of everything except the layout that a stage's memory depends on."""
+    """Return a digest of all properties of a job, except the layout, that affect the memory of a stage."""
     return files.digest(job.model, job.batch, job.grad_reduce_in_bf16, job.optimizer, job.performance_flags)
 
 
 Origin = Literal["measured", "again", "estimated", "cached"]
 ORIGINS: dict[str, Origin] = {"m": "measured", "a": "again", "e": "estimated", "c": "cached"}
-"""`again`: the link looked slow and was measured twice; the better value counts."""
+"""Origin of a link's figure by its letter. `again`: the link looked slow and was measured twice, and the better value
+counts."""
 UNSTABLE_SPREAD = 0.10
-"""A value with a larger spread is unstable (pyperf's rule)."""
+"""Largest spread of a stable measurement, as in pyperf."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RailRates:
-    """Bandwidth of each device of a host while all exchange messages with the same devices of another host."""
+    """Bandwidth of each device of a host while each device exchanges messages with the same device of another host."""
 
     source: int
     target: int
@@ -131,11 +133,12 @@ class LinkSurvey:
     origin_HH: tuple[str, ...]
     """H rows of H letters from `ORIGINS`; `-` on the diagonal."""
     rails: tuple[RailRates, ...] = ()
-    """For hosts with several devices. On large clusters only pairs whose rails differ."""
+    """Bandwidth of each device for pairs of hosts with several devices. Large clusters list only pairs whose devices
+    differ."""
     rounds: int = 0
     """Number of rounds of the first measurement between hosts."""
     rounds_again: int = 0
-    """Rounds in which links that looked slow were measured a second time."""
+    """Number of rounds in which links that looked slow were measured a second time."""
 
     def __post_init__(self) -> None:
         size = len(self.origin_HH)
@@ -164,17 +167,15 @@ class LinkSurvey:
 
 
 ERROR_OF_MEDIAN = 1.4826 * 1.2533
-"""Standard error of a median, times the root of the count, divided by the median absolute deviation (normal
-scatter)."""
+"""Factor of a median's standard error for normal scatter: median absolute deviation / sqrt(count) times this factor."""
 LAYERS: tuple[str, ...] = (*TRANSFORMER_KINDS, *LETTERS.values())
-"""The parts of a model that are layers."""
+"""Parts of a model that are layers, without embedding and head."""
 
 CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """Collectives that the warm-up times."""
 
 Part: TypeAlias = Literal[LayerKind, "embedding", "head", "core_attention", "prediction"]
-"""Parts that are measured separately: `LAYERS`, both ends of the model, the core of attention, one depth of
-prediction."""
+"""Parts of a model that are measured separately: `LAYERS`, embedding, head, core attention, multi-token prediction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,18 +191,18 @@ class Samples:
 
     @property
     def median_s(self) -> float:
-        """The median of the timings."""
+        """Median of the timings in seconds."""
         return self.values_s[0] if len(self.values_s) == 1 else statistics.median(self.values_s)
 
     @property
     def spread(self) -> float:
-        """Median absolute deviation divided by the median; 0 for a single value."""
+        """Median absolute deviation of the timings divided by the median. 0 for a single timing."""
         middle = self.median_s
         return statistics.median(abs(value - middle) for value in self.values_s) / middle if middle else 0.0
 
     @property
     def median_error_s(self) -> float:
-        """Standard error of the median for normal scatter; 0 for a single value."""
+        """Standard error of the median in seconds for normal scatter. 0 for a single timing."""
         return ERROR_OF_MEDIAN * self.spread * self.median_s / math.sqrt(len(self.values_s))
 
     @property
@@ -210,7 +211,7 @@ class Samples:
         return self.spread > UNSTABLE_SPREAD
 
     def times(self, factor: float) -> Samples:
-        """Multiply all timings."""
+        """Return the samples with all timings multiplied by a factor."""
         return Samples(
             values_s=tuple(value * factor for value in self.values_s),
             warmup_s=tuple(value * factor for value in self.warmup_s),
@@ -223,7 +224,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class ComputeCase:
-    """One shape of computation that a layout runs on a slot."""
+    """Options of a layout that decide the time of one layer on one device."""
 
     tp: int
     cp: int
@@ -236,7 +237,8 @@ class ComputeTime:
 
     case: ComputeCase
     part: Part
-    """`core_attention` is inside the layer. If it was measured, selective recompute costs this time.
+    """Measured part of the model. `core_attention` is inside the layer: selective recompute costs the time of
+    `core_attention`.
 
     `prediction` is one depth of multi-token prediction: embedding, projection, layers, and its own head and loss.
     """
@@ -245,26 +247,27 @@ class ComputeTime:
     input_grad: Samples
     """Time of the backward with respect to the input only."""
     weight_grad: Samples
-    """Time of the full backward minus `input_grad`."""
+    """Time of the full backward minus the time of `input_grad`."""
     forward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Seconds of the forward in which the device waits for the host. Collectives during this time cost nothing."""
+    """Seconds of the forward in which the device waits for the host. Collectives during this idle time cost nothing."""
     backward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of both backward passes in which the device waits for the host."""
     source: Literal["measured", "modelled", "cached"] = field(default="measured", metadata=ADDED_LATER)
-    """`modelled`: converted from another case by the device model. `cached`: from an earlier warm-up."""
+    """Origin of the time. `modelled`: converted by the device model from a time with other options. `cached`: from an
+    earlier warm-up."""
     recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
-    """Additional time of forward and backward if full recompute runs the layer again; None = not measured."""
+    """Additional time if full recompute runs the layer's forward again in the backward. None = not measured."""
 
     ep: int = field(default=0, metadata=ADDED_LATER)
-    """Expert parallelism of a part with experts; 0 = the time does not depend on it, or no experts."""
+    """Expert parallel size for a part with experts. 0 = no experts, or the time does not depend on this size."""
     etp: int = field(default=0, metadata=ADDED_LATER)
-    """Tensor parallelism of experts for a part with experts; 0 = the time does not depend on it, or no experts."""
+    """Expert tensor parallel size for a part with experts. 0 = no experts, or the time does not depend on this size."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "forward_idle_s", "backward_idle_s", "ep", "etp", limit=0)
 
     def times(self, factor: float) -> ComputeTime:
-        """Multiply all passes; idle times stay."""
+        """Return the time with all passes multiplied by a factor. Idle times do not change."""
         return replace(
             self,
             forward=self.forward.times(factor),
@@ -276,14 +279,15 @@ class ComputeTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveTime:
-    """Seconds = latency_s + bytes * seconds_per_byte, fitted to several sizes on one kind of group.
+    """Time of a collective: seconds = latency_s + bytes * seconds_per_byte, fitted to several sizes on a kind of group.
 
     `bytes` is the size of the full tensor on one rank (before a reduce-scatter, after an all-gather).
     """
 
     kind: Literal[CollectiveKind, "send"]
     slots: tuple[int, ...]
-    """One of the measured groups. Groups of equal shape were measured at the same time."""
+    """Slots of one measured group. Groups with the same number of hosts and of devices were measured at the same
+    time."""
     latency_s: float
     seconds_per_byte: float
     spread: float
@@ -300,14 +304,14 @@ class MemoryReading:
     case: ComputeCase
     slot: int
     allocator_peak_bytes: int
-    """Growth over the idle model: of torch's allocations on CUDA, of the resident set on CPU."""
+    """Peak minus the bytes of the idle model: torch's allocations on CUDA, the resident set on CPU."""
     device_peak_bytes: int
-    """NVML's used bytes on CUDA; the resident set on CPU."""
+    """Peak of NVML's used bytes on CUDA, or of the resident set on CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadingTime:
-    """Seconds in which a stage that needs tokens or labels loads a micro-batch."""
+    """Time to load a micro-batch on a stage that needs tokens or labels."""
 
     batch_s: float
     """Seconds for each micro-batch, independent of its number of samples."""
@@ -323,13 +327,13 @@ class LoadingTime:
 
 
 class Coverage(NamedTuple):
-    """Number of cases that all slots of a warm-up measured, and number of cases in its orders."""
+    """Number of cases that all slots of a warm-up measured, and number of cases that the warm-up should measure."""
 
     num_timed: int
     num_wanted: int
 
     def words(self) -> str:
-        """Return the numbers as a phrase, with a warning if fewer than half of the cases were measured."""
+        """Return both numbers as a phrase, with a warning if fewer than half of the cases were measured."""
         count = f"{self.num_timed} of {self.num_wanted} combinations of tp, cp and micro-batch timed"
         if 2 * self.num_timed >= self.num_wanted:
             return count
@@ -348,56 +352,61 @@ class Measurements:
     collectives: tuple[CollectiveTime, ...]
     memory: tuple[MemoryReading, ...]
     overhead_bytes: int
-    """Device memory outside the allocator (context, communicators, workspaces) on the slot with the most; 0 on CPU."""
+    """Device memory outside the allocator (context, communicators, workspaces) on the slot with the largest value. 0 on
+    CPU."""
     versions: dict[str, str]
     taken_at: str
     """Time of the warm-up, UTC, ISO 8601."""
     phase_s: dict[str, float]
     """Seconds of each phase of the warm-up."""
     notes: tuple[str, ...]
-    """Skipped, unstable and assumed values, one sentence each."""
+    """Sentences on skipped, unstable and assumed values."""
     optimizer_s_per_parameter: float | None = None
     """Seconds of an optimizer step for each parameter whose state a slot holds; None = not measured."""
     wake_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Additional seconds of a chunk's forward and backward together if each comes after a wait, as in pipelines.
+    """Additional seconds of a chunk's forward and backward if each pass comes after a wait, as in pipelines.
 
-    0 = not measured, as on GPUs.
+    0 = not measured. Warm-ups on GPUs do not measure this time.
     """
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
     """Time to load batches with Megatron-LM's own trainer on CPUs; None = not measured."""
     gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
-    """Seconds in each step for each byte of gradients that a slot holds, even if another slot steps them; 0 = not
-    measured.
+    """Seconds in each step for each byte of gradients that a slot holds. 0 = not measured.
 
-    Gradients are cleared, checked and scaled. On CPUs most of the time goes into the optimizer's calls for each tensor.
+    The slot clears, checks and scales all its gradients, even if another slot updates the parameters. On CPUs most of
+    the time goes into the optimizer's calls for each tensor.
     """
     step_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of the host in each step while the device waits; 0 = not measured."""
     host_bytes_per_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Bandwidth of a slot to its host's memory, in each direction; 0 = not measured. Warm-ups do not measure it."""
+    """Bandwidth between a slot and its host's memory, in each direction. 0 = not measured. Warm-ups do not measure this
+    bandwidth."""
     refused: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
-    """Cases that megatron-core refuses, or that ran out of memory."""
+    """Compute cases that megatron-core refuses, or that ran out of memory."""
     unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
-    """Cases that the budget did not reach, most promising first."""
+    """Compute cases that the warm-up had no time to measure, beginning with the most promising."""
     model_digest: str = field(default="", metadata=ADDED_LATER)
     """`layers_digest` of the model whose layers were measured; empty in files of earlier releases."""
     conditions: tuple[DeviceCondition, ...] = field(default=(), metadata=ADDED_LATER)
     """Reports of the driver on each slot's device before the warm-up, in slot order; empty = none."""
     verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
-    """Problems of hosts, devices and links; those that may exclude a host first."""
+    """Problems of hosts, devices and links. Problems that may exclude a host come first."""
     survey: LinkSurvey | None = field(default=None, metadata=ADDED_LATER)
     """Origin of the links between hosts; None for one host, and in files of earlier releases."""
     overhead: DeviceOverhead | None = field(default=None, metadata=ADDED_LATER)
-    """Parts of `overhead_bytes` on the slot with the most; None = not measured separately, or no GPU."""
+    """Parts of `overhead_bytes` on the slot with the largest value. None = not measured separately, or no GPU."""
     stages: tuple[StageReading, ...] = field(default=(), metadata=ADDED_LATER)
-    """Whole stages of promising layouts, run on single devices."""
+    """Measured memory of whole pipeline stages of promising layouts, each run on a single device."""
 
     def compute_cases(self) -> tuple[ComputeCase, ...]:
-        """Return the cases with measured compute times, sorted."""
+        """Return all cases with a measured compute time, sorted."""
         return tuple(sorted({time.case for time in self.compute}))
 
     def coverage(self) -> Coverage:
-        """Count the cases that this warm-up measured, and those in its orders that megatron-core runs."""
+        """Count the cases that this warm-up measured.
+
+        Also count the cases that it should measure and megatron-core can run.
+        """
         known = {time.case: time.source for time in self.compute}
         num_timed = sum(source == "measured" for source in known.values())
         return Coverage(num_timed, len({*known, *self.unmeasured}))
@@ -412,10 +421,10 @@ def layers_digest(model: ModelSpec) -> str:
 
 
 def without_hosts(measurements: Measurements, names: Collection[str]) -> Measurements:
-    """Return the measurements as if some hosts had never been in the job; slots are numbered again.
+    """Return the measurements as if some hosts had never been in the job. The remaining slots are numbered again.
 
-    A case that was measured only on a removed host is kept: its times are converted to the remaining slot with the
-    nearest speed, because the warm-up distributes the cases over all slots.
+    The warm-up distributes the cases over all slots. So a case may have been measured only on a removed host. The times
+    of such a case are converted to the remaining slot with the nearest speed.
 
     Args:
         measurements: measurements of all hosts.
@@ -449,7 +458,7 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
                 latency_s=links.latency_s[kept_HH], bandwidth_bytes_per_s=links.bandwidth_bytes_per_s[kept_HH]
             ),
             within_host=tuple(cluster.within_host[host] for host in kept_H),
-            # Relative to the median of the remaining slots.
+            # The speeds are relative to the median of the remaining slots.
             slot_speed=tuple(speed / middle for speed in speeds),
             imagined=cluster.imagined,
         ),
@@ -459,7 +468,8 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
             for time in measurements.collectives
             if slots.keys() >= set(time.slots)
         ),
-        # Memory is equal on all devices, so readings of removed slots are kept for cases without another reading.
+        # A layer needs equal memory on all devices. So a reading of a removed slot is kept if its case has no other
+        # reading.
         memory=tuple(
             replace(reading, slot=slots.get(reading.slot, 0))
             for reading in measurements.memory

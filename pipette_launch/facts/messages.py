@@ -19,8 +19,9 @@ from pipette_launch.facts.plan import Choice, Plan, Shortage
 FailureKind = Literal[
     "out-of-memory", "out-of-host-memory", "unknown-flags", "refused-flag", "missing", "exception", "other"
 ]
-"""`out-of-memory`: on a GPU. `out-of-host-memory`: on the host or in its cgroup. `missing`: a file or module that is
-missing under every plan. `exception`: an exception that no layout is known to cause."""
+"""Kind of a worker's failure. `out-of-memory`: the GPU's memory was full. `out-of-host-memory`: the memory of the host
+or its cgroup was full. `missing`: a file or module is missing under every plan. `exception`: no layout is known to
+cause the exception."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +34,9 @@ class Failure:
     flags: tuple[str, ...] = ()
     """Flags that the script does not know or refuses, such as `--seed`."""
     rank: int | None = None
-    """RANK of the worker that ended; None = none ended."""
+    """RANK of the worker that ended. None = no worker ended."""
     exit_code: int = 0
-    """Exit code of that worker, or minus the signal that ended it."""
+    """Exit code of the worker that ended, or minus the signal that ended the worker."""
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -44,7 +45,7 @@ class Failure:
 
     @property
     def sentence(self) -> str:
-        """The cause for the user, after the rank and its exit code."""
+        """Sentence for the user: rank, exit code and cause."""
         if self.rank is None:
             return self.cause
         end = f"rank {self.rank} ended with {exit_words(self.exit_code)}"
@@ -58,7 +59,7 @@ def exit_words(exit_code: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionRequest:
-    """A request to run one rank of each named pipeline stage with abstract tensors."""
+    """A request to run one rank of each named pipeline stage with abstract tensors, which have shapes but no memory."""
 
     job: Job
     layout: Layout
@@ -67,37 +68,37 @@ class ExecutionRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutedParts:
-    """Bytes on a rank at its peak, by origin. Their sum is the peak."""
+    """Bytes on a rank at its memory peak, by origin. The bytes of all origins sum to the peak."""
 
     weights: int = 0
     gradients: int = 0
-    """Gradient buffers, with the padding of their buckets."""
+    """Bytes of gradient buffers, with the padding of buckets."""
     optimizer: int = 0
-    """Master weights and optimizer states."""
+    """Bytes of master weights and optimizer states."""
     activations: int = 0
-    """Outputs of the layers' forward that the backward needs."""
+    """Bytes of outputs of the layers' forward that the backward needs."""
     working: int = 0
-    """Made during a backward: gradients of activations, and activations that recompute restores."""
+    """Bytes allocated during a backward: gradients of activations, and activations that recompute restores."""
     embedding: int = 0
-    """Micro-batches from the data loader, and outputs of the embedding."""
+    """Bytes of micro-batches from the data loader, and of outputs of the embedding."""
     logits: int = 0
-    """Tensors of output layer and loss."""
+    """Bytes of tensors of the output layer and the loss."""
     buffers: int = 0
-    """Pipeline messages, and buffers that all layers share."""
+    """Bytes of pipeline messages, and of buffers that all layers share."""
     optimizer_step: int = 0
-    """Temporary tensors of the optimizer step."""
+    """Bytes of temporary tensors of the optimizer step."""
 
     @property
     def total(self) -> int:
-        """Sum of all parts, which is the peak."""
+        """Sum of the bytes of all origins, which is the memory peak."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutedMemory:
-    """Bytes of tensors on one rank, each rounded up as in CUDA's caching allocator.
+    """Bytes of tensors on one rank. Each tensor's bytes are rounded up as in torch's caching allocator for CUDA.
 
-    Workspaces of libraries, context, communicators and fragmentation are not included.
+    Workspaces of libraries, the CUDA context, communicators and fragmentation are not included.
     """
 
     pp_rank: int
@@ -105,13 +106,13 @@ class ExecutedMemory:
     gradients: int
     optimizer: int
     allocated_after_step: int
-    """Bytes that remain after a step."""
+    """Bytes of tensors that remain allocated after a step."""
     first_peak: int
-    """Peak of the first iteration, in which the optimizer step makes the optimizer's states."""
+    """Peak in bytes of the first iteration, in which the optimizer step allocates the optimizer's states."""
     peak: int
-    """Peak of later iterations, with the optimizer's states."""
+    """Peak in bytes of later iterations, with the optimizer's states."""
     parts: ExecutedParts
-    """The peak by origin of its bytes."""
+    """Bytes at the peak by origin."""
     notes: tuple[str, ...]
     """Differences between the executed job and the real one, one sentence each."""
 
@@ -123,7 +124,7 @@ class ExecutedMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionAnswer:
-    """Memory of the requested ranks in their order, or an error."""
+    """Memory of the ranks in the order of the request, or an error."""
 
     ranks: tuple[ExecutedMemory, ...] = ()
     error: str | None = None
@@ -155,9 +156,10 @@ class Dimension:
     kinds: tuple[CollectiveKind, ...]
     """Kinds of collectives that the groups run."""
     groups: tuple[tuple[int, ...], ...]
-    """At least two slots each, ascending, as torch sorts them; each slot is in at most one group."""
+    """Slots of each group in ascending order, as torch sorts ranks. A group has at least two slots, and groups share no
+    slot."""
     most_bytes: int = 0
-    """Largest full tensor in one message; 0 = unknown."""
+    """Bytes of the largest full tensor in one message. 0 = unknown."""
 
     def __post_init__(self) -> None:
         members = [slot for group in self.groups for slot in group]
@@ -169,12 +171,12 @@ class Dimension:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCase:
-    """One pipeline rank of a layout."""
+    """One pipeline rank of a layout, as a case whose memory can be measured."""
 
     layout: Layout
     pp_rank: int
     predicted_bytes: int = 0
-    """Predicted peak of its tensors; 0 = no prediction."""
+    """Predicted memory peak of the pipeline rank's tensors. 0 = no prediction."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:
@@ -183,7 +185,7 @@ class StageCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """Links, groups and stages that promising plans use and that should be measured next."""
+    """Links, groups and stages that the warm-up should measure next, because promising plans use these parts."""
 
     KIND: ClassVar[str] = "advice"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -191,9 +193,9 @@ class Advice:
     host_pairs: tuple[tuple[int, ...], ...] = ()
     """Links to measure, as pairs of host indices, the lower index first."""
     dimensions: tuple[Dimension, ...] = ()
-    """Groups to measure, most important first."""
+    """Groups to measure, beginning with the most important groups."""
     stages: tuple[StageCase, ...] = ()
-    """Stages whose memory decides whether a plan fits, most promising first."""
+    """Stages whose memory decides whether a plan fits, beginning with the most promising plan."""
     words: str = ""
     """Plans that were considered, or the reason why there is no advice, one sentence."""
 
@@ -204,37 +206,38 @@ class Advice:
 
 
 AttemptEnd = Literal["none", "before-first-iteration", "after-first-iteration", "done"]
-"""End of an attempt at training on one node. `none`: no attempt yet. `done`: all workers succeeded."""
+"""How an attempt at training ended on one node. `none`: no attempt yet. `done`: all workers succeeded."""
 
 MOST_SLOTS = 1 << 12
-"""Upper limit of slots on one host, far above real machines."""
+"""Upper limit of the number of slots on one host. Real machines have far fewer slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRecord:
-    """An agent's introduction: its machine, and the end of its last attempt at training."""
+    """Message in which an agent describes its machine, and how the last attempt at training ended there."""
 
     KIND: ClassVar[str] = "node"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     token: str
-    """Identifier of the agent during its life, as host names may be equal."""
+    """Identifier of the agent during its life. Host names cannot identify agents, because two host names may be
+    equal."""
     host: Host | None
-    """None = the inventory failed; `trouble` gives the reason."""
+    """Host with its devices. None = the search for devices failed, and `trouble` gives the reason."""
     trouble: str
     num_slots: int
     node_rank: int
-    """`--node-rank` under static rendezvous, otherwise -1."""
+    """Value of `--node-rank` under static rendezvous, otherwise -1."""
     script_digest: str
-    """Digest of the script's path and arguments, which must be equal on all nodes."""
+    """Digest of the script's path and arguments, which all nodes must have in common."""
     versions: dict[str, str]
     attempt: int
-    """Index of the last attempt at training; -1 = none."""
+    """Index of the last attempt at training. -1 = no attempt."""
     verdict: AttemptEnd
     failure: Failure | None
-    """Cause of the end of that attempt; None if it did not fail on this node."""
+    """Cause of the failure of the last attempt. None if the attempt did not fail on this node."""
     is_misuse: bool = False
-    """The trouble is a flag that requests a thing which this machine does not have."""
+    """True if `trouble` is a flag that requests a thing which this machine does not have."""
     conditions: tuple[DeviceCondition, ...] = ()
     """Reports of the driver on this node's devices, in the order of local ranks."""
     notes: tuple[str, ...] = ()
@@ -242,61 +245,63 @@ class NodeRecord:
     max_restarts: int = 0
     """Value of --max-restarts."""
     iteration: int = 0
-    """Last iteration in the output of this node's workers; 0 = none."""
+    """Last iteration in the output of this node's workers. 0 = no iteration."""
     slowed: str = ""
-    """Description of the slowdown, if the user wants a new measurement because of it; otherwise empty."""
+    """Description of a slowdown for which the user wants a new measurement. Empty = no such slowdown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The next phase, the same for all agents of a round."""
+    """The next phase of a job. All agents of a round (the agents that agreed to run together) get the same decision."""
 
     KIND: ClassVar[str] = "decision"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     phase: Literal["warmup", "trial", "train", "stop"]
     tokens: tuple[str, ...]
-    """Agents that run workers, in torchrun's order."""
+    """Tokens of the agents that run workers, in torchrun's order."""
     hosts: tuple[str, ...]
     """Unique host names of the agents that run workers."""
     num_slots: tuple[int, ...]
     standby: tuple[str, ...] = ()
-    """Agents of the round without workers, in torchrun's order."""
+    """Tokens of the agents without workers (on standby), in torchrun's order."""
     standby_hosts: tuple[str, ...] = ()
     """Unique host names of the agents on standby."""
     plan: Plan | None = None
     attempt: int = 0
     """Index of the candidate to run. An index past the last candidate means the user's own configuration."""
     trial: int = 0
-    """Index of the trial: 0 is the user's own configuration, i is the plan's i-th contender."""
+    """Index of the trial: 0 is the user's own configuration, and i is the i-th plan that competes."""
     iterations: int = 0
-    """Number of iterations of a trial, with warm-up iterations."""
+    """Number of iterations of a trial, including warm-up iterations."""
     checks_order: bool = False
-    """In a trial: workers only check NCCL on the GPUs in the candidate's device order."""
+    """True if the workers of a trial only check that NCCL works in the candidate's device order."""
     proven: bool = False
-    """The candidate has trained, so a later failure does not mean that its plan cannot start."""
+    """True if the candidate has trained. A later failure then does not mean that the candidate's plan cannot start."""
     script_arguments: tuple[str, ...] | None = None
     """Arguments of the script; None = the user's own arguments, unchanged."""
     failures: tuple[Failure, ...] = ()
-    """Causes why earlier candidates could not start, one for each node."""
+    """Failures of earlier candidates that could not start, one failure for each node."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the workers, in addition to torchrun's."""
     patches: tuple[str, ...] = ()
-    """Names of the patches of megatron-core for the script."""
+    """Names of the megatron-core patches that the script needs."""
     reason: str = ""
-    """Sentence for the user about this step; empty = no sentence."""
+    """Sentence for the user about this decision. Empty = no sentence."""
     failed: bool = False
-    """`stop` because of a failure; otherwise the job is complete."""
+    """In phase `stop`: True if a failure stops the job, False if the job is complete."""
     is_misuse: bool = False
-    """The user's own flags caused the failure, so the exit code is argparse's."""
+    """True if the user's own flags caused the failure. The exit code is then the exit code of argparse."""
     restarts_left: int = 0
-    """Number of further failures after which the job restarts. Lost hosts and plans that cannot start do not count."""
+    """Number of further failures after which the job may still restart. Lost hosts and plans that cannot start do not
+    count."""
     is_refitted: bool = False
-    """The plan was made earlier and was fitted to these hosts; `reason` names it."""
+    """True if an earlier plan was fitted to the hosts of this decision. `reason` names the earlier plan."""
     iteration: int = 0
-    """Last iteration seen by any node before this decision; 0 = before the training."""
+    """Last iteration that any node printed before this decision. 0 = before the training."""
     shortage: Shortage | None = None
-    """The plan of such a job that ran out of memory with the least predicted need; None = no plan ran out of memory."""
+    """Among the plans of similar jobs that ran out of memory, the plan with the least predicted need. None = no plan
+    ran out of memory."""
     probe_options: str = ""
     """Options of the warm-up as a document of `probe`; empty in other phases."""
 
@@ -316,7 +321,7 @@ class Decision:
 
     @property
     def choice(self) -> Choice | None:
-        """The candidate to run; None = the user's own configuration in torchrun's order."""
+        """Candidate to run. None = run the user's own configuration in torchrun's order."""
         if self.plan is not None and self.phase == "trial":
             return self.plan.contenders()[self.trial - 1] if self.trial else None
         candidates = self.plan.candidates() if self.plan else ()
@@ -324,13 +329,13 @@ class Decision:
 
     @property
     def key(self) -> str:
-        """Name of this phase within its round."""
+        """Name of this phase, unique within a round."""
         if self.checks_order:
             return f"order-{self.attempt}"
         return f"trial-{self.trial}" if self.phase == "trial" else self.phase
 
     def leaving_out(self, names: Collection[str]) -> Decision:
-        """Return the decision with some of its hosts on standby."""
+        """Return the decision with some hosts moved to standby, where hosts run no workers."""
         stays = [host not in names for host in self.hosts]
         leaves = [host in names for host in self.hosts]
         return replace(
@@ -348,7 +353,7 @@ class Decision:
         return dict(zip((*self.tokens, *self.standby), (*self.hosts, *self.standby_hosts), strict=True))
 
     def by_host(self, by_token: Mapping[str, str]) -> dict[str, str]:
-        """Replace tokens by host names; unknown tokens are dropped."""
+        """Replace agents' tokens by host names. Unknown tokens are dropped."""
         names = self.names
         return {names[token]: text for token, text in by_token.items() if token in names}
 
@@ -361,7 +366,7 @@ class Decision:
         return (*self.tokens, *self.standby).index(token)
 
     def ranks_of(self, token: str) -> tuple[int, ...]:
-        """Return the RANK of each local device of an agent; empty on standby."""
+        """Return the RANK of each local device of an agent. Empty for an agent on standby."""
         if token in self.standby:
             return ()
         here = self.tokens.index(token)
@@ -376,22 +381,22 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialReport:
-    """Observations of all agents in one trial."""
+    """Step times and failures that one agent observed in one trial."""
 
     KIND: ClassVar[str] = "trial-report"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     step_s: tuple[float, ...]
-    """Step times that the script printed, in their order; empty on nodes without the last rank."""
+    """Step times in the order in which the script printed them. Empty on nodes without the last rank."""
     failure: Failure | None
-    """Cause of an early end; None = the trial ended normally."""
+    """Cause of an early end of the trial. None = the trial ended normally."""
     took_s: float
-    """Time from the start of the workers until their devices were free again."""
+    """Seconds from the start of the workers until the workers' devices were free again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One agent of a job, and the address of its store."""
+    """One agent of a job, and the address of the agent's key-value store."""
 
     KIND: ClassVar[str] = "member"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -401,7 +406,7 @@ class Member:
     address: str
     port: int
     node_rank: int
-    """`--node-rank` under static rendezvous, otherwise -1."""
+    """Value of `--node-rank` under static rendezvous, otherwise -1."""
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 1 << 16:
@@ -410,13 +415,16 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
-    """The agents of a round in torchrun's order. The first one decides for all, and has the store of the round."""
+    """Agents of a round in torchrun's order.
+
+    The first agent decides for all agents, and has the key-value store of the round.
+    """
 
     KIND: ClassVar[str] = "members"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     generation: str
-    """Name of the round; empty before the first."""
+    """Name of the round. Empty before the first round."""
     members: tuple[Member, ...]
     cut: tuple[tuple[str, str], ...] = ()
     """Pairs of agents, by token, that cannot reach each other."""
@@ -424,15 +432,16 @@ class Members:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """The message of an agent that arrives at a meeting."""
+    """Message of an agent that arrives at a meeting, where agents agree on the next round."""
 
     KIND: ClassVar[str] = "arrival"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     meeting: int
-    """Number of this agent's meeting. It identifies answers to an earlier arrival."""
+    """Number of meetings that this agent has attended. The number distinguishes answers to this arrival from older
+    answers."""
     record: NodeRecord
     held: Decision | None
     """The agent's previous decision, which the deciding agent may not know."""
     out_of_reach: tuple[str, ...] = ()
-    """Tokens of the agents that could not be reached."""
+    """Tokens of the agents that this agent could not reach."""

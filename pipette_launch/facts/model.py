@@ -1,4 +1,4 @@
-"""The model's shape from Megatron's flags, and the parameters and FLOPs of its parts."""
+"""Layers and sizes of a model, with Megatron's names, and the parameters and FLOPs of each layer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
 LayerKind: TypeAlias = Literal["layer", "moe_layer", "mamba_layer", "attention_layer", "mlp_layer", "expert_layer"]
-"""Kinds of layers. The first two are whole transformer layers, without and with experts. The others occur in hybrid
-models."""
+"""Kinds of layers. `layer` and `moe_layer` are whole transformer layers, without and with experts. All other kinds
+occur in hybrid models."""
 TRANSFORMER_KINDS: tuple[LayerKind, ...] = ("layer", "moe_layer")
 LETTERS: dict[str, LayerKind] = {
     "M": "mamba_layer",
@@ -26,7 +26,7 @@ _DENSE: tuple[LayerKind, ...] = ("layer", "mlp_layer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridLayers:
-    """Layers of different kinds, each with a norm, one block and a residual (Nemotron-H, arXiv 2504.03624).
+    """Layers of a hybrid model. Each layer has a norm, one block and a residual (Nemotron-H, arXiv 2504.03624).
 
     The fields `mamba_*` are Megatron's flags `--mamba-*` for Mamba-2 layers (arXiv 2405.21060).
     """
@@ -38,9 +38,9 @@ class HybridLayers:
     mamba_num_groups: int
     mamba_num_heads: int
     mtp_pattern: str = ""
-    """Layers of one depth of multi-token prediction."""
+    """One letter for each layer in one depth of multi-token prediction."""
     mtp_use_repeated_layer: bool = False
-    """All depths share their weights."""
+    """True if all depths of multi-token prediction share one set of weights."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
@@ -54,17 +54,17 @@ class HybridLayers:
 
     @property
     def mamba_channels(self) -> int:
-        """Channels of all heads, which the scan processes."""
+        """Number of channels that the scan processes, over all heads."""
         return self.mamba_num_heads * self.mamba_head_dim
 
     @property
     def mamba_convolved(self) -> int:
-        """Channels of the convolution: inputs, and B and C of each group."""
+        """Number of channels of the convolution: inputs, and the matrices B and C of each group."""
         return self.mamba_channels + 2 * self.mamba_num_groups * self.mamba_state_dim
 
     @property
     def mamba_projected(self) -> int:
-        """Columns of the input projection: gates, convolved channels, and one time step for each head."""
+        """Number of columns of the input projection: gates, convolved channels, and one time step for each head."""
         return self.mamba_channels + self.mamba_convolved + self.mamba_num_heads
 
     def mamba_matrices(self, hidden_size: int) -> int:
@@ -79,19 +79,19 @@ class HybridLayers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttention:
-    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values through low-rank latents.
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434), which computes queries, keys and values from latents.
 
     Field names are Megatron's. In one head, query and key have `qk_head_dim + qk_pos_emb_head_dim` channels each, and
     the value has `v_head_dim`.
     """
 
     q_lora_rank: int | None
-    """Channels of the query's latent; None = one matrix makes the queries from the hidden state."""
+    """Channels of the query's latent. None = one matrix computes the queries from the hidden state."""
     kv_lora_rank: int
     qk_head_dim: int
-    """Channels of one head that carry no position."""
+    """Channels of one head without position encoding."""
     qk_pos_emb_head_dim: int
-    """Channels with the rotary position. In the key, all heads share them."""
+    """Channels of one head with rotary position encoding. In the key, all heads share these channels."""
     v_head_dim: int
 
     def __post_init__(self) -> None:
@@ -99,16 +99,16 @@ class LatentAttention:
 
     @property
     def query_channels(self) -> int:
-        """Channels of one head's query, and also of its key."""
+        """Number of channels of the query of one head, which is also the number of channels of the key."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     def up_weights(self, heads: int) -> int:
-        """Return the weights of the projections from the latents to the heads (recompute module `mla_up_proj`)."""
+        """Return the number of weights in projections from latents to heads (recompute module `mla_up_proj`)."""
         query = (self.q_lora_rank or 0) * heads * self.query_channels
         return query + self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim)
 
     def weights(self, hidden_size: int, heads: int) -> int:
-        """Return the weights of one layer's attention: to the latents, to the heads, and the output projection."""
+        """Return the number of weights in one layer's attention: to the latents, to the heads, and the output."""
         query = self.q_lora_rank or heads * self.query_channels
         down = hidden_size * (query + self.kv_lora_rank + self.qk_pos_emb_head_dim)
         return down + self.up_weights(heads) + heads * self.v_head_dim * hidden_size
@@ -116,7 +116,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer. Field names are Megatron's, and sizes are of the whole model."""
+    """A decoder-only transformer. Field names are Megatron's. Sizes are sizes of the whole model, not of one rank."""
 
     num_layers: int
     hidden_size: int
@@ -132,7 +132,7 @@ class ModelSpec:
     """Number of tokens of the tokenizer, without padding."""
     make_vocab_size_divisible_by: int
     gated_linear_unit: bool
-    """SwiGLU and similar: the first MLP matrix is twice as wide."""
+    """True for SwiGLU and similar activations, for which the first MLP matrix is twice as wide."""
     normalization: Literal["LayerNorm", "RMSNorm"]
     add_bias_linear: bool
     add_qkv_bias: bool
@@ -155,11 +155,13 @@ class ModelSpec:
     mtp_num_layers: int = field(default=0, metadata=ADDED_LATER)
     """Depths of multi-token prediction, each with its own transformer layer on the last pipeline rank."""
     qk_layernorm: bool = field(default=False, metadata=ADDED_LATER)
-    """Normalises query and key, or their latents under latent attention."""
+    """True if a norm follows query and key, or the latents of query and key under latent attention."""
     hybrid: HybridLayers | None = field(default=None, metadata=ADDED_LATER)
-    """Layers of a hybrid model. In `moe_layer_freq` layers of experts are then 1, and all others 0."""
+    """Layers of a hybrid model. In `moe_layer_freq` of a hybrid model, layers of experts are 1, and all other layers
+    are 0."""
     attention_windows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    """Tokens visible to a token in each layer, including itself; 0 = all earlier tokens. Empty = no windows."""
+    """Number of tokens that a token sees in each layer, including itself. 0 = all earlier tokens. Empty = no layer has
+    a window."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
@@ -186,7 +188,7 @@ class ModelSpec:
 
     @property
     def possible_kinds(self) -> tuple[LayerKind, ...]:
-        """All kinds of layers that such a model may have."""
+        """All kinds of layers that this type of model (hybrid or not) may have."""
         return tuple(LETTERS.values()) if self.hybrid else TRANSFORMER_KINDS
 
     @property
@@ -213,7 +215,7 @@ class ModelSpec:
 
     @property
     def prediction_copies(self) -> int:
-        """Depths of multi-token prediction with their own weights."""
+        """Number of depths of multi-token prediction that have weights of their own."""
         shares = self.hybrid is not None and self.hybrid.mtp_use_repeated_layer
         return min(self.mtp_num_layers, 1) if shares else self.mtp_num_layers
 
@@ -228,7 +230,7 @@ class ModelSpec:
         return -(-self.vocab_size // multiple) * multiple
 
     def attention_parameters(self) -> int:
-        """Return the weights and biases of one layer's attention: query, key, value and output projections."""
+        """Return the number of weights and biases in one layer's attention (query, key, value, output)."""
         query = self.kv_channels * self.num_attention_heads
         qkv = query + 2 * self.kv_channels * self.num_query_groups
         bias = (qkv if self.add_bias_linear or self.add_qkv_bias else 0) + (
@@ -237,14 +239,14 @@ class ModelSpec:
         return self.hidden_size * (qkv + query) + bias
 
     def mlp_parameters(self, ffn_hidden_size: int | None = None) -> int:
-        """Return the weights and biases of one dense MLP, or of one expert of the given width."""
+        """Return the number of weights and biases of one dense MLP, or of one expert of the given width."""
         ffn = self.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         first = ffn * (2 if self.gated_linear_unit else 1)
         bias = first + self.hidden_size if self.add_bias_linear else 0
         return self.hidden_size * (first + ffn) + bias
 
     def norm_parameters(self) -> int:
-        """Return the parameters of one normalisation."""
+        """Return the number of parameters of one norm."""
         return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
 
     def kind_flops_per_token(self, kind: LayerKind) -> float:
@@ -272,7 +274,7 @@ class ModelSpec:
 
     @property
     def core_flops_per_token(self) -> float:
-        """FLOPs of attention scores and context for one token; attention windows reduce them to their share."""
+        """FLOPs of attention scores and context for one token, reduced by attention windows."""
         return self._unwindowed_core_flops_per_token * self.window_share
 
     @property
@@ -287,16 +289,16 @@ class ModelSpec:
         one = self.seq_length
         pairs = zip(self.attention_windows, self.layer_kinds, strict=False)
         seen = [min(window or one, one) for window, kind in pairs if kind in KINDS_WITH_ATTENTION]
-        # The first tokens have fewer predecessors than the window holds.
+        # Tokens near the beginning have fewer earlier tokens than the window allows.
         scores = sum(window * one - window * (window - 1) / 2 for window in seen)
         return scores / (len(seen) * one * (one + 1) / 2) if seen else 1.0
 
     def step_flops(self, global_batch_size: int, *, tp: int) -> float:
         """Return the model's FLOPs in one step by Megatron-LM's num_floating_point_operations (core_v0.16).
 
-        Each matrix counts three times, multiply-adds count as 2, and the causal mask halves the attention's square.
-        Biases, the router and recompute are left out. The output layer has the padded vocabulary of `tp`. Releases
-        before core_v0.16 count the whole square, and no release considers windows.
+        Each matrix counts three times, multiply-adds count as 2, and the causal mask halves the FLOPs of attention
+        scores. Biases, the router and recompute are left out. The output layer has the padded vocabulary of `tp`.
+        Releases before core_v0.16 ignore the causal mask, and no release considers attention windows.
         """
         latent, hidden, heads = self.latent_attention, self.hidden_size, self.num_attention_heads
         query, groups = heads * self.kv_channels, self.num_query_groups * self.kv_channels

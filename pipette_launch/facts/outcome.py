@@ -20,10 +20,11 @@ class PeakReading:
     rank: int
     pp_rank: int
     predicted_bytes: int
-    """Prediction of the same quantity, without correction."""
+    """Predicted bytes for the same quantity, without the correction that earlier outcomes teach."""
     measured_bytes: int
     source: str
-    """`allocator`: torch's peak, printed by Megatron. `device`: used bytes by NVML, with overhead."""
+    """Origin of the reading. `allocator`: torch's peak, printed by Megatron. `device`: used bytes by NVML, with
+    overhead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,18 +40,19 @@ class Outcome:
     placement: tuple[int, ...]
     predicted_step_s: float
     measured_step: Samples
-    """Step times that the script printed. The first ones are warm-ups."""
+    """Step times that the script printed. The first step times are warm-ups."""
     first_iteration: int
     last_iteration: int
     """Last printed iteration. One printed line may cover several iterations."""
     losses: tuple[str, ...]
-    """Printed loss of each of these iterations; empty text = none."""
+    """Loss of each printed iteration, as text. Empty text = no loss was printed."""
     step_correction: float = field(default=1.0, metadata=ADDED_LATER)
     """Factor from earlier outcomes that is included in the predicted step."""
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Properties of layout and model, to compare outcomes of several jobs; empty in files of earlier releases."""
+    """Properties of layout and model by which outcomes of several jobs are compared. Empty in files of earlier
+    releases."""
     peaks: tuple[PeakReading, ...] = field(default=(), metadata=ADDED_LATER)
-    """Measured memory, if it was printed or could be read."""
+    """Measured memory of each rank whose memory was printed or could be read."""
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
     """Tokens and FLOPs per second of the measured step; None in files of earlier releases."""
 
@@ -71,7 +73,10 @@ class Outcome:
 
     @property
     def fullest(self) -> PeakReading | None:
-        """The highest reading, of the allocator if it has any; None without readings."""
+        """Highest reading of torch's allocator, or of the device if there is no reading of the allocator.
+
+        None without readings.
+        """
         inside = [peak for peak in self.peaks if peak.source == "allocator"]
         return max(inside or self.peaks, key=lambda peak: peak.measured_bytes, default=None)
 
@@ -86,7 +91,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledRank:
-    """The passes of one rank that a profiler measured, in the order of their start."""
+    """Forward and backward passes of one rank that a profiler measured, in order of start time."""
 
     rank: int
     world_size: int
@@ -101,12 +106,12 @@ class ProfiledRank:
 
 
 STALE_S = 60.0
-"""A launcher that has not written for this time is assumed dead. It normally writes every 10 s."""
+"""Seconds without a written file after which a launcher is assumed dead. A launcher normally writes every 10 s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveJob:
-    """State of a job according to its files. None and empty = unknown. Times are seconds since 1970."""
+    """State of a job according to the job's files. None and empty = unknown. Times are seconds since 1970."""
 
     KIND: ClassVar[str] = "live-job"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -124,7 +129,7 @@ class LiveJob:
     """Phase of the job: `warmup`, `trials`, `training`, `succeeded` or `failed`."""
     phase_began_s: float | None = None
     warmup_phase: str = ""
-    """Present part of the warm-up."""
+    """Name of the present part of the warm-up."""
     warmup_done: int = 0
     warmup_total: int = 0
     """Number of steps of the present part of the warm-up; 0 = not counted."""
@@ -162,7 +167,7 @@ class LiveJob:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last write. Clocks of two machines may differ."""
+        """Seconds since the launcher last wrote its files. Clocks of two machines may differ."""
         return max(self.read_s - self.written_s, 0.0)
 
     @property
@@ -172,5 +177,5 @@ class LiveJob:
 
     @property
     def is_stale(self) -> bool:
-        """True if the job should run but its files are too old."""
+        """True if the job has not ended but the job's files are too old."""
         return not self.is_over and self.age_s > STALE_S

@@ -1,4 +1,4 @@
-"""The plan, with its predictions, fallback plans for fewer hosts, trials, and memory shortages of earlier plans."""
+"""The plan with predictions, fallback plans for fewer hosts, trials, and memory shortages of earlier plans."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from pipette_launch.text import bytes_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """Speed of a job in tokens and FLOPs."""
+    """Speed of a job in tokens and FLOPs per second."""
 
     tokens_per_s: float
     """Tokens per second of the whole job."""
     flops_per_s: float
-    """FLOP/s of each rank, by Megatron's count of the model's FLOPs: its `TFLOP/s/GPU`."""
+    """FLOP/s of each rank, by Megatron's count of the model's FLOPs. Megatron's log calls this number `TFLOP/s/GPU`."""
     mfu: float | None
-    """Share of the device's dense peak in the format of the weights (FP8 does not count); None = peak unknown."""
+    """Share of the device's dense peak in the format of the weights, never in FP8. None = the device's peak is
+    unknown."""
 
     @classmethod
     def of(cls, job: Job, layout: Layout, step_time_s: float, cluster: Cluster) -> Rate | None:
-        """Return the rate of a job with a given step time; None if the time is not above 0.
+        """Return the rate of a job with a given step time. None if the step time is not above 0.
 
         Args:
             job: model and batch.
@@ -77,11 +78,11 @@ class Trial:
     """Measured step times; None = too few iterations, and `failure` gives the reason."""
     failure: str
     took_s: float
-    """Time from the start of the workers until their devices were free again."""
+    """Seconds from the start of the workers until the workers' devices were free again."""
 
     @property
     def median_s(self) -> float:
-        """Measured step time; infinite = none was measured."""
+        """Median of the measured step times. Infinite = no step time was measured."""
         return math.inf if self.step is None else self.step.median_s
 
 
@@ -92,19 +93,19 @@ class Trials:
     asked: int
     """Requested number of plans (`--pipette-trials`); fewer may have run."""
     iterations: int
-    """Step times of each trial that count, after its warm-up iterations."""
+    """Number of measured step times of each trial, without warm-up iterations."""
     runs: tuple[Trial, ...]
     """The trials in the order of execution."""
 
     @property
     def took_s(self) -> float:
-        """Duration of all trials."""
+        """Duration of all trials in seconds."""
         return sum(run.took_s for run in self.runs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One way to run the job, with its predictions."""
+    """One way to run the job, with predictions of time and memory."""
 
     layout: Layout
     placement: tuple[int, ...]
@@ -113,7 +114,7 @@ class Choice:
     """Name of the pipeline schedule; Megatron's own are `1f1b`, `interleaved-1f1b` and `no-pipelining`."""
     step_time_s: float
     breakdown_s: dict[str, float]
-    """Parts of the step time by name; they sum to it."""
+    """Parts of the step time by name. All parts sum to the step time."""
     peak_memory_bytes: tuple[int, ...]
     """Predicted peak of the model's own tensors on each pipeline rank."""
     memory_limit_bytes: int
@@ -125,19 +126,20 @@ class Choice:
     memory_correction: float = field(default=1.0, metadata=ADDED_LATER)
     """Factor from earlier outcomes on these machines that is included in the memory peaks."""
     device_peak_bytes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    """Peak of each pipeline rank with all overhead, as the driver should report it; without correction."""
+    """Predicted memory peak of each pipeline rank with all overhead, as the driver should report it. Without
+    `memory_correction`."""
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Properties of layout and model by which outcomes of several jobs are compared."""
+    """Properties of layout and model, by which outcomes of several jobs are compared."""
     bound_reason: str = field(default="", metadata=ADDED_LATER)
-    """Basis of `bound_s`, a sentence without its end; empty = the best link everywhere."""
+    """Basis of `bound_s`, as a sentence without a full stop. Empty = the bound assumes the best link everywhere."""
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
     """Tokens and FLOPs per second of the predicted step; None in files of earlier releases."""
     memory: MemoryNeed | None = field(default=None, metadata=ADDED_LATER)
-    """Peaks and limit of the whole device; None in files of earlier releases."""
+    """Memory peaks and memory limit of the whole device. None in files of earlier releases."""
     order: ScheduleFile | None = field(default=None, metadata=ADDED_LATER)
     """Passes of each pipeline rank, for schedules that the patch `schedules` runs."""
     is_order_checked: bool = field(default=False, metadata=ADDED_LATER)
-    """NCCL returned all values in their places on these hosts' GPUs in the order of `placement`."""
+    """True if a test of NCCL on these hosts' GPUs, in the order of `placement`, returned correct values."""
 
     def __post_init__(self) -> None:
         size = self.layout.world_size
@@ -152,18 +154,18 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """True if the memory of all stages stays below the limit."""
+        """True if the memory of all pipeline ranks stays below the limit."""
         return max(self.peak_memory_bytes) <= self.memory_limit_bytes
 
     @property
     def memory_shown(self) -> MemoryNeed:
-        """Memory on screens: of the whole device, or of the model's tensors in files of earlier releases."""
+        """Memory that screens show: for the whole device, or for the model's tensors in files of earlier releases."""
         peaks, limit = self.peak_memory_bytes, self.memory_limit_bytes
         return self.memory or MemoryNeed(need_bytes=peaks, free_bytes=0, limit_bytes=limit)
 
     @property
     def is_host_order(self) -> bool:
-        """True if the placement is torchrun's."""
+        """True if the placement is torchrun's order of ranks."""
         return self.placement == tuple(range(len(self.placement)))
 
 
@@ -172,7 +174,8 @@ class Provenance:
     """Origin of a plan, and the job to which it belongs."""
 
     key: str
-    """Digest of hosts, devices, model, batch, pins and versions. A plan is reused only for an equal key."""
+    """Digest of hosts, devices, model, batch, fixed layout fields and versions. A plan is reused only if the keys are
+    equal."""
     made_at: str
     versions: dict[str, str]
     source: Literal["measured", "cached", "file", "imagined"]
@@ -195,7 +198,7 @@ class Setting:
     machines: str
     """Origin of the machines' figures."""
     network: str
-    """Network between imagined hosts; empty if it was measured, or for one host."""
+    """Network between described hosts. Empty for one host, or if the network was measured."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_parameters", "global_batch_size", "seq_length", "device_memory_bytes")
@@ -208,7 +211,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The chosen configuration, the alternatives in order, and the user's own configuration as the last resort."""
+    """The chosen configuration, the alternatives in order, and the user's own configuration, which is tried last."""
 
     KIND: ClassVar[str] = "plan"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -219,9 +222,9 @@ class Plan:
     chosen: Choice
     alternatives: tuple[Choice, ...]
     own: Choice
-    """The user's own configuration, or a substitute if `own_fault` says that it cannot run."""
+    """The user's own configuration, or a substitute if `own_fault` is not empty."""
     keeps_own: bool
-    """The chosen configuration is the user's own, because nothing else was better by the margin."""
+    """True if the chosen configuration is the user's own, because no other plan was better by the margin."""
     reasons: tuple[str, ...]
     """Reasons for the choice, one sentence each."""
     notes: tuple[str, ...]
@@ -239,16 +242,18 @@ class Plan:
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
     """Trials that decided the choice; None = no trials."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
-    """Number of alternatives, from the first, that are better than the user's own; None = all."""
+    """Number of first alternatives that are better than the user's own configuration. None = all alternatives are
+    better."""
     own_fault: str = field(default="", metadata=ADDED_LATER)
-    """Reason why the user's own configuration cannot run; empty = it can.
+    """Reason why the user's own configuration cannot run. Empty = the configuration can run.
 
-    If Megatron refuses it, `own` is a substitute or has the step time of another layout.
+    If Megatron refuses the configuration, `own` is a substitute or has the step time of another layout.
     """
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
-    """Fallback plans for other numbers of hosts, the most hosts first. They have no fallback plans."""
+    """Fallback plans for other numbers of hosts, beginning with the most hosts. A fallback plan has no fallback
+    plans."""
     other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Hosts without ranks in this plan that may replace others: spares, and lost hosts that may return."""
+    """Hosts without ranks in this plan that may replace a lost host: spares, and lost hosts that may return."""
 
     def __post_init__(self) -> None:
         slots = len(self.hosts) * self.devices_per_host
@@ -265,32 +270,32 @@ class Plan:
 
     @property
     def known_hosts(self) -> tuple[str, ...]:
-        """All hosts of the plan and its fallback plans."""
+        """Names of all hosts of the plan and of the fallback plans."""
         named = (host for one in (self, *self.templates) for host in (*one.hosts, *one.other_hosts))
         return tuple(dict.fromkeys(named))
 
     @property
     def gap(self) -> float | None:
-        """Upper limit of (step time / best possible step time - 1); None = no floor was proven."""
+        """Upper limit of (step time / best possible step time - 1). None = no lower bound (floor) was proven."""
         return max(self.chosen.step_time_s / self.floor_s - 1, 0.0) if self.floor_s > 0 else None
 
     def candidates(self) -> tuple[Choice, ...]:
-        """Return the choices to try, in order, before the user's own configuration."""
+        """Return the choices in the order in which to try them before the user's own configuration."""
         return () if self.keeps_own else (self.chosen, *self.alternatives[: self.num_in_line])
 
     def contenders(self) -> tuple[Choice, ...]:
-        """Return the choices that trials may compare with the user's own configuration, most promising first."""
+        """Return choices for trials beside the user's own configuration, beginning with the most promising choice."""
         listed = (*(() if self.keeps_own else (self.chosen,)), *self.alternatives)
         own = (self.own.layout, self.own.placement)
         return tuple(choice for choice in listed if (choice.layout, choice.placement) != own)
 
 
 def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
-    """Fit the fastest of a plan and its fallback plans to the hosts that are present.
+    """Choose the fastest among a plan and its fallback plans that the present hosts can run.
 
-    Hosts in the chosen plan keep their places and ranks. The place of a missing host goes to a remaining host: first to
-    hosts that had ranks before, then in torchrun's order. Further hosts are on standby. If several plans are
-    equally fast, the one for the most hosts is taken. The other plans become its fallback plans.
+    A host in the chosen plan keeps its ranks. The ranks of a missing host go to a remaining host: first to hosts that
+    had ranks before, then in torchrun's order. Hosts without ranks are on standby. If several plans are equally fast,
+    the plan for the most hosts is taken. The other plans become fallback plans.
 
     Args:
         plan: the plan that ran before.
@@ -318,13 +323,13 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
 
 
 def _unchecked(plan: Plan) -> Plan:
-    """Forget the checks of device orders, because the hosts have changed."""
+    """Mark the device orders of all choices as not checked, because the hosts have changed."""
     chosen, *others = (replace(one, is_order_checked=False) for one in (plan.chosen, *plan.alternatives))
     return replace(plan, chosen=chosen, alternatives=tuple(others))
 
 
 def from_candidate(plan: Plan, attempt: int) -> Plan:
-    """Remove the candidates that could not start: the result begins with the candidate that ran."""
+    """Remove the candidates that could not start, so that the result begins with the candidate that ran."""
     candidates = plan.candidates()
     if attempt == 0:
         return plan
@@ -335,13 +340,16 @@ def from_candidate(plan: Plan, attempt: int) -> Plan:
 
 
 def fallback_plans(plans: Iterable[Plan]) -> tuple[Plan, ...]:
-    """Make fallback plans of these plans: without own fallback plans, the most hosts first."""
+    """Turn plans into fallback plans.
+
+    Remove the plans' own fallback plans, and sort by number of hosts, most hosts first.
+    """
     bare = (replace(one, templates=(), other_hosts=()) for one in plans)
     return tuple(sorted(bare, key=lambda one: -len(one.hosts)))
 
 
 def in_order_of(plan: Plan, hosts: Sequence[str]) -> Plan:
-    """List the plan's hosts in another order. Each host keeps its ranks in each candidate.
+    """List the plan's hosts in another order. In each candidate, each host keeps its ranks.
 
     The user's own configuration still runs in torchrun's order.
     """
@@ -358,16 +366,16 @@ def in_order_of(plan: Plan, hosts: Sequence[str]) -> Plan:
 
 
 MOST_CHARACTERS = 1000
-"""Largest number of characters of a shortage's cause or time."""
+"""Largest number of characters of the fields `cause` and `noticed_at` of a shortage."""
 LEAST_SHARE = 0.5
 """A plan whose predicted need was below this share of the free memory did not cause the shortage."""
 MOST_MARGIN = 1 - 2**-50
-"""Upper limit of the memory margin, as a margin of 1 is not legal."""
+"""Upper limit of the memory margin, because a margin of 1 is not legal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortage:
-    """The file shortage.json: the plan with the least predicted need among those that ran out of memory."""
+    """The file shortage.json: among the plans that ran out of memory, the plan with the least predicted need."""
 
     KIND: ClassVar[str] = "shortage"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -378,7 +386,7 @@ class Shortage:
     free_bytes: int
     """Free memory of the fullest device before the job."""
     cause: str
-    """Description of the plan's end, one sentence."""
+    """How the failed plan ended, one sentence."""
     noticed_at: str
 
     def __post_init__(self) -> None:
@@ -391,12 +399,12 @@ class Shortage:
 
     @classmethod
     def of(cls, choice: Choice, *, cause: str, noticed_at: str) -> Shortage | None:
-        """Return the shortage of a plan; None if it was not predicted to fit, or its predicted need was small.
+        """Return the shortage of a plan. None if the plan was not predicted to fit, or if its predicted need was small.
 
         Args:
             choice: the plan that ran out of memory.
-            cause: how it ended, for the user.
-            noticed_at: time.
+            cause: how the plan ended, as a sentence for the user.
+            noticed_at: time at which the plan ran out of memory.
 
         """
         memory = choice.memory
@@ -414,16 +422,22 @@ class Shortage:
 
     @property
     def share(self) -> float:
-        """Predicted need divided by free memory. This share was too optimistic."""
+        """Predicted need of the failed plan divided by free memory.
+
+        The plan really needed more than all free memory.
+        """
         return self.need_bytes / self.free_bytes
 
     def margin(self, memory_margin: float) -> float:
-        """Return the memory margin for new plans of such a job, at least `memory_margin`.
+        """Return the memory margin for new plans of a job that once ran out of memory.
 
-        A predicted need of `share` of the free memory was more than all of it. So predictions are assumed to be too low
-        by 1 / share, in addition to the usual margin: need / share <= (1 - memory_margin) free.
+        The result is at least `memory_margin`.
+
+        A plan with a predicted need of `share` of the free memory needed more than all free memory. So the real need is
+        assumed to be 1 / share times the prediction, in addition to the usual margin: need / share <= (1 -
+        memory_margin) free.
         """
-        # One byte less, so that the same plan does not fit again under a margin of 0.
+        # Subtract one byte, so that the same plan does not fit again under a margin of 0.
         share = (self.need_bytes - 1) / self.free_bytes
         return max(memory_margin, min(1 - (1 - memory_margin) * share, MOST_MARGIN))
 
@@ -433,7 +447,7 @@ class Shortage:
         return memory is not None and max(memory.need_bytes) * self.free_bytes >= self.need_bytes * memory.free_bytes
 
     def leaner(self, plan: Plan) -> Plan | None:
-        """Remove the ruled-out candidates of a plan; None if no candidate remains."""
+        """Remove the candidates of a plan that the shortage rules out. None if no candidate remains."""
         if plan.keeps_own:
             return None if self.rules_out(plan.own) else plan
         left = [choice for choice in plan.candidates() if not self.rules_out(choice)]
@@ -446,7 +460,7 @@ class Shortage:
 
     @property
     def sentence(self) -> str:
-        """The failed plan, the time, the cause and the prediction, for the user."""
+        """Sentence for the user with the failed plan, the time, the cause and the prediction."""
         return (
             f"the plan {self.layout.words()} ran out of memory at {self.noticed_at} ({self.cause}), although it was "
             f"predicted to need only {bytes_text(self.need_bytes)} of {bytes_text(self.free_bytes)}"
@@ -454,5 +468,5 @@ class Shortage:
 
 
 def lower(one: Shortage | None, other: Shortage | None) -> Shortage | None:
-    """Return the shortage that rules out more plans; the first if both are equal."""
+    """Return the shortage that rules out more plans. If both shortages are equal, return the first shortage."""
     return min(filter(None, (one, other)), key=lambda shortage: shortage.share, default=None)

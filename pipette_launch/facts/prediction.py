@@ -18,17 +18,17 @@ MemoryFit = Literal["fits", "tight", "too large", "unknown"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """Memory peak of the devices of one pipeline rank."""
+    """Predicted memory peak of the devices of one pipeline rank."""
 
     pp_rank: int
     num_layers: int
     """Transformer layers in all chunks of the stage."""
     parts_bytes: dict[str, int]
-    """The peak by kind; the values sum to `peak_bytes`."""
+    """Bytes at the peak by kind of memory. The values sum to `peak_bytes`."""
     model_peak_bytes: int
-    """Torch's allocations for the model's own tensors at their peak."""
+    """Peak of torch's allocations for the model's own tensors."""
     peak_bytes: int
-    """Peak of the device: tensors of the model and all overhead."""
+    """Memory peak of the device: tensors of the model and all overhead."""
 
     def __post_init__(self) -> None:
         if tuple(self.parts_bytes) != PARTS:
@@ -61,48 +61,50 @@ class Prediction:
     """Parameters of the whole model."""
     tokens_per_step: int
     method: Literal["closed", "abstract"]
-    """Source of the tensor sizes: formulas, or abstract execution."""
+    """Source of the tensor sizes. `closed`: formulas. `abstract`: abstract execution of the training step."""
     stages: tuple[StageMemory, ...]
     """The requested stages, in the order of the pipeline."""
     capacity_bytes: int | None
     """Free memory of the fullest device; None = the machines are unknown."""
     memory_margin: float
     fits: bool | None
-    """True if all shown stages leave the margin free; None = capacity unknown."""
+    """True if all shown stages leave the margin free; None = the machines are unknown."""
     verdict: MemoryFit
-    """`fits`; `tight`: fits but leaves less than the margin, so the planner would not take it; `too large`."""
+    """`fits`, `tight` or `too large`. `tight`: the need fits but leaves less than the margin, so no plan may use the
+    layout."""
     step_time_s: float | None
-    """None = the machines are unknown or cannot be priced; a note gives the reason."""
+    """Predicted step time. None = the machines are unknown or their times cannot be predicted, and a note gives the
+    reason."""
     breakdown_s: dict[str, float]
-    """Parts of the step by name; they sum to it."""
+    """Parts of the step time by name. All parts sum to the step time."""
     notes: tuple[str, ...]
     """All assumptions and omissions, one sentence each."""
     megatron_version: str
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the step; None without a step time."""
+    """Tokens and FLOPs per second of the predicted step. None if there is no predicted step time."""
     limit_bytes: int | None = field(default=None, metadata=ADDED_LATER)
-    """Memory that a rank may use: `capacity_bytes` minus the margin; None = capacity unknown."""
+    """Memory that a rank may use: `capacity_bytes` minus the margin. None = the machines are unknown."""
     remedies: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Flags, each of which would make the configuration fit by itself."""
 
     @property
     def fullest(self) -> StageMemory:
-        """Stage with the highest peak, or the first of several."""
+        """Stage with the highest memory peak. If several stages have this peak, the first of these stages."""
         return max(self.stages, key=lambda stage: stage.peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """One entry of the glossary."""
+    """One entry of the glossary, with the value in a plan."""
 
     key: str
     what: str
     unit: str
-    """Unit of the number; empty for a word without a number."""
+    """Unit of the explained number. Empty for a word without a number."""
     how: str
     source: str
     value: str
-    """Value in the plan, with its unit; empty without a plan, or if the plan does not have it."""
+    """Value of the number in the plan, with a unit. Empty without a plan, or if the plan lacks this number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,19 +119,19 @@ class Explained:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One compared plan."""
+    """One plan in a comparison of several plans."""
 
     name: str
     choice: Choice | None
-    """The plan's choice; None = there is no plan, or it cannot be priced."""
+    """The configuration that the plan chose. None = there is no plan, or the plan's time cannot be predicted."""
     gap: float | None
-    """(Step time / proven floor) - 1; None = nothing was proven."""
+    """Step time / proven lower bound (floor) - 1. None = no lower bound was proven."""
     num_moved: int | None
-    """Ranks on another device than under the first entry; None for other machines."""
+    """Number of ranks that sit on another device than under the first compared plan. None for other machines."""
     faults: tuple[str, ...]
-    """Reasons why it cannot run, one sentence each; empty = it can."""
+    """Reasons why the plan cannot run, one sentence each. Empty = the plan can run."""
     remarks: tuple[str, ...]
-    """Further notes, one sentence each."""
+    """Further notes on the plan, one sentence each."""
 
     @property
     def runs(self) -> bool:
@@ -139,14 +141,14 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The document that `pipette compare --json` prints. All entries are compared with the first."""
+    """The document that `pipette compare --json` prints. All plans are compared with the first plan."""
 
     KIND: ClassVar[str] = "comparison"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
-    """Other differences between the entries, and the basis of their prices."""
+    """Other differences between the plans, and the origin of the predicted times."""
 
     def __post_init__(self) -> None:
         if not self.entries:

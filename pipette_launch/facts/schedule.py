@@ -1,17 +1,17 @@
-"""Pipeline schedules: the passes of each rank, their file, and programs with the messages between passes.
+"""Pipeline schedules: the passes of each rank, the schedule file, and programs (passes with messages between passes).
 
 `programs` adds a send and a receive for each message. The moment of a message is the expected end of the pass that
 makes it. The sender posts the send at this moment, and the receiver posts the receive at this moment or earlier. A pass
 or message waits only for messages with earlier moments, so the ranks cannot wait for each other in a circle.
 
 NCCL runs the messages from one rank to another in one stream, on both ends in the order of their moments. A receive
-occupies its stream until its message arrives. So it is posted after the previous message of the stream should have
-arrived, and directly before the pass that computes when its own message is ready. After this pass would be too late:
-the receive would start only when the pass ends. Too early would stop this pass on devices with one work queue
-(CUDA_DEVICE_MAX_CONNECTIONS=1).
+occupies its stream until its message arrives. So a receive is posted after the previous message of the stream should
+have arrived, and directly before the pass that computes when the receive's own message is ready. If the receive were
+posted after this pass, it would start only when the pass ends. If the receive were posted earlier, it would stop this
+pass on devices with one work queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
-Gloo messages do not wait for each other, and each starts when its receive is posted. So the receive is posted when the
-pass that makes the message starts.
+Gloo messages do not wait for each other. A gloo message starts when its receive is posted. So the receive is posted
+when the pass that makes the message starts.
 """
 
 # A = actions of all ranks, S = stages (model chunks), K = kinds of action, M = micro-batches.
@@ -57,12 +57,12 @@ class Action(NamedTuple):
 
     @property
     def word(self) -> str:
-        """Short form, such as `2B1`."""
+        """Short form of the action, such as `2B1`."""
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 Ranks = tuple[tuple[Action, ...], ...]
-"""The passes of each pipeline rank, in order."""
+"""The passes of each pipeline rank, in order of execution."""
 
 
 def words(actions: Iterable[Action]) -> list[str]:
@@ -95,7 +95,7 @@ class Columns(NamedTuple):
 class PassTimes:
     """Expected nanoseconds of passes and messages, which decide the order of messages.
 
-    Times are whole numbers, so that sums are equal on all ranks.
+    Times are whole numbers, so that all ranks compute equal sums.
 
     Raises:
         FactError: the number of entries does not match the stages, or a time is too short.
@@ -111,9 +111,9 @@ class PassTimes:
     weight: tuple[int, ...]
     """Times of the weight gradients on each stage."""
     forward_hop: tuple[int, ...]
-    """Times of the messages from stage s to s + 1; one entry less than stages."""
+    """Times of the messages from stage s to s + 1; the last stage has no entry."""
     backward_hop: tuple[int, ...]
-    """Times of the messages from stage s + 1 to s."""
+    """Times of the messages from stage s + 1 to stage s."""
 
     def __post_init__(self) -> None:
         passes = (self.forward, self.backward, self.input, self.weight)
@@ -140,7 +140,7 @@ class PassTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The passes of each pipeline rank, in order.
+    """The passes of each pipeline rank, in order of execution.
 
     Raises:
         FactError: a rank does not run F, then B or I and W, once for each of its stages and each micro-batch.
@@ -157,7 +157,7 @@ class Schedule:
     """Expected times, which decide the order of messages over NCCL; None = all passes take equal time."""
 
     def __post_init__(self) -> None:
-        """Check that no pass is missing, foreign, double or before its own forward."""
+        """Check that each rank has exactly the passes of its stages, and that no backward comes before its forward."""
         if min(self.pp, self.vpp, self.num_microbatches) < 1:
             raise FactError(
                 f"{self.name}: pp={self.pp}, vpp={self.vpp} and {self.num_microbatches} micro-batches must be positive"
@@ -190,7 +190,7 @@ class Schedule:
 
     @property
     def columns(self) -> Columns:
-        """The actions as new arrays."""
+        """All actions of the schedule as new arrays."""
         rank_A = np.repeat(np.arange(self.pp), [len(actions) for actions in self.ranks])
         stages, kinds, microbatches = [], [], []
         for actions in self.ranks:
@@ -276,7 +276,8 @@ class ScheduleFile:
     ranks: tuple[str, ...]
     """Actions of each pipeline rank, separated by blanks."""
     checks_first_step: bool = field(default=False, metadata=ADDED_LATER)
-    """Run the first step also under Megatron's own schedule and compare. This needs memory for both runs."""
+    """True if the first step also runs under Megatron's own schedule and the results are compared. The comparison needs
+    memory for two runs."""
 
     times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
     """Expected times, which decide the order of messages over NCCL; None = all passes take equal time."""
@@ -319,12 +320,13 @@ class Message(NamedTuple):
 
     @property
     def way(self) -> tuple[int, int]:
-        """Pipeline ranks of sender and receiver."""
+        """Pipeline rank of the sender, and pipeline rank of the receiver."""
         return self.source, self.target
 
 
 Program = tuple["Action | Message", ...]
-"""Passes and messages of one rank in order. A message is a send on its source and a receive on its target."""
+"""Passes and messages of one rank in order. A message is a send on the rank `source` and a receive on the rank
+`target`."""
 
 
 def programs(
@@ -367,9 +369,9 @@ def programs(
 
 
 def _last_start(message: Message, moment: int, start_P: list[list[int]], passes: Ranks, times: PassTimes) -> int:
-    """Return the start of the pass that the receiver runs when a message is ready.
+    """Return the start time of the pass that the receiver runs when a message is ready.
 
-    The result is `moment` if the receiver is idle then, and 0 before the receiver's first pass.
+    The result is `moment` if the receiver is idle at `moment`, and 0 before the receiver's first pass.
     """
     rank = message.target
     at = bisect_left(start_P[rank], moment) - 1
@@ -382,7 +384,7 @@ def _last_start(message: Message, moment: int, start_P: list[list[int]], passes:
 def forward_passes(rank_S: Sequence[int], num_microbatches: int) -> Ranks:
     """Return the passes of an evaluation, which has forwards only.
 
-    Groups of pp micro-batches go through one chunk before the next. All ranks use this order, so any number of
+    A group of pp micro-batches goes through one chunk before the next chunk. All ranks use this order, so any number of
     micro-batches can run.
     """
     pp = max(rank_S) + 1
@@ -427,7 +429,7 @@ def message_to(action: Action, rank_S: Sequence[int]) -> Message | None:
 
 
 def starts(passes: Ranks, rank_S: Sequence[int], times: PassTimes) -> dict[Action, int]:
-    """Return the start of each pass in nanoseconds, if messages do not wait for each other.
+    """Return the start time of each pass in nanoseconds, under the assumption that messages do not wait for each other.
 
     Raises:
         FactError: the ranks would wait for each other forever.

@@ -87,11 +87,28 @@ def predict(
         fabric=fabric,
         device_kind=device_kind,
     )
+    _check_options(method, memory_margin)
+    job, note = _read_job(arguments, machines, megatron_version, script, environment or {})
+    return _counted_and_priced(
+        job, machines, note, rank=rank, stage=stage, method=method, margin=memory_margin, script=script, cache=cache
+    )
+
+
+def _check_options(method: Method, memory_margin: float) -> None:
     if method not in get_args(Method):
         raise OptionError("method", f"must be one of {', '.join(get_args(Method))}, got {method!r}")
     if not 0 <= memory_margin < 1:
         raise OptionError("memory_margin", f"must be at least 0 and below 1 (0.08 is 8 %), got {memory_margin:g}")
-    variables = environment or {}
+
+
+def _read_job(
+    arguments: Sequence[str],
+    machines: TargetMachines,
+    megatron_version: str | None,
+    script: str,
+    variables: Mapping[str, str],
+) -> tuple[Job, tuple[str, ...]]:
+    """Read the job's flags; return the job, and the note on an assumed Megatron version."""
     version, version_note = megatron.version_or_newest(megatron_version, script, variables)
     job = megatron.read_job(
         checked_words(arguments),
@@ -103,12 +120,28 @@ def predict(
         device_name=machines.device_name,
         capability=machines.capability,
     )
+    return job, version_note
+
+
+def _counted_and_priced(
+    job: Job,
+    machines: TargetMachines,
+    version_note: tuple[str, ...],
+    *,
+    rank: int | None,
+    stage: int | None,
+    method: Method,
+    margin: float,
+    script: str,
+    cache: Path | None,
+) -> Prediction:
+    """Predict the memory of the requested pipeline ranks, and the step time."""
     pp_ranks, overhead = _pp_ranks(job.own, rank=rank, stage=stage), _overhead(job, machines)
     if method == "closed":
         counted = count_by_formula(job, pp_ranks, overhead, measured=machines.measured)
     else:
         counted = count_by_execution(job, pp_ranks, overhead, cache=cache)
-    remedies = _remedies(job, machines, pp_ranks, overhead, memory_margin)
+    remedies = _remedies(job, machines, pp_ranks, overhead, margin)
     notes = (
         *version_note,
         *_rank_note(job.own, rank),
@@ -119,7 +152,7 @@ def predict(
         *_memory_notes(job, counted),
     )
     return _prediction(
-        job, machines, counted.stages, notes, script=script, method=method, margin=memory_margin, remedies=remedies
+        job, machines, counted.stages, notes, script=script, method=method, margin=margin, remedies=remedies
     )
 
 

@@ -1,1 +1,1 @@
-"""The story of a job in one screen: read it, measure, solve, show, run, and what to do when a step fails."""
+"""Launch of a job: read it, measure its hosts, choose a plan, show and run the plan, and react to failures."""

@@ -1,4 +1,4 @@
-"""The cache: plans, measurements, outcomes and shortages of memory for later jobs, and plans from files."""
+"""Cache of plans, measurements, outcomes and memory shortages for later jobs. Also reads plans from files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Kept = TypeVar("Kept", bound=files.Document)
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
-"""Keys are digests, and file names are ours: no other name can be meant."""
+"""Pattern of valid names in a cache: digests (the keys) and this module's own file names."""
 PLAN = "plan.json"
 CLUSTER = "cluster.json"
 OUTCOME = "outcome.json"
 OUTCOMES = "outcomes"
-"""Folder of the outcomes of all jobs, with a folder for each kind of machine."""
+"""Name of the folder with all jobs' outcomes, which has a subfolder for each kind of machine."""
 MOST_OUTCOMES = 200
-"""Number of newest outcomes that are read."""
+"""Number of outcomes that a job reads, newest first."""
 CLUSTERS = "clusters"
 SHORTAGES = "shortages"
 SHORTAGE = "shortage.json"
@@ -41,7 +41,7 @@ SHORTAGE = "shortage.json"
 
 
 def default_root() -> Path | None:
-    """Return the cache of a user who names none; None if there is no home folder."""
+    """Return the default folder of the cache; None if the user has no home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipette-launch"
     except RuntimeError:
@@ -49,7 +49,10 @@ def default_root() -> Path | None:
 
 
 def distrust(root: Path) -> str:
-    """Return why a folder is not trusted, in one line; empty if it is trusted or does not exist yet."""
+    """Return in one line why a folder is not trusted.
+
+    The text is empty if the folder is trusted or does not exist yet.
+    """
     try:
         state = root.stat()
     except OSError:
@@ -64,7 +67,7 @@ def distrust(root: Path) -> str:
 
 
 def inside(root: Path, *names: str) -> Path:
-    """Return a path below a cache; raises FileFormatError if a name or a symbolic link leads out of it."""
+    """Return a path below a cache; raises FileFormatError if a name or a symbolic link leads out of the cache."""
     path = root.joinpath(*names)
     try:
         is_inside = path.resolve().is_relative_to(root.resolve())
@@ -76,12 +79,12 @@ def inside(root: Path, *names: str) -> Path:
 
 
 class KeptFile(Generic[Kept]):
-    """One document of a cache. A file that cannot be used is reported in the log and treated as missing."""
+    """One document of a cache. The log reports a file that cannot be used, and the file then counts as missing."""
 
     def __init__(self, kind: type[Kept], root: Path | None, *names: str) -> None:
         self._kind, self._root, self._names = kind, root, names
         self.path = root.joinpath(*names) if root else None
-        """None if nothing is kept."""
+        """Path of the document; None if the job keeps no files."""
 
     def load(self) -> Kept | None:
         """Return the document; None if it is missing or cannot be used."""
@@ -108,20 +111,23 @@ class KeptFile(Generic[Kept]):
 
 
 class Cache:
-    """The folder of one key. Errors are reported once and never stop the job."""
+    """Cache folder of one plan key. The log reports each error once, and errors never stop the job."""
 
     def __init__(self, root: Path | None, key: str) -> None:
         self.key = key
         self._root = root
         self.trouble = ""
-        """Why the plan could not be kept and what to do; empty if it was kept, or is not to be kept."""
+        """Reason why the plan was not kept, and what to do. Empty after success, or if the job keeps no files."""
 
     def path(self, name: str) -> Path | None:
-        """Return the path of a file; None if nothing is kept, FileFormatError if it leads out of the cache."""
+        """Return the path of a file, or None if the job keeps no files.
+
+        Raises FileFormatError if the path leaves the cache.
+        """
         return inside(self._root, self.key, name) if self._root else None
 
     def load(self, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
-        """Return the plan; None, with the reason if there is a plan that cannot be used."""
+        """Return the plan and an empty text. If the cached plan cannot be used, return None and the reason."""
         try:
             path = self.path(PLAN)
             if path is None:
@@ -135,7 +141,7 @@ class Cache:
         return replace(plan, provenance=replace(plan.provenance, source="cached")), ""
 
     def measurements(self) -> Measurements | None:
-        """Return the measurements behind the plan; None if they are gone."""
+        """Return the measurements behind the plan; None if their file is missing."""
         return KeptFile(Measurements, self._root, self.key, CLUSTER).load()
 
     def outcomes(self, host: Host) -> tuple[Outcome, ...]:
@@ -153,7 +159,10 @@ class Cache:
         return tuple(outcome for outcome in found if outcome is not None)
 
     def keep_outcome(self, outcome: Outcome, host: Host) -> str:
-        """Keep an outcome beside its plan, and for all jobs on such machines; return the error, or an empty text."""
+        """Keep an outcome beside its plan, and for all jobs on this kind of machine.
+
+        Return the error, or an empty text.
+        """
         name = f"{outcome.key}-{files.digest(outcome.layout, list(outcome.placement))}.json"
         if outcome.features:
             trouble = "the outcome cannot be kept for later jobs"
@@ -161,7 +170,7 @@ class Cache:
         return self.save(OUTCOME, outcome)
 
     def keep_plan(self, plan: Plan, measurements: Measurements | None = None) -> None:
-        """Keep a plan and the measurements behind it; `trouble` has the error."""
+        """Keep a plan and the measurements that priced the plan; an error goes into `trouble`."""
         self.trouble = (self.save(CLUSTER, measurements) if measurements else "") or self.save(PLAN, plan)
 
     @property
@@ -191,9 +200,9 @@ class Cache:
 
 
 def machines_of(host: Host) -> str:
-    """Digest the make of a machine without its name, because a batch system gives each job other machines.
+    """Digest the hardware of a machine without its name, because a batch system gives each job different machines.
 
-    The memory of CPU slots does not count: it depends on the number of slots that share a host.
+    The digest leaves out the memory of CPU slots, because it depends on the number of slots that share a host.
     """
     return files.digest(
         [(device.kind, device.name, device.kind == "cuda" and device.memory_total_bytes) for device in host.devices],
@@ -202,7 +211,10 @@ def machines_of(host: Host) -> str:
 
 
 class MachineMeasurements(KeptFile[Measurements]):
-    """Last measurements of one set of hosts, versions and variables, for jobs with any model."""
+    """Last measurements of a set of hosts with given software versions and variables.
+
+    Jobs with any model share them.
+    """
 
     def __init__(
         self, root: Path | None, hosts: Sequence[Host], versions: Mapping[str, str], *, environ: Mapping[str, str]
@@ -211,8 +223,11 @@ class MachineMeasurements(KeptFile[Measurements]):
         super().__init__(Measurements, root, CLUSTERS, key, CLUSTER)
 
     def kept(self, measurements: Measurements) -> Measurements:
-        """Replace the last measurements; return the new ones, completed by earlier ones that still hold."""
-        # Imported here, because a start from the cache keeps nothing.
+        """Replace the last measurements.
+
+        Return the new measurements, completed by earlier measurements that are still valid.
+        """
+        # Imported here, because a start with a cached plan keeps no new measurements.
         from pipette_launch.cost.compute.carried_over import with_cached_times
 
         if self.path is None:
@@ -223,7 +238,7 @@ class MachineMeasurements(KeptFile[Measurements]):
 
 
 class ShortageFile(KeptFile[Shortage]):
-    """The shortage of memory of one kind of machine, job and versions."""
+    """File of the memory shortage of one job on one kind of machine with given software versions."""
 
     def __init__(self, root: Path | None, host: Host, job: Job, versions: Mapping[str, str]) -> None:
         key = files.digest(machines_of(host), memory_digest(job), job.megatron_version, dict(versions))
@@ -234,11 +249,11 @@ class ShortageFile(KeptFile[Shortage]):
         self.write(shortage, f"that {shortage.sentence} cannot be kept for later jobs")
 
 
-# -- a plan that was made before, for this job --------------------------------------------------------------------
+# -- an earlier plan for this job --------------------------------------------------------------------------------
 
 
 def named_plan(path: Path, hosts: Sequence[Host]) -> Plan:
-    """Read the plan file that the user named; raises UsageError if it is missing or not for these hosts."""
+    """Read the plan file that the user named; raises UsageError if the file is missing or is for other hosts."""
     try:
         plan = on_real_hosts(files.read(path, Plan), hosts)
         check_belongs(plan, hosts, str(path))
@@ -248,7 +263,7 @@ def named_plan(path: Path, hosts: Sequence[Host]) -> Plan:
 
 
 def on_real_hosts(plan: Plan, hosts: Sequence[Host]) -> Plan:
-    """Replace imagined hosts without names of their own by the same number of real hosts, in order."""
+    """Replace the imagined, unnamed hosts of a plan by the same number of real hosts, in order."""
     if plan.provenance.source != "imagined" or plan.hosts != made_up_names(len(hosts)):
         return plan
     note = (
@@ -259,7 +274,7 @@ def on_real_hosts(plan: Plan, hosts: Sequence[Host]) -> Plan:
 
 
 def check_belongs(plan: Plan, hosts: Sequence[Host], source: str, *, key: str = "") -> None:
-    """Raise PlanError unless a plan is for these hosts and devices, and has this key if one is given."""
+    """Raise PlanError unless a plan is for these hosts and devices, and has `key` unless `key` is empty."""
     if key and plan.provenance.key != key:
         raise PlanError(f"{source}: the plan has the key {plan.provenance.key}, its folder {key}; delete it")
     here = sorted(host.name for host in hosts)
@@ -276,10 +291,11 @@ def check_belongs(plan: Plan, hosts: Sequence[Host], source: str, *, key: str = 
 
 
 def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
-    """Turn a plan from a file into a plan of this job; return it with a note for the user, or an empty text.
+    """Turn a plan from a file into a plan of this job. Return the plan, and a note for the user or an empty text.
 
     Raises:
-        PlanError: the plan changes what this job pins.
+        PlanError: the plan changes an option that this job pins.
+
 
     """
     adopted = suited(plan, job, key, source)
@@ -294,14 +310,15 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
 
 
 def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
-    """Turn an earlier plan into a plan of this job: with its own configuration, and without choices that it excludes.
+    """Turn an earlier plan into a plan of this job: use the job's own configuration, drop candidates the job excludes.
 
     Raises:
-        PlanError: the plan changes what this job pins, or splits ranks that its flags demand inside one host.
+        PlanError: the plan changes an option that this job pins, or splits ranks that the job's flags demand inside one
+            host.
 
     """
-    # The record beside a checkpoint may keep its job's own configuration, which in another job is one plan among
-    # others.
+    # The plan beside a checkpoint may be the own configuration of the job that wrote it. For another job, that
+    # configuration is an ordinary candidate.
     keeps_own = plan.keeps_own and plan.chosen.layout == job.own
     if not keeps_own:
         changed = _changed_pins(plan.chosen, job)
@@ -324,7 +341,7 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
             memory=None,
         )
     alternatives = tuple(choice for choice in plan.alternatives if not _changed_pins(choice, job))
-    # Trials in another job, or of other plans, prove nothing here.
+    # Trials of another job or of other plans do not prove this plan.
     is_same = plan.provenance.key == key and alternatives == plan.alternatives
     return replace(
         plan,
@@ -333,7 +350,7 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
         trials=plan.trials if is_same else None,
         num_in_line=plan.num_in_line if is_same else None,
         own=own,
-        own_fault="",  # a job that runs was read with a legal layout
+        own_fault="",  # The own layout of a running job is legal.
         provenance=replace(plan.provenance, key=key),
     )
 
@@ -346,7 +363,7 @@ def kept_together(plan: Plan, job: Job, domains: Domains, source: str) -> Plan:
     """Remove alternatives that split ranks which the job's flags demand inside one host or NVLink domain.
 
     Args:
-        plan: with its hosts in the order of `domains`.
+        plan: the plan, whose hosts have the order of `domains`.
 
     Raises:
         PlanError: the plan itself splits such ranks.

@@ -1,4 +1,4 @@
-"""The commands that workers run: the warm-up with its order, the check of a device order, and the user's script."""
+"""Commands of the workers: the warm-up with its options, the check of a device order, and the user's script."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from pipette_launch.launch.options import Options
 from pipette_launch.probe.messages import TINY_BYTES, WarmupOrder
 
 SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
-"""(least, most) message size. Below, latency dominates; above, the bandwidth stays the same."""
+"""(least, most) message size. Latency dominates smaller messages, and larger messages reach no higher bandwidth."""
 LEAST_REACH = 32
-"""Least ratio of the largest message to the smallest: fitting a line needs distant points."""
+"""Least ratio of the largest message size to the smallest; a fit of latency and bandwidth needs distant sizes."""
 ADVISER = f"{__package__}.measuring_advice"
 PATCH_RUNNER = "pipette_patches.run"
 WANDB_NOTES = "WANDB_NOTES"
 NOTES_HEAD = "pipette-launch: "
 SCHEDULES = "schedules"
-"""Name of the patch that executes schedules which Megatron does not have."""
+"""Name of the patch that runs pipeline schedules which Megatron lacks."""
 
 
 # -- the warm-up --------------------------------------------------------------------------------------------------
 
 
 def warmup_order(decision: Decision) -> WarmupOrder:
-    """Read the order of the warm-up from a decision."""
+    """Return the options of the warm-up that a decision holds."""
     return files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
 
 
@@ -49,31 +49,31 @@ def probe_options(
     conditions: Sequence[DeviceCondition] = (),
     num_training: int | None = None,
 ) -> WarmupOrder:
-    """Return the order of a warm-up.
+    """Return the options of a warm-up.
 
     Args:
         hosts: hosts with equal numbers of devices, in order.
         folder: private folder where the first worker leaves the measurements.
         known: file of earlier measurements on these hosts, which may be missing; None for no such file.
-        conditions: of the hosts' devices, in slot order; empty if unknown.
+        conditions: drivers' reports on the devices, in slot order; empty if unknown.
         num_training: number of hosts that will train while the others stand by; None for all.
 
     Raises:
-        UsageError: the file of --pipette-probe cannot be written.
+        UsageError: the launcher cannot write the file that --pipette-probe names.
 
     """
     if options.probe_to is not None:
-        # Checked before the warm-up, whose measurements would be lost.
+        # Checked before the warm-up, because a file that cannot be written would lose its measurements.
         try:
             files.check_writable(options.probe_to)
         except OSError as error:
             raise UsageError(f"--pipette-probe {options.probe_to}: cannot be written ({error.strerror})") from error
-    # The search is imported where it is used: a start from the cache does without it.
+    # Imported here, because a start with a cached plan needs no search.
     from pipette_launch.search.layouts import base_layouts, compute_cases
 
     devices = len(hosts[0].devices)
     kind = hosts[0].devices[0].kind
-    # First the shapes for the training hosts, then those for all hosts, which the adviser's plans use.
+    # Compute cases of the training hosts come first. The adviser's plans use the cases of all hosts.
     sizes = dict.fromkeys((len(hosts) if num_training is None else num_training, len(hosts)))
     legal = (base_layouts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
     cases = tuple(dict.fromkeys(case for one in legal for case in compute_cases(job.own, one.columns)))
@@ -88,13 +88,13 @@ def probe_options(
         known=str(known) if known and known.exists() else "",
         budget_s=options.budget_s,
         conditions=tuple(conditions),
-        # If a megatron-core lies beside the script, the training imports it, so the warm-up must too.
+        # The training imports the megatron-core beside the script, so the warm-up must import the same megatron-core.
         python_path=() if options.is_module else (str(Path(options.script).resolve().parent),),
     )
 
 
 def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["cuda", "cpu"]) -> tuple[int, ...]:
-    """Return message sizes near those that pipeline stages send, within limits, and a tiny one.
+    """Return one tiny message size, and sizes near the messages that pipeline stages send, within limits.
 
     A stage sends the activations of one micro-batch: sequence / cp x micro-batch x hidden, divided by tp because TP
     plans use sequence parallelism.
@@ -112,7 +112,7 @@ def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["c
 
 
 def adviser_command(options: Options) -> tuple[str, ...]:
-    """Return the command of the adviser without its two files; the adviser judges plans as the planner does."""
+    """Return the adviser's command without its two files, with the options by which the planner judges plans."""
     settings = {"--margin": options.margin, "--memory-margin": options.memory_margin, "--seed": options.seed}
     words = [word for name, value in settings.items() for word in (name, str(value))]
     return (_python(), "-m", ADVISER, *words)
@@ -124,12 +124,12 @@ def warmup(options_file: Path) -> WorkerCommand:
 
 
 def order_check(device_kind: str, tp: int, ranks: Sequence[int]) -> WorkerCommand:
-    """Check NCCL on every device of a node in the training's order: among all, and in each group of `tp` ranks."""
+    """Check NCCL in the training's device order: over all devices of a node, and in each group of `tp` ranks."""
     return _module("pipette_launch.probe.order_check", device_kind, str(tp), *map(str, ranks))
 
 
 def _module(name: str, *words: str) -> WorkerCommand:
-    # The environment stays as in training: torchrun sets the number of threads for several workers, and not for one.
+    # The check runs in the training's environment: torchrun sets the number of threads only for several workers.
     return WorkerCommand(entrypoint=_python(), arguments=("-u", "-m", name, *words), environment={})
 
 
@@ -151,8 +151,8 @@ def training(
     """Run the user's script under a decision.
 
     Args:
-        entrypoint: torchrun's own program for the workers.
-        arguments: torchrun's own arguments for it, which end with the script's.
+        entrypoint: program or function that torchrun would start as each worker.
+        arguments: arguments that torchrun would pass to `entrypoint`, with the script's arguments last.
         folder: private folder of this node, for the pipeline schedule of a patched script.
 
     """
@@ -173,10 +173,10 @@ def training(
 
 
 def _wandb_notes(decision: Decision, options: Options) -> dict[str, str]:
-    """Return the variable from which `wandb.init` takes its notes, so that Megatron's W&B run names its plan."""
+    """Return the variable from which `wandb.init` reads its notes, so that Megatron's W&B run shows the plan's name."""
     plan, choice = decision.plan, decision.choice
     wants = any(word.partition("=")[0] == "--wandb-project" for word in options.script_arguments)
-    # The agent's variables may hold our notes of the last attempt.
+    # The agent's environment may still hold the launcher's notes of the last attempt.
     is_users = not os.environ.get(WANDB_NOTES, NOTES_HEAD).startswith(NOTES_HEAD)
     if plan is None or decision.phase != "train" or not wants or is_users:
         return {}

@@ -1,4 +1,4 @@
-"""The coordinator of a job: from a plan file, the cache or a warm-up to one decision for all nodes."""
+"""The coordinator of a job: gets a plan from a file, the cache or a warm-up, and decides for all nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Judge: TypeAlias = "Callable[[Sequence[Host], Sequence[Sequence[DeviceCondition]
 
 
 class Coordinator:
-    """Decides for all nodes. Every agent has a coordinator; the first node's is used."""
+    """Decides for all nodes. Every agent has a coordinator, but only the first node's coordinator decides."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Coordinator:
 
         Args:
             folder: private folder where the warm-up leaves its measurements.
-            interruption: exception that a signal raises; not a failure of a plan.
-            judge: finds sick devices and hosts in the drivers' reports.
+            interruption: exception that a signal raises, which does not count as a failure of a plan.
+            judge: function that finds sick devices and hosts in the drivers' reports.
             least_nodes: MIN of --nnodes.
             is_static: true if the rendezvous waits for all nodes and ignores --nnodes.
 
@@ -63,26 +63,26 @@ class Coordinator:
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
         self._told_by_drivers: tuple[Verdict, ...] = ()
         self._batch: int | None = None
-        """Global batch size of the training so far, which stays on any number of ranks."""
+        """Global batch size of the training so far, which does not change with the number of ranks."""
         self._told_before_warmup: tuple[str, ...] = ()
         self._measures_anew = False
-        # The agent puts a plan's variables into its own environment; this copy holds the user's.
+        # Copy of the user's environment, because the agent adds a plan's variables to its own environment.
         environ = dict(os.environ)
         self._script = Script(options, environ)
         self._planner = Planner(options, self._script, environ, least_nodes=least_nodes)
         self._trials = TrialCoordinator(options, self._script)
         self._interruption = interruption
         self._is_start = True
-        """True in the first round."""
+        """True until the first round of the job has a decision."""
 
     @property
     def cache(self) -> Cache:
-        """Folder of the plan in force."""
+        """Cache folder of the plan that the job runs now."""
         return self._planner.cache
 
     @property
     def measurements(self) -> Measurements | None:
-        """Measurements behind the plan in force; None if unknown."""
+        """Measurements behind the plan that the job runs now; None if unknown."""
         return self._planner.measurements
 
     # -- a new round ----------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Coordinator:
 
         Args:
             held: decision of the last round; None in the first round.
-            lost: hosts that cannot train, each with the reason: gone, or not reachable from others.
+            lost: reason for each host that cannot train: the host is gone, or other hosts cannot reach the host.
 
         """
         self._is_start = held is None
@@ -155,7 +155,7 @@ class Coordinator:
         return self._train(bare, job, held.plan, attempt=step.attempt, reason=step.reason)
 
     def _use_fallback(self, bare: Decision, records: Sequence[NodeRecord], step: replan.UseFallback) -> Decision:
-        """Train at once with a plan that was made ahead, on the hosts that are there."""
+        """Train at once on the remaining hosts, with a fallback plan that was made ahead."""
         hosts = hosts_of(records, bare.hosts)
         training = tuple(host for host in hosts if host.name in step.plan.hosts)
         smaller = bare.leaving_out(set(bare.hosts) - set(step.plan.hosts))
@@ -175,7 +175,7 @@ class Coordinator:
     # -- hosts without a plan -------------------------------------------------------------------------------------
 
     def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
-        """Find a plan for new hosts, without hosts that the policy excludes."""
+        """Find a plan for new hosts, without the hosts that the health policy excludes."""
         hosts = hosts_of(records, bare.hosts)
         self._conditions = {host.name: record.conditions for host, record in zip(hosts, records, strict=True)}
         self._told_by_drivers = verdicts = tuple(self._judge(hosts, [*self._conditions.values()]))
@@ -189,7 +189,7 @@ class Coordinator:
         return self._guarded(smaller, lambda: self._find(smaller, rest))
 
     def _find(self, bare: Decision, hosts: tuple[Host, ...]) -> Decision:
-        """Find a plan: in a file, in the cache, or by measuring."""
+        """Find a plan in a file or in the cache, else order a warm-up."""
         planner, options = self._planner, self._options
         if options.plan is not None:
             bare, hosts = self._without_spares_of(options.plan, bare, hosts)
@@ -231,10 +231,10 @@ class Coordinator:
 
     def _measure(self, bare: Decision, job: Job, hosts: tuple[Host, ...], num_spares: int = 0) -> Decision:
         """Return the decision to run a warm-up."""
-        # Imported here, because a start from the cache needs no warm-up.
+        # Imported here, because a start with a cached plan needs no warm-up.
         from pipette_launch.launch.commands import probe_options
 
-        # --pipette-probe measures everything, without earlier measurements.
+        # --pipette-probe measures everything anew and uses no earlier measurements.
         is_whole = self._measures_anew or self._options.probe_to is not None
         order = probe_options(
             job,
@@ -250,7 +250,7 @@ class Coordinator:
     def _remembered(
         self, bare: Decision, hosts: tuple[Host, ...], ruling: Ruling, known: Measurements
     ) -> Decision | None:
-        """Return an earlier job's plan without the hosts on standby; None if there is no such plan."""
+        """Return an earlier job's plan that leaves out the hosts on standby; None if the cache has no such plan."""
         forget = f"to measure all nodes again, delete {self.cache.path(CLUSTER)}" if ruling.leave_out else ""
         smaller, rest = apart(bare, hosts, ruling)
         job = self._planner.read_keyed(rest, global_batch_size=self._batch)
@@ -274,7 +274,7 @@ class Coordinator:
     # -- after a warm-up or a trial -------------------------------------------------------------------------------
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
-        """Make a plan from the measurements; `failure` says why the warm-up failed, or is empty."""
+        """Make a plan from the measurements. `failure` has the reason if the warm-up failed, else it is empty."""
         from pipette_launch.launch.commands import warmup_order
 
         bare = replace(decision, phase="train", probe_options="", reason="")
@@ -293,14 +293,14 @@ class Coordinator:
         return self._plan(bare, order.hosts, order.job, measurements)
 
     def _plan(self, bare: Decision, hosts: tuple[Host, ...], job: Job, measurements: Measurements) -> Decision:
-        """Plan for the measured hosts, without spares and without those that proved sick."""
+        """Plan for the measured hosts, without spares and without hosts that the warm-up found sick."""
         ruling = self._with_spares(self._rule(measurements.verdicts, hosts), measurements.verdicts, hosts)
-        # The drivers reported some of these before the warm-up.
+        # The drivers reported some of these sick hosts before the warm-up.
         news = (reason for reason in ruling.reasons if reason not in self._told_before_warmup)
         bare = replace(bare, reason=joined(bare.reason, *news))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
-        # Kept for the next start, which would otherwise measure the sick hosts again.
+        # Kept because the next start would otherwise measure the sick hosts again.
         trouble = self.cache.save(CLUSTER, measurements) if ruling.on_standby else ""
         smaller, rest = apart(replace(bare, reason=joined(bare.reason, trouble)), hosts, ruling)
 
@@ -313,7 +313,7 @@ class Coordinator:
         return self._guarded(smaller, solve)
 
     def after_trial(self, ended: Decision, report: TrialReport) -> Decision:
-        """Return the next trial, or the training of the plan that was measured best."""
+        """Return the decision to run the next trial, or to train with the plan that was fastest in the trials."""
         bare = replace(ended, phase="train", trial=0, iterations=0, script_arguments=None, environment={}, reason="")
         bare = replace(bare, checks_order=False)
 
@@ -335,7 +335,7 @@ class Coordinator:
     def _train(
         self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str, is_tried: bool = True
     ) -> Decision:
-        """Return the decision to run a plan's candidate: its training, or a check or trials before it."""
+        """Return the decision to train with a plan's candidate, or to run a check or trials before the training."""
         following = replace(bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason)
         choice = following.choice
         layout = choice.layout if choice else job.own
@@ -345,7 +345,7 @@ class Coordinator:
             environment=self._script.environment(layout, plan.device_kind, is_own=choice is None),
             patches=self._planner.patches,
         )
-        # The check comes before trials: trials of an order that the check rejects would prove nothing.
+        # The check comes before trials, because trials with a device order that the check rejects would be useless.
         if needs_check(following) and not self._options.dry_run:
             return check_before(following)
         if attempt == 0 and is_tried and (following := self._trials.open(following, job)).phase == "trial":
@@ -354,16 +354,16 @@ class Coordinator:
         return replace(following, phase="stop") if self._options.dry_run else following
 
     def _after_check(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
-        """Return the decision to run the checked order, or device order if the check failed."""
+        """Return the decision to train in the checked order of devices, or in the default order if the check failed."""
         planner = self._planner
-        # --pipette-quiet prints every reason of a decision, so a check that passed gives no reason.
+        # A passed check adds no reason to the decision, because even --pipette-quiet prints every reason.
         plan, told = failed(ended, report.failure) if report.failure else (passed(ended), "")
         given = ended.script_arguments
         batch = megatron.global_batch_size(given) if given else None
         job = planner.read_job(sum(bare.num_slots), plan.device_kind, global_batch_size=batch)
         known = planner.measurements
         if report.failure and known is not None and plan.hosts == tuple(host.name for host in known.cluster.hosts):
-            # Imported here, because a start from the cache predicts nothing.
+            # Imported here, because a start with a cached plan predicts nothing.
             from pipette_launch.planning.measured_plan import priced_anew
 
             outcomes = planner.cache.outcomes(known.cluster.hosts[0])
@@ -374,7 +374,7 @@ class Coordinator:
         return replace(following, proven=ended.proven, is_refitted=ended.is_refitted)
 
     def _guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
-        """Decide; after an error train with the user's own configuration, or stop if the user asked for that."""
+        """Call `decide`. After an error, train with the user's own configuration, or stop if the user asked to stop."""
         self._planner.forget_job()
         is_misuse = False
         try:
@@ -383,7 +383,7 @@ class Coordinator:
             raise
         except PipetteError as error:
             reason = str(error)
-            # Once a job runs, hosts may leave. A plan for other hosts is then not the user's mistake.
+            # Hosts may leave a running job, so a plan file for other hosts is then not the user's mistake.
             is_misuse = isinstance(error, UsageError) and self._is_start and self._options.on_error != "train"
         except Exception as error:
             logger.exception("planning failed")
@@ -396,7 +396,7 @@ class Coordinator:
         job = self._planner.job
         if job is None:
             return following
-        # A checkpoint dictates sizes, without which it cannot be loaded. Other arguments stay.
+        # Sizes come from the checkpoint, which other sizes could not load. Other arguments stay as the user gave them.
         try:
             words = self._script.words(job, job.own)
         except PipetteError:

@@ -1,4 +1,4 @@
-"""The policy for sick hosts and spares (`--pipette-on-sick`, `--pipette-spares`), which decides from verdicts alone."""
+"""Policy for sick hosts and spare hosts (`--pipette-on-sick`, `--pipette-spares`); decides from verdicts alone."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pipette_launch.launch.options import OnSick
 from pipette_launch.text import plural
 
 MEASURED = ("slow-device", "slow-host", "slow-link")
-"""Kinds of verdicts that only a warm-up can give. The other kinds are found again at each start."""
+"""Kinds of verdicts that only a warm-up can give. Each start finds verdicts of other kinds again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ruling:
-    """The hosts that run no workers, and why."""
+    """Hosts that the policy keeps without workers, with the reasons."""
 
     leave_out: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
-    """Sentences for the user."""
+    """Reasons of the ruling, one sentence each, for the user."""
     stops: bool = False
     """True if the job must not train."""
     spares: tuple[str, ...] = ()
@@ -31,17 +31,20 @@ class Ruling:
 
     @property
     def on_standby(self) -> tuple[str, ...]:
-        """All hosts that run no workers."""
+        """All hosts without workers: hosts that are left out, and spares."""
         return (*self.leave_out, *self.spares)
 
 
 WhyNot: TypeAlias = Callable[[tuple[str, ...]], str]
-"""Returns why the job cannot run on the given hosts alone; empty if it can."""
+"""Function that returns why the job cannot run on the given hosts alone, or an empty text if the job can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """The user's settings for sick hosts and spares. Hosts are in torchrun's order, verdicts include healthy hosts."""
+    """The user's settings for sick hosts and spares.
+
+    Methods get hosts in torchrun's order, and verdicts of all hosts.
+    """
 
     on_sick: OnSick
     spares: int = 0
@@ -84,7 +87,7 @@ class Policy:
         return f"{left} of {total} nodes would be left, and --nnodes needs at least {self.least_nodes}"
 
     def with_spares(self, ruling: Ruling, verdicts: Sequence[Verdict], hosts: Sequence[str], why_not: WhyNot) -> Ruling:
-        """Choose spares among the hosts that are not left out: sick ones first, then the last in order."""
+        """Choose spares among the remaining hosts: sick hosts first, then the last hosts in torchrun's order."""
         count, least = self.spares, self.least_nodes
         if not count or ruling.stops:
             return ruling
@@ -113,15 +116,18 @@ def measured(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
 
 
 def small_holders(verdicts: Sequence[Verdict]) -> tuple[str, ...]:
-    """Name processes that hold a little memory of a device: not a sickness, but it may be missing later."""
+    """Name processes that hold a little memory of a device.
+
+    The device is not sick, but training may lack this memory.
+    """
     return tuple(verdict.words() for verdict in verdicts if verdict.kind == "busy" and not verdict.is_sick)
 
 
 def hosts_to_leave(sick: Sequence[Verdict], hosts: Sequence[str]) -> tuple[str, ...]:
-    """Return the fewest hosts whose absence removes all these faults. For a slow link one end is enough.
+    """Return the fewest hosts whose absence removes all these faults. Leaving out one end removes a slow link.
 
-    Ends of slow links are chosen greedily: the host with most of the remaining slow links, and among equals the last
-    one in torchrun's order.
+    Ends of slow links are chosen greedily: the next host has most of the remaining slow links. Among equal hosts, the
+    last host in torchrun's order is chosen.
     """
     out = {verdict.host for verdict in sick if not verdict.other_host}
     links = [(verdict.host, verdict.other_host) for verdict in sick if verdict.other_host]
@@ -132,6 +138,6 @@ def hosts_to_leave(sick: Sequence[Verdict], hosts: Sequence[str]) -> tuple[str, 
 
 
 def apart(bare: Decision, hosts: tuple[Host, ...], ruling: Ruling) -> tuple[Decision, tuple[Host, ...]]:
-    """Put the ruling's hosts on standby; return the decision without them, and the other hosts."""
+    """Put the ruling's hosts on standby. Return the decision and the hosts that remain for training."""
     rest = tuple(host for host in hosts if host.name not in ruling.on_standby)
     return bare.leaving_out(ruling.on_standby), rest

@@ -1,8 +1,8 @@
 """The adviser: `python -m pipette_launch.launch.measuring_advice [SETTINGS] QUESTION ANSWER`.
 
-A warm-up starts this program between links and collectives. It plans for a few seconds with the measurements so far,
-and answers which links, groups and stages the shortlisted plans use, so that the warm-up measures these. It does not
-import torch.
+A warm-up starts the adviser after measuring links and before measuring collectives. The adviser searches plans for a
+few seconds with the measurements so far. The answer lists the links, groups and stages of the shortlisted plans, which
+the warm-up then measures. The adviser does not import torch.
 """
 
 # S = slots, G = groups, K = members of a group, W = ranks.
@@ -37,7 +37,7 @@ MOST_STAGES = 8
 
 
 def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
-    """Answer one question; return the exit code, and print an error on one line."""
+    """Answer one question file. Return the exit code, and print an error on one line."""
     parser = ArgumentParser(prog="adviser", allow_abbrev=False)
     for name in ("--margin", "--memory-margin"):
         parser.add_argument(name, type=float, default=argparse.SUPPRESS)
@@ -56,7 +56,10 @@ def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
 
 
 def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[], float]) -> Advice:
-    """Plan for a short time, and return the links, groups and stages of the shortlisted plans, or a reason."""
+    """Search plans for a short time.
+
+    Return the links, groups and stages of the shortlisted plans, or an error's reason.
+    """
     job = question.job
     try:
         measured = with_extrapolated_times(job, question.measurements)
@@ -74,13 +77,16 @@ def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[
 
 
 def shortlisted(plan: Plan) -> tuple[Choice, ...]:
-    """Return the chosen plan, then the user's own, which it must beat, then the runners-up, each once."""
+    """Return the chosen plan, the user's own configuration and the runners-up, in this order and each once."""
     found = {(choice.layout, choice.placement): choice for choice in (*plan.alternatives[::-1], plan.own, plan.chosen)}
     return tuple(found.values())[::-1]
 
 
 def host_pairs(job: Job, shortlist: Sequence[Choice], devices_per_host: int) -> tuple[tuple[int, int], ...]:
-    """Return pairs of hosts (lower first) whose link a plan uses in either direction; the first plan's pairs first."""
+    """Return the pairs of hosts that exchange data in a plan, first the first plan's pairs.
+
+    The lower host comes first.
+    """
     found: dict[tuple[int, int], None] = {}
     for choice in shortlist:
         slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))
@@ -92,7 +98,7 @@ def host_pairs(job: Job, shortlist: Sequence[Choice], devices_per_host: int) -> 
 
 
 def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
-    """Return the groups of slots of each parallel dimension, the first plan's first; equal groups come once."""
+    """Return the groups of slots of each parallel dimension without duplicates, first the first plan's groups."""
     kinds: dict[tuple[tuple[int, ...], ...], dict[CollectiveKind, None]] = {}
     names: dict[tuple[tuple[int, ...], ...], str] = {}
     most_bytes: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -112,7 +118,7 @@ def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
 
 
 def fullest_stages(shortlist: Sequence[Choice]) -> tuple[StageCase, ...]:
-    """Return the fullest pipeline rank of each layout, then the second fullest of each, and so on."""
+    """Return all pipeline ranks: first each layout's fullest rank, then each layout's second fullest rank."""
     ranked = [sorted(range(choice.layout.pp), key=lambda rank: -choice.peak_memory_bytes[rank]) for choice in shortlist]
     found: dict[tuple[Layout, int], StageCase] = {}
     for turn in range(max(map(len, ranked))):
@@ -129,7 +135,7 @@ def _talking(job: Job, choice: Choice) -> Iterator[Ints]:
     layout, groups = choice.layout, Groups.of(choice.layout)
     if layout.pp > 1:
         lanes = layout.world_size // layout.pp
-        # The last stage sends to the first only if each stage holds several chunks.
+        # The last stage sends to the first stage only if each stage holds several model chunks.
         yield groups.forward_hop if layout.vpp > 1 else groups.forward_hop[:-lanes]
         if has_two_embeddings(job.model):
             yield groups.embedding

@@ -1,9 +1,9 @@
 """The state of a running job in files and spans: a JSON document, Prometheus text, and OpenTelemetry.
 
 The deciding node writes the document `live-job` into the job's folder of the cache, and beside the Prometheus file that
-the user named. `pipette watch` reads the document; node_exporter's textfile collector reads the text, which is made
-from the same document. If another node runs the last rank, whose output has the step times, that node writes its
-measurements into files of its own, so that two nodes with a common file system never write the same file.
+the user named. `pipette watch` reads this document, and the Prometheus text has the same figures for node_exporter's
+textfile collector. Step times come from the output of the last rank. If another node runs the last rank, that node
+writes its measurements into separate files, so that two nodes with a common file system never write the same file.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ logger = logging.getLogger(__name__)
 KEPT = "live.json"
 """Name of the document in the job's folder of the cache."""
 REFRESH_S = 2.0
-"""Shortest time between two writes. A new phase is written at once."""
+"""Shortest time between two writes of the files. A new phase of the job is written at once."""
 ALIVE_S = 10.0
-"""An unchanged document is written again after this time: its age shows whether the launcher runs."""
+"""Time after which an unchanged document is written again, because its age shows whether the launcher runs."""
 PHASES = {"warmup": "warmup", "trial": "trials", "train": "training"}
 MEASURED = ("iteration", "iterations", "printed_s", "step_s", "tokens_per_s", "measured_memory_bytes")
-"""Fields that the node of the last rank reads in the output of the training."""
+"""Fields of the document that the node of the last rank reads from the output of the training."""
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 NEEDED = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
 FLUSH_MS = 5000
-"""Longest time that the end of a job waits for a collector."""
+"""Longest time that the end of a job waits for the OpenTelemetry collector."""
 
 
 class MetricsFile:
-    """Keeps the files up to date. An error of the file system is logged once and does not stop the job."""
+    """Keeps the job's document and Prometheus file up to date.
+
+    A file error is logged once and does not stop the job.
+    """
 
     def __init__(
         self, path: Path | None, *, script: str = "", keeps: bool = True, now: Callable[[], float] = time.time
@@ -54,8 +57,8 @@ class MetricsFile:
 
         Args:
             path: Prometheus file that the user named; None if there is no such file.
-            keeps: whether to write into the job's folder of the cache. A job that trains nothing would overwrite the
-                document of a training.
+            keeps: whether to write into the job's folder of the cache. False for a job that only measures, which would
+                overwrite the document of a training.
             now: seconds since 1970.
 
         """
@@ -82,7 +85,7 @@ class MetricsFile:
             self.refresh()
 
     def decided(self, decision: Decision, cache: Cache, *, decides: bool) -> None:
-        """Note a decision; `cache` is the folder of its plan, `decides` is true on the deciding node."""
+        """Note a decision. `cache` is the folder of the decision's plan, and `decides` is true on the deciding node."""
         self._decides = decides
         known = self.known
         phase = PHASES.get(decision.phase, known.phase) if decides else ""
@@ -120,7 +123,7 @@ class MetricsFile:
             )
 
     def planned(self, *, warmup_s: float, search_s: float) -> None:
-        """Note how long measuring and choosing took."""
+        """Note how long the warm-up and the search took."""
         self.known = replace(self.known, warmup_s=warmup_s, search_s=search_s)
 
     def lost(self, hosts: Collection[str]) -> None:
@@ -156,7 +159,7 @@ class MetricsFile:
         self.refresh()
 
     def _keep_in(self, cache: Cache) -> None:
-        """Move to the folder of another plan; the document in the last folder is deleted."""
+        """Write to the folder of another plan from now on, and delete the document in the last folder."""
         try:
             kept = cache.path(KEPT) if self._keeps else None
         except FileFormatError as error:
@@ -168,11 +171,11 @@ class MetricsFile:
             self._kept = kept
 
     def _own(self, path: Path) -> Path:
-        """Return the file of this node."""
+        """Return the path that this node writes in place of `path`, so that nodes never share a file."""
         return path if self._decides else measured_beside(path)
 
     def refresh(self) -> None:
-        """Write the files, if something changed or the last write is old."""
+        """Write the files if the job's state changed or the last write is old."""
         with self._lock:
             job, now_s = self.known, self._now()
             if not self._decides:
@@ -203,12 +206,15 @@ def document_of(path: Path) -> Path:
 
 
 def measured_beside(path: Path) -> Path:
-    """Return the file of the last rank's node, if the deciding node writes `path`."""
+    """Return the path that the last rank's node writes, if the deciding node writes `path`."""
     return path.with_suffix(f".measured{path.suffix}")
 
 
 def _plan_fields(decision: Decision) -> dict[str, Any]:
-    """Return the fields of a decision's plan; empty without a plan, so that the last plan stays."""
+    """Return the document's fields about a decision's plan.
+
+    Empty without a plan, so that the last plan's fields stay.
+    """
     plan = decision.plan
     if plan is None:
         return {}
@@ -231,7 +237,10 @@ def _plan_fields(decision: Decision) -> dict[str, Any]:
 
 
 class Family(NamedTuple):
-    """A metric: all its samples, each with labels and a value; None is not written."""
+    """A Prometheus metric with all samples, each with labels and a value.
+
+    Samples whose value is None are not written.
+    """
 
     name: str
     about: str
@@ -239,7 +248,7 @@ class Family(NamedTuple):
 
 
 def metrics_text(job: LiveJob, *, decides: bool) -> str:
-    """Return a job's state in Prometheus' text format; a node that does not decide writes its measurements only."""
+    """Return a job's state in Prometheus' text format. A node that does not decide writes only its measurements."""
     text = ""
     for family in (*(_decided(job) if decides else ()), *_measured(job)):
         samples = [(labels, value) for labels, value in family.samples if value is not None]
@@ -302,7 +311,10 @@ def _labels(labels: dict[str, str]) -> str:
 
 
 class Spans:
-    """Sends a span for each phase, if an endpoint is set; imports OpenTelemetry only then."""
+    """Sends a span for each phase of the job.
+
+    Without an endpoint, nothing is sent, and OpenTelemetry is not imported.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._is_wanted = any(environ.get(name) for name in ENDPOINTS)
@@ -310,7 +322,7 @@ class Spans:
         self._span: Any = None
 
     def begin(self, phase: str, about: Mapping[str, str | int | float]) -> None:
-        """End the last span, and begin the span of this phase with these attributes."""
+        """End the last span, and begin the span of `phase` with the attributes `about`."""
         if self._span is not None:
             self._span.end()
             self._span = None
@@ -327,7 +339,7 @@ class Spans:
             self._provider.force_flush(FLUSH_MS)
 
     def _connect(self) -> bool:
-        """Make a private provider, which no other code of this process sees; return false if packages are missing."""
+        """Make a tracer provider that no other code of this process uses; return false if packages are missing."""
         try:
             exporter = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
             sdk, export = import_module("opentelemetry.sdk.trace"), import_module("opentelemetry.sdk.trace.export")

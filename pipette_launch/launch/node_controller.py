@@ -1,4 +1,4 @@
-"""The controller of one node: it describes the node, carries out decisions, and shows the results."""
+"""The controller of one node, which describes the node, carries out decisions, and shows the results."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
-    """Run a job; return if it succeeded, else raise as torchrun does. For `advice` see `elastic.run`."""
-    # Only named here and made when needed, so that a launcher that a signal ends while it waits leaves no folder.
+    """Run a job; return if the job succeeded, else raise as torchrun does. `elastic.run` explains `advice`."""
+    # The folder gets its name here and is made when needed: a launcher that a signal ends early leaves no folder.
     folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
     metrics = MetricsFile(options.metrics_file, script=options.script, keeps=not options.only_looks)
     spans = Spans(os.environ)
@@ -77,7 +77,7 @@ class NodeController(Controller):
         self.progress_folder, self.measured_path = folder / "progress", folder / CLUSTER
         self._token = uuid.uuid4().hex
         self._cache = Cache(None, "")
-        """Folder of the plan in force and its outcome."""
+        """Cache folder of the plan that the job runs now, and of its outcome."""
         self._tracker: OutcomeTracker | None = None
         self._running: tuple[Choice, tuple[int, ...]] | None = None
         self._step_time_s = 0.0
@@ -88,7 +88,7 @@ class NodeController(Controller):
         self._leads, self._measured_from_s, self._num_iterations = False, 0.0, 0
 
     def begin(self, node: Node) -> str:
-        """Take the description of this node; return the token that names the agent."""
+        """Describe this node; return the token that identifies this node's agent."""
         self._node = node
         self._coordinator = Coordinator(
             self._options,
@@ -128,12 +128,12 @@ class NodeController(Controller):
     def decide(
         self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str] | None = None
     ) -> Decision:
-        """Decide the next phase of all nodes; `lost` maps lost hosts of the last round to reasons."""
+        """Decide the next phase of all nodes. `lost` maps each lost host of the last round to the reason."""
         self._metrics.lost(lost or ())
         return self._coordinator.decide(records, held, lost)
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
-        """Make a plan from the measurements, and print how long measuring and planning took."""
+        """Make a plan from the measurements, and print how long the warm-up and the planning took."""
         began_s = time.monotonic()
         self._terminal.begin("choosing a plan, {:.0f} s".format)
         try:
@@ -148,13 +148,13 @@ class NodeController(Controller):
         return following
 
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
-        """Return the next trial, or the training."""
+        """Return the decision to run the next trial, or to train."""
         return self._coordinator.after_trial(decision, report)
 
     # -- the phase on this node -----------------------------------------------------------------------------------
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
-        """Take note of a decision; the deciding node prints it."""
+        """Note a decision. Print the decision if `speaks`, on the deciding node."""
         self._terminal.end()
         self._begin_attempt(decision)
         self._metrics.decided(decision, self._coordinator.cache if speaks else self._cache, decides=speaks)
@@ -177,7 +177,7 @@ class NodeController(Controller):
             logger.exception("the plan could not be shown; the job goes on")
 
     def _begin_attempt(self, decision: Decision) -> None:
-        """Reset all counts, so that no outcome mixes two attempts."""
+        """Reset all counts of iterations and memory, so that no outcome mixes two attempts."""
         self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
         self._num_iterations = 0
         self._recovery.decided(decision)
@@ -187,7 +187,7 @@ class NodeController(Controller):
             self._slowdown = Slowdown(self._options.watch_limit, restarts=restarts)
         if decision.phase == "warmup":
             self._measured_from_s, num_ranks = time.monotonic(), sum(decision.num_slots)
-            # Workers may start late, and a phase may end after the budget.
+            # The time limit exceeds the budget, because workers may start late and a phase may end after the budget.
             self.warmup_deadline_s = wait_s(num_ranks, START_S) + wait_s(num_ranks, self._options.budget_s)
         plan = decision.plan
         if plan is None or decision.phase != "train":
@@ -219,7 +219,10 @@ class NodeController(Controller):
     # -- output of the workers -------------------------------------------------------------------------------------
 
     def saw_line(self, line: str) -> float | None:
-        """Read a line of the last rank's stdout; return its step time (s) if it reports an iteration, else None."""
+        """Read a line of the last rank's stdout.
+
+        Return the step time (s) if the line reports an iteration, else None.
+        """
         iteration = megatron.parse_iteration(line)
         if iteration is None:
             memory = megatron.parse_memory(line)
@@ -264,7 +267,7 @@ class NodeController(Controller):
         return device_peaks(choice, used)
 
     def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:
-        """Return whether workers that printed no iteration trained nevertheless."""
+        """Return whether workers trained although their output shows no iteration."""
         return has_trained(
             lived_s=lived_s,
             step_time_s=self._step_time_s,
@@ -276,16 +279,16 @@ class NodeController(Controller):
     # -- warm-up and trials ---------------------------------------------------------------------------------------
 
     def warmup_goes_on(self, *, leads: bool) -> None:
-        """Show the progress of the warm-up, on the node of RANK 0."""
+        """Show the progress of the warm-up if `leads`, on the node of RANK 0."""
         self._leads = leads
         if leads:
-            # RANK 0 is the first worker of this node.
+            # On the node of RANK 0, the first worker is RANK 0.
             sign = self.warmup_sign(0)[0]
             self._terminal.warmup_goes_on(sign)
             self._metrics.warming_up(sign)
 
     def workers_are_gone(self) -> None:
-        """Take the progress line off the screen, and wait until the devices are free: training needs every byte."""
+        """Clear the progress line, and wait until the workers have released the memory that training needs."""
         self._terminal.end()
         self._terminal.warmup_is_over(self.warmup_sign(0)[0] if self._leads else None)
         self._leads = False

@@ -1,4 +1,4 @@
-"""The nodes of a round: each describes its machine, and the deciding node turns the descriptions into hosts."""
+"""The nodes of a round: each node describes its machine, and the deciding node turns the descriptions into hosts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Description of this machine."""
+    """Description of this node's machine, or the reason why there is none."""
 
     versions: dict[str, str]
     host: Host | None = None
-    """None if the machine could not be described; `trouble` has the reason."""
+    """Host with its devices. None if the description failed, for the reason in `trouble`."""
     conditions: tuple[DeviceCondition, ...] = ()
     notes: tuple[str, ...] = ()
-    """Troubles that do not prevent a plan, such as lost GPUs."""
+    """Notes on faults that do not prevent a plan, such as lost GPUs."""
     trouble: str = ""
     is_misuse: bool = False
-    """True if the trouble is a flag that asks for something this machine does not have."""
+    """True if `trouble` is about a flag that asks for something this machine lacks."""
 
 
 def described(node: Node, device: Literal["auto", "cuda", "cpu"]) -> Machine:
@@ -51,13 +51,13 @@ def described(node: Node, device: Literal["auto", "cuda", "cpu"]) -> Machine:
     except PipetteError as error:
         return replace(machine, trouble=str(error), is_misuse=isinstance(error, UsageError))
     except Exception as error:
-        # For example a broken driver. torchrun does not read it, so the job can still train.
+        # For example, the driver is broken. torchrun does not query the driver, so the job may still train.
         logger.exception("this machine cannot be described")
         return replace(machine, trouble=f"the machine cannot be described: {type(error).__name__}: {error}")
 
 
 def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
-    """Return the nodes in torchrun's order: by --node-rank if all nodes have one, else as they met."""
+    """Return the nodes in torchrun's order: by --node-rank if all nodes have this flag, else by rendezvous rank."""
     by_rank = min(record.node_rank for record in records) >= 0
     return sorted(records, key=lambda record: record.node_rank) if by_rank else records
 
@@ -66,7 +66,8 @@ def unique_names(records: Sequence[NodeRecord], held: Mapping[str, str] | None =
     """Return a unique name for each host; equal names get the address or a number.
 
     Args:
-        held: names of the last round, by token. They stay, so that the loss of one host does not rename others.
+        held: names of the last round, by token. These names stay, so that the loss of a host does not rename other
+            hosts.
 
     """
     here = {record.token for record in records}
@@ -93,7 +94,7 @@ def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host,
     """Return the job's hosts under unique names.
 
     Raises:
-        ClusterError: no plan can use these nodes together.
+        ClusterError: the nodes differ in a way that no plan allows.
         UsageError: a flag asks for something that a node does not have.
 
     """
@@ -127,7 +128,7 @@ def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host,
 
 
 def _check_shared_gpus(hosts: Sequence[Host]) -> None:
-    """Raise ClusterError if two launchers on one machine use the same GPU, which NCCL refuses in the training."""
+    """Raise ClusterError if two launchers on one machine use the same GPU, because NCCL would refuse to train."""
     users = Counter(
         (host.name, host.address, device.uuid) for host in hosts for device in host.devices if device.kind == "cuda"
     )
@@ -140,7 +141,10 @@ def _check_shared_gpus(hosts: Sequence[Host]) -> None:
 
 
 def _share(host: Host, num_agents: int) -> Host:
-    """Divide the memory of a machine among its agents. Each agent reported all of it; GPUs are never shared."""
+    """Divide a machine's memory among its agents, because each agent reported the whole memory.
+
+    GPUs are never shared.
+    """
     return replace(
         host,
         devices=tuple(
@@ -159,7 +163,7 @@ def _share(host: Host, num_agents: int) -> Host:
 def notes_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[str, ...]:
     """Return notes about the nodes that do not prevent a plan.
 
-    Drivers may differ: upgrading a cluster takes days, and the training runs on both versions.
+    Different driver versions only give a note: upgrading a cluster takes days, and training runs on mixed versions.
     """
     drivers: dict[str, list[str]] = {}
     for record, name in zip(records, names, strict=True):

@@ -29,43 +29,46 @@ class Options:
     script: str
     script_arguments: tuple[str, ...]
     runs_python: bool
-    """True if torchrun starts the script with a Python interpreter, so that patches can come before it."""
+    """True if torchrun starts the script with a Python interpreter, so that patches can run before the script."""
     is_module: bool
     plan: Path | None = None
     probe_to: Path | None = None
     """File for measurements of a job that only measures; None for a job that trains."""
     fix: tuple[str, ...] = ()
     on_error: Literal["train", "fail"] | None = None
-    """None: train after an error, but stop if a flag asks for something that does not exist."""
+    """Reaction to an error.
+
+    None trains after most errors, and stops if a flag asks for something that does not exist.
+    """
     on_sick: OnSick = "warn"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     budget_s: float = defaults.WARMUP_BUDGET_S
     margin: float = defaults.MARGIN
     memory_margin: float = defaults.MEMORY_MARGIN
     cache: Path | None = None
-    """Folder of kept plans; None keeps none."""
+    """Folder of the cache; None keeps no plans."""
     dry_run: bool = False
     detail: Literal["quiet", "usual", "verbose"] = "usual"
     """quiet: errors and the chosen plan; usual: short screens and progress; verbose: all notes and a log."""
     trials: int = defaults.TRIALS
-    """Number of plans to try in addition to the user's own configuration; 0 tries nothing."""
+    """Number of plans to try in addition to the user's own configuration; 0 runs no trials."""
     trial_iters: int = defaults.TRIAL_ITERS
-    """Number of step times of each trial that count."""
+    """Number of measured iterations of each trial, after the warm-up iterations."""
     schedules: tuple[str, ...] = ()
     """Pipeline schedules that a plan may use in addition to Megatron's own."""
     is_function: bool = False
     """True if torchrun runs the script as a function (`--run-path`)."""
     watch: Literal["warn", "restart", "off"] = "warn"
-    """Reaction to slower steps during the training."""
+    """Reaction if steps become slower during the training."""
     watch_limit: float = defaults.WATCH_LIMIT
-    """Fraction by which steps may become longer."""
+    """Fraction by which steps may become longer before `watch` reacts."""
     seed: int = defaults.SEED
     tolerate: int = 0
     """Largest number of lost hosts for which plans are made ahead, limited by MIN of --nnodes."""
     spares: int = 0
     """Number of hosts that are measured and then stand by, limited by MIN of --nnodes."""
     metrics_file: Path | None = None
-    """File of metrics for Prometheus; None writes none."""
+    """File of metrics for Prometheus; None writes no metrics."""
     max_restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -93,12 +96,12 @@ class Options:
 
     @property
     def only_looks(self) -> bool:
-        """True if the job trains nothing."""
+        """True if the job measures the machines or shows the plan, and trains nothing."""
         return self.dry_run or self.probe_to is not None
 
     def search_options(self) -> SolveOptions:
         """Return the options of the search. Planning takes a small part of the user's budget."""
-        # Imported here, because a start from the cache searches nothing.
+        # Imported here, because a start with a cached plan searches nothing.
         from pipette_launch.search.solve import SolveOptions
 
         usual = SolveOptions(
@@ -123,8 +126,8 @@ class Script:
     def read(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
         """Read the job for `world_size` ranks; raises what `megatron.read_job` does.
 
-        With a `global_batch_size`, from the same job on another number of ranks, the user's own configuration need not
-        be legal on these ranks.
+        A `global_batch_size` comes from the same job on another number of ranks. The user's own configuration may then
+        be illegal on `world_size` ranks.
         """
         words = self._options.script_arguments
         if global_batch_size is not None and megatron.global_batch_size(words) is None:
@@ -155,12 +158,12 @@ class Script:
         return {name: value for name, value in needed.items() if not is_own or name not in self._environ}
 
     def leave_record(self, plan: Plan, choice: Choice | None) -> None:
-        """Write the plan beside the job's checkpoints, for the job that loads them."""
+        """Write the plan beside the job's checkpoints, because a job that loads the checkpoints needs the plan."""
         path = megatron.record_path(self._options.script_arguments)
         if path is None or self._options.dry_run:
             return
         try:
-            # Shared, because every user who may load the checkpoints needs the plan.
+            # Readable by other users, because every user who may load the checkpoints needs the plan.
             files.write(path, replace(plan, chosen=choice or plan.own, keeps_own=choice is None), shared=True)
         except OSError as error:
             logger.warning(

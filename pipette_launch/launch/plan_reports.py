@@ -1,4 +1,4 @@
-"""Files beside a plan: its report (HTML) and its trace, written with the plan or later from the files beside it."""
+"""Report (HTML) and trace beside a plan file, written with the plan or later from files in the plan's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipette_launch.launch.cache import CLUSTER, OUTCOME, PLAN
 if TYPE_CHECKING:
     from pipette_launch.planning.picture import Picture
 
-# Reports are imported where they are used: a start from the cache draws nothing.
+# Functions import the reports, because a start with a cached plan draws nothing.
 
 PAGE = "report.html"
 TRACE = "trace.json"
@@ -35,7 +35,7 @@ _MOST_US = 1e18
 
 
 def page_path(plan: Path) -> Path:
-    """Return the path of a plan's report: `report.html` beside `plan.json`, else the file's name with `.html`."""
+    """Return the path of a plan's report: `report.html` beside `plan.json`, else the plan file's name with `.html`."""
     return plan.with_name(PAGE) if plan.name == PLAN else plan.with_suffix(".html")
 
 
@@ -55,9 +55,9 @@ def write_page(
 
 
 def add_outcome(path: Path | None, outcome: Outcome) -> str:
-    """Write the outcome of a run into the report of its plan; return why that failed, or an empty text.
+    """Write the outcome of a run into the report of its plan; return the error, or an empty text.
 
-    Only the outcome's part of the page is written, which takes milliseconds. The page of another plan stays as it is.
+    Only the outcome's part of the page changes, which takes milliseconds. The page of another plan stays unchanged.
     """
     from pipette_launch.report.page import with_outcome
 
@@ -77,7 +77,7 @@ def add_outcome(path: Path | None, outcome: Outcome) -> str:
 
 
 def trace_path(plan: Path) -> Path:
-    """Return the path of a plan's trace: `trace.json` beside `plan.json`, else the file's name with `.trace.json`."""
+    """Return the path of a plan's trace: `trace.json` beside `plan.json`, else the plan's name with `.trace.json`."""
     return plan.with_name(TRACE) if plan.name == PLAN else plan.with_suffix(f".{TRACE}")
 
 
@@ -95,25 +95,25 @@ def write_trace(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundFiles:
-    """A plan, and the files beside it that belong to it."""
+    """A plan, and the documents in the plan file's folder that belong to the plan."""
 
     plan: Plan
     measurements: Measurements | None
     picture: Picture | None
     outcome: Outcome | None
     missing: str
-    """Sentence about the parts that a report lacks; empty if it is complete."""
+    """Sentence about the parts that the report lacks; empty if the report is complete."""
 
 
 def found_files(path: Path, cluster: Path | None) -> FoundFiles:
     """Read a plan file, and `cluster.json` and `outcome.json` beside it.
 
     Args:
-        cluster: file of the measurements behind the plan; None for the file beside the plan, if there is one.
+        cluster: file of the measurements behind the plan; None for `cluster.json` beside the plan, if this file exists.
 
     Raises:
         FileFormatError: a file cannot be read.
-        ClusterError: `cluster` is about other hosts.
+        ClusterError: `cluster` holds measurements of other hosts.
 
     """
     plan = files.read(path, Plan)
@@ -151,7 +151,7 @@ def trace_of(found: FoundFiles, profile: Path | None = None) -> str:
         profile: folder of the traces that torch's profiler left of the plan's training; None for no measured passes.
 
     Raises:
-        PipetteError: the profile cannot be read, or is of another configuration, or the plan has no timeline.
+        PipetteError: the profile cannot be read or belongs to another configuration, or the plan has no timeline.
 
     """
     from pipette_launch.report.trace import trace_text
@@ -163,7 +163,7 @@ def trace_of(found: FoundFiles, profile: Path | None = None) -> str:
 
 
 def _picture(plan: Plan, measured: Measurements) -> Picture:
-    """Draw the plan for its job, which is read again from the flags in the plan's file."""
+    """Read the job again from the flags in the plan file, and compute the drawn steps of the plan."""
     from pipette_launch.planning.picture import picture_of
 
     setting = plan.setting
@@ -185,16 +185,16 @@ def _picture(plan: Plan, measured: Measurements) -> Picture:
 
 # -- traces of torch's profiler -----------------------------------------------------------------------------------
 #
-# Megatron's `--profile --use-pytorch-profiler` records Python's calls (`with_stack`), and every pass is one call of
-# `forward_step` or `backward_step` in its schedules. The call belongs to the CPU. On a GPU a pass lasts from the first
-# to the last kernel that the call launched; this follows the format of torch's traces and was not tested on a GPU.
+# Megatron's `--profile --use-pytorch-profiler` records Python's calls (`with_stack`). Every pass is one call of
+# `forward_step` or `backward_step` in Megatron's schedules, timed on the CPU. On a GPU, a pass lasts from the first to
+# the last kernel that the call launched. The code for GPUs follows the format of torch's traces and is not tested.
 
 
 def read_profile(folder: Path) -> tuple[ProfiledRank, ...]:
-    """Read all traces in a folder, in the order of ranks; if a rank has several, the newest counts.
+    """Read all traces in a folder, in the order of ranks. If a rank has several traces, the newest trace counts.
 
     Raises:
-        MegatronError: there are no traces, or too many.
+        MegatronError: the folder has no traces, or too many.
         FileFormatError: a trace cannot be read, or has no passes.
 
     """
@@ -218,7 +218,7 @@ def _read(path: Path) -> ProfiledRank:
 
 
 def profiled_rank(whole: Any) -> ProfiledRank:
-    """Return the passes in a trace; raises ValueError if it is not a trace or has no passes."""
+    """Return the passes in a trace; raises ValueError if the document is not a trace or has no passes."""
     about = whole.get("distributedInfo") if isinstance(whole, Mapping) else None
     if not isinstance(about, Mapping) or not all(type(about.get(name)) is int for name in ("rank", "world_size")):
         raise ValueError("it does not name its rank")
@@ -242,7 +242,7 @@ def profiled_rank(whole: Any) -> ProfiledRank:
 
 
 def _lasts(event: Any) -> bool:
-    """Return whether this is a complete event with valid times."""
+    """Return whether an event of a trace is complete (`ph` is `X`) and has valid times."""
     if not isinstance(event, Mapping) or event.get("ph") != "X" or not isinstance(event.get("name"), str):
         return False
     times = event.get("ts"), event.get("dur")
@@ -252,7 +252,7 @@ def _lasts(event: Any) -> bool:
 def _on_device(
     events: Sequence[Mapping[str, Any]], starts: Sequence[float], ends: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """Return the time of each call: from its first to its last kernel, or of the call itself without a GPU."""
+    """Return start and end of each call's kernels on the GPU, or of the call itself if the trace has no kernels."""
     call_of = {}
     for event in events:
         at = bisect_right(starts, event["ts"]) - 1

@@ -1,4 +1,4 @@
-"""The planner of a job: reads the job for given hosts, and finds, keeps or refits its plan on the deciding node."""
+"""The planner of a job on the deciding node: reads the job for given hosts, and finds, keeps or refits a plan."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class Planner:
         self._least_nodes = least_nodes
         self.versions: dict[str, str] = {}
         self.job: Job | None = None
-        """The job as last read; None if it could not be read."""
+        """Job, as last read; None before the first reading and after a failed one."""
         self.patches: tuple[str, ...] = ()
         self.device_kind = ""
         self.cache = Cache(None, "")
-        """Folder of the plan in force."""
+        """Cache folder of the plan that the job runs now."""
         self.measurements: Measurements | None = None
-        """Measurements behind the plan in force; None if unknown."""
+        """Measurements behind the plan that the job runs now; None if unknown."""
         self.surveyed: Measurements | None = None
-        """Measurements of all hosts that were measured together, with spares."""
+        """Measurements of all hosts of the warm-up, including spares."""
         self.shortage: Shortage | None = None
-        """Plan of this job that ran out of memory, now or in an earlier job; None if no plan did."""
+        """Memory shortage of a plan that failed in this or an earlier job; None if no plan ran out of memory."""
         self._shortage_path: Path | None = None
 
     # -- the job, for given hosts ---------------------------------------------------------------------------------
@@ -70,8 +70,8 @@ class Planner:
     def read_job(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
         """Read the job for `world_size` ranks; raises what `megatron.read_job` does.
 
-        With the `global_batch_size` of the training so far, the user's own configuration need not be legal on these
-        ranks.
+        `global_batch_size` is the batch size of the training so far. The user's own configuration may then be illegal
+        on `world_size` ranks.
         """
         self.job = job = self._script.read(world_size, device_kind, global_batch_size=global_batch_size)
         self.device_kind = device_kind
@@ -80,7 +80,7 @@ class Planner:
         return job
 
     def read_keyed(self, hosts: Sequence[Host], *, global_batch_size: int | None = None) -> Job:
-        """Read the job for these hosts, and set `cache` to the folder of its plan."""
+        """Read the job for these hosts, and set `cache` to the folder of the job's plan."""
         world_size, kind = len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind
         job = self.read_job(world_size, kind, global_batch_size=global_batch_size)
         settings = [*self._options.plan_settings]
@@ -93,7 +93,10 @@ class Planner:
         return job
 
     def read_with_spares(self, hosts: Sequence[Host], num_spares: int, *, global_batch_size: int | None) -> Job:
-        """Read the job for all hosts although some stand by: the own configuration need not be legal on all of them."""
+        """Read the job for all hosts, including spares.
+
+        The user's own configuration may be illegal on this many hosts.
+        """
         num_spares = min(num_spares, len(hosts) - self._least_nodes)
         try:
             return self.read_keyed(hosts, global_batch_size=global_batch_size)
@@ -105,7 +108,7 @@ class Planner:
         return self.read_keyed(hosts, global_batch_size=training.batch.global_batch_size)
 
     def why_not(self, hosts: Sequence[Host]) -> str:
-        """Return why the job cannot run on these hosts; empty if it can."""
+        """Return why the job cannot run on these hosts; empty if the job can."""
         try:
             if self._options.plan is not None:
                 named_plan(self._options.plan, hosts)
@@ -114,14 +117,14 @@ class Planner:
             return str(error)
         return ""
 
-    # -- its plan -------------------------------------------------------------------------------------------------
+    # -- the job's plan-------------------------------------------------------------------------------------------
 
     def machine_measurements(self, hosts: Sequence[Host]) -> MachineMeasurements:
-        """Return the file of measurements of these hosts, shared by all jobs."""
+        """Return the file with the measurements of these hosts, which all jobs share."""
         return MachineMeasurements(self._options.cache, hosts, self.versions, environ=self._environ)
 
     def from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
-        """Return the plan that the user named, as a plan of this job; the screen shows its notes."""
+        """Return the plan file that the user named as a plan of this job. The screen shows the plan's notes."""
         adopted, note = adopt(named_plan(path, hosts), job, self.cache.key, str(path))
         self.measurements = None if note else self.cache.measurements()
         if self.shortage and self.shortage.rules_out(adopted.chosen):
@@ -132,7 +135,7 @@ class Planner:
     def from_cache(self, job: Job, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
         """Return an earlier job's plan without candidates that are known to run out of memory, and a reason.
 
-        The plan is None if it is missing or cannot be used, or if all of its candidates need too much memory.
+        The plan is None if it is missing or unusable, or if all candidates of the plan need too much memory.
         """
         plan, trouble = self.cache.load(hosts)
         if plan is None or self.shortage is None:
@@ -149,20 +152,20 @@ class Planner:
 
     @property
     def options(self) -> Options:
-        """The user's settings, with the larger memory margin that plans need after one ran out of memory."""
+        """The user's settings. After a plan ran out of memory, the memory margin is larger."""
         if self.shortage is None:
             return self._options
         return replace(self._options, memory_margin=self.shortage.margin(self._options.memory_margin))
 
     def solve(self, job: Job, measurements: Measurements, *, surveyed: Measurements, spares: Sequence[str]) -> Plan:
-        """Search for a plan, and keep it; raises PlanError if there is no plan.
+        """Search for a plan, and keep the plan in the cache; raises PlanError if there is no plan.
 
         Args:
-            surveyed: of all hosts that were measured with them.
-            spares: hosts that were measured with them and stand by.
+            surveyed: measurements of all hosts of the warm-up, including spares.
+            spares: hosts of the warm-up that stand by.
 
         """
-        # Imported here, because a start from the cache searches nothing.
+        # Imported here, because a start with a cached plan searches nothing.
         from pipette_launch.planning.measured_plan import make_plan
         from pipette_launch.planning.plan import with_setting
         from pipette_launch.search.fallback_plans import FallbackNeeds
@@ -195,7 +198,7 @@ class Planner:
         return plan
 
     def keep(self, plan: Plan, job: Job) -> None:
-        """Keep a plan in the cache, with report and trace; if these fail, the log says why."""
+        """Keep a plan in the cache, with report and trace. The log reports errors of report and trace."""
         self.cache.keep_plan(plan, self.measurements)
         path = self.cache.plan_path
         if path is None:
@@ -209,11 +212,14 @@ class Planner:
         except (OSError, PipetteError) as error:
             logger.warning("report or trace is missing beside %s: %s", path, error)
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
-            # Not every exception: a signal to the launcher raises one, which must get through.
+            # Only these exceptions, because a signal to the launcher also raises an exception, which must end the job.
             logger.exception("report or trace is missing beside %s; the job goes on with its plan", path)
 
     def _margin_words(self) -> str:
-        """Return why new plans leave more memory free than the user asked, and how to undo that; else empty."""
+        """Return why new plans leave more memory free than the user asked, and the remedy.
+
+        Empty if the margin is unchanged.
+        """
         if self.shortage is None:
             return ""
         forget = ""
@@ -227,12 +233,12 @@ class Planner:
     # -- after a failure or the loss of a host --------------------------------------------------------------------
 
     def recall(self, held: Decision, records: Sequence[NodeRecord], *, global_batch_size: int | None) -> None:
-        """Find the measurements behind the plan in force, and learn from the attempt if memory ran out."""
+        """Load the measurements of the plan in use, and record a shortage if the last attempt ran out of memory."""
         if self.surveyed is None and held.plan is not None:
             self.surveyed = Cache(self._options.cache, held.plan.provenance.key).measurements()
         self.shortage = lower(self.shortage, held.shortage)
         found = _shortage_of(held, records)
-        # The predictions of a plan that the user named may be for other machines.
+        # A plan file that the user named may have predictions for other machines.
         if found is None or held.plan is None or self._options.plan is not None:
             return
         self.shortage = lower(self.shortage, found)
@@ -254,10 +260,10 @@ class Planner:
         return without_hosts(self.surveyed, set(known) - set(hosts)) if set(hosts) <= set(known) else None
 
     def fitted(self, step: UseFallback, hosts: Sequence[Host], *, global_batch_size: int | None) -> tuple[Job, Plan]:
-        """Turn a fallback plan into the plan of the remaining hosts, with ranks placed for the links between them.
+        """Turn a fallback plan into the plan of the remaining hosts, with ranks placed for the links of these hosts.
 
         Raises:
-            PipetteError: the job cannot run this way, or cannot load its checkpoint.
+            PipetteError: the job cannot run with the fallback plan, or cannot load the checkpoint.
 
         """
         job = self.read_keyed(hosts, global_batch_size=global_batch_size)
@@ -281,7 +287,10 @@ class Planner:
         return job, kept_together(plan, job, Domains.of(measurements.cluster), MADE_AHEAD)
 
     def without_what_cannot_load(self, plan: Plan, job: Job) -> Plan:
-        """Remove fallback plans that cannot load the checkpoints of the chosen candidate; a note has their number."""
+        """Remove fallback plans that cannot load the chosen candidate's checkpoints.
+
+        A note counts the removed plans.
+        """
         layout = plan.chosen.layout
         saved = megatron.continuation(self._options.script_arguments, job, layout)
         left = tuple(one for one in plan.templates if saved.can_load(layout, one.chosen.layout))
@@ -293,10 +302,10 @@ class Planner:
 
 
 def _shortage_of(held: Decision, records: Sequence[NodeRecord]) -> Shortage | None:
-    """Return the shortage of an attempt that ran out of memory although its plan was predicted to fit; else None."""
+    """Return the memory shortage of an attempt whose plan was predicted to fit; None if memory did not run out."""
     if held.phase != "train" or held.plan is None:
         return None
-    # A plan for GPUs predicts only the memory of GPUs.
+    # A plan for GPUs predicts GPU memory only, so a host that ran out of RAM proves nothing.
     kinds = ("out-of-memory",) if held.plan.device_kind == "cuda" else ("out-of-memory", "out-of-host-memory")
     ended = [record.failure for record in records if record.failure and record.attempt == held.attempt]
     short = next((failure for failure in ended if failure.kind in kinds), None)

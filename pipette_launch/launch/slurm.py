@@ -1,8 +1,9 @@
 """SLURM: a step's variables in place of torchrun's flags, and the tasks of one node.
 
-With one task per GPU, the first task of a node is its agent. The others wait for the agent's end and exit with its
-code. They meet at a socket with an abstract Linux name, which leaves no file behind and closes however the agent ends.
-Each of them sends its cores to the agent, because SLURM may have bound every task to its own cores.
+With one task per GPU, the first task of a node is the node's agent. The other tasks wait for the agent's end and exit
+with the agent's code. The tasks of a node meet at a socket with an abstract Linux name, which leaves no file behind and
+closes with the agent's process. Each task sends its cores to the agent, because SLURM may have bound every task to a
+different set of cores.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from pipette_launch.errors import ClusterError, UsageError
 
 PORTS_FROM, NUM_PORTS = 20000, 10000
 STEP_STRIDE = 1009
-"""Distance between the ports of a job's steps, so that the next step does not get the port of the next job."""
+"""Distance between the ports of two steps of a job, so that a job's next step does not get the next job's port."""
 LARGEST_STEP = 0xFFFFFFF0
-"""Step ids from here on are not steps of srun: the batch script, a shell of salloc."""
+"""Least step id that does not belong to srun, but to a batch script or a shell of salloc."""
 PART = r"[^\[\],]+|\[[0-9,-]+\]"
-"""Part of a name in a list of nodes: text, or numbers to choose from."""
+"""Pattern of one part of a name in SLURM's list of nodes: text, or numbers in brackets."""
 RENDEZVOUS = (
     *("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
     *("node_rank", "master_addr", "master_port"),
 )
-"""Flags that say which nodes meet where. If the user gives one of them, nothing is taken from SLURM."""
+"""Flags that set which nodes meet at which address. If the user gives one of these flags, the step sets no flags."""
 WITH_RENDEZVOUS = ("nproc_per_node", "local_addr")
 MEET_S = 300.0
-"""Longest wait of a task for the first one: imports from a busy file system take minutes."""
+"""Longest wait of a task for the first task of its node, because imports from a busy file system take minutes."""
 LATE_S = 60.0
-"""Longest wait of an ended agent for tasks that have not come yet."""
+"""Longest wait of an ended agent for tasks that have not connected yet."""
 POLL_S = 0.2
 CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of a peer, as the kernel reports them."""
+"""Format of a socket peer's process, user and group, as the kernel reports these ids."""
 NOT_OUR_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -63,11 +64,11 @@ class Step:
     hosts: tuple[str, ...]
     node: str
     num_tasks: int
-    """Tasks on this node."""
+    """Number of tasks on this node."""
     local_id: int
     """Number of this task on its node."""
     num_gpus: int | None
-    """GPUs of the step on this node; None if the step asked for none."""
+    """Number of GPUs of the step on this node; None if the step requested no GPUs."""
     visible_devices: str | None
 
     @property
@@ -82,11 +83,11 @@ class Step:
 
     @property
     def port(self) -> int:
-        """Port where the nodes meet; every node computes the same."""
+        """Port where the nodes meet. Every node computes the same port."""
         return PORTS_FROM + (self.job + STEP_STRIDE * self.step) % NUM_PORTS
 
     def processes(self) -> int | None:
-        """Return the number of workers of this node: one for each task, else for each GPU; None: torchrun's default.
+        """Return the number of workers: one per task, or one per GPU of a lone task. None means torchrun's default.
 
         Raises:
             UsageError: the task that starts all workers sees fewer GPUs than there are tasks.
@@ -105,7 +106,10 @@ class Step:
         return self.num_tasks
 
     def flags(self, address_of: Callable[[str], str]) -> dict[str, str]:
-        """Return torchrun's flags for the nodes of this step; empty on one node. `address_of` names a node."""
+        """Return torchrun's flags for the nodes of this step; empty on one node.
+
+        `address_of` returns a node's address.
+        """
         if len(self.hosts) == 1:
             return {}
         return {
@@ -113,7 +117,7 @@ class Step:
             "rdzv_backend": "c10d",
             "rdzv_endpoint": f"{address_of(self.hosts[0])}:{self.port}",
             "rdzv_id": self.name,
-            # torch would guess this from the host name, which may differ from SLURM's name of the node.
+            # Without this flag, torch would compare host names, but SLURM may have a different name for the node.
             "rdzv_conf": f"is_host={str(self.is_first).lower()}",
         }
 
@@ -121,8 +125,8 @@ class Step:
 def current_step(environ: Mapping[str, str], expand: Callable[[str], tuple[str, ...]]) -> Step | None:
     """Return the step of this process; None if this process is not part of a step that describes the job.
 
-    A shell on a terminal (`srun --pty`) does not: a command typed there runs on its node alone. A step of a
-    heterogeneous job does not either, because its list of nodes covers one component only.
+    A shell on a terminal (`srun --pty`) does not describe the job, because commands in the shell run on one node. A
+    step of a heterogeneous job does not describe the job, because the step's list of nodes covers only one component.
     """
     number = environ.get("SLURM_STEP_ID", "")
     nodes = environ.get("SLURM_STEP_NODELIST", "")
@@ -148,7 +152,10 @@ def current_step(environ: Mapping[str, str], expand: Callable[[str], tuple[str, 
 
 
 def tasks_on(index: int, words: str) -> int:
-    """Return the number of tasks of a node: `2(x3),1` means two on each of the first three nodes, one on the fourth."""
+    """Return the number of tasks of a node.
+
+    `2(x3),1` means 2 tasks on each of the first 3 nodes, and 1 on the fourth.
+    """
     counts: list[int] = []
     for word in words.split(","):
         count, _, repeats = word.partition("(x")
@@ -157,7 +164,7 @@ def tasks_on(index: int, words: str) -> int:
 
 
 def several_launchers(environ: Mapping[str, str]) -> str:
-    """Return the end of a sentence if this step starts several tasks on the node, each with a launcher; else empty."""
+    """Return advice that ends a sentence if the step starts several launchers on the node; else an empty text."""
     number = environ.get("SLURM_STEP_ID", "")
     index = environ.get("SLURM_NODEID", "0")
     if not number.isdigit() or int(number) >= LARGEST_STEP or not index.isdigit():
@@ -175,7 +182,7 @@ def several_launchers(environ: Mapping[str, str]) -> str:
 
 
 def expand(nodes: str) -> tuple[str, ...]:
-    """Return the names in a list such as `a[1-3,07],b`, by scontrol, or by `parse` in a container without scontrol."""
+    """Expand a list of nodes such as `a[1-3,07],b` by scontrol, or by `parse` in a container without scontrol."""
     try:
         done = scontrol("show", "hostnames", nodes)
     except (OSError, subprocess.SubprocessError):
@@ -184,7 +191,7 @@ def expand(nodes: str) -> tuple[str, ...]:
 
 
 def parse(nodes: str) -> tuple[str, ...]:
-    """Return the names in a list such as `a[1-3,07],b`; raises UsageError if it is not such a list."""
+    """Expand a list of nodes such as `a[1-3,07],b`; raises UsageError if the text has another format."""
     if not re.fullmatch(f"(?:{PART})+(?:,(?:{PART})+)*", nodes):
         raise UsageError(f"{nodes!r} is not a list of nodes that SLURM writes; give --nnodes and --rdzv-endpoint")
     found: list[str] = []
@@ -198,7 +205,7 @@ def parse(nodes: str) -> tuple[str, ...]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """`1-3,07` -> 1, 2, 3, 07: each as wide as the first of its range."""
+    """Expand `1-3,07` to 1, 2, 3, 07. Each number has as many digits as the first number of its range."""
     found = []
     for one in ranges.split(","):
         low, _, high = one.partition("-")
@@ -221,18 +228,18 @@ def _reachable(node: str) -> str:
 
 
 def given_flags(parser: ArgumentParser, words: Sequence[str], environ: Mapping[str, str]) -> set[str]:
-    """Return which of the flags above the user gave, on the command line or as torchrun's PET_ variables."""
+    """Return the flags of `RENDEZVOUS` that the user gave, on the command line or as torchrun's PET_ variables."""
     unset = object()
     names = (*RENDEZVOUS, *WITH_RENDEZVOUS)
-    # argparse keeps an attribute that exists already, unless its flag is given.
+    # argparse overwrites an existing attribute only if the command line has the attribute's flag.
     read = parser.parse_args(list(words), Namespace(**dict.fromkeys(names, unset)))
     return {name for name in names if getattr(read, name) is not unset or f"PET_{name.upper()}" in environ}
 
 
 def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, str]) -> Step | None:
-    """Set the flags in `args` that were not given, print them on the first node, and return the step.
+    """Set the missing flags in `args` from the step, print these flags on the first node, and return the step.
 
-    Returns None if nothing was taken: there is no step, or the user said which nodes meet where.
+    Returns None if no flags were set, because there is no step or the user gave flags that set where nodes meet.
     """
     step = None if set(given) & set(RENDEZVOUS) else current_step(environ, expand)
     if step is None:
@@ -256,13 +263,13 @@ def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, st
 
 
 def _own_address(endpoint: str) -> str:
-    """Return this node's address towards the endpoint; empty if it is unknown or a loopback address."""
+    """Return this node's address towards the endpoint; empty if the address is unknown or a loopback address."""
     found = RendezvousSettings(endpoint=endpoint, node_rank=-1, may_host_store=False).own_address()
     return found if found != socket.getfqdn() and not found.startswith("127.") else ""
 
 
 def _check_port(step: Step) -> None:
-    """Raise ClusterError if another program holds the port: the other nodes cannot learn another port."""
+    """Raise ClusterError if another program uses the port, because the other nodes could not learn a different port."""
     try:
         with socket.create_server(("", step.port)):
             pass
@@ -278,7 +285,7 @@ def _check_port(step: Step) -> None:
 
 
 class Siblings:
-    """The other tasks of this node, as the agent sees them; none until `open`."""
+    """Connections of the agent to the other tasks of its node; no connections until `open`."""
 
     def __init__(self) -> None:
         self._door: socket.socket | None = None
@@ -288,7 +295,7 @@ class Siblings:
         self._cores: set[int] = set()
 
     def open(self, name: str, count: int) -> None:
-        """Let `count` other tasks connect, and give this process their cores too."""
+        """Let `count` other tasks connect, and add the cores of these tasks to this process."""
         self._awaited = count
         self._cores = set(os.sched_getaffinity(0))
         self._door = _socket()
@@ -310,7 +317,7 @@ class Siblings:
                 peer.close()
                 continue
             self._cores |= {int(core) for core in cores.split(",")}
-            # By process id, because workers inherit the cores of the main thread.
+            # The main thread gets the cores (by process id), because workers inherit the main thread's cores.
             os.sched_setaffinity(os.getpid(), self._cores)
             self._met.append(peer)
         self._all_met.set()
@@ -326,7 +333,7 @@ class Siblings:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """Send the end of the block to the other tasks; after an exception they exit with 1."""
+        """Send the exit code to the other tasks at the end of the block; after an exception the code is 1."""
         try:
             yield
         except SystemExit as end:
@@ -341,7 +348,7 @@ class Siblings:
 def await_agent(name: str, *, clock: Callable[[], float] = time.monotonic) -> int:
     """Wait for the end of this node's agent, and return its exit code; raises ClusterError if there is no agent.
 
-    Signals to the step are ignored here: the agent handles them, and may still save a checkpoint.
+    A waiting task ignores signals to the step, because the agent handles the signals and may still save a checkpoint.
     """
     for number in NOT_OUR_END:
         signal.signal(number, signal.SIG_IGN)
@@ -365,7 +372,7 @@ def await_agent(name: str, *, clock: Callable[[], float] = time.monotonic) -> in
 
 
 def _socket() -> socket.socket:
-    # Packets: each write is read as one piece.
+    # A packet socket, so that each write arrives as one piece.
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

@@ -24,7 +24,7 @@ REFRESH_S = 0.2
 LOG_S = 10.0
 """Shortest time between two progress lines in a log."""
 CLEAR = "\r\x1b[K"
-"""Moves to the first column and clears the line."""
+"""Terminal codes that move to the first column and clear the line."""
 SHOWN_HOSTS = 4
 
 
@@ -32,7 +32,7 @@ SHOWN_HOSTS = 4
 
 
 class ProgressLine:
-    """One line that changes on a terminal; in a log, a new line now and then."""
+    """One progress line that changes in place on a terminal. A log gets a new line from time to time."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class ProgressLine:
         """Show the progress now or soon; cheap to call often.
 
         Args:
-            running: returns the line for a number of elapsed seconds.
-            ended: lines of the parts that have ended, in order. A log prints these instead of the running part.
+            running: function that returns the line for a number of elapsed seconds.
+            ended: lines of the ended parts, in order. A log prints the ended parts instead of the running part.
 
         """
         now_s = self._clock()
@@ -68,7 +68,7 @@ class ProgressLine:
             if not self._log(ended):
                 self._stream.write(f"{words}\n")
         else:
-            # A line longer than the terminal would wrap, and could not be cleared.
+            # A line longer than the terminal would wrap, and a wrapped line cannot be cleared.
             line = words[: shutil.get_terminal_size().columns - 1]
             if line != self._line:
                 self._stream.write(f"{CLEAR}{line}")
@@ -76,7 +76,7 @@ class ProgressLine:
         self._stream.flush()
 
     def close(self, ended: Sequence[str] = ()) -> None:
-        """Clear the line; a log gets the ended parts that it does not have yet."""
+        """Clear the line. A log gets the ended parts that are not in the log yet."""
         if self._line:
             self._stream.write(CLEAR)
             self._line = ""
@@ -85,7 +85,7 @@ class ProgressLine:
         self._stream.flush()
 
     def _log(self, ended: Sequence[str]) -> bool:
-        """Print the newly ended parts on one line; return false without such parts."""
+        """Print the newly ended parts on one line; return false if no part has ended since the last line."""
         news = ended[self._num_ended :]
         self._num_ended = len(ended)
         if news:
@@ -104,7 +104,7 @@ class Ticker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Clear the line."""
+        """Stop the thread, and clear the line."""
         self._is_over.set()
         self._thread.join()
         self._line.close()
@@ -115,7 +115,7 @@ class Ticker:
 
 
 def running_words(sign: Sign, elapsed_s: float, budget_s: float) -> str:
-    """Return the progress of a warm-up. Its budget starts when all workers have started."""
+    """Return the progress of a warm-up. The warm-up's budget starts when all workers have started."""
     if not sign.ended:
         return f"{sign.where()}, {elapsed_s:.0f} s"
     of_budget = f"{max(elapsed_s - sign.ended[0].seconds, 0.0):.0f} of about {budget_s:.0f} s"
@@ -130,7 +130,7 @@ def ended_words(ended: PhaseEnd) -> str:
 
 
 def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) -> str:
-    """Return the duration of a warm-up and of its parts. The difference is the start and end of processes."""
+    """Return the duration of a warm-up and of its parts. Starting and ending processes takes the remaining time."""
     parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phase_s.items())
     return f"the warm-up took {total_s:.1f} s: {parts}, plan {plan_s:.1f}"
 
@@ -139,14 +139,14 @@ def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) 
 
 
 class Kept(NamedTuple):
-    """Files of a plan."""
+    """Files of a plan that the screen names."""
 
     plan: Path | None = None
-    """None if the plan has no file."""
+    """Path of the plan file; None if the plan has no file."""
     page: Path | None = None
-    """HTML report; None without a report."""
+    """Path of the HTML report; None if the plan has no report."""
     unsaved: str = ""
-    """Why there is no file and what to do; empty if no file was wanted."""
+    """Reason why the plan has no file, and what to do; empty if the user wanted no file."""
 
 
 class Terminal:
@@ -170,8 +170,8 @@ class Terminal:
             self.warn(words)
 
     def tell(self, decision: Decision, measurements: Measurements | None, kept: Kept) -> None:
-        """Print a decision; `measurements` are those behind its plan, or None if unknown."""
-        # Without a plan torch's own message about a failure is enough.
+        """Print a decision. `measurements` are the measurements that priced the decision's plan, or None if unknown."""
+        # After a failure without a plan, torch's own message is enough.
         if decision.reason and not (decision.failed and self._shown is None):
             is_trial = decision.phase == "trial" and not decision.checks_order
             (self.say if is_trial else self.warn)(decision.reason)
@@ -196,7 +196,7 @@ class Terminal:
             return
         self._shown = (plan, decision.attempt)
         if decision.is_refitted:
-            return  # The reason of the decision names the plan, and the job should go on soon.
+            return  # The decision's reason names the plan, so a long screen would only delay the job.
         if decision.attempt > 0:
             choice = decision.choice
             what = (
@@ -221,25 +221,25 @@ class Terminal:
             sys.stderr.flush()
 
     def warmup_goes_on(self, sign: Sign | None) -> None:
-        """Show the progress of a warm-up, from the last sign of RANK 0; cheap to call often."""
+        """Show the progress of a warm-up from the last report (sign) of RANK 0. Callers may call this method often."""
         if sign is not None and not self._is_quiet:
             told, budget_s = sign, self._options.budget_s
             ended = [ended_words(one) for one in sign.ended]
             self._warmup.show(lambda elapsed_s: running_words(told, elapsed_s, budget_s), ended)
 
     def warmup_is_over(self, sign: Sign | None) -> None:
-        """Clear the line of the warm-up."""
+        """Clear the progress line of the warm-up."""
         if not self._is_quiet:
             self._warmup.close([ended_words(one) for one in sign.ended] if sign else ())
 
     def begin(self, running: Callable[[float], str]) -> None:
-        """Show another progress line until `end`; `running` returns it for a number of elapsed seconds."""
+        """Show a progress line until `end`. `running` returns the line for a number of elapsed seconds."""
         self.end()
         if not self._is_quiet:
             self._ticker = Ticker(ProgressLine(sys.stderr), running)
 
     def end(self) -> None:
-        """Clear that line, if there is one."""
+        """Clear the progress line of `begin`, if there is one."""
         if self._ticker is not None:
             self._ticker.stop()
             self._ticker = None

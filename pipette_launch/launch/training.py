@@ -1,4 +1,4 @@
-"""Evidence in the output of a training: its outcome, the cost of a restart, a slowdown, and whether it trained."""
+"""Reads from a training's output the outcome, the cost of a restart, a slowdown, and whether the job trained."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pipette_launch.megatron import Iteration, MemoryLine
 from pipette_launch.text import plural, seconds_text
 
 ITERATIONS = 20
-"""Least number of iterations of an outcome. One logged line may stand for several."""
+"""Least number of iterations of an outcome. One logged line may cover several iterations."""
 STEADY_S = 10.0
-"""Least duration of an outcome's steady iterations: machines change their pace from one second to the next."""
+"""Least duration of an outcome's steady iterations, because the speed of machines varies from second to second."""
 COMPLETE = 2
-"""Iteration in which a rank first holds activations and optimizer states together: states are made after the first."""
+"""First iteration in which activations and optimizer states coexist. The first iteration creates the states last."""
 WARM_UPS = 5
-"""First iterations, which include compilation, lazy communicators and cold caches."""
+"""Number of first iterations that an outcome skips, because they include compilation and the start of communicators."""
 IGNORED_STEPS = 10
-"""First step times of an attempt, which a slowdown does not count."""
+"""Number of first step times of an attempt that the check for a slowdown skips."""
 WINDOW = 30
-"""Step times in the first and in the last pace. Evaluations and checkpoints are rarer than this."""
+"""Number of step times that a pace covers. Evaluations and checkpoints are rarer than one in this number of steps."""
 SETTLED_S = 600.0
-"""A plan that cannot start usually fails within this time: imports, data, a checkpoint, the first step."""
+"""Time within which a plan that cannot start usually fails: imports, data, a checkpoint, and the first step."""
 SETTLED_STEPS = 20
-"""Or within this number of steps, if they are long."""
+"""Number of steps within which a plan that cannot start fails if steps are long."""
 
 
 class OutcomeTracker:
@@ -46,13 +46,13 @@ class OutcomeTracker:
         self._is_done = False
 
     def add_memory(self, line: MemoryLine) -> None:
-        """Add a memory line. The last line of each rank counts, if its peak covers a whole steady iteration."""
+        """Add a memory line. Each rank's last line counts if the line's peak covers a whole steady iteration."""
         self._memory.append(line)
 
     def add(self, line: Iteration) -> Outcome | None:
-        """Add a logged line; return the outcome once, with the line that completes it.
+        """Add a logged line. Return the outcome once, at the line that completes the outcome.
 
-        Lines that take no time, or that do not advance the iteration, are ignored.
+        Lines without a step time, and lines that do not advance the iteration, are ignored.
         """
         is_further = not self._lines or line.iteration > self._lines[-1].iteration
         if self._is_done or not is_further or line.step_time_s <= 0:
@@ -72,10 +72,10 @@ class OutcomeTracker:
         return self._outcome()
 
     def _before_first(self) -> int:
-        """Return the iteration before the first logged one.
+        """Return the iteration before the first logged line's iterations.
 
-        If Megatron logs every N iterations, the first line stands for N iterations as the later ones do. Some trainers
-        log their first iteration alone; then it stands for one.
+        If Megatron logs every N iterations, the first line covers N iterations, as later lines do. Some trainers log
+        their first iteration alone, and then the first line covers 1 iteration.
         """
         first, second = self._lines[0].iteration, self._lines[1].iteration
         return first - (second - first if first % (second - first) == 0 else 1)
@@ -108,7 +108,7 @@ class OutcomeTracker:
         last = {line.rank: line for line in self._memory if line.iteration - before >= COMPLETE}
         readings = []
         for rank, line in sorted(last.items()):
-            # The CPU backend's replacement of the allocator reports 0.
+            # The memory line has 0 if the CPU patch replaces torch's CUDA allocator.
             if line.max_allocated_bytes == 0 or rank >= choice.layout.world_size:
                 continue
             stage = choice.layout.cell_of(rank).pp
@@ -125,7 +125,7 @@ class OutcomeTracker:
 
 
 def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakReading, ...]:
-    """Compare used device memory with the prediction. torch's allocator keeps what it reserved, so this is the peak.
+    """Compare used device memory with the prediction. Used memory is the peak: torch's allocator keeps reserved memory.
 
     Args:
         used_bytes: memory that each RANK's device holds for this job.
@@ -148,17 +148,17 @@ def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakRea
 
 
 class Recovery:
-    """Measures the cost of a restart on one node, from the end of its workers to the next iteration it sees."""
+    """Measures the cost of a restart on one node, from the end of its workers to the next iteration in their output."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.iteration = 0
-        """Last iteration that this node saw in this attempt."""
+        """Last iteration that this node read in the output of this attempt."""
         self._reached = 0
         self._ended_s = self._decided_s = 0.0
 
     def ended(self) -> None:
-        """Note that the workers have ended and the agents meet."""
+        """Note that this node's workers have ended and the agents meet."""
         self._ended_s = self._clock()
 
     def decided(self, decision: Decision) -> None:
@@ -168,7 +168,7 @@ class Recovery:
         self._decided_s = self._clock()
 
     def sees(self, iteration: int) -> str:
-        """Note an iteration; return a sentence for the user at the first one after a restart, else an empty text."""
+        """Note an iteration. Return a sentence for the user at a restart's first iteration, else an empty text."""
         reached, self._reached, self.iteration = self._reached, 0, iteration
         if not reached:
             return ""
@@ -182,7 +182,7 @@ class Recovery:
 
 
 class Slowdown:
-    """Compares the last steps of an attempt with its first ones."""
+    """Compares the last step times of an attempt with its first step times."""
 
     def __init__(self, limit: float, *, restarts: bool) -> None:
         """Begin.
@@ -194,14 +194,14 @@ class Slowdown:
         self._limit = limit
         self._restarts = restarts
         self.wants_restart = ""
-        """Sentence for the user if the machines are to be measured again; else empty."""
+        """Sentence for the user if the slowdown requests a new measurement of the machines; else empty."""
         self._num_seen = 0
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=WINDOW)
         self._is_told = False
 
     def add(self, step_time_s: float, iteration: int) -> str:
-        """Add a step time; return a sentence for the user when the limit is passed, once, else an empty text."""
+        """Add a step time. Return a sentence for the user once, when steps pass the limit, else an empty text."""
         self._num_seen += 1
         if self._num_seen <= IGNORED_STEPS:
             return ""
@@ -232,9 +232,9 @@ def has_trained(
     """Return whether a job that died without printing an iteration counts as trained, so that its plan is kept.
 
     Args:
-        lived_s: time from the workers' start to the first death.
+        lived_s: time from the workers' start to the first worker's death.
         saved_before: newest checkpoint at the workers' start.
-        saved_now: newest checkpoint after their death.
+        saved_now: newest checkpoint after the workers' death.
 
     """
     return (

@@ -1,4 +1,4 @@
-"""Before the training: the check of a device order, and trials of plans and of the user's own configuration."""
+"""Steps before the training: the check of a device order, and trials of plans and of the user's own configuration."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CHECKED = "all-gather and reduce-scatter of 1 to 64 MB returned every value in i
 SEE = "see NVIDIA/nccl#1906"
 
 
-# -- the check of a device order: with permuted devices NCCL may return wrong slices without an error ------------------
+# -- the check of a device order, because with permuted devices NCCL may return wrong slices without an error ----------
 
 
 def needs_check(training: Decision) -> bool:
-    """Return true if the candidate permutes GPUs inside hosts and was not checked on these hosts."""
+    """Return true if the decision's candidate permutes GPUs inside hosts and was not checked on these hosts."""
     plan, choice = training.plan, training.choice
     if plan is None or choice is None or plan.device_kind != "cuda" or choice.is_order_checked:
         return False
@@ -33,7 +33,7 @@ def needs_check(training: Decision) -> bool:
 
 
 def check_before(training: Decision) -> Decision:
-    """Return the check of a candidate, on the nodes and devices that will train it."""
+    """Return the decision to check a candidate's order, on the nodes and devices of the training."""
     assert training.plan is not None
     assert training.choice is not None
     place = training.plan.contenders().index(training.choice)
@@ -50,12 +50,12 @@ def order_words(decision: Decision) -> str:
 
 
 def check_words(decision: Decision) -> str:
-    """Describe the check on one line."""
+    """Describe the check of a device order on one line."""
     return f"checking NCCL with {order_words(decision)}: rank-coded all-gather and reduce-scatter"
 
 
 def passed(ended: Decision) -> Plan:
-    """Mark the checked candidate in its plan. The first reason says so, because screens cut the later reasons."""
+    """Mark the checked candidate in its plan. The mark is the first reason, because screens cut the later reasons."""
     plan, choice = ended.plan, ended.choice
     assert plan is not None
     assert choice is not None
@@ -69,7 +69,7 @@ def passed(ended: Decision) -> Plan:
 
 
 def failed(ended: Decision, failure: Failure) -> tuple[Plan, str]:
-    """Put all candidates of a plan and its fallback plans back into device order; return the plan and the reason."""
+    """Put all candidates of a plan and of its fallback plans into the default device order; return plan and reason."""
     plan = ended.plan
     assert plan is not None
     told = f"devices stay in order inside hosts: with {order_words(ended)} {failure.cause} ({SEE})"
@@ -120,15 +120,15 @@ def trial_line(run: Trial) -> str:
     )
 
 
-# -- who wins -----------------------------------------------------------------------------------------------------
+# -- the winner ---------------------------------------------------------------------------------------------------
 
 
 def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, iterations: int) -> Trial:
     """Return the result of one trial.
 
     Args:
-        warm_ups: number of first iterations that do not count.
-        iterations: number of iterations that count.
+        warm_ups: number of first iterations that the result skips.
+        iterations: number of iterations after the warm-up that the result covers.
 
     """
     steps_s = report.step_s[: warm_ups + iterations]
@@ -146,8 +146,8 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
 
 
 def noise_s(one: Samples, other: Samples) -> float:
-    """Return the largest difference of two medians that chance explains."""
-    # Imported after a trial only: a start from the cache does not need the code that prices plans.
+    """Return the largest difference between the two medians that noise explains."""
+    # Imported here, because only trials need the code that prices plans, and a start with a cached plan has no trials.
     from pipette_launch.cost.learned import ERRORS_APART
 
     return ERRORS_APART * math.hypot(one.median_error_s, other.median_error_s)
@@ -163,7 +163,7 @@ def outruns(plan: Trial, own: Trial, *, margin: float) -> bool:
 def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
     """Return the index of the best trial; None if no trial finished.
 
-    Only a plan that outruns the user's own configuration may replace it, and the fastest such plan wins.
+    The fastest plan wins among the plans that outrun the user's own configuration.
     """
     own = next(run for run in runs if run.is_own)
     better = [index for index, run in enumerate(runs) if not run.is_own and outruns(run, own, margin=margin)]
@@ -173,10 +173,10 @@ def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
 
 
 def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
-    """Make the measured best the plan; if no trial finished, the plan stays as predicted.
+    """Make the fastest trial the chosen candidate of the plan. If no trial finished, the plan stays as predicted.
 
-    Alternatives that outran the user's own configuration come first, fastest first. No other alternative is tried
-    before the own configuration, unless the own configuration did not run.
+    Alternatives that outran the user's own configuration come first, the fastest at the start. After a failure, other
+    alternatives run later than the own configuration, unless the own configuration failed in its trial.
     """
     best = winner(trials.runs, margin=margin)
     if best is None:
@@ -194,7 +194,7 @@ def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
     others = [one for one in plan.contenders() if (one.layout, one.placement) != (won.layout, won.placement)]
     chosen = next((one for one in plan.contenders() if one not in others), plan.own)
     others.sort(key=rank)
-    # Untried plans are only predicted; the own configuration ran, so it is safer.
+    # The own configuration ran in a trial, so it is safer than plans that are only predicted.
     in_line = [one for one in others if rank(one)[0] <= (0 if own.step else 2)]
     reasons = plan.reasons
     if (won.layout, won.placement) != (plan.chosen.layout, plan.chosen.placement):
@@ -235,17 +235,17 @@ class _TrialsInProgress:
     warm_ups: int
     runs: tuple[Trial, ...] = ()
     deaths: tuple[tuple[Layout, Failure], ...] = ()
-    """Layouts that died early, and why."""
+    """Layouts whose trial died early, with the failure of each."""
 
 
 class TrialsResult(NamedTuple):
-    """The end of all trials."""
+    """Result of all trials of a plan."""
 
     job: Job
     plan: Plan
     reason: str
     is_worth_keeping: bool
-    """True if the next start should use this result."""
+    """True if the next start of the job should use this result."""
 
 
 class TrialCoordinator:
@@ -257,10 +257,10 @@ class TrialCoordinator:
         self._in_progress: _TrialsInProgress | None = None
 
     def open(self, training: Decision, job: Job) -> Decision:
-        """Return the first trial, or the training itself if the user wants no trials or none can run.
+        """Return the first trial, or the training itself if the user wants no trials or no trial can run.
 
         Raises:
-            PlanError: no trial can run, and errors end the job.
+            PlanError: no trial can run, and the user asked to stop after errors.
 
         """
         plan = training.plan
@@ -280,7 +280,7 @@ class TrialCoordinator:
     def judge(self, ended: Decision, report: TrialReport) -> Decision | TrialsResult:
         """Take the result of a trial; return the next trial, the final result, or the end of the job.
 
-        The job ends if the script died of a cause that no plan can avoid, as it does in the training.
+        The job ends if the script died of a cause that no plan can avoid. The training follows the same rule.
         """
         progress, options = self._in_progress, self._options
         assert progress is not None
@@ -312,14 +312,14 @@ class TrialCoordinator:
             job=progress.job,
             plan=settled,
             reason=joined(trial_line(run), "" if any_ran else "no trial finished, so the predicted plan stays"),
-            # A plan file that the user named belongs to the user.
+            # The launcher never overwrites a plan file that the user named.
             is_worth_keeping=any_ran and progress.plan.provenance.source != "file",
         )
 
     def _why_hopeless(
         self, ended: Decision, failure: Failure, layout: Layout, deaths: Sequence[tuple[Layout, Failure]]
     ) -> str:
-        # Only deaths under other layouts show that the layout is not the cause.
+        # The layout is not the cause only if the script also dies under other layouts.
         before = [earlier for other, earlier in deaths if other != layout]
         written, given = self._options.script_arguments, ended.script_arguments
         return why_to_give_up([failure], before=before, written=written, given=given)
@@ -348,7 +348,7 @@ class TrialCoordinator:
         return warm_ups
 
     def _next(self, like: Decision, progress: _TrialsInProgress) -> Decision:
-        """Return the next trial, for the nodes of an earlier decision."""
+        """Return the decision to run the next trial, on the nodes of the decision `like`."""
         following = replace(
             like,
             phase="trial",

@@ -1,4 +1,4 @@
-"""Watches a running job through the documents that its launcher writes, and never writes anything."""
+"""Watches a running job by reading the documents that the launcher writes, and writes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_job(path: Path, now_s: float) -> LiveJob:
     """Read the state of a job.
 
     Args:
-        path: document of the deciding node; the document of another node's measurements may lie beside it.
+        path: document of the deciding node. The measurements of another node may lie in the same folder.
 
     Raises:
         FileFormatError: the file is missing or damaged.
@@ -29,7 +29,7 @@ def read_job(path: Path, now_s: float) -> LiveJob:
     job = replace(files.read(path, LiveJob), read_s=now_s, written_s=_written_s(path) or now_s)
     beside = measured_beside(path)
     measured_s = _written_s(beside)
-    # An older file is from an earlier attempt, or from an earlier job in this folder.
+    # A measurements file older than the decision belongs to an earlier attempt or an earlier job in this folder.
     if measured_s is None or measured_s < (job.phase_began_s or 0.0):
         return job
     measured = files.read(beside, LiveJob)
@@ -37,7 +37,7 @@ def read_job(path: Path, now_s: float) -> LiveJob:
 
 
 class Watched:
-    """A job that is read again and again."""
+    """A running job, whose documents are read at each `look`."""
 
     def __init__(self, where: Path | None) -> None:
         """Find the job: `where` as in `document_at`; raises UsageError if there is no job."""
@@ -55,7 +55,7 @@ class Watched:
     def look(self, now_s: float) -> LiveJob:
         """Return the state at `now_s` seconds since 1970; raises FileFormatError if it could never be read.
 
-        While the file cannot be read, the last state is returned; it becomes stale.
+        While the file cannot be read, `look` returns the last state, whose age grows.
         """
         before = self._job
         try:
@@ -64,7 +64,7 @@ class Watched:
             if before is None:
                 raise
             if not self._path.exists():
-                # Another plan is in force, and the document is in the folder of that plan.
+                # The job runs another plan now, so the document is in the other plan's folder.
                 self._path = _newest(self._path.parent.parent) or self._path
             return replace(before, read_s=now_s)
         if before is not None and job.phase_began_s != before.phase_began_s and not job.is_over:
@@ -75,7 +75,7 @@ class Watched:
         return self._job
 
     def _read_verdicts(self) -> tuple[Verdict, ...]:
-        """Return the verdicts of the measurements beside the document, read again when the file changes."""
+        """Return the verdicts of the measurements beside the document. A changed file is read again."""
         path = self._path.with_name(CLUSTER)
         changed_s = _written_s(path) if self._path.name == KEPT else None
         if changed_s != self._measured_s:
@@ -91,7 +91,7 @@ def document_at(where: Path | None) -> Path:
         where: folder of a job, a cache, a plan.json, or the Prometheus file of a job; None for the usual cache.
 
     Raises:
-        UsageError: there is no job, or others may have written the folder.
+        UsageError: there is no job, or other users may write to the folder.
 
     """
     root = where or default_root()
@@ -113,7 +113,7 @@ def document_at(where: Path | None) -> Path:
 
 
 def _newest(root: Path) -> Path | None:
-    """Return the document below a cache that was written last."""
+    """Return the most recently written job document below a cache."""
     ages = {path: age for path in root.glob(f"*/{KEPT}") if (age := _written_s(path)) is not None}
     return max(ages, key=lambda path: ages[path], default=None)
 

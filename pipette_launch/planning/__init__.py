@@ -1,1 +1,1 @@
-"""From a job, its machines and options to a plan or a prediction: the one door for the API, commands and launcher."""
+"""Makes a plan or a prediction from a job, its machines and options, for the API, the commands and the launcher."""

@@ -1,4 +1,4 @@
-"""Plan files side by side."""
+"""Comparison of plan files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
     """Compare plan files, as `pipette compare` does.
 
     Args:
-        paths: two plan files or more; moved ranks are counted against the first.
+        paths: at least two plan files. Ranks that moved are counted relative to the first file.
 
     Returns:
-        One entry for each file, in their order; `notes` names the plans that are for another job or other machines.
+        One entry for each file, in the order of `paths`. `notes` names plans for another job or other machines.
 
     Raises:
         UsageError: fewer than two files.
@@ -47,7 +47,7 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
 
 
 def num_moved(one: Plan, other: Plan) -> int | None:
-    """Count the ranks that are on another device in the second plan; None if hosts or devices per host differ."""
+    """Count the ranks whose device differs between the plans; None if hosts or devices per host differ."""
     if sorted(one.hosts) != sorted(other.hosts) or one.devices_per_host != other.devices_per_host:
         return None
     size = one.devices_per_host
@@ -69,7 +69,7 @@ def _memory_fault(choice: Choice) -> Iterator[str]:
 
 
 def _differences(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield a note for each difference in job or machines, because such steps are not comparable."""
+    """Yield a note for each plan with another job or other machines, because its step time is not comparable."""
     first = plans[0]
     for number, plan in enumerate(plans[1:], 2):
         if first.setting is None or plan.setting is None:

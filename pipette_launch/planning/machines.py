@@ -1,4 +1,4 @@
-"""The machines of a job: measured, imagined from a device type, or only counted."""
+"""Machines of a job: measured, imagined from a device type, or only a number of devices."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from pipette_launch.facts.measurements import layers_digest
 from pipette_launch.text import did_you_mean
 
 DEVICES_PER_HOST = 8
-"""Default for jobs on unknown machines."""
+"""Devices of each host, if the machines are unknown."""
 MOST_HOSTS, MOST_DEVICES, MOST_RANKS = 1 << 14, 1 << 10, 1 << 18
-"""Limits of one job. Links between hosts are a matrix, which takes 2 GiB for 16,384 hosts."""
+"""Largest sizes of a job. The matrix of links between hosts takes 2 GiB for 16,384 hosts."""
 ITS_OWN_MODEL = (
     "Layer times are those of the model that the warm-up timed; for layers of another kind or size they are wrong."
 )
-"""Note for measurements whose file does not name the timed model."""
+"""Note on measurements whose file does not name the model whose layers were timed."""
 
 Kind = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetMachines:
-    """Number of hosts and devices, and either measurements, a device type, or nothing more."""
+    """Number of hosts and devices, with measurements or a device type if known."""
 
     num_hosts: int
     devices_per_host: int
@@ -56,7 +56,7 @@ class TargetMachines:
 
     @property
     def device_name(self) -> str:
-        """Name in the driver or in the table of devices; empty if unknown."""
+        """Device name, from the driver or from the table of devices; empty if unknown."""
         if self.measured is not None:
             return self.measured.cluster.hosts[0].devices[0].name
         return self.spec.name if self.spec else ""
@@ -88,7 +88,7 @@ class TargetMachines:
         return self.fabric.words(self.spec, self.num_hosts) if self.spec is not None and self.num_hosts > 1 else ""
 
     def measurements(self, job: Job, layouts: Sequence[Layout] = ()) -> Measurements | None:
-        """Return the measurements that price a step, or imagined ones for a device type; None for unknown machines.
+        """Return the measurements that price a step, imagined for a device type; None for unknown machines.
 
         Empty `layouts` mean the job's own layout. Raises ClusterError if layers of another model were measured.
         """
@@ -112,7 +112,7 @@ class TargetMachines:
 
 
 def checked_words(arguments: Sequence[str]) -> Sequence[str]:
-    """Refuse a whole command line in one string, which is also a sequence of strings: its letters."""
+    """Return the words; raise UsageError if they are a single string, which Python would split into letters."""
     if isinstance(arguments, str) or not all(isinstance(word, str) for word in arguments):
         raise UsageError("the arguments must be a sequence of words, each a str; shlex.split splits a command line")
     return arguments
@@ -131,16 +131,16 @@ def machines_of(
     """Find the machines that the options name.
 
     Args:
-        world_size: None if the other sizes or the cluster give it.
-        fabric: None for equal links.
-        device_kind: used if neither `gpu` nor `cluster` is given.
+        world_size: ranks of the job; None if the other sizes or the cluster determine this number.
+        fabric: network between imagined hosts; None for equal links.
+        device_kind: kind of the devices, if neither `gpu` nor `cluster` is given.
 
     Raises:
         PipetteError: sizes are missing or contradict each other or the cluster, options exclude each other, a name is
             unknown or ambiguous, or a file is of another kind.
 
     """
-    # Callers in Python may pass other types.
+    # Callers in Python may pass other types than int.
     sizes: dict[str, tuple[Any, int]] = {
         "world_size": (world_size, MOST_RANKS),
         "num_hosts": (num_hosts, MOST_HOSTS),
@@ -168,7 +168,7 @@ def machines_of(
 
 
 def _device(source: str | Path | DeviceFile) -> tuple[DeviceSpec, tuple[str, ...]]:
-    """Return a device, and a note with the other meanings of its name."""
+    """Return a device, and a note if the device's name has several meanings."""
     if isinstance(source, DeviceFile):
         return source.spec(), ()
     if not isinstance(source, (str, Path)):

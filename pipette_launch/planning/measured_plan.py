@@ -1,4 +1,4 @@
-"""The plan of a job that is about to run: from the measurements of its own hosts, corrected by earlier jobs."""
+"""Plan of a job before its training, from measurements of the job's hosts, corrected by outcomes of earlier jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipette_launch.search.fallback_plans import FallbackNeeds, placed_anew, wit
 from pipette_launch.search.solve import SolveOptions
 
 PLACING_S = 0.5
-"""Longest time to place ranks again after the loss of a host: every GPU waits."""
+"""Longest time to place ranks again after the loss of a host, while every GPU waits."""
 
 
 def make_plan(
@@ -30,10 +30,10 @@ def make_plan(
     key: str,
     needs: FallbackNeeds | None = None,
 ) -> Plan:
-    """Search for a plan, and for its fallback plans; raises PlanError if no layout is legal, fits and can be priced.
+    """Search for a plan and its fallback plans; raises PlanError if no layout is legal, fits in memory and has a price.
 
     Args:
-        needs: conditions of the plans for fewer hosts; None makes no such plans.
+        needs: conditions of the fallback plans for fewer hosts; None makes no fallback plans.
 
     """
     corrections = corrections_from(outcomes)
@@ -56,7 +56,7 @@ def make_plan(
 def placed_for(
     plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: SolveOptions
 ) -> Plan:
-    """Place the ranks of a plan again for the hosts that it got, and predict its step on them.
+    """Place the ranks of a plan again on the remaining hosts, and predict the step time on these hosts.
 
     The user's own configuration stays in torchrun's order.
     """
@@ -72,7 +72,10 @@ def placed_for(
 def priced_anew(
     plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: SolveOptions
 ) -> Plan:
-    """Predict the steps of a plan's candidates again, with their present placements; arguments as in `placed_for`."""
+    """Predict the step times of a plan's candidates again, without moving ranks.
+
+    Arguments are those of `placed_for`.
+    """
     inputs = _inputs(job, measurements, outcomes, options)
 
     def priced(one: Choice) -> Choice:

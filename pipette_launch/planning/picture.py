@@ -1,4 +1,4 @@
-"""Facts that a report draws and a plan's file does not hold: every pass of a step, and memory of each stage by kind."""
+"""Data for a report that the plan file lacks: every pass of a step, and memory of each stage by kind."""
 
 # A = actions of all pipeline ranks, rank after rank, each in its own order; S = stages (model chunks).
 
@@ -18,7 +18,7 @@ from pipette_launch.facts.schedule import KINDS
 from pipette_launch.planning.predict import count_by_formula, scaled
 
 AFTER = ("embedding_gradients", "optimizer", "parameter_gather")
-"""Parts of a step that follow its gradients, in their order."""
+"""Parts of a step after the last backward, in the order in which they run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,39 +30,39 @@ class DrawnStep:
     rank_A: tuple[int, ...]
     stage_A: tuple[int, ...]
     kind_A: tuple[str, ...]
-    """`F` forward, `B` backward, `I` and `W` its halves."""
+    """Kind of each pass: `F` forward, `B` whole backward, `I` input gradient, `W` weight gradient."""
     microbatch_A: tuple[int, ...]
     start_s_A: tuple[float, ...]
     end_s_A: tuple[float, ...]
     exposed_s_S: tuple[tuple[float, float], ...]
-    """Time of collectives that compute does not hide, in one forward and in one backward."""
+    """Time (s) of collectives that compute does not hide, in one forward and in one backward of each stage."""
     after_s: tuple[tuple[str, float], ...]
-    """Parts of the step after the last backward."""
+    """Name and duration (s) of each part of the step after the last backward."""
 
     @property
     def makespan_s(self) -> float:
-        """End of the last backward."""
+        """Time from the step's start to the end of the last backward."""
         return max(self.end_s_A)
 
     @property
     def total_s(self) -> float:
-        """Length of the step."""
+        """Duration of the whole step."""
         return self.makespan_s + sum(seconds for _, seconds in self.after_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """Drawn steps of the chosen configuration and the user's own, and memory of the chosen one."""
+    """Drawn steps of the chosen and the user's own configuration, and memory of the chosen configuration."""
 
     chosen: DrawnStep
     own: DrawnStep | None
-    """None if the own configuration is the chosen one, or cannot run."""
+    """Step of the user's own configuration; None if this configuration is the chosen one, or cannot run."""
     memory_bytes: tuple[dict[str, int], ...]
-    """Bytes by kind for each pipeline rank; they sum to the plan's need of that rank."""
+    """Bytes by kind for each pipeline rank. The sum of a rank's kinds is the rank's predicted peak in the plan."""
 
 
 def picture_of(plan: Plan, job: Job, measurements: Measurements) -> Picture:
-    """Compute the drawn steps and the memory by kind of a plan that was made for this job from these measurements.
+    """Compute the drawn steps and the memory by kind of a plan, from the job and the measurements of the plan.
 
     The hosts of the measurements must have the plan's order. Raises PlanError if the plan is for other machines.
     """
@@ -82,7 +82,7 @@ def _drawn(predictor: Predictor, choice: Choice) -> DrawnStep:
     work, prices = cost.work, cost.prices(choice.placement)
     times = stage_times(work, prices)
     timeline = work.engine.timeline(times)
-    # Corrections from earlier jobs change the plan's step, and no single part of the model's.
+    # Corrections from earlier jobs change the plan's whole step time, and do not change single parts of the model.
     factor = choice.step_time_s / step.total_s
     columns = work.engine.columns
     starts, ends = (
@@ -105,7 +105,7 @@ def _drawn(predictor: Predictor, choice: Choice) -> DrawnStep:
 
 
 def _exposed_s_S2(work: LayoutWork, prices: Prices) -> NDArray[np.float64]:
-    """Return the time that exchanges add to one forward and one backward of each stage of the slowest pipeline."""
+    """Return the exposed time of collectives in one forward and one backward of each stage of the slowest pipeline."""
     stages = len(work.rank_S)
     with_D, _ = pipelines(work, prices)
     without_D, _ = pipelines(work, replace(prices, exchange_s_PD=tuple(map(np.zeros_like, prices.exchange_s_PD))))
@@ -115,7 +115,7 @@ def _exposed_s_S2(work: LayoutWork, prices: Prices) -> NDArray[np.float64]:
 
 
 def _memory(job: Job, choice: Choice, measured: Measurements) -> tuple[dict[str, int], ...]:
-    """Split the plan's need of each rank in the same proportions as the formula's need."""
+    """Split the plan's peak memory of each pipeline rank by kind, in the proportions of the memory formula."""
     chosen = replace(job, own=choice.layout)
     overhead = measured_overhead(chosen, choice.layout, measured)
     stages = count_by_formula(chosen, range(choice.layout.pp), overhead, measured=measured).stages

@@ -1,4 +1,4 @@
-"""The plan of a job on machines that were measured before or are imagined."""
+"""Plan of a job on machines that were measured earlier or are imagined."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlanRequest:
     """A job, its machines, and options of the search."""
 
     arguments: tuple[str, ...]
-    """The words after the script's name."""
+    """Words of the job's command line after the script's name."""
     script: str = "pretrain_gpt.py"
     gpu: str | Path | DeviceFile | None = None
     cluster: str | Path | Measurements | None = None
@@ -44,18 +44,18 @@ class PlanRequest:
     world_size: int | None = None
     megatron_version: str | None = None
     fix: tuple[str, ...] = ()
-    """Parts of the layout that the plan keeps."""
+    """Names of the layout's parts that the plan must keep, such as `tp`."""
     schedules: str = "stock"
     margin: float = MARGIN
     memory_margin: float = MEMORY_MARGIN
     budget_s: float = SEARCH_BUDGET_S
-    """Processor time of the search."""
+    """Most processor time of the search."""
     seed: int = SEED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanProblem:
-    """A request with its files and flags read, and the measurements that price it."""
+    """A request whose files and flags were read, and the measurements that price the plan."""
 
     request: PlanRequest
     machines: TargetMachines
@@ -88,7 +88,7 @@ def plan(
     (1, 1, 8)
 
     Args:
-        arguments: the words after the script's name, as in the job's own command.
+        arguments: words of the job's command line after the script's name.
         gpu: device of imagined hosts: a name such as `h100-sxm`, or a file of kind `device`. Give this or `cluster`.
         nodes: hosts of the job.
         gpus_per_node: devices and ranks of each host; None for the usual number for `gpu`.
@@ -97,15 +97,15 @@ def plan(
         fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
         fix: parts of the layout that the plan must keep: `tp`, `pp`, `mbs`, `recompute` and others.
         budget_s: most seconds of processor time for the search.
-        seed: of random numbers. Equal arguments give equal plans unless the budget ends the search.
+        seed: seed of random numbers. Equal arguments give equal plans unless the budget ends the search.
         megatron_version: such as `0.16.1`; None for the version that a script here would import, else the newest known.
 
     Returns:
-        The plan, times in seconds and sizes in bytes; `chosen.placement` has the rank of each slot.
+        The plan, with times in seconds and sizes in bytes. `chosen.placement` has the rank of each device slot.
 
     Raises:
-        UsageError: neither or both of `gpu` and `cluster`, or a wrong size, name or budget.
-        PlanError: no layout is legal and fits; the error names the limit and what would help.
+        UsageError: `gpu` and `cluster` are both given or both missing, or a size, name or budget is wrong.
+        PlanError: no layout is legal and fits in memory. The error names the limit and a remedy.
         PipetteError: wrong flags, a damaged file, or an unknown name.
 
     """
@@ -161,7 +161,7 @@ def read_problem(request: PlanRequest) -> PlanProblem:
 
 
 def search_plan(problem: PlanProblem) -> Plan:
-    """Search for the best plan; raises PlanError with the limit and what would help if there is no plan."""
+    """Search for the best plan; raises PlanError with the limit and a remedy if there is no plan."""
     request, measured, machines = problem.request, problem.measurements, problem.machines
     schedules = schedule_names(request.schedules)
     settings: tuple[float | str, ...] = (request.margin, request.memory_margin, *schedules)
@@ -175,7 +175,7 @@ def search_plan(problem: PlanProblem) -> Plan:
             seed=request.seed,
             schedules=schedules,
         ),
-        # Other work on this machine makes the search slower, and must not end it sooner.
+        # The budget counts processor time, so that other work on this machine does not end the search sooner.
         clock=time.process_time,
         key=plan_key(measured.cluster.hosts, problem.job, measured.versions, settings, environ=os.environ),
         source="imagined" if machines.measured is None else "file",
@@ -201,16 +201,16 @@ def best_plan(
     source: Literal["measured", "imagined", "file"],
     corrections: Corrections = NOTHING_LEARNED,
 ) -> Plan:
-    """Search for the best plan: every plan of API, commands and launcher is made here.
+    """Search for the best plan. API, commands and launcher make every plan by this function.
 
     Args:
         job: model, batch, the user's own layout and its pins.
-        measurements: that price the plan.
+        measurements: measurements that price the plan.
         options: budget, margins, seed.
-        clock: the time that counts against the budget.
-        key: of the cache; the plan stores it.
-        source: where the measurements come from.
-        corrections: factors learned from earlier jobs.
+        clock: clock (s) that measures the budget.
+        key: key of the plan in the cache, which the plan stores.
+        source: origin of the measurements.
+        corrections: factors on the step time, learned from outcomes of earlier jobs.
 
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -228,7 +228,7 @@ def with_setting(
     machines: str,
     network: str = "",
 ) -> Plan:
-    """Store job and machines of a plan in the plan, so that its file can be shown and compared alone.
+    """Store job and machines in the plan, so that the plan file can be shown and compared without other files.
 
     `machines` is the source of the machines' figures in a few words, `network` the network between imagined hosts.
     """
@@ -249,7 +249,7 @@ def with_setting(
 
 
 def _measurements(machines: TargetMachines, job: Job) -> Measurements:
-    """Return the measurements, or imagined times for every computation shape and group of any layout."""
+    """Return the measurements, or for imagined machines the times of all compute cases and groups of any layout."""
     if machines.measured is not None:
         return machines.measured
     found = base_layouts(
@@ -262,9 +262,9 @@ def _measurements(machines: TargetMachines, job: Job) -> Measurements:
 
 
 def _shapes(found: BaseLayouts, own: Layout) -> list[Layout]:
-    """Return one layout for each computation shape and one for each set of degrees; other fields change no time."""
+    """Return one layout for each compute case and each set of parallel degrees. Other fields do not change times."""
     columns = found.columns
-    # Layers of a shape are timed with its first layout. With experts, the first is the one nearest to the user's own.
+    # The first layout of a compute case times its layers. With experts, it is the layout nearest to the user's own.
     apart_N = abs(np.log2(columns.ep / own.ep)) + abs(np.log2(columns.etp / own.etp))
     near = np.argsort(apart_N, kind="stable")
     nearest = columns.take(near).groups("tp", "cp", "micro_batch_size").first_U

@@ -1,4 +1,4 @@
-"""The key of a plan in the cache: a digest of everything that the plan depends on."""
+"""Key of a plan in the cache: a digest of all facts and settings that the plan depends on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pipette_launch.facts import Host, Job, files
 from pipette_launch.megatron.performance import VARIABLES as ALLOCATOR_VARIABLES
 
 STEERING = (
-    # torch and its compiler; the allocator decides how much memory is lost to fragments.
+    # torch, torch's compiler, and the allocator, which determines how much memory fragments waste.
     *(*ALLOCATOR_VARIABLES, "PYTORCH_NO_CUDA_MEMORY_CACHING"),
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32_", "TORCH_BLAS_PREFER_", "TORCH_COMPILE_", "TORCH_NCCL_"),
-    # CUDA and its libraries.
+    # CUDA and the CUDA libraries.
     *("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER"),
     *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_MPS_", "NVIDIA_TF32_OVERRIDE", "NVTE_"),
     # Networks: libfabric and its plugin for NCCL (EFA), SHARP, UCX, NVSHMEM (DeepEP).
@@ -20,11 +20,14 @@ STEERING = (
     # CPUs.
     *("ATEN_CPU_CAPABILITY", "KMP_", "MKL_", "OMP_", "ONEDNN_"),
 )
-"""Prefixes of environment variables that change speed or memory. CUDA_VISIBLE_DEVICES is missing: UUIDs replace it."""
+"""Prefixes of environment variables that change speed or memory.
+
+Device UUIDs in the key replace CUDA_VISIBLE_DEVICES.
+"""
 LOGGING = ("DEBUG", "FILE", "LOG", "DUMP", "TRACE", "VERBOSE")
-"""Variables whose name contains one of these words only steer logs and do not count."""
+"""Words in the names of variables that only steer logs. The key leaves out these variables."""
 FOLDERS = ("_DIR", "_DIRECTORY", "_PATH")
-"""Variables whose name ends like this are folders and do not count. `_DIRECT_` is no such end."""
+"""Endings of the names of variables that hold folders. The key leaves out these variables."""
 
 
 def plan_key(
@@ -34,18 +37,18 @@ def plan_key(
     settings: Sequence[float | str],
     environ: Mapping[str, str],
 ) -> str:
-    """Digest everything that a plan depends on.
+    """Digest all facts and settings that a plan depends on.
 
-    Free memory is left out because it changes every minute. The budget is left out because a short warm-up also gives
-    a plan, and the order of hosts because a plan names them.
+    The digest leaves out free memory, which changes every minute, and the budget, because a short warm-up also gives a
+    plan. The digest leaves out the order of hosts, because a plan names its hosts.
     """
-    # Notes are prose, and the number of iterations does not change a step.
+    # Notes and the number of iterations do not change a step.
     work = replace(job, notes=(), train_iters=None, log_interval=1)
     return files.digest(lasting(hosts), work, versions, list(settings), steering(environ))
 
 
 def lasting(hosts: Sequence[Host]) -> list[object]:
-    """Return the facts that tell one set of hosts from another, without free memory, which changes every minute."""
+    """Return the facts that distinguish sets of hosts. Free memory changes every minute and is left out."""
     return [
         (
             host.name,

@@ -1,4 +1,4 @@
-"""The prediction for one configuration: memory of each pipeline rank, and time of the step."""
+"""Prediction for one configuration: memory of each pipeline rank, and step time."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ def predict(
     """Predict memory and step time of exactly the configuration that a Megatron command line describes; start nothing.
 
     Args:
-        arguments: the words after the script's name, as in the job's own command.
-        world_size: ranks of the job; `num_hosts` and `devices_per_host`, or `cluster`, give it as well.
-        num_hosts: nodes of the job.
-        devices_per_host: ranks of each node; None for 8 if that divides the number of ranks.
+        arguments: words of the job's command line after the script's name.
+        world_size: ranks of the job; can be left out if `num_hosts` and `devices_per_host`, or `cluster`, are given.
+        num_hosts: number of the job's nodes.
+        devices_per_host: ranks of each node; None for 8 if 8 divides the number of ranks.
         gpu: a device type: a name such as `H100-SXM` (`pipette devices` lists them), or a file of kind `device`.
         cluster: cluster.json of a warm-up, or its contents. Without `gpu` and `cluster` only memory is predicted.
         fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
         rank: show only the pipeline rank of this RANK.
         stage: show only this pipeline rank.
-        method: `closed` counts by formula; `abstract` runs megatron-core's own code without data.
+        method: `closed` counts memory by formula; `abstract` runs megatron-core's own code without data.
         memory_margin: fraction of the device memory that must stay free.
         megatron_version: such as `0.16.1`; None for the version that `script` would import, else the newest known.
         device_kind: `cuda` or `cpu`; used if neither `gpu` nor `cluster` is given.
-        script: need not exist; only the Megatron beside it is looked at.
-        environment: of the job's workers.
-        cache: a folder that keeps the answers of `abstract`; None keeps none.
+        script: path of the script, which may not exist. A Megatron in the same folder gives the version.
+        environment: environment variables of the job's workers.
+        cache: folder that keeps results of the method `abstract`; None keeps no results.
 
     Raises:
         PipetteError: wrong flags or sizes, an unknown name, or a package that `abstract` needs is missing.
@@ -158,20 +158,20 @@ def _counted_and_priced(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedStages:
-    """Memory of pipeline ranks, with notes."""
+    """Memory of the requested pipeline ranks, with notes."""
 
     stages: tuple[StageMemory, ...]
     stepping: tuple[int, ...]
-    """Pipeline ranks whose peak is in the optimizer's step, when no activation is kept."""
+    """Pipeline ranks whose memory peak is in the optimizer's step, which keeps no activations."""
     notes: tuple[str, ...] = ()
 
 
 def count_by_formula(
     job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, measured: Measurements | None = None
 ) -> CountedStages:
-    """Count the tensors of these pipeline ranks of the job's own layout; use the measured peak of a measured stage.
+    """Count the memory of these pipeline ranks in the job's own layout. A measured stage has its measured peak.
 
-    The planner uses the same peaks. The split by kind is the formula's, scaled to the measured peak.
+    The planner uses the same peaks. The formula splits memory by kind, and the split is scaled to the measured peak.
     """
     parts = peak_memory_bytes(job, job.own)
     predicted = [one.total for one in parts]
@@ -185,7 +185,7 @@ def count_by_formula(
 
 
 def count_by_execution(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Path | None) -> CountedStages:
-    """Run megatron-core's own code for these pipeline ranks with fake tensors, in a process of its own.
+    """Run megatron-core's own code for these pipeline ranks with fake tensors, in a separate process.
 
     Raises:
         PlanError: megatron-core or torch is missing, refuses the layout, or uses something that is not modelled.
@@ -208,7 +208,7 @@ def count_by_execution(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *,
 
 
 def scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
-    """Scale a split by kind so that it sums to a peak; rounding goes to the largest kind."""
+    """Scale sizes by kind so that their sum is a given peak. The largest kind gets the rounding error."""
     counted = sum(kinds.values())
     scaled = {name: size * peak_bytes // counted for name, size in kinds.items()}
     scaled[max(scaled, key=lambda name: scaled[name])] += peak_bytes - sum(scaled.values())
@@ -216,7 +216,10 @@ def scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
 
 
 def executed_kinds(parts: ExecutedParts) -> dict[str, int]:
-    """Split an executed peak like `MemoryParts.by_kind` splits a counted one; the values sum to the peak."""
+    """Split a peak from abstract execution into the kinds of `MemoryParts.by_kind`.
+
+    The sum of the kinds is the peak.
+    """
     return {
         "weights": parts.weights,
         "gradients": parts.gradients,
@@ -258,7 +261,7 @@ def _overhead(job: Job, machines: TargetMachines) -> Overhead:
 def _remedies(
     job: Job, machines: TargetMachines, pp_ranks: Sequence[int], overhead: Overhead, memory_margin: float
 ) -> tuple[str, ...]:
-    """Return the flag that drops the data loader's mask, if the job fits only without the mask (by formula)."""
+    """Return the flag that drops the data loader's mask, if the memory formula fits only without the mask."""
     bare = without_mask(job)
     if bare is None:
         return ()
@@ -321,7 +324,6 @@ def _verdict(peaks_bytes: Sequence[int], capacity_bytes: int | None, memory_marg
 
 
 def _pp_ranks(layout: Layout, *, rank: int | None, stage: int | None) -> tuple[int, ...]:
-    """Return the pipeline ranks that the prediction shows."""
     if rank is not None and stage is not None:
         raise OptionError(("rank", "stage"), "exclude each other: a rank has one stage")
     if rank is not None:
@@ -354,7 +356,7 @@ def _memory_notes(job: Job, counted: CountedStages) -> tuple[str, ...]:
 
 
 def _step(job: Job, machines: TargetMachines) -> tuple[StepTime | None, Rate | None, tuple[str, ...]]:
-    """Price the step in torchrun's rank order; without a price, the note has the reason."""
+    """Price the step in torchrun's rank order. If there is no price, the note has the reason."""
     try:
         measurements = machines.measurements(job)
         if measurements is None:

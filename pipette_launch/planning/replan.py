@@ -1,4 +1,4 @@
-"""The next step of a job after a round: a pure decision from the agents' reports, without clock, files or processes."""
+"""Next action of a job after a round, decided from the agents' reports without clock, files or processes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from pipette_launch.text import seconds_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finish:
-    """All workers of all nodes succeeded: the job is done."""
+    """All workers of all nodes succeeded, so the job is finished."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keep:
-    """Go on with the same candidate: same ranks, same arguments, new store."""
+    """Continue with the same candidate: the same ranks and arguments, and a new rendezvous store."""
 
     proven: bool
-    """True if the candidate has trained before."""
+    """True if the candidate has completed training steps before."""
     restarts_left: int = 0
     reason: str = ""
-    """Why the workers start again; empty if only nodes on standby changed."""
+    """Reason why the workers start again; empty if only nodes on standby changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryNext:
-    """The candidate cannot start: run the next one, and the user's own configuration last."""
+    """The candidate cannot start, so run the next candidate. The user's own configuration is the last candidate."""
 
     attempt: int
     reason: str
@@ -42,28 +42,28 @@ class TryNext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UseFallback:
-    """Hosts were lost or came back: run a plan that was made before, fitted to the hosts that are there."""
+    """Hosts were lost or came back, so run an earlier plan, fitted to the present hosts."""
 
     plan: Plan
-    """Its first candidate runs; candidates that could not start are removed."""
+    """Plan whose first candidate runs next, without candidates that could not start."""
     proven: bool
-    """True if that candidate has trained before, on the same number of hosts."""
+    """True if the plan's first candidate has trained before on the same number of hosts."""
     lost: tuple[tuple[str, str], ...]
-    """Lost hosts, each with the reason, or an empty text."""
+    """Pairs of a lost host and the reason, which may be an empty text."""
     came_back: tuple[str, ...]
     put_in: tuple[str, ...]
     """Hosts that were on standby and train now."""
 
     @property
     def changes(self) -> str:
-        """Name the hosts that are lost, that are back, and that train in place of others."""
+        """Sentence that names the lost hosts, the hosts that came back, and the hosts that replace others."""
         in_place = _listed(self.put_in, "takes its place", "take their places") if self.lost else ""
         changes = [lost_words(self.lost), _listed(self.came_back, "is back", "are back"), in_place]
         return ", ".join(filter(None, changes))
 
     @property
     def reason(self) -> str:
-        """Return the changes, and the number of nodes, layout and step time that the job goes on with."""
+        """Return the changes of hosts, and the job's new number of nodes, layout and step time."""
         runs = self.plan.chosen
         return (
             f"{self.changes}; going on with {len(self.plan.hosts)} of {len(self.plan.known_hosts)} "
@@ -73,16 +73,16 @@ class UseFallback:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """Measure the hosts: no plan exists for them, or it is outdated."""
+    """Measure the hosts, because the hosts have no plan or an outdated plan."""
 
     reason: str
     anew: bool = False
-    """True if earlier measurements no longer hold."""
+    """True if earlier measurements are no longer valid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
-    """End the job: no plan would train."""
+    """End the job, because it would fail under every plan."""
 
     reason: str
 
@@ -99,14 +99,14 @@ def decide(
     lost: Mapping[str, str] | None = None,
     least_nodes: int = 1,
 ) -> Step:
-    """Decide how a new round goes on with the plan of the last round.
+    """Decide how a new round continues with the plan of the last round.
 
-    A plan is kept while all hosts that it runs on are there; a host on standby may leave. A lost host counts more than
-    the reports of the others, whose workers died because of it. Losing a host and a plan that cannot start cost no
-    restart; every other failure costs one.
+    The job keeps a plan while all hosts with workers are present; a host on standby may leave. A lost host decides
+    before the reports of other hosts, whose workers died because the host was lost. A lost host and a plan that cannot
+    start do not count as restarts (--max-restarts), but every other failure does.
 
     Args:
-        records: one for each agent of the new round whose host can train.
+        records: one record for each agent of the new round whose host can train.
         held: decision of the last round; None in the first round.
         written: the user's own arguments of the script.
         lost: hosts that can no longer train, each with the reason.
@@ -120,7 +120,7 @@ def decide(
     if held is None:
         return Measure(reason="")
     slowed = next((record.slowed for record in records if record.slowed), "")
-    # A device order is checked before each training with that order, also after a loss.
+    # The device order is checked before every training in this order, also after the loss of a host.
     has_plan = held.phase == "train" or held.checks_order
     if not has_plan or (slowed and all(host in held.standby_hosts for host, _ in gone)):
         return Measure(reason=lost_words(gone) or slowed, anew=bool(slowed))
@@ -149,10 +149,10 @@ def _hosts_of(held: Decision) -> tuple[str, ...]:
 
 
 def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | None:
-    """Fit the present plan or one of its fallback plans to the hosts that are there; None if no plan fits them."""
+    """Fit the present plan or one of its fallback plans to the present hosts; None if no plan fits these hosts."""
     if held.plan is None:
         return None
-    # A sick host was on standby before and belongs to no plan.
+    # A sick host was on standby before, so plans leave out this host.
     known = set(held.plan.known_hosts)
     ran = from_candidate(held.plan, held.attempt)
     fitted = refit(ran, [host for host in hosts if host in known or host not in held.standby_hosts])
@@ -160,7 +160,7 @@ def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | 
 
 
 def lost_words(lost: Sequence[tuple[str, str]]) -> str:
-    """Name the lost hosts with their reasons; empty if no host is lost."""
+    """Name the lost hosts, each with the reason; empty if no host is lost."""
     return ", ".join(f"{host} is lost ({why})" if why else f"{host} is lost" for host, why in lost)
 
 
@@ -171,7 +171,7 @@ def _listed(hosts: Sequence[str], does: str, do: str) -> str:
 def _on_same_hosts(
     records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision, *, proven: bool, written: Sequence[str]
 ) -> Finish | Keep | TryNext | GiveUp:
-    """Decide from the end of the attempt on the hosts that ran it."""
+    """Decide from the end of the last attempt, if its hosts are all present."""
     ended = [record for record in records if record.attempt == held.attempt]
     ran = [record for record, host in zip(records, hosts, strict=True) if host in held.hosts]
     if all(record in ended and record.verdict == "done" for record in ran):
@@ -191,15 +191,15 @@ def _on_same_hosts(
     return Keep(
         proven=proven,
         restarts_left=held.restarts_left - 1,
-        # Without a plan the launcher prints only what torchrun prints.
+        # Without a plan, the launcher prints no more than torchrun.
         reason=f"{sentence}; starting again under the same plan" if held.plan else "",
     )
 
 
 def _leaner(failures: Sequence[Failure], held: Decision) -> TryNext | None:
-    """Return the next candidate that needs less memory, if a plan that has trained ran out of it; else None.
+    """Return the next candidate that needs less memory, if a plan that has trained ran out of memory; else None.
 
-    Each candidate is tried once, so this ends. It costs no restart.
+    Each candidate is tried once, so these changes end. A change of candidate does not count as a restart.
     """
     short = next((failure for failure in failures if failure.ran_out_of_memory), None)
     if short is None or held.plan is None or held.choice is None:
@@ -214,7 +214,7 @@ def _failures(ended: Sequence[NodeRecord]) -> list[Failure]:
 
 
 def _after_death(failures: Sequence[Failure], plan: Plan, held: Decision, written: Sequence[str]) -> TryNext | GiveUp:
-    """Go on to the next candidate, unless the script would die under every plan."""
+    """Continue with the next candidate, unless the script would die under every plan."""
     candidates = plan.candidates()
     layout = candidates[held.attempt].layout
     is_other = layout not in {candidate.layout for candidate in candidates[: held.attempt]}
@@ -234,7 +234,7 @@ def why_to_give_up(
 
     Args:
         written: the user's own arguments of the script.
-        given: arguments that the script got; None for the user's own.
+        given: arguments that the script got; None if the script got the user's own arguments.
 
     """
     if any(failure.ran_out_of_memory for failure in failures):
@@ -247,7 +247,7 @@ def why_to_give_up(
 
 
 def _next_attempt(candidates: Sequence[Choice], attempt: int, *, needs_less: bool) -> int:
-    """Return the index of the next candidate (`needs_less`: of memory); past the end is the user's own."""
+    """Return the index of the next candidate, which needs less memory if `needs_less`. The end means the user's own."""
     held = max(candidates[attempt].memory_shown.need_bytes)
     for index in range(attempt + 1, len(candidates)):
         if not needs_less or max(candidates[index].memory_shown.need_bytes) < held:

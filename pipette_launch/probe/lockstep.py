@@ -1,6 +1,6 @@
-"""Keeps warm-up workers in step: rank 0 decides, and every wait has a deadline.
+"""Keeps warm-up workers in step: rank 0 decides for all ranks, and every wait has a deadline.
 
-Imports no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 Clock = Callable[[], float]
-LATER_S = 5.0  # Extra wait of all ranks except rank 0, which gives up first and tells the others who is missing
-KEYS_PER_READ = 64  # Rank 0 reads results in portions, so that a single answer of the store is never too large
+LATER_S = 5.0  # Extra wait of other ranks, so that rank 0 gives up first and can report who is missing
+KEYS_PER_READ = 64  # Results that rank 0 reads in one request, so that the store's answer is not too large
 MOST_NAMED = 4
 ARRIVAL = "all workers to arrive"
 PR_SET_PDEATHSIG = 1
@@ -38,22 +38,22 @@ class MissingError(ProbeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Time within which phases may begin new cases."""
+    """Seconds in which phases of the warm-up may begin new measurements."""
 
     started_s: float
     budget_s: float
     clock: Clock
 
     def left_s(self, share: float = 1.0) -> float:
-        """Return the seconds until this share of the budget is spent; negative afterwards."""
+        """Return the seconds until `share` of the budget is spent; negative afterwards."""
         return self.started_s + share * self.budget_s - self.clock()
 
     def with_room(self, share: float, least: float) -> Budget:
-        """Return a budget that begins later if needed, so that the part `least` is left until this share is spent."""
+        """Return a budget that begins later if needed, so that the part `least` is left until `share` is spent."""
         return replace(self, started_s=self.started_s + max(least * self.budget_s - self.left_s(share), 0.0))
 
     def allows(self, share: float, needs_s: float = 0.0) -> bool:
-        """Return whether work of `needs_s` seconds would end within this share."""
+        """Return whether work of `needs_s` seconds would end before `share` of the budget is spent."""
         return self.left_s(share) > needs_s
 
 
@@ -69,7 +69,7 @@ class Lockstep:
     rank: int
     world_size: int
     timeout_s: float
-    """Deadline of a wait in a small job; `wait_s` adds time for many ranks and for the phase."""
+    """Seconds until a wait ends in a small job. The function `wait_s` adds time for many ranks and for the phase."""
     progress: Progress = field(default_factory=Progress)
     name_of: Callable[[int], str] = "rank {}".format
     """Returns the name of a rank for messages, such as `node17:3`."""
@@ -86,7 +86,7 @@ class Lockstep:
         return self.broadcast(str(decide()) if self.rank == 0 else "") == str(True)
 
     def broadcast(self, text: str, left_s: float = 0.0) -> str:
-        """Return rank 0's text on every rank; the phase of rank 0 may still take `left_s` seconds."""
+        """Return rank 0's text on every rank; rank 0 may need `left_s` seconds more to end its phase."""
         self._step += 1
         key = f"text/{self._step}"
         if self.rank == 0:
@@ -96,10 +96,10 @@ class Lockstep:
         return self.store.get(key).decode()
 
     def barrier(self, left_s: float = 0.0) -> None:
-        """Return once every rank has called this; the phase of a rank may still take `left_s` seconds."""
+        """Return once every rank has made this call; a rank may need `left_s` seconds more to end its phase."""
         self._step += 1
         timeout_s, go = self._deadline_s(left_s), f"go/{self._step}"
-        # One key for each rank, even for many steps, and a counter for each step.
+        # Write one key for each rank, which all steps reuse, and one counter for each step.
         self.store.set(f"at/{self.rank}", str(self._step))
         if self.store.add(f"here/{self._step}", 1) == self.world_size:
             self.store.set(go, "")
@@ -110,7 +110,7 @@ class Lockstep:
                 self.store.set(go, f"{timeout_s} {len(error.ranks)} {','.join(map(str, error.ranks[:MOST_NAMED]))}")
                 raise
         else:
-            # Rank 0 gives up first, and writes who is missing.
+            # Rank 0 gives up first, and publishes which ranks are missing.
             self._wait([go], f"{self.name_of(0)}'s go", timeout_s + LATER_S, missing=lambda: [0])
         failure = self.store.get(go).decode()
         if failure:
@@ -118,9 +118,9 @@ class Lockstep:
             self._raise_missing([int(rank) for rank in ranks.split(",")], int(count), ARRIVAL, float(waited_s))
 
     def gather(self, text: str, left_s: float) -> list[str] | None:
-        """Return every rank's text on rank 0, in rank order, and None on the others.
+        """Return every rank's text on rank 0, in rank order, and None on other ranks.
 
-        The phase of a rank may still take `left_s` seconds.
+        A rank may need `left_s` seconds more to end its phase.
         """
         self._step += 1
         self.store.set(f"gather/{self._step}/{self.rank}", text)
@@ -155,7 +155,7 @@ class Lockstep:
                     f"lost the store beside {self.name_of(0)} while waiting for {what}: {first_line}"
                 ) from error
             ranks = missing()
-            # No rank is missing if the last one came just now.
+            # No rank is missing if the last rank came just now.
             if ranks:
                 self._raise_missing(ranks, len(ranks), what, timeout_s)
         self.progress.goes_on()
@@ -170,7 +170,7 @@ class Lockstep:
 
 
 class WorkerPlace(NamedTuple):
-    """Place of this worker in torchrun's environment; its RANK is its slot, as the warm-up runs in host order."""
+    """RANK and store of this worker, from torchrun's environment. RANK is also the worker's slot, in host order."""
 
     rank: int
     world_size: int

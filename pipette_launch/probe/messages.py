@@ -1,6 +1,6 @@
-"""Messages between an agent and its warm-up workers: order, progress, results; and the longest wait for each other.
+"""Messages between an agent and its warm-up workers: order, progress and results; and the longest wait of workers.
 
-Imports no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ from pipette_launch.probe.health.nvml import LoadReading
 
 LEAST_S = 60.0
 RANKS_PER_S = 20.0
-"""Each wait grows by one second for this number of ranks: a cold file system serves them one after the other."""
-START_S = 120.0  # Time for imports, compilation and the first lap of a worker; not part of the budget
-FULL_HOSTS = 64  # Up to this number of hosts, every pair is measured, in one round less than there are hosts
-BLIND_ROUNDS = 8  # With more hosts, rounds of a random sample before the adviser plans for the first time
-TINY_BYTES = 8  # Message that shows the latency; as large as an acknowledgement
+"""Each wait grows by one second for this number of ranks, because a cold file system serves ranks one after the
+other."""
+START_S = 120.0  # Seconds for imports, compilation and first lap of a worker, which the budget does not cover
+FULL_HOSTS = 64  # Up to this number of hosts (N), every pair is measured, in N - 1 rounds
+BLIND_ROUNDS = 8  # With more hosts, rounds of random pairs before the adviser plans for the first time
+TINY_BYTES = 8  # Size of the message that shows the latency, equal to the size of an acknowledgement
 MIN_SIZES = 3  # Least number of message sizes for a line
 
 
 def wait_s(num_ranks: int, left_s: float = 0.0, *, least_s: float = LEAST_S) -> float:
     """Return the longest wait for another worker, in seconds.
 
-    In a small job, after the end of the phase, it is `least_s`. The phase may still take `left_s`; below 0 counts as 0.
+    In a small job a wait takes at most `least_s` after the end of the phase. The phase may still take `left_s`; values
+    below 0 count as 0.
     """
     return least_s + num_ranks / RANKS_PER_S + max(left_s, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupOrder(HostsOfJob):
-    """The agent's order for its warm-up workers; ranks are slots, host by host."""
+    """The agent's order for its warm-up workers; ranks are slots (devices), numbered host by host."""
 
     KIND: ClassVar[str] = "probe-options"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -63,7 +65,7 @@ class WarmupOrder(HostsOfJob):
     hosts: tuple[Host, ...]
     """Hosts in the order of torchrun's ranks, with the same number of devices each."""
     cases: tuple[ComputeCase, ...]
-    """Most promising first; the first is the reference case, which every slot measures."""
+    """Compute cases, most promising first. The first case is the reference case, which every slot measures."""
     output: str
     """File in which rank 0 writes the Measurements."""
     progress_dir: str
@@ -71,17 +73,18 @@ class WarmupOrder(HostsOfJob):
     message_sizes_bytes: tuple[int, ...]
     """Sizes of timed messages and collectives; at least three, ascending."""
     full_hosts: int = FULL_HOSTS
-    """Up to this number of hosts, all pairs are measured; with more hosts, the links that plans use."""
+    """Largest number of hosts of which all pairs are measured. With more hosts, a sample and the links that plans use
+    are measured."""
     blind_rounds: int = BLIND_ROUNDS
     known: str = ""
-    """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. Its links are used without a new
-    measurement, except the links that plans use."""
+    """File of an earlier warm-up of these hosts, readable by rank 0; empty = none. Only the links that plans use are
+    measured again; all other links come from this file."""
     adviser: tuple[str, ...] = ()
-    """Command that reads a MeasuringQuestion and writes an Advice, without the two file names; empty = no adviser. The
-    caller names it, because this package imports no planner."""
+    """Command of the adviser, which reads a MeasuringQuestion and writes an Advice, without the two file names; empty =
+    no adviser. The caller names the command, because this package imports no planner."""
     budget_s: float = WARMUP_BUDGET_S
-    """No phase begins another case after this time, counted from when all workers are ready. The minimum of each phase
-    is measured anyway."""
+    """Seconds after which no phase begins another case, counted from the time when all workers are ready. The minimum
+    of each phase is measured anyway."""
     timeout_s: float = LEAST_S
     """Longest wait for another worker of a small job after the end of its phase, in seconds."""
     start_s: float = START_S
@@ -115,8 +118,8 @@ class WarmupOrder(HostsOfJob):
     def dimensions(self) -> tuple[Dimension, ...]:
         """Return the groups of slots whose collectives are timed without an adviser.
 
-        Neighbours within a host, one device of each of several hosts, and all slots. The groups of one dimension have
-        the same size and cover all slots.
+        These groups are neighbours within a host, one device of each of several hosts, and all slots. The groups of one
+        dimension have the same size and cover all slots.
         """
         num_hosts, devices = len(self.hosts), self.devices_per_host
         within = {(size, 1) for size in range(2, devices + 1) if devices % size == 0}
@@ -133,7 +136,7 @@ class WarmupOrder(HostsOfJob):
                     for first in range(block, block + stride)
                 ),
             )
-            # Largest first: they carry the gradients, and must be timed even if the budget runs out.
+            # Large groups come first, because these carry the gradients and must be timed even if the budget runs out.
             for size, stride in sorted(within | across | world, key=lambda shape: (-shape[0], shape[1]))
         )
 
@@ -161,7 +164,7 @@ class LinkSamples:
     sizes_bytes: tuple[int, ...]
     samples: tuple[Samples, ...]
     together: tuple[Samples, ...] = ()
-    """Times until the last device of the host had finished; empty if only one device sends at a time."""
+    """Times until the last device of the sending host had finished; empty if only one device sends at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,33 +183,34 @@ class Pace:
     """Time of a chain of layers on one slot while other slots worked too."""
 
     turn: int
-    """0 = all other slots worked; later turns = a few others worked."""
+    """Number of the turn. In turn 0 all other slots worked too; in later turns only a few other slots worked."""
     seconds: float
     """Wall time of forward and backward, as the mean over a window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerResult:
-    """Measurements of one worker: all, or those since it last sent its results."""
+    """Measurements of one worker: all measurements, or only the ones since the worker last sent its results."""
 
     KIND: ClassVar[str] = "probe-result"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     slot: int
     links: tuple[LinkSamples, ...] = ()
-    """Links from this slot; first measurements before repeated ones."""
+    """Samples of links from this slot; first measurements come before repeated measurements."""
     link_rounds: tuple[int, ...] = ()
     """Number of rounds between hosts, one entry each time that links were measured."""
     link_rounds_again: tuple[int, ...] = ()
-    """As `link_rounds`, for links that looked slow and were measured again."""
+    """Number of rounds between hosts in which links that looked slow were measured again, one entry each time."""
     collectives: tuple[GroupSamples, ...] = ()
     compute: tuple[ComputeTime, ...] = ()
-    """On a CPU, processor time: without the time that other processes took (see `stretch`)."""
+    """Times of parts of the model. On a CPU these are processor times, without the time of other processes (see
+    `stretch`)."""
     stretch: float = 1.0
     """Wall time divided by processor time while all slots worked; 1 on CUDA."""
     paces: tuple[Pace, ...] = ()
     refused: tuple[ComputeCase, ...] = ()
-    """Cases that megatron-core refused here, or that ran out of memory."""
+    """Cases that megatron-core refused on this slot, or that ran out of memory."""
     under_load: LoadReading | None = None
     memory: tuple[MemoryReading, ...] = ()
     overhead: DeviceOverhead | None = None
@@ -233,8 +237,8 @@ def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
     return WorkerResult(**{each.name: both(each.name, each.default) for each in fields(WorkerResult)})  # type: ignore[arg-type]
 
 
-START = "start"  # The phase before and between the others: imports, rendezvous, gathering
-SIGN_S = 60.0  # Longest time between two progress messages, while no phase has set another limit
+START = "start"  # Name of the phase before and between measurements: imports, rendezvous, gathering
+SIGN_S = 60.0  # Longest time between two progress messages, unless a phase has set another limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,8 +255,8 @@ class PhaseEnd:
 class Sign:
     """The last progress message of a worker; the agent of its node reads it.
 
-    The age of the message shows a hung worker long before the warm-up is overdue. The names of peers show which worker
-    only waits for another.
+    The age of the message shows a hung worker long before the warm-up is overdue. The peers in the message show whether
+    a worker only waits for another worker.
     """
 
     KIND: ClassVar[str] = "sign"
@@ -260,9 +264,9 @@ class Sign:
 
     phase: str
     at_s: float
-    """By this machine's monotonic clock, which its processes share."""
+    """Time (s) of the message, by this machine's monotonic clock, which all its processes share."""
     limit_s: float
-    """The next message is due within this time, in seconds."""
+    """Seconds within which the next message is due."""
     done: int = 0
     total: int = 0
     """Number of steps of the phase; 0 = not counted."""
@@ -270,7 +274,7 @@ class Sign:
     waits_for: str = ""
     """Name of the awaited thing; empty while the worker works."""
     peers: tuple[int, ...] = ()
-    """Slots that it waits for, or exchanges messages with."""
+    """Slots for which the worker waits, or with which it exchanges messages."""
     ended: tuple[PhaseEnd, ...] = ()
 
     def where(self) -> str:
@@ -284,7 +288,7 @@ class Progress:
     """Writes progress messages of this worker, and measures how long each phase takes."""
 
     folder: Path | None = None
-    """None = nothing is written."""
+    """Folder for the progress messages; None = no messages are written."""
     local_rank: int = 0
     clock: Callable[[], float] = time.perf_counter
     phase: str = START
@@ -309,7 +313,7 @@ class Progress:
             self._summary = ""
         else:
             self.phase_s[outer] = self.phase_s.get(outer, 0.0) - elapsed_s
-        # Not after a failure: the message must keep the phase that failed.
+        # Skip this call after a failure, because the message must keep the phase that failed.
         self.announce(outer)
 
     def announce(self, phase: str) -> None:
@@ -329,7 +333,7 @@ class Progress:
         self._summary = words
 
     def waits(self, what: str, *, limit_s: float, peers: Iterable[int] = ()) -> None:
-        """Write that the worker waits for something at most `limit_s` seconds, and for which slots."""
+        """Write that the worker waits for `what` at most `limit_s` seconds, and for which slots."""
         self._show(replace(self._sign, waits_for=what, peers=tuple(peers), limit_s=limit_s))
 
     def goes_on(self) -> None:
@@ -354,7 +358,7 @@ class Progress:
 
 
 def last_sign(folder: Path, local_rank: int) -> Sign | None:
-    """Read the last progress message of a worker of this node; None if there is none yet."""
+    """Read the last progress message of a worker of this node; None if the worker has not written any."""
     try:
         return files.read(folder / f"{local_rank}.sign", Sign)
     except PipetteError:
@@ -362,7 +366,7 @@ def last_sign(folder: Path, local_rank: int) -> Sign | None:
 
 
 def last_error(folder: Path, local_rank: int) -> str:
-    """Read the reason that a failed worker wrote; empty if it wrote none."""
+    """Read the reason that a failed worker wrote; empty if the worker wrote no reason."""
     try:
         return (folder / f"{local_rank}.error").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -2,7 +2,7 @@
 
 `python -m pipette_launch.probe.order_check KIND TP RANK...` is one worker. It runs in torchrun's environment, with the
 devices in the order that training gives them. All workers of a host open one communicator, and each tensor-parallel
-group opens another one.
+group opens a second communicator.
 
 NCCL may return shares in the order of the devices instead, without an error (NVIDIA/nccl#1906: NVLS on one host with a
 permuted CUDA_VISIBLE_DEVICES). Training would continue with wrong numbers.
@@ -28,7 +28,8 @@ from pipette_launch.probe.run import BACKENDS, connect_store
 from pipette_launch.text import printable
 
 SIZES_BYTES = tuple(1 << power for power in range(20, 27))
-"""1 to 64 MiB. NCCL chooses its algorithm by size, and uses NVLS only between two sizes."""
+"""Sizes of the tested tensors, 1 to 64 MiB. NCCL chooses its algorithm by size, and uses NVLS only in a range of
+sizes."""
 ELEMENT_BYTES = 4
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Mismatch:
     size_bytes: int
     """Size of the full tensor."""
     position: int
-    """Element of the rank's result."""
+    """Index of the wrong element in the rank's result."""
     expected: int
     found: int
 
@@ -56,7 +57,7 @@ class Mismatch:
 def check_order(
     device: str, *, sizes_bytes: Sequence[int] = SIZES_BYTES, group: dist.ProcessGroup | None = None
 ) -> Mismatch | None:
-    """Run both collectives once at each size and compare every value, which encodes rank and position.
+    """Run all-gather and reduce-scatter once at each size and compare all values, which encode rank and position.
 
     All members of the group call this, and run all sizes even after a mismatch, so that no member waits for another. A
     size is the size of the full tensor, rounded down to a whole number of elements for each rank. Returns the first
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
         kind, tp, *ranks = arguments
         found = _found(kind, int(tp), sorted(map(int, ranks)))
     except Exception as error:
-        # The agent needs one line and an exit code.
+        # The agent needs only one line and an exit code, so the traceback goes to the debug log.
         logger.debug("the check failed", exc_info=True)
         text = " ".join(str(error).split())
         found = text if isinstance(error, ProbeError) else f"{type(error).__name__}: {text}"
@@ -102,11 +103,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _found(kind: str, tp: int, ranks: list[int]) -> str:
-    """Describe the first wrong value; empty if all are right."""
+    """Describe the first wrong value; empty if all values are right."""
     place = worker_place(os.environ)
     if kind == "cuda":
-        # Not by RANK: with --numa-binding the worker with LOCAL_RANK i keeps device i under any RANK. A worker under
-        # --virtual-local-rank has LOCAL_RANK 0 and sees one device.
+        # Choose the device by LOCAL_RANK and not by RANK: with --numa-binding the worker with LOCAL_RANK i keeps device
+        # i under any RANK. A worker under --virtual-local-rank has LOCAL_RANK 0 and sees one device.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
     timeout = timedelta(seconds=wait_s(place.world_size))
     store = dist.PrefixStore(f"pipette/order/{ranks[0]}", connect_store(place, timeout))
@@ -114,17 +115,18 @@ def _found(kind: str, tp: int, ranks: list[int]) -> str:
     dist.init_process_group(
         BACKENDS[kind], store=store, rank=ranks.index(place.rank), world_size=len(ranks), timeout=timeout
     )
-    # gloo has one algorithm for all sizes, and takes seconds for the large ones.
+    # gloo has one algorithm for all sizes, and takes seconds for large sizes, so one size is enough.
     sizes_bytes = SIZES_BYTES if kind == "cuda" else SIZES_BYTES[:1]
     mismatch = check_order(kind, sizes_bytes=sizes_bytes)
     if 1 < tp < len(ranks):
-        # NCCL chooses algorithms by the number of ranks. Every rank runs both checks, even after a mismatch.
+        # NCCL chooses algorithms by the number of ranks. Every rank checks both the host's group and its
+        # tensor-parallel group, even after a mismatch.
         groups = [dist.new_group(list(range(first, min(first + tp, len(ranks))))) for first in range(0, len(ranks), tp)]
         group = groups[dist.get_rank() // tp]
         assert isinstance(group, dist.ProcessGroup)
         inner = check_order(kind, sizes_bytes=sizes_bytes, group=group)
         mismatch = mismatch or inner
-    # Peers may still read from this process.
+    # Wait for all ranks, because peers may still read from this process.
     dist.barrier()
     return f"{mismatch.words()} on rank {place.rank}" if mismatch else ""
 

@@ -2,8 +2,9 @@
 
 1. Alone: each worker times layers and their memory, without peers.
 2. Together: all workers time links over one communicator. The adviser names the groups of slots that good plans would
-   form, and their collectives are timed. This is done twice, as other plans may be best after the first time.
-3. Alone again: the communicator is closed, and whole stages of those plans run on single devices.
+   form, and their collectives are timed. Advice and timing are repeated once, because other plans may be best after the
+   first timing.
+3. Alone again: the communicator is closed, and whole stages of the good plans run on single devices.
 4. Report: rank 0 joins the results of all workers.
 """
 
@@ -67,20 +68,20 @@ from pipette_patches.replacements import megatron_core_version
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-ADVISER_START_S = 30.0  # Time of the adviser beside its search: to start, read and write, on cores that may be busy
+ADVISER_START_S = 30.0  # Seconds of the adviser to start, read and write, besides its search, on cores that may be busy
 QUESTION, ANSWER = "question.json", "advice.json"
 LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
-"""Least shares of the budget for links and collectives, even after a long compute phase."""
+"""Least shares of the budget that links and collectives get, even after a long compute phase."""
 ADVICE_SHARE = 0.8  # The adviser may search until this share of the budget is spent
-ADVICE_S = (1.0, 5.0)  # Shortest and longest time of its search, in seconds
+ADVICE_S = (1.0, 5.0)  # Shortest and longest time of the adviser's search, in seconds
 ADVICE_PATIENCE_S = ADVICE_S[1] + ADVISER_START_S
 PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
-MAX_NAMED = 5  # A note names this number of slots and counts the others
+MAX_NAMED = 5  # Most slots that a note names; further slots are only counted
 
 
 @dataclass(kw_only=True)
 class Phases:
-    """One worker: its measurements, and on rank 0 the results that all workers have sent."""
+    """Phases of one worker. Keeps this worker's measurements, and on rank 0 the results of all workers."""
 
     options: WarmupOrder
     lockstep: Lockstep
@@ -89,13 +90,13 @@ class Phases:
     workspace_bytes: int
     """Bytes of libraries' workspaces in the allocator after the first lap."""
     _mine: WorkerResult = field(init=False)
-    """Measurements since this worker last sent its results; single values stay."""
+    """Measurements since this worker last sent results to rank 0; fields with a single value are kept after sending."""
     _gathered: list[WorkerResult] = field(default_factory=list, init=False)
-    """On rank 0, the results of all workers."""
+    """Results of all workers on rank 0; empty on other ranks."""
     _dimensions: tuple[Dimension, ...] = field(default=(), init=False)
     _stages: tuple[StageCase, ...] = field(default=(), init=False)
     _earlier: EarlierLinks | None = field(default=None, init=False)
-    """On rank 0, links of an earlier warm-up that are still used."""
+    """Links of an earlier warm-up that are still used, on rank 0; None on other ranks."""
 
     def __post_init__(self) -> None:
         self.rank, self.progress = self.lockstep.rank, self.lockstep.progress
@@ -107,7 +108,7 @@ class Phases:
             bench = benches.LayerBench(options=self.options, slot=self.rank, meter=self.meter)
             bench.measure(self.lockstep, self.budget)
             self._count(bench)
-        # Before any communicator exists.
+        # Read the overhead before any communicator exists.
         alone_bytes = self.meter.overhead_bytes()
         self._add(
             compute=tuple(bench.times),
@@ -144,20 +145,21 @@ class Phases:
         advice = self._links_and_advice()
         self._stages = advice.stages
         num_groups = self._collectives(advice.dimensions or self.options.dimensions())
-        # With these measurements, other plans may be best, and their groups have not been timed yet.
+        # With the new measurements other plans may be best, and the groups of those plans have not been timed yet.
         if self._has_adviser and self.lockstep.agree(lambda: self.budget.allows(collectives.COLLECTIVES_SHARE)):
             with self.progress.during("search"):
                 advice = self._advice()
             self._stages = advice.stages or self._stages
             more = not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
             num_groups += self._collectives(more) if more else 0
-        # While the communicators are open: they take most of the device memory outside the allocator.
+        # Read memory while the communicators are open, because these take most of the device memory outside the
+        # allocator.
         assert self._mine.overhead is not None
         self._add(
             overhead=replace(
                 self._mine.overhead,
                 together_bytes=self.meter.overhead_bytes(),
-                # One of all ranks, and one of each group.
+                # Count one communicator of all ranks, and one of each group.
                 num_communicators=1 + num_groups if self.options.num_slots > 1 else 0,
             )
         )
@@ -189,13 +191,13 @@ class Phases:
         self._add(stages=tuple(bench.readings), notes=tuple(bench.notes))
 
     def report(self) -> Measurements | None:
-        """Send all results to rank 0, which joins and returns them; the others return None and may exit."""
+        """Send all results to rank 0, which joins and returns the results; other ranks return None and may exit."""
         self._add(phase_s=self.progress.phase_s)
         self._send()
         return self._measurements() if self.rank == 0 else None
 
     def _links_and_advice(self) -> Advice:
-        """Measure all links of few hosts; of many hosts a sample, and then the links that plans use."""
+        """Measure all links if hosts are few; else measure a sample, and then the links that plans use."""
         hosts = self.options.hosts
         earlier = _earlier(self.options) if self.rank == 0 and self._has_adviser else None
         if self._has_adviser and self.lockstep.agree(lambda: earlier is not None and bool(earlier.between)):
@@ -226,12 +228,12 @@ class Phases:
         return bool(self.options.adviser) and self.options.num_slots > 1
 
     def _advice(self) -> Advice:
-        """Ask the adviser with all measurements so far, and bring its answer to all ranks."""
+        """Run the adviser with all measurements so far, and send the adviser's answer to all ranks."""
         self._send()
         return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
 
     def _pass(self, *, is_cached: bool) -> tuple[Advice | None, Survey | None]:
-        """Measure the links that plans use; returns the last advice and all links on rank 0, None on the others."""
+        """Measure the links that plans use; returns the last advice and all links on rank 0, None on other ranks."""
         self._send()
         options, budget = self.options, self._for_links()
         bound_s = pairs.direction_s(budget.left_s(pairs.LINKS_SHARE), MOST_ROUNDS, options.device_kind)
@@ -271,7 +273,7 @@ class Phases:
         return answers[-1] if answers else None, found
 
     def _for_links(self) -> Budget:
-        """Return a budget with time for links, even if compute took longer than its share."""
+        """Return a budget with time for links, even if the compute phase took longer than its share."""
         return self.budget.with_room(pairs.LINKS_SHARE, LINKS_LEAST)
 
     def _ask(self, measurements: Measurements) -> Advice:
@@ -285,12 +287,13 @@ class Phases:
         )
 
     def _shared(self, advice: Advice | None) -> Advice:
-        """Bring rank 0's advice to all ranks."""
+        """Send rank 0's advice to all ranks."""
         if advice is not None and advice.words:
             self._add(notes=(f"search: {advice.words}",))
         # A collective has a short deadline, and rank 0 may have waited for the adviser.
         self.lockstep.barrier(ADVICE_PATIENCE_S)
-        # Not through the store: thousands of ranks would each read groups of thousands of ranks.
+        # Send the advice by a collective, because through the store thousands of ranks would each read groups of
+        # thousands of ranks.
         texts = [files.dumps(advice or Advice()) if self.rank == 0 else None]
         dist.broadcast_object_list(texts, src=0, device=torch.device(self.options.device_kind))
         return files.loads(Advice, str(texts[0]), "rank 0's advice")
@@ -299,7 +302,7 @@ class Phases:
         self._mine = joined(self._mine, WorkerResult(slot=self.rank, **found))  # type: ignore[arg-type]
 
     def _send(self) -> None:
-        """Send to rank 0 the measurements since the last time."""
+        """Send to rank 0 the measurements made since this worker last sent results."""
         texts = self.lockstep.gather(files.dumps(self._mine), left_s=self.budget.left_s())
         lists = [each.name for each in fields(WorkerResult) if isinstance(getattr(self._mine, each.name), tuple)]
         self._mine = replace(self._mine, **dict.fromkeys(lists, ()))  # type: ignore[arg-type]
@@ -357,8 +360,8 @@ def in_step(
     """Let rank 0 choose rounds that all ranks measure; every rank calls this.
 
     `meter` measures rounds on this rank, and `merge` turns the samples of all slots into links between hosts. `decide`
-    runs on rank 0 only, and may call its `Measure` any number of times, with at most `patience_s` between two calls.
-    Returns the samples that this rank sent, and on rank 0 the result of `decide`.
+    runs on rank 0 only, and may call the given `Measure` any number of times, with at most `patience_s` between two
+    calls. Returns the samples that this rank sent, and on rank 0 the result of `decide`.
     """
     mine: list[LinkSamples] = []
 
@@ -393,7 +396,8 @@ def lines_of(links: Sequence[LinkSamples], options: WarmupOrder) -> dict[Pair, L
 def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder: Path, budget_s: float) -> Advice:
     """Start the adviser and wait for its answer; if it fails, the Advice is empty and has the reason.
 
-    `command` comes from the order; the names of both files, in `folder`, are appended. `budget_s` limits its search.
+    `command` comes from the order; the names of the question file and the answer file, in `folder`, are appended.
+    `budget_s` limits the adviser's search.
     """
     question, answer = folder / QUESTION, folder / ANSWER
     try:
@@ -420,7 +424,7 @@ def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder:
 def not_measured(
     advised: Sequence[Dimension], measured: Sequence[Dimension], devices_per_host: int
 ) -> tuple[Dimension, ...]:
-    """Return the advised dimensions, with the kinds of collectives that were not measured yet.
+    """Return the advised dimensions, reduced to the kinds of collectives that were not measured yet.
 
     A measured group of a kind stands for all groups with the same number of slots on the same number of hosts.
     """
@@ -455,8 +459,8 @@ def assemble(
 ) -> Measurements:
     """Join the results of all workers, in slot order.
 
-    `dimensions` are the groups of slots whose collectives were timed. `earlier` has links for those that were not
-    measured now. `taken_at` is UTC, ISO 8601.
+    `dimensions` are the groups of slots whose collectives were timed. `earlier` has links that replace unmeasured
+    links. `taken_at` is UTC, ISO 8601.
     """
     links = found_links(options, results, earlier)
     notes = tuple(dict.fromkeys(note for result in results for note in result.notes))
@@ -499,7 +503,7 @@ def assemble(
 
 
 def _verdicts(options: WarmupOrder, links: FoundLinks, found: Speeds) -> tuple[Verdict, ...]:
-    """Compare devices by driver reports and speeds, and links by two measurements."""
+    """Return the verdicts on devices, by driver reports and speeds, and on links, by two measurements."""
     first_HH, size = links.first_HH, options.devices_per_host
     conditions = [options.conditions[first : first + size] for first in range(0, options.num_slots, size)]
     if links.survey is not None:
@@ -515,13 +519,13 @@ def _verdicts(options: WarmupOrder, links: FoundLinks, found: Speeds) -> tuple[V
 
 
 def _median(seconds_S: Sequence[float | None], factor: float) -> float | None:
-    """Return the median slot's time, times a factor; None if no slot measured it."""
+    """Return the time of the median slot, multiplied by a factor; None if no slot measured this time."""
     known = [seconds for seconds in seconds_S if seconds is not None]
     return statistics.median(known) * factor if known else None
 
 
 def _median_loading(times: Sequence[LoadingTime]) -> LoadingTime | None:
-    """Return the median slot's times, which are wall times already."""
+    """Return the loading times of the median slot, which are already wall times."""
     if not times:
         return None
     return LoadingTime(
@@ -550,7 +554,7 @@ def _load_notes(results: Sequence[WorkerResult]) -> Iterator[str]:
 def _compute_notes(
     options: WarmupOrder, compute: Sequence[ComputeTime], missing: Sequence[ComputeCase]
 ) -> Iterator[str]:
-    """Report which compute times are missing, and which scatter."""
+    """Report which compute times are missing, and which compute times scatter."""
     if missing:
         first = f"tp{missing[0].tp} cp{missing[0].cp} mbs{missing[0].micro_batch_size}"
         yield f"compute: {len(missing)} of {len(options.cases)} cases were not measured, such as {first}"

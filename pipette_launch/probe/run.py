@@ -1,7 +1,7 @@
 """One warm-up worker: `python -m pipette_launch.probe.run ORDER.json`, in torchrun's environment.
 
-All workers go through the phases together (`phases`). Rank 0 ends each phase, gathers results through the agent's
-store, and writes the Measurements.
+All workers go through the phases of `phases` together. Rank 0 decides when a phase ends, gathers results through the
+agent's store, and writes the Measurements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         (path,) = arguments
         place = worker_place(os.environ)
         options = files.read(Path(path), WarmupOrder)
-        # Not LOCAL_RANK: torchrun's --virtual-local-rank makes that 0 everywhere.
+        # Compute the local rank from RANK, because torchrun's --virtual-local-rank sets LOCAL_RANK to 0 on every
+        # worker.
         local = place.rank % options.devices_per_host
         progress = Progress(
             folder=Path(options.progress_dir), local_rank=local, limit_s=options.wait_s(options.start_s)
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         progress.announce(progress.phase)
         _work(options, place, progress, started_s)
     except Exception as error:
-        # For any error, the agent needs one line and an exit code.
+        # The agent needs one line and an exit code for any error, so every exception is caught.
         phase = progress.phase if progress else START
         kind = "" if isinstance(error, ProbeError) else f"{type(error).__name__}: "
         text = " ".join(str(error).split())
@@ -71,12 +72,12 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     from pipette_launch.probe.phases import Phases
     from pipette_patches import workload
 
-    # Before anything uses the device: the meter subtracts the memory of other processes there.
+    # Create the meter before this process uses the device, because the meter subtracts the memory of other processes.
     meter = meter_of(options.device_kind, options.device(place.rank).uuid)
     if options.device_kind == "cuda":
         use_device(progress.local_rank, options.device(place.rank).uuid)
-    # Imports, compilation, the first lap and the rendezvous do not depend on the order, so they come
-    # before the budget begins.
+    # The budget does not cover imports, compilation, the first lap and the rendezvous, because the order cannot shorten
+    # them.
     progress.step(0, 0, "imports")
     workload.load(options.device_kind)
     progress.step(0, 0, "first lap")
@@ -92,15 +93,17 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
         workspace_bytes=workspace_bytes,
     )
     phases.alone()
-    # The barrier comes first: the deadline of a connection must not cover the rest of the others' compute.
+    # The barrier comes first, because the deadline of a connection does not allow for the compute phases of other
+    # workers.
     lockstep.barrier(phases.budget.left_s())
-    # No device_id: it would make NCCL split subgroups off the world, and then non-members must call too.
+    # Pass no device_id, because with it NCCL splits subgroups off the world, and then ranks outside the group must make
+    # the call too.
     world, backend = dist.PrefixStore("world", lockstep.store), BACKENDS[options.device_kind]
-    # Deadline of the store for NCCL's id, and of the group's watchdog.
+    # Deadline for reading NCCL's id from the store, and for the watchdog of the group.
     timeout = timedelta(seconds=options.wait_s())
     dist.init_process_group(backend, store=world, rank=place.rank, world_size=place.world_size, timeout=timeout)
     phases.together()
-    # Not after a failure: NCCL would wait for peers that are gone, and the process ends anyway.
+    # Skip this call after a failure, because NCCL would wait for peers that are gone, and the process ends anyway.
     dist.destroy_process_group()
     phases.alone_again()
     progress.announce("report")

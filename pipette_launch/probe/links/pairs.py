@@ -2,17 +2,18 @@
 
 Pairs are measured in rounds of disjoint pairs. Links that look slow are measured again.
 
-Both ends of a pair, and all pairs of a round, must agree on the next message. So a round is a row of steps. Before each
-step every sender wishes for messages of some sizes (`Tally`), and one small all-reduce takes the largest wish of each
-pair's rails. A round ends when no sender wants more.
+Both ends of a pair, and all pairs of a round, must agree on the next message. So a round is a sequence of steps. Before
+each step every sender computes how many messages of each size it wants (`Tally`). One small all-reduce takes the
+largest number of each pair's rails. A round ends when no sender wants more messages.
 
-All rails of a pair of hosts are measured together: every message begins on all of them at once, and the time of the
-hosts is when the last rail has finished. Tensor-parallel ranks of one pipeline stage send to the next stage like that.
-All messages use the communicator of all ranks: one for each pair would cost far more than the measurement.
+All rails (pairs of equal device index) of a pair of hosts are measured together. Every message begins on all rails at
+once, and the time of the hosts ends when the last rail has finished. Tensor-parallel ranks of a pipeline stage send to
+the next stage in the same way. All messages use the communicator of all ranks, because a communicator for each pair
+would cost far more than the measurement.
 
-Shaped links and clouds let a burst pass at line speed before they limit the rate (tc's token bucket: 128 kB, say). So
-every size begins with untimed messages of several bursts, messages follow each other without a pause, and the slope of
-a line comes from messages that are large against a burst.
+Links with a rate limit let a burst pass at line speed before they limit the rate (for example 128 kB by tc's token
+bucket). So every size begins with untimed messages as large as several bursts, and messages follow each other without a
+pause. The slope of a line comes from messages that are much larger than a burst.
 """
 
 # H = hosts, D = devices of one host, S = slots.
@@ -44,31 +45,33 @@ from pipette_launch.probe.lockstep import Budget, Clock, Lockstep
 from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, WarmupOrder, WorkerResult
 
 Group: TypeAlias = tuple[Pair, ...]
-"""Pairs of slots that are measured together: the rails of a pair of hosts, or one pair of local devices."""
-FIRST_BYTES = 64 << 10  # Larger messages wait until the time of this size is known
+"""Pairs of slots that are measured together: all rails of a pair of hosts, or one pair of devices in the same host."""
+FIRST_BYTES = 64 << 10  # Larger messages are sent only after a message of this size was timed
 EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20
-"""A GPU's value is the mean of 8 exchanges in a row, or of fewer if they would exceed 1 MiB."""
+"""A value on a GPU is the mean of 8 exchanges in a row, or of fewer exchanges if 8 would exceed 1 MiB."""
 LEAD_S = 2e-3  # Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges
-GROWTH = 16  # A size waits until the time of a size at least 1/16 as large is known
-TINY_REPEATS = 4  # A tiny message is sent this many times as often: it costs little and scatters most
+GROWTH = 16  # A size is sent only after a size at least 1/16 as large was timed
+TINY_REPEATS = 4  # Factor by which tiny messages are repeated more often, because their times scatter most
 WARM_BYTES = 256 << 10
 MAX_WARMUPS = 4
 MIN_VALUES = 3
 MAX_VALUES = 24
 TARGET_SPREAD = 0.04
-"""Values with a smaller spread suffice: even if three of five are disturbed, they are at most 9 % too slow."""
+"""Values with a smaller relative spread are not repeated: even if three of five are disturbed, the result is at most 9
+% too slow."""
 PARTNER_SHARE = 0.8
-"""Share of the deadline within which the own partner must answer: a rank that knows the name must fail first."""
-LINKS_SHARE = 0.7  # Links may use the budget up to this share; the rest is for collectives
-MAX_DECISIONS = 32  # Limit of rank 0's decisions whether there is time left: each is a store access of every rank
+"""Share of the deadline within which a rank's partner must answer, so that the rank that can name the silent partner
+fails first."""
+LINKS_SHARE = 0.7  # Links may be timed until this share of the budget is spent; the rest is for collectives
+MAX_DECISIONS = 32  # Most checks by rank 0 whether time is left; each check is a store access of every rank
 LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
 MOST_DIRECTION_S = 1.0
-AGREE = 1.25  # Two measurements agree if the later is faster by a smaller factor
-MAX_MEASUREMENTS = 4  # Limit of measurements of the first links inside hosts
+AGREE = 1.25  # Two measurements agree if the later one is faster by at most this factor
+MAX_MEASUREMENTS = 4  # Most measurements of the first links inside hosts
 
 
 def ladder(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes to send, ascending: the wanted ones, a tiny one, and a first step if the wanted are large."""
+    """Return the sizes to send, ascending: the wanted sizes, TINY_BYTES, and FIRST_BYTES if all wanted are larger."""
     first = (FIRST_BYTES,) if max(sizes_bytes) > FIRST_BYTES else ()
     return tuple(sorted({TINY_BYTES, *first, *sizes_bytes}))
 
@@ -81,7 +84,7 @@ def num_exchanges(size_bytes: int) -> int:
 def in_passes(counts: Sequence[int]) -> Iterator[int]:
     """Yield the index of each size `counts` times: in passes over all sizes, the largest first.
 
-    With passes, a disturbance of a second affects a value or two of every size, not all values of one.
+    With passes, a disturbance of a second affects a value or two of every size, not all values of one size.
     """
     regular = counts[1:] if any(counts[1:]) else counts
     passes = max(regular, default=0)
@@ -92,7 +95,7 @@ def in_passes(counts: Sequence[int]) -> Iterator[int]:
 
 
 def sending_order(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the same order as (size, count) for rails that begin every message together; only tiny ones in a row."""
+    """Return the order of `in_passes` as (size, count), with only the tiny messages in a row."""
     found: list[tuple[int, int]] = []
     for index, run in groupby(in_passes(counts)):
         count = len(list(run))
@@ -101,9 +104,9 @@ def sending_order(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def quartile_spread(values: Sequence[float]) -> float:
-    """Return half the distance between the quartiles, divided by the median; of at least two values.
+    """Return half the distance between the quartiles, divided by the median, of at least two values.
 
-    This is stricter than the median absolute deviation, which calls (1, 1, 1, 2, 2) steady.
+    The quartile spread is stricter than the median absolute deviation, which is 0 for (1, 1, 1, 2, 2).
     """
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / (2 * middle) if middle else 0.0
@@ -112,8 +115,9 @@ def quartile_spread(values: Sequence[float]) -> float:
 def undisturbed(values: Sequence[float]) -> list[float]:
     """Return the fastest quarter of the times of a tiny message.
 
-    If processes wait for a processor, the median contains that wait. A large message waits less, as its bytes travel
-    meanwhile. Subtracting the median from its time made links look up to a fifth too fast.
+    If processes wait for a processor, the median of tiny messages contains this wait. A large message waits less,
+    because its bytes travel meanwhile. Subtracting the median from the time of a large message made links look up to a
+    fifth too fast.
     """
     return sorted(values)[: max(1, len(values) // 4)]
 
@@ -121,9 +125,9 @@ def undisturbed(values: Sequence[float]) -> list[float]:
 def condensed(samples: Samples) -> Samples:
     """Return three values around the lower quartile, with the spread of all values, and the last warm-up.
 
-    The lower quartile, because a disturbance only slows a message down. Medians of the same messages were up to a half
-    further off the rates set on a laboratory's links, and the fastest value is too fast if a queue was empty. Three
-    values, because with 64 hosts of 8 devices all values of all links would be 50 MB of text on rank 0.
+    The lower quartile is used because a disturbance only slows a message down. On links with a set rate, the error of
+    medians was up to half larger, and the fastest value is too fast if a queue was empty. Three values are kept
+    because, with 64 hosts of 8 devices, all values of all links would be 50 MB of text on rank 0.
     """
     values = samples.values_s
     quartile = statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
@@ -139,7 +143,7 @@ def condensed(samples: Samples) -> Samples:
 
 
 def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
-    """Subtract the acknowledgement from each round trip; the first entry is the tiny message, which is two of them."""
+    """Subtract the acknowledgement from each round trip: half of the tiny message's round trip, the first entry."""
     back_s = round_trips[0].median_s / 2
     return tuple(
         Samples(
@@ -155,18 +159,18 @@ class Tally:
     """The times that the sender of one direction has measured, and the messages that it still wants to send."""
 
     sizes: tuple[int, ...]
-    """From `ladder`."""
+    """Message sizes in bytes, from `ladder`."""
     repeats: int
     """Number of values of each size before their spread is computed."""
     warmups: int
     bound_s: float
-    """Time for this direction; the least number of messages is sent in any case."""
+    """Seconds for this direction; the least number of messages is sent in any case."""
     is_queued: bool = False
-    """Each value is a mean of `num_exchanges`, as on GPUs."""
+    """True if each value is a mean of `num_exchanges` exchanges, as on GPUs."""
     warm_s: list[list[float]] = field(init=False)
     values_s: list[list[float]] = field(init=False)
     own_s: list[list[float]] = field(init=False)
-    """Times of this rail alone, of the same messages as `values_s`."""
+    """Times of the messages in `values_s` on this rail alone."""
 
     def __post_init__(self) -> None:
         self.warm_s = [[] for _ in self.sizes]
@@ -174,9 +178,9 @@ class Tally:
         self.own_s = [[] for _ in self.sizes]
 
     def add(self, index: int, own_s: float, all_s: float | None = None) -> None:
-        """Record one message of size `index`: first its warm-ups, then its values.
+        """Record one message of size `index`; the first messages of each size are warm-ups.
 
-        `own_s` is the time of this rail, `all_s` until all rails had finished; None = one rail.
+        `own_s` is the time of this rail. `all_s` is the time until all rails had finished; None = one rail.
         """
         seconds = own_s if all_s is None else all_s
         if len(self.warm_s[index]) < self._num_warmups(index):
@@ -186,15 +190,15 @@ class Tally:
             self.own_s[index].append(own_s)
 
     def wish(self) -> tuple[int, ...]:
-        """Return the number of messages of each size that should follow; all 0 = enough is known.
+        """Return the number of messages of each size that should follow; all 0 = no more messages are needed.
 
-        Warm-ups come first, from small to large, up to the first size for which there is no time. Then the values that
-        fit into the time, up to `repeats`; then twice the number while they still scatter, and so on.
+        Warm-ups come first, from small to large, up to the first size for which no time is left. Then up to `repeats`
+        values follow if they fit into the time. The number of values doubles while they still scatter.
         """
         return self._next_warmups() or self._next_values() or (0,) * len(self.sizes)
 
     def samples(self, *, own: bool = False) -> tuple[tuple[int, ...], tuple[Samples, ...]]:
-        """Return sizes and values: until all rails had finished, or only of this rail."""
+        """Return sizes and times, until all rails had finished; with `own`, the times of this rail alone."""
         values_s = self.own_s if own else self.values_s
         kept = [index for index, values in enumerate(values_s) if values]
         samples = tuple(
@@ -221,7 +225,7 @@ class Tally:
         return tuple(counts) if any(counts) else None
 
     def _affords(self, index: int, tried: int) -> bool:
-        """Return whether the least number of messages of a size fits into the time, judged by a smaller size."""
+        """Return whether the least number of messages of a size fits into the time, judged by a smaller size's time."""
         seconds = self.warm_s[tried][-1] * self.sizes[index] / self.sizes[tried]
         return self._took_s(index, seconds) * (self._num_warmups(index) + MIN_VALUES) <= self.bound_s
 
@@ -232,7 +236,8 @@ class Tally:
             return self._more(lacking, max(MIN_VALUES, self._affordable(lacking, self.repeats)))
         unsure = [index for index in kept if quartile_spread(self.values_s[index]) > TARGET_SPREAD]
         if any(self.sizes[index] != TINY_BYTES for index in unsure):
-            # The same disturbance may have affected all values of another size, which then do not scatter.
+            # A disturbance may have slowed all values of another size equally, so a small scatter does not prove them
+            # right.
             unsure = kept
         had = max((len(self.values_s[index]) // self._factor(index) for index in unsure), default=MAX_VALUES)
         count = self._affordable(unsure, min(had, MAX_VALUES - had))
@@ -264,20 +269,20 @@ class Tally:
 
 
 def rail_groups(pairs: Sequence[Pair], devices_per_host: int) -> tuple[Group, ...]:
-    """Return all rails of each pair of hosts: device i of one host and device i of the other."""
+    """Return all rails of each pair of hosts. A rail joins device i of one host with device i of the other host."""
     size = devices_per_host
     return tuple(tuple((a * size + rail, b * size + rail) for rail in range(size)) for a, b in pairs)
 
 
 def local_groups(pairs: Sequence[Pair], num_hosts: int, devices_per_host: int) -> tuple[Group, ...]:
-    """Return the same pairs of local devices in every host, each a group of its own."""
+    """Return the pairs of local devices in every host, each pair as a separate group."""
     bases = range(0, num_hosts * devices_per_host, devices_per_host)
     return tuple(((base + a, base + b),) for base in bases for a, b in pairs)
 
 
 @dataclass(kw_only=True)
 class LinkMeter:
-    """Measures pairs of hosts, or of local devices; every rank calls the same methods in the same order.
+    """Measures pairs of hosts, or of devices in a host; every rank calls the same methods in the same order.
 
     Each rank returns its samples as a sender. The caller decides whether there is time for another round.
     """
@@ -301,9 +306,9 @@ class LinkMeter:
     ) -> tuple[LinkSamples, ...]:
         """Measure pairs of hosts, all rails at once, or pairs of local devices, in every host at once.
 
-        `rounds` has disjoint pairs of hosts, or of local devices with `within`. Progress and error messages have the
-        round as `first` of `of`; 0 = the length of `rounds`. Raises ProbeError with a slot and the round if a partner
-        does not answer by the deadline.
+        Each of `rounds` has disjoint pairs of hosts, or of local devices with `within`. Progress and error messages
+        show round number `first` of `of` rounds; 0 = the length of `rounds`. Raises ProbeError with a slot and the
+        round if a partner does not answer by the deadline.
         """
         num_hosts, size = len(self.options.hosts), self.options.devices_per_host
         found: list[LinkSamples] = []
@@ -316,17 +321,17 @@ class LinkMeter:
         return tuple(found)
 
     def _round(self, groups: Sequence[Group]) -> list[LinkSamples]:
-        """Measure both directions of all pairs, low ends first; returns this rank's samples as a sender, if any."""
+        """Measure both directions of all pairs; the lower slots send first. Returns this rank's samples as a sender."""
         mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self._rank in pair), None)
         with self._deadline("the others"):
-            # All ranks leave this call together.
+            # All ranks return from this call together.
             slowest_of_all(0.0, self.options.device_kind, self.options.wait_s(), self.clock)
         if mine is None:
             for _ in range(2):
                 self._direction(groups, None, None)
             return []
         index, pair = mine
-        # The first contact opens connections, which training does once; no timed message should include it.
+        # The first message opens connections, which training does only once, so this message is not timed.
         self._swap(self._ack, self._ack.clone(), pair, sends_first=self._rank == pair[0])
         found = []
         for sender, receiver in (pair, pair[::-1]):
@@ -357,9 +362,10 @@ class LinkMeter:
     def _direction(self, groups: Sequence[Group], mine: tuple[int, Pair] | None, tally: Tally | None) -> None:
         """Let all senders of one direction send, step by step, until no sender wants more.
 
-        Without steps, rails that share a wire drift apart, and each finds the wire free while the others pause.
+        Without common steps, rails that share a wire drift apart, so each rail finds the wire free while other rails
+        pause.
 
-        `mine` is the index of this rank's group, and its pair there. A receiver has no tally.
+        `mine` is the index of this rank's group, and this rank's pair in the group. A receiver has no tally.
         """
         has_rails = any(len(group) > 1 for group in groups)
         while True:
@@ -386,11 +392,12 @@ class LinkMeter:
                 slowest = self._largest(times) if has_rails else times.tolist()
                 if mine is not None and tally is not None:
                     for seconds in own_s:
-                        # A tiny message is all latency: it does not share the wire with other rails.
+                        # The time of a tiny message is all latency, so sharing the wire with other rails does not slow
+                        # it.
                         tally.add(index, seconds, slowest[mine[0]][0] if index else seconds)
 
     def _largest(self, wishes: torch.Tensor) -> list[list[float]]:
-        """Return for each group the largest numbers of its rails; all ranks leave this call at the same time."""
+        """Return for each group the largest numbers of its rails; all ranks return from this call at the same time."""
         shared = wishes.to(self.options.device_kind)
         with self._deadline("the others"):
             self._finish([dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)], self.options.wait_s())
@@ -402,7 +409,7 @@ class LinkMeter:
         return self._largest(torch.tensor([[number]], dtype=torch.float64))[0][0]
 
     def _message(self, index: int, pair: Pair, *, is_sender: bool) -> float:
-        """Send or answer a message of this size; returns the seconds until the answer came."""
+        """Send or answer a message of size `index`; returns the seconds until the answer came."""
         if self._queued is None:
             before_s = self.clock()
             self._swap(*self._ends(index, is_sender=is_sender), pair, sends_first=is_sender)
@@ -412,7 +419,7 @@ class LinkMeter:
         def exchange(index: int) -> None:
             for operation in _operations(*self._ends(index, is_sender=is_sender), peer, sends_first=is_sender):
                 for work in dist.batch_isend_irecv([operation]):
-                    # This wait blocks the stream, not the host.
+                    # On CUDA this wait blocks the stream, not the host.
                     work.wait()
 
         with self._deadline(self.options.slot_name(peer)):
@@ -424,19 +431,19 @@ class LinkMeter:
             )
 
     def _ends(self, index: int, *, is_sender: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tensors that this rank sends and receives: message and acknowledgement, or the reverse."""
+        """Return the tensors that this rank sends and receives: the message, and a tiny acknowledgement."""
         message = self._buffer[: self.sizes[index]]
         return (message, self._ack) if is_sender else (self._ack, message)
 
     def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, pair: Pair, *, sends_first: bool) -> None:
-        """Send one message and receive one, in this order or the other, and wait until the device has done both."""
+        """Send one message and receive one, and wait until the device has done both; `sends_first` gives the order."""
         peer = pair[0] + pair[1] - self._rank
         with self._deadline(self.options.slot_name(peer)):
             for operation in _operations(outgoing, incoming, peer, sends_first=sends_first):
                 self._finish(dist.batch_isend_irecv([operation]), PARTNER_SHARE * self.options.wait_s())
 
     def _finish(self, works: Iterable[dist.Work | None], timeout_s: float) -> None:
-        """Wait for transfers, on the device too; raises RuntimeError or TimeoutError at the deadline."""
+        """Wait for transfers, also on the device; raises RuntimeError or TimeoutError at the deadline."""
         for work in works:
             assert work is not None, "every rank is in the world's communicator"
             # NCCL's wait only queues the work on the device, and its deadline does not reach the device.
@@ -456,9 +463,9 @@ class LinkMeter:
 def _operations(
     outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, *, sends_first: bool
 ) -> tuple[dist.P2POp, dist.P2POp]:
-    """Return a send and a receive in their order, each for its own `batch_isend_irecv`.
+    """Return a send and a receive in the given order, each as a list for a separate `batch_isend_irecv`.
 
-    That function uses the world's communicator; NCCL's plain send would open one for each pair.
+    `batch_isend_irecv` uses the world's communicator, but NCCL's plain send would open a communicator for each pair.
     """
     send = dist.P2POp(dist.isend, outgoing, peer)
     receive = dist.P2POp(dist.irecv, incoming, peer)
@@ -466,7 +473,7 @@ def _operations(
 
 
 def slowest_of_all(seconds: float, device_kind: str, timeout_s: float, clock: Clock = time.perf_counter) -> float:
-    """Return the largest of all ranks' numbers, by the smallest all-reduce; TimeoutError at a GPU's deadline."""
+    """Return the largest of all ranks' numbers, by a one-element all-reduce; on a GPU, TimeoutError at the deadline."""
     largest = torch.tensor([seconds], dtype=torch.float64, device=device_kind)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if device_kind == "cuda":
@@ -475,7 +482,7 @@ def slowest_of_all(seconds: float, device_kind: str, timeout_s: float, clock: Cl
 
 
 def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
-    """Return the seconds for one direction of a pair, if `num_rounds` rounds are to fit into the time left."""
+    """Return the seconds for one direction of a pair, so that `num_rounds` rounds fit into `left_s`."""
     fair_s = left_s / (2 * max(num_rounds, 1))
     return min(max(fair_s, LEAST_DIRECTION_S[device_kind]), MOST_DIRECTION_S)
 
@@ -487,12 +494,12 @@ def measure(
     budget: Budget,
     between: Sequence[Round] | None = None,
 ) -> WorkerResult:
-    """Time pairs of local devices and pairs of hosts, and again what looks slow; every rank calls this.
+    """Time pairs of local devices and pairs of hosts, and slow pairs again; every rank makes this call.
 
     The result has this rank's samples as a sender, and notes on rounds that were skipped.
 
-    At least one round of each kind is measured, and no other after the share of links is spent. `between` has the
-    rounds between hosts; None = all pairs.
+    At least one round of each kind is measured. No further round begins after the links' share of the budget is spent.
+    `between` has the rounds between hosts; None = all pairs.
     """
     between = all_pairs(range(len(options.hosts))) if between is None else between
     within = all_pairs(range(options.devices_per_host))
@@ -535,7 +542,7 @@ def measure(
 def in_turns(between: Sequence[Round], within: Sequence[Round]) -> Iterator[tuple[bool, int, Round]]:
     """Alternate rounds between hosts and within them: (whether between, number from 1, pairs).
 
-    So a budget that runs out leaves neither kind without a measurement.
+    If the budget runs out, both kinds then have some measurements.
     """
     for number, (outer, inner) in enumerate(zip_longest(between, within), start=1):
         if outer is not None:
@@ -549,16 +556,17 @@ def settled(
     largest: Callable[[float], float],
     has_time: Callable[[], bool],
 ) -> tuple[LinkSamples, ...]:
-    """Measure links until two measurements agree, as the first may be slow; returns the fastest of each link.
+    """Measure links until two measurements agree; returns the fastest measurement of each link.
 
     On a virtual machine that had been idle for a minute, the first large messages inside hosts took two to four times
-    as long as a few seconds later (5 MB: 39 to 113 MB/s, later 140 to 330). The reason is not known.
+    as long as a few seconds later (5 MB: 39 to 113 MB/s, later 140 to 330). The first measurement may thus be slow, for
+    an unknown reason.
 
-    `largest` returns the largest of all ranks' numbers, and `has_time` the same answer on every rank.
+    `largest` returns the largest of all ranks' numbers. `has_time` returns the same answer on every rank.
     """
 
     def seconds_per_byte(link: LinkSamples) -> float:
-        # The largest message depends on the available time.
+        # Divide by the size, because the largest message depends on the available time.
         return link.samples[-1].median_s / link.sizes_bytes[-1]
 
     found = [measure()]
@@ -571,7 +579,7 @@ def settled(
 
 
 def suspect_rounds(options: WarmupOrder, rank: int, links: Sequence[LinkSamples]) -> tuple[Round, ...]:
-    """Return the pairs of hosts that look slow, in rounds; the same answer on every rank."""
+    """Return the pairs of hosts that look slow, in rounds; the result is the same on every rank."""
     if len(options.hosts) < 2:
         return ()
     return rounds_of(suspect_links(shared_bandwidth_HH(options, rank, links)))
@@ -584,7 +592,7 @@ def shared_bandwidth_HH(options: WarmupOrder, rank: int, links: Sequence[LinkSam
     for link in links:
         if link.target // size != rank // size:
             everyone[rank, link.target // size] = fit_link(link).hosts.bytes_per_s
-    # Each rank fills its own row, and the others have zeros there, so the sum gathers all rows.
+    # Each rank fills its own row, and other ranks have zeros in this row, so the sum gathers all rows.
     shared = everyone.to(options.device_kind)
     dist.all_reduce(shared)
     # Rails of a pair that were measured together have the same rate.

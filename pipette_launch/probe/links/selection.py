@@ -1,13 +1,14 @@
-"""Chooses the links between hosts to measure, and estimates the others. Pure.
+"""Pure functions that choose the links between hosts to measure, and estimate the remaining links.
 
-Few hosts: every pair is measured. Many hosts: about 30 rounds, of three kinds, in one pass.
+With few hosts, every pair is measured. With many hosts, about 30 rounds of three kinds are measured.
 
-1. Blind rounds: a random sample, before anything is known.
-2. Scouting rounds, if no scheduler names the switches: pairs that show which hosts are near each other.
-3. Plan rounds: the adviser plans with all links, and the links that its plans use are measured. Then it plans again.
+1. Blind rounds: a random sample, before any link is known.
+2. Scouting rounds, if no scheduler names the switches: pairs that show which hosts share fast links.
+3. Plan rounds: the adviser (the planner's process) plans with all links, and the links that its plans use are measured.
+Then the adviser plans again.
 
-Links that were not measured are estimated. The first plans see optimistic estimates, so they try links that may be
-fast, and these links are then measured. The last plan sees likely estimates, so it rests on measured links.
+Links that were not measured are estimated. The first plans use optimistic estimates, so these plans try links that may
+be fast, and such links are then measured. The last plan uses likely estimates, so this plan mostly uses measured links.
 
 A round is a set of disjoint pairs of hosts, because a clean measurement occupies both hosts.
 `search/placement/tiers.py` also finds near hosts, but needs the links of all pairs.
@@ -33,7 +34,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Pair = tuple[int, int]
 Round = tuple[Pair, ...]
-Place = tuple[str, ...]  # The switches above a host, outermost first; empty if not known
+Place = tuple[str, ...]  # Names of the switches above a host, outermost first; empty if not known
 
 
 class Line(NamedTuple):
@@ -43,41 +44,41 @@ class Line(NamedTuple):
     seconds_per_byte: float
 
 
-Lines = Mapping[Pair, Line]  # By (sender, receiver)
+Lines = Mapping[Pair, Line]  # Lines by (sending host, receiving host)
 Measure = Callable[[Sequence[Round]], Lines]
-"""Measures rounds of host pairs, and returns both directions of each pair that could be measured."""
+"""Function that measures rounds of host pairs, and returns the two directions of each pair that could be measured."""
 Advise = Callable[[Links], Sequence[Pair]]
-"""Plans with these links, and returns the host pairs that the plans use, most important first."""
+"""Function that plans with given links, and returns the host pairs that the plans use, most important first."""
 
-MOST_ROUNDS = 30  # Blind, scouting and plan rounds together
+MOST_ROUNDS = 30  # Most blind, scouting and plan rounds together
 PASS_ROUNDS = 5
-"""Plan rounds before the adviser plans again. A ring and a path through every host are 4 links of each host."""
+"""Most plan rounds before the adviser plans again. A ring and a path through every host need 4 links of each host."""
 LEAST_ROUNDS = 2  # With fewer rounds left, the adviser does not plan again
 SCOUTING_SHARE = 0.8  # Scouting rounds take at most this share of the rounds that are left after the blind ones
-LEAST_SCOUTS = 0.05  # Scouting ends when fewer than this share of the hosts are in a pair that would show something new
+LEAST_SCOUTS = 0.05  # Scouting ends when fewer than this share of hosts are in an untested pair
 BLIND_SCOUTING_ROUNDS = 4
-"""Number of scouting rounds that may measure random pairs, while no groups of hosts are visible."""
+"""Most scouting rounds that measure random pairs because no groups of near hosts are visible yet."""
 CHANGED = 0.10  # A cached link has changed if its time per byte differs by more than this share
 STALE, STALE_LEAST = 0.25, 2
-"""All cached links are discarded if more than this share of those measured again have changed, and at least this
-number: a single changed link says nothing about the others."""
+"""All cached links are discarded if more than 25 % of the links measured again have changed, and at least 2 links. A
+single changed link says nothing about other links."""
 
 GRID, BLUR = 0.005, 0.01
-"""Histogram step, and width of the kernel that smooths it, in log bandwidth. A few percent of noise must not look like
-a tier of switches."""
+"""Step of the histogram of links, and width of the kernel that smooths it, in log bandwidth. A few percent of noise
+must not look like a tier of switches."""
 VALLEY = 0.5
 """Two tiers are distinct if the density between them is below this share of the lower peak (less its uncertainty)."""
-LEAST_LINKS, LEAST_SEEN = 6, 200  # A tier needs this number of links, and no tier is inferred from fewer links in total
-FAR_SHARE = 0.1  # Groups are split only if more than this share of the links inside them are far
+LEAST_LINKS, LEAST_SEEN = 6, 200  # Fewest links of a tier, and fewest links in total for inferring tiers
+FAR_SHARE = 0.1  # A group is split only if more than this share of the links inside the group are far
 MOST_LEVELS = 3
 SMALL = 0.3  # A group smaller than this share of the usual group is dissolved into the group with the best links to it
 SEVERAL = 3
-SURE = 2  # Majority of links, far over near or near over far, that decides about two groups: one link may be disturbed
+SURE = 2  # Majority of far or near links that decides about two groups, because one link may be disturbed
 
-HOST_QUANTILE = 0.75  # The rate of a host shows in its better links: other links may be slow because of their other end
+HOST_QUANTILE = 0.75  # A host's rate is this quantile of its links, as slow links may be due to the other host
 SHRINKAGE = 2.0  # The estimated factor of a host with n measured links counts n / (n + SHRINKAGE)
 SWEEPS = 3
-OPTIMISTIC_QUANTILE = 0.9  # An optimistic estimate equals this quantile of the measured links of its tier
+OPTIMISTIC_QUANTILE = 0.9  # Optimistic estimates equal this quantile of the measured links of a tier
 
 
 def ordered(pair: Pair) -> Pair:
@@ -89,7 +90,7 @@ def all_pairs(hosts: Sequence[int]) -> tuple[Round, ...]:
     """Split all pairs of these hosts into the fewest rounds: N - 1 for N hosts, or N if N is odd (circle method)."""
     if len(hosts) < 2:
         return ()
-    # The first host keeps its position and the others turn. The partner of -1 rests.
+    # The first host keeps its position and the other hosts rotate. The partner of -1 is idle in the round.
     ring = [*hosts, *([] if len(hosts) % 2 == 0 else [-1])]
     rounds = []
     for _ in range(len(ring) - 1):
@@ -103,8 +104,8 @@ def all_pairs(hosts: Sequence[int]) -> tuple[Round, ...]:
 def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round, ...]:
     """Put each pair into the first round in which both hosts are free.
 
-    The most important pairs come first, in either direction. Pairs that do not fit into `most` rounds are left out;
-    None = no limit.
+    The most important pairs come first; the direction of a pair does not matter. Pairs that do not fit into `most`
+    rounds are left out; None = no limit.
     """
     rounds: list[list[Pair]] = []
     busy: list[set[int]] = []
@@ -123,9 +124,10 @@ def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round,
 def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.random.Generator) -> tuple[Round, ...]:
     """Draw rounds before anything is measured; no pair comes twice.
 
-    Known switches: every other round stays below the innermost switches, because plans use near links most. The rounds
-    between take the higher tiers in turn. Unknown switches: pairs at random, and neighbours in the order of the hosts,
-    because host names often follow the racks. Then only half of the rounds are drawn, as scouting rounds choose better.
+    If switches are known, every other round stays below the innermost switches, because plans use near links most. The
+    rounds between take the higher tiers in turn. If switches are unknown, pairs are random, or neighbours in the order
+    of the hosts, because host names often follow the racks. Then only half of the rounds are drawn, because scouting
+    rounds choose better pairs.
 
     Few hosts may have fewer than `count` rounds.
     """
@@ -152,7 +154,7 @@ def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.ra
 
 
 def _matching(score_HH: Floats, order_H: Ints, pairs: Round = ()) -> Round:
-    """Add to the pairs: each idle host, in this order, gets the idle partner of the highest score above 0."""
+    """Add pairs: each idle host, in the given order, gets the idle partner with the highest score above 0."""
     found = list(pairs)
     idle_H = np.ones(len(score_HH), dtype=bool)
     idle_H[[host for pair in pairs for host in pair]] = False
@@ -166,13 +168,13 @@ def _matching(score_HH: Floats, order_H: Ints, pairs: Round = ()) -> Round:
 
 
 def switch_groups(num_hosts: int, places: Sequence[Place]) -> tuple[Ints, ...]:
-    """Return the group of each host (H) below each tier of switches, innermost first; empty if not known."""
+    """Return each host's group (H) below each tier of switches, innermost first; empty if no switches are known."""
     tiers: list[Ints] = []
     depth = min((len(place) for place in places), default=0) if len(places) == num_hosts else 0
     for level in range(1, depth + 1):
         names = [place[:level] for place in places]
         number = {name: index for index, name in enumerate(dict.fromkeys(names))}
-        # A tier that splits nothing, or leaves every host alone, has no information.
+        # A tier without information puts all hosts into one group, or each host into a separate group.
         if (int(tiers[0].max()) + 1 if tiers else 1) < len(number) < num_hosts:
             tiers.insert(0, np.array([number[name] for name in names], dtype=np.int64))
     return tuple(tiers)
@@ -187,26 +189,26 @@ def tiers_between(num_hosts: int, groups: Sequence[Ints]) -> Ints:
 
 
 class Grouping(NamedTuple):
-    """The hosts in groups of one level."""
+    """Groups of near hosts at one level of nearness."""
 
     group_H: Ints
     home_H: Ints
-    """As `group_H`, but small groups are dissolved into the group with the best links to them."""
+    """Group of each host after small groups joined the large group with the best links to them."""
     tests_CC: Ints
-    """Number of far links less number of near links between two groups; SURE on the diagonal."""
+    """Number of far links minus number of near links between two groups; SURE on the diagonal."""
 
 
 def groupings_of(num_hosts: int, lines: Lines) -> tuple[Grouping, ...]:
     """Infer groups of near hosts from few measured links, widest first; each grouping divides the one before.
 
-    Being near is transitive, and near hosts have the same distance to every other host. So one link says something
-    about all members of two groups.
+    Being near is transitive, and near hosts have the same distance to every other host. So one link between two groups
+    is evidence about all their members.
     """
     one_N, other_N, log_N = _pairs(lines)
     outer_H = np.zeros(num_hosts, dtype=np.int64)
     found: list[Grouping] = []
     while len(found) < MOST_LEVELS:
-        # Links between known groups are far, and would outnumber the others.
+        # Links between known groups are far, and would outnumber the links inside groups.
         inside_N = outer_H[one_N] == outer_H[other_N]
         level = lowest_level(log_N[inside_N])
         if level is None:
@@ -222,10 +224,10 @@ def groupings_of(num_hosts: int, lines: Lines) -> tuple[Grouping, ...]:
 
 
 def scouting_round(num_hosts: int, lines: Lines, rng: np.random.Generator) -> Round:
-    """Choose the pairs that show most about which hosts are near; empty if no groups are visible, or all is known.
+    """Choose pairs that best show which hosts are near; empty if no groups are visible, or no pair is open.
 
-    Each pair tests whether the groups of both hosts are one group, at the widest level where that is open. No two
-    pairs test the same two groups.
+    Each pair tests whether the groups of its hosts are one group, at the widest level that is still undecided.
+    Different pairs test different groups.
     """
     pairs: list[Pair] = []
     idle_H = np.ones(num_hosts, dtype=bool)
@@ -246,7 +248,7 @@ def scouting_round(num_hosts: int, lines: Lines, rng: np.random.Generator) -> Ro
 
 
 def lowest_level(log_N: Floats) -> float | None:
-    """Return the log bandwidth that separates far from near links: the lowest valley of their density; None = none."""
+    """Return the log bandwidth that separates far from near links: their density's lowest valley; None = no valley."""
     if len(log_N) < LEAST_SEEN:
         return None
     grid = np.arange(log_N.min() - 4 * BLUR, log_N.max() + 4 * BLUR, GRID)
@@ -257,7 +259,7 @@ def lowest_level(log_N: Floats) -> float | None:
     for peak in (np.flatnonzero((density[1:-1] > density[:-2]) & (density[1:-1] >= density[2:])) + 1).tolist():
         valley = top + int(density[top : peak + 1].argmin())
         below = int((log_N < grid[valley]).sum())
-        # If few links are far, they belong to slow hosts.
+        # If few links are far, these links belong to slow hosts.
         enough = below >= max(FAR_SHARE * len(log_N), LEAST_LINKS) and len(log_N) - below >= LEAST_LINKS
         rare = min(density[top], density[peak])
         # Counts are random, so the lower peak may be one standard deviation smaller.
@@ -282,7 +284,7 @@ def _grouped(num_hosts: int, one_N: Ints, other_N: Ints, near_N: NDArray[np.bool
     """Join groups along near links, fastest first, if the links between the two groups are near by majority."""
     group_H = list(range(num_hosts))
     members = {host: [host] for host in range(num_hosts)}
-    # Near links less far links between two groups.
+    # Number of near links minus number of far links between two groups.
     votes: dict[int, dict[int, int]] = {host: {} for host in range(num_hosts)}
     for one, other, near in zip(one_N.tolist(), other_N.tolist(), near_N.tolist(), strict=True):
         for a, b in ((one, other), (other, one)):
@@ -306,9 +308,9 @@ def _grouped(num_hosts: int, one_N: Ints, other_N: Ints, near_N: NDArray[np.bool
 
 
 def _with_small_groups_dissolved(group_H: Ints, outer_H: Ints, one_N: Ints, other_N: Ints, log_N: Floats) -> Ints:
-    """Put hosts of small groups into the large group, of the same outer group, to which their links are best.
+    """Put hosts of small groups into the large group with the best links to them, inside the same outer group.
 
-    Such a host is slow, so that all its links look far, or only its far links were measured.
+    A host is in a small group if it is slow, so that all its links look far, or if only far links were measured.
     """
     count = int(group_H.max()) + 1
     size_C = np.bincount(group_H, minlength=count)
@@ -328,11 +330,11 @@ def _with_small_groups_dissolved(group_H: Ints, outer_H: Ints, one_N: Ints, othe
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Estimate:
-    """Links of all pairs, measured or estimated."""
+    """Links of all pairs of hosts, measured or estimated."""
 
     links: Links
     optimistic: Links
-    """As `links`, but with optimistic estimates."""
+    """Links of all pairs, with optimistic estimates for unmeasured links."""
     measured_HH: NDArray[np.bool_]
 
 
@@ -341,8 +343,8 @@ def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Esti
 
     All parameters are quantiles of logarithms, because each host has few measured links, and some are disturbed.
 
-    `lines` has at least one line, of one or both directions of a pair. `places` has the switches above each host; if
-    not known, tiers are inferred from the links.
+    `lines` has at least one line, and may have only one direction of a pair. `places` has the switches above each host;
+    if these are not known, tiers are inferred from the links.
     """
     latency_HH, seconds_HH = (np.full((num_hosts, num_hosts), np.nan) for _ in range(2))
     ends = np.array(list(lines), dtype=np.int64).T
@@ -351,7 +353,8 @@ def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Esti
     groups = switch_groups(num_hosts, places) or [one.home_H for one in groupings_of(num_hosts, lines)]
     tier_HH = tiers_between(num_hosts, groups)
     log_HH = -np.log(seconds_HH)
-    # Two models: the slower end decides, or both ends have a share. The model with the smaller median error is used.
+    # Fit two models: the slower host decides, or the rate is a product of two host factors. The model with the smaller
+    # median error is used.
     fits = [_as_slower_end(log_HH, tier_HH), _as_product(log_HH, tier_HH)]
     likely_HH = min(fits, key=lambda fit_HH: float(np.nanmedian(np.abs(log_HH - fit_HH))))
     optimistic_HH = likely_HH + _by_tier(log_HH - likely_HH, tier_HH, OPTIMISTIC_QUANTILE)
@@ -369,7 +372,7 @@ def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Esti
 
 
 def _as_slower_end(log_HH: Floats, tier_HH: Ints) -> Floats:
-    """Each host has one rate as a sender and one as a receiver, and a link has the rate of its slower end."""
+    """Estimate each host's rates as sender and as receiver; a link has the rate of its slower host."""
     left_HH = log_HH - _by_tier(log_HH, tier_HH, 0.5)
     sender_H, receiver_H = _host_factors(left_HH, HOST_QUANTILE), _host_factors(left_HH.T, HOST_QUANTILE)
     ends_HH = np.minimum(sender_H[:, None], receiver_H)
@@ -377,7 +380,7 @@ def _as_slower_end(log_HH: Floats, tier_HH: Ints) -> Floats:
 
 
 def _as_product(log_HH: Floats, tier_HH: Ints) -> Floats:
-    """Each host has one factor as a sender and one as a receiver (Tukey's median polish)."""
+    """Estimate each host's factors as sender and as receiver (Tukey's median polish)."""
     ends_HH = np.zeros_like(log_HH)
     receiver_H = np.zeros(len(log_HH))
     for _ in range(SWEEPS):
@@ -389,7 +392,7 @@ def _as_product(log_HH: Floats, tier_HH: Ints) -> Floats:
 
 
 def _host_factors(left_HH: Floats, share: float) -> Floats:
-    """Return the log factor of each host (row) against the median host: a quantile of its links, shrunk if few."""
+    """Return each host's (row's) log factor against the median host: a quantile of its links, shrunk if few."""
     ranked_HH = np.sort(left_HH, axis=1)
     count_H = (~np.isnan(ranked_HH)).sum(axis=1)
     at_H = np.floor(share * np.maximum(count_H - 1, 0)).astype(np.int64)
@@ -415,7 +418,7 @@ class Pass(NamedTuple):
     """One scouting round, or the plan rounds after one answer of the adviser."""
 
     new: int
-    """Number of wanted pairs that were measured; the others were known, or did not fit into the rounds."""
+    """Number of wanted pairs that were measured. Other wanted pairs were known, or did not fit into the rounds."""
     rounds: int
     is_scouting: bool = False
 
@@ -429,15 +432,15 @@ class Survey:
     """All measured links, new and cached, in both directions."""
     places: Sequence[Place] = ()
     is_cached: bool = False
-    """The initial lines are from an earlier warm-up: their links may be measured again."""
+    """True if the initial lines are from an earlier warm-up, so that these links may be measured again."""
     passes: list[Pass] = field(default_factory=list)
     changed: list[Pair] = field(default_factory=list)
     """Pairs whose cached links have changed, most important first."""
     is_settled: bool = False
-    """The plans use only links that were measured in this warm-up."""
+    """True if the plans use only links that were measured in this warm-up."""
 
     def __post_init__(self) -> None:
-        # Pairs of this warm-up that were measured, or could not be.
+        # Pairs that this warm-up has measured, or could not measure.
         self._done: set[Pair] = set() if self.is_cached else {ordered(pair) for pair in self.lines}
 
     @property
@@ -452,8 +455,8 @@ class Survey:
     def is_stale(self, *, are_few: bool) -> bool:
         """Return whether all cached links must be measured again.
 
-        The links of few hosts are measured quickly, and only together they show which one is slower than its peers.
-        So with few hosts one changed link is enough, and also a pass that could check nothing.
+        The links of few hosts are measured quickly, and a slow link shows only by comparison with all other links. So
+        with few hosts one changed link is enough to measure all links again, as is a pass that could check no link.
         """
         changed, measured = len(self.changed), sum(one.new for one in self.passes)
         if are_few:
@@ -474,7 +477,7 @@ class Survey:
         )
 
     def scout(self, most: int, measure: Measure, allows: Callable[[], bool], rng: np.random.Generator) -> int:
-        """Take scouting rounds until few pairs would show something new; returns their number, at most `most`."""
+        """Take scouting rounds until few pairs are left to test; returns the number of rounds, at most `most`."""
         for taken in range(most):
             pairs = scouting_round(self.num_hosts, self.lines, rng)
             if not pairs and taken < BLIND_SCOUTING_ROUNDS:
@@ -493,7 +496,7 @@ class Survey:
     ) -> int:
         """Measure the wanted pairs that are new, most important first; returns the number of rounds, at most `most`.
 
-        With `hope`, hosts that would be idle in a round measure the partner that may be fastest by these links.
+        With `hope` (optimistic links), a host that would be idle in a round measures the link that may be fastest.
         """
         pairs = list(dict.fromkeys(ordered(pair) for pair in wanted))
         rounds = rounds_of((pair for pair in pairs if pair not in self._done), most=most)
@@ -516,7 +519,7 @@ class Survey:
 
 
 def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tuple[Round, ...]:
-    """Give idle hosts of each round the fastest partner, by `hope`, with which they were not measured."""
+    """Give each idle host of a round the partner with the fastest unmeasured link, according to `hope`."""
     rates_HH = np.minimum(hope.bandwidth_bytes_per_s, hope.bandwidth_bytes_per_s.T)
     taken = [*done, *(pair for one in rounds for pair in one)]
     filled = []
@@ -541,21 +544,21 @@ def survey(
     allows: Callable[[], bool] = lambda: True,
     seed: int = 0,
 ) -> Survey:
-    """Scout, then measure the links of plans, until the plans use measured links only, or rounds or time are spent.
+    """Scout, then measure links that plans use, until all these are measured, or rounds or time are spent.
 
-    `known` has links in both directions and is not empty. If it is cached, from an earlier warm-up, plans see it
-    without optimism and may measure its links again; otherwise its rounds count towards `most_rounds`. `allows` returns
-    whether there is time for more rounds.
+    `known` has links in both directions and is not empty. If `known` is cached from an earlier warm-up, plans use these
+    links without optimism and may measure them again. Otherwise the rounds of `known` count towards `most_rounds`.
+    `allows` returns whether there is time for more rounds.
     """
     found, left = Survey(num_hosts=num_hosts, lines=dict(known), places=places, is_cached=is_cached), most_rounds
     if not is_cached:
-        # As many rounds as the busiest host has pairs.
+        # The number of rounds spent so far equals the number of pairs of the busiest host.
         left -= max(Counter(host for pair in {ordered(pair) for pair in known} for host in pair).values(), default=0)
         if num_hosts > FULL_HOSTS and not switch_groups(num_hosts, places):
             left -= found.scout(round(SCOUTING_SHARE * left), measure, allows, np.random.default_rng(seed))
     links, is_optimistic = found.estimate(), not is_cached
     while left >= LEAST_ROUNDS and not found.is_settled and allows():
-        # The last plan rounds confirm links that the plan uses, the earlier ones explore.
+        # The last plan rounds confirm links that the plan uses, and earlier plan rounds explore.
         is_optimistic = is_optimistic and left > PASS_ROUNDS
         wanted = advise(links.optimistic if is_optimistic else links.links)
         hope = None if is_cached else links.optimistic

@@ -1,7 +1,7 @@
 """The patch `cpu_backend`: train with stock megatron-core and NVIDIA's own scripts on CPUs over gloo.
 
-Use it for smoke tests; its speed means nothing. CUDA devices mean the CPU, `nccl` means gloo, and CUDA kernels are off.
-torch's Adam replaces the fused Adam, and the distributed optimizer saves and loads its state accordingly. Megatron
+Use the patch for smoke tests. The speed of a patched job means nothing. The CPU replaces CUDA devices, gloo replaces
+`nccl`, and CUDA kernels are off. torch's Adam replaces the fused Adam, also in saved optimizer states. Megatron
 itself refuses context parallelism, fp8, fp4, CUDA graphs and Transformer Engine on a CPU.
 """
 
@@ -37,12 +37,12 @@ from pipette_patches.without_cuda import WITHOUT_ENGINE, torch_without_cuda, wit
 logger = logging.getLogger(__name__)
 
 EMULATED_BF16 = "this CPU has no bf16 instructions and emulates them: without --bf16 a step is several times faster"
-"""Warning for a bf16 job."""
+"""Warning for a bf16 job on a CPU without bf16 instructions."""
 
 
 @functools.cache
 def say_once(sentence: str) -> None:
-    """Log a warning once for the whole job: only RANK 0 logs it, and only the first time."""
+    """Log a warning once for the whole job: RANK 0 logs each sentence the first time, other ranks log nothing."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning("cpu_backend: %s", sentence)
 
@@ -66,8 +66,8 @@ def _with_arguments(**arguments: Any) -> Callable[[Callable[..., Any]], Callable
 def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
     """Skip all-reduces and broadcasts of a group with one rank.
 
-    Without TP Megatron's loss all-reduces three times, and its trainer broadcasts up to seven tensors of each batch.
-    gloo would pass each call to another thread and wait for it: up to 3 ms if the process has 0.4 of a core.
+    Without TP, Megatron's loss still all-reduces three times, and Megatron's trainer broadcasts up to seven tensors of
+    each batch. gloo would run each call on another thread: up to 3 ms a call if the process has 0.4 of a core.
     """
     signature = inspect.signature(original)
 
@@ -82,7 +82,7 @@ def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_by_one(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Start asynchronous gathers of a coalesced block one by one.
+    """Start the asynchronous gathers of a coalescing block one by one.
 
     Two coalesced gathers that run at the same time in one gloo group write over freed memory (torch 2.13).
     Megatron-FSDP starts the gather of the next layers' weights while it waits for the weights of a layer.
@@ -95,7 +95,7 @@ def _one_by_one(original: Callable[..., Any]) -> Callable[..., Any]:
             yield manager
             group = group or torch.distributed.group.WORLD
             recorded = torch.distributed.distributed_c10d._world.pg_coalesce_state[group]
-            # All recorded calls are of one kind. Only gathers have no reduction.
+            # All recorded calls of a block are of one kind, and only gathers have no reduction operator.
             if async_ops and recorded and recorded[0].redop is None:
                 gathers, recorded[:] = recorded[:], []
         for gather in gathers:
@@ -105,7 +105,7 @@ def _one_by_one(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a gloo group instead of an NCCL group, without NCCL's options."""
+    """Make a gloo process group instead of an NCCL process group, without NCCL's options."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -132,7 +132,7 @@ def _mesh_of_cpus(original: Callable[..., Any]) -> Any:
 
 
 def _rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
-    """Return the state of the CPU's generator, which also serves as CUDA's."""
+    """Return the state of the CPU's random generator, which also replaces CUDA's generator."""
     return torch.default_generator.get_state()
 
 
@@ -140,8 +140,8 @@ def _set_rng_state(state: torch.Tensor, *_args: object, **_kwargs: object) -> No
     torch.default_generator.set_state(state)
 
 
-# The compute capability of the newest GPUs. For older ones Megatron requires CUDA_DEVICE_MAX_CONNECTIONS, which has no
-# effect on a CPU.
+# Properties with the compute capability of the newest GPUs. For older GPUs, Megatron requires
+# CUDA_DEVICE_MAX_CONNECTIONS, which has no effect on a CPU.
 _PROPERTIES = SimpleNamespace(name="CPU", major=10, minor=0, multi_processor_count=os.cpu_count(), total_memory=0)
 
 TORCH = (
@@ -149,7 +149,7 @@ TORCH = (
         torch.device("cpu"),
         properties=_PROPERTIES,
         functions={
-            # One device for each process of this node, as on a GPU machine.
+            # Each process of a node has its own device number, as on a GPU machine.
             "current_device": lambda *_: int(os.environ.get("LOCAL_RANK", "0")),
             "device_count": lambda *_: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             "manual_seed": torch.default_generator.manual_seed,
@@ -172,8 +172,8 @@ TORCH = (
 )
 """Replacements in torch."""
 
-# Fields of a configuration that need a CUDA kernel or Transformer Engine, and their values on a CPU. Only fp8 and fp4
-# change the numbers.
+# Fields of TransformerConfig that need a CUDA kernel or Transformer Engine, and the value of each field on a CPU. Only
+# switching off fp8 or fp4 changes the results of a training.
 _WITHOUT_CUDA: dict[str, bool | None] = {
     **dict.fromkeys(
         """
@@ -194,10 +194,10 @@ def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 @wrapping
 def _without_kernels(original: Callable[..., None], config: Any) -> None:
-    """Switch off everything that needs CUDA kernels before a configuration checks itself."""
+    """Switch off the fields that need CUDA kernels before a configuration checks its fields."""
     off = {name: value for name, value in _WITHOUT_CUDA.items() if getattr(config, name, value) != value}
     if getattr(config, "num_moe_experts", None) and config.bias_activation_fusion and not config.gated_linear_unit:
-        # Grouped experts need CUDA. Experts that are computed one by one refuse this fusion.
+        # Grouped experts need CUDA, and experts that are computed one by one refuse bias_activation_fusion.
         off["bias_activation_fusion"] = False
     for name, value in off.items():
         setattr(config, name, value)
@@ -205,19 +205,19 @@ def _without_kernels(original: Callable[..., None], config: Any) -> None:
         say_once(f"switched off, as they need CUDA kernels: {', '.join(off)}")
     if config.params_dtype == torch.bfloat16 and not has_bf16_instructions():
         say_once(EMULATED_BF16)
-    # gloo still reads a tensor when interleaved stages free it, so the receiver would get wrong values.
+    # gloo may still read a tensor when interleaved stages free the tensor: the receiver would get wrong values.
     config.deallocate_pipeline_outputs = False
     original(config)
 
 
 def _uncompiled(_original: object) -> Callable[[Any], Any]:
-    """Run fused functions without a compiler: compiling takes longer than a smoke test and needs a C++ compiler."""
+    """Run fused functions uncompiled, because compiling takes longer than a smoke test and needs a C++ compiler."""
     return lambda function=None, **_options: function if function is not None else _uncompiled(None)
 
 
 @wrapping
 def _scaled_beforehand(original: Callable[..., Any], gradients: Any, factor: float | None, config: Any) -> Any:
-    """Let Megatron-FSDP scale gradients before their reduction: only NCCL can scale them while it sums."""
+    """Let Megatron-FSDP scale gradients before their reduction, because only NCCL can scale gradients during it."""
     return original(gradients, factor, dataclasses.replace(config, gradient_reduce_div_fusion=False))
 
 
@@ -225,14 +225,14 @@ def _scaled_beforehand(original: Callable[..., Any], gradients: Any, factor: flo
 def _split_sizes_as_numbers(
     original: Callable[..., Any], tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return the split sizes of an all-to-all as numbers, as the original does for tensors on a GPU."""
+    """Return the split sizes of an all-to-all as numbers, as Megatron's function does for tensors on a GPU."""
     moved = original(tensor, as_numpy, *args, **kwargs)
     return moved.numpy() if as_numpy and hasattr(moved, "numpy") else moved
 
 
 @wrapping
 def _with_first_state(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make Adam's state before its first step: the original reads the step counter, even before it loads one."""
+    """Make Adam's state before its first step, because Megatron reads the step counter before Megatron loads it."""
     adam = optimizer.optimizer
     if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
         for parameter in (each for group in adam.param_groups for each in group["params"]):
@@ -244,7 +244,7 @@ def _with_first_state(original: Callable[..., Any], optimizer: Any, *args: Any, 
 
 @wrapping
 def _with_own_steps(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give each parameter its own step counter after loading: the original shares one, which each would advance."""
+    """Give each parameter its own step counter after loading. A shared counter would advance once per parameter."""
     done = original(optimizer, *args, **kwargs)
     for state in optimizer.optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
@@ -254,7 +254,7 @@ def _with_own_steps(original: Callable[..., Any], optimizer: Any, *args: Any, **
 
 @wrapping
 def _keeping_steps(original: Callable[..., None], optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Keep the step counter that was loaded with the parameter groups; the counter of a shard may be missing or old."""
+    """Keep the parameter groups' step counter, because the step counter of a loaded shard may be missing or old."""
     group, order = optimizer.model_param_group_index_map[model_param]
     state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
     original(optimizer, model_param, tensors | {"step": state["step"]} if "step" in state else tensors)
@@ -272,7 +272,7 @@ CORE = (
             "CheckpointWithoutOutput.__init__": without_fp8,
         },
     ),
-    # The original makes CUDA the default device while it computes the table of angles.
+    # Megatron's rotary embedding makes CUDA the default device to compute the table of angles.
     *in_module(
         "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
         {"YarnRotaryEmbedding.__init__": _with_arguments(use_cpu_initialization=True)},
@@ -295,10 +295,10 @@ CORE = (
 )
 """Replacements in megatron-core."""
 
-# Megatron-LM's training programs: flags, the check for CUDA, and kernels that they compile.
+# Megatron-LM's training programs: their flags, their check for CUDA, and the kernels that they compile.
 
-# Flags by their dest, and the values that run on a CPU. The numbers change only for a job with fp8, fp4 or reduced
-# optimizer precision.
+# Flags by their dest, and the values that run on a CPU. The results of a training change only for a job with fp8, fp4
+# or reduced optimizer precision.
 _FLAGS_ON_CPU: dict[str, object] = {
     "distributed_backend": "gloo",
     "transformer_impl": "local",
@@ -318,7 +318,7 @@ _FLAGS_ON_CPU: dict[str, object] = {
 
 @wrapping
 def _for_cpu(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any) -> Any:
-    """Change the flags that need CUDA before Megatron checks them, with one warning for each."""
+    """Change the flags that need CUDA before Megatron checks the flags, with one warning for each changed flag."""
     for name, value in _FLAGS_ON_CPU.items():
         asked = getattr(args, name, value)
         if asked != value:
@@ -331,7 +331,7 @@ def _for_cpu(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any)
 def _compile_for_this_python(
     original: Callable[[], None],
 ) -> None:
-    """Compile the dataset helpers once and for the running Python; Megatron's makefile takes the first one on PATH."""
+    """Compile the dataset helpers once for the running Python. Megatron's makefile uses the first Python on PATH."""
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         return
     include = importlib.import_module("pybind11").get_include()
@@ -361,7 +361,7 @@ TRAINING = (
 
 
 def _hide_rng_warning(record: logging.LogRecord) -> bool:
-    """Drop one warning: CPU and CUDA share a generator here, so the CPU's state does change."""
+    """Drop the warning that the CPU's random state changed: CPU and CUDA share one generator under this patch."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 

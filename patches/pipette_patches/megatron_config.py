@@ -1,6 +1,6 @@
-"""Megatron's configuration objects for a job, as its training script makes them from the flags.
+"""Megatron's configuration objects for a job, as Megatron's training script makes them from the flags.
 
-`layers_config` serves the timed layers of `workload`; the other functions serve one rank of a job. They follow
+`layers_config` serves the timed layers of `workload`. The other functions serve one rank of a job. All functions follow
 Megatron-LM core_v0.16.1: training/arguments.py (core_transformer_config_from_args, validate_args) and
 training/training.py (get_model, train).
 """
@@ -27,7 +27,7 @@ PartName = Literal["layer", "moe_layer", "embedding", "head", "core_attention", 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _Convert = Callable[[str], Any]
 _FlagTable = dict[str, tuple[str, _Convert]]
-"""By flag: the field of a configuration that the flag sets, and a function that reads the flag's value."""
+"""By flag: the configuration field that the flag sets, and a function that converts the flag's value."""
 
 
 def _same_name(convert: _Convert, names: str) -> _FlagTable:
@@ -75,7 +75,7 @@ _TIMED_FLAGS: _FlagTable = {
     ),
     **_same_name(str, "--cross-entropy-fusion-impl --rope-type"),
 }
-"""Flags that the timed layers heed, for TransformerConfig."""
+"""Flags of TransformerConfig that the timed layers follow."""
 _RANK_FLAGS: _FlagTable = {
     **_FUSION_FLAGS,
     **_same_name(
@@ -110,7 +110,7 @@ _RANK_FLAGS: _FlagTable = {
     "--moe-router-padding-for-fp8": ("moe_router_padding_for_quantization", _switch_on),
     "--overlap-p2p-communication-warmup-flush": ("overlap_p2p_comm_warmup_flush", _switch_on),
 }
-"""Flags without a field in `Job`, for TransformerConfig."""
+"""Flags that set a field of TransformerConfig and have no field in `Job`."""
 _OPTIMIZER_FLAGS: _FlagTable = {
     **_same_name(_switch_on, "--use-precision-aware-optimizer --overlap-param-gather-with-optimizer-step"),
     **_same_name(
@@ -118,20 +118,20 @@ _OPTIMIZER_FLAGS: _FlagTable = {
         "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
     ),
 }
-"""Flags without a field in `Job`, for OptimizerConfig."""
+"""Flags that set a field of OptimizerConfig and have no field in `Job`."""
 _DDP_FLAGS: _FlagTable = {
     **_same_name(_switch_on, "--use-megatron-fsdp --fsdp-double-buffer"),
     **_same_name(str, "--data-parallel-sharding-strategy --outer-dp-sharding-strategy"),
     **_same_name(int, "--suggested-communication-unit-size"),
 }
-"""Flags without a field in `Job`, for DistributedDataParallelConfig."""
+"""Flags that set a field of DistributedDataParallelConfig and have no field in `Job`."""
 _NOT_MODELLED = (
     *("--cpu-offloading-num-layers", "--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),
     *("--fp4", "--fp8", "--nccl-ub", "--optimizer-cpu-offload", "--tp-comm-overlap"),
 )
-"""Beginnings of flags that change the bytes of a rank but are left out, with a note."""
+"""Beginnings of flags that change the memory of a rank, but are ignored with a note to the user."""
 _EXPERT_FLAGS_NOT_MODELLED = ("--moe-router-fusion", "--moe-use-legacy-grouped-gemm")
-"""Flags that change a few bytes of a rank but are left out, with a note."""
+"""Flags that change a few bytes of a rank, but are ignored with a note to the user."""
 
 
 def flags(job: Job) -> dict[str, str]:
@@ -140,7 +140,7 @@ def flags(job: Job) -> dict[str, str]:
 
 
 def _fields_set_by_flags(job: Job, table: _FlagTable) -> dict[str, Any]:
-    """Return the fields that the job's flags set, for the flags of a table.
+    """Return the configuration fields that the job's flags set, for the flags in `table`.
 
     Raises:
         NotModelledError: the value of a flag cannot be read.
@@ -158,7 +158,7 @@ def _fields_set_by_flags(job: Job, table: _FlagTable) -> dict[str, Any]:
 
 
 def _build(kind: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
-    """Make a configuration of megatron-core, without the fields that the installed release does not have."""
+    """Make a configuration of megatron-core. Leave out fields that the installed release does not have."""
     known = inspect.signature(kind).parameters
     return kind(**{name: value for name, value in fields.items() if name in known})
 
@@ -177,7 +177,7 @@ add_bias_linear add_qkv_bias attention_dropout hidden_dropout
 
 
 def _model_fields(model: ModelSpec, num_layers: int) -> dict[str, Any]:
-    """Return the fields that describe the model without its experts."""
+    """Return the fields of TransformerConfig that describe the model without its experts."""
     dtype, latent = DTYPES[model.params_dtype], model.latent_attention
     return {
         **{name: getattr(model, name) for name in _SAME_IN_MODEL.split()},
@@ -193,7 +193,7 @@ def _model_fields(model: ModelSpec, num_layers: int) -> dict[str, Any]:
 
 
 def _fuses_activation(job: Job) -> bool:
-    """Return whether Megatron fuses the activation function with its gate or bias, which is the default."""
+    """Return True if Megatron fuses the activation function with its gate or bias, as it does by default."""
     model = job.model
     unfused = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
     return unfused not in flags(job) and (model.gated_linear_unit or model.add_bias_linear)
@@ -214,7 +214,7 @@ def layers_config(
     """Make the TransformerConfig of a model with one layer of each kind.
 
     Returns:
-        The configuration, and one sentence for each difference from the job's own.
+        The configuration, and one sentence for each difference from the job's own configuration.
 
     """
     from megatron.core.models.gpt import gpt_layer_specs
@@ -222,7 +222,7 @@ def layers_config(
 
     model = job.model
     on_cuda = device_kind == "cuda"
-    # torch's norms replace missing ones of Transformer Engine and Apex, and refuse sequence parallelism.
+    # Without Transformer Engine and Apex, Megatron uses torch's norms, which refuse sequence parallelism.
     splits_sequence = on_cuda and (uses_te or bool(getattr(gpt_layer_specs, "HAVE_APEX", False)))
     experts, notes = _share_of_experts(job, kinds, uses_te=uses_te)
     unheeded = ", ".join(flag for flag in job.performance_flags if flag.startswith(NOT_TIMED))
@@ -235,10 +235,10 @@ def layers_config(
         **_model_fields(model, len(kinds)),
         "tensor_model_parallel_size": case.tp,
         "context_parallel_size": case.cp,
-        # Jobs with tensor parallelism on GPUs use it, and experts require it on every device.
+        # Jobs with TP on GPUs use sequence parallelism, and experts with TP require it on every device.
         "sequence_parallel": case.tp > 1 and (splits_sequence or job.own.sequence_parallel or "moe_layer" in kinds),
         "use_cpu_initialization": not on_cuda,
-        # These are Megatron's defaults, also on CPUs, where uncompiled fusions are slower by a third.
+        # Keep Megatron's default fusions, also on CPUs, although uncompiled fusions are a third slower there.
         "bias_activation_fusion": _fuses_activation(job),
         "masked_softmax_fusion": on_cuda,
         "apply_rope_fusion": uses_te,
@@ -246,9 +246,9 @@ def layers_config(
         "persist_layer_norm": on_cuda,
         **({"attention_backend": AttnBackend[model.attention_backend]} if on_cuda else {}),
         **experts,
-        # All depths of multi-token prediction are alike.
+        # Time one depth of multi-token prediction, because all depths are alike.
         **({"mtp_num_layers": 1} if model.mtp_num_layers else {}),
-        # A flag may switch a fusion off, but not on where the device lacks it.
+        # A flag may switch a fusion off, but may not switch on a fusion that the device lacks.
         **_fields_set_by_flags(job, _TIMED_FLAGS),
     }
     return _transformer_config(model, fields), notes
@@ -257,7 +257,7 @@ def layers_config(
 def _share_of_experts(
     job: Job, kinds: tuple[PartName, ...], *, uses_te: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields for one rank's share of the experts, which gets as many tokens as in the job, and notes."""
+    """Return the fields, and notes, for one rank's experts. Each expert gets as many tokens as in the job."""
     model = job.model
     if not model.num_experts:
         return {}, ()
@@ -278,7 +278,7 @@ def _share_of_experts(
 
 
 def left_out(job: Job) -> str:
-    """Return the user's flags that change the bytes of a rank but are not modelled, as `--nccl-ub, --fp8 hybrid`."""
+    """Return the flags that change a rank's memory but are not modelled, such as `--nccl-ub, --fp8 hybrid`."""
     return ", ".join(flag for flag in job.performance_flags if flag.startswith(_NOT_MODELLED))
 
 
@@ -333,12 +333,12 @@ def rank_config(job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: M
         **_recompute(layout),
         **_fields_set_by_flags(job, _RANK_FLAGS),
         **_all_experts(job),
-        # Megatron-LM's default, which megatron-core itself has from 0.16 on.
+        # Set Megatron-LM's default scaling factor, because megatron-core before 0.16 has another default.
         **({"mtp_num_layers": model.mtp_num_layers, "mtp_loss_scaling_factor": 0.1} if model.mtp_num_layers else {}),
         **(changes or {}),
     }
     if model.num_experts:
-        # Scaled-down runs are made only if all layers are alike.
+        # A run with fewer layers may take the first entries, because its layers repeat.
         fields["moe_layer_freq"] = list(model.moe_layer_freq[: sum(chunks)])
     return _transformer_config(model, fields)
 
@@ -356,12 +356,12 @@ def _all_experts(job: Job) -> dict[str, Any]:
 
 
 def _uneven_chunks(chunks: tuple[int, ...], depths: int, after: int) -> dict[str, Any]:
-    """Return the layers of each chunk by name, unless all chunks have the same number.
+    """Return a pipeline layout that names the layers of each chunk. Empty if all chunks have the same number.
 
     Args:
         chunks: number of layers of each chunk.
         depths: number of depths of multi-token prediction.
-        after: number of chunks behind the chunk that holds these depths.
+        after: number of chunks behind the chunk with multi-token prediction.
 
     """
     if len(set(chunks)) == 1 and not after:

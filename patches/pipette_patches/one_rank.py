@@ -1,4 +1,4 @@
-"""One rank of a training job without the other ranks: its process groups, model, buffers, optimizer and steps.
+"""One rank of a training job, without the other ranks: process groups, model, buffers, optimizer and steps.
 
 A fake process group lets megatron-core split weights and activations as in the real job, and every collective returns
 at once. Abstract execution runs the rank with abstract tensors, `whole_stage` with real ones. The code follows
@@ -29,7 +29,7 @@ from pipette_patches.storage_meter import StorageMeter, Stretch, current, local,
 def import_megatron() -> None:
     """Import the parts of megatron-core that a rank runs, which takes seconds."""
     with warnings.catch_warnings():
-        # megatron-core warns of each optional library that is missing.
+        # megatron-core warns about each optional library that is missing.
         warnings.simplefilter("ignore")
         import megatron.core.distributed
         import megatron.core.models.gpt.gpt_layer_specs
@@ -40,17 +40,17 @@ def import_megatron() -> None:
 
 @contextlib.contextmanager
 def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int = 1) -> Iterator[None]:
-    """Be the first rank of a pipeline stage during the block; no process group may exist before."""
+    """Make this process the first rank of a pipeline stage during the block. No process group may exist before."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # The first rank's shard of the distributed optimizer has no padding.
+    # Run the first rank of the stage, because its shard of the distributed optimizer has no padding.
     rank = layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
 
     @wrapping
     def only_own_groups(original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # A job has thousands of other groups, which no code here uses.
+        # A job has thousands of process groups without this rank, and this rank uses no such group.
         if ranks is not None and rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         return original(ranks, *args, **kwargs)
@@ -80,7 +80,7 @@ def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int =
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """The part of a job that a run executes."""
+    """Numbers of layers and micro-batches that a run executes."""
 
     chunks: tuple[int, ...]
     """Number of layers of each model chunk, in model order."""
@@ -96,17 +96,17 @@ def full_size(job: Job, layout: Layout) -> Size:
 
 
 def enough_microbatches(layout: Layout, pp_rank: int, num_microbatches: int) -> int:
-    """Return the number of micro-batches after which a rank only repeats itself, at most `num_microbatches`.
+    """Return the number of micro-batches after which a rank only repeats its passes, at most `num_microbatches`.
 
-    With 1F1B these are the warm-up and two rounds of one forward and one backward. With interleaved stages these are
-    the warm-up and two rounds of a group through all chunks, as whole groups.
+    With 1F1B the number covers the warm-up and two rounds of one forward and one backward. With interleaved stages the
+    number covers the warm-up and two rounds of a micro-batch group through all chunks, rounded up to whole groups.
     """
     if layout.vpp == 1:
         return min(num_microbatches, layout.pp - pp_rank - 1 + 2)
     group = layout.microbatch_group_size or layout.pp
     ahead = num_warmup(layout.pp, layout.vpp, group, pp_rank)
     groups = -(-ahead // (group * layout.vpp)) + 2
-    # An incomplete last group changes the order of its passes, so all micro-batches run.
+    # An incomplete last group of micro-batches has another order of passes, so run all micro-batches.
     return min(num_microbatches, groups * group) if num_microbatches % group == 0 else num_microbatches
 
 
@@ -116,7 +116,7 @@ class Trace:
 
     stretches: tuple[Stretch, ...]
     left: dict[str, int]
-    """Live bytes by label at the end."""
+    """Live bytes by label at the end of the run."""
     report_bytes: int
     """Bytes that the loss of each micro-batch keeps until its step ends."""
 
@@ -134,7 +134,7 @@ class Trainer:
         size: Size,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
-        """Set everything up; `changes` are fields of TransformerConfig that override the job's flags."""
+        """Set up model, buffers and optimizer. `changes` override fields of TransformerConfig."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
 
@@ -154,7 +154,7 @@ class Trainer:
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = under("backward", finalize_model_grads)
         if layout.overlap_grad_reduce:
-            # Megatron's `train` sets the same functions.
+            # Set the same functions of the configuration as Megatron's `train`.
             functions = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = functions if layout.vpp > 1 else functions[0]
             if layout.vpp > 1:
@@ -163,8 +163,8 @@ class Trainer:
     def _replace_shape_exchange(self) -> None:
         """Compute the shapes that this rank would receive from its neighbours.
 
-        Megatron exchanges shapes if multi-token prediction is not on the last chunk: behind the prediction's chunk the
-        sequence is followed by one sequence for each depth. Shapes arrive in the order of the schedule, in every step.
+        Megatron exchanges shapes if multi-token prediction is not on the last chunk. Behind the chunk of multi-token
+        prediction, tensors have one more sequence for each depth. Shapes arrive in the order of the schedule.
         """
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -172,7 +172,7 @@ class Trainer:
         length = model.seq_length // layout.cp // (layout.tp if layout.sequence_parallel else 1)
 
         def shapes(model_chunks: Iterable[int]) -> Iterator[list[int]]:
-            # The last chunk has no receiver, and nothing comes before the first.
+            # The last chunk sends no output, and the first chunk receives no input.
             inner = [chunk for chunk in model_chunks if 0 <= chunk < layout.num_chunks - 1]
             for chunk in itertools.cycle(inner):
                 sequences = 1 + model.mtp_num_layers * (chunk >= layout.mtp_chunk)
@@ -189,7 +189,7 @@ class Trainer:
         P2PCommunicator._communicate_shapes = exchange
 
     def _chunk(self, index: int) -> Any:
-        """Build one model chunk, as gpt_builder does."""
+        """Build one model chunk, as Megatron's gpt_builder does."""
         from megatron.core.models.gpt import gpt_layer_specs
         from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -201,7 +201,7 @@ class Trainer:
         )
         prediction_spec = None
         if model.mtp_num_layers:
-            # The chunk may have no layer of the decoder.
+            # If the chunk has no decoder layer, take Megatron's default layer specifications.
             layers = spec.layer_specs or gpt_layer_specs.get_gpt_decoder_layer_specs(
                 self.config, uses_te, normalization=model.normalization
             )
@@ -220,7 +220,7 @@ class Trainer:
             mtp_block_spec=prediction_spec,
             vp_stage=stage,
         ).cuda()
-        # Embedding and output layer have labels of their own.
+        # Count the tensors of embedding and output layer under separate labels.
         if chunk.pre_process:
             chunk.embedding.forward = _marked_backward(under("embedding", chunk.embedding.forward))
         if hasattr(chunk, "output_layer"):
@@ -229,7 +229,7 @@ class Trainer:
         return chunk
 
     def _wrapped(self, chunks: Sequence[Any]) -> list[Any]:
-        """Convert each chunk to the training type and give it gradient buffers."""
+        """Convert each chunk to the training type, and give each chunk gradient buffers."""
         from megatron.core import tensor_parallel
         from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
         from megatron.core.transformer.module import Float16Module
@@ -256,7 +256,7 @@ class Trainer:
         return wrapped
 
     def train(self, *, forward_and_backward: bool = True) -> Trace:
-        """Take two steps; without forward and backward only the optimizer works."""
+        """Run two training steps. Without forward and backward, only the optimizer runs."""
         for phase in ("first", "second"):
             self.step(phase, forward_and_backward=forward_and_backward)
         self.meter.mark("end")
@@ -265,7 +265,7 @@ class Trainer:
         )
 
     def step(self, phase: str, *, forward_and_backward: bool = True) -> None:
-        """Take one step as Megatron's `train_step` does."""
+        """Run one training step as Megatron's `train_step` does."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.meter.mark(phase)
@@ -296,7 +296,7 @@ class Trainer:
                         self.meter.recount(local(state).untyped_storage(), "optimizer")
 
     def _batch(self) -> dict[str, torch.Tensor]:
-        """Make a micro-batch on the device, as the data loader does."""
+        """Make one micro-batch on the device, as Megatron's data loader does."""
         size, length, vocab = self.layout.micro_batch_size, self.job.model.seq_length, self.job.model.vocab_size
         batch = {
             "tokens": torch.randint(vocab, (size, length), dtype=torch.int64, device="cuda"),
@@ -308,7 +308,7 @@ class Trainer:
             batch["attention_mask"] = torch.zeros(size, 1, length, length, dtype=torch.bool, device="cuda")
         if self.layout.cp == 1:
             return batch
-        # get_batch_on_this_cp_rank copies two of 2*cp pieces for each rank.
+        # get_batch_on_this_cp_rank copies two of 2*cp pieces of the sequence for each rank.
         own = length // self.layout.cp
         return {
             name: whole.narrow(2 if name == "attention_mask" else 1, 0, own).clone() for name, whole in batch.items()
@@ -317,7 +317,7 @@ class Trainer:
     def _forward_step(
         self, batches: Any, chunk: Any, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """Run or plan one micro-batch on one chunk, as `forward_step` of pretrain_gpt does."""
+        """Run one micro-batch on one chunk, as `forward_step` of pretrain_gpt does."""
         inner = chunk
         while hasattr(inner, "module"):
             inner = inner.module
@@ -338,7 +338,7 @@ class Trainer:
 
 
 def _weights_and_masters(chunk: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
-    """Yield the tensors of a wrapper that are not gradients, with their labels."""
+    """Yield weights and master weights of a wrapped chunk, each with the label under which its bytes count."""
     if hasattr(chunk, "param_and_grad_buffer"):
         for group in chunk.param_and_grad_buffer.parameter_groups:
             yield getattr(group.model_weight_buffer, "data", None), "weights"

@@ -8,7 +8,7 @@ from typing import Any
 from pipette_launch.text import did_you_mean
 from pipette_patches.replacements import Patch, PatchError, Replacements, megatron_core_version
 
-# Modules whose PATCH is the patch. Each is imported at first use, because it may import torch.
+# Module of each patch, which defines PATCH. A module is imported at first use, because it may import torch.
 _MODULES = {"cpu_backend": "pipette_patches.cpu_backend", "schedules": "pipette_patches.schedules.patch"}
 _applied: dict[str, Replacements] = {}
 
@@ -19,7 +19,7 @@ def applied() -> tuple[str, ...]:
 
 
 def find(name: str) -> Patch:
-    """Return the patch with this name; raise PatchError if it does not exist."""
+    """Return the patch with this name. Raise PatchError for an unknown name."""
     if name not in _MODULES:
         hint = did_you_mean(name, _MODULES, otherwise=f"there are {', '.join(sorted(_MODULES))}")
         raise PatchError(f"unknown patch {name!r}; {hint}")
@@ -28,9 +28,9 @@ def find(name: str) -> Patch:
 
 
 def apply(name: str) -> None:
-    """Apply a patch if it is not applied yet.
+    """Apply a patch, unless the patch is applied already.
 
-    megatron-core need not be imported yet: the patch changes each module when it is imported.
+    megatron-core need not be imported yet, because the patch changes each module right after the module's import.
     """
     patch = find(name)
     if name in _applied:
@@ -63,14 +63,14 @@ def _apply_here_and_in_children(names: tuple[str, ...]) -> None:
 
 
 def patch_children() -> None:
-    """Make every process that is spawned from now on start with the patches that are then applied here."""
+    """Let every process that is spawned from now on start with the patches applied in this process at that time."""
     original = multiprocessing.spawn.get_preparation_data
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
     def with_patches(name: str) -> dict[str, Any]:
-        # A spawned process unpickles this data before anything else, and ignores keys that it does not know.
+        # A spawned process unpickles its preparation data first, and ignores unknown keys of this dict.
         return {**original(name), "pipette_patches": _Patches(applied())}
 
     multiprocessing.spawn.get_preparation_data = with_patches

@@ -84,17 +84,17 @@ def forget(module: str, action: Action) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """One attribute of a module and the function that makes its successor."""
+    """One attribute of a module, and a function that makes the object to put in its place."""
 
     module: str
     path: str
     """Dotted name below the module, such as `Tensor.cuda`."""
     make: Callable[[Any], Any]
-    """Receives the original and returns the successor, which may call the original."""
+    """Receives the original object and returns its replacement, which may call the original."""
     versions: str = ""
     """megatron-core versions that have the attribute; empty means all supported versions."""
     may_be_absent: bool = False
-    """True if the attribute is added where it does not exist; `make` then receives None."""
+    """True if a missing attribute is added. For a missing attribute, `make` receives None."""
 
     def fits(self, version: str) -> bool:
         """Return whether this megatron-core version has the attribute."""
@@ -120,27 +120,27 @@ def owner_of(module: ModuleType, path: str, *, may_be_absent: bool = False) -> t
 
 
 def instead(successor: Any) -> Callable[[object], Any]:
-    """Make a `Replacement.make` that ignores the original and returns `successor`."""
+    """Make a `Replacement.make` that ignores the original object and returns `successor`."""
     return lambda _original: successor
 
 
 def answer(value: Any) -> Callable[[object], Callable[..., Any]]:
-    """Make a `Replacement.make` whose successor is a function that always returns `value`."""
-    # One function for each original: torch._dynamo refuses one object under two names.
+    """Make a `Replacement.make` that replaces a function by a function that always returns `value`."""
+    # Make a new function for each original, because torch._dynamo refuses one function under two names.
     return lambda _original: lambda *_args, **_kwargs: value
 
 
 nothing = answer(None)
-"""A `Replacement.make` whose successor is a function that does nothing."""
+"""A `Replacement.make` that replaces a function by a function that does nothing."""
 
 
 def wrapping(successor: Callable[..., T]) -> Callable[[Callable[..., Any]], Callable[..., T]]:
-    """Make a `Replacement.make` from a function that receives the original before the arguments of each call."""
+    """Make a `Replacement.make` from a function whose first argument is the original function."""
     return lambda original: functools.wraps(original)(lambda *args, **kwargs: successor(original, *args, **kwargs))
 
 
 class Replacements:
-    """Replacements that are applied together and reverted together."""
+    """A set of replacements that are applied and reverted together."""
 
     def __init__(self, replacements: Sequence[Replacement]) -> None:
         self._actions = [
@@ -159,7 +159,7 @@ class Replacements:
             raise
 
     def revert(self) -> None:
-        """Put every original back in reverse order; modules that are imported later keep their own attributes."""
+        """Put every original back in reverse order. Modules that are imported later keep their own attributes."""
         for module, put in self._actions:
             forget(module, put)
         while self._replaced:
@@ -179,11 +179,11 @@ class Replacements:
     def _put(self, replacement: Replacement, module: ModuleType) -> None:
         owner, name = owner_of(module, replacement.path, may_be_absent=replacement.may_be_absent)
         raw = vars(owner).get(name, _INHERITED)
-        # A module that ran `from a import f` may hold the successor of `a.f`. Start from the original of `a.f`.
+        # After `from a import f`, a module may hold the replacement of `a.f`. Start from the original of `a.f`.
         _, raw = self._original_of.get(id(raw), (None, raw))
         original = getattr(owner, name, None) if raw is _INHERITED else raw
         if isinstance(original, (staticmethod, classmethod)):
-            # `make` receives a callable: the function of a static method, or the bound class method.
+            # Give `make` a callable: the function of a static method, or the bound class method.
             original = original.__get__(None, owner)
         successor = replacement.make(original)
         self._replaced.append((owner, name, raw))
@@ -199,15 +199,15 @@ class Patch:
     supports: SpecifierSet
     """Versions of megatron-core that the patch supports."""
     replacements: Callable[[], Sequence[Replacement]]
-    """Makes the replacements for all supported versions when the patch is applied; may raise PatchError."""
+    """Makes the replacements for all supported versions when the patch is applied. May raise PatchError."""
 
 
 def megatron_core_version() -> str:
-    """Return the version that `import megatron.core` gives or would give here, without importing it."""
+    """Return the version of megatron-core that this process would import, without importing megatron-core."""
     loaded = sys.modules.get("megatron.core")
     if loaded is not None and hasattr(loaded, "__version__"):
         return str(loaded.__version__)
-    # Python prefers a checkout beside the script to the installed package, so search the path before the metadata.
+    # Python prefers a checkout beside the script to the installed package. So search sys.path before the metadata.
     for folder in sys.path:
         file = Path(folder or ".") / "megatron" / "core" / "package_info.py"
         if file.is_file():

@@ -23,11 +23,11 @@ USAGE = "usage: python -m pipette_patches.run --patch NAME [--patch NAME ...] --
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A program to run, and the patches to apply before."""
+    """A Python program to run, and the patches to apply before the program starts."""
 
     patches: tuple[str, ...]
     name: str
-    """File of a script, or dotted name of a module."""
+    """Path of a script, or dotted name of a module."""
     is_module: bool
     arguments: tuple[str, ...]
 

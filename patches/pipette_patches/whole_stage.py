@@ -1,8 +1,8 @@
-"""One whole stage of a training job on a real device: the memory that one rank of any world size really holds.
+"""One whole stage of a training job on a real device: the memory that one rank really uses.
 
 `one_rank` sets up the model, gradient buffers and optimizer with real tensors and a fake process group of the full
 world size. Warm-up, steady state and cooldown run with as many micro-batches in flight as in the job, and then the
-optimizer steps. No message is sent; random noise of the same shape replaces each received tensor.
+optimizer steps. No message is sent. Random noise of the same shape replaces each received tensor.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from pipette_patches.workload import forget_dummy_gradients, refusals_named
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRun:
-    """The memory that one stage held."""
+    """The memory that one stage used during its run."""
 
     tally_bytes: int
     """Peak bytes of all tensors, each rounded up as CUDA's allocator does, without temporaries inside an operation.
 
-    0 on CUDA, where torch's allocator counts.
+    0 on CUDA, because torch's own allocator counts the bytes there.
     """
     parts: dict[str, int]
-    """`tally_bytes` by label, as in abstract execution."""
+    """`tally_bytes` by label, with the labels of abstract execution."""
     notes: tuple[str, ...]
     """One sentence for each difference from the real job."""
 
 
 def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> StageRun:
-    """Train the first rank of a stage for a step or two, and free everything.
+    """Train the first rank of a stage for one or two steps, and free everything.
 
     `workload.load` must have run, and no process group may exist. On CUDA two iterations run, because the optimizer's
-    states exist from the second on. On a CPU a bare optimizer step makes the states before one iteration; with
-    Megatron-FSDP two iterations run, because its parameters have no gradients before a backward.
+    states exist from the second iteration on. On a CPU an optimizer step without gradients makes the states, and then
+    one iteration runs. With Megatron-FSDP two iterations run, because parameters have no gradients before a backward.
 
     Raises:
         WorkloadError: megatron-core refuses the stage. Out-of-memory errors are raised as torch raises them.
@@ -79,11 +79,11 @@ def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> St
 
 
 def _as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
-    """Return the job that can run here, more fields of TransformerConfig, and a sentence for each difference."""
+    """Return a job that this device can run, changed fields of TransformerConfig, and notes on each difference."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.enums import AttnBackend
 
-    # The router chooses experts by real values, so weights are initialised.
+    # Initialise the weights, because the router chooses experts by the values of the weights.
     changes: dict[str, Any] = {"perform_initialization": True}
     if device_kind == "cuda":
         # megatron-core keeps the backend in the environment and allows no second choice in this process.
@@ -104,7 +104,7 @@ def stage_words(layout: Layout, pp_rank: int) -> str:
 
 
 def _never_skips(optimizer: Any) -> None:
-    """Let an fp16 optimizer step even if gradients are not finite: a skipped step makes no states."""
+    """Let an fp16 optimizer step even if gradients are not finite, because a skipped step makes no states."""
     name = "_unscale_main_grads_and_check_for_nan"
     unscale: Callable[[], bool] | None = getattr(optimizer, name, None)
     if unscale is not None:
@@ -113,7 +113,7 @@ def _never_skips(optimizer: Any) -> None:
 
 @wrapping
 def _noise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Fill received tensors with noise: with zeros all tokens would choose the same experts."""
+    """Fill received tensors with noise, because with zeros all tokens would choose the same experts."""
     received = original(*args, **kwargs)
     with torch.no_grad():
         for tensor in received[:2]:
@@ -131,7 +131,7 @@ _WITHOUT_PEERS = (
     # The fake process group has no coalesced collectives.
     Replacement(module=_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),
     Replacement(module=_FSDP_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),
-    # Megatron-FSDP would compare its shard with the shards of other ranks.
+    # Megatron-FSDP would compare this rank's shard with the shards of ranks that do not exist.
     Replacement(module=_FSDP_BUFFER, path="validate_uneven_dtensor", make=nothing),
     # Gathered weights and unreduced gradients count as "whole". Megatron-FSDP frees them by resizing their storages.
     Replacement(module=_FSDP_BUFFER, path="DataParallelBuffer.fetch_bucket", make=functools.partial(under, "whole")),

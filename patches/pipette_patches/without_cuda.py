@@ -1,7 +1,7 @@
 """Replacements for torch without CUDA and for megatron-core without Transformer Engine.
 
-Every CUDA device means another device, and no call waits. The patch `cpu_backend` uses the CPU as this device, abstract
-execution uses torch's `meta` device.
+Another device stands for every CUDA device: the CPU in the patch `cpu_backend`, torch's `meta` device in abstract
+execution. No call waits.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def _is_done(*_args: object) -> bool:
 
 
 class Event:
-    """A CUDA event on a device that has finished all work when the event is recorded."""
+    """A CUDA event on a device that finishes each operation before the call returns."""
 
     wait = synchronize = _return_at_once
     query = _is_done
@@ -77,17 +77,17 @@ class Stream(contextlib.AbstractContextManager["Stream"]):
         self.device = torch.device("cpu")
 
     def __exit__(self, *_error: object) -> None:
-        """Leave the block."""
+        """Do nothing at the end of a block."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record an event, or a new one if None is given, and return it."""
+        """Record the event, or a new event if `event` is None. Return the recorded event."""
         event = event or Event()
         event.record(self)
         return event
 
 
 class FinishedWork:
-    """The result of a collective that is finished when it is issued."""
+    """The handle of a collective that has finished before its call returns."""
 
     def wait(self, _timeout: object = None) -> bool:
         """Return at once."""
@@ -97,12 +97,12 @@ class FinishedWork:
 
 
 def no_coalescing(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextManager[FinishedWork]:
-    """Send each message of the block alone, in place of torch's coalescing manager."""
+    """Replace torch's coalescing manager: send each message of the block alone."""
     return contextlib.nullcontext(FinishedWork())
 
 
 def _on_target(original: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
-    """Make tensors on `target` for a CUDA device, in ordinary memory because only CUDA can pin it."""
+    """Make tensors on `target` instead of a CUDA device. Ignore `pin_memory`, because only CUDA can pin memory."""
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ def _on_target(original: Callable[..., Any], target: torch.device) -> Callable[.
 
 
 def _to_target(original: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
-    """Move tensors to `target` for a CUDA device; a tensor that leaves the meta device becomes zeros."""
+    """Move tensors to `target` instead of a CUDA device. A tensor that leaves the meta device becomes zeros."""
 
     @functools.wraps(original)
     def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ def _to_target(original: Callable[..., Any], target: torch.device) -> Callable[.
 
 @wrapping
 def _type_as_on_cuda(original: Callable[..., Any], tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Return and accept CUDA's names of tensor types (`torch.cuda.FloatTensor`), which the optimizers compare."""
+    """Let `Tensor.type` return and accept CUDA's names (`torch.cuda.FloatTensor`), because optimizers compare names."""
     if dtype is None:
         return str(original(tensor)).replace("torch.meta.", "torch.", 1).replace("torch.", "torch.cuda.", 1)
     if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
@@ -147,7 +147,7 @@ def torch_without_cuda(
 
     Args:
         target: the device that replaces every CUDA device.
-        properties: result of `get_device_properties` for every device; `major` and `minor` are its compute capability.
+        properties: result of `get_device_properties` for every device. `major` and `minor` give its compute capability.
         functions: more functions of `torch.cuda` by name.
 
     """
@@ -182,13 +182,13 @@ def torch_without_cuda(
 
 @wrapping
 def without_fp8(original: Callable[..., None], checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-    """Set `fp8` of a recomputation to False, so that it does not read Transformer Engine's fp8 state."""
+    """Set `fp8` of a recomputation to False, so that the recomputation reads no fp8 state of Transformer Engine."""
     original(checkpoint, *args, **kwargs)
     checkpoint.fp8 = False
 
 
 def _norm_for_sequence_parallel(original: Callable[..., Any]) -> Any:
-    """Let torch's norms serve sequence-parallel models: mark their weights, so that Megatron sums gradients over TP."""
+    """Mark the weights of torch's norms under sequence parallelism, because Megatron sums marked gradients over TP."""
 
     @functools.wraps(original)
     def make(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,8 +205,8 @@ def _norm_for_sequence_parallel(original: Callable[..., Any]) -> Any:
 def _with_head_widths(original: Callable[..., None]) -> Callable[..., None]:
     """Let the local attention core accept the two head widths of latent attention.
 
-    The original has no arguments for them (core_v0.16.1). It derives two values from `kv_channels`: the scale of the
-    scores, which latent attention passes, and the width of the context, which is set here.
+    Megatron's local core has no arguments for head widths (core_v0.16.1). The local core derives two values from
+    `kv_channels`. Latent attention passes the scale of the scores, and this wrapper sets the width of the context.
     """
     if "v_channels" in inspect.signature(original).parameters:
         return original
@@ -225,13 +225,13 @@ def _with_head_widths(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _a_class(original: Any) -> Any:
-    """Return the class, or an unused class if Transformer Engine is missing, because `isinstance` needs a class."""
+    """Return an unused class instead of None if Transformer Engine is missing, because `isinstance` needs a class."""
     return original if isinstance(original, type) else type("Absent", (), {})
 
 
 WITHOUT_ENGINE = (
     *in_module("megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": _norm_for_sequence_parallel}),
-    # Without Transformer Engine Megatron reads this name but never defines it.
+    # Without Transformer Engine, Megatron reads the name below but never defines the name.
     Replacement(
         module="megatron.core.transformer.moe.moe_utils",
         path="te_general_gemm",
@@ -240,21 +240,21 @@ WITHOUT_ENGINE = (
         versions="<0.17",
     ),
     *in_module("megatron.core.transformer.dot_product_attention", {"DotProductAttention.__init__": _with_head_widths}),
-    # Megatron-FSDP with TP checks modules against this class, which is None without the engine.
+    # Megatron-FSDP with TP checks modules against a class that is None without Transformer Engine.
     Replacement(
         module="megatron.core.distributed.fsdp.mcore_fsdp_adapter",
         path="TELinear",
         make=_a_class,
         versions=">=0.16,<0.18",
     ),
-    # Multi-token prediction checks layers against these classes from 0.20 on.
+    # From 0.20 on, multi-token prediction checks layers against the classes of Transformer Engine below.
     *(
         Replacement(
             module="megatron.core.tensor_parallel.inference_layers", path=path, make=_a_class, versions=">=0.20"
         )
         for path in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear")
     ),
-    # Megatron sets it to True if its own wrappers can be imported, even if their classes are None.
+    # Megatron sets HAVE_TE to True if its own wrapper modules can be imported, even if the wrapped classes are None.
     Replacement(
         module="megatron.core.transformer.multi_latent_attention",
         path="HAVE_TE",
@@ -262,4 +262,4 @@ WITHOUT_ENGINE = (
         versions="<0.17",
     ),
 )
-"""Replacements for local layers where Transformer Engine and Apex are missing, also on a GPU."""
+"""Replacements for local layers if Transformer Engine and Apex are missing, also on a GPU."""

@@ -1,8 +1,8 @@
 """The layers of the user's model and their optimizer step on one device, without other ranks.
 
 The process group of tp*cp ranks is fake. Communication takes no time, and the data that a collective would have
-received stays uninitialised, which changes no time. So each device measures alone, and the devices of a job measure
-different shapes at the same time.
+received stays uninitialised, which changes no time. So each device measures alone. The devices of a job measure
+different layouts' layers at the same time.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ class Part:
     source: torch.Tensor | None
     """The input for which a pipeline would send back a gradient; None for the embedding."""
     forward: Callable[[int], torch.Tensor]
-    """Runs the part N times in a row, each time on the last output (once if `chains` is False)."""
+    """Runs the part N times in a row, each time on its last output. If `chains` is False, runs the part once."""
     chains: bool
     main_grad_dtype: torch.dtype
     recomputed: Callable[[int], torch.Tensor] | None = None
-    """`forward` under full recompute: the backward runs each layer again. None if Megatron never recomputes it."""
+    """`forward` under full recompute: the backward runs each layer again. None if Megatron never does so."""
 
     def backward(self, output: torch.Tensor) -> None:
-        """Run the backward of an output down to the input and to all parameters that are not frozen."""
+        """Compute the gradients of the input and of all parameters that are not frozen, from an output."""
         if self.source is not None:
             self.source.grad = None
         if output.requires_grad:
             torch.autograd.backward(output, torch.ones_like(output))
 
     def freeze(self, frozen: bool) -> None:
-        """If `frozen`, skip weight gradients in later backwards, which then make only the gradient of the input."""
+        """If `frozen`, skip weight gradients in later backwards. Such backwards make only the gradient of the input."""
         for parameter in self.parameters:
             parameter.requires_grad_(not frozen)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Add each weight gradient to a main gradient at once, as Megatron's data parallelism does."""
+        """Add each weight gradient to a main gradient right away, as Megatron's data parallelism does."""
 
         def add(parameter: Any) -> None:
-            # A kernel of Transformer Engine may have added the gradient already.
+            # Skip the gradient if a kernel of Transformer Engine has added it already.
             if not parameter.grad_added_to_main_grad:
                 parameter.main_grad.add_(parameter.grad)
             parameter.grad = None
@@ -85,24 +85,24 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The parts of one compute case."""
+    """The parts of the model, built for one compute case (TP, CP and micro-batch size)."""
 
     parts: tuple[Part, ...]
     model: Any
     """The GPTModel that contains the parts."""
     token_ids: torch.Tensor
-    """Inputs, and also the labels of the head."""
+    """Token ids of the input, which are also the labels of the loss."""
     notes: tuple[str, ...]
     """One sentence for each difference from the real job."""
 
 
 MOST_VARIANTS = 64
-"""Compiled variants that torch.compile keeps of one function. The warm-up's shapes, with and without gradients, exceed
-torch's limit of 8, and beyond the limit it runs the function uncompiled (torch/_dynamo/config.py, recompile_limit)."""
+"""Compiled variants that torch.compile keeps of one function. By default torch keeps 8 and runs further variants
+uncompiled (torch/_dynamo/config.py, recompile_limit). The warm-up needs more, for all its tensor shapes."""
 
 
 def load(device_kind: str) -> None:
-    """Import everything that a case runs, which takes seconds; on a CPU, also apply the patch `cpu_backend`."""
+    """Import all modules that a compute case needs, which takes seconds. On a CPU, apply the patch `cpu_backend`."""
     if device_kind == "cpu":
         registry.apply("cpu_backend")
     import_megatron()
@@ -110,7 +110,7 @@ def load(device_kind: str) -> None:
         warnings.simplefilter("ignore")
         import torch._dynamo
 
-        # megatron-core 0.19 imports it with the first optimizer.
+        # megatron-core 0.19 would import this module with the first optimizer.
         with contextlib.suppress(ImportError):
             importlib.import_module("megatron.core.models.mimo.model.base")
         if device_kind == "cuda":
@@ -122,7 +122,7 @@ def load(device_kind: str) -> None:
 
 @contextlib.contextmanager
 def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workload]:
-    """Build the parts of a case for the block, and free everything afterwards.
+    """Build the parts of a compute case for the block, and free all tensors afterwards.
 
     `load` must have run, and no process group may exist in this process.
 
@@ -140,7 +140,7 @@ def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workl
 
 
 def forget_dummy_gradients() -> None:
-    """Free the empty weight gradients that Transformer Engine keeps, one for each shape that this process has used.
+    """Free the empty weight gradients that Transformer Engine keeps, one gradient for each weight shape.
 
     A training keeps only the shapes of its own layers (transformer_engine/pytorch/module/base.py, get_dummy_wgrad, in
     `_dummy_wgrads` from release 2.2 to 2.18).
@@ -151,7 +151,7 @@ def forget_dummy_gradients() -> None:
 
 @contextlib.contextmanager
 def refusals_named(name: str) -> Iterator[None]:
-    """Turn an error of megatron-core into a WorkloadError with a name and the reason; keep out-of-memory errors."""
+    """Turn an error of megatron-core into a WorkloadError with a name and the reason. Keep out-of-memory errors."""
     try:
         yield
     except _REFUSALS as error:
@@ -162,14 +162,14 @@ def refusals_named(name: str) -> Iterator[None]:
 
 
 def case_words(case: ComputeCase) -> str:
-    """Return the name of a case for messages."""
+    """Return the name of a compute case for messages."""
     return f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a device or the host has no memory left."""
     text = str(error)
-    # oneDNN gives no cause. It fails to allocate the buffer of a kernel that it builds for a new shape.
+    # Without memory for the buffer of a new kernel, oneDNN raises this error and names no cause.
     no_kernel = text.strip().endswith("could not create a primitive")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text or no_kernel
 
@@ -215,7 +215,7 @@ def _parts(
     gpt: Any, job: Job, case: ComputeCase, *, kinds: tuple[PartName, ...], ids: torch.Tensor
 ) -> tuple[Part, ...]:
     model = job.model
-    # Under sequence parallelism a rank has its share of the sequence.
+    # Under sequence parallelism a rank has one TP-th of the sequence.
     rows = ids.shape[1] // (case.tp if gpt.config.sequence_parallel else 1)
     shape = (rows, case.micro_batch_size, model.hidden_size)
     hidden = torch.randn(shape, dtype=DTYPES[model.params_dtype], device=ids.device, requires_grad=True)
@@ -235,7 +235,7 @@ def _parts(
         return loss.mean()
 
     def predict(_: int) -> torch.Tensor:
-        # The block returns its input followed by the output of its one depth.
+        # The multi-token prediction block returns its input, followed by the output of its only depth.
         both = gpt.mtp(ids, positions, hidden, None, rotary_pos_emb=rope, embedding=gpt.embedding)
         return loss_of(both.chunk(2)[1])
 
@@ -281,7 +281,7 @@ def _chain(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) ->
 
 
 def _checkpointed(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Run a layer as Megatron's full recompute with one layer a unit: autograd keeps only the layer's input.
+    """Run a layer as Megatron's full recompute of single layers does: autograd keeps only the layer's input.
 
     `TransformerBlock._checkpointed_forward` calls the same function for method uniform with one layer, and for the
     first layers of method block.
@@ -292,9 +292,9 @@ def _checkpointed(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
 
 
 def _attention_core(layer: Any, run: Callable[[], object]) -> tuple[torch.Tensor, Callable[[int], torch.Tensor], bool]:
-    """Return the queries that a layer gives to its attention core, a function that runs the core, and if it chains.
+    """Return the queries of a layer's attention core, a function that runs the core, and True if the core chains.
 
-    `run` runs the layer once, so that a hook can record the arguments of its core.
+    `run` runs the layer once, so that a hook can record the arguments of the attention core.
     """
     core: Any = layer.self_attention.core_attention
     recorded: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -330,10 +330,10 @@ class OptimizerStep:
 
 
 def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
-    """Give the workload's model gradients and an optimizer, as a training job does.
+    """Make gradients and an optimizer for the workload's model, as a training job does.
 
-    The distributed optimizer is off, because it does the same work on fewer parameters. Measure everything else before:
-    afterwards the optimizer owns the model.
+    The distributed optimizer is off, because it does the same work on fewer parameters. Measure the parts of the model
+    before, because the optimizer then changes the model's parameters.
 
     Raises:
         WorkloadError: the job's optimizer is neither adam nor sgd.
@@ -364,7 +364,7 @@ def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
         optimizer: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
-                # The norm is the root of the number of elements, above Megatron's limit of 1, so the step clips.
+                # Random gradients have a norm far above Megatron's limit of 1, so the step clips gradients.
                 parameter.main_grad.copy_(torch.randn_like(parameter))
         step: Callable[[], None] = optimizer.step
         return step

@@ -18,7 +18,7 @@ from pipette_launch.facts.messages import ExecutionAnswer, ExecutionRequest
 
 
 def main() -> int:
-    """Answer every line of stdin on stdout; output of megatron-core goes to stderr."""
+    """Answer every line of stdin on stdout. Print the output of megatron-core on stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     warnings.simplefilter("ignore")
@@ -26,7 +26,7 @@ def main() -> int:
 
 
 def serve(requests: IO[str], answers: IO[str]) -> int:
-    """Answer line by line, and return the exit code."""
+    """Answer the requests line by line, and return the exit code of this process."""
     failed = False
     for line in requests:
         given = answer(line)
@@ -50,7 +50,7 @@ def answer(line: str) -> ExecutionAnswer:
     except ValueError as error:
         return ExecutionAnswer(error=_first_line(error))
     except (AssertionError, TypeError, RuntimeError, ImportError, AttributeError, KeyError, IndexError) as error:
-        # megatron-core raises any of these for a job that it refuses.
+        # megatron-core raises errors of many types for a job that it refuses.
         return ExecutionAnswer(error=f"megatron-core refuses it: {type(error).__name__}: {_first_line(error)}")
 
 

@@ -1,11 +1,11 @@
 """Execute a rank of a training job with abstract tensors: `load` once, then `run_rank` for each rank.
 
-A large job is scaled up exactly from small runs. A run consists of stretches: each forward, each backward (of the
-layers, then of the embedding) and each step. Two runs that differ only in their number of layers have the same
+The bytes of a large job follow exactly from small runs. A run consists of stretches: each forward, each backward (of
+the layers, then of the embedding) and each step. Two runs that differ only in their number of layers have the same
 stretches, and the peak of each stretch grows by the same bytes for each layer. So each stretch is extrapolated alone,
-and the largest is the peak. The padding of weights, gradients and optimizer is not linear, so their bytes come from a
-full-size run without forward and backward. After its warm-up a schedule repeats itself: more micro-batches only add
-reports of losses.
+and the largest extrapolated stretch is the peak of the job. The padding of weights, gradients and optimizer is not
+linear in the layers, so their bytes come from a full-size run without forward and backward. After its warm-up a
+schedule repeats itself, so more micro-batches only add reports of losses.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pipette_patches.replacements import Replacements
 from pipette_patches.storage_meter import Stretch, metered
 
 Run = Callable[[Size, bool], Trace]
-"""Runs a size, with or without forward and backward."""
+"""Runs a part of a job, with or without forward and backward, and returns the trace of the run."""
 _STATIC = ("weights", "gradients", "optimizer")
 _FEW_PASSES = 48
-"""A rank is not scaled up if its layers times micro-batches are at most this number."""
+"""If layers times micro-batches of a rank are at most 48, the rank runs at full size."""
 _PART_OF = {"backward": "working", "head": "logits"}
-"""Labels of the meter that have other names in ExecutedParts."""
+"""Name in ExecutedParts of each meter label that has a different name there."""
 
 
 @functools.cache
 def load() -> None:
-    """Import megatron-core with stand-ins for CUDA and Transformer Engine; the process can only execute abstractly."""
+    """Import megatron-core with stand-ins for CUDA and Transformer Engine. Afterwards this process has no real GPU."""
     transformer_engine.install()
     Replacements((*TORCH, *CORE, *EXPERTS, *OFFLOADING)).apply()
     import_megatron()
-    # Imported objects stay. Without this call the collection after each rank takes longer than the rank.
+    # Exclude imported objects from garbage collection, because collecting them takes longer than a rank's run.
     gc.freeze()
 
 
@@ -90,7 +90,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
 def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
     """Return the trace of a rank at full size, from the smallest runs that give it exactly."""
     full = full_size(job, layout)
-    # Deferred weight gradients of the output layer keep tensors of every micro-batch.
+    # With deferred weight gradients the output layer keeps tensors of every micro-batch, so no schedule repeats.
     repeats = "--defer-embedding-wgrad-compute" not in flags(job)
     enough = enough_microbatches(layout, pp_rank, full.num_microbatches) if repeats else full.num_microbatches
     size = replace(full, num_microbatches=enough)
@@ -109,7 +109,7 @@ def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
 
 
 def layer_period(job: Job, layout: Layout) -> int:
-    """Return the number of layers after which the layers of a chunk repeat; 0 if they do not repeat."""
+    """Return the number of layers after which the kinds of layers in a chunk repeat. 0 if the kinds do not repeat."""
     recompute = layout.recompute
     if recompute.granularity == "full":
         return recompute.num_layers if recompute.method == "uniform" else 1
@@ -121,18 +121,18 @@ def layer_period(job: Job, layout: Layout) -> int:
 def smallest(layout: Layout, period: int, wanted: int) -> int:
     """Return the number of layers in a chunk from which each further period adds the same bytes.
 
-    The difference to `wanted` is a whole number of periods. The result is at least two, because shared buffers that the
-    first backward makes exist from the second layer on.
+    `wanted` minus the result is a whole number of periods. The result is at least two layers, because the first
+    backward makes buffers that all later layers share.
     """
     recompute = layout.recompute
     if recompute.granularity == "full" and recompute.method == "block":
-        # Only the first layers of a chunk are recomputed.
+        # Megatron recomputes only the first `num_layers` layers of a chunk.
         return recompute.num_layers + 2
     return 2 * period + wanted % period if period else wanted
 
 
 def _extrapolated(first: Trace, second: Trace, steps: int, *, bare: Trace) -> Trace:
-    """Extrapolate two runs by a number of steps from the first; static bytes come from the bare run."""
+    """Extrapolate two runs by `steps` times their difference. Static bytes come from the run without passes."""
     if [one.phase for one in first.stretches] != [one.phase for one in second.stretches]:
         raise RuntimeError("runs of different sizes have different stretches")
 

@@ -1,8 +1,8 @@
 """Replacements for torch and megatron-core that imitate a GPU with abstract tensors.
 
-`cuda` means the `meta` device, and messages go nowhere. An abstract tensor has no values, so code that reads a value
+The `meta` device replaces `cuda`, and no message is sent. An abstract tensor has no values, so code that reads a value
 gets False, 0 or 1. Megatron's own router, dispatchers and experts run with balanced routing, so every shape is fixed.
-Megatron's own code decides which activations are offloaded and when they return; tensors in host memory do not count.
+Megatron's own code decides which activations are offloaded and when they return. Tensors in host memory do not count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MESSAGES = (
 
 
 def _for_abstract(successor: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Call `successor` for an abstract tensor or storage, and the original for any other."""
+    """Call `successor` for an abstract tensor or storage, and the original function for real tensors and storages."""
 
     def call(original: Callable[..., Any], given: Any, *args: Any, **kwargs: Any) -> Any:
         return (successor if given.device.type == "meta" else original)(given, *args, **kwargs)
@@ -45,7 +45,7 @@ def _for_abstract(successor: Callable[..., Any]) -> Callable[[Callable[..., Any]
 
 
 def _cuda_module(module: Any, *_args: object) -> Any:
-    """Move the parameters and buffers of a module out of host memory; parameters keep their attributes."""
+    """Move the parameters and buffers of a module to the meta device. Parameters keep their attributes."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.device.type != "meta":
@@ -58,7 +58,7 @@ def _cuda_module(module: Any, *_args: object) -> Any:
 
 
 def _scalar(tensor: Any) -> Any:
-    """Return False, 0.0 or 1: no overflow was found, no norm exceeds its limit, and every count is one."""
+    """Return False, 0.0 or 1 by the tensor's type: no overflow, a norm below every limit, a count of one."""
     if tensor.dtype is torch.bool:
         return False
     return 0.0 if tensor.dtype.is_floating_point else 1
@@ -87,7 +87,7 @@ _DISTRIBUTED = {
     "all_gather_object": instead(_gather_own),
     "_coalescing_manager": instead(no_coalescing),
 }
-# On CUDA torch's optimizers step on lists of tensors, on other devices they do not.
+# torch's optimizers step on lists of tensors on CUDA, but not on the meta device.
 _STEP_ON_LISTS = {
     "_default_to_fused_or_foreach": instead(lambda _params, differentiable, **_fused: (False, not differentiable))
 }
@@ -142,13 +142,13 @@ def _tensors_of(dtype: torch.dtype) -> Callable[[object], Any]:
 
 
 def _one_kernel(_original: object) -> Callable[[Any], Any]:
-    """Run a compiled function without a compiler, but do not count its intermediates."""
+    """Run a compiled function without a compiler, and do not count its intermediate tensors."""
     return lambda function=None, **_options: _one_kernel(None) if function is None else as_one_kernel(function)
 
 
 @wrapping
 def _counted_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Count a backward pass under its own label, and mark its beginning and end."""
+    """Count the tensors of a backward pass under the label `backward`, and mark the beginning and end of the pass."""
     meter = current()
     if meter is None:
         return original(*args, **kwargs)
@@ -198,7 +198,7 @@ CORE = (
 
 
 def _masked_select(given: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Select the entries that balanced routing sets in a mask of (experts, tokens); keep the same tensors as torch."""
+    """Select the entries that balanced routing sets in a mask of (experts, tokens). Keep the same tensors as torch."""
     experts, tokens = mask.shape
     return kernel(lambda given: (given.new_empty(routed_rows(tokens, experts)), (given, mask)), given)
 
@@ -207,14 +207,14 @@ def _masked_select(given: torch.Tensor, mask: torch.Tensor) -> Any:
 def _with_balanced_counts(
     original: Callable[..., Any], experts: Any, rows: torch.Tensor, _counts: Any, probabilities: torch.Tensor
 ) -> Any:
-    """Run experts with a balanced number of tokens for each."""
+    """Run the experts with an equal number of tokens for each expert."""
     counts = torch.tensor(balanced(rows.shape[0], experts.num_local_experts))
     return original(experts, rows, counts, probabilities)
 
 
 @wrapping
 def _in_equal_parts(original: Callable[..., Any], rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Exchange the same number of rows with each rank, without the sizes of the parts."""
+    """Exchange the same number of token rows with each rank, because abstract split sizes have no values."""
     sizes = ("input_split_sizes", "output_split_sizes")
     return original(rows, *args, **{name: value for name, value in kwargs.items() if name not in sizes})
 
@@ -244,7 +244,7 @@ EXPERTS = (
     *in_module(
         "megatron.core.transformer.moe.token_dispatcher",
         {
-            # Each rank receives the same number of rows that it sends.
+            # With balanced routing each rank receives as many token rows as the rank sends.
             "all_to_all": lambda original: lambda group, rows, *_splits, **_more: original(group, rows),
             "gather_from_sequence_parallel_region": _in_equal_parts,
             "reduce_scatter_to_sequence_parallel_region": _in_equal_parts,
@@ -255,13 +255,13 @@ EXPERTS = (
     *in_module(
         "megatron.core.transformer.multi_latent_attention",
         {
-            # The kernel rotates queries in place.
+            # Transformer Engine's kernel rotates queries in place.
             "fused_apply_mla_rope_for_q": instead(lambda query, *_, **_options: query),
             "fused_apply_mla_rope_for_kv": instead(_rope_for_key_value),
         },
     ),
 )
-"""Replacements for experts and latent attention, which read values of tensors."""
+"""Replacements for experts and latent attention, whose original code reads values of tensors."""
 
 _OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
@@ -274,8 +274,8 @@ def forget_offloaded() -> None:
 
 
 def _to_host(_handler: Any, tensor: torch.Tensor, **_options: bool) -> tuple[Any, ...]:
-    """Return a tuple in place of the tensor, by which Megatron recognises a tensor in host memory."""
-    # A tensor that is not contiguous is first copied on the device.
+    """Return a tuple instead of the tensor, because Megatron recognises an offloaded tensor by a tuple."""
+    # Megatron first makes a contiguous copy on the device.
     tensor.contiguous()
     return tensor.shape, tensor.dtype, tensor.device
 
@@ -286,7 +286,7 @@ def _from_host(_handler: Any, state: tuple[Any, ...], **_options: bool) -> torch
 
 
 OFFLOADING = tuple(
-    # A release may lack an attribute. Then only jobs that offload fail.
+    # If a release lacks an attribute, only jobs that offload activations fail.
     Replacement(module=_OFFLOAD, path=path, make=make, may_be_absent=True)
     for path, make in {
         "ChunkOffloadHandler.offload": instead(_to_host),

@@ -1,9 +1,9 @@
-"""Fused kernels of Transformer Engine and Apex for abstract tensors: each makes and keeps the same tensors, no more.
+"""Fused kernels of Transformer Engine and Apex for abstract tensors. Each makes and keeps the original's tensors.
 
-Abstract tensors have no values to route by, so experts get balanced numbers of tokens. The optimizer follows
-TransformerEngine 2.8, optimizers/fused_adam.py: it makes its states at the first step. With reduced precision the
-kernel needs an fp32 copy of each smaller state, for a whole parameter group at once. It reads and writes 16-bit
-remainders of the weights (in place of fp32 master weights) without a copy.
+Abstract tensors have no values to route by, so all experts get the same number of tokens. FusedAdam follows
+TransformerEngine 2.8, optimizers/fused_adam.py, and makes its states at the first step. For states in reduced
+precision, the kernel makes fp32 copies of all states of a parameter group at once. Weights may have 16-bit remainders
+instead of fp32 master weights, and the kernel needs no copy of these remainders.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class _Kernel(torch.autograd.Function):
 def kernel(
     run: Callable[..., tuple[Any, tuple[Any, ...]]], *given: Any, backward: Callable[..., Gradients] | None = None
 ) -> Any:
-    """Run a fused kernel; autograd sees only its outputs and the tensors that it keeps.
+    """Run a fused kernel. autograd sees only the outputs of the kernel and the tensors that the kernel keeps.
 
     Args:
         run: receives `given` and returns the outputs and the tensors that are kept for backward.
         given: tensors, or objects that have no gradient.
         backward: receives the kept tensors and the gradients of the outputs, and returns one gradient for each object
-            in `given`. None makes a new gradient for each tensor that needs one. It must not refer to tensors other
-            than parameters, because these would live as long as the graph.
+            in `given`. None makes a new gradient for each tensor that needs a gradient. `backward` must not refer
+            to tensors other than parameters, because such tensors would live as long as the graph.
 
     """
     return _Kernel.apply(run, backward, *given)  # type: ignore[no-untyped-call]
 
 
 def apply_rotary_pos_emb(given: torch.Tensor, angles: torch.Tensor, **_options: Any) -> Any:
-    """Rotate queries or keys into a new tensor; keep only the angles."""
+    """Rotate queries or keys into a new tensor. Keep only the angles for the backward."""
     return kernel(lambda given: (given.new_empty(given.shape), (angles,)), given)
 
 
@@ -68,7 +68,7 @@ def apply_fused_qkv_rotary_pos_emb(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def split_along_dim(given: torch.Tensor, dim: int, sections: Any, _squeeze: bool = False) -> Any:
-    """Split a tensor into views; the backward copies their gradients into one tensor."""
+    """Split a tensor into views. The backward copies the gradients of the views into one tensor."""
     return kernel(
         lambda given: (torch.split(given, sections, dim=dim), ()),
         given,
@@ -77,7 +77,7 @@ def split_along_dim(given: torch.Tensor, dim: int, sections: Any, _squeeze: bool
 
 
 def parallel_cross_entropy(logits: torch.Tensor, _labels: torch.Tensor, *_options: Any) -> Any:
-    """Make one loss for each token; the gradient overwrites the logits in their own type."""
+    """Make one loss for each token. The gradient overwrites the logits, in the type of the logits."""
 
     def run(logits: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
         loss = logits.new_empty(logits.shape[:2], dtype=torch.float32)
@@ -88,7 +88,7 @@ def parallel_cross_entropy(logits: torch.Tensor, _labels: torch.Tensor, *_option
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Recompute a function in the backward; keep its tensor arguments."""
+    """Recompute a function in the backward. Keep only the function's tensor arguments."""
     import torch.utils.checkpoint as torch_checkpoint
 
     ours = ("distribute_saved_activations", "get_rng_state_tracker", "tp_group")
@@ -102,7 +102,7 @@ def multi_tensor_applier(operation: Any, overflow: Any, lists: Any, *args: Any) 
 
 
 def multi_tensor_l2norm(_chunk: int, _overflow: Any, lists: Any, per_tensor: bool = False) -> Any:
-    """Make one norm, and one for each tensor if `per_tensor` is True."""
+    """Make one common norm of all tensors. If `per_tensor` is True, also make one norm for each tensor."""
     count = len(lists[0]) if per_tensor else 0
     return lists[0][0].new_empty(1, dtype=torch.float32), lists[0][0].new_empty(count, dtype=torch.float32)
 
@@ -157,7 +157,7 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.grad = None
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make missing states, and fp32 copies of states in reduced precision."""
+        """Make the states that are missing, and fp32 copies of states in reduced precision."""
         del closure
         for group in self.param_groups:
             copies = []
@@ -176,14 +176,14 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class FusedSGD(torch.optim.SGD):
-    """Stochastic gradient descent over lists of tensors; it makes the momentum at the first step."""
+    """Stochastic gradient descent over lists of tensors, which makes the momentum at the first step."""
 
     def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, foreach=True)
 
 
 def choose_optimizers(*, fused: bool) -> None:
-    """Let megatron-core build fused optimizers from now on, or torch's, as without Transformer Engine and Apex."""
+    """Let megatron-core build fused optimizers if `fused` is True, otherwise torch's optimizers."""
     from megatron.core import optimizer
 
     optimizer.USING_PYTORCH_OPTIMIZER = not fused
@@ -201,7 +201,7 @@ class Routing:
     pads_for_fp8: bool = False
 
     def rows(self, tokens: int, experts: int) -> int:
-        """Return the number of rows that `experts` of the model's experts get from `tokens` tokens."""
+        """Return the number of token rows that `experts` of the model's experts get from `tokens` tokens."""
         each = tokens * self.topk / self.num_experts
         if self.capacity_factor is not None:
             each = min(each, math.ceil(each * self.capacity_factor))
@@ -214,12 +214,12 @@ _routing = [Routing()]
 
 
 def routed_rows(tokens: int, experts: int) -> int:
-    """Return the number of rows that `experts` experts get from `tokens` tokens in the current job."""
+    """Return the number of token rows that `experts` experts of the current job get from `tokens` tokens."""
     return _routing[0].rows(tokens, experts)
 
 
 def choose_routing(job: Job) -> None:
-    """Route as this job from now on, and drop the losses that Megatron keeps of an earlier job."""
+    """Route tokens as in `job` from now on, and drop the losses that Megatron keeps of an earlier job."""
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
 
@@ -244,7 +244,7 @@ def balanced(rows: int, parts: int) -> list[int]:
 def moe_permute_with_probs(
     tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, **_options: Any
 ) -> Any:
-    """Put token rows and probabilities into the order of experts; keep a map of 2 * experts + 1 for each token."""
+    """Sort token rows and probabilities by expert. Keep a map with 2 * experts + 1 numbers for each token."""
 
     def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> Any:
         num_tokens, experts = routing_map.shape
@@ -257,7 +257,7 @@ def moe_permute_with_probs(
 
 
 def moe_permute(tokens: torch.Tensor, routing_map: torch.Tensor, **_options: Any) -> Any:
-    """Put token rows into the order of experts; return the rows and the map for the way back."""
+    """Sort token rows by expert. Return the sorted rows and the map that restores the order of tokens."""
     permuted, _, row_map = moe_permute_with_probs(tokens, None, routing_map)
     return permuted, row_map
 
@@ -265,17 +265,17 @@ def moe_permute(tokens: torch.Tensor, routing_map: torch.Tensor, **_options: Any
 def moe_unpermute(
     permuted: torch.Tensor, row_map: torch.Tensor, *_probs: Any, restore_shape: Any, **_options: Any
 ) -> Any:
-    """Sum the rows of each token; keep the map."""
+    """Sum the expert outputs of each token. Keep the map from tokens to experts."""
     return kernel(lambda given: (given.new_empty(tuple(restore_shape)), (row_map,)), permuted)
 
 
 def moe_sort_chunks_by_index_with_probs(rows: torch.Tensor, probs: Any, _sizes: Any, _order: Any) -> Any:
-    """Sort chunks of rows and of their probabilities; keep a map."""
+    """Sort chunks of token rows and of their probabilities. Keep a map from old to new rows."""
     row_map = rows.new_empty(rows.shape[0], dtype=torch.int32)
     return tuple(kernel(lambda given: (given.new_empty(given.shape), (row_map,)), given) for given in (rows, probs))
 
 
 def moe_sort_chunks_by_index(rows: torch.Tensor, _sizes: Any, _order: Any) -> Any:
-    """Sort chunks of rows; keep a map."""
+    """Sort chunks of token rows. Keep a map from old to new rows."""
     row_map = rows.new_empty(rows.shape[0], dtype=torch.int32)
     return kernel(lambda given: (given.new_empty(given.shape), (row_map,)), rows)

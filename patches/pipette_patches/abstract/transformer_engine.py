@@ -1,17 +1,18 @@
 """A stand-in for Transformer Engine and Apex: the same names, and for each name the tensors that the original holds.
 
 megatron-core wraps these names itself (extensions/transformer_engine.py), so its own classes, specifications and checks
-run. `STAND_INS` lists the modules and the names that megatron-core takes from each. Source: TransformerEngine 2.8.
+run. `STAND_INS` lists the modules and the names that megatron-core takes from each module. Source:
+TransformerEngine 2.8.
 
-Linear layers (module/{linear,layernorm_linear,grouped_linear}.py) keep their own input before any gather; with a norm
-they also keep the norm's input, statistics and output. They gather the input again for the weight gradient and free the
-gathered copy at once. With fused accumulation the weight gradient goes into `main_grad`, and the layer returns an empty
-gradient, which is made once for each shape and kept (module/base.py, get_dummy_wgrad).
+Linear layers (module/{linear,layernorm_linear,grouped_linear}.py) keep their input before any gather. Linear layers
+with a norm also keep the norm's input, statistics and output. For the weight gradient a layer gathers the input again,
+and frees the gathered copy at once. With fused accumulation the weight gradient goes into `main_grad`, and the layer
+returns an empty gradient. A process keeps one empty gradient for each shape (module/base.py, get_dummy_wgrad).
 
 Attention (attention/dot_product_attention/{backends,context_parallel}.py): cuDNN's fused kernel takes (s, b, heads,
 channels). FlashAttention needs (b, s, heads, channels), so with b > 1 it copies query, key, value and output. The
-unfused core writes every score. With context parallelism keys and values travel around a ring: each step takes one
-buffer forward and two pairs of buffers backward.
+unfused core writes every score. With context parallelism keys and values travel around a ring of ranks. Each step of
+the ring needs one buffer in the forward and two pairs of buffers in the backward.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from pipette_patches.megatron_config import NotModelledError
 from pipette_patches.storage_meter import under
 
 VERSION = "2.8.0"
-"""The release of Transformer Engine that the code follows."""
+"""The release of Transformer Engine that this file imitates."""
 _dummy_gradients: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 def forget_gradients() -> None:
-    """Free the kept empty gradients, because a new process has none."""
+    """Free the kept empty gradients, because a new training process has no empty gradients."""
     _dummy_gradients.clear()
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """Return the empty gradient of a shape; megatron-core's own linear layers also call it."""
+    """Return the empty gradient of a shape. megatron-core's own linear layers also call this function."""
     del zero
     key = (*shape, dtype)
     if key not in _dummy_gradients:
@@ -67,7 +68,7 @@ def _mark(parameter: Any, *, split: bool, dimension: int) -> None:
 
 
 def _norm_output(given: torch.Tensor, *, rms: bool) -> tuple[torch.Tensor, ...]:
-    """Make a norm's output and its fp32 statistics: one number for each row, or two without RMS."""
+    """Make a norm's output and fp32 statistics: one number for each token with RMSNorm, two with LayerNorm."""
     rows = given.numel() // given.shape[-1]
     statistics = (given.new_empty(rows, dtype=torch.float32) for _ in range(1 if rms else 2))
     return (torch.empty_like(given, memory_format=torch.contiguous_format), *statistics)
@@ -83,7 +84,7 @@ def _add_norm(
     device: Any = "cuda",
     **_kernel_options: Any,
 ) -> None:
-    """Give a layer the weight of a norm, and the bias unless it is an RMSNorm."""
+    """Give a layer the weight of a norm, and the bias unless the norm is an RMSNorm."""
     for name in ("weight", "bias"):
         parameter = None if name == "bias" and layer.rms else _parameter((width,), params_dtype, device)
         if parameter is not None:
@@ -92,10 +93,10 @@ def _add_norm(
 
 
 class _Product(torch.nn.Module):
-    """The common base of linear and grouped layers: parameters, fused accumulation, a bias that the caller may add."""
+    """The common base of linear and grouped layers, with parameters, fused accumulation and an optional bias."""
 
     save_original_input = False
-    """Megatron sets it, but without FP8 the layer keeps the original input in any case."""
+    """Megatron sets this attribute, but without FP8 a layer keeps the original input in any case."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class _Product(torch.nn.Module):
                 self.register_parameter(f"bias{suffix}", _parameter((outputs,), params_dtype, device))
 
     def backward_dw(self) -> None:
-        """Do nothing: no weight gradient is deferred here."""
+        """Do nothing, because these layers defer no weight gradient."""
 
 
 class Linear(_Product):
@@ -147,14 +148,14 @@ class Linear(_Product):
 
     @property
     def _exchange(self) -> str | None:
-        """`column` if the layer gathers slices of the sequence before the product, `row` if it scatters them after.
+        """`column` if the layer gathers the sequence before the product, `row` if it scatters the output after.
 
-        None if it does neither. Megatron removes the parallel mode from layers whose exchanges it does itself.
+        None without an exchange. Megatron removes the parallel mode from layers whose exchanges Megatron does itself.
         """
         return self.parallel_mode if self._sequence_parallel and self._ranks > 1 else None
 
     def forward(self, inp: torch.Tensor, **_options: Any) -> Any:
-        """Normalise if the layer has a norm, then multiply; also return the bias if the caller adds it."""
+        """Normalise if the layer has a norm, then multiply. Also return the bias if the caller adds the bias."""
         added = None if self.returns_bias else self.bias
         norm = (getattr(self, name, None) for name in ("layer_norm_weight", "layer_norm_bias"))
         out = kernel(self._product, inp, self.weight, added, *norm, backward=self._gradients)
@@ -218,7 +219,7 @@ class LayerNorm(torch.nn.Module):
         _add_norm(self, normalized_shape or hidden_size, **options)
 
     def forward(self, inp: torch.Tensor) -> Any:
-        """Normalise; keep the input, the weight and the statistics."""
+        """Normalise the input. Keep the input, the weight and the statistics for the backward."""
 
         def run(given: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None) -> Any:
             out, *statistics = _norm_output(given, rms=self.rms)
@@ -234,14 +235,14 @@ class RMSNorm(LayerNorm):
 
 
 class GroupedLinear(_Product):
-    """Transformer Engine's `GroupedLinear`: the products of all experts in one kernel, which keeps its input."""
+    """Transformer Engine's `GroupedLinear`: one kernel multiplies for all experts and keeps its input."""
 
     def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, suffixes=range(num_gemms), **options)
         self.num_gemms = num_gemms
 
     def forward(self, inp: torch.Tensor, m_splits: list[int], **_options: Any) -> Any:
-        """Multiply the rows of each expert; also return the biases if the caller adds them."""
+        """Multiply the token rows of each expert. Also return the biases if the caller adds the biases."""
         if sum(m_splits) != inp.shape[0]:
             raise ValueError(f"{sum(m_splits)} rows of experts for {inp.shape[0]} rows given")
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
@@ -274,33 +275,33 @@ def choose_attention(backend: str) -> None:
 
 
 def _attention_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the output, with the query's shape and the value's channels, and one fp32 number for each query and head."""
+    """Make the output of attention and its softmax statistics: one fp32 number for each query and head."""
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 def _fused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-    """Run one fused kernel; keep its inputs, output and statistics, and the state of the random numbers."""
+    """Run one fused attention kernel. Keep its inputs, output, statistics and random state for the backward."""
     out, statistics = _attention_output(query, value)
     return out, (query, key, value, out, statistics, query.new_empty(2, dtype=torch.int64))
 
 
 def _ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, sequence: int) -> Any:
-    """Pass keys and values around a ring of ranks; keep the query, the last received pair, output and statistics.
+    """Pass keys and values around a ring of ranks. Keep query, last received keys and values, output, statistics.
 
-    `sequence` is the dimension of the query that the ranks share.
+    `sequence` is the dimension of the query tensor that context parallelism splits.
     """
     key_shape, value_shape = key.shape, value.shape
 
     def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        # The results of all steps stay until their correction at the end.
+        # The results of all ring steps stay until the last step corrects them.
         pairs, outs = [key.new_empty(key.numel() + value.numel())], []
         for step in range(ranks):
             if step < ranks - 1:
                 pairs.append(torch.empty_like(pairs[0]))
             part = query
             if step:
-                # Causal attention: later steps need half of the queries (as here) or half of the keys.
+                # With causal attention, later steps need half of the queries (as assumed here) or half of the keys.
                 part = query.new_empty([size // 2 if at == sequence else size for at, size in enumerate(query.shape)])
                 outs.append(part)
             outs += _attention_output(part, value)
@@ -310,7 +311,7 @@ def _ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         return out, (query, pairs[-1], out, statistics, *states)
 
     def backward(kept: Any, _gradient: torch.Tensor) -> Any:
-        # Pairs of keys and values travel with their gradients in two buffers.
+        # Keys and values travel around the ring with their gradients, in two buffers.
         query, pair, *_ = kept
         query_gradient = query.new_empty(query.shape)
         buffers = [pair.new_empty((2, *pair.shape)) for _ in range(2)]
@@ -341,7 +342,7 @@ def _unfused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
         out = torch.empty_like(scores)
         return out, (out,)
 
-    # The scaled, masked softmax keeps its result, and its backward overwrites the incoming gradient.
+    # The softmax keeps its result, and the softmax's backward overwrites the incoming gradient.
     scores = kernel(softmax, scores, backward=lambda _kept, gradient: (gradient,))
     scores = torch.nn.functional.dropout(scores, dropout, training=True)
     flat_value = value.reshape(columns, batch * heads, -1)
@@ -370,7 +371,7 @@ class DotProductAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_mask: Any, **_options: Any
     ) -> torch.Tensor:
-        """Attend; return (s, b, heads * channels)."""
+        """Return the output of attention with the shape (s, b, heads * channels)."""
         query, key, value = (one.contiguous() for one in (query, key, value))
         # Transformer Engine has context parallelism only for its kernels, not for the unfused core.
         if self.ring == 1 and self.backend == "unfused":
@@ -408,12 +409,12 @@ def _no_quantization(*_args: Any, **_kwargs: Any) -> contextlib.AbstractContextM
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Do nothing, because the kernel writes into tensors that exist already."""
+    """Do nothing, because the original kernel writes into tensors that exist already."""
 
 
 _SOFTMAX = {
     "forward": lambda scores, *_options: torch.empty_like(scores),
-    # It overwrites the gradient.
+    # The backward kernel overwrites the incoming gradient.
     "backward": lambda gradient, *_options: gradient,
 }
 _TE = "transformer_engine.pytorch"
@@ -465,7 +466,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Put the stand-ins where imports find them; megatron-core must not be imported yet."""
+    """Put the stand-ins into sys.modules. megatron-core must not be imported yet."""
     for name, contents in STAND_INS.items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, loader=None, is_package=True)

@@ -1,14 +1,14 @@
 """Run one training step, or one evaluation, by a program of passes and messages.
 
-Around the passes it does the same as Megatron's own pipelined functions (megatron/core/pipeline_parallel/schedules.py).
-Each pass is Megatron's own `forward_step` or `backward_step`. Each message is posted alone, and a rank waits for it
-before it uses the tensor.
+Around the passes, `run` does the same as Megatron's pipelined functions (megatron/core/pipeline_parallel/schedules.py).
+Each pass is Megatron's own `forward_step` or `backward_step`. Each message is posted alone, and a rank waits for the
+message before it uses the tensor.
 
 Some schedules split a backward into I (gradient of the input) and W (gradients of the weights). torch's own split would
-compute gradients of the weights twice, because Megatron's linear layers are autograd functions that make both gradients
-at once (pytorch issues 166577, 174017). So the backward of this function is wrapped: it runs unchanged, including its
-communication, but without the product for the weights. Megatron has a switch that leaves this product out for the
-vocabulary (`--defer-embedding-wgrad-compute`), and the switch works for every layer.
+compute gradients of the weights twice, because Megatron's linear layers make the gradients of input and weights in one
+autograd function (pytorch issues 166577, 174017). So the backward of that autograd function is wrapped. The wrapped
+backward still communicates, but skips the matrix product for the weight gradient. Megatron's own switch skips this
+product: `--defer-embedding-wgrad-compute` sets the switch for the vocabulary, but the switch works for every layer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pipette_patches.schedules.v_placement import carry
 def runs_in_streams(group: Any) -> bool:
     """Return True if the messages of a pipeline go over NCCL, with one stream for each direction.
 
-    PyTorch opens a communicator with its own stream for each pair of ranks that exchange unbatched messages, in each
-    process group (ProcessGroupNCCL.cpp, pointToPoint). A group that is bound to a device has one stream for all pairs.
+    In each process group, PyTorch opens a communicator with its own stream for each pair of ranks that exchange
+    unbatched messages (ProcessGroupNCCL.cpp, pointToPoint). A group bound to a device has one stream for all pairs.
 
     Raises:
         PatchError: all messages would share one stream, in which a late message delays the others.
@@ -51,7 +51,8 @@ def runs_in_streams(group: Any) -> bool:
 def open_ways(group: Any, ways: Collection[tuple[int, int]]) -> None:
     """Open the communicator of each way (source, target) of a pipeline that begins or ends on this rank.
 
-    The host waits for the other rank. All ranks open their ways in the same order, so no ranks wait in a circle.
+    Opening blocks until the rank at the other end opens the same way. All ranks open their ways in the same order, so
+    no ranks wait in a circle.
     Neighbour pairs that begin with an even rank come first and open at the same time.
     """
     rank = dist.get_rank(group)
@@ -65,12 +66,12 @@ def open_ways(group: Any, ways: Collection[tuple[int, int]]) -> None:
 
 
 class PendingMessages:
-    """Posts messages between the ranks of a pipeline and keeps their tensors until they have arrived.
+    """Posts messages between the ranks of a pipeline, and keeps each tensor until its message was sent or received.
 
     Args:
         group: process group of the pipeline.
         empty: makes the tensor that receives a message.
-        in_streams: result of `runs_in_streams`.
+        in_streams: True if messages of each direction have their own NCCL stream.
 
     """
 
@@ -84,7 +85,7 @@ class PendingMessages:
         self._under_way: dict[Message, tuple[Any, torch.Tensor, Callable[[], None]]] = {}
 
     def give(self, message: Message, tensor: torch.Tensor, *, then: Callable[[], None]) -> None:
-        """Keep a tensor until its message is posted; call `then` after the tensor was sent."""
+        """Keep a tensor until its message is posted. Call `then` after the tensor was sent."""
         self._outgoing[message] = tensor, then
 
     def post(self, message: Message) -> None:
@@ -108,7 +109,7 @@ class PendingMessages:
         return tensor
 
     def wait_for_sent(self, message: Message) -> None:
-        """Wait until a message was sent, unless an earlier call has seen this."""
+        """Wait until a message was sent; return at once if an earlier call has waited for the same message."""
         if message in self._under_way:
             self.wait(message)
 
@@ -131,11 +132,11 @@ def _nothing() -> None:
 _OF_BIAS = 2
 """Index of the bias among the gradients of a linear layer, after input and weight."""
 Deferred = list[Callable[[], None]]
-"""The products that a backward left out, in its order."""
+"""The matrix products for weight gradients that a backward left out, in the order of the backward."""
 
 
 class _Open:
-    """The lists of the current split backward. torch may run it on another thread, so they are module state."""
+    """The lists of the current split backward. Module state, because torch may run a backward on another thread."""
 
     products: Deferred | None = None
     weights: list[Any] | None = None
@@ -146,7 +147,7 @@ _open = _Open()
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Deferred]:
-    """Collect the products for weights during the block instead of computing them."""
+    """Collect the matrix products for weight gradients during the block instead of computing these products."""
     products: Deferred = []
     weights: list[Any] = []
     _open.products, _open.weights = products, weights
@@ -155,7 +156,7 @@ def deferred() -> Iterator[Deferred]:
     finally:
         _open.products = _open.weights = None
         for weight in weights:
-            # True kept the hooks of this backward from adding a missing gradient. The next backward may be whole.
+            # True kept this backward's hooks from adding a missing gradient. Reset: the next backward may not be split.
             weight.grad_added_to_main_grad = False
 
 
@@ -166,10 +167,10 @@ def _splitting(original: Any) -> Any:
         @staticmethod
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             total_input, weight = ctx.saved_tensors
-            # Keep Megatron's own deferral (for the vocabulary). From 0.19 on a weight may be in parts, which Megatron
-            # joins only for the backward.
+            # Keep Megatron's own deferral (for the vocabulary). From 0.19 on, a weight may be in parts. Megatron joins
+            # the parts of a weight only during the backward.
             defers = ctx.grad_output_buffer is not None or getattr(ctx, "gtp_remat_size", 1) > 1
-            # The head's product would keep the gradients of its logits, which are larger than all else of a layer.
+            # A deferred product of the head would keep the gradients of the logits, the largest tensor of the model.
             is_head = getattr(weight, "is_embedding_or_output_parameter", False)
             if _open.products is None or defers or is_head or not hasattr(weight, "main_grad"):
                 return original.backward(ctx, grad_output)
@@ -182,7 +183,7 @@ def _splitting(original: Any) -> Any:
             has_bias, ctx.use_bias = ctx.use_bias, False
             gradients = list(original.backward(ctx, grad_output))
             if has_bias:
-                # The original would sum the tokens in two steps, which BF16 rounds differently.
+                # Megatron's backward would sum the tokens in two steps, and BF16 would round differently.
                 gradients[_OF_BIAS] = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
             return tuple(gradients)
 
@@ -255,9 +256,9 @@ class Call:
     config: Any
     """Megatron's `TransformerConfig`."""
     in_streams: bool = False
-    """Result of `runs_in_streams`."""
+    """True if the messages of each direction have their own NCCL stream."""
     tied_weights: tuple[Any, ...] = ()
-    """Embedding and head of a model that ties them, if this rank has both."""
+    """Weights of embedding and head if the model ties these weights and this rank holds embedding and head."""
 
 
 def run(
@@ -273,7 +274,7 @@ def run(
         begin: receives the name of each pass before it runs, and an empty string at the end.
 
     Returns:
-        The results of the last stage's forwards; empty on other ranks.
+        The results of the last stage's forwards; an empty list on ranks without the last stage.
 
     """
     config, groups = call.config, call.groups
@@ -283,14 +284,14 @@ def run(
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     passes = PipelineStep(call, program, rank_S, schedules, begin)
-    # A reduction starts after a chunk's last gradient. No hook of a backward sees this moment if W comes later.
+    # Reduce after a chunk's last gradient. If W passes come after the backward, no backward hook sees that moment.
     with contextlib.ExitStack() as stack:
         contexts = config.no_sync_func or []
         for enter in contexts if isinstance(contexts, list) else [contexts]:
             stack.enter_context(enter())
         passes.run()
     if rank_S[-1] != groups.pp.size() - 1:
-        # Megatron reads losses on the last rank, and broadcasts the number of tokens from there.
+        # Megatron reads losses on the last rank, and broadcasts the number of tokens from the last rank.
         carried = carry((passes.results, passes.num_tokens), groups.pp, rank_S[-1])
         passes.results, passes.num_tokens = carried or ([], passes.num_tokens)
     if finalizes:
@@ -303,7 +304,7 @@ def run(
 
 
 class PipelineStep:
-    """The passes of one step on this rank, with the parameters of `run`.
+    """The passes of one training step on this rank. The parameters are explained at `run`.
 
     Tensors are kept by stage and micro-batch, so the passes may come in any order.
     """
@@ -315,7 +316,7 @@ class PipelineStep:
         self._config = call.config
         self._program = program
         self._rank_S = rank_S
-        # Releases before 0.17 also need the kind of model.
+        # Before release 0.17, backward_step also needs the kind of model.
         needs_type = "model_type" in inspect.signature(schedules.backward_step).parameters
         self._model_type = (schedules.get_model_type(call.model[0]),) if needs_type else ()
         self._schedules = schedules
@@ -392,7 +393,7 @@ class PipelineStep:
         gradient = None
         if stage < len(self._rank_S) - 1:
             gradient = self._take(stage + 1, microbatch, is_gradient=True)
-            # Megatron's backward expects that the output was freed, which happens after it was sent.
+            # Megatron's backward expects a freed output. The output is freed after its message was sent.
             self._messages.wait_for_sent(message_of(self._rank_S, stage, microbatch, is_gradient=False))
         taken, output = self._inputs.pop((stage, microbatch)), self._outputs.pop((stage, microbatch))
         with contextlib.ExitStack() as stack:
@@ -403,14 +404,14 @@ class PipelineStep:
             self._give(stage, microbatch, gradient, is_gradient=True)
 
     def _take(self, stage: int, microbatch: int, *, is_gradient: bool) -> Any:
-        """Wait for the tensor of a stage and return it."""
+        """Wait for the tensor of a stage and return the tensor."""
         message = message_of(self._rank_S, stage, microbatch, is_gradient=is_gradient)
         if message.source == message.target:
             return self._handed_over.pop(message)
         return self._messages.wait(message)
 
     def _give(self, stage: int, microbatch: int, tensor: Any, *, is_gradient: bool) -> None:
-        """Hand over the tensor of a stage or keep it for sending; free an output as soon as possible."""
+        """Hand over the tensor of a stage, or keep the tensor for sending. Free an output as soon as possible."""
         message = message_of(self._rank_S, stage, microbatch, is_gradient=is_gradient)
         release = partial(
             self._schedules.deallocate_output_tensor,
@@ -437,18 +438,18 @@ class PipelineStep:
         )
 
     def _gather_parameters(self, turn: int) -> None:
-        """Start to gather the parameters of the chunk with this place in the order of chunks."""
+        """Start to gather the parameters of chunk number `turn` in the order of first passes."""
         gather = self._config.param_sync_func
         if gather is not None and not self._call.forward_only and turn < len(self._chunks_in_order):
             chunk = self._chunks_in_order[turn]
             (gather[chunk] if isinstance(gather, list) else gather)(self._call.model[chunk].parameters())
 
     def _reduce_gradients(self, chunk: int) -> None:
-        """Start to reduce the gradients of a finished chunk, if the job overlaps this with passes."""
+        """Start to reduce the gradients of a finished chunk, if the job overlaps gradient reduction with passes."""
         tied, model = self._call.tied_weights, self._call.model
         self._finished.append(chunk)
         if tied and len(self._finished) < len(model):
-            # Both chunks contribute to the common gradient of embedding and head.
+            # The tied gradient of embedding and head is complete only after both chunks have finished.
             return
         if tied:
             _add_up(tied)
@@ -458,7 +459,7 @@ class PipelineStep:
 
 
 def _add_up(tied_weights: tuple[Any, ...]) -> None:
-    """Write the sum of the gradients of all tied weights to each of them, without a temporary table."""
+    """Write the sum of the gradients of all tied weights to each tied weight, without a temporary tensor."""
     total, *others = (weight.main_grad for weight in tied_weights)
     for other in others:
         total.add_(other)

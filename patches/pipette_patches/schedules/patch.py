@@ -1,8 +1,8 @@
 """The patch `schedules`: Megatron's pipelined functions follow the schedule of a file.
 
 PIPETTE_SCHEDULE names the file, which is the same on every rank. Before the first step every rank checks that the
-schedule can run and that all ranks have the same. A training may run its first step under Megatron's own schedule too:
-losses and gradients must agree.
+schedule can run and that all ranks have the same schedule. A training may also run its first step under
+Megatron's schedule. Then the losses and gradients of the two runs must agree.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pipette_patches.replacements import Patch, PatchError, Replacement, in_modu
 from pipette_patches.schedules import executor, v_placement
 
 PATIENCE_S = 120.0
-"""Longer than a pass with its messages should take, and shorter than the half hour of NCCL's and gloo's deadlines."""
+"""Seconds after which a pass counts as stuck. A pass takes less, and NCCL and gloo give up after half an hour."""
 TOLERANCE = 1e-3
-"""Ten times the effect of kernels that sum in any order, and less than the effect of one missing product."""
+"""Largest relative difference of equal losses: 10 times the effect of the order of sums in kernels."""
 
 
 def _print(words: str) -> None:
@@ -44,7 +44,7 @@ def _print(words: str) -> None:
 
 
 class Watchdog:
-    """Prints the pass of a rank that has not moved for long, so that the user sees which ranks wait for which."""
+    """Prints the current pass of a rank if the pass takes too long, so that the user sees which rank waits."""
 
     def __init__(
         self, rank: int, *, patience_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic
@@ -56,11 +56,11 @@ class Watchdog:
         self._since_s = 0.0
 
     def begin(self, doing: str) -> None:
-        """Store the name of the pass that begins; an empty string after the last one."""
+        """Store the name of the pass that begins; an empty string after the last pass."""
         self._doing, self._since_s = doing, self._clock()
 
     def complaint(self) -> str:
-        """Return a line for a pass that takes too long, once for each pass, otherwise an empty string."""
+        """Return a line if the current pass takes too long, once for each pass. Otherwise return an empty string."""
         taken_s = self._clock() - self._since_s
         if not self._doing or taken_s < self._patience_s:
             return ""
@@ -68,7 +68,7 @@ class Watchdog:
         return f"pipeline rank {self._rank} has been at {doing} for {taken_s:.0f} s"
 
     def start(self) -> None:
-        """Check in a thread, and print complaints on stderr."""
+        """Start a thread that checks the current pass and prints complaints on stderr."""
         threading.Thread(target=self._watch, name="schedule-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
@@ -106,7 +106,7 @@ class Figures:
     """Losses and gradients of a step on one rank."""
 
     losses: tuple[float, ...]
-    """Each value that the script's losses reported; empty except on ranks of the last stage."""
+    """Each value that the script's loss function reported. Only ranks of the last stage have losses."""
     norms: tuple[float, ...]
     """Norm of each gradient buffer."""
 
@@ -121,7 +121,7 @@ class Figures:
         )
 
     def difference(self, expected: Figures) -> str:
-        """Describe the first difference to the expected figures; empty if they agree."""
+        """Describe the first difference to the expected figures. Return an empty string if the figures agree."""
         for name in ("losses", "norms"):
             ours, theirs = getattr(self, name), getattr(expected, name)
             if len(ours) != len(theirs):
@@ -147,8 +147,8 @@ def _compared(chunks: list[Any], data: list[Any], ours: _Run, megatrons: _Run) -
         megatrons: runs the step under Megatron's own schedule.
 
     Returns:
-        Results and an empty string if the figures of all ranks agree. Otherwise the results of Megatron's schedule,
-        which then ran once more, and the first difference. The gradients belong to the returned results.
+        The results, and an empty string if the figures of all ranks agree. Otherwise Megatron's schedule runs
+        once more, and its results come with the first difference. The gradients belong to the returned results.
 
     """
     from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states
@@ -223,7 +223,7 @@ def _watchdog(rank: int) -> Watchdog:
 
 
 _follows: dict[str, bool] = {}
-"""By file, after the first step was checked: True if training follows the schedule, False if it follows Megatron's."""
+"""By file, once its first step was checked: True if training follows our schedule, False if Megatron's schedule."""
 
 
 @wrapping
@@ -267,10 +267,10 @@ def _following(original: Callable[..., list[Any]], **arguments: Any) -> list[Any
 
 
 def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedules: Any) -> executor.Call:
-    """Convert the arguments of a pipelined function; `known` are its parameters in this release."""
+    """Convert the arguments of a pipelined function. `known` lists the function's parameters in this release."""
     data, model = arguments["data_iterator"], arguments["model"]
     chunks = model if isinstance(model, list) else [model]
-    # Release 0.14 has another name for the process groups.
+    # Release 0.14 names the process groups `grad_finalize_pgs`.
     collection = "pg_collection" if "pg_collection" in known else "grad_finalize_pgs"
     finalize_arguments = {collection: arguments.get(collection) or _groups(megatron_schedules)}
     if "force_all_reduce" in known:
@@ -304,10 +304,10 @@ def _check_shapes(known: Schedule, call: executor.Call, arguments: Mapping[str, 
 
 
 def _folded(known: Schedule, call: executor.Call, rank: int, attribute: Callable[..., Any]) -> executor.Call:
-    """Add embedding and head to the call if this rank ties them.
+    """Add the weights of embedding and head to the call if this rank ties these weights.
 
     Raises:
-        PatchError: the script did not build the model with both ends on the first rank.
+        PatchError: the script did not put the embedding and the head of the model on the first rank.
 
     """
     first, last = call.model[0], call.model[-1]
@@ -325,7 +325,7 @@ def _folded(known: Schedule, call: executor.Call, rank: int, attribute: Callable
 def _groups(megatron_schedules: Any) -> Any:
     """Return the process groups as Megatron's pipelined functions collect them."""
     if hasattr(megatron_schedules, "_build_default_pg_collection"):
-        # It exists from 0.19 on. From 0.20 on Megatron also reads groups of weight shards.
+        # Megatron has this function from 0.19 on. From 0.20 on, Megatron also reads groups of weight shards.
         return megatron_schedules._build_default_pg_collection()
     from megatron.core import parallel_state
 
@@ -340,7 +340,7 @@ def _groups(megatron_schedules: Any) -> Any:
 
 
 def _replacements() -> tuple[Replacement, ...]:
-    """Return the replacements for the file's schedule; raise PatchError if no file is named or it cannot run."""
+    """Return the replacements. Raise PatchError if no file is named or if the schedule of the file cannot run."""
     if VARIABLE not in os.environ:
         raise PatchError(f"the patch 'schedules' follows a file that {VARIABLE} names; it is not set")
     pipelined = (f"forward_backward_pipelining_{each}_interleaving" for each in ("with", "without"))

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from pipette_patches.replacements import Replacement, instead, wrapping
 
 SECOND = 1
-"""`vp_stage` of the chunk that goes back up."""
+"""`vp_stage` of the second chunk of a rank, in which the fold goes from the last rank back to rank 0."""
 ALIGNMENT = 16
-"""Bytes. Each packed tensor begins at a multiple, because torch can view bytes as wider elements only there."""
+"""Packed tensors begin at multiples of this number of bytes, so that torch can view the bytes as wider elements."""
 _TRAINING = "megatron.training"
 _LAST_STAGE_USERS = (
     "megatron.core.pipeline_parallel.utils",
@@ -40,7 +40,7 @@ _LAYER_OFFSET_USERS = (
 def _is_pipeline_last_stage(
     original: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None
 ) -> bool:
-    """Return whether this is the second chunk of rank 0; without virtual stages the last rank stays the last."""
+    """Return True for the second chunk of rank 0. Without virtual stages, return True on the last rank."""
     if ignore_virtual:
         return original(ignore_virtual, vp_stage)
     from megatron.core import parallel_state
@@ -49,7 +49,7 @@ def _is_pipeline_last_stage(
 
 
 def _is_pp_last_stage(group: Any) -> bool:
-    # Megatron calls it only for the last virtual stage.
+    # Megatron calls this function only for the last virtual stage.
     return bool(group.rank() == 0)
 
 
@@ -57,7 +57,7 @@ def _is_pp_last_stage(group: Any) -> bool:
 def _layer_offset(
     original: Callable[..., int], config: Any, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> int:
-    """Return the number of layers before a chunk; a second chunk has the offset of rank p - 1 - r."""
+    """Return the number of layers before a chunk. The second chunk of rank r has the offset of rank p - 1 - r."""
     if vp_stage == SECOND:
         from megatron.core import parallel_state
 
@@ -68,7 +68,7 @@ def _layer_offset(
 
 @wrapping
 def _with_ends_on_the_first_rank(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Initialise process groups in which only rank 0 has embeddings, so that no ranks exchange their gradients."""
+    """Initialise process groups in which only rank 0 has embeddings, so that no ranks exchange embedding gradients."""
     given = inspect.signature(original).bind(*args, **kwargs)
     given.arguments["get_embedding_ranks"] = lambda pp_ranks: pp_ranks[:1]
     original(*given.args, **given.kwargs)
@@ -76,7 +76,7 @@ def _with_ends_on_the_first_rank(original: Callable[..., None], *args: Any, **kw
 
 @wrapping
 def _whole_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Give rank 0 the labels too, as a rank that predicts several tokens gets them."""
+    """Give rank 0 the labels too, as Megatron does for a rank with multi-token prediction."""
     from megatron.core import parallel_state
 
     given = inspect.signature(original).bind(*args, **kwargs)
@@ -86,16 +86,16 @@ def _whole_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 class _Built:
-    """State of the model that a trainer builds."""
+    """State while a trainer builds the model."""
 
     weight: Any = None
-    """Weights of the last embedding that was built; the second chunk of its rank is built next."""
+    """Weights of the embedding that was built last. Megatron builds the second chunk of the same rank next."""
     now = False
     """True while a trainer builds a model."""
 
 
 def _in_model_alone(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Answer for the fold while a model is built. From 0.19 on trainers also ask for the rank with the losses."""
+    """Return rank 0 as the last stage while a model is built. From 0.19 on, trainers also look up the loss rank."""
     return lambda group: _is_pp_last_stage(group) if _Built.now else original(group)
 
 
@@ -111,7 +111,7 @@ def _noting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @wrapping
 def _set_up_ends(original: Callable[[Any], None], model: Any) -> None:
-    """Copy the embedding's weights to a tied head; Megatron would request them from the rank of the first stage."""
+    """Copy the embedding's weights to a tied head. Megatron would receive the weights from the first stage's rank."""
     original(model)
     if not model.share_embeddings_and_output_weights:
         return
@@ -147,7 +147,7 @@ REPLACEMENTS = (
 
 
 def carry(results: Any, group: Any, source: int) -> Any:
-    """Move results from one pipeline rank to the last, which returns them; other ranks return None at once.
+    """Move results from one pipeline rank to the last rank. The last rank returns the results, other ranks None.
 
     Tensors travel as bytes to the receiver's own GPU. torch would pickle a CUDA tensor with the number of its device
     and restore it on this device (torch/serialization.py, `_deserialize`), which inside a host is the sender's GPU.
@@ -189,7 +189,7 @@ def pack(results: Any, device: Any) -> tuple[torch.Tensor, int]:
 
 
 def unpack(content: torch.Tensor, num_pickled: int) -> Any:
-    """Return what `pack` received; tensors are views of `content`, and those from a GPU stay on its device."""
+    """Return the results that `pack` received. Tensors are views of `content`; GPU tensors stay on the device."""
     num_tensors = content.numel() - num_pickled
     return _Unpacker(io.BytesIO(content[num_tensors:].cpu().numpy().tobytes()), content).load()
 

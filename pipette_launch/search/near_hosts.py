@@ -17,16 +17,16 @@ from pipette_launch.search.assignment.problem import Floats, Ints
 TYPICAL_MESSAGE_BYTES = 4 << 20
 """Message size that defines the distance of two hosts; latency and bandwidth both matter at this size."""
 LEAST_RATIO = 1.12
-"""A tier ends where the next joint is longer by this factor. In full racks, noise of 8 % leaves no such gap."""
+"""A tier ends if the next link that joins two groups is this many times longer. Noise of 8 % in a full rack is less."""
 MOST_TIERS = 4
 REACH = 0.25
-"""Quantile of a host's distances to all hosts that stands for its typical distance, its reach."""
+"""The reach (typical distance) of a host is this quantile of its distances to all hosts."""
 FASTEST, SLOW = 0.1, 1.3
-"""A host is slow if its reach is longer by the factor `SLOW` than the `FASTEST` quantile of all reaches."""
+"""A host is slow if its reach exceeds `SLOW` times the `FASTEST` quantile of the reaches of all hosts."""
 MANY_SLOW = 0.125
-"""Smallest share of slow hosts for which they are ordered apart from the fast ones."""
+"""Slow hosts are ordered apart from fast hosts if at least this share of the hosts is slow."""
 POWER = 4
-"""Exponent of link times in the cost of a chain. Rings and pipelines wait for their slowest link, so it is high."""
+"""Exponent of link times in the cost of a chain of hosts. A high exponent counts the slowest link most."""
 _MOST_GAPS = 12
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9)
 _TINY = np.finfo(float).tiny
@@ -37,31 +37,32 @@ class Tiers:
     """The hosts of an allocation as a hierarchy of groups of near hosts."""
 
     order_H: Ints
-    """Hosts in an order in which near hosts stand side by side; each group of each tier is a run of it."""
+    """Hosts in an order with near hosts side by side; each group of each tier is contiguous in this order."""
     by_speed: tuple[Ints, ...]
-    """Fast hosts, then slow hosts, each in such an order; empty if few hosts are slow.
+    """Fast hosts, then slow hosts, each with near hosts side by side; empty if few hosts are slow.
 
-    The hosts of a small rack beside a large one count as slow too, as most hosts are far from them."""
+    Hosts of a small rack beside a large rack count as slow too, because most hosts are far from the small rack."""
     group_LH: Ints
-    """Group of each host in each tier, finest tier first, numbered from 0 along the order; no row = all alike."""
+    """Group of each host in each tier, finest tier first, numbered from 0 along `order_H`. No tier = all links
+    alike."""
 
     @property
     def num_tiers(self) -> int:
-        """Number of tiers."""
+        """Number of tiers: 0 if all links are alike."""
         return len(self.group_LH)
 
     def runs(self, tier: int) -> list[Ints]:
-        """Return the hosts of each group of a tier, along the order."""
+        """Return the hosts of each group of a tier, in the order of `order_H`."""
         sizes = np.bincount(self.group_LH[tier])
         return np.split(self.order_H, np.cumsum(sizes)[:-1])
 
 
 @lru_cache(maxsize=4)
 def tiers_of(links: Links) -> Tiers:
-    """Cluster hosts by single linkage, and end tiers where the joints grow by the largest factors. O(H^2 log H).
+    """Cluster hosts by single linkage, and end tiers at the largest growth of the joining links. O(H^2 log H).
 
-    Single linkage uses the best link between two groups, so noise on single links hardly matters. A factor that slows
-    all links of one host is divided out first, so that a bad host stays in its rack.
+    Single linkage uses the best link between two groups, so noise on single links has little effect. If all links of a
+    host are slow by a common factor, they are first divided by this factor, so that the host stays in its rack.
     """
     distance_HH = distances_s(links)
     joints = spanning_tree(_without_bad_hosts(distance_HH))
@@ -84,7 +85,7 @@ def distances_s(links: Links) -> Floats:
 
 @lru_cache(maxsize=4)
 def nearest(links: Links, count: int) -> Ints:
-    """Return the `count` nearest hosts of each host, unordered: shape (H, count), or (H, H - 1) if that is less."""
+    """Return the `count` nearest hosts of each host (at most H - 1), unordered: shape (H, count)."""
     distance_HH = distances_s(links)
     np.fill_diagonal(distance_HH, np.inf)
     count = min(count, links.size - 1)
@@ -92,7 +93,7 @@ def nearest(links: Links, count: int) -> Ints:
 
 
 def _without_bad_hosts(distance_HH: Floats) -> Floats:
-    """Divide by the factor by which a host is slower than the others to both near and far hosts.
+    """Divide the distances of each host by the factor by which it is slower to near hosts and to far hosts alike.
 
     A host alone in its rack is far from its nearest host but not from its farthest, so its factor is 1.
     """
@@ -120,7 +121,7 @@ def _by_speed(distance_HH: Floats) -> tuple[Ints, ...]:
 
 
 def _gaps(lengths: Floats) -> list[int]:
-    """Return the number of joints before each of the widest gaps between the sorted joints."""
+    """Return the number of joining links before each of the widest gaps between their sorted lengths."""
     if len(lengths) < 2:
         return []
     ratios = lengths[1:] / np.maximum(lengths[:-1], _TINY)
@@ -131,7 +132,7 @@ def _gaps(lengths: Floats) -> list[int]:
 def _join(
     joints: Sequence[tuple[float, int, int]], distance_HH: Floats, gaps: Sequence[int]
 ) -> tuple[Ints, dict[int, Ints]]:
-    """Join chains of hosts, joint by joint, into one; also return the group of each host at each gap."""
+    """Join chains of hosts, link by link, to one chain; also return the group of each host at each gap."""
     size = len(distance_HH)
     lengths_HH = (distance_HH / max(distance_HH.max(), _TINY)) ** POWER
     reach_H = np.quantile(lengths_HH, REACH, axis=1)
@@ -149,10 +150,11 @@ def _join(
 
 
 def _joined(near: Ints, far: Ints, lengths_HH: Floats, reach_H: Floats) -> Ints:
-    """Join two chains where that costs least: end to end, or a single host inside the other chain.
+    """Join two chains at the least cost: end to end, or by inserting a single host into the other chain.
 
-    The cost of a chain is the sum of the lengths along it, plus the reach of each end: the expected length of its next
-    link. So a host that is far from all others ends up inside a chain, and well connected hosts link the groups.
+    The cost of a chain is the sum of its link lengths, plus the reach of the host at each end as the expected length of
+    the next link. Therefore a host that is far from all others lies inside a chain, and well connected hosts at the
+    ends.
     """
     if len(near) == 1:
         near, far = far, near
@@ -168,7 +170,10 @@ def _joined(near: Ints, far: Ints, lengths_HH: Floats, reach_H: Floats) -> Ints:
 
 
 def _clear_gaps(snapshots: dict[int, Ints], lengths: Floats) -> list[int]:
-    """Return gaps that make tiers, widest first: at least two groups, and at most half of the hosts alone."""
+    """Return the gaps that make tiers, widest first.
+
+    A tier has two groups or more, and at most half of the hosts alone.
+    """
     chosen = []
     for gap, name_H in snapshots.items():
         sizes = np.bincount(name_H)
@@ -179,7 +184,7 @@ def _clear_gaps(snapshots: dict[int, Ints], lengths: Floats) -> list[int]:
 
 
 def _numbered(name_H: Ints, order_H: Ints) -> Ints:
-    """Number groups along the order, in which each group is a run."""
+    """Number groups along an order in which each group is contiguous."""
     along_H = name_H[order_H]
     group_H = np.empty_like(along_H)
     group_H[order_H] = np.concatenate(([0], np.cumsum(along_H[1:] != along_H[:-1])))

@@ -1,6 +1,10 @@
-"""The search for the placement of a layout with the least step time: from several starts, by hosts and by ranks."""
+"""The search for the placement of a layout with the least step time.
 
-# H = hosts = seats = places, D = devices of one host.
+A placement gives each slot (a device of a host) its RANK. The search begins at several start placements, and improves
+them by exchanging the ranks of whole hosts, or single ranks.
+"""
+
+# H = hosts, D = devices of one host, K = placements, Q = sets of ranks that one host holds.
 
 from __future__ import annotations
 
@@ -25,22 +29,22 @@ from pipette_launch.search.step_model import linearise
 ROUNDS = 4
 """Largest number of rounds that improve the placement of one layout."""
 FEW_STARTS = 6
-"""Starts that are priced first. On 512 GPUs the best of 6 was 0.1 % slower than the best of all, on average."""
+"""Number of start placements that are priced first. On 512 GPUs the best of 6 was 0.1 % slower than the best of all."""
 MANY_STARTS = 24
-"""Starts that the first round prices."""
+"""Number of start placements that the first round prices."""
 FEW_SLOTS = 32
-"""Largest number of slots for which single ranks change hosts in each round too. On four hosts of two devices this
-saved up to 11 % of a step, in cases in which rings had to pass a host twice."""
+"""Largest number of slots for which each round also moves single ranks between hosts. On four hosts of two devices,
+moving single ranks saved up to 11 % of a step, if rings had to visit a host twice."""
 ANNEALING_STEPS = 60
 ANNEALED_SLOTS = range(FEW_SLOTS + 1, 257)
-"""Numbers of slots for which single ranks change hosts once, after all rounds. On 64 slots this saved up to 5 %."""
+"""Numbers of slots for which single ranks change hosts once, after all rounds. On 64 slots, that saved up to 5 %."""
 STEPS_AT_LAST = 20
 SHUFFLED = 0.1
-"""Share of the hosts that every second round first exchanges at random."""
+"""Share of the hosts whose ranks are exchanged at random before every second round."""
 
 
 def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]:
-    """Return the best of a few starts (of all placements if these are few), and the seconds of torchrun's order."""
+    """Return the best of a few start placements, or of all if all are few, and the seconds of torchrun's order."""
     order_W = np.arange(problem.slots.num_slots)
     starts_KW = starts(problem.layout, problem.cluster, most=FEW_STARTS, blocks=problem.blocks)
     is_allowed = bool((starts_KW[0] == order_W).all())
@@ -57,8 +61,9 @@ def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]
 def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.Random, is_late: IsLate) -> Placed:
     """Search one round for a placement that is better than the best so far.
 
-    Whole hosts change places first; on few slots, single ranks follow by annealing. Round 0 continues from the best.
-    Later rounds alternate between the best with some hosts exchanged, and another start, to reach other minima.
+    First, whole hosts exchange their ranks. On few slots, simulated annealing then moves single ranks. Round 0 begins
+    at the best placement. Later rounds begin in turn at the best placement with some hosts exchanged, and at another
+    start placement, to reach other minima.
 
     Args:
         problem: the layout and its slots.
@@ -79,7 +84,7 @@ def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.R
 
 
 def exchange_devices(problem: PlacementProblem, best: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
-    """Let single ranks change hosts after the last round, on clusters that are too large for it in each round."""
+    """Move single ranks between hosts after the last round, on clusters too large to do so in each round."""
     if best.is_optimal or problem.slots.num_slots not in ANNEALED_SLOTS:
         return best
     found = annealed(problem, best, steps=STEPS_AT_LAST, rng=rng, is_late=is_late)
@@ -87,13 +92,13 @@ def exchange_devices(problem: PlacementProblem, best: Placed, *, rng: random.Ran
 
 
 def improved_once(problem: PlacementProblem, start: Placed, *, rng: random.Random, is_late: IsLate) -> Placed:
-    """Search one round from a start, and let single ranks change hosts at the end."""
+    """Search one round from a start placement: exchange the ranks of whole hosts, then move single ranks."""
     placed = improve(problem, start, turn=0, rng=rng, is_late=is_late)
     return exchange_devices(problem, placed, rng=rng, is_late=is_late)
 
 
 def _reordered(problem: PlacementProblem, found: Placed, is_late: IsLate) -> Placed:
-    """Choose the order of devices again, as hosts have changed places."""
+    """Choose the order of devices again, because hosts have exchanged their ranks."""
     return ordered(problem, found, is_late=is_late, thorough=problem.slots.num_slots < ANNEALED_SLOTS.stop)
 
 
@@ -106,19 +111,19 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
         return problem.best_of([shuffled(best.placement, slots, rng, share=SHUFFLED)])
     starts_KW = starts(problem.layout, problem.cluster, most=MANY_STARTS, blocks=problem.blocks)
     if turn == 0:
-        # The first starts are priced again: the layout may have come with the placement of another.
+        # Price the first start placements again, because `best` may be the placement of another layout.
         return faster(best, problem.best_of(starts_KW))
     chosen = turn // 2 % len(starts_KW)
     return problem.best_of(starts_KW[chosen : chosen + 1])
 
 
-# Order of devices inside hosts: the same on all hosts, and changed only if the change alone pays clearly.
+# Order of devices inside hosts: all hosts use the same order. It changes only if the new order alone saves enough.
 
 LEAST_GAIN = 0.02
-"""Share of the step that an order of devices must save against device order on the same hosts."""
+"""Share of the step that another order of devices must save against the order of their numbers, on the same hosts."""
 UNEVEN = 1.25
-"""Links inside a host differ if the slowest takes longer than the fastest by this factor, mean of both directions. With
-noise of 3 %, the 28 links of eight devices stay within 1.2 on each of 64 hosts."""
+"""Links inside a host count as different if the slowest takes this many times as long as the fastest. With noise of
+3 %, the factor between the 28 links of eight devices stays below 1.2 on each of 64 hosts."""
 ALL_ORDERS = 4
 """Largest number of devices for which all orders are priced."""
 SWEEPS = 8
@@ -126,12 +131,15 @@ SWEEPS = 8
 
 
 def settled(problem: PlacementProblem, placement: Placement) -> Placed:
-    """Price a placement of another search; its devices are put in order unless their own order pays here too."""
+    """Price a placement from another search. Its order of devices is kept only if that order saves time here too."""
     return _best_order(problem, [shared_order(placement, problem.slots.devices_per_host)], placement)
 
 
 def ordered(problem: PlacementProblem, placed: Placed, *, is_late: IsLate, thorough: bool) -> Placed:
-    """Choose the best order of devices, the same on all hosts; `thorough` also swaps devices while that gains."""
+    """Choose the best order of devices for all hosts.
+
+    `thorough` also swaps pairs of devices while a swap saves time.
+    """
     devices = problem.slots.devices_per_host
     if not are_uneven(problem.cluster.within_host):
         return placed
@@ -161,7 +169,7 @@ def _ratio(links: Links) -> float:
 
 
 def _best_order(problem: PlacementProblem, orders: list[tuple[int, ...] | None], placement: Placement) -> Placed:
-    """Return the best of some orders of the devices, or device order if no other pays clearly."""
+    """Return the best of some orders of the devices, or the order of their numbers if no other saves enough."""
     devices = problem.slots.devices_per_host
     plain = in_device_order(placement, devices)
     different = list(dict.fromkeys(order for order in orders if order and order != tuple(range(devices))))
@@ -183,7 +191,7 @@ def _swapped(order: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 @lru_cache(maxsize=4)
 def _likely_orders(within_host: tuple[Links, ...]) -> Ints:
-    """Return all orders of few devices; else orders with near devices side by side, or at each even distance."""
+    """Return all orders of few devices. For more devices, put near devices at regular distances."""
     devices = within_host[0].size
     if devices <= ALL_ORDERS:
         return np.array(list(permutations(range(devices))), dtype=np.int64)
@@ -200,14 +208,17 @@ def _likely_orders(within_host: tuple[Links, ...]) -> Ints:
 # All placements of a layout on a few slots.
 
 AT_ONCE = 720 * 6**2
-"""Placements times slots squared up to which pricing all placements is cheaper than annealing (six slots)."""
+"""Limit of placements * slots^2 (six slots), up to which pricing all placements is cheaper than annealing."""
 EXACT = 10_080
-"""Largest number of placements (most layouts on eight slots) that are all priced for the best layout."""
+"""If the best layout has at most this number of placements, all are priced. Most layouts on eight slots have fewer."""
 EXACT_QUANTUM = 128
 
 
 def exhaustion(problem: PlacementProblem, best: Placed, *, is_late: IsLate) -> Iterator[Placed]:
-    """Price all placements up to symmetry, in a fixed order; the last result is optimal if device order is."""
+    """Price all placements up to symmetry, in a fixed order, and yield the best so far.
+
+    The last result is optimal if no other order of devices inside hosts is faster.
+    """
     todo = placements(problem.layout, problem.slots)
     while not is_late():
         piece = list(islice(todo, EXACT_QUANTUM))
@@ -224,7 +235,7 @@ def are_few(layout: Layout, slots: Slots) -> bool:
 
 
 def num_placements(layout: Layout, slots: Slots) -> int:
-    """Count the placements in device order; those that differ only by rotated rings count once."""
+    """Count the placements with devices in the order of their numbers; placements with rotated rings count once."""
     hosts, devices = slots.num_hosts, slots.devices_per_host
     if slots.num_slots > 64:
         # The exact number takes long to compute and is far above every limit.
@@ -236,11 +247,12 @@ def num_placements(layout: Layout, slots: Slots) -> int:
 
 
 def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
-    """Yield every allowed placement in device order; with one device a host, one of each set of rotated rings.
+    """Yield every allowed placement with devices in the order of their numbers, except those that only rotate rings.
 
-    A shift of all data-parallel or all tensor-parallel indices by one keeps every group and the order of its ring. So
-    slot 0 gets index 0 of both. Expert groups are parts of the data-parallel index and break this symmetry. With
-    several devices a host, a shift may break the rule of residues.
+    If all data-parallel or all tensor-parallel indices grow by one, every group keeps its ranks and the order of its
+    ring. Therefore slot 0 gets data-parallel index 0 and tensor-parallel index 0. Two kinds of layouts are excluded.
+    Expert groups are parts of the data-parallel index, so rotation changes them. If hosts have several devices,
+    rotation may break the rule that the ranks of a host differ modulo its number of devices.
     """
     cells = [layout.cell_of(rank) for rank in range(slots.num_slots)]
     first = [rank for rank, cell in enumerate(cells) if not _is_cyclic(layout, slots) or cell.dp == cell.tp == 0]
@@ -267,28 +279,29 @@ def _is_cyclic(layout: Layout, slots: Slots) -> bool:
     return slots.devices_per_host == 1 and layout.ep == 1 and layout.etp == layout.tp
 
 
-# Simulated annealing: Pipette's swap, migration and reversal, of hosts or of single ranks.
+# Simulated annealing: the swap, migration and reversal moves of Pipette, for whole hosts or single ranks.
 
 WIDTH = 32
-"""Neighbours that are priced together in each step, of which the best is considered; 32 cost little more than one."""
+"""Number of neighbour placements that each annealing step prices together. Pricing 32 costs little more than one."""
 PATIENCE = 12
-"""Steps without a new best placement after which the walk ends."""
+"""Number of annealing steps without a new best placement after which annealing ends."""
 START_TEMPERATURE, END_TEMPERATURE = 0.01, 0.001
-"""As a share of the possible gain, so that one schedule suits steps of 10 ms and of 10 s. Pipette's annealer ignores
-the size of a change, and so treats a loss of 0.1 % like a loss of 100 %."""
+"""Temperatures as a share of the possible gain, so that the same values suit steps of 10 ms and of 10 s. The annealer
+of Pipette ignores the size of a change, so a loss of 0.1 % is as likely to be accepted as a loss of 100 %."""
 
 
 def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: random.Random, is_late: IsLate) -> Placed:
-    """Walk from a placement to its neighbours, always downhill and sometimes uphill; return the best one seen.
+    """Improve a placement by simulated annealing, and return the best placement seen.
 
-    The walk depends on the arguments and `rng` alone. The deadline only ends it, so more time is never worse.
+    A faster neighbour is always accepted, and a slower neighbour sometimes. The result depends only on the arguments
+    and `rng`. The deadline only ends the annealing, so more time never gives a worse placement.
 
     Args:
         problem: the layout and its slots.
         start: first placement.
         steps: number of steps over which the temperature falls geometrically.
         rng: random numbers.
-        is_late: ends the walk early.
+        is_late: ends the annealing early.
 
     """
     here = best = start
@@ -309,16 +322,19 @@ def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: rando
 
 
 def _accepts(rise_s: float, temperature_s: float, rng: random.Random) -> bool:
-    """Apply Metropolis' rule. The random number is always drawn, so that rounding of costs cannot shift the walk."""
+    """Return whether to accept a slower placement, by Metropolis' rule.
+
+    The random number is always drawn, so that rounding of costs cannot change later random numbers.
+    """
     chance = rng.random()
     return rise_s <= 0 or (temperature_s > 0 and chance < math.exp(-rise_s / temperature_s))
 
 
 def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placement:
-    """Swap, move or reverse along a random line of hosts, or of slots of several hosts.
+    """Swap, move or reverse the ranks along a random list of hosts, or of slots on several hosts.
 
-    On CUDA only ranks of equal residue change hosts, so that the residues of every host stay distinct. The result
-    decides the ranks of each host, not their devices.
+    On CUDA, ranks change hosts only if they are equal modulo the devices of a host, so the ranks of every host still
+    differ modulo the devices. The result decides the ranks of each host, but not the device of each rank.
     """
     line = _line(placement, slots, rng)
     order = _rearranged(len(line), rng)
@@ -331,7 +347,7 @@ def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placeme
 
 
 def _line(placement: Placement, slots: Slots, rng: random.Random) -> Sequence[Sequence[int]]:
-    """Return a line: sequences of slots whose ranks may change places with each other."""
+    """Return sets of slots of equal length, whose ranks may be exchanged with each other."""
     kind = rng.choice(_line_kinds(slots))
     groups = slots.host_groups
     hosts = groups[0] if len(groups) == 1 or kind == "units" else rng.choice(groups)
@@ -345,7 +361,7 @@ def _line(placement: Placement, slots: Slots, rng: random.Random) -> Sequence[Se
 
 
 def _line_kinds(slots: Slots) -> list[str]:
-    """Return the kinds of lines with at least two members that keep together the ranks that must lie together."""
+    """Return the kinds of exchange (hosts or single ranks) that split no block of ranks and have several members."""
     devices = slots.devices_per_host
     kinds = ["hosts"] if all(len(group) > 1 for group in slots.host_groups) else []
     kinds += ["slots"] if kinds and slots.ranks_of_a_host_unit < devices else []
@@ -358,7 +374,7 @@ def _line_kinds(slots: Slots) -> list[str]:
 def _unit_slots(
     placement: Placement, slots: Slots, size: int, hosts: Sequence[int], rng: random.Random
 ) -> Sequence[Sequence[int]]:
-    """Return the slots of each unit of `size` ranks on some hosts, for units that begin with one random residue."""
+    """Return the slots of one unit of `size` ranks on each host, for units with equal first ranks modulo devices."""
     apart = math.lcm(size, slots.devices_per_host)
     first = size * rng.randrange(apart // size)
     slot_of = {rank: slot for slot, rank in enumerate(placement)}
@@ -368,7 +384,7 @@ def _unit_slots(
 
 
 def _rearranged(length: int, rng: random.Random) -> list[int]:
-    """Make one of Pipette's moves on a line: swap two, move one elsewhere, or reverse a segment."""
+    """Reorder `length` entries by a random move of Pipette: swap two entries, move one, or reverse a segment."""
     order = list(range(length))
     first, second = sorted(rng.sample(order, 2))
     move = rng.choice(("swap", "migrate", "reverse"))
@@ -383,23 +399,23 @@ def _rearranged(length: int, rng: random.Random) -> list[int]:
     return order
 
 
-# Whole hosts: a linear model of the step time proposes places, the step time itself decides.
+# Whole hosts: a linear model of the step time proposes exchanges, and the step time itself decides.
 
 FEW_HOSTS = 6
 """Largest number of hosts for which all orders (720 of six) are priced by the step time itself."""
 FEW_DOMAINS = 4
-"""The same for orders of NVLink domains that hosts must not leave (24 orders of four)."""
+"""Largest number of NVLink domains, if hosts must not leave them, for which all orders (24 of four) are priced."""
 MANY_HOSTS = 64
 DESCENTS = 3
-"""Descents with different random numbers, up to `MANY_HOSTS` hosts; more hosts get one descent."""
+"""Number of descents with different random numbers, up to `MANY_HOSTS` hosts. More hosts get one descent."""
 DESCENT_STEPS = 50
-"""Batches of proposals."""
+"""Number of batches of proposed exchanges in one descent."""
 TURNS = 3
-"""Largest number of linear models, each at the best placement so far."""
+"""Largest number of linear models, each made at the best placement so far."""
 NEAR = 16
-"""Near places to which a seat may be brought."""
+"""Number of nearest hosts to which the ranks of a host may move."""
 WORTH = 1e-6
-"""Share of the step that the model must promise to save for another placement to be priced."""
+"""Another placement is priced only if the linear model predicts that it saves this share of the step."""
 
 
 def rearranged(
@@ -407,8 +423,8 @@ def rearranged(
 ) -> Placed:
     """Exchange the ranks of whole hosts; return the best placement found, or the start.
 
-    All orders of a few hosts are priced. For more hosts the work is bounded: some milliseconds for ten hosts, about a
-    second for a thousand.
+    If there are few hosts, all orders are priced. If there are more, the work is bounded: some milliseconds for ten
+    hosts, about a second for a thousand.
     """
     best, slots = start, problem.slots
     num_hosts = slots.num_hosts
@@ -432,16 +448,16 @@ def rearranged(
         if cost_s < best.cost_s:
             best = problem.placed(placement, cost_s)
         if num_hosts > MANY_HOSTS:
-            # One turn takes as long as a round should take.
+            # One linear model takes as long as a whole round should take.
             break
         if cost_s > best.cost_s:
-            # The model priced this placement too low: add its tangents.
+            # The model priced this placement too low: add its critical paths (tangents) to the model.
             known = linearise(model, np.array(placement), known=known).tangents
     return best
 
 
 def _orders(placement: Placement, slots: Slots) -> Iterator[Placement]:
-    """Yield all allowed orders of few hosts, or of a few equal domains that hosts must not leave."""
+    """Yield all allowed orders of few hosts, or of few equal NVLink domains if hosts must not leave them."""
     groups = slots.host_groups
     ranks_HD = np.array(placement, dtype=np.int64).reshape(slots.num_hosts, -1)
     if slots.num_hosts <= FEW_HOSTS:
@@ -475,7 +491,7 @@ def moved(placement: Placement, place_Q: Ints) -> Placement:
 
 
 def shuffled(placement: Placement, slots: Slots, rng: random.Random, *, share: float) -> Placement:
-    """Let a random `share` of the hosts, but at least three, pass on their ranks in a circle inside one host group."""
+    """Choose a `share` of the hosts (at least three) of one group at random, and rotate the ranks among these hosts."""
     groups = slots.host_groups
     group = groups[0] if len(groups) == 1 else rng.choice(groups)
     chosen = rng.sample(group, min(len(group), max(3, round(share * len(group)))))

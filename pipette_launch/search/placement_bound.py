@@ -1,7 +1,8 @@
 """A lower bound of the step time of one layout over all its placements, from the measured links and slots.
 
-An argument proves that every placement pays certain prices. Trial steps with these prices give a bound; all trials of a
-layout are priced side by side.
+The bound is a proof by cases. An argument lists trial steps, each with least prices for some exchanges, and proves that
+every placement is at least as slow as one of these trial steps. All trials of a layout are priced side by side.
+A place is a host, or a device if there is only one host.
 """
 
 # H = places (hosts, or the devices of a single host), K = trials, P = pipeline ranks, S = stages (model chunks).
@@ -37,11 +38,11 @@ from pipette_launch.search.ring_bounds import (
 from pipette_launch.text import rate_text
 
 _ACTIONS_AT_ONCE = 1 << 22
-"""Actions that are simulated in one call; they take some tens of MB."""
+"""Largest number of actions of a schedule that one call simulates; the actions take some tens of MB."""
 
 
 def best_trial(model: PlacementCost) -> Prices:
-    """Return one trial with the best link and the fastest slot everywhere; arguments raise its prices in place."""
+    """Return one trial step with the best link and the fastest slot everywhere; arguments then raise some prices."""
     work = model.work
     prices = best_prices(work, model.fabric, np.full((work.layout.pp, 1), model.slowness_W.min()))
     return replace(prices, backward_hop_s_PD=prices.backward_hop_s_PD.copy())
@@ -53,12 +54,12 @@ def copies(trial: Prices, count: int) -> Prices:
 
 
 def side_by_side(trials: Sequence[Prices]) -> Prices:
-    """Join trials."""
+    """Join the prices of several trials in arrays with one column for each trial."""
     return _each_array(lambda *arrays: np.concatenate(arrays, axis=-1), *trials)
 
 
 def steps_s_K(work: LayoutWork, trials: Prices) -> Floats:
-    """Return the seconds of each step."""
+    """Return the seconds of each trial step."""
     at_once = max(1, _ACTIONS_AT_ONCE // (2 * len(work.rank_S) * work.num_microbatches))
     blocks = [slice(first, first + at_once) for first in range(0, num_trials(trials), at_once)]
     parts = [_each_array(lambda *arrays, block=block: arrays[0][..., block], trials) for block in blocks]
@@ -79,7 +80,7 @@ def _each_array(change: Callable[..., Floats], *trials: Prices) -> Prices:
 
 
 _WORST = 2
-"""Places with the slowest links that are tried for each kind of exchange."""
+"""Number of places with the slowest links for which an argument is tried, for each kind of exchange."""
 _PARTITIONS = 4
 _SPLITS = 40
 
@@ -105,7 +106,7 @@ class BoundArgument:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundArguments:
-    """Arguments for placements in which each aligned block of `unit` ranks of one stage lies on one place."""
+    """Arguments for placements that put each aligned block of `unit` ranks of one stage on one host (place)."""
 
     places: Places
     best: Prices
@@ -123,7 +124,7 @@ class BoundArguments:
         yield from self._of_slots()
 
     def crossing(self, names: tuple[str, ...]) -> BoundArgument:
-        """Argue that some group of one of these names spans several places."""
+        """Return the argument for placements with some group of one of these names on several places."""
         found = []
         used = [name for name in names if any(item.group == name for item in self._model.work.exchanges)]
         shapes = group_shapes(self._model.work)
@@ -135,7 +136,7 @@ class BoundArguments:
                     _at_own_rank(trials.exchange_s_PD[index], link_s)
             found.append(trials)
         kinds = " or ".join(dict.fromkeys(GROUP_NAMES[name] for name in used or names))
-        # Groups without exchanges can lie anywhere.
+        # A group without exchanges costs nothing on any place.
         trials = side_by_side(found) if found else self._one
         return BoundArgument(words=f"the bound holds even if some {kinds} group spans several hosts", trials=trials)
 
@@ -165,7 +166,7 @@ class BoundArguments:
 
     @cached_property
     def _hops(self) -> tuple[Floats, Floats, Floats]:
-        """Seconds of a hop between two places, and of the best hop from and to each place."""
+        """Seconds of a hop (a send between stages) between two places, and of the best hop from and to each place."""
         send_s_HH = self.places.link_s_HH("send", 2, self._model.work.hop_bytes)
         return (send_s_HH, *best_ways(send_s_HH))
 
@@ -175,7 +176,7 @@ class BoundArguments:
 
     @cached_property
     def _one(self) -> Prices:
-        """A trial of any single replica, with the least price of each of its ranks."""
+        """Trial step of a single replica, with the least price of each of its ranks."""
         trial = copies(self.best, 1)
         if self._all_hops_cross:
             _raise(trial, hops=range(self._pp), seconds=float(self._hops[0].min()))
@@ -189,9 +190,10 @@ class BoundArguments:
 
     @cached_property
     def _mean(self) -> Prices:
-        """A trial of the mean replica: no slower than the slowest, as the step time is convex in its hops.
+        """Trial step with the mean hops of all replicas.
 
-        If each place is one block, every hop has its own senders and receivers, at best those with the best links.
+        The step time is convex in the hops, so the slowest replica is at least as slow as this trial. If each place
+        holds one block, every hop has different senders and receivers, at best the places with the best links.
         """
         trial = copies(self._one, 1)
         if self._all_hops_cross:
@@ -200,7 +202,7 @@ class BoundArguments:
             means = [float(np.sort(way_H)[:each].mean()) for way_H in (out_H, in_H)]
             _raise(trial, hops=range(self._pp), seconds=max(means))
         if self._is_tied:
-            # Each place of both stages takes part, at best with its best partner.
+            # Each place of the first and the last stage takes part, at best with the partner that has the best link.
             best_H = np.sort(self._ties_s_HH.min(axis=1))
             trial.embedding_s[:] = np.maximum(trial.embedding_s, best_H[2 * len(self.places) // self._pp - 1])
         return trial
@@ -214,11 +216,11 @@ class BoundArguments:
 
     @property
     def _is_tied(self) -> bool:
-        """True if each place of the first stage reduces embeddings with another place, of the last stage."""
+        """True if each place of the first stage reduces the tied embedding with another place, of the last stage."""
         return self._all_hops_cross and self._model.work.traffic.embedding_bytes > 0
 
     def _of_slots(self) -> Iterator[BoundArgument]:
-        """Argue that some stage has the slowest slot."""
+        """Return the argument that some stage must use the slowest slot."""
         slowness_W = self._model.slowness_W
         slot = int(slowness_W.argmax())
         if slowness_W[slot] > slowness_W.min():
@@ -229,7 +231,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_places(self) -> Iterator[BoundArgument]:
-        """Argue that some stage has a place with slow links that its groups (with one block also its hops) must use."""
+        """Return arguments that some stage must use slow links of a place, for its groups and (with one block) hops."""
         worth = [("gradient ring", ring.tour.through_s_H, ring.tour.cost_s_HH) for ring in self._rings]
         worth += [
             (f"{GROUP_NAMES[name]} group", tour.through_s_H, tour.cost_s_HH) for name, tour in self._tours.items()
@@ -246,7 +248,7 @@ class BoundArguments:
                     yield BoundArgument(words=words, trials=self._with_place(place))
 
     def _with_place(self, place: int) -> Prices:
-        """Return one trial for each stage that the place may have."""
+        """Return one trial for each stage whose ranks the place may hold."""
         pp, devices = self._pp, self.places.devices
         trials = copies(self._one, pp)
         _at_own_rank(trials.slowness_PD, float(self._model.slowness_W[place * devices : (place + 1) * devices].max()))
@@ -266,7 +268,7 @@ class BoundArguments:
         return trials
 
     def _of_rings(self) -> Iterator[BoundArgument]:
-        """Argue that some stage has the slowest of all rings."""
+        """Return arguments that some stage has the slowest of all data-parallel rings."""
         for ring in self._rings:
             trials = copies(self._mean, self._pp)
             last_s = ring.tour.thresholds_s[-1]
@@ -275,7 +277,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_exchanges(self) -> Iterator[BoundArgument]:
-        """Argue that some stage has the slowest group of a kind."""
+        """Return arguments that some stage has the slowest group of a kind, for each kind of exchange."""
         for name, tour in self._tours.items():
             trials = copies(self._one, self._pp)
             last_s = tour.thresholds_s[-1]
@@ -285,7 +287,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_parts(self) -> Iterator[BoundArgument]:
-        """Argue that some ring crosses between parts of the places, or that all pipelines do, after the same stages."""
+        """Return arguments on parts of the places: a ring joins two parts, or all pipelines cross at equal stages."""
         layout = self._model.work.layout
         if layout.pp == 1 or self.unit % layout.tp:
             return
@@ -309,9 +311,10 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=side_by_side(trials))
 
     def _with_parts(self, part_H: Ints, longest: int) -> Iterator[Prices]:
-        """Split all pipelines between parts after the same stages, so that each part has stages whole.
+        """Return trials in which all pipelines change to another part of the places after the same stages.
 
-        Either the tied embedding is reduced between parts, or the pipelines return to their first part.
+        In some trials, the tied embedding is reduced between parts. In the others, the last stage lies in the part of
+        the first stage.
         """
         hop_s = cheapest_between(self._hops[0], part_H)
         back = returning_splits(self._pp, longest, most=_SPLITS)
@@ -323,7 +326,7 @@ class BoundArguments:
         yield trials
 
     def _of_pipelines(self) -> Iterator[BoundArgument]:
-        """Argue that a pipeline must use links between places if it does not fit on one place."""
+        """Return arguments that a pipeline must use links between places if it does not fit on one place."""
         if self._all_hops_cross:
             yield BoundArgument(
                 words="the hops of a pipeline use different links, and not all links are the best", trials=self._mean
@@ -334,9 +337,9 @@ class BoundArguments:
             yield BoundArgument(words=f"pipelines of {self._pp} stages leave their hosts", trials=trials)
 
     def _add_ring(self, trials: Prices, ring: Ring, slowest_s: float, *, has_best: bool) -> None:
-        """In trial k, price the rings of rank k with a slow link, on which the ring's collective takes `slowest_s`.
+        """In trial k, raise the price of the rings of pipeline rank k to a slow link, which takes `slowest_s`.
 
-        `has_best` says whether the trials contain the ring at its best link already.
+        `has_best` is true if the trials already contain the price of the ring on its best link.
         """
         more = ring.more_s_S(slowest_s)
         done = ring.more_s_S(ring.tour.thresholds_s[0]) if has_best else tuple(np.zeros_like(each) for each in more)
@@ -345,7 +348,7 @@ class BoundArguments:
             target_SK[stages, stages % self._pp] += np.maximum(more_S - done_S, 0.0)
 
     def _exchange(self, trials: Prices, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:
-        """Price the groups of a name with a slow link, on which the tour's collective takes `slowest_s`.
+        """Raise the price of the groups of a name to a slow link, on which the largest collective takes `slowest_s`.
 
         With `own_rank`, trial k changes only the groups of pipeline rank k; otherwise it changes all ranks.
         """
@@ -359,7 +362,7 @@ class BoundArguments:
                     np.maximum(target_PK, seconds, out=target_PK)
 
     def _with_hops(self, trial: Prices, hops: Sequence[tuple[int, ...]], seconds: float) -> Prices:
-        """Return one trial for each set of hops, in which these hops take at least `seconds`."""
+        """Return one trial for each set of hops; the hops of the set take at least `seconds`."""
         trials = [copies(trial, 1) for _ in hops]
         for one, chosen in zip(trials, hops, strict=True):
             _raise(one, hops=chosen, seconds=seconds)
@@ -377,20 +380,20 @@ class BoundArguments:
 
 
 def _at_own_rank(target_PK: Floats, seconds: float) -> None:
-    """In trial k, raise the entry of rank k to `seconds`."""
+    """In trial k, raise the entry of pipeline rank k to at least `seconds`."""
     diagonal = np.einsum("kk->k", target_PK)
     np.maximum(diagonal, seconds, out=diagonal)
 
 
 def _raise(trials: Prices, *, hops: range | tuple[int, ...], seconds: float) -> None:
-    """Raise some hops to `seconds`, in both directions."""
+    """Raise the price of some hops to at least `seconds`, in both directions."""
     for hop in hops:
         for target_PK in (trials.forward_hop_s_PD, trials.backward_hop_s_PD):
             np.maximum(target_PK[hop], seconds, out=target_PK[hop])
 
 
 _ROUNDING = 1e-12
-"""Allowance for rounding: the sums run in another order than in the price of a placement."""
+"""Relative allowance for rounding, because the price of a placement adds the same numbers in another order."""
 _EQUAL = 1e-9
 
 
@@ -400,7 +403,7 @@ class Bound:
 
     seconds: float
     words: str
-    """Reason, as a sentence without its full stop."""
+    """Reason for the bound, as a sentence without a full stop."""
 
 
 def placement_bound_s(model: PlacementCost) -> Bound:
@@ -430,18 +433,18 @@ def _largest(bounds: list[tuple[float, str]]) -> tuple[float, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A case: each block of `unit` ranks lies on one place, and some groups do not."""
+    """A case of the proof: each block of `unit` ranks lies on one place, and some larger groups do not."""
 
     unit: int
     breaks: tuple[tuple[str, ...], ...]
-    """Kinds of groups. In one of these cases, some group of the kinds spans several places. Empty = no group does."""
+    """Sets of kinds of groups. For one set, some group of these kinds spans several places. Empty = no such group."""
 
 
 def blocks(layout: Layout, devices: int) -> list[Block]:
-    """Return cases; every placement on places of `devices` devices is in one of them.
+    """Return cases of the proof, which together cover every placement on places of `devices` devices.
 
     Groups are taken from the innermost to the outermost: tensor-parallel, context-parallel, then expert groups, as long
-    as blocks of them can fill a place. If they cannot, some group spans several places.
+    as whole groups can fill a place. If whole groups cannot fill a place, some group spans several places.
     """
     kinds: list[tuple[int, tuple[str, ...]]] = []
     cell = layout.tp * layout.cp
@@ -456,7 +459,7 @@ def blocks(layout: Layout, devices: int) -> list[Block]:
     found = []
     unit = 1
     for size, names in kinds:
-        # Ranks that share experts are whole groups of the other kinds, so they span places if one of those does.
+        # Ranks that share experts are whole groups of the other kinds. So if such a group spans places, they do too.
         breaks = (names, shared) if names != shared and kinds[-1][1] == shared and experts % size == 0 else (names,)
         found.append(Block(unit=unit, breaks=breaks))
         if devices % math.lcm(unit, size):

@@ -1,8 +1,8 @@
 """Lower bounds of what collectives cost in every placement, from the cost of each link between hosts.
 
-A ring is a closed tour over units: blocks of ranks that lie on one host each. Every host holds equally many units, all
-units are in use, and each unit is in one ring. The functions use only part of these conditions, so their figures are
-lower bounds and not optima.
+A unit is a block of ranks that lies on one host. A ring is a group that sends in a circle from unit to unit. Every host
+holds the same number of units, and each unit belongs to one ring. The functions use only part of these conditions, so
+their results are lower bounds and not optima. A part is a set of hosts.
 """
 
 # H = places: the hosts, or the devices of a single host. J = rings, S = stages (model chunks).
@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 
 
 def best_ways(cost_HH: Floats) -> tuple[Floats, Floats]:
-    """Return the cost of the best link out of each host, and of the best link into it; rows send."""
+    """Return the costs of the best link out of each host and the best link into each host; rows of `cost_HH` send."""
     cost = _without_own(cost_HH)
     out_H: Floats = cost.min(axis=1)
     in_H: Floats = cost.min(axis=0)
@@ -39,9 +39,9 @@ def best_ways(cost_HH: Floats) -> tuple[Floats, Floats]:
 
 
 def through(cost_HH: Floats, *, visits_once: bool) -> Floats:
-    """Return the least cost of the slowest link of a ring through each host and at least one other host.
+    """Return, for each host, the least cost of the slowest link of any ring through this host and another host.
 
-    A ring that visits each of three or more hosts once leaves a host to one host and returns from another.
+    A ring that visits each of three or more hosts once uses links to two different neighbours of each host.
     """
     cost = _without_own(cost_HH)
     out_H, in_H = best_ways(cost_HH)
@@ -59,12 +59,12 @@ def ring_thresholds(
 ) -> list[float]:
     """Return the least cost of the slowest link of each ring: J entries, cheapest ring first.
 
-    Rings that use only links up to some cost lie inside the parts that these links join, on hosts through which such a
-    ring can pass. A part with m such hosts holds at most floor(m * units_per_host / ring_units) rings, and no ring if m
-    is below `fewest`. Rings that fit on one host cost 0.
+    Links up to some cost join the hosts to parts, and a ring with only these links lies inside one part. If m hosts of
+    a part can lie on such a ring, the part holds at most floor(m * units_per_host / ring_units) rings. It holds no ring
+    if m is below `fewest`. Rings that fit on one host cost 0.
 
     Args:
-        cost_HH: seconds of a ring for each link as its slowest; rows send.
+        cost_HH: seconds of a ring whose slowest link is the link from the row to the column.
         units_per_host: units on each host.
         ring_units: units of a ring.
         fewest: smallest number of hosts of a ring.
@@ -107,7 +107,7 @@ def ring_thresholds(
 def partitions(cost_HH: Floats, *, most: int) -> list[tuple[Ints, float]]:
     """Return some partitions of the hosts: the part of each host, and the cost of the cheapest link between parts.
 
-    The first partition has one host in each part. The others end where the joining links grow most.
+    In the first partition, each host is a part. The others stop joining parts at the largest growth of link costs.
     """
     tree = spanning_tree(cost_HH)
     costs = [cost for cost, _, _ in tree]
@@ -127,9 +127,10 @@ def cheapest_between(cost_HH: Floats, part_H: Ints) -> float:
 
 
 def pipeline_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
-    """Return sets of hops, one of which every split of the stages into runs of at most `longest` crosses entirely.
+    """Return sets of hops that a pipeline may need between parts, if a part holds at most `longest` consecutive stages.
 
-    Hop h leads from stage h to h + 1. If there are more than `most` minimal sets, smaller subsets replace them.
+    Hop h leads from stage h to h + 1. Every pipeline crosses between parts on all hops of at least one set. If there
+    are more than `most` minimal sets, smaller subsets replace them.
     """
     smallest = list(itertools.islice(_minimal_splits(stages, longest), most + 1))
     if len(smallest) <= most:
@@ -140,7 +141,9 @@ def pipeline_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, 
 
 
 def returning_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]] | None:
-    """Return the same if the first and the last run lie in one part and have at most `longest` stages together.
+    """Return sets of hops as `pipeline_splits` does, if the first and the last stages lie in one part.
+
+    The first and the last stages of that part are at most `longest` stages together.
 
     None = more than `most` sets; an empty list = the first and the last stage cannot lie in one part.
     """
@@ -155,7 +158,7 @@ def returning_splits(stages: int, longest: int, *, most: int) -> list[tuple[int,
 
 
 def _minimal_splits(stages: int, longest: int, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield splits without a superfluous hop: any two neighbouring runs are longer than `longest` together."""
+    """Yield sets without a superfluous hop: the stages on both sides of a hop exceed `longest` together."""
     first = done[-1] + 1 if done else 0
     if stages - first <= longest:
         bounds = [-1, *done, stages - 1]
@@ -176,17 +179,17 @@ def _without_own(cost_HH: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Places:
-    """Places of blocks of ranks, and the links between them: the hosts, or the devices of a single host."""
+    """Places of blocks of ranks, and the links between places. Places are hosts, or the devices of a single host."""
 
     model: PlacementCost
     links: Links
     devices: int
-    """Devices of each place."""
+    """Number of devices of each place."""
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, model: PlacementCost) -> Places:
-        """Return the hosts, or the devices of the only host."""
+        """Return the hosts as places, or the devices if there is only one host."""
         cluster = model.fabric.cluster
         if len(cluster.hosts) > 1:
             names = tuple(host.name for host in cluster.hosts)
@@ -216,13 +219,15 @@ class Places:
         )
 
     def link_s_HH(self, kind: Collective, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
-        """Return the least seconds of a collective for each link as its slowest; rows send, the diagonal is infinite.
+        """Return the least seconds of a collective, for each link as the slowest link; rows send.
+
+        The diagonal is infinite.
 
         Args:
-            kind: of the collective.
-            size: members of its group.
-            size_bytes: of the message.
-            fewest: smallest number of places of the group.
+            kind: kind of the collective.
+            size: members of the group.
+            size_bytes: bytes of the message.
+            fewest: smallest number of places that the group spans.
 
         """
         latency_factor, extra_s, bytes_factor = self.factors(kind, size, fewest)
@@ -236,17 +241,17 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tour:
-    """Groups of one kind over several places; every block of ranks lies on one place and is in one group."""
+    """Groups of one kind that span several places. Every block of ranks lies on one place and belongs to one group."""
 
     places: Places
     kind: Collective
     members: int
     size_bytes: float
-    """Message of one collective; `seconds` prices other collectives over the same links."""
+    """Bytes of the group's largest message. `seconds` prices other collectives over the same links."""
     units: int
-    """Blocks of a group."""
+    """Number of blocks in a group."""
     per_place: int
-    """Blocks of a place."""
+    """Number of blocks on a place."""
     most_together: int
     """Largest number of blocks of a group on one place."""
 
@@ -257,14 +262,14 @@ class Tour:
 
     @property
     def fewest(self) -> int:
-        """Smallest number of places of a group."""
+        """Smallest number of places that a group spans."""
         return -(-self.units // self.most_together)
 
     @cached_property
     def cost_s_HH(self) -> Floats:
-        """Seconds of the collective for each link as its slowest."""
+        """Seconds of the collective, for each link as the slowest link of the group."""
         cost_HH = self.places.link_s_HH(self.kind, self.members, self.size_bytes, fewest=self.fewest)
-        # A ring over two places uses a link in both directions.
+        # A group of two members on two places uses a link in both directions.
         return np.maximum(cost_HH, cost_HH.T) if self.units == 2 and self.most_together == 1 else cost_HH
 
     @cached_property
@@ -290,10 +295,10 @@ class Tour:
         )
 
     def seconds(self, kind: Collective, size_bytes: float, slowest_s: float) -> float:
-        """Return the least seconds of another collective over a link on which this one takes `slowest_s`.
+        """Return the least seconds of another collective over a link on which the largest collective takes `slowest_s`.
 
-        The link's time per byte is least if its latency is the largest. A collective in the other direction uses other
-        links, so it is bounded only by the best of all links.
+        The time per byte of the link is least if its latency is the largest. A collective in the other direction uses
+        other links, so only the best of all links bounds that collective.
         """
         fabric = self.places.model.fabric
         if fabric.ring_shift(kind) != fabric.ring_shift(self.kind):
@@ -313,12 +318,12 @@ class Ring:
     """Data-parallel groups of the dense parameters or of the expert parameters."""
 
     tour: Tour
-    """With the smallest gradient reduction of a stage."""
+    """The groups, with the smallest gradient reduction of any stage as message."""
     column: int
-    """0 = dense, 1 = experts; as in `LayoutWork.gradient_bytes_S2`."""
+    """Column of `LayoutWork.gradient_bytes_S2`: 0 = dense parameters, 1 = expert parameters."""
 
     def more_s_S(self, slowest_s: float) -> tuple[Floats, Floats]:
-        """Return the seconds of reduction and gather beyond the best, for each stage, on a ring with a slow link."""
+        """Return the additional seconds of reduction and gather of each stage, if its ring has a slow link."""
         work = self.tour.places.model.work
         return (
             self._beyond(work.reduce_kind, work.gradient_bytes_S2[:, self.column], slowest_s),
@@ -336,7 +341,7 @@ class Ring:
 
 
 def rings_of(places: Places, unit: int) -> list[Ring]:
-    """Return the rings with several blocks of `unit` ranks, each block on one place."""
+    """Return the rings that have several blocks of `unit` ranks, if each block lies on one place."""
     work = places.model.work
     layout = work.layout
     found = []
@@ -362,7 +367,7 @@ def rings_of(places: Places, unit: int) -> list[Ring]:
 
 
 def group_shapes(work: LayoutWork) -> dict[str, tuple[int, int]]:
-    """Return the members of each kind of group inside the layers, and the rank difference between neighbours."""
+    """Return the members of each kind of group inside the layers, and the rank difference of neighbouring members."""
     layout, sizes = work.layout, group_sizes(work.layout, instances=work.shard_copies)
     return {
         "tp": (layout.tp, 1),
@@ -376,7 +381,7 @@ def group_shapes(work: LayoutWork) -> dict[str, tuple[int, int]]:
 
 
 def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
-    """Return the groups inside the layers that no place can hold, by name, each with its largest collective."""
+    """Return the groups inside the layers that are too large for one place, by name, with their largest collective."""
     layout = places.model.work.layout
     shapes = group_shapes(places.model.work)
     found: dict[str, Tour] = {}
@@ -411,7 +416,7 @@ def num_units(members: int, stride: int, unit: int) -> int:
 def num_together(places: Places, stride: int, unit: int) -> int:
     """Return the largest number of blocks of one group on a place, for members that are `stride` ranks apart.
 
-    If the ranks of a host must differ modulo its slots, members with equal residues lie on different hosts.
+    If the ranks of a host must differ modulo its slots, members that are equal modulo the slots lie on different hosts.
     """
     most = places.devices // unit
     cluster = places.model.fabric.cluster

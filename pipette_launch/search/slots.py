@@ -44,7 +44,7 @@ class Slots:
     devices_per_host: int
     keeps_residues: bool
     blocks: tuple[RankBlock, ...] = ()
-    """Ranks that must lie together, on CUDA."""
+    """Blocks of ranks that must lie on one host or in one NVLink domain, on CUDA."""
     domain_H: tuple[int, ...] = ()
     """NVLink domain of each host; empty if no block must lie inside a domain."""
 
@@ -83,13 +83,13 @@ class Slots:
 
     @property
     def ranks_of_a_unit(self) -> int:
-        """Consecutive ranks that must stay together; units of this size may change places with any other host."""
+        """Consecutive ranks that must stay on one host; units of this size may be exchanged between any two hosts."""
         return math.lcm(*(block.size for block in self.blocks))
 
     def first(self) -> Placement:
-        """Return torchrun's placement, rank i on slot i; if that splits a block, ranks in order domain by domain.
+        """Return torchrun's placement: rank i on slot i. If it splits a block, fill one NVLink domain after another.
 
-        Blocks fill every host or domain, so ranks in order never split a block if domains are filled in order.
+        Whole blocks fill every host or domain, so filling domains with ranks in order never splits a block.
         """
         order = [host for group in self.host_groups for host in group]
         ranks_HD = np.empty((self.num_hosts, self.devices_per_host), dtype=np.int64)
@@ -98,7 +98,7 @@ class Slots:
         return next(filter(self.allows, (host_order(self.num_slots), in_domains)))
 
     def allows(self, placement: ArrayLike) -> bool:
-        """Return whether each host's ranks differ modulo D and no block is split, if the device needs that."""
+        """Return whether a placement is allowed: on CUDA, ranks of a host differ modulo D, and no block is split."""
         if not self.keeps_residues:
             return True
         if self.blocks:
@@ -116,7 +116,7 @@ class Placed:
     placement: Placement
     cost_s: float
     is_optimal: bool
-    """No allowed placement is faster: all were tried, or this one meets the lower bound."""
+    """True if no allowed placement is faster: all were priced, or this placement meets the lower bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,23 +126,23 @@ class PlacementProblem:
     layout: Layout
     cluster: Cluster
     objective: Objective
-    """Prices placements; whole hosts change places only if it is a `PlacementCost`."""
+    """Prices placements. The search exchanges whole hosts only if the objective is a `PlacementCost`."""
     bound_s: float
-    """Lower bound of all placements."""
+    """Lower bound in seconds over all placements."""
     blocks: tuple[RankBlock, ...] = ()
-    """Ranks that must lie together."""
+    """Blocks of ranks that must lie on one host or in one NVLink domain."""
 
     @property
     def slots(self) -> Slots:
-        """Slots and the rules for placements on them."""
+        """Slots of the cluster, and the rules for placements on these slots."""
         return Slots.of(self.cluster, self.blocks)
 
     def placed(self, placement: Placement, cost_s: float) -> Placed:
-        """Return a priced placement, and whether it meets the bound (up to rounding)."""
+        """Return a placement with its price, marked as optimal if the price meets the bound (up to rounding)."""
         return Placed(placement=placement, cost_s=cost_s, is_optimal=cost_s <= self.bound_s * (1 + 1e-9))
 
     def best_of(self, candidates: Sequence[Placement] | Ints) -> Placed:
-        """Price placements together and return the fastest; of equal ones the first."""
+        """Price placements together, and return the fastest; if several are equally fast, the first of these."""
         placement_KW = np.asarray(candidates, dtype=np.int64)
         costs_s = self.objective.costs(placement_KW)
         least = int(costs_s.argmin())
@@ -155,7 +155,7 @@ def host_order(num_slots: int) -> Placement:
 
 
 def faster(one: Placed, other: Placed) -> Placed:
-    """Return the faster of two; the first if they are equal."""
+    """Return the faster of two placements, or `one` if both are equally fast."""
     return min(one, other, key=lambda placed: placed.cost_s)
 
 
@@ -164,9 +164,11 @@ _DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "use_tp_pp_dp_mapping")
 
 
 def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlock, ...] = ()) -> Ints:
-    """Return up to `most` different placements, the more promising first: near hosts get ranks that exchange most.
+    """Return up to `most` different start placements, the most promising first.
 
-    Torchrun's order comes first if it is allowed. The array (a placement in each row) is read-only.
+    Near hosts get the ranks that exchange most.
+
+    Torchrun's order comes first if the rules allow it. The array (a placement in each row) is read-only.
     """
     degrees = Layout(**{name: getattr(layout, name) for name in _DEGREES})
     return _starts(degrees, Slots.of(cluster, blocks), tiers_of(cluster.between_hosts), most)
@@ -189,13 +191,14 @@ def _starts(degrees: Layout, slots: Slots, tiers: Tiers, most: int) -> Ints:
 def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
     """Yield the ranks of each host: blocks in some order on hosts in some order."""
     orders = [tiers.order_H]
-    # Number of hosts of a tensor-parallel or expert group, which exchange in every pass.
+    # Number of hosts that hold one tensor-parallel or expert group. Its ranks exchange data in every pass.
     unit = -(-max(layout.tp * layout.cp, layout.ep * layout.etp) // slots.devices_per_host)
     packed = _packed(tiers, unit)
     if unit > 1 and packed.tolist() != tiers.order_H.tolist():
         orders.insert(0, packed)
     if tiers.by_speed:
-        # The first and the last stage often wait longest for their links, so fast hosts get one or both of them.
+        # The first and the last stage often wait longest for their links, so fast hosts get one or both of these
+        # stages.
         fast, slow = tiers.by_speed
         half = -(-len(fast) // 2)
         orders += [np.concatenate([fast, slow]), np.concatenate([fast[:half], slow, fast[half:]])]
@@ -210,8 +213,8 @@ def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
 def tilings(layout: Layout, slots: Slots) -> list[Ints]:
     """Return ways to divide the ranks into blocks that a host may hold, each of shape (H, D).
 
-    A block has consecutive ranks, or cells in the order of the other rank mapping (which puts pipelines into a host),
-    or every H-th rank.
+    A block has consecutive ranks, or every H-th rank, or consecutive ranks of the other rank mapping, which puts whole
+    pipelines on a host.
     """
     ranks = np.arange(layout.world_size)
     shape = slots.num_hosts, slots.devices_per_host
@@ -220,15 +223,15 @@ def tilings(layout: Layout, slots: Slots) -> list[Ints]:
     candidates = [ranks.reshape(shape), other.reshape(shape), ranks.reshape(shape[::-1]).T]
     in_order = [np.sort(block_HD, axis=1) for block_HD in candidates]
     unique = {block_HD.tobytes(): block_HD for block_HD in reversed(in_order)}
-    # Domains are not checked yet, as the host of each block is still open.
+    # NVLink domains are checked later, because the host of each block is not decided here.
     anywhere = replace(slots, blocks=tuple(block for block in slots.blocks if block.within == "host"), domain_H=())
     return [block_HD for block_HD in reversed(unique.values()) if anywhere.allows(block_HD)]
 
 
 def _packed(tiers: Tiers, unit: int) -> Ints:
-    """Order hosts so that units of hosts do not cross groups: whole units of each group first, other hosts last.
+    """Order hosts so that no set of `unit` hosts crosses groups: whole sets of each group first, other hosts last.
 
-    The groups belong to the finest tier that can hold a unit.
+    The groups belong to the finest tier whose groups can hold `unit` hosts.
     """
     for tier in range(tiers.num_tiers):
         runs = tiers.runs(tier)
@@ -240,7 +243,7 @@ def _packed(tiers: Tiers, unit: int) -> Ints:
 
 
 def _sequences(layout: Layout, block_HD: Ints, tiers: Tiers, unit: int) -> Iterator[Ints]:
-    """Yield orders of the blocks: by pipeline rank, by replica, or in squares of both that fill a group of a tier."""
+    """Yield orders of the blocks: by pipeline rank, by replica, or by squares of both that fill a host group."""
     stage_W = np.empty(layout.world_size, dtype=np.int64)
     stage_W[rank_grid(layout)] = np.arange(layout.pp)[:, None, None, None]
     stage_Q = stage_W[block_HD[:, 0]]

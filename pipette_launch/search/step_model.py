@@ -1,12 +1,12 @@
 """A linear model of the step time of one layout: how it changes when hosts exchange the ranks that they hold.
 
-The model is a block assignment problem. Where it was made, its cost equals the step time. At other placements
-it ignores which of several lanes between two hosts is the slowest, links inside hosts, and the shift between the ends
-of the stages. It prices a pipeline by a few paths through the schedule, its tangents; each is a lower bound of the
-pipeline's time.
+The model is a block assignment problem, made at one placement, where the cost of the model equals the step time. At
+other placements, the model ignores three effects: the slowest of several links between two hosts, links inside hosts,
+and that the stages end at different times. The model prices a pipeline by a few paths through the schedule. Each path
+is a lower bound of the pipeline's time, linear in the durations, and is called a tangent.
 """
 
-# W = ranks, H = hosts = seats = places, P = pipeline ranks, S = stages (model chunks), D = replicas, G = groups.
+# W = ranks, H = hosts, P = pipeline ranks, S = stages (model chunks), D = replicas, G = groups.
 # L = directed links between hosts, R = pipelines with different hosts. K = members of a group, or tangents.
 # B = 3 * S durations: forwards, backwards, first forwards. J = 2 * S - 1 hops, as in `StageTimes.hops_s`.
 # C = tangents to choose from, N = points, I = collectives over one kind of group.
@@ -28,22 +28,22 @@ from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.search.assignment.problem import Floats, Flows, Ints, ProblemBuilder
 
 NUDGE = 0.05
-"""Least slowdown of a stage, as a share of its time, that is tried to find the critical path through a slow stage."""
+"""To find the critical path through a slow stage, the stage is slowed by at least this share of its time."""
 CLOSE = 1e-3
-"""A tangent that raises the model by less than this share of the pipeline's time is left out."""
+"""A tangent (path through the schedule) is left out if it raises the model by less than this share of the pipeline."""
 SLOW_PIPELINES = 16
-"""Tangents are taken at this number of slowest pipelines."""
+"""Number of slowest pipelines whose critical paths (tangents) the model contains."""
 MIXED_PIPELINES = 16
-"""Tangents are taken at this number of pipelines with hops from different pipelines."""
+"""Number of imagined pipelines with hops of different pipelines, whose critical paths the model contains."""
 MIXING_STRIDE = 7
 MOST_TANGENTS = 8
 MOST_FLOWS = 10_000
-"""Limit for all pipelines and tangents together: with many pipelines there are fewer tangents."""
+"""Most flows (linear terms) of the model. If there are many pipelines, the model has fewer tangents."""
 MOST_MATRICES = 8
-"""Message sizes with a matrix of their own, up to `MANY_HOSTS` hosts; other sizes use the nearest of them."""
+"""Most message sizes with their own link matrix, up to `MANY_HOSTS` hosts. Other sizes use the nearest matrix."""
 MANY_HOSTS = 256
 _STEP = 1e-3
-"""Change of the reduction times, relative to the longest, from which the slope of the end of a step is taken."""
+"""Relative change of the reduction times by which the slope of the end of a step is computed."""
 
 
 class OnHosts(NamedTuple):
@@ -52,14 +52,14 @@ class OnHosts(NamedTuple):
     size: int
     """Members of a group."""
     spans: int
-    """Largest number of hosts of a group."""
+    """Largest number of hosts that a group spans."""
     fewest: int = 1
-    """Smallest number of members on a host, over groups on several hosts; 1 if there are no such groups."""
+    """Smallest number of members on one host, over groups on several hosts; 1 if no group spans several hosts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinksBetweenHosts:
-    """Directed links between hosts, listed once for each pipeline rank whose groups use them."""
+    """Directed links between hosts. A link appears once for each pipeline rank whose groups use the link."""
 
     spread: OnHosts
     stage_L: Ints
@@ -70,7 +70,7 @@ class LinksBetweenHosts:
         return len(self.stage_L)
 
     def worst_P(self, seconds_L: Floats, pp: int) -> Floats:
-        """Return the longest time of each pipeline rank's links; 0 without links."""
+        """Return the longest time of the links of each pipeline rank; 0 for a rank without links."""
         worst = np.zeros(pp)
         np.maximum.at(worst, self.stage_L, seconds_L)
         return worst
@@ -78,7 +78,7 @@ class LinksBetweenHosts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class View:
-    """A placement of a layout described by hosts."""
+    """A placement of a layout, described by hosts instead of slots."""
 
     model: PlacementCost
     prices: Prices
@@ -120,7 +120,7 @@ class View:
 
     @property
     def bare(self) -> Prices:
-        """The prices without exchanges between hosts, and without gathers that a forward waits for."""
+        """Prices without the exchanges between hosts, and without the parameter gathers that a forward waits for."""
         zero = np.zeros_like(self.prices.slowness_PD)
         exchange_s_PD = tuple(
             zero if self.crosses(item.group) else seconds
@@ -141,13 +141,13 @@ class View:
         return self.model.fabric.seconds("send", (0, 1), size_bytes)
 
     def seconds_HH(self, kind: Collective, spread: OnHosts, size_bytes: float) -> Floats:
-        """Return the seconds of a collective for each link between hosts as its slowest, as `Fabric.seconds_G` does."""
+        """Return the seconds of a collective, like `Fabric.seconds_G`, for each link between hosts as the slowest."""
         size, spans, fewest = spread
         scale = self.model.fabric.scale(kind, size)
         per_byte = float(scale.bytes_factor[spans]) * size_bytes * chunk_share(kind, size)
         if scale.is_measured:
             per_byte /= float(links_together(kind, np.array(fewest)))
-        # In place, as each copy of the matrix takes longer than the arithmetic on many hosts.
+        # Compute in place, because on many hosts each copy of the matrix takes longer than the arithmetic.
         seconds: Floats = self.per_byte_s_HH * (num_steps(kind, size) * per_byte)
         seconds += self.latency_s_HH * (num_steps(kind, size) * float(scale.latency_factor[spans]))
         seconds += num_steps(kind, size) * float(scale.extra_latency_s[spans])
@@ -174,14 +174,17 @@ class View:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tangents:
-    """Paths through a schedule: the makespan is at least counts * times of each, and equals the longest path."""
+    """Paths through a schedule. The time of a pipeline is the longest path, so each path is a lower bound.
+
+    The length of a path is the sum of counts * seconds over passes and hops.
+    """
 
     duration_BK: Floats
-    """Number of times that each duration lies on the path."""
+    """Number of times that each pass lies on the path."""
     hop_JK: Floats
-    """Number of times that each hop does."""
+    """Number of times that each hop lies on the path."""
     most_B: Floats
-    """Largest count of each duration over all paths found, kept or not."""
+    """Largest count of each pass over all paths that were found, including paths that were left out."""
 
     @property
     def size(self) -> int:
@@ -191,7 +194,7 @@ class Tangents:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Range of a pipeline's times over its possible places."""
+    """Range of the times of a pipeline over the hosts that it may lie on."""
 
     slowness: float
     """Slowness of the slowest host relative to the median host."""
@@ -202,10 +205,10 @@ class Spread:
 def tangents_of(
     work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread, *, most: int, known: Tangents | None = None
 ) -> Tangents:
-    """Return tangents of the makespan at the current pipelines, and at pipelines with slower stages or longer hops.
+    """Return critical paths (tangents) of the current pipelines, and of pipelines with slower stages or longer hops.
 
     Args:
-        work: of the layout.
+        work: work of the layout.
         durations_BD: seconds of the passes of every pipeline.
         hops_JD: seconds of the hops of every pipeline.
         spread: range of the times.
@@ -219,7 +222,7 @@ def tangents_of(
     if known is not None:
         duration_BC, hop_JC = np.hstack([duration_BC, known.duration_BK]), np.hstack([hop_JC, known.hop_JK])
         most_B = np.maximum(most_B, known.most_B)
-    # A dict, as `np.unique` along an axis would take longer than everything else here.
+    # Use a dict, because `np.unique` along an axis takes longer than the rest of this function.
     first_of: dict[bytes, int] = {}
     for index, tangent in enumerate(np.concatenate([duration_BC, hop_JC]).T):
         first_of.setdefault(tangent.tobytes(), index)
@@ -230,7 +233,7 @@ def tangents_of(
 
 
 def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread) -> tuple[Floats, Floats]:
-    """Return slow pipelines, slow pipelines with each other's hops, and the slowest with longer stages or hops."""
+    """Return pipelines: slow ones, slow ones with exchanged hops, and the slowest with longer stages or hops."""
     stages, pp, replicas = len(work.rank_S), work.layout.pp, durations_BD.shape[1]
     assert len(durations_BD) == 3 * stages
     slowest = np.argsort(-work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=0), kind="stable")
@@ -238,7 +241,7 @@ def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spr
     rank_J = np.concatenate([work.rank_S[:-1], work.rank_S[:-1], [-1]])
     points = [(durations_BD[:, index], hops_JD[:, index]) for index in slowest[:SLOW_PIPELINES]]
     if pp > 1 and replicas > 1:
-        # Hop j of mixed pipeline m comes from pipeline m + 7 j, so that each hop meets new neighbours.
+        # Hop j of mixed pipeline m is the hop of pipeline m + 7 j, so that hops of different pipelines are combined.
         taken_JM = (np.arange(len(rank_J))[:, None] * MIXING_STRIDE + np.arange(MIXED_PIPELINES)) % replicas
         points += [(durations_B, mixed_J) for mixed_J in np.take_along_axis(hops_JD, taken_JM, axis=1).T]
     levels = (spread.typical_hop_s, spread.slowest_hop_s) if pp > 1 else ()
@@ -274,7 +277,7 @@ class Crossing:
     """Number of each collective in the forward of each stage."""
     backward_IS: Floats
     exposed_s_IHH: Floats
-    """Exposed seconds of one collective, for each link between hosts as its slowest."""
+    """Exposed seconds of one collective, for each link between hosts as the slowest link."""
 
     @property
     def longer_s(self) -> float:
@@ -283,17 +286,17 @@ class Crossing:
         return float((spread_I @ (self.forward_IS + self.backward_IS)).max())
 
     def add(self, builder: ProblemBuilder, view: View, tangents: Tangents) -> None:
-        """Add one family with a group for each link, as if it were the slowest link of the slowest stage.
+        """Add one family (a maximum over groups of terms) with a group for each link.
 
-        The slowest stage decides the time of a pipeline, so only one link counts. Its weight is the number of passes
-        of its stage on the critical path.
+        The slowest stage decides the time of a pipeline, so only the slowest link counts. The weight of a link is the
+        number of passes of the stage on the critical path.
         """
         work = view.model.work
         stages, pp = len(work.rank_S), work.layout.pp
         forward_S = tangents.most_B[:stages] + tangents.most_B[2 * stages :]
         weight_IS = forward_S * self.forward_IS + tangents.most_B[stages : 2 * stages] * self.backward_IS
         weight_IP = np.stack([weight_IS[:, rank::pp].sum(axis=1) for rank in range(pp)], axis=1)
-        # Pipeline ranks differ in the amount of their exchanges, hardly in their kind, so all share one matrix.
+        # All pipeline ranks share one matrix, because they mostly do the same exchanges, in different numbers.
         most = int(weight_IP.sum(axis=0).argmax())
         typical_I = np.median(self.exposed_s_IHH, axis=(1, 2)) + np.finfo(float).tiny
         share_P = typical_I @ weight_IP / (typical_I @ weight_IP[:, most])
@@ -303,7 +306,7 @@ class Crossing:
 
 
 def crossings_of(view: View) -> list[Crossing]:
-    """Return the exchanges that leave a host, by kind of group and by direction of its rings."""
+    """Return the exchanges between hosts, by kind of group and by direction of the rings."""
     work, fabric = view.model.work, view.model.fabric
     alike: dict[tuple[str, int], list[Exchange]] = {}
     for item in sorted(work.exchanges, key=lambda item: item.group):
@@ -337,7 +340,7 @@ def _add_step_end(builder: ProblemBuilder, view: View, tangents: Tangents) -> No
     elif view.gathers_first:
         _add_first_gathers(builder, view, tangents)
     elif view.model.work.layout.use_distributed_optimizer:
-        # One family with a group for each pipeline rank: optimizer step and gathers.
+        # Add one family (a maximum) with a group for each pipeline rank: optimizer step and gathers.
         _add_rings(builder, list(_rings(view, gathers=True)), end.update_s_PN[:, 0], np.ones(view.model.work.layout.pp))
 
 
@@ -350,16 +353,16 @@ def _end_now(view: View) -> StepEnd:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rings:
-    """Data-parallel rings of one kind of parameters, priced for each link."""
+    """Data-parallel rings of dense or of expert parameters, priced for each link."""
 
     links: LinksBetweenHosts
     matrices: list[Floats]
     matrix_P: Ints
     share_P: Floats
-    """Factor on the matrix."""
+    """Factor of each pipeline rank on the matrix of seconds."""
 
     def now_L(self) -> Floats:
-        """Return the seconds of a ring for each link as its slowest, at the current placement."""
+        """Return the seconds of a ring, for each link as the slowest link, at the current placement."""
         seconds = np.zeros(len(self.links))
         for index, matrix in enumerate(self.matrices):
             chosen = self.matrix_P[self.links.stage_L] == index
@@ -367,7 +370,7 @@ class _Rings:
         return seconds * self.share_P[self.links.stage_L]
 
     def add(self, builder: ProblemBuilder, group_L: Ints, weight_L: Floats) -> None:
-        """Add a flow for each link."""
+        """Add a flow (a linear term) for each link."""
         links = self.links
         for index, matrix in enumerate(self.matrices):
             chosen = self.matrix_P[links.stage_L] == index
@@ -378,7 +381,7 @@ class _Rings:
 
 
 def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
-    """Yield the rings of dense and of expert parameters that leave a host."""
+    """Yield the rings of dense parameters and of expert parameters that span several hosts."""
     work, groups = view.model.work, view.model.groups
     kind = work.gather_kind if gathers else work.reduce_kind
     sizes_S2 = work.parameter_bytes_S2 if gathers else work.gradient_bytes_S2
@@ -390,7 +393,7 @@ def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
 
 
 def _priced(view: View, kind: Collective, links: LinksBetweenHosts, size_bytes_CP: Floats) -> _Rings:
-    """Price the chunks of each pipeline rank together; if there are too many sizes, several ranks share a matrix."""
+    """Price the chunks of each pipeline rank together. If too many sizes differ, several ranks share a matrix."""
     total_P = size_bytes_CP.sum(axis=0)
     sizes = np.array(sorted(set(map(tuple, size_bytes_CP.T.tolist())))).T
     most = MOST_MATRICES if view.num_hosts <= MANY_HOSTS else 2
@@ -411,10 +414,10 @@ def _priced(view: View, kind: Collective, links: LinksBetweenHosts, size_bytes_C
 
 
 def _add_reductions(builder: ProblemBuilder, view: View, end: StepEnd) -> None:
-    """Add one family in seconds after the last pass: a group for each link of a ring, and the tied embedding.
+    """Add one family (a maximum) of the seconds after the last pass: each link of a ring, and the tied embedding.
 
-    The end of a rank is linear in the seconds of its reduction: with slope 1 without overlap, and less if a backward
-    hides part of the reduction.
+    The end of a rank is linear in the seconds of its gradient reduction. The slope is 1 without overlap, and smaller if
+    a backward hides part of the reduction.
     """
     work, prices = view.model.work, view.prices
     step_s = _STEP * float(prices.reduce_s_S.max()) or 1e-6
@@ -429,7 +432,7 @@ def _add_reductions(builder: ProblemBuilder, view: View, end: StepEnd) -> None:
 
 
 def _add_embedding(builder: ProblemBuilder, view: View) -> None:
-    """Add one family: the additional seconds of the tied embedding; `_add_reductions` contains its current seconds."""
+    """Add one family: the change of the tied embedding's seconds. `_add_reductions` contains the current seconds."""
     pairs = view.links("send", view.model.groups.embedding)
     if not len(pairs):
         return
@@ -445,7 +448,7 @@ def _add_embedding(builder: ProblemBuilder, view: View) -> None:
 def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
     """Add one family: the gather of each rank's first chunk, minus the time until its first activation arrives.
 
-    Gathers of later chunks are left out, as the forwards of the chunk before hide all or nearly all of them.
+    Gathers of later chunks are left out, because the forwards of the previous chunk hide nearly all of their time.
     """
     work = view.model.work
     pp = work.layout.pp
@@ -458,11 +461,11 @@ def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
 
 
 def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slope_P: Floats) -> None:
-    """Add one family: the end of each pipeline rank as a function of the places of its links.
+    """Add one family: the end of each pipeline rank as a function of the hosts that its links join.
 
     Args:
-        builder: of the problem.
-        rings: with the links.
+        builder: collects the problem.
+        rings: rings with their links.
         end_P: current end of each pipeline rank in seconds.
         slope_P: seconds by which this end moves for each second of the rank's slowest link.
 
@@ -481,7 +484,7 @@ def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slop
 
 
 def _add_first_gathers(builder: ProblemBuilder, view: View, tangents: Tangents) -> None:
-    """Add a family for each pipeline rank: the gather before its first forward, as often as on the first tangent."""
+    """Add a family for each pipeline rank: the gather before its first forward, times its count on a tangent."""
     work = view.model.work
     pp = work.layout.pp
     first_S = tangents.duration_BK[2 * len(work.rank_S) :, 0]
@@ -497,19 +500,21 @@ def _add_first_gathers(builder: ProblemBuilder, view: View, tangents: Tangents) 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearModel:
-    """A block problem of the step time, and its tangents of the pipelines."""
+    """A block assignment problem of the step time, and the critical paths (tangents) of the pipelines."""
 
     flows: Flows
     tangents: Tangents
 
 
 def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: Tangents | None = None) -> LinearModel:
-    """Make a block problem at a placement: seat q has the ranks of host q, and the identity costs the step time.
+    """Make the linear model at a placement.
+
+    Seat q of the problem is the set of ranks that host q holds now. If no seat moves, the cost is the step time.
 
     Args:
         model: step time of the layout as a function of the placement.
         placement: RANK of each slot.
-        known: tangents from other placements, which make the model better far from this one.
+        known: tangents from other placements, which make the model more exact far from `placement`.
 
     """
     view = View.of(model, np.asarray(placement, dtype=np.int64))
@@ -530,7 +535,7 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: T
 def _add_pipelines(
     builder: ProblemBuilder, view: View, crossings: Sequence[Crossing], known: Tangents | None
 ) -> Tangents:
-    """Add one family with a group for each tangent of each pipeline that has different hosts."""
+    """Add one family (a maximum) with a group for each tangent of each pipeline, counting equal pipelines once."""
     work, grid_PDCT = view.model.work, view.model.groups.grid_PDCT
     path_PR = np.unique(view.host_W[grid_PDCT].reshape(len(grid_PDCT), -1), axis=1)
     next_PR = np.roll(path_PR, -1, axis=0)
@@ -540,7 +545,7 @@ def _add_pipelines(
     most = int(np.clip(MOST_FLOWS // (3 * path_PR.size), 1, MOST_TANGENTS))
     spread = _spread(view, hop_HH, durations_BD[:, worst], crossings)
     tangents = tangents_of(work, durations_BD, hops_JD, spread, most=most, known=known)
-    # Compute scales with the slowness of its host; the rest of a pass is constant.
+    # Compute time grows with the slowness of the host; the rest of a pass is constant.
     compute_B = np.concatenate([work.forward_s_S, work.backward_s_S + work.recompute_s_S, work.forward_s_S])
     slowness_S = view.prices.slowness_PD[work.rank_S, worst]
     fixed_K = (durations_BD[:, worst] - compute_B * np.tile(slowness_S, 3)) @ tangents.duration_BK
@@ -556,7 +561,7 @@ def _add_pipelines(
     _add_along(builder, hop, (path_PR, next_PR), forward_PK, group_KR)
     _add_along(builder, hop, (next_PR, path_PR), backward_PK, group_KR)
     if differ:
-        # Compute seconds of a host are a flow to any other seat, with a price that depends on the sender only.
+        # The compute seconds of a host are a flow to any other seat, with a price that depends only on the sender.
         own = builder.add_type(np.repeat(view.slowness_H[:, None], view.num_hosts, axis=1))
         _add_along(builder, own, (path_PR, (path_PR + 1) % view.num_hosts), compute_PK, group_KR)
     return tangents
@@ -594,7 +599,7 @@ def _by_rank(view: View, values_BK: Floats) -> Floats:
 
 
 def _hops(view: View, tangents: Tangents) -> tuple[Floats, Floats]:
-    """Return how often each tangent takes the hop from each pipeline rank to the next (cyclic), and the hop back."""
+    """Return the counts of each tangent on the hop from each pipeline rank to the next (cyclic), and back."""
     work = view.model.work
     count = len(work.rank_S) - 1
     found = []

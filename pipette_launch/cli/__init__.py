@@ -1,4 +1,4 @@
-"""Both commands, `pipette-launch` and `pipette`: flags in, exit code out."""
+"""The commands `pipette-launch` and `pipette`: read the flags, run, and return an exit code."""
 
 from pipette_launch.cli.launcher import main
 

@@ -38,8 +38,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
-    """Print the findings; returns 1 if one of them would stop a job."""
-    # A missing torch is one finding among others.
+    """Print the findings; return 1 if a finding would stop a job."""
+    # A missing torch gives a finding and does not end the check.
     check_installed(but=frozenset({"torch"}))
     from pipette_launch.facts import files
     from pipette_launch.report import checkup_screen
@@ -55,7 +55,7 @@ def _run(args: Namespace) -> int:
 
 
 def examine(args: Namespace) -> Checkup:
-    """Check software, devices and surroundings, without importing torch."""
+    """Check software, devices, limits, network and folders, without importing torch."""
     from datetime import datetime, timezone
 
     from pipette_launch.cli import machine_checks as checks
@@ -82,7 +82,7 @@ def examine(args: Namespace) -> Checkup:
 
 
 def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
-    """List the devices as an agent does, and compare them with each other; the host is None after a failure."""
+    """List the devices as an agent does, and compare the devices with each other. After a failure the host is None."""
     from pipette_launch.facts.health import Finding
     from pipette_launch.probe.health import inventory
 
@@ -109,7 +109,7 @@ def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
 
 
 def _conditions(host: Host, told: Sequence[DeviceCondition]) -> Iterator[Finding]:
-    """Yield faults of the devices, and GPUs whose driver state is unloaded between jobs."""
+    """Yield faults of the devices, and GPUs whose driver unloads between jobs."""
     from pipette_launch.facts.health import Finding
     from pipette_launch.probe.health.verdicts import judge
 

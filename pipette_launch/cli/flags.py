@@ -1,4 +1,4 @@
-"""The shape of a `pipette` subcommand, and the flags that several subcommands share."""
+"""Definition of a `pipette` subcommand, and the flags that several subcommands share."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ OTHER_NAMES = {
     "device_kind": "device",
     "budget_s": "budget",
 }
-"""Flags whose name differs from the option in Python."""
+"""Flag of each Python option whose name differs from the flag's name."""
 
 
 class Subcommand(NamedTuple):
-    """One subcommand; `pipette.COMMANDS` lists all of them."""
+    """One subcommand of `pipette`; `pipette.COMMANDS` lists all subcommands."""
 
     summary: str
-    """One line for the list of commands."""
+    """Summary of the subcommand on one line, for the list of commands."""
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
-    """Prints the answer to stdout and returns the exit code; raises PipetteError for mistakes of the user."""
+    """Function that prints the result to stdout and returns the exit code; raises PipetteError for user mistakes."""
     examples: tuple[str, ...] = ()
     """Command lines for the help text; `$ARGS` stands for `EXAMPLE_ARGS`."""
     exit_codes: str = EXIT_CODES
     pass_on: Callable[[Sequence[str]], None] | None = None
-    """Gets the words after the command unparsed, because they belong to another program, and does not return."""
+    """Function for another program's words: gets the unparsed words after the command, and does not return."""
 
 
 def flag_of(option: str) -> str:
@@ -57,7 +57,7 @@ def seconds(text: str) -> float:
 
 
 def fraction(text: str) -> float:
-    """Read a share of a whole for argparse."""
+    """Read a fraction from 0 to 1 for argparse."""
     value = _number(text)
     if not 0 <= value < 1:
         raise ArgumentTypeError(f"must be at least 0 and below 1 (0.08 is 8 %), got {text}")
@@ -73,7 +73,7 @@ def _number(text: str) -> float:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into an error about a flag and its file."""
+    """Turn an OSError in the block into an error that names the flag and the flag's file."""
     try:
         yield
     except OSError as error:
@@ -81,7 +81,7 @@ def writing(flag: str, path: Path) -> Iterator[None]:
 
 
 def add_size_flags(parser: ArgumentParser, *, nodes: str, gpus: str) -> None:
-    """Add the flags that count nodes and devices, with their help texts; torchrun's spellings mean the same."""
+    """Add the flags that count nodes and devices, with torchrun's spellings as synonyms."""
     parser.add_argument("--nodes", "--nnodes", "--hosts", metavar="N", type=int, help=nodes)
     parser.add_argument(
         "--gpus-per-node",

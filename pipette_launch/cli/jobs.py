@@ -22,7 +22,7 @@ POLL_S = 1.0
 
 
 def _add_probe_arguments(parser: ArgumentParser) -> None:
-    """Add the flags that `pipette probe --help` shows; `_become_launcher` reads the real words."""
+    """Add the flags that `pipette probe --help` shows. `_become_launcher` gets the command line unparsed."""
     parser.usage = "pipette probe [--out FILE] [FLAGS OF pipette-launch] SCRIPT [ARGS ...]"
     parser.add_argument(
         OUT, metavar="FILE", default=DEFAULT_OUT, help=f"file to write on the first node ({DEFAULT_OUT})"
@@ -41,7 +41,7 @@ def _refuse_probe(args: Namespace) -> int:
 
 
 def _become_launcher(words: Sequence[str]) -> None:
-    """Replace this process by `pipette-launch --pipette-probe FILE`: torch's launcher handles signals itself."""
+    """Replace this process by `pipette-launch --pipette-probe FILE`, because torch's launcher must receive signals."""
     out, rest = DEFAULT_OUT, list(words)
     if rest and rest[0].startswith(f"{OUT}="):
         out, rest = rest[0].partition("=")[2], rest[1:]
@@ -79,7 +79,7 @@ def _add_watch_arguments(parser: ArgumentParser) -> None:
 
 
 def _watch(args: Namespace) -> int:
-    """Watch until the job ends; returns 1 if it failed, 0 if it succeeded or the user stopped watching."""
+    """Watch until the job ends. Return 1 if the job failed, 0 if the job succeeded or the user stopped watching."""
     from pipette_launch.launch.watch import Watched
 
     watched = Watched(args.where)
@@ -92,7 +92,7 @@ def _watch(args: Namespace) -> int:
 
 
 def _show_screen(watched: Watched) -> int:
-    """Redraw one screen in place until the job ends."""
+    """Draw the job's screen again and again in the same place until the job ends."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -109,7 +109,7 @@ def _show_screen(watched: Watched) -> int:
 
 
 def _print_changes(watched: Watched, *, is_once: bool, as_json: bool) -> int:
-    """Print a line at each change until the job ends, or one screen."""
+    """Print a line at each change of the job until the job ends; `is_once` prints one screen."""
     from pipette_launch.facts import files
     from pipette_launch.report.live import live_line, live_screen
     from pipette_launch.text import printable

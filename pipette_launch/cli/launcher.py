@@ -1,4 +1,4 @@
-"""The command `pipette-launch`: torchrun's flags and ours in, torchrun's exit codes out."""
+"""The command `pipette-launch`, which takes torchrun's flags and Pipette's flags and returns torchrun's exit codes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ INTERRUPTED = 130
 
 
 def parser() -> ArgumentParser:
-    """Return torchrun's parser with our flags added; no torchrun flag begins like ours."""
+    """Return torchrun's parser with the `--pipette-` flags added. No torchrun flag has this prefix."""
     from torch.distributed.run import get_args_parser
 
     from pipette_launch import __version__
 
     whole = get_args_parser()
     whole.prog = "pipette-launch"
-    # A wrong value is one line of ours instead of torchrun's usage text.
+    # A wrong value prints one line instead of torchrun's usage text.
     whole.exit_on_error = False
     whole.description = (
         "torchrun for Megatron-LM: measures the machines of the job, chooses the parallel configuration and the "
@@ -140,7 +140,7 @@ def _metrics_file(text: str) -> Path | None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `pipette-launch`; exits as torchrun would."""
     try:
-        # Without jinja2 a job only lacks its report, and says so.
+        # A job without jinja2 has no report, and the launcher prints a warning.
         check_installed(but=frozenset({"jinja2"}))
     except PipetteError as error:
         _exit_with(error)
@@ -171,7 +171,7 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
     check_own_flags(whole, words_before_script(whole, words))
     args = parsed(whole, words)
     step = slurm.take_flags(args, slurm.given_flags(whole, words, os.environ), os.environ)
-    # In a step whose flags we set, the tasks of a node share one launcher.
+    # If the flags come from a SLURM step, the tasks of a node share one launcher.
     advice = "" if step is not None else slurm.several_launchers(os.environ)
     options = options_from(args, advice=advice)
     _note_lone_tasks(args, advice, os.environ)
@@ -190,14 +190,14 @@ def check_own_flags(whole: ArgumentParser, argv: Sequence[str]) -> None:
     for word in argv:
         name = word.split("=")[0]
         if name.startswith(PREFIX) and not any(option.startswith(name) for option in known):
-            # Without the common prefix, which would make all flags similar.
+            # Compared without the common prefix, which would make all flags similar.
             near = nearest_word(name[len(PREFIX) :], [option[len(PREFIX) :] for option in known])
             hint = f"; did you mean {PREFIX}{near}?" if near else f"; known flags are {', '.join(sorted(known))}"
             raise UsageError(f"unknown flag {name}{hint}")
 
 
 def words_before_script(whole: ArgumentParser, words: Sequence[str]) -> Sequence[str]:
-    """Return the words before the script's name, as far as they can be recognised without parsing."""
+    """Return the words before the script's name, found without parsing the flags."""
     actions = whole._option_string_actions  # noqa: SLF001
     index = 0
     while index < len(words) and words[index].startswith("-"):
@@ -267,7 +267,7 @@ def options_from(args: Namespace, *, advice: str = "") -> Options:
 
 
 def _checked_sizes(args: Namespace) -> int:
-    """Return the number of lost nodes to plan for; raises UsageError for sizes with which torchrun's own code fails."""
+    """Return the number of lost nodes to plan for; raises UsageError for sizes that torchrun cannot handle."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     try:
@@ -307,7 +307,7 @@ def _cache(text: str | None) -> Path | None:
 
 
 def _note_lone_tasks(args: Namespace, advice: str, environ: Mapping[str, str]) -> None:
-    """Print, in the first of several SLURM tasks, that each task starts a job of its own, as under torchrun."""
+    """Warn in the first of several SLURM tasks that each task starts a separate job, as torchrun does."""
     from pipette_launch.agent.rendezvous import becomes_standalone
 
     if advice and becomes_standalone(args) and environ.get("SLURM_LOCALID", "0") == "0":
@@ -334,7 +334,7 @@ def _end_as_torchrun(job: Callable[[], None]) -> None:
         sys.stderr.write(f"pipette-launch: {signalled.sigval.name} ended the job and its workers\n")
         sys.exit(1)
     except KeyboardInterrupt:
-        # torchrun handles signals only after it has started workers.
+        # torchrun handles signals only after the start of its workers.
         sys.stderr.write("pipette-launch: SIGINT ended the job before workers started\n")
         sys.exit(INTERRUPTED)
 
@@ -348,13 +348,13 @@ def _exit_with(error: PipetteError) -> NoReturn:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Import without garbage collections: they scan all of torch again and again, and find almost nothing."""
+    """Import without garbage collections, which scan all of torch many times and find almost nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        # Imported objects live as long as the process, so later collections skip them too.
+        # Imported objects live as long as the process, so later collections skip these objects too.
         gc.freeze()
         if was_enabled:
             gc.enable()
@@ -362,15 +362,15 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _without_torch_warnings() -> Iterator[None]:
-    """Import torch without its C++ warnings: each lost connection would print twenty lines before our error."""
+    """Import torch without C++ warnings, which would print 20 lines for each lost connection before the error."""
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:
-        # The user chose a level.
+        # The user chose a log level.
         yield
         return
     os.environ[name] = "ERROR"
     try:
         yield
     finally:
-        # torch reads the variable at its import. The workers' own torch keeps its warnings.
+        # torch reads the variable at import. The variable is removed again, so that workers keep torch's warnings.
         del os.environ[name]

@@ -1,4 +1,4 @@
-"""The checks of `pipette doctor`: installed software, shared memory, limits, names, interfaces, ports and folders."""
+"""Checks of `pipette doctor`: installed software, shared memory, limits, names, interfaces, ports and folders."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pipette_launch.text import bytes_text
 PYTHON = SpecifierSet(">=3.10,<3.14")
 NEEDED = {"torch": SpecifierSet(">=2.6"), "megatron-core": SpecifierSet(">=0.14")}
 KNOWN = {"torch": SpecifierSet("<2.16"), "megatron-core": SpecifierSet("<0.21")}
-"""Tested releases; later ones may work."""
+"""Tested releases of Python and packages. Later releases may work."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own, not a temporary file of ours
 LEAST_SHARED_BYTES = 64 << 20
-"""For each device: NCCL's buffers for peers on the same host, and batches of data loaders."""
+"""Shared memory for each device: NCCL's buffers for peers on the same host, and batches of data loaders."""
 ENOUGH_SHARED_BYTES = 1 << 30
 ENOUGH_FILES = 4096
-"""A rank is connected to every other rank of its groups, and the first agent to every rank."""
+"""Open files that a process needs: a rank connects to all ranks of its groups, the first agent to every rank."""
 
 VersionOf = Callable[[str], "str | None"]
 
@@ -45,7 +45,7 @@ def installed(package: str) -> str | None:
 
 
 def python(version: str | None = None) -> Iterator[Finding]:
-    """Compare this interpreter with the tested releases."""
+    """Compare this Python interpreter with the tested releases."""
     here = version or ".".join(map(str, sys.version_info[:3]))
     if Version(here) in PYTHON:
         yield Finding(severity="fine", what="Python", value=here)
@@ -56,7 +56,7 @@ def python(version: str | None = None) -> Iterator[Finding]:
 
 
 def packages(version_of: VersionOf = installed) -> Iterator[Finding]:
-    """Compare torch and megatron-core with the needed and the tested releases."""
+    """Compare torch and megatron-core with the required and the tested releases."""
     for name, needed in NEEDED.items():
         found = version_of(name)
         if found is None:
@@ -85,7 +85,7 @@ def _compared(name: str, found: str) -> Finding:
 
 
 def driver_for_torch(cuda_of_torch: Callable[[], str | None] | None = None) -> Iterator[Finding]:
-    """Compare torch's CUDA version with the newest that the driver supports."""
+    """Compare torch's CUDA version with the newest CUDA version that the driver supports."""
     built = (cuda_of_torch or _cuda_of_torch)()
     with session() as nvml:
         supported = query(nvml, "nvmlSystemGetCudaDriverVersion") if nvml is not None else None
@@ -97,7 +97,7 @@ def driver_for_torch(cuda_of_torch: Callable[[], str | None] | None = None) -> I
     if built is None:
         severity, value = "stops", f"torch is built without CUDA, the driver supports {at_most}"
         advice = "install a torch wheel for CUDA, or use --pipette-device=cpu"
-    # A driver also runs newer minor releases of its major release.
+    # A driver also supports newer minor releases of the same major CUDA release.
     elif int(built.split(".")[0]) > supported // 1000:
         severity, advice = "stops", "install a newer driver, or a torch wheel for an older CUDA"
     yield Finding(severity=severity, what="torch and the driver", value=value, advice=advice)
@@ -159,10 +159,10 @@ def host_name(
     """Check the address of this host's name, because gloo sends that address to its peers.
 
     Args:
-        name: of this host; None for the system's.
-        addresses: of the name; None for the resolver's answer.
-        environ: GLOO_SOCKET_IFNAME selects another address.
-        num_nodes: a job of one node may use the loopback address.
+        name: name of this host; None for the system's host name.
+        addresses: addresses of the name; None for the resolver's addresses.
+        environ: environment variables; GLOO_SOCKET_IFNAME selects another address.
+        num_nodes: number of the job's nodes; a job of one node may use the loopback address.
 
     """
     name = name or socket.gethostname()
@@ -210,14 +210,14 @@ def interfaces(environ: Mapping[str, str], present: Collection[str] | None = Non
 
 
 def _missing(wanted: str, present: Collection[str], *, is_prefix: bool) -> list[str]:
-    """Return the names that match no interface. For NCCL a name is a prefix, `=` starts whole names, `^` excludes."""
+    """Return the names without a matching interface. NCCL's names are prefixes, `=` starts full names, `^` excludes."""
     if is_prefix and wanted.startswith("^"):
         return []
     whole = not is_prefix or wanted.startswith("=")
     # NCCL allows name:port.
     names = [part.strip().partition(":")[0] for part in wanted.removeprefix("=").split(",") if part.strip()]
     found = [name for name in names if any(name == one if whole else one.startswith(name) for one in present)]
-    # One matching name is enough for NCCL.
+    # NCCL needs only one matching name.
     return [name for name in names if name not in found] if not (is_prefix and found) else []
 
 
@@ -258,7 +258,7 @@ def folders(cache: Path | None) -> Iterator[Finding]:
 
 
 def _unwritable(folder: Path) -> str:
-    """Return the reason why a folder, which may not exist yet, cannot be written; empty if it can."""
+    """Return why a folder, which may not exist yet, cannot be written; empty if the folder is writable."""
     place = next((one for one in (folder, *folder.parents) if one.exists()), folder)
     try:
         with tempfile.TemporaryFile(dir=place):

@@ -1,4 +1,4 @@
-"""The command `pipette`: parse, run one subcommand, and print its error in one line."""
+"""The command `pipette`, which parses the command line, runs one subcommand, and prints an error in one line."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from pipette_launch.installed import explained_import_error
 from pipette_launch.text import did_you_mean, escape_log_lines, printable
 
 BAD_INPUT = (UsageError, MegatronError, FactError, FileFormatError, ClusterError)
-"""Errors in the command line or a named file; they exit with 2, like argparse's own."""
+"""Types of errors in the command line or a named file, which exit with 2, as argparse does."""
 SHELLS = ("bash", "zsh", "tcsh")
 PATHS = {"FILE", "DIR", "PLAN", "SCRIPT", "WHERE"}
 """Placeholders in help texts that a shell completes as a path."""
 CORRECTIONS = {
-    # In a sourced file, shtab's script would complete at once and fail.
+    # shtab's script for zsh would complete at once and fail if a shell sources it.
     "zsh": {"$zsh_eval_context[-1] == eval": "$zsh_eval_context[-1] == (eval|file)"},
-    # shtab offers nothing after the first flag, where a script or a plan may follow.
+    # shtab completes no names after the first flag, although a script or a plan may follow.
     "tcsh": {"'p/*/()/'": "'p/*/f/'"},
 }
-"""Replacements in the scripts that shtab writes."""
+"""Replacements (old, new) in the completion scripts that shtab writes."""
 
 
 def _add_completion_arguments(parser: ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def _complete(args: Namespace) -> int:
         if action.nargs == REMAINDER or PATHS & set(str(action.metavar).split("|")):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
     if args.shell == "tcsh":
-        # tcsh does not know which subcommand is typed, so a flag gets its choices under all subcommands.
+        # tcsh does not distinguish subcommands, so a flag gets the choices that it has under any subcommand.
         flags = [action for action in actions if action.option_strings and action.choices]
         for flag in flags:
             same = [one for one in flags if one.option_strings == flag.option_strings]
@@ -114,13 +114,13 @@ def parser() -> ArgumentParser:
 def _epilog(command: Subcommand) -> str:
     lines = [f"  {line}" for line in command.examples]
     if any("$ARGS" in line for line in lines):
-        # A shell splits $ARGS at line ends too.
+        # A shell splits $ARGS at spaces and at line ends.
         lines.insert(0, textwrap.fill(f"ARGS='{EXAMPLE_ARGS}'", 78, initial_indent="  ", subsequent_indent=" " * 8))
     return "\n".join(["examples:", *lines, "", f"exit codes: {command.exit_codes}"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `pipette`; exits with 0 for every answer, and with 2 for input that makes no sense."""
+    """Run `pipette`. The exit code is the subcommand's, or 2 for wrong input."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words and words[0] in COMMANDS else "COMMAND"
     escape_log_lines()
@@ -156,7 +156,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _check_flags(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Raise UsageError for an unknown flag of a subcommand; words after a script's name are the script's own."""
+    """Raise UsageError for an unknown flag of a subcommand. Words after a script's name belong to the script."""
     options = parser._option_string_actions  # noqa: SLF001 - argparse has no public list of its flags
     has_script = any(action.nargs == REMAINDER for action in parser._actions)  # noqa: SLF001
     rest = iter(words[1:])
@@ -176,6 +176,6 @@ def _check_flags(parser: ArgumentParser, words: Sequence[str]) -> None:
 
 
 def command_parsers(whole: ArgumentParser) -> dict[str, ArgumentParser]:
-    """Return the parser of each subcommand by its name."""
+    """Return the parsers of the subcommands by name."""
     subparsers = next(action for action in whole._actions if isinstance(action, _SubParsersAction))  # noqa: SLF001
     return dict(subparsers.choices)

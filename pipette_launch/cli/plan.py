@@ -1,4 +1,4 @@
-"""`pipette plan`, `pipette predict` and `pipette compare`: plans and predictions without the machines."""
+"""`pipette plan`, `pipette predict` and `pipette compare`, which plan and predict without using the job's machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.text import printable
 
 if TYPE_CHECKING:
-    # Functions import numpy and rich, so that --help does not wait for them.
+    # Functions import numpy and rich, so that --help does not wait for these imports.
     from pipette_launch.facts import Plan
     from pipette_launch.planning.plan import PlanProblem
 
@@ -37,7 +37,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 
 def _plan(args: Namespace) -> int:
-    """Print the plan and write its file."""
+    """Print the plan, and write the plan file."""
     from pipette_launch.facts import files
     from pipette_launch.launch.terminal import ProgressLine, Ticker
     from pipette_launch.planning.plan import PlanRequest, read_problem, search_plan
@@ -62,7 +62,7 @@ def _plan(args: Namespace) -> int:
     )
     problem = read_problem(request)
     if args.out is not None:
-        # Checked before the search, whose plan would be lost.
+        # Checked before the search, because a file that cannot be written would lose the plan.
         with flags.writing("--out", args.out):
             files.check_writable(args.out)
     ticker = Ticker(ProgressLine(sys.stderr, head="pipette plan: "), "searching, {:.0f} s".format)
@@ -82,7 +82,7 @@ def _plan(args: Namespace) -> int:
 
 
 def _write_plan(out: Path, plan: Plan, problem: PlanProblem) -> Path | None:
-    """Write the plan's file, trace and report; returns the path of the report, or None if it cannot be made."""
+    """Write the plan's file, trace and report. Return the path of the report, or None if the report cannot be made."""
     from pipette_launch.facts import files
     from pipette_launch.launch.plan_reports import page_path, trace_path, write_page, write_trace
     from pipette_launch.planning.picture import picture_of

@@ -1,4 +1,4 @@
-"""`pipette report`, `pipette explain` and `pipette devices`: what plan files, screens and device names mean."""
+"""`pipette report`, `pipette explain` and `pipette devices`, which explain plan files, screens and device names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _add_report_arguments(parser: ArgumentParser) -> None:
 
 
 def _report(args: Namespace) -> int:
-    """Print the screen, or write the page and the trace."""
+    """Print the screen of a plan, or write its page and its trace."""
     from pipette_launch.facts import Measurements, Plan, files
     from pipette_launch.launch.plan_reports import existing_page
     from pipette_launch.report import chosen_line, measured_screen, plan_file_screen
@@ -97,7 +97,7 @@ def _add_explain_arguments(parser: ArgumentParser) -> None:
 
 
 def _explain(args: Namespace) -> int:
-    """Print one explanation, or the list of all keys."""
+    """Print the explanation of a key, or the list of all keys."""
     from pipette_launch.facts import Plan, files
     from pipette_launch.facts.glossary import MEANINGS, key_of
     from pipette_launch.facts.prediction import Explained, Explanation
@@ -138,7 +138,7 @@ def _explanations(found: Explained, *, is_list: bool) -> Iterator[str]:
 
 
 def _value_of(plan: Plan, key: str) -> str:
-    """Return the value of a key in a plan, with its unit; empty if the plan has no such value."""
+    """Return a key's value in a plan, with the unit; empty if the plan has no value of this key."""
     chosen, layout, memory = plan.chosen, plan.chosen.layout, plan.chosen.memory_shown
     part = key.replace(" ", "_")
     if part in chosen.breakdown_s:
@@ -188,7 +188,7 @@ def _add_devices_arguments(parser: ArgumentParser) -> None:
 
 
 def _devices(args: Namespace) -> int:
-    """Print the table of devices, one device, or their document."""
+    """Print the table of devices, one device, or a document of the devices."""
     from pipette_launch.facts import files
     from pipette_launch.facts.known_devices import DeviceFiles, device_named, file_of, known_devices, other_meanings
 

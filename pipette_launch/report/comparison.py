@@ -1,4 +1,4 @@
-"""Shows plans side by side: step, parts of the step, memory, proof, and how many ranks are on another device."""
+"""Screen that compares plans: step time, parts of the step, memory, proof, and number of ranks on another device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pipette_launch.report.screen import Section, bullet, rate_words, render, sh
 from pipette_launch.text import seconds_text
 
 MOST_PARTS = 5
-"""Parts of a step that have a column of their own; more would be wider than a terminal."""
+"""Number of parts of a step with a separate column, so that the table fits on a terminal."""
 
 
 def comparison_screen(
     comparison: Comparison, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
 ) -> str:
-    """Show several plans in one screen.
+    """Draw several plans on one screen.
 
-    The other entries are compared with the first one.
+    Every later plan is compared with the first plan.
     """
     sections: tuple[Section, ...] = (
         ("Plans", _plans(comparison)),
@@ -66,15 +66,15 @@ def _rates(comparison: Comparison) -> Iterator[Text]:
 
 
 def _memory(choice: Choice) -> str:
-    """Memory of the fullest stage's device, divided by the limit."""
+    """Return the peak memory of the fullest stage as a share of the device's limit."""
     shown = choice.memory_shown
     return f"{max(shown.need_bytes) / shown.limit_bytes:.0%}" if shown.limit_bytes > 0 else "over"
 
 
 def _parts(comparison: Comparison) -> Iterator[RenderableType]:
-    """Parts of each step: a column for each of the longest parts, and a column for the rest."""
+    """Return the table of step parts, with a column for each of the longest parts and a column for the rest."""
     shown = [(number, entry.choice) for number, entry in enumerate(comparison.entries, 1) if entry.choice is not None]
-    # Plans that cannot run do not choose the columns, as their longest part may be in no other plan.
+    # Plans that cannot run do not choose the columns, because other plans may lack the longest part of such a plan.
     weighed = [entry.choice for entry in comparison.entries if entry.runs and entry.choice] or [one for _, one in shown]
     longest_s = {
         name: max(choice.breakdown_s.get(name, 0.0) for choice in weighed)
@@ -93,7 +93,7 @@ def _parts(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def _places(comparison: Comparison) -> Iterator[RenderableType]:
-    """Number of ranks on another device than in the first plan."""
+    """Return the number of ranks whose device differs from the first plan."""
     first, *others = comparison.entries
     counts = [(number, entry) for number, entry in enumerate(others, 2) if entry.choice and first.choice]
     moved = [f"plan {number}: {entry.num_moved}" for number, entry in counts if entry.num_moved]
@@ -117,6 +117,6 @@ def _table(heads: tuple[str, ...], *, right: tuple[int, ...] | range, folds: boo
     last = len(heads) - 1
     for index in range(len(heads)):
         table.add_column(justify="right" if index in right else "left", no_wrap=not folds or index != last)
-    # A heading has one word per line, so that no column is wider than its figures.
+    # A heading has one word per line, so that a column is as narrow as its figures.
     table.add_row(*(text(head.replace(" ", "\n"), "dim", keep="\n") for head in heads))
     return table

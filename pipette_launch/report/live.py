@@ -1,4 +1,4 @@
-"""Shows a job that runs: a screen, a line for a log, and the rows that a page shows too."""
+"""Views of a running job: a screen, a line for a log, and rows that screens and pages share."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ PHASES = {"warmup": "warm-up", "": "unknown"}
 
 
 class Row(NamedTuple):
-    """One line of the screen; a row without a name belongs to the row above."""
+    """One line of the screen of a running job. A row without a name continues the row above."""
 
     name: str
     words: str
     tone: str = ""
-    """A key of `STYLES`."""
+    """Key of the row's colour in `STYLES`."""
 
 
 def live_rows(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
     """Return the rows of a job's screen.
 
     Args:
-        steps_s: observed steps, the newest last.
+        steps_s: observed step times (s), the newest last.
 
     """
     yield Row("Job", _job_words(job))
@@ -50,7 +50,7 @@ def live_rows(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
 
 
 def live_line(job: LiveJob) -> str:
-    """Return the state of a job in one line, without its age."""
+    """Return the state of a job in one line, without the state's age."""
     parts = [PHASES.get(job.phase, job.phase)]
     if job.phase == "warmup" and job.warmup_phase:
         parts.append(_warmup_words(job))
@@ -80,7 +80,7 @@ def live_screen(
     """Show a job on at most 24 lines of 80 columns.
 
     Args:
-        steps_s: observed steps, the newest last.
+        steps_s: observed step times (s), the newest last.
 
     """
     sections: list[tuple[str, list[RenderableType]]] = []
@@ -152,7 +152,7 @@ def _iteration_words(job: LiveJob) -> str:
 
 
 def _pace_words(job: LiveJob, steps_s: Sequence[float]) -> str:
-    """Progress bar of the training, and the time left at the observed pace."""
+    """Return the progress bar of the training, and the time left at the observed pace."""
     if not job.iterations or job.iteration is None or job.is_over:
         return ""
     part = min(max(job.iteration / job.iterations, 0.0), 1.0)
@@ -163,7 +163,7 @@ def _pace_words(job: LiveJob, steps_s: Sequence[float]) -> str:
 
 
 def _step_words(job: LiveJob) -> str:
-    """The last printed step, compared with the prediction."""
+    """Return the last printed step time, compared with the predicted one."""
     assert job.step_s is not None
     return step_words(job.step_s, job.predicted_step_s) if job.predicted_step_s else seconds_text(job.step_s)
 
@@ -197,7 +197,7 @@ def _age(job: LiveJob) -> Row:
 
 
 def _clock(moment_s: float, now_s: float) -> str:
-    """Local time, with the date unless it is today."""
+    """Return the local time, with the date unless the moment is today."""
     try:
         then, now = time.localtime(moment_s), time.localtime(now_s)
     except (OverflowError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Screens of a warm-up's measurements, and of faults of machines that a warm-up or `pipette doctor` finds."""
+"""Screens with a warm-up's measurements, and with faults of machines from a warm-up or `pipette doctor`."""
 
 # H = hosts.
 
@@ -28,11 +28,11 @@ UNSEEN = "not checked, because one machine alone cannot: clocks that differ betw
 def health(
     verdicts: Sequence[Verdict], *, where: str = "cluster.json", most: int = MOST_VERDICTS
 ) -> Iterator[RenderableType]:
-    """One sentence for each of the first faults; devices of one host with the same kind of fault share a sentence.
+    """Return a sentence for each of the first faults. Devices of a host with the same kind of fault share a sentence.
 
     Args:
-        where: file or page with the other faults.
-        most: number of sentences.
+        where: file or page that lists the remaining faults.
+        most: largest number of sentences.
 
     """
     groups: dict[tuple[bool, str, str, str], list[Verdict]] = {}
@@ -54,7 +54,7 @@ def health(
 def checkup_screen(
     checkup: Checkup, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
 ) -> str:
-    """Draw the findings of `pipette doctor`, first those that would stop a job."""
+    """Draw the findings of `pipette doctor`. Findings that would stop a job come first."""
     sections: list[Section] = [
         (heading, [bullet(one.words()) for one in checkup.findings if one.severity == severity])
         for severity, heading in HEADINGS.items()
@@ -82,7 +82,7 @@ def measured_screen(
 
     Args:
         title: command that shows the screen.
-        saved_to: path of the file; None without one.
+        saved_to: path of the file with the measurements; None if they were not saved.
 
     """
     cluster = measurements.cluster
@@ -101,7 +101,7 @@ def measured_screen(
 
 
 def what_the_plan_rests_on(plan: Plan, measurements: Measurements | None) -> Iterator[Text]:
-    """Measurements of a plan, or the origin of a plan without measurements in this start."""
+    """Return lines on the measurements behind a plan, or on the plan's origin if this start measured nothing."""
     if measurements is None:
         origin = {
             "cached": "kept from an earlier start",
@@ -139,7 +139,7 @@ def _chosen_layer(plan: Plan, measurements: Measurements) -> Iterator[Text]:
 
 
 def machines(measurements: Measurements, *, remark: str = "") -> Text:
-    """The hosts, and the time that measuring them took."""
+    """Return a line with the hosts and the duration of the warm-up."""
     cluster = measurements.cluster
     names = sorted({device.name for host in cluster.hosts for device in host.devices})
     hosts, devices = len(cluster.hosts), cluster.devices_per_host
@@ -151,7 +151,7 @@ def machines(measurements: Measurements, *, remark: str = "") -> Text:
 
 
 def link_lines(cluster: Cluster) -> Iterator[Text]:
-    """The slowest and the fastest link between hosts and within them, each named."""
+    """Return lines that name the slowest and the fastest link, between hosts and inside hosts."""
     size = cluster.devices_per_host
     yield from _links("between hosts", [cluster.between_hosts], lambda _, index: cluster.hosts[index].name)
     yield from _links("in a host", cluster.within_host, lambda host, device: cluster.slot_name(host * size + device))
@@ -177,7 +177,7 @@ def _machines(measurements: Measurements) -> Iterator[Text]:
 
 
 def _matrix(cluster: Cluster) -> Iterator[RenderableType]:
-    """Bandwidth from the host of the row to the host of the column, for few hosts."""
+    """Return the matrix of bandwidths from the row's host to the column's host, if there are few hosts."""
     names = [host.name for host in cluster.hosts]
     if not 2 < len(names) <= MOST_COLUMNS:
         return
@@ -193,7 +193,7 @@ def _matrix(cluster: Cluster) -> Iterator[RenderableType]:
 
 
 def _groups(measurements: Measurements) -> Iterator[RenderableType]:
-    """Each collective, with the rate of a large one: bytes of the full tensor over seconds."""
+    """Return a line for each kind of collective, with the rate at a large size: bytes of the full tensor per second."""
     timed = [entry for entry in measurements.collectives if entry.kind != "send"]
     table = Table.grid(padding=(0, 2, 0, 0))
     for entry in timed[:MOST_ROWS]:
@@ -211,7 +211,7 @@ def _groups(measurements: Measurements) -> Iterator[RenderableType]:
 
 
 def _compute(measurements: Measurements) -> Iterator[RenderableType]:
-    """A layer's passes in each case, the median of the slots that ran it."""
+    """Return the times of a layer's passes for each compute case: medians over the slots that ran the case."""
     cases: dict[object, list[ComputeTime]] = {}
     for time in measurements.compute:
         if time.part in LAYERS:
@@ -235,7 +235,7 @@ def _compute(measurements: Measurements) -> Iterator[RenderableType]:
 
 
 def slow_slots(cluster: Cluster) -> Iterator[Text]:
-    """The slowest slot, where not all are equally fast."""
+    """Return a line on the slowest device slot, if slots differ in speed."""
     slowest = min(cluster.slot_speed)
     if slowest < 1:
         slot = cluster.slot_speed.index(slowest)

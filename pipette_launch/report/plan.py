@@ -1,7 +1,7 @@
-"""Screens of a plan that the launcher is about to run, and of a plan in a file. Each can be short or whole.
+"""Screens of a plan that the launcher will run, and of a plan in a file. Each screen can be short or whole.
 
-A short screen fits `MOST_LINES` lines: its listings are cut, and of the notes it has those on which the user can act.
-It says how much is left out and where that can be read.
+A short screen has at most `MOST_LINES` lines. Its listings are cut, and it has only notes on which the user can act.
+A short screen counts the omitted notes and names the file or page with all notes.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ MOST_HOST_LINES = 12
 SHORT_HOST_LINES = 3
 HOST_GAP = 3
 LEAST_ROWS = 2
-"""Fewest rows of a listing: the chosen configuration and the user's own."""
+"""Least number of rows of a listing: the chosen configuration and the user's own configuration."""
 
 
 def chosen(plan: Plan, width: int, most: int | None) -> Iterator[RenderableType]:
-    """Layout, parts of its step, and its ranks by host, in `width` columns."""
+    """Return the chosen layout, the parts of its step, and its ranks by host, in `width` columns."""
     choice = plan.chosen
     whose = "your own configuration, " if plan.keeps_own else ""
     line = text(f"{choice.layout.words()}", "bold green")
@@ -67,7 +67,7 @@ def chosen(plan: Plan, width: int, most: int | None) -> Iterator[RenderableType]
 
 
 def _rank_map(plan: Plan, width: int, most: int) -> Iterator[RenderableType]:
-    """Hosts with their ranks, several on a line."""
+    """Return lines with hosts and their ranks, several hosts on a line."""
     size = plan.devices_per_host
     names = max(len(name) for name in plan.hosts)
     cells = []
@@ -85,7 +85,7 @@ def _rank_map(plan: Plan, width: int, most: int) -> Iterator[RenderableType]:
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """Return ranks in their order, with runs shortened: `0-3 8 10`."""
+    """Return a text of ranks in their order, with shortened runs: `0-3 8 10`."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
@@ -96,9 +96,9 @@ def rank_ranges(ranks: Sequence[int]) -> str:
 
 
 def step_times(plan: Plan, most: int | None) -> Iterator[RenderableType]:
-    """Step times of the chosen configuration, the runners-up and the user's own, as bars."""
+    """Return bars of the step times of the chosen configuration, the runners-up and the user's own configuration."""
     if most is not None and plan.trials is not None:
-        # The trials show the same configurations, measured and predicted.
+        # The section on trials shows the same configurations, with measured and predicted step times.
         return
     others = plan.alternatives if most is None else plan.alternatives[: max(most - LEAST_ROWS, 0)]
     rows = [(plan.chosen, "chosen, yours" if plan.keeps_own else "chosen")]
@@ -123,7 +123,7 @@ def step_times(plan: Plan, most: int | None) -> Iterator[RenderableType]:
 
 
 def trials(plan: Plan, most: int | None) -> Iterator[RenderableType]:
-    """Measured trials of plans and of the user's own configuration."""
+    """Return lines with measured trials of plans and of the user's own configuration."""
     if plan.trials is None:
         return
     runs = plan.trials.runs
@@ -155,9 +155,9 @@ def trials(plan: Plan, most: int | None) -> Iterator[RenderableType]:
 
 
 def memory(choice: Choice, most: int | None) -> Iterator[RenderableType]:
-    """Peak memory of each stage's device, against the limit."""
+    """Return bars of the peak memory of each stage's device, as shares of the limit."""
     shown = choice.memory_shown
-    # A line "1 more stage" would take the line of that stage.
+    # A remark "1 more stage" would take a line, which can show the stage itself.
     stages = stages_shown(shown.need_bytes) if most is None else stages_shown(shown.need_bytes, most + 1)
     if most is not None and len(stages) > most + 1:
         stages = [list(shown.need_bytes).index(max(shown.need_bytes))]
@@ -170,10 +170,10 @@ def memory(choice: Choice, most: int | None) -> Iterator[RenderableType]:
 
 
 def templates(plan: Plan, most: int | None = None) -> Iterator[RenderableType]:
-    """One line for the plan and for each fallback plan: nodes, step time, slowdown, layout, checkpoint.
+    """Return a line for the plan and for each fallback plan: nodes, step time, slowdown, layout, checkpoint.
 
     Args:
-        most: number of lines; None for all fallback plans.
+        most: largest number of lines; None for all fallback plans.
 
     """
     if not plan.templates:
@@ -198,18 +198,21 @@ def templates(plan: Plan, most: int | None = None) -> Iterator[RenderableType]:
 
 
 def checkpoint_words(before: Choice, after: Choice) -> str:
-    """Say if a checkpoint of one layout must be resharded for the other."""
+    """Return whether a checkpoint of the layout `before` must be resharded for the layout `after`, in words."""
     is_same = (before.layout.tp, before.layout.pp) == (after.layout.tp, after.layout.pp)
     return "keeps TP and PP" if is_same else "reshards the checkpoint"
 
 
 MOST_LINES = 40
-"""Most lines of a short screen at 100 columns."""
+"""Largest number of lines of a short screen at 100 columns."""
 LISTINGS = ((6, True), (5, True), (4, True), (4, False), (3, False), (2, False), (1, False))
-"""Options of a short screen: most lines of a listing, and True for empty lines. The first that fits is drawn."""
+"""Variants of a short screen: (most lines of a listing, whether there are empty lines).
+
+The first that fits is drawn.
+"""
 MOST_REASONS = 5
 OUTCOME_WIDTH = 84
-"""Columns of an outcome line: 100 without the log's prefix."""
+"""Number of columns of an outcome line: 100 without the prefix of the log."""
 
 
 def plan_screen(
@@ -228,10 +231,10 @@ def plan_screen(
     """Draw the launcher's screen of a plan: measurements, choice, reasons, and changes of the script's flags.
 
     Args:
-        measurements: its measurements; None for a plan from the cache or a file.
-        new_arguments: arguments of the script under the plan; None for the user's own.
-        saved_to: path of the plan file; None without one.
-        drawn_to: path of its HTML report; None without one.
+        measurements: measurements behind the plan; None for a plan from the cache or a file.
+        new_arguments: arguments of the script under the plan; None for the user's own arguments.
+        saved_to: path of the plan file; None if the plan has no file.
+        drawn_to: path of the plan's HTML report; None if there is no report.
         unsaved: reason why no file was written, with a remedy; empty if no file was requested.
         is_whole: true for all notes and listings, at any length.
 
@@ -270,8 +273,8 @@ def plan_file_screen(
 
     Args:
         title: command that shows the screen.
-        saved_to: path of the plan file; None without one.
-        drawn_to: path of its HTML report; None without one.
+        saved_to: path of the plan file; None if the plan has no file.
+        drawn_to: path of the plan's HTML report; None if there is no report.
         is_whole: true for all notes and listings, at any length.
 
     """
@@ -280,7 +283,7 @@ def plan_file_screen(
     where = _where(saved_to, drawn_to, otherwise="-v shows them, --out FILE keeps them")
 
     def draw(most: int | None, has_gaps: bool) -> str:
-        # The flags to paste say the same again.
+        # The flags to paste repeat the changes of flags.
         changes = [] if setting is None or most is not None else flag_lines(setting.arguments, setting.new_arguments)
         sections: tuple[Section, ...] = (
             ("Job", _job(plan)),
@@ -301,7 +304,7 @@ def plan_file_screen(
 
 
 def chosen_line(plan: Plan) -> str:
-    """Return the choice and its saving in one line."""
+    """Return one line with the chosen configuration and the step time that the choice saves."""
     choice, own = plan.chosen, plan.own
     words = f"{choice.layout.words()}, {choice.schedule}, {seconds_text(choice.step_time_s)} a step predicted"
     if plan.keeps_own:
@@ -312,7 +315,7 @@ def chosen_line(plan: Plan) -> str:
 
 
 def _fitted(draw: Callable[[int | None, bool], str], *, is_whole: bool) -> str:
-    """Draw the whole screen, or the fullest that has no more than MOST_LINES lines."""
+    """Draw the whole screen, or the fullest short screen of at most MOST_LINES lines."""
     if is_whole:
         return draw(None, True)
     screens = (draw(most, has_gaps) for most, has_gaps in LISTINGS)
@@ -332,11 +335,11 @@ def schedule_words(plan: Plan) -> str:
 
 
 def _choice(plan: Plan, width: int, most: int | None) -> tuple[Section, ...]:
-    """Sections that both screens share: choice and reasons."""
+    """Return the sections on choice and reasons, which the launcher's screen and the screen of a plan file share."""
     reasons = plan.reasons
-    # Reasons matter most to a reader, so other listings are cut first.
+    # Other listings are cut before the reasons, because reasons matter most to a reader.
     if most is not None and len(reasons) > most + 1:
-        # The last reason states the gap to the bound.
+        # The last reason states the gap between the plan and the lower bound.
         reasons = (*reasons[:most], *(reasons[-1:] if most > 1 else ()))
     return (
         ("Chosen", chosen(plan, width - INDENT, most)),
@@ -357,7 +360,7 @@ def _flags(
 
 
 def _where(saved_to: Path | None, drawn_to: Path | None, *, otherwise: str) -> str:
-    """Return where the notes that a short screen leaves out can be read."""
+    """Return a clause that names the file or page with the notes that a short screen omits."""
     if drawn_to is not None:
         return "the report lists them"
     return "pipette report shows them" if saved_to is not None else otherwise
@@ -371,7 +374,7 @@ def _file(saved_to: Path | None, drawn_to: Path | None, unsaved: str = "") -> It
 
 
 def outcome_line(outcome: Outcome, width: int = OUTCOME_WIDTH) -> str:
-    """Compare prediction and measurement in one line, with tokens per second if the line has room."""
+    """Compare prediction and measurement in one line, with tokens per second if they fit on the line."""
     measured = outcome.measured_step
     words = f"step {step_words(measured.median_s, outcome.predicted_step_s)}"
     if measured.is_unstable:
@@ -410,7 +413,7 @@ def _machines(plan: Plan) -> Iterator[Text]:
 
 
 def _dropped(plan: Plan) -> Iterator[RenderableType]:
-    """Numbers of dropped layouts by reason."""
+    """Return the number of dropped layouts for each reason."""
     if not plan.dropped:
         return
     yield text(f"from {plan.num_layouts:,} legal layouts, and from combinations that Megatron refuses:")
@@ -427,7 +430,7 @@ def _dropped(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _notes(plan: Plan, where: str, most: int | None, *, counts_dropped: bool = True) -> Iterator[RenderableType]:
-    """Assumptions, one sentence each, and the number of dropped layouts. A short screen shows only some."""
+    """Return the plan's notes and the number of dropped layouts. A short screen shows only some notes."""
     dropped = sum(plan.dropped.values())
     told: tuple[str, ...] = ()
     if dropped and counts_dropped:

@@ -1,4 +1,4 @@
-"""Shows a prediction: the verdict, every stage's memory by kind, the step, and what both rest on."""
+"""Screen of a prediction: verdict on memory, memory of every stage by kind, step time, and assumptions."""
 
 # S = stages shown.
 
@@ -33,9 +33,9 @@ from pipette_launch.text import GIB, MIB, bytes_text, count_text, plural, printa
 MOST_BARS = 8
 MOST_ROWS = 16
 TABLE_WIDTH = 80
-"""Narrower screens list the parts of the fullest stage in words."""
+"""Least width of a screen with the table of memory. Narrower screens list the parts of the fullest stage."""
 LONG_WIDTH = 100
-"""Screens of this width have whole words as headings."""
+"""Least width of a screen whose table has whole words as headings."""
 METHODS = {
     "closed": "the model's tensors counted by formula",
     "abstract": "the model's tensors counted by running megatron-core's own code without data",
@@ -85,7 +85,7 @@ def _machines(prediction: Prediction) -> Iterator[Text]:
 
 
 def _verdict(prediction: Prediction) -> Text:
-    """One sentence that names the fullest stage."""
+    """Return a sentence with the verdict on memory, which names the fullest stage."""
     fullest, capacity, limit = prediction.fullest, prediction.capacity_bytes, prediction.limit_bytes
     where = "the stage shown" if len(prediction.stages) == 1 else f"stage {fullest.pp_rank}, the fullest,"
     need = f"{where} needs {bytes_text(fullest.peak_bytes)}"
@@ -103,7 +103,7 @@ def _verdict(prediction: Prediction) -> Text:
 
 
 def _memory(prediction: Prediction) -> Iterator[RenderableType]:
-    """Peak memory of each stage's device, against the limit if it is known."""
+    """Return bars of the peak memory of each stage's device, as shares of the limit if the limit is known."""
     shown, limit = _shown(prediction, MOST_BARS), prediction.limit_bytes
     yield memory_bars([(stage.pp_rank, stage.peak_bytes) for stage in shown], limit)
     hidden = len(prediction.stages) - len(shown)
@@ -120,7 +120,7 @@ def _shown(prediction: Prediction, most: int) -> Sequence[StageMemory]:
 
 
 def _split(prediction: Prediction, width: int) -> Iterator[RenderableType]:
-    """Memory at each stage's peak, by kind."""
+    """Return the table of memory at each stage's peak, by kind."""
     if width < TABLE_WIDTH:
         fullest = prediction.fullest
         parts = " · ".join(f"{name} {bytes_text(size)}" for name, size in fullest.parts_bytes.items())
@@ -140,7 +140,7 @@ def _split(prediction: Prediction, width: int) -> Iterator[RenderableType]:
 
 
 def _amount(amount: float) -> str:
-    """At most five characters."""
+    """Return an amount of memory in at most five characters."""
     if 0 < amount < 0.005:
         return "<0.01"
     return f"{amount:.2f}" if amount < 100 else f"{amount:.1f}"

@@ -1,4 +1,4 @@
-"""Elements of every screen on a terminal: texts, bars, bullets, tables of memory and flags, and the frame."""
+"""Elements of all screens on a terminal: texts, bars, bullets, tables of memory and flags, and the frame."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_STAGES = 8
 HEADING = 9
 GAP = 2
 INDENT = HEADING + GAP
-"""Columns left of a section's lines."""
+"""Number of columns left of a section's lines."""
 ASCII = str.maketrans(
     {
         "─": "-",
@@ -41,7 +41,7 @@ ASCII = str.maketrans(
 
 
 Section = tuple[str, "Iterable[RenderableType]"]
-"""A heading and the lines beside it; a section without lines is not drawn."""
+"""Heading of a section, and the section's lines. A section without lines is not drawn."""
 
 
 def bar(part: float, style: str) -> Text:
@@ -65,14 +65,14 @@ def text(words: str, style: str = "default", *, keep: str = "", **options: str) 
 
 
 def breakdown(parts_s: Mapping[str, float], total_s: float) -> Text:
-    """Return the parts of a step, the longest first, without parts below 0.5 %."""
+    """Return the parts of a step in words, the longest first, without parts below 0.5 % of the step."""
     parts = sorted(parts_s.items(), key=lambda part: -part[1])
     shown = [f"{name.replace('_', ' ')} {seconds_text(part_s)}" for name, part_s in parts if part_s >= 0.005 * total_s]
     return text(" · ".join(shown), "dim")
 
 
 def stages_shown(peaks: Sequence[int], most: int = MOST_STAGES) -> list[int]:
-    """Return all stages of a short pipeline; the first, the fullest and the last of a long one."""
+    """Return all stages of a short pipeline, and the first, fullest and last stages of a long pipeline."""
     if len(peaks) <= most:
         return list(range(len(peaks)))
     return sorted({0, list(peaks).index(max(peaks)), len(peaks) - 1})
@@ -92,7 +92,7 @@ def sheet(sections: Iterable[Section], *, has_gaps: bool = True) -> RenderableTy
 
 
 def columns(width: int | None, target: TextIO) -> int:
-    """Return the width to draw: the given one, else the terminal's, else 80."""
+    """Return the width of a screen: `width`, else the terminal's width, else 80."""
     if width is not None:
         return width
     found = shutil.get_terminal_size((80, 24)).columns if target.isatty() else 80
@@ -102,12 +102,12 @@ def columns(width: int | None, target: TextIO) -> int:
 def render(
     title: str, body: RenderableType, *, width: int | None, colour: bool | None, stream: TextIO | None = None
 ) -> str:
-    """Frame a screen.
+    """Draw a screen in a frame, and return the text.
 
     Args:
-        width: columns; None for the terminal's, 80 without one.
-        colour: None for yes on a terminal only.
-        stream: where the screen will be shown; None for stderr.
+        width: columns of the screen; None for the terminal's width, or 80 without a terminal.
+        colour: whether to use colours; None for colours on a terminal only.
+        stream: stream that will show the screen; None for stderr.
 
     """
     target = stream or sys.stderr
@@ -131,7 +131,7 @@ def render(
 
 
 NOT_MODELLED = "Not modelled: "
-"""Start of a note about an effect that the cost model leaves out. Screens count these notes; files list them."""
+"""Start of a note about an effect that the cost model omits. Screens only count these notes, but files list them."""
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 TELLING = re.compile(
     r"own configuration|user's own layout .* is ruled out|own layout could not be priced|something else may be running"
@@ -139,14 +139,14 @@ TELLING = re.compile(
 
 
 def rate_words(rate: Rate, world_size: int) -> str:
-    """Return tokens per second in all and per rank, model FLOP/s per rank, and MFU if the peak is known."""
+    """Return total tokens per second, tokens per second and model FLOP/s of a rank, and MFU if the peak is known."""
     mfu = "" if rate.mfu is None else f", MFU {rate.mfu:.1%}"
     tokens = f"{count_text(rate.tokens_per_s)} tokens/s, {rate.tokens_per_s / world_size:,.0f} on each rank"
     return f"{tokens}; {flops_text(rate.flops_per_s)} on each{mfu}"
 
 
 def step_words(measured_s: float, predicted_s: float) -> str:
-    """Compare a measured step with the predicted one; the error is a share of the measured step."""
+    """Compare a measured step time with the predicted one. The error is a share of the measured step time."""
     words = f"{seconds_text(measured_s)}, predicted {seconds_text(predicted_s)}"
     error = round(predicted_s / measured_s - 1, 3) if measured_s > 0 else 0.0
     if not error:
@@ -155,7 +155,7 @@ def step_words(measured_s: float, predicted_s: float) -> str:
 
 
 def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> Table:
-    """Draw a bar for each (stage, bytes), as a share of the limit, or of the fullest stage without a limit."""
+    """Draw a bar for each (stage, bytes) as a share of the limit. Without a limit, the fullest stage has a full bar."""
     table = Table.grid(padding=(0, 2, 0, 0))
     whole = max(need for _, need in stages) if limit_bytes is None else limit_bytes
     limit = "" if limit_bytes is None else f" of {bytes_text(limit_bytes)}"
@@ -180,7 +180,7 @@ def limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
 
 
 def short_limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
-    """Say the same as `limit_words` in one line."""
+    """Explain the memory limit in one line; `limit_words` is the long form."""
     if not free_bytes:
         return limit_words(limit_bytes, free_bytes, margin)
     return f"with overhead; limit: {bytes_text(free_bytes)} free on the fullest device, less {margin:.0%}"
@@ -189,8 +189,8 @@ def short_limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
 def advice(notes: Sequence[str]) -> list[str]:
     """Pick the notes of a plan on which the user can act.
 
-    These notes name a flag, the user's own configuration or other work on the hosts, or they come after the notes on
-    effects that are not modelled. A search ends with the latter, and notes on files, hosts and memory follow.
+    The picked notes name a flag, the user's own configuration or other work on the hosts, or they follow the notes on
+    effects that are not modelled. Those notes end the search's notes, and notes on files, hosts and memory follow.
     """
     later = max((index for index, note in enumerate(notes) if note.startswith(NOT_MODELLED)), default=len(notes))
     return [
@@ -201,11 +201,11 @@ def advice(notes: Sequence[str]) -> list[str]:
 
 
 def without_gaps(notes: Sequence[str], *, what: str, listed: str) -> Iterator[str]:
-    """Replace the notes on effects that are not modelled by their number, at the end.
+    """Replace the notes on effects that are not modelled by one last note with the number of these effects.
 
     Args:
         what: end of "effects", such as ` on the step's time`; may be empty.
-        listed: clause that says where the effects can be read.
+        listed: clause that names the file or page with the list of effects.
 
     """
     gaps = sum(note.startswith(NOT_MODELLED) for note in notes)
@@ -219,7 +219,7 @@ BETWEEN = "   "
 
 
 def flag_lines(arguments: Sequence[str], new_arguments: Sequence[str] | None) -> Iterator[Text]:
-    """Changes of the script's flags, one on a line."""
+    """Return the changes of the script's flags, one change on a line."""
     changes = [] if new_arguments is None else arguments_diff(arguments, new_arguments)
     if not changes:
         yield text("your own, unchanged")
@@ -233,13 +233,13 @@ def flag_lines(arguments: Sequence[str], new_arguments: Sequence[str] | None) ->
 def packed_flag_lines(
     arguments: Sequence[str], new_arguments: Sequence[str] | None, *, width: int, most: int
 ) -> Iterator[Text]:
-    """Changes of the script's flags, several on a line.
+    """Return the changes of the script's flags, several changes on a line.
 
     Args:
-        arguments: as the user gave them.
-        new_arguments: as the script will get them; None for the user's own.
+        arguments: arguments that the user gave.
+        new_arguments: arguments that the script will get; None for the user's own arguments.
         width: columns of a line.
-        most: how many lines.
+        most: largest number of lines.
 
     """
     changes = [*flag_lines(arguments, new_arguments)]
@@ -271,11 +271,11 @@ def arguments_diff(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, st
 
 
 def paste_text(old: Sequence[str], new: Sequence[str], *, width: int = 0) -> str:
-    """Flags to append to the job's own, in shell syntax; a flag is never wrapped.
+    """Return flags to append to the job's command line, in shell syntax. A flag is never wrapped.
 
     Args:
-        old: as the user gave them.
-        new: as the plan wants them.
+        old: arguments that the user gave.
+        new: arguments under the plan.
         width: columns of a line; 0 puts one flag on each line.
 
     """
@@ -297,7 +297,7 @@ def paste_text(old: Sequence[str], new: Sequence[str], *, width: int = 0) -> str
 
 
 def paste_words(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words to append to a command line to make it the new one, and the flags to delete first."""
+    """Return the words to append to the old command line for the new one, and the flags to delete first."""
     before, after = _values_of_flags(old), _values_of_flags(new)
     added = [name for name, values in after.items() if before.get(name) != values]
     return [word for name in added for word in (name, *after[name]) if word], [
@@ -306,7 +306,7 @@ def paste_words(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list
 
 
 def _values_of_flags(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return flags with their values; a repeated flag has its last values, as in Megatron."""
+    """Return flags with their values. A repeated flag has the last values, as in Megatron."""
     groups: dict[str, list[str]] = {}
     flag = ""
     for word in arguments:

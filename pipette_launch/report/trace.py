@@ -1,7 +1,7 @@
 """Predicted and measured steps of a plan as a trace for Perfetto: JSON in Chrome's trace event format.
 
-Every event that lasts is a complete event (`ph` is `X`) with its start `ts` and its length `dur` in microseconds. A
-process (`pid`) is one thing to look at, a thread (`tid`) is one of its tracks.
+Every event with a duration is a complete event (`ph` is `X`) with its start `ts` and duration `dur` in microseconds. A
+process (`pid`) is one view, such as the predicted step, and a thread (`tid`) is one track of the view.
 """
 
 # A = actions.
@@ -30,12 +30,12 @@ PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 
 
 def named(kind: str, pid: int, tid: int, name: str) -> Event:
-    """Name a process or a thread."""
+    """Return the event that names a process (`pid`) or a thread (`tid`) of the trace."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
 
 
 def span(name: str, kind: str, at: tuple[int, int], start_s: float, end_s: float, **about: object) -> Event:
-    """Return an event on the track (process, thread), rounded so that neighbours never overlap."""
+    """Return an event on a track (process, thread), rounded so that neighbouring events never overlap."""
     start_us, end_us = round(start_s * 1e6, 3), round(end_s * 1e6, 3)
     made: Event = {"name": name, "cat": kind, "ph": "X", "ts": start_us, "dur": round(max(end_us - start_us, 0.0), 3)}
     made |= {"pid": at[0], "tid": at[1]}
@@ -51,20 +51,20 @@ def in_line(parts: Iterable[tuple[str, float, dict[str, object]]], kind: str, at
 
 
 MOST_PASSES = 10_000
-"""Most passes of all ranks together; the first passes of each rank are drawn."""
+"""Largest number of drawn passes over all ranks. A longer step shows the first passes of each rank."""
 
 
 def profile_events(pid: int, plan: Plan, step: DrawnStep, ranks: Sequence[ProfiledRank]) -> Iterator[Event]:
     """Draw the last profiled step, one track for each rank, with passes in the predicted order.
 
     Args:
-        pid: the process of the tracks.
-        plan: of which the chosen configuration was profiled.
-        step: its predicted step.
+        pid: process number of the tracks.
+        plan: plan whose chosen configuration was profiled.
+        step: predicted step of the chosen configuration.
         ranks: measured passes; empty draws nothing.
 
     Raises:
-        PlanError: these are not the passes of that configuration.
+        PlanError: the measured passes belong to another configuration.
 
     """
     layout = plan.chosen.layout
@@ -98,7 +98,7 @@ def profile_events(pid: int, plan: Plan, step: DrawnStep, ranks: Sequence[Profil
 def _passes(
     step: DrawnStep, one: ProfiledRank, row: Sequence[int], first: int, at: tuple[int, int], begins_s: float
 ) -> Iterator[Event]:
-    """Match the k-th forward of a step to the k-th predicted forward of the rank, and backwards likewise."""
+    """Match the k-th measured forward of a rank to its k-th predicted forward, and match backwards in the same way."""
     predicted = {kind: iter([index for index in row if step.kind_A[index] == kind]) for kind in "FB"}
     for place in range(first, first + len(row)):
         kind = one.kind_A[place]
@@ -111,15 +111,15 @@ def _passes(
 
 
 MOST_TRACKS = 100
-"""Most tracks of layers, each in the shape of one layout."""
+"""Largest number of tracks of layers. A track shows the layers of one compute case."""
 MOST_LINKS = 300
-"""Most links that are drawn, the slowest first."""
+"""Largest number of drawn links, the slowest first."""
 MOST_STEPS = 200
-"""Most measured steps that are drawn."""
+"""Largest number of drawn measured steps."""
 SHORTEST_S = 1e-9
-"""Shorter events round to nothing and are not drawn."""
+"""Shortest drawn event; shorter events would be rounded to 0."""
 MESSAGE_BYTES = 1 << 20
-"""Message size of a link's event: its length is the time to send this many bytes."""
+"""Message size of a link's event. The event's duration is the time to send a message of this size."""
 AFTER = {
     "data_parallel": "gradient reduction",
     "embedding_gradients": "embedding gradients",
@@ -127,7 +127,7 @@ AFTER = {
     "parameter_gather": "parameter gather",
 }
 CHOSEN, PROFILED, OWN, STEPS, LAYERS, LINKS = range(1, 7)
-"""Process numbers."""
+"""Process numbers (`pid`) of the views in the trace."""
 
 
 def trace_text(
@@ -137,12 +137,12 @@ def trace_text(
     outcome: Outcome | None = None,
     profiled: Sequence[ProfiledRank] = (),
 ) -> str:
-    """Write the trace.
+    """Return the trace of a plan as JSON text.
 
     Args:
-        plan: whose steps it shows.
+        plan: plan whose steps the trace shows.
         measurements: measurements that priced the plan; None leaves out layers and links.
-        picture: the passes of its step; None leaves them out.
+        picture: passes of the plan's steps; None leaves out the passes.
         outcome: outcome of the plan's training; None if it has not run.
         profiled: measured passes of some ranks of the chosen configuration.
 
@@ -172,7 +172,7 @@ def _words(choice: Choice) -> str:
 
 
 def _step(pid: int, title: str, step: DrawnStep, left_out: list[str]) -> Iterator[Event]:
-    """One track for each pipeline rank: passes, exposed communication, and the end of the step."""
+    """Yield a track for each pipeline rank, with passes, exposed communication, and the end of the step."""
     yield named("process_name", pid, 0, title)
     rows: dict[int, list[int]] = {rank: [] for rank in range(step.pp)}
     for index, rank in enumerate(step.rank_A):
@@ -200,13 +200,13 @@ def _pass(step: DrawnStep, index: int, at: tuple[int, int]) -> Iterator[Event]:
     start_s, end_s = step.start_s_A[index], step.end_s_A[index]
     yield span(f"{PASSES[kind]} {micro_batch}", "pass", at, start_s, end_s, stage=stage)
     exposed_s = step.exposed_s_S[stage][kind != "F"]
-    # Exchanges belong to the input gradient; a weight gradient waits for none of them.
+    # Exposed communication belongs to the input gradient, because a weight gradient does not wait for communication.
     if exposed_s > 0 and kind != "W":
         yield span("exposed communication", "exposed", at, max(end_s - exposed_s, start_s), end_s)
 
 
 def _after(step: DrawnStep, at: tuple[int, int]) -> Iterator[Event]:
-    """Events after the last backward of all ranks."""
+    """Yield the events after the last backward of all ranks."""
     start_s = step.makespan_s
     for name, seconds in step.after_s:
         if seconds > SHORTEST_S:
@@ -215,7 +215,7 @@ def _after(step: DrawnStep, at: tuple[int, int]) -> Iterator[Event]:
 
 
 def _steps(plan: Plan, outcome: Outcome | None, left_out: list[str]) -> Iterator[Event]:
-    """Whole steps of the plan, the user's own configuration, trials and the training, predicted above measured."""
+    """Yield predicted and measured whole steps of the plan, the own configuration, trials and the training."""
     tracks: list[tuple[str, Iterable[float]]] = [("chosen, predicted", (plan.chosen.step_time_s,))]
     if not (plan.keeps_own or plan.own_fault):
         tracks.append(("yours, predicted", (plan.own.step_time_s,)))
@@ -238,7 +238,7 @@ def _steps(plan: Plan, outcome: Outcome | None, left_out: list[str]) -> Iterator
 
 
 def _layers(measurements: Measurements, how: str, left_out: list[str]) -> Iterator[Event]:
-    """A track for each part of the model in each shape: its passes one after the other, medians over the slots."""
+    """Yield a track for each part of the model in each compute case, with its passes in turn (medians over slots)."""
     shapes: dict[tuple[str, str], list[ComputeTime]] = {}
     for time in measurements.compute:
         case = time.case
@@ -260,7 +260,7 @@ def _layers(measurements: Measurements, how: str, left_out: list[str]) -> Iterat
 
 
 def _links(measurements: Measurements, how: str, left_out: list[str]) -> Iterator[Event]:
-    """The slowest links: between hosts on one track, within hosts on another, the slowest first."""
+    """Yield the slowest links first, with links between hosts on one track and links inside hosts on another track."""
     cluster = measurements.cluster
     names, size = [host.name for host in cluster.hosts], cluster.devices_per_host
     between = _slowest(cluster.between_hosts, names)
@@ -283,7 +283,7 @@ def _links(measurements: Measurements, how: str, left_out: list[str]) -> Iterato
 
 
 def _slowest(links: Links, names: list[str]) -> list[tuple[str, float, dict[str, object]]]:
-    """The slowest links, with the seconds of a message of MESSAGE_BYTES."""
+    """Return the slowest links, with the time (s) of a message of MESSAGE_BYTES."""
     count = len(names)
     with np.errstate(divide="ignore"):
         seconds = links.latency_s + MESSAGE_BYTES / links.bandwidth_bytes_per_s

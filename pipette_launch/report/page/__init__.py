@@ -1,4 +1,4 @@
-"""A plan as one HTML file without network requests: the choice and its reasons, as drawings and tables."""
+"""HTML page of a plan, which shows the choice and the reasons as drawings and tables, without network requests."""
 
 from pipette_launch.report.page.page import plan_page, with_outcome
 

@@ -1,4 +1,4 @@
-"""Sections on the choice: key figures, changes, alternatives by step time and memory, and the passes of a step."""
+"""Page sections on the chosen plan: key figures, changes, alternatives by step time and memory, passes of a step."""
 
 # A = actions of all pipeline ranks.
 
@@ -25,11 +25,11 @@ PARTS = (
     "optimizer",
     "parameter gather",
 )
-"""Parts of a step, in the order in which they are drawn and coloured."""
+"""Names of a step's parts, in the order of the drawing and of the colours."""
 
 
 def tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """Return id, name, figure and remark of each key figure."""
+    """Return the id, name, value and remark of each key figure."""
     chosen, own = plan.chosen, plan.own
     step = "" if plan.keeps_own or plan.own_fault else f"yours: {seconds_text(own.step_time_s)}"
     found = [("step", "Step, predicted", seconds_text(chosen.step_time_s), step)]
@@ -70,7 +70,7 @@ def what_changes(plan: Plan) -> Table:
 
 
 RARE = ("context parallel (cp)", "expert parallel (ep)", "virtual stages (vpp)", "expert tensor parallel (etp)")
-"""Rows that are left out if both values are 1."""
+"""Names of rows that the table leaves out if both configurations have the value 1."""
 
 
 def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
@@ -100,7 +100,10 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
 
 
 def _layers_words(layout: Layout) -> str:
-    """Return the layers of each pipeline rank, chunks joined by +; empty if all chunks are equal."""
+    """Return the layers of each pipeline rank, model chunks joined by +.
+
+    Empty if all chunks have equally many layers.
+    """
     chunks = layout.layers_per_chunk
     return " ".join("+".join(map(str, chunks[rank :: layout.pp])) for rank in range(layout.pp)) if chunks else ""
 
@@ -119,7 +122,7 @@ def _listed(plan: Plan) -> list[tuple[str, str, Choice]]:
 
 
 def alternatives(plan: Plan) -> dict[str, Any]:
-    """Place every configuration of the plan by its step time and the memory of its fullest rank."""
+    """Return a chart of all configurations by step time and by memory of the fullest pipeline rank."""
     listed = _listed(plan)
     sizes = [max(choice.memory_shown.need_bytes) for _, _, choice in listed]
     across = Axis.around([choice.step_time_s for _, _, choice in listed])
@@ -167,7 +170,7 @@ def front(points: list[tuple[float, int]]) -> set[int]:
 
 
 def tables_of_the_search(plan: Plan) -> list[Table]:
-    """Tables of dropped layouts and of fallback plans; tables without rows are left out."""
+    """Return the tables of dropped layouts and of fallback plans, without empty tables."""
     dropped = sorted(plan.dropped.items(), key=lambda item: -item[1])
     losses = [
         (
@@ -187,7 +190,7 @@ def tables_of_the_search(plan: Plan) -> list[Table]:
 
 
 def step_parts(plan: Plan) -> dict[str, Any]:
-    """Cut the steps of the chosen configuration and of the user's own into their parts, on one scale."""
+    """Return bars with the parts of a step, for the chosen and the user's own configuration, on the same scale."""
     shown = [("chosen", plan.chosen)]
     if not (plan.keeps_own or plan.own_fault):
         shown.append(("yours", plan.own))
@@ -211,9 +214,9 @@ def step_parts(plan: Plan) -> dict[str, Any]:
 
 
 MOST_ACTIONS = 20_000
-"""Most passes of a drawn step, about 12 bytes each. Longer steps show some ranks and their first passes."""
+"""Largest number of passes in a drawn step (12 bytes each). Longer steps show some ranks and their first passes."""
 RESOLUTION = 100_000
-"""Times are drawn as whole multiples of 1 / RESOLUTION of the longer step."""
+"""Number of time units in the longer of the two drawn steps. Drawn times are whole units."""
 AFTER_NAMES = {
     "data_parallel": "gradients",
     "embedding_gradients": "embedding gradients",
@@ -232,7 +235,7 @@ HEAD = ("pipeline rank", "passes", "in passes", "of it exposed communication", "
 
 
 def timeline_view(plan: Plan, picture: Picture | None) -> dict[str, Any] | None:
-    """Return both steps on one scale, with figures of each rank; None without a picture."""
+    """Return the timelines of both steps on the same scale, with figures of each rank. None if `picture` is None."""
     if picture is None:
         return None
     shown = [("chosen", plan.chosen, picture.chosen)]
@@ -276,7 +279,7 @@ def _ranks_drawn(step: DrawnStep) -> list[int]:
 
 
 def _indices(step: DrawnStep) -> list[list[int]]:
-    """Indices of each rank's actions."""
+    """Return the indices of each pipeline rank's passes."""
     found: list[list[int]] = [[] for _ in range(step.pp)]
     for index, rank in enumerate(step.rank_A):
         found[rank].append(index)
@@ -284,7 +287,7 @@ def _indices(step: DrawnStep) -> list[list[int]]:
 
 
 def _numbers(step: DrawnStep, ranks: dict[int, list[int]], unit_s: float) -> dict[str, Any]:
-    """Columns for each drawn rank: kinds as one text, stages, micro-batches, starts and lengths."""
+    """Return columns for each drawn rank: kinds of passes, stages, micro-batches, start times and durations."""
     each = MOST_ACTIONS // len(ranks)
     return {
         "ranks": [
@@ -306,7 +309,7 @@ def _numbers(step: DrawnStep, ranks: dict[int, list[int]], unit_s: float) -> dic
 
 
 class _Figures(NamedTuple):
-    """One rank's time in a step: passes, exposed communication, and waiting."""
+    """Time that one pipeline rank spends in a step on passes, on exposed communication, and on waiting."""
 
     rank: int
     passes: int
@@ -315,7 +318,7 @@ class _Figures(NamedTuple):
     idle_s: float
 
     def cells(self) -> tuple[object, ...]:
-        """Return a row of the table."""
+        """Return the cells of the rank's row in the table."""
         times = map(seconds_text, (self.busy_s, self.exposed_s, self.idle_s))
         return (self.rank, self.passes, *times, f"{self.idle_s / (self.busy_s + self.idle_s):.1%}")
 

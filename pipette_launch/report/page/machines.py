@@ -1,4 +1,4 @@
-"""Sections on the machines: ranks of each host, layer times, faults, links, and islands of fast links."""
+"""Page sections on the machines: ranks of each host, layer times, faults, links, and islands of fast links."""
 
 # H = hosts (or the devices of a single host), B = blocks of hosts that are drawn as one.
 
@@ -19,15 +19,15 @@ from pipette_launch.report.plan import rank_ranges
 from pipette_launch.text import rate_text, seconds_text
 
 MOST_ROWS = 128
-"""Most hosts with a row of ranks; with more hosts, each host is a small square."""
+"""Largest number of hosts with a drawn row of ranks. If there are more hosts, each host is a small square."""
 MOST_HOSTS = 2048
-"""Most hosts that are drawn and listed."""
+"""Largest number of hosts that the page draws and lists."""
 MOST_STAGES_NAMED = 32
 PASSES = ("forward", "backward")
 
 
 def placement_view(plan: Plan) -> dict[str, Any]:
-    """Return hosts with the ranks of their devices, and runs of devices that hold the same pipeline stage."""
+    """Return each host's ranks in the order of devices, and the runs of devices with the same pipeline stage."""
     size, layout = plan.devices_per_host, plan.chosen.layout
     hosts, rows = [], []
     for index, name in enumerate(plan.hosts[:MOST_HOSTS]):
@@ -51,14 +51,14 @@ def placement_view(plan: Plan) -> dict[str, Any]:
 
 
 def _some(count: int, most: int) -> list[int]:
-    """Return all indices, or evenly spaced ones with both ends."""
+    """Return all indices below `count`, or `most` evenly spaced indices that include both ends."""
     if count <= most:
         return list(range(count))
     return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
 
 
 def layers_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] | None:
-    """Draw the layers that the plan's configurations run; None where no layer was timed."""
+    """Draw the times of the layers that the plan's configurations run; None if no layer was timed."""
     cases: dict[tuple[Any, str], list[ComputeTime]] = {}
     for time in measurements.compute if measurements else ():
         if time.part in LAYERS:
@@ -92,13 +92,13 @@ def _case(choice: Choice) -> tuple[int, int, int]:
 
 
 def _passes(times: list[ComputeTime]) -> tuple[float, float]:
-    """Return the forward and the backward of one micro-batch, the medians over slots."""
+    """Return the forward and backward times of one micro-batch, as medians over device slots."""
     forward_s = statistics.median(time.forward.median_s for time in times)
     return forward_s, statistics.median(time.input_grad.median_s + time.weight_grad.median_s for time in times)
 
 
 def health_table(measurements: Measurements | None) -> Table | None:
-    """One row for each fault, faults that exclude a host first; None without faults."""
+    """Return a table with a row for each fault; None without faults. Faults that exclude a host come first."""
     verdicts = sorted(measurements.verdicts, key=lambda one: not one.is_sick) if measurements else []
     rows = [
         (
@@ -115,16 +115,19 @@ def health_table(measurements: Measurements | None) -> Table | None:
 
 
 MOST_CELLS = 64
-"""Most rows of a matrix; with more hosts, neighbours share a row, with the rate of their slowest link."""
+"""Largest number of rows of a matrix.
+
+If there are more hosts, neighbours share a row with their slowest link's rate.
+"""
 LEVELS = 7
 STEP = 1.15
-"""Islands are separate if no link has a bandwidth between a value and this multiple of it."""
+"""Ratio of bandwidths that separates islands of hosts: no link is between a bandwidth and STEP times this bandwidth."""
 
 Floats = NDArray[np.float64]
 
 
 def links_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] | None:
-    """Return both matrices, their scale and a table; None without measurements or with one host."""
+    """Return both matrices of links, their scale and a table; None without measurements, or for one host."""
     if measurements is None:
         return None
     cluster, size = measurements.cluster, plan.devices_per_host
@@ -140,7 +143,7 @@ def links_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] 
     rates = links.bandwidth_bytes_per_s
     own = rates[~np.eye(links.size, dtype=bool)]
     slowest, fastest = float(own.min()), float(own.max())
-    # Small differences must not look large.
+    # A minimal range of the scale, so that small differences do not look large.
     scale = (min(slowest, fastest / 2), fastest)
     islands = islands_of(rates)
     island_of = {place: number for number, island in enumerate(islands) for place in island}
@@ -179,7 +182,7 @@ def _matrix(
     scale: tuple[float, float],
     island_of: dict[int, int],
 ) -> dict[str, Any]:
-    """Put hosts into an order and neighbours into blocks; a block has the rate of its slowest link."""
+    """Sort hosts by `order` and join neighbours into blocks. A block has the rate of its slowest link."""
     starts = list(range(0, len(order), _hosts_in_a_block(len(order), list(island_of.values()))))
     blocks = [order[first:last] for first, last in itertools.pairwise([*starts, len(order)])]
     ordered = rates_HH[np.ix_(order, order)].copy()
@@ -194,7 +197,7 @@ def _matrix(
         "title": title,
         "size": len(blocks),
         "paths": paths,
-        # A cell on the diagonal is no link. If it stands for several hosts, it shows the links among them.
+        # A diagonal cell of one host is not a link. A diagonal cell of several hosts shows the links among these hosts.
         "diagonal": [island_of.get(block[0], -1) if len(block) == 1 else -1 for block in blocks],
         "names": [" … ".join(dict.fromkeys((names[block[0]], names[block[-1]]))) for block in blocks],
         "rates": [[None if math.isinf(rate) else float(f"{rate:.3g}") for rate in row] for row in rates_BB.tolist()],
@@ -202,14 +205,14 @@ def _matrix(
 
 
 def _hosts_in_a_block(count: int, islands: list[int]) -> int:
-    """Return the hosts of a block: the fewest that `MOST_CELLS` allows, or the next divisor of the largest island."""
+    """Return the number of hosts in a block: the least for `MOST_CELLS`, or the largest island's next divisor."""
     least = math.ceil(count / MOST_CELLS)
     largest = max((islands.count(island) for island in set(islands)), default=0)
     return next((size for size in range(least, largest + 1) if largest % size == 0), least)
 
 
 def _levels(rates: Floats, slowest: float, fastest: float) -> NDArray[np.int64]:
-    """Return the level of each rate on a logarithmic scale, 0 the slowest; -1 where there is no link."""
+    """Return the level of each rate on a logarithmic scale. The slowest rate has level 0, and a missing link has -1."""
     place = np.log(np.minimum(rates, fastest) / slowest) / math.log(fastest / slowest)
     return np.where(np.isinf(rates), -1, np.minimum(place * LEVELS, LEVELS - 1).astype(np.int64))
 
@@ -223,10 +226,10 @@ def _legend(slowest: float, fastest: float) -> list[tuple[int, str]]:
 
 
 def islands_of(rates_HH: Floats) -> list[list[int]]:
-    """Return groups of hosts with fast links among them; empty if the links show no groups.
+    """Return groups of hosts with fast links inside the group (islands); empty if the links show no islands.
 
-    Bandwidths fall into tiers where none lies within `STEP` below another. The fastest tiers count that leave several
-    islands with at least half of all places in islands of two or more.
+    Bandwidths of different tiers differ by more than the factor `STEP`. Islands use links of the fastest tiers that
+    give several islands, with at least half of all hosts in islands of two or more hosts.
     """
     count = len(rates_HH)
     both_HH = np.minimum(rates_HH, rates_HH.T)
@@ -256,7 +259,7 @@ def _joined(near_HH: NDArray[np.bool_]) -> list[list[int]]:
 
 
 def _row(rates_HH: Floats, names: list[str], index: int) -> tuple[str, str, str, str, str]:
-    """Name a host, its slowest link with the receiver, and the median and the fastest of its links."""
+    """Return a row with a host, the rate and receiver of its slowest link, and its median and fastest rates."""
     others = [other for other in range(len(names)) if other != index]
     rates = rates_HH[index][others]
     slowest = others[int(rates.argmin())]

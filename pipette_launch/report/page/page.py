@@ -1,4 +1,4 @@
-"""Puts the page together: the views of a plan into one HTML file with its own styles and script."""
+"""Writes the views of a plan into one HTML file, which includes the styles and the script."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pipette_launch.report.screen import NOT_MODELLED, arguments_diff, paste_tex
 from pipette_launch.text import bytes_text, count_text, printable, seconds_text
 
 BEGIN, END = "<!--outcome-->", "<!--/outcome-->"
-"""Marks around the outcome in the page; names cannot contain them, as `<` is escaped."""
+"""Marks around the outcome in the page. Names in the page cannot contain these marks, because `<` is escaped."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""Content security policy: the page loads nothing from a network."""
+"""Content security policy, which stops the page from loading anything from a network."""
 
 
 def plan_page(
@@ -36,10 +36,10 @@ def plan_page(
     """Draw a plan as one HTML file without network requests.
 
     Args:
-        plan: the plan, with its setting if the file has one.
-        measurements: measurements that priced it; None leaves out links, layer times and verdicts.
-        picture: what its file does not hold; None leaves out the timeline and the split of memory.
-        outcome: what its run came to; None where it did not run, or not long enough.
+        plan: the plan, with its setting (job and machines) if the plan file has a setting.
+        measurements: measurements that priced the plan; None leaves out links, layer times and verdicts.
+        picture: drawn steps and memory by kind; None leaves out the timeline and the split of memory.
+        outcome: measured outcome of the plan's training; None if the training did not run long enough.
 
     Raises:
         PipetteError: jinja2 is not installed.
@@ -78,7 +78,7 @@ def plan_page(
 
 
 def with_outcome(html: str, outcome: Outcome) -> str:
-    """Write an outcome into the page of the same plan; the page of another plan is returned unchanged.
+    """Write an outcome into the page of the outcome's plan. The page of another plan is returned unchanged.
 
     Raises:
         PipetteError: jinja2 is not installed.
@@ -94,7 +94,7 @@ def with_outcome(html: str, outcome: Outcome) -> str:
 
 
 def _run(layout: Layout, placement: tuple[int, ...]) -> str:
-    """Digest layout and placement, which identify a run."""
+    """Digest layout and placement, which identify the configuration of a run."""
     return files.digest(layout, list(placement))
 
 
@@ -111,7 +111,7 @@ def page_environment() -> Environment:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(_text)
     )
-    # Host names are foreign input.
+    # All values are escaped, because host names come from outside.
     environment.finalize = lambda value: printable(value, keep="\n") if type(value) is str else value
     return environment
 
@@ -133,7 +133,7 @@ def _job(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _flags(plan: Plan) -> dict[str, Any] | None:
-    """Changes of the script's flags, and a text to paste; None if the plan file has no flags."""
+    """Return the changes of the script's flags and a text to paste; None if the plan file has no flags."""
     if plan.setting is None:
         return None
     old, new = plan.setting.arguments, plan.setting.new_arguments

@@ -1,4 +1,4 @@
-"""Pieces of several sections: an axis, a bar of coloured parts, a table."""
+"""Elements that several page sections use: an axis, a bar of coloured parts, a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
 class Table(NamedTuple):
-    """Rows under a head; the first cell of each names the row."""
+    """Table with a head and rows. The first cell of each row is the row's name."""
 
     caption: str
     head: tuple[str, ...]
@@ -26,7 +26,7 @@ class Table(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """One part of a bar."""
+    """One coloured part of a bar."""
 
     name: str
     size: float
@@ -34,14 +34,14 @@ class Segment(NamedTuple):
 
 
 def bar(label: str, segments: Sequence[Segment], *, kinds: Sequence[str], whole: float, total: str) -> dict[str, Any]:
-    """Lay segments end to end on a scale from 0 to `whole`, without empty ones.
+    """Lay segments end to end on a scale from 0 to `whole`, without empty segments.
 
     Args:
         label: name of the bar.
         segments: in the order in which they are drawn.
         kinds: all names in the order of their colours; a segment with another name has the last colour.
         whole: the size that the full width stands for.
-        total: what stands behind the bar.
+        total: text after the end of the bar.
 
     """
     shown = [segment for segment in segments if segment.size > 0]
@@ -62,26 +62,26 @@ def bar(label: str, segments: Sequence[Segment], *, kinds: Sequence[str], whole:
 
 
 def legend(bars: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return colour and name of every kind that at least one bar shows."""
+    """Return the colour and name of every kind of segment that at least one bar shows."""
     return sorted({(segment["colour"], segment["name"]) for one in bars for segment in one["segments"]})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """Values from `low` to `high`, placed from 0 to 100 percent."""
+    """Axis that maps values from `low` to `high` to positions from 0 to 100 percent."""
 
     low: float
     high: float
 
     @classmethod
     def around(cls, values: list[float], *, from_zero: bool = False) -> Axis:
-        """Return an axis around the values, with room of a tenth of their spread or 2 % of the largest."""
+        """Return an axis around the values, with a margin of 10 % of their spread or 2 % of the largest value."""
         low, high = (0.0 if from_zero else min(values)), max(values)
         spare = max((high - low) / 10, abs(high) / 50) or 1.0
         return cls(low=0.0 if from_zero else low - spare, high=high + spare)
 
     def percent(self, value: float) -> float:
-        """Return the place of a value."""
+        """Return the position of a value in percent."""
         return round(100 * (value - self.low) / (self.high - self.low), 3)
 
     def ticks(self, most: int = 6) -> list[float]:
@@ -91,7 +91,7 @@ class Axis:
         return [count * step for count in range(first, last + 1)]
 
     def second_ticks(self, most: int = 6) -> list[tuple[float, str]]:
-        """Return places of round times, and these times in one unit with enough digits to differ."""
+        """Return the positions of round times, and their labels in one unit with enough digits to differ."""
         unit, size = next((one for one in UNITS if self.high >= one[1]), UNITS[-1])
         decimals = max(0, -math.floor(math.log10(self._step(most) / size) + 1e-9))
         return [(self.percent(tick), f"{tick / size:.{decimals}f} {unit}") for tick in self.ticks(most) if tick >= 0]
@@ -103,11 +103,11 @@ class Axis:
 
 
 MOST_STAGES = 64
-"""Most bars. A longer pipeline shows the first, the last, the fullest and some other stages."""
+"""Largest number of bars. A longer pipeline shows the first, last and fullest stages, and some other stages."""
 
 
 def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
-    """Return the memory bars of stages; without a picture only totals."""
+    """Return a memory bar for each drawn stage. Without a picture, the bars show only totals."""
     shown = plan.chosen.memory_shown
     needs = shown.need_bytes
     shows_limit = limit_in_view(shown.limit_bytes, max(needs))
@@ -135,12 +135,12 @@ def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
 
 
 def limit_in_view(limit_bytes: int, need_bytes: int) -> bool:
-    """True if a scale up to the limit still shows the need; else only a sentence states the limit."""
+    """Return true if a scale up to the memory limit still shows the need. Else only a sentence has the limit."""
     return limit_bytes <= 5 * need_bytes
 
 
 def stages_drawn(needs: tuple[int, ...], most: int = MOST_STAGES) -> list[int]:
-    """All stages of a short pipeline; at most `most` stages of a long one, with its ends and the fullest."""
+    """Return all stages of a short pipeline. A long pipeline has `most` stages, with both ends and the fullest."""
     if len(needs) <= most:
         return list(range(len(needs)))
     spaced = {round(index * (len(needs) - 1) / (most - 2)) for index in range(most - 1)}
@@ -148,7 +148,7 @@ def stages_drawn(needs: tuple[int, ...], most: int = MOST_STAGES) -> list[int]:
 
 
 def trials_table(plan: Plan) -> Table | None:
-    """Table of trials, measured beside predicted; None without trials."""
+    """Return the table of trials with measured and predicted step times; None without trials."""
     if plan.trials is None:
         return None
     rows = [
@@ -165,7 +165,7 @@ def trials_table(plan: Plan) -> Table | None:
 
 
 def outcome_table(outcome: Outcome) -> Table:
-    """Table of step time and memory of the fullest rank: predicted, measured, error."""
+    """Return a table of predicted and measured values and errors, for step time and memory of the fullest rank."""
     measured = outcome.measured_step
     step = f"step, up to iteration {outcome.last_iteration}"
     rows = [

@@ -1,1 +1,1 @@
-"""The agent of a node: torch's own, measuring before it trains, with ranks and arguments from the plan."""
+"""The agent of a node: torch's agent, which measures the machines before training and takes ranks from the plan."""

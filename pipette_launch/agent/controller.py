@@ -56,7 +56,7 @@ class Controller(ABC):
 
     @abstractmethod
     def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None) -> NodeRecord:
-        """Describe this node and its last attempt for the other nodes."""
+        """Describe this node and its last attempt at training for the other nodes."""
 
     @abstractmethod
     def decide(self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str]) -> Decision:
@@ -85,11 +85,11 @@ class Controller(ABC):
         return False
 
     def warmup_goes_on(self, *, leads: bool) -> None:  # noqa: B027 - an optional hook
-        """Show the progress of the warm-up on the node that leads it; called several times a second."""
+        """Show the progress of the warm-up, if this node leads it; called several times a second."""
 
     def workers_are_gone(self) -> None:  # noqa: B027 - an optional hook
         """Wait until the devices are free; called when no worker of a warm-up or trial is left on this node."""
 
     def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
-        """Return the last sign of a local warm-up worker, and its error if it reported one."""
+        """Return the last progress message of a local warm-up worker, and the error that this worker reported."""
         return last_sign(self.progress_folder, local_rank), last_error(self.progress_folder, local_rank)

@@ -82,7 +82,7 @@ class PipetteAgent(LocalElasticAgent):
         self._is_same_round = False
         """True if the nodes of the last phase stay together, and already have the next decision."""
         self._failed: RunResult | None = None
-        """Failure of this node's workers in the last attempt."""
+        """Failure of this node's workers in the last attempt at training."""
         self._is_called = False
         """True if an agent called a meeting while this node waited for other nodes to finish."""
         self._attempt = Attempt()
@@ -156,7 +156,7 @@ class PipetteAgent(LocalElasticAgent):
             Worker(local, global_rank=one.rank, role_rank=one.rank, world_size=size, role_world_size=size)
             for local, one in enumerate(self._bindings)
         ]
-        # The decision orders its agents by --node-rank under static rendezvous, which promises GROUP_RANK ==
+        # Under static rendezvous the decision orders agents by --node-rank, because torch promises GROUP_RANK ==
         # --node-rank.
         worker_group.group_rank = decision.place_of(self._token)
         worker_group.group_world_size = len(decision.tokens)
@@ -245,7 +245,7 @@ class PipetteAgent(LocalElasticAgent):
         return result
 
     def _monitor_before_training(self, worker_group: WorkerGroup) -> RunResult:
-        """End the phase on every node when workers are done, fail or hang. Training has no such end."""
+        """End the warm-up or trial on all nodes when the workers are done, fail or hang."""
         decision, round_store = self._current()
         processes = workers.processes(self._pcontext)
         if not self._before_training.is_over(
@@ -262,9 +262,9 @@ class PipetteAgent(LocalElasticAgent):
     def _note_failure(self, result: RunResult, round_store: RoundStore) -> None:
         """Agree with all nodes whether the job died before its first iteration, and call them to a meeting."""
         self._failed = result
-        # The next decision is for all nodes: torch's own count must not end the job here.
+        # Raise torch's count, because the next decision of all nodes, and not torch's count, ends the job.
         self._remaining_restarts += 1
-        # The last lines may report an iteration.
+        # Read the last lines of output first, because these may report an iteration.
         self._close_streams()
         trained = self._first_iteration.has_trained(wait_s=NEWS_S) or self._controller.trained(
             lived_s=time.monotonic() - self._attempt.began_s,
@@ -426,7 +426,7 @@ def _workers(agent: PipetteAgent) -> set[int] | None:
 
 
 def _explaining(make: Callable[[Any], Any], settings: RendezvousSettings, conf: str) -> Callable[[Any], Any]:
-    """Wrap torch's function that opens a rendezvous, so that its errors become sentences."""
+    """Wrap torch's function that opens a rendezvous, so that torch's errors become sentences for the user."""
 
     def made(parameters: Any) -> Any:
         try:

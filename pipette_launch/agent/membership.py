@@ -58,7 +58,7 @@ class Gathering:
         self.arrivals: dict[str, Arrival] = {}
         self.lost = lost
         self.surely_gone: set[str] = set()
-        """Lost agents that cannot still train elsewhere, as their kernels or they themselves reported the end."""
+        """Lost agents that have surely ended, as reported by their kernels or by the agents themselves."""
         self._others = others
         self._desk = desk
         self._reported = reported
@@ -116,7 +116,7 @@ class Rejoin(Exception):  # noqa: N818
 
 
 class Membership:
-    """The agents of a job, as one of them knows them."""
+    """The agents of a job, as this agent knows them."""
 
     def __init__(self, token: str, address: str, node_rank: int) -> None:
         self._server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -127,7 +127,7 @@ class Membership:
         self._lost: dict[str, str] = {}
         """Reasons why members are believed lost, by token. The next meeting does not wait for these members."""
         self._surely_gone: set[str] = set()
-        """Lost members that cannot still train elsewhere, as their kernels or they themselves reported the end."""
+        """Lost members that have surely ended, as reported by their kernels or by the members themselves."""
         self._leader: Member | None = None
         """The agent that decided last."""
         self._leader_store: Store | None = None
@@ -325,7 +325,7 @@ class Membership:
         return decision, self._begin(known, self._server, leads=True)
 
     def _reported(self, member: Member, what: str) -> str:
-        """Return what agents reported about a member in a round that this agent led: `left` or `lost`; else empty."""
+        """Return what agents reported about a member, if this agent led the round: `left` or `lost`; else empty."""
         if self._round_store is None or self._leader != self._own:
             return ""
         return self._round_store.peek(f"{what}/{member.token}") or ""

@@ -60,11 +60,12 @@ class PeerWatch:
         try:
             with socket.create_connection((self.peer.address, self.peer.port), timeout=HOST_SILENCE_S) as connection:
                 store = connected(self.peer, within_s=HOST_SILENCE_S)
-                # select() takes no descriptor above 1023, and the first agent holds connections of all others.
+                # Use poll(), because select() takes no descriptor above 1023 and the first agent has connections of all
+                # agents.
                 ended = select.poll()
                 ended.register(connection, select.POLLIN)
                 self._has_answer.set()
-                # Nothing is ever sent, so the connection is readable only when it has ended.
+                # No agent sends bytes on this connection, so the connection becomes readable only at its end.
                 while not (self._is_over.is_set() or ended.poll(1000 * PAUSE_S)):
                     self._has_answer.clear()
                     within(HOST_SILENCE_S, lambda: store.check(["pipette"]))
@@ -193,7 +194,7 @@ def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> d
 def out_of_reach(
     agents: Sequence[Member], cut: Collection[tuple[str, str]], *, standby: Collection[str]
 ) -> dict[str, str]:
-    """Return the tokens of the agents to leave out, each with the address of an agent that cannot be reached.
+    """Return the tokens of the agents to leave out, each with a reason: the address that cannot reach it.
 
     Args:
         agents: all agents at the meeting, beginning with the first agent.

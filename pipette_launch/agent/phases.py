@@ -78,7 +78,7 @@ class FirstIteration:
         if self._proven or self._seen or self._round_store is None:
             return self._proven or self._seen
         end = time.monotonic() + (wait_s if self._round_store.group_size > 1 else 0.0)
-        # If the store is gone with its host, only this node's own observation counts.
+        # If the store is gone, only the observation of this node counts.
         with contextlib.suppress(RoundOver):
             while not (known := self._round_store.has("iterated")) and time.monotonic() < end:
                 time.sleep(0.1)
@@ -136,7 +136,7 @@ class Relay:
         self._gives = not round_store.is_coordinator and token == decision.tokens[0]
 
     def hand_over(self) -> None:
-        """Publish the measurements, if another node decides and needs them."""
+        """Publish the measurements, if this node made them and another node decides."""
         if not self._gives:
             return
         path = self._controller.measured_path
@@ -170,7 +170,7 @@ class Relay:
 
 
 class PhasesBeforeTraining:
-    """Warm-up and trials, as one agent sees them."""
+    """Warm-up and trials on the node of one agent."""
 
     def __init__(self, controller: Controller, address: str) -> None:
         self._controller = controller

@@ -173,7 +173,7 @@ class RendezvousSettings:
     join_s: float = C10D_JOIN_S
     """Seconds for which torch waits for the nodes."""
     advice: str = ""
-    """End of an error about too many launchers, if SLURM may have started them; else empty."""
+    """End of an error about too many launchers, if SLURM may have started these launchers; else empty."""
 
     def store_elsewhere(self) -> Member | None:
         """Return the address of torch's c10d store; None if this agent may hold the store."""

@@ -191,7 +191,7 @@ def port_held(port: int, settings: RendezvousSettings) -> str:
 
 
 def holder(port: int) -> tuple[str, bool]:
-    """Return the holder of a TCP port of this machine, as far as /proc shows it, and True if it is a launcher."""
+    """Return the process that holds a TCP port, as far as /proc shows it, and True if this process is a launcher."""
     with suppress(OSError, psutil.Error):
         for one in sorted(psutil.net_connections("tcp"), key=lambda one: one.status != psutil.CONN_LISTEN):
             if one.pid and one.laddr and one.laddr.port == port:
@@ -244,7 +244,8 @@ class Waiting:
         self._settings = settings
         self._next_line_s = FIRST_LINE_S
         self.is_spare = False
-        """True if the job had all its nodes when this node came, so that it trains only after a loss."""
+        """True if the job had all its nodes when this node came, so that this node trains only after another node is
+        lost."""
         self._names: list[str] = []
         """Nodes present at the last look, kept because torch forgets these nodes after its time limit."""
 

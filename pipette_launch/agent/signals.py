@@ -149,7 +149,7 @@ def _handler(
 
     def handle(number: int, _frame: FrameType | None) -> None:
         name, pids = signal.Signals(number).name, workers()
-        # A forked child inherits this handler and must not signal its siblings.
+        # A forked child of the launcher inherits this handler, but must not signal the workers.
         is_child = os.getpid() != launcher
         if is_child or pids is None:
             # An exception would be taken for a fault of the machine that is being described.

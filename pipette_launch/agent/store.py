@@ -27,7 +27,7 @@ MOST_BYTES = 4 << 20
 """Most bytes of one part of a long text, because TCPStore accepts at most 8 MiB in one value."""
 BROKEN = "the connection to its store broke"
 PEER_WAIT_S = 120.0
-"""Longest wait for a message of another agent in a round: an agent may need half a minute to end its workers."""
+"""Longest wait (s) for a message of another agent, which may need half a minute to end its workers."""
 GOODBYE_S = 10.0
 """Longest time (s) that the agent with the store waits until all other agents have left."""
 
@@ -54,7 +54,7 @@ def growing_pauses() -> Iterator[float]:
 
 
 class TorchCall(Generic[Answer]):
-    """A call of torch in its own thread. If the call never returns, the thread stays behind."""
+    """A call of torch in a separate thread. If the call never returns, this thread never ends."""
 
     def __init__(self, do: Callable[[], Answer]) -> None:
         self._answers: list[Answer] = []
@@ -82,7 +82,7 @@ class TorchCall(Generic[Answer]):
 
 
 def within(seconds: float, do: Callable[[], Answer]) -> Answer:
-    """Return the result of a call, or raise TimeoutError if it takes longer."""
+    """Return the result of a call, or raise TimeoutError if the call takes longer."""
     call = TorchCall(do)
     if not call.returns_within(seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")
@@ -106,7 +106,7 @@ class AgentStore:
     def _call(self, do: Callable[[], Answer]) -> Answer:
         if self._is_own:
             return do()
-        # After one call without an answer, each further call would take as long.
+        # After one call without an answer, each further call would wait until its deadline too.
         self.check_is_there()
         try:
             return within(HOST_SILENCE_S, do)
@@ -207,7 +207,7 @@ class RoundStore(AgentStore):
         self.put("alarm", why)
 
     def is_over(self) -> bool:
-        """Return True if an agent called a meeting; call it if another agent is lost."""
+        """Return True if an agent called a meeting; call a meeting if another agent is lost."""
         lost = self._find_lost()
         if lost:
             self.call_all(lost)

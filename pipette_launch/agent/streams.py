@@ -147,7 +147,7 @@ class Streams:
         self._drain()
 
     def _wait_s(self, longest_s: float) -> float | None:
-        """Return the seconds until the first held line is due; None without a limit."""
+        """Return the seconds until the oldest incomplete line must be copied; None without a limit."""
         keys = self._selector.get_map().values()
         due_s = min((key.data.held_until_s for key in keys if key.data), default=math.inf)
         wait_s = min(longest_s, due_s - time.monotonic())

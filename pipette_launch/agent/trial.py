@@ -79,7 +79,7 @@ class TrialRun:
         """Hosts that have left the round."""
 
     def begin(self) -> None:
-        """Forget an earlier trial."""
+        """Forget the state of an earlier trial."""
         self.drop_logs()
         self.following, self.absent = None, ()
         self._step_s, self._has_ended, self._streams = [], False, None
@@ -87,7 +87,7 @@ class TrialRun:
         self._started_s = time.time()
 
     def open_logs(self) -> tuple[Streams, LogsSpecs]:
-        """Return the reader of the workers' output, and where they write."""
+        """Return the reader of the workers' output, and torch's log settings."""
         self._logs = tempfile.mkdtemp(prefix="pipette_trial_")
         self._streams = Streams(self._hear)
         return self._streams, WatchedLogs(QuietLogs(log_dir=self._logs), self._streams, 0)

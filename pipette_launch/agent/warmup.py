@@ -62,7 +62,7 @@ _WAITS = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerState:
-    """One warm-up worker, as the agent of its node sees it."""
+    """State of one warm-up worker, as the agent of the worker's node observes it."""
 
     slot: int
     name: str
@@ -75,7 +75,8 @@ class WorkerState:
     where: str
     """Phase of the warm-up, and step within this phase."""
     advance: int
-    """Number of steps and phases done, weighted. A stuck worker is behind the workers that wait for it."""
+    """Weighted number of finished steps and phases. A stuck worker has a lower number than the workers that wait for
+    it."""
     silent_s: float
     """Seconds since the worker's last progress message."""
     idle_s: float

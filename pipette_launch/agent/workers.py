@@ -204,7 +204,7 @@ def _count(file: Path) -> int | None:
 
 
 def as_oom_kill(failure: Failure | None, *, kills: int) -> Failure | None:
-    """Blame memory for a SIGKILL without another cause, if the kernel killed `kills` > 0 processes since the start."""
+    """Explain a SIGKILL without known cause by a lack of memory, if the kernel has killed `kills` > 0 processes."""
     if failure is None or failure.exit_code != -signal.SIGKILL or failure.kind != "other" or kills == 0:
         return failure
     cause = f"{OUT_OF_MEMORY}: the kernel killed a process, because the memory of the host or of its cgroup was full"

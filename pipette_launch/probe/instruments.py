@@ -100,7 +100,7 @@ class CpuStopwatch:
         self._kept: float | None = None
 
     def mark(self) -> tuple[float, float]:
-        """Read both clocks."""
+        """Read the wall clock and the processor clock of this thread."""
         return time.perf_counter(), time.thread_time()
 
     def seconds(self, before: tuple[float, float], after: tuple[float, float]) -> float:

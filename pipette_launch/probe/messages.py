@@ -253,7 +253,7 @@ class PhaseEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sign:
-    """The last progress message of a worker; the agent of its node reads it.
+    """The last progress message of a worker, which the agent of the worker's node reads.
 
     The age of the message shows a hung worker long before the warm-up is overdue. The peers in the message show whether
     a worker only waits for another worker.
@@ -274,7 +274,7 @@ class Sign:
     waits_for: str = ""
     """Name of the awaited thing; empty while the worker works."""
     peers: tuple[int, ...] = ()
-    """Slots for which the worker waits, or with which it exchanges messages."""
+    """Slots for which the worker waits, or with which the worker exchanges messages."""
     ended: tuple[PhaseEnd, ...] = ()
 
     def where(self) -> str:

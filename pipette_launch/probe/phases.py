@@ -1,4 +1,4 @@
-"""The phases of a warm-up, as one worker goes through them.
+"""The phases of a warm-up, as one worker runs them.
 
 1. Alone: each worker times layers and their memory, without peers.
 2. Together: all workers time links over one communicator. The adviser names the groups of slots that good plans would
@@ -394,7 +394,7 @@ def lines_of(links: Sequence[LinkSamples], options: WarmupOrder) -> dict[Pair, L
 
 
 def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder: Path, budget_s: float) -> Advice:
-    """Start the adviser and wait for its answer; if it fails, the Advice is empty and has the reason.
+    """Start the adviser and wait for its answer; if the adviser fails, the Advice is empty and has the reason.
 
     `command` comes from the order; the names of the question file and the answer file, in `folder`, are appended.
     `budget_s` limits the adviser's search.

@@ -76,8 +76,8 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     meter = meter_of(options.device_kind, options.device(place.rank).uuid)
     if options.device_kind == "cuda":
         use_device(progress.local_rank, options.device(place.rank).uuid)
-    # The budget does not cover imports, compilation, the first lap and the rendezvous, because the order cannot shorten
-    # them.
+    # The budget begins later than imports, compilation, the first lap and the rendezvous, because their time does not
+    # depend on the agent's order.
     progress.step(0, 0, "imports")
     workload.load(options.device_kind)
     progress.step(0, 0, "first lap")

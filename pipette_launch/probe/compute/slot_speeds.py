@@ -261,7 +261,7 @@ class PaceTest:
 
 
 def queued_s() -> float:
-    """Return the seconds that this thread has waited for a core since its start; 0 if the kernel does not count."""
+    """Return the seconds that this thread has waited for a core since its start; 0 if the kernel keeps no count."""
     try:
         return int(SCHEDULE.read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

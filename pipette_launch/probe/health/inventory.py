@@ -295,7 +295,7 @@ def _bridges(device: Path) -> list[str]:
 
 
 def _numa_node(device: Path) -> int | None:
-    """Read a device's NUMA node; sysfs has -1 if the firmware does not name it."""
+    """Read a device's NUMA node; None if sysfs has -1, because the firmware names no node."""
     text = _read(device / "numa_node")
     return int(text) if text.isdecimal() else None
 
@@ -373,7 +373,7 @@ def await_memory(
             sleep(POLL_S)
         named = [sentence for sentence in holders(host) if any(device.uuid in sentence for device in full)]
     except ClusterError as error:
-        # The driver no longer answers: the training will report more about it.
+        # Give up if the driver no longer answers, because the training will report the driver's error.
         return (str(error),)
     stayed_full = (
         f"{host.name}: {device.name} {device.uuid} still holds {bytes_text(excess[device])} more than before the "

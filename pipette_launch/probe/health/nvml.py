@@ -44,7 +44,7 @@ class Memory(NamedTuple):
 
 
 class Gpus(NamedTuple):
-    """The GPUs of this machine, as one process sees them."""
+    """The GPUs of this machine that this process can use, and the broken GPUs."""
 
     handles: list[Any]
     """Handles of the usable GPUs in PCI bus order; CUDA_VISIBLE_DEVICES is not applied."""

@@ -37,7 +37,8 @@ most."""
 MOST_CALLS, CALLS_S = 16, 10e-3
 """On GPUs a value is the mean of 16 calls in a row, or of fewer calls if 16 calls would take longer than 10 ms."""
 DEADLINE_SHARE = 0.8
-"""A worker gives up after this share of the time limit, before NCCL's own watchdog ends it without a reason."""
+"""A worker gives up after this share of the time limit, because NCCL's watchdog would end the worker without a
+reason."""
 REACH_REPEATS = 3
 REACH_S, REACH_SHARE = 1.5, 0.5
 """The largest tensors of plans, above all gradients, may be many times the largest message between stages. So one size
@@ -186,7 +187,7 @@ class _Timer:
         if not self.timed:
             return 0
         known_bytes, samples = list(self.timed.items())[-1]
-        # On GPUs two untimed calls precede all values, and one untimed call precedes each value.
+        # On GPUs two calls precede the values, and an untimed call precedes each of these calls and values.
         calls = REACH_REPEATS + 1 if self._queued is None else 2 * (REACH_REPEATS + 2)
         allowed_s = min(REACH_S, REACH_SHARE * budget.left_s(COLLECTIVES_SHARE)) / calls
         affordable = int(known_bytes * allowed_s / samples.median_s)
@@ -209,7 +210,7 @@ def _action(kind: CollectiveKind, elements: int, size: int, *, group: dist.Proce
 
 
 def _first_try(action: Call) -> str:
-    """Run an untimed first collective, which opens connections; returns the reason if the backend lacks it, else ''."""
+    """Run a first collective, which opens connections; returns the reason if the backend lacks it, else ''."""
     try:
         action()
     except (NotImplementedError, RuntimeError, ValueError) as error:

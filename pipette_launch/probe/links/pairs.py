@@ -156,7 +156,7 @@ def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
 
 @dataclass(kw_only=True)
 class Tally:
-    """The times that the sender of one direction has measured, and the messages that it still wants to send."""
+    """Times that the sender of one direction has measured, and the number of messages that the sender still wants."""
 
     sizes: tuple[int, ...]
     """Message sizes in bytes, from `ladder`."""
@@ -236,8 +236,8 @@ class Tally:
             return self._more(lacking, max(MIN_VALUES, self._affordable(lacking, self.repeats)))
         unsure = [index for index in kept if quartile_spread(self.values_s[index]) > TARGET_SPREAD]
         if any(self.sizes[index] != TINY_BYTES for index in unsure):
-            # A disturbance may have slowed all values of another size equally, so a small scatter does not prove them
-            # right.
+            # Repeat all sizes, because a disturbance may have slowed all values of another size equally, without
+            # scatter.
             unsure = kept
         had = max((len(self.values_s[index]) // self._factor(index) for index in unsure), default=MAX_VALUES)
         count = self._affordable(unsure, min(had, MAX_VALUES - had))
@@ -463,7 +463,7 @@ class LinkMeter:
 def _operations(
     outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, *, sends_first: bool
 ) -> tuple[dist.P2POp, dist.P2POp]:
-    """Return a send and a receive in the given order, each as a list for a separate `batch_isend_irecv`.
+    """Return a send and a receive in the given order, each for a separate `batch_isend_irecv`.
 
     `batch_isend_irecv` uses the world's communicator, but NCCL's plain send would open a communicator for each pair.
     """

@@ -425,11 +425,11 @@ class Pass(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Survey:
-    """The links known so far, and how they were measured."""
+    """The links known so far, and the rounds in which these were measured."""
 
     num_hosts: int
     lines: dict[Pair, Line]
-    """All measured links, new and cached, in both directions."""
+    """Lines of all measured links, new and cached, in both directions."""
     places: Sequence[Place] = ()
     is_cached: bool = False
     """True if the initial lines are from an earlier warm-up, so that these links may be measured again."""

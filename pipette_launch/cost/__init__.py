@@ -11,7 +11,7 @@ _MOST = 1 << 15
 
 
 class Memo(Generic[T]):
-    """Values by key, for figures that many layouts share; all are forgotten when there are too many."""
+    """Cache of values that many layouts share; when it is full, all values are dropped."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._values: dict[Hashable, T] = {}
@@ -21,7 +21,7 @@ class Memo(Generic[T]):
         return len(self._values)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of a key; `make` computes a missing value, from the key's facts only."""
+        """Return the value of a key; `make` computes a missing value and may depend on the key only."""
         if key not in self._values:
             if len(self._values) >= self._most:
                 self._values.clear()

@@ -1,7 +1,7 @@
-"""Compute times for cases and flags that the warm-up did not time.
+"""Compute times for shapes (tp, cp, micro-batch size) and flags that the warm-up did not time.
 
-Three sources, all based on measured times: the ratio of the device model between two shapes or between two sets of
-flags (`device_model`), and the times of an earlier warm-up of the same machines and model.
+A measured time is multiplied by the device model's ratio between two shapes, or between two sets of flags
+(`device_model`). Another source is an earlier warm-up of the same machines and model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, 
 from pipette_launch.megatron.performance import performance_options
 
 CHANGED = 0.25
-"""If a case that was measured both times changed by more than this share, no earlier time is used."""
+"""Earlier times are not used if the speed of cases measured both times changed by more than this share."""
 _LOCAL = Link(latency_s=1e-6, bytes_per_s=1e10)
 GENERIC = DeviceSpec(
     name="any",
@@ -32,7 +32,7 @@ GENERIC = DeviceSpec(
     memory_bytes=1 << 34,
     within_host=_LOCAL,
     between_hosts=_LOCAL,
-    # Figures of a CPU core: wide products near the peak, ten microseconds of torch's dispatcher for each kernel.
+    # Figures of a CPU core: large products run near the peak, and torch's dispatcher takes 10 microseconds a kernel.
     efficiency=Efficiency(matmul_share=0.8, half_size=16, attention_share=0.5, memory_share=0.8, launch_s=1e-5),
     source="A core of 50 GFLOP/s and 10 GB/s, of which only ratios are used.",
 )
@@ -40,7 +40,7 @@ GENERIC = DeviceSpec(
 
 
 def spec_of(device: Device) -> DeviceSpec:
-    """Return the known device of the driver's name, else the one of its chip with the nearest memory, else GENERIC."""
+    """Return the known device with the driver's name, else the same chip with the nearest memory size, else GENERIC."""
     known = device_of_driver(device.name)
     if known is not None:
         return known
@@ -49,13 +49,13 @@ def spec_of(device: Device) -> DeviceSpec:
 
 
 def layout_of(job: Job, case: ComputeCase) -> Layout:
-    """Return a layout that runs a case, with the expert parallelism of the user's own layout."""
+    """Return a layout with a case's tp, cp and micro-batch size, and with ep of the user's own layout."""
     own = Layout(dp=job.own.ep, ep=job.own.ep)
     return replace(own, tp=case.tp, cp=case.cp, micro_batch_size=case.micro_batch_size, sequence_parallel=case.tp > 1)
 
 
 def as_timed(job: Job) -> Job:
-    """Return the job with the flags that its layers were timed with: 16 bits, no CUDA graphs, no attention windows."""
+    """Return the job with the flags of the timed layers: 16 bits, no CUDA graphs, no attention windows."""
     kept = tuple(flag for flag in job.performance_flags if not flag.startswith(MODELLED))
     return replace(job, performance_flags=kept, model=replace(job.model, attention_windows=()))
 
@@ -63,14 +63,15 @@ def as_timed(job: Job) -> Job:
 def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurements:
     """Add times of the cases that the warm-up did not reach, marked as modelled.
 
-    Each is the time of the nearest measured case times the device model's ratio between both shapes. Measurements
-    without a complete case are returned unchanged. A case that may run out of memory like a refused one gets no time.
+    An added time is the nearest measured case's time, multiplied by the device model's ratio between both shapes.
+    Measurements without a complete case are returned unchanged. A case gets no time if it may run out of memory,
+    because a similar case was refused.
     """
     known = _middle_times(measurements)
     ran = {time.case.cp for time in measurements.compute}
 
     def may_fail(case: ComputeCase) -> bool:
-        """Return True if a case of this cp was refused that needs no more memory, or none of this cp ran."""
+        """Return True if a refused case of equal cp needs at most as much memory, or if no case of this cp ran."""
         alike = (refused for refused in measurements.refused if refused.cp == case.cp)
         return any(
             case.cp not in ran or (refused.tp >= case.tp and refused.micro_batch_size <= case.micro_batch_size)
@@ -96,13 +97,13 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
 
 
 def _doublings(case: ComputeCase, other: ComputeCase) -> float:
-    """Return the doublings between two cases; a doubling of tp counts twice, because it changes the kernels."""
+    """Return the distance of two cases in doublings of tokens or tp; a doubling of tp counts twice."""
     tokens = case.micro_batch_size * other.cp / (case.cp * other.micro_batch_size)
     return 2 * abs(math.log2(case.tp / other.tp)) + abs(math.log2(tokens))
 
 
 def _middle_times(measurements: Measurements) -> dict[ComputeCase, dict[str, ComputeTime]]:
-    """Return the measured times of each case by part, on the slot in the middle; without cases that lack a layer."""
+    """Return each case's measured times by part, on the slot of median speed; cases without a layer are left out."""
     times: dict[ComputeCase, dict[str, list[ComputeTime]]] = {}
     for time in measurements.compute:
         times.setdefault(time.case, {}).setdefault(time.part, []).append(time)
@@ -124,7 +125,7 @@ def _modelled(job: Job, spec: DeviceSpec, layouts: Sequence[Layout]) -> dict[tup
 
 
 def times_ratio(time: ComputeTime, there: ComputeTime, here: ComputeTime) -> ComputeTime:
-    """Multiply the passes of a time by the ratio there / here of two other times."""
+    """Return `time` with each pass multiplied by the ratio of this pass in `there` to this pass in `here`."""
 
     def scaled(samples: Samples, name: str) -> Samples:
         before_s, after_s = getattr(here, name).median_s, getattr(there, name).median_s
@@ -147,7 +148,8 @@ class Repriced(NamedTuple):
 
     compute: tuple[ComputeTime, ...]
     factors: Factors
-    """Time of the layers over their time as timed, by case; empty if the times were not changed."""
+    """Time of the layers with all flags, divided by their measured time, for each case; empty if the times were not
+    changed."""
     flags: str = ""
     """Flags that the timed layers did not have; empty if no flag changes their time."""
     origin: str = ""
@@ -160,7 +162,7 @@ def repriced(job: Job, measurements: Measurements) -> Repriced:
     seconds = measured seconds * model(with all flags) / model(as timed), for each pass of each part in each case. Both
     modelled times are for the same layer, shape and device, so most errors of the model cancel. The factor covers FP8
     or FP4 with casts, CUDA graphs of parts or of the whole iteration, and attention windows in the mean of all layers.
-    Times of imagined machines, which have no versions, include all flags already.
+    Times that a data sheet predicts include all flags already, so they are returned unchanged.
     """
     plain = as_timed(job)
     same_options = performance_options(job) == performance_options(plain)
@@ -188,7 +190,7 @@ def repriced(job: Job, measurements: Measurements) -> Repriced:
 
 
 def _layers_s(times: Sequence[ComputeTime]) -> dict[ComputeCase, float]:
-    """Add up the passes of all timed layers, by case."""
+    """Return the seconds of all passes of all timed layers, for each case."""
     found: dict[ComputeCase, float] = {}
     for time in times:
         if time.part in LAYERS:
@@ -200,8 +202,8 @@ def _layers_s(times: Sequence[ComputeTime]) -> dict[ComputeCase, float]:
 def with_cached_times(measurements: Measurements, earlier: Measurements | None) -> Measurements:
     """Add the earlier warm-up's times of unmeasured cases, marked as cached and scaled to today's speed.
 
-    Today's speed is the median ratio of layers in cases that were measured both times. Nothing is added without such a
-    case, or if the speed changed by more than CHANGED.
+    Today's speed is the median ratio of layers in cases that were measured both times. Without a case that was measured
+    both times, or if the speed changed by more than CHANGED, no time is added.
     """
     if earlier is None or not measurements.model_digest or earlier.model_digest != measurements.model_digest:
         return measurements
@@ -232,7 +234,7 @@ def with_cached_times(measurements: Measurements, earlier: Measurements | None) 
 
 
 def _forward_s(measurements: Measurements) -> dict[ComputeCase, float]:
-    """Return the seconds of a layer's forward in each case that was measured, the median of its slots."""
+    """Return the median over the slots of a layer's forward seconds, for each measured case."""
     times: dict[ComputeCase, list[float]] = {}
     for time in measurements.compute:
         if time.part in LAYERS and time.source == "measured":

@@ -1,4 +1,4 @@
-"""A model of devices of known types, and the measurements that it gives in place of a warm-up.
+"""A model of known device types, and the measurements that it predicts instead of a warm-up.
 
 seconds of a pass = max(host, device), with
     host   = kernels * launch_s
@@ -6,10 +6,10 @@ seconds of a pass = max(host, device), with
              + attention flops / (peak * attention_share) + exponentials / their rate
              + bytes / (bandwidth * memory_share) + bytes of the scan / (bandwidth * scan_share)
 
-Peak and share of a product belong to the format in which it runs. With FP8 or FP4 the linears of Transformer Engine
-inside transformer layers run in this format. Each casts its input once in the forward and the gradient of its output
-once in the backward, as a copy by rows and one by columns. Everything else stays in 16 bits: attention's products,
-embedding, output layer, router, norms, activations, dispatch, and the reduction of gradients (megatron-core,
+Peak and share depend on the number format of a product. With FP8 or FP4, Transformer Engine's linears inside
+transformer layers run in this format. A linear casts its input once in the forward and its output's gradient once in
+the backward. Each cast makes a copy by rows and a copy by columns. Everything else stays in 16 bits: attention's
+products, embedding, output layer, router, norms, activations, dispatch, and the reduction of gradients (megatron-core,
 fp8_utils.py).
 """
 
@@ -41,14 +41,15 @@ from pipette_launch.text import rate_text
 
 CAST_BYTES = {"delayed": 4.0, "tensorwise": 6.0, "blockwise": 4.1, "mxfp8": 4.1, "fp4": 5.1, "custom": 4.1}
 """Bytes read and written to cast one 16-bit element, by recipe (TransformerEngine v2.18, pytorch/csrc/quantizer.cpp):
-one read, two narrow copies with their scales, and another read for the largest value if scaling is not delayed and the
-scale belongs to the whole tensor. Casts inside a norm's own kernel are not deducted."""
+one read and two narrow copies with their scales. If the scale belongs to the whole tensor and is not delayed, another
+read finds the largest value. Casts inside a norm's own kernel are also counted, although they need no extra read."""
 _ONE_COPY_BYTES = 1.0
-"""Bytes that a recipe with one scale a tensor saves if one copy serves both products, as on Blackwell."""
+"""Bytes an element that recipes with one scale a tensor save on Blackwell, where one narrow copy serves both
+products."""
 _ONE_SCALE = ("delayed", "tensorwise")
 _BLACKWELL = 10
 _GRADIENT_PASSES = 4
-"""Number of times a step reads or writes each byte of the gradient buffers, which no optimizer shards: cleared
+"""Number of times a step reads or writes each byte of the gradient buffers, which are whole on every rank: cleared
 (megatron-core, DistributedDataParallel.zero_grad_buffer), read for NaN, read and written by the division by the
 replicas (ParamAndGradBuffer, start_grad_sync; one replica needs no division)."""
 _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
@@ -59,13 +60,13 @@ class Precision:
     """The formats in which a job computes."""
 
     dtype: str
-    """Format of everything that is not narrow."""
+    """Format of all work that does not run in `narrow`."""
     narrow: str = ""
     """`fp8` or `fp4` for the linears of transformer layers; empty if they run in `dtype`."""
     cast_bytes: float = 0.0
     """Bytes moved to cast one element to the narrow format."""
     narrow_layers: float = 0.0
-    """Share of the layers whose linears run narrow."""
+    """Share of the layers whose linears run in the format `narrow`."""
 
     @classmethod
     def of(cls, job: Job, device: DeviceSpec) -> Precision:
@@ -116,7 +117,7 @@ def _product_s(device: DeviceSpec, dtype: str, product: Product) -> float:
 
 
 def matmul_efficiency(device: DeviceSpec, dtype: str, product: Product) -> float:
-    """Return the share of the peak that a product reaches, above 0 and at most the share of its format."""
+    """Return the share of the peak that a product reaches: above 0, at most the device's share for the format."""
     efficiency = device.efficiency
     ends = 1 / product.m + 1 / product.n + 1 / product.k
     return efficiency.share_of(dtype) / (1 + efficiency.half_size * ends)
@@ -143,7 +144,7 @@ def gradient_s_per_byte(device: DeviceSpec) -> float:
 
 
 def case_of(layout: Layout) -> ComputeCase:
-    """Return the shape of computation that a layout runs on each slot."""
+    """Return the compute case of a layout: its tp, cp and micro-batch size."""
     return ComputeCase(tp=layout.tp, cp=layout.cp, micro_batch_size=layout.micro_batch_size)
 
 
@@ -198,8 +199,8 @@ def imagined(
 def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) -> tuple[ComputeTime, ...]:
     """Return the modelled times of every part of the model in each shape of computation of the layouts.
 
-    A shape does not say how many experts a rank has, and so how few tokens each expert gets. If the layouts share the
-    experts in several ways, parts with experts are listed once more for each way.
+    A compute case does not contain the number of experts on a rank, which decides the tokens of each expert. If the
+    layouts have several (ep, etp), parts with experts are listed once more for each (ep, etp).
     """
     kinds = frozenset((*job.model.layer_kinds, *job.model.prediction_kinds))
     first: dict[ComputeCase, Layout] = {}
@@ -264,7 +265,7 @@ def assumptions(
 def imagined_cluster(
     device: DeviceSpec, *, num_hosts: int, devices_per_host: int, fabric: FabricSpec = UNIFORM
 ) -> Cluster:
-    """Return hosts of equal devices, with the device's usual links within and the fabric's between them."""
+    """Return hosts of equal devices, with the device's usual links within hosts and the fabric's between hosts."""
     inside = device.within_host
     within = Links.uniform(devices_per_host, latency_s=inside.latency_s, bandwidth_bytes_per_s=inside.fair_bytes_per_s)
     one = Device(
@@ -293,7 +294,7 @@ def imagined_cluster(
 def _compute_times(
     job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[LayerKind], *, only_experts: bool = False
 ) -> Iterator[ComputeTime]:
-    """Time layers of these kinds and the other parts of the model, or `only_experts` the parts with experts."""
+    """Yield modelled times of layers of these kinds and of other parts; with `only_experts` of parts with experts."""
     case, precision = case_of(layout), Precision.of(job, device)
     parts: dict[Part, PassLoads] = {kind: kind_loads(job, layout, kind) for kind in sorted(kinds)}
     prediction = job.model.prediction_kinds
@@ -307,7 +308,8 @@ def _compute_times(
             "core_attention": core_loads(job.model, layout),
         }
     for name, loads in parts.items():
-        # The two passes of a backward run as one: the host is ahead in one of them while the other is short.
+        # Input gradient and weight gradient run as one pass, because the host launches one while the device runs the
+        # other.
         backward = loads.input_grad + loads.weight_grad
         backward_s = pass_s(device, precision, backward)
         backward_device_s = device_s(device, precision, backward)
@@ -328,11 +330,11 @@ def _compute_times(
 def _collective_times(
     device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout], instances: int
 ) -> Iterator[CollectiveTime]:
-    """Price rings of equal steps; between hosts each member of a host adds its own share of the network cards.
+    """Yield modelled times of rings; between hosts each member adds its own share of the host's network cards.
 
-    A group of one size is priced on the fewest hosts, then on twice as many, up to one member a host. An all-to-all is
-    not a ring: each member sends its pieces for other hosts through its own share alone, while pieces for its own host
-    stay inside.
+    For each group size the number of hosts doubles from the least possible number up to one member a host. An
+    all-to-all is not a ring: each member sends pieces for other hosts through its own share of the network cards only.
+    Pieces for its own host use the links inside the host.
     """
     latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
     byte_s_HH = cluster.between_hosts.seconds_per_byte()

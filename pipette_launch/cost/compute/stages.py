@@ -34,15 +34,15 @@ class Passes:
     recompute_s: float = 0.0
     """Forward passes that the backward runs again; not part of `backward_s`."""
     weight_grad_s: float = 0.0
-    """Part of `backward_s` for the weights' gradients that a schedule can delay."""
+    """Part of `backward_s` that computes weight gradients and that a schedule can delay."""
     forward_idle_s: float = 0.0
     """Part of the forward in which the device waits for the host."""
     backward_idle_s: float = 0.0
-    """The same part of backward and recompute."""
+    """Part of backward and recompute in which the device waits for the host."""
 
     def __add__(self, other: Passes) -> Passes:
         """Add the passes of two parts that run one after the other."""
-        # Written out, because a search adds up ten thousand of them.
+        # The sum is written out for speed, because a search adds up ten thousand `Passes`.
         return Passes(
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
@@ -64,7 +64,7 @@ class Passes:
         )
 
     def again(self, share: float) -> Passes:
-        """Run a share of the forward once more in the backward."""
+        """Return the passes if the backward runs `share` of the forward again."""
         idle_s = self.backward_idle_s + self.forward_idle_s * share
         return replace(self, recompute_s=self.forward_s * share, backward_idle_s=idle_s)
 
@@ -72,9 +72,9 @@ class Passes:
 class ComputeTable:
     """Measured compute times of a job, and times of unmeasured cases derived from them.
 
-    An unmeasured case takes the time of the measured case with the same tp and the nearest number of tokens, in
-    proportion to the tokens (micro-batch over cp). No time is carried over to another tp, because kernels of other
-    widths were not measured.
+    The time of an unmeasured case is proportional to its tokens (micro-batch over cp). It is scaled from the measured
+    case with the same tp and the nearest number of tokens. Times are not carried over to another tp, because kernels of
+    other widths were not measured.
     """
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
@@ -85,7 +85,7 @@ class ComputeTable:
         compute = self._repriced.compute
         medians = _median_passes(compute, measurements.cluster.slot_speed)
         self._passes = {(case, part): one for (case, part, ep, _), one in medians.items() if not ep}
-        # Parts with experts by EP and ETP, if these were timed separately.
+        # Times of parts with experts for each (EP, ETP), if the warm-up timed several.
         self._shared: dict[tuple[ComputeCase | None, int, int], dict[str, Passes]] = {}
         for (case, part, ep, etp), one in medians.items():
             if ep:
@@ -96,7 +96,7 @@ class ComputeTable:
             if time.recompute and time.recompute.median_s and time.forward.median_s:
                 share = time.recompute.median_s / time.forward.median_s
                 shares.setdefault((time.case, time.part), []).append(share)
-        # Time of a layer's full recompute in forwards of this layer: median over the slots that measured it.
+        # Time of a layer's full recompute divided by the layer's forward time: median over the slots with both times.
         self._again = {key: statistics.median(each) for key, each in shares.items()}
         self._usual_again = {
             part: statistics.median([share for (_, name), share in self._again.items() if name == part] or [1.0])
@@ -109,18 +109,19 @@ class ComputeTable:
         self._parts = ("embedding", "head", *sorted({*job.model.layer_kinds, *job.model.prediction_kinds})[::-1])
         self._sources: dict[ComputeCase, ComputeCase | None] = {}
         self._scaled: dict[ComputeCase, dict[str, Passes]] = {}
-        # By tp and tokens: the first of the cases with equal numbers of tokens stands for all.
+        # Measured case for each tp and number of tokens; of cases with equal numbers the first is used.
         self._complete: dict[int, dict[Fraction, ComputeCase]] = {}
         for measured in sorted({measured for measured, _ in self._passes}):
             if all((measured, part) in self._passes for part in self._parts):
                 tokens = Fraction(measured.micro_batch_size, measured.cp)
                 self._complete.setdefault(measured.tp, {}).setdefault(tokens, measured)
-                # A measured case is its own source; `source` finds the others when they are needed.
+                # The source of a measured case is the case itself. The method `source` adds the sources of other cases
+                # when needed.
                 self._sources[measured] = measured
 
     @property
     def copies_to_host(self) -> bool:
-        """True if passes depend on the bytes that a layer moves to the host, and so on all degrees that cut tensors."""
+        """True if offloading copies activations to the host, so that passes depend on all degrees that cut tensors."""
         return self._host_bytes_per_s > 0
 
     @property
@@ -129,7 +130,7 @@ class ComputeTable:
         return bool(self._shared)
 
     def source(self, case: ComputeCase) -> ComputeCase | None:
-        """Return the measured case that prices `case`: itself, the nearest of equal tp, or None."""
+        """Return the measured case whose times `case` uses: `case` itself, the nearest case of equal tp, or None."""
         if case not in self._sources:
             self._sources[case] = min(
                 self._complete.get(case.tp, {}).values(),
@@ -152,7 +153,7 @@ class ComputeTable:
         )
 
     def flags_note(self, case: ComputeCase) -> str | None:
-        """Return a sentence about the flags that the timed layers did not have, and their factor; None without any."""
+        """Return a sentence about flags that the timed layers lacked, and their factor; None without such flags."""
         _, factors, flags, origin = self._repriced
         source = self.source(case)
         if not flags or source is None:
@@ -180,23 +181,24 @@ class ComputeTable:
                 layers_passes = (self._layer(layout, part, index, kind) for index, kind in enumerate(kinds))
                 seen[kinds] = sum(layers_passes, Passes())
             chunks.append(seen[kinds])
-        # The weight gradients of the model's ends are never delayed: the head would have to keep its logits' gradients.
+        # Schedules never delay weight gradients of embedding and head, because the head would have to keep its logits'
+        # gradients.
         chunks[0] += replace(part["embedding"], weight_grad_s=0.0) + loaded
-        # A single stage has loaded the labels with the tokens.
+        # With a single stage, the time for loading the tokens already includes the labels.
         head, prediction = self._ends(layout, part)
         chunks[-1] += head + (loaded if layout.pp > 1 else Passes())
         chunks[layout.mtp_chunk] += prediction + (loaded if layout.chunks_after_mtp else Passes())
-        # In pipelines each pass of a chunk follows a wait. Elsewhere only the first pass of each step does, after the
-        # exchange of gradients. A step of four ranks on two cores took 24.2 ms of processor time, and 19.6 ms without
-        # any exchange.
+        # In pipelines each pass of a chunk follows a wait for a message. Without a pipeline only the first pass of a
+        # step follows a wait, for the exchange of gradients. A step of four ranks on two cores took 24.2 ms of
+        # processor time, but 19.6 ms without exchanges.
         waits = 1.0 if layout.pp > 1 else 1 / layout.num_microbatches(self._job.batch.global_batch_size)
         return tuple(chunk + self.wake * waits for chunk in chunks)
 
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return the units that `chunk_passes` adds up; 0 s for kinds that the model does not have.
 
-        For each possible kind of layer: a layer that full recompute skips (with selective recompute) and a
-        layer that it runs again. Then embedding, heads, and the depths of multi-token prediction.
+        The units of each possible kind of layer are a layer without full recompute (but with selective recompute) and a
+        layer with full recompute. After the layers come embedding, heads, and the depths of multi-token prediction.
 
         Raises:
             PlanError: no case of this tp was measured.
@@ -211,7 +213,7 @@ class ComputeTable:
         return (*layers, part["embedding"], *self._ends(layout, part))
 
     def hiding(self, layout: Layout) -> Hiding:
-        """Return the compute of one layer that can hide collectives: the first layer, or a hybrid model's mean."""
+        """Return the compute that can hide collectives: of the first layer, or of the mean layer of a hybrid model."""
         model = self._job.model
         part = self._passes_of(layout)
         kinds = model.layer_kinds if model.hybrid else model.layer_kinds[:1]
@@ -237,7 +239,7 @@ class ComputeTable:
         return {name: passes.forward_s + passes.backward_s for name, passes in self._part_passes(case).items()}
 
     def _passes_of(self, layout: Layout) -> dict[str, Passes]:
-        """Return the passes of each part in the shape of a layout, with its share of the experts."""
+        """Return the passes of each part for a layout's compute case and for its number of experts on a rank."""
         case = case_of(layout)
         passes, source = self._part_passes(case), self.source(case)
         shared = self._shared.get((source, layout.ep, layout.etp))
@@ -263,9 +265,9 @@ class ComputeTable:
         """Return the passes of all heads, and of all depths of multi-token prediction without their heads.
 
         Every depth has a head beside the model's own, on the same stage (gpt_model.py:611-660; DeepSeek-V3, section
-        2.2). If no depth was timed as a whole, it counts as its layers. These are recomputed like all layers, except
-        that method block skips them (multi_token_prediction.py, _checkpointed_forward). No schedule delays the weight
-        gradients of heads or depths.
+        2.2). If no depth was timed as a whole, a depth counts as its layers. Layers of a depth are recomputed like all
+        layers, but not by method `block` (multi_token_prediction.py, _checkpointed_forward). No schedule delays the
+        weight gradients of heads or depths.
         """
         model, head = self._job.model, replace(part["head"], weight_grad_s=0.0)
         if not model.mtp_num_layers:
@@ -282,7 +284,7 @@ class ComputeTable:
         return head * (1 + model.mtp_num_layers), depth * model.mtp_num_layers
 
     def _whole_layer(self, layout: Layout, part: dict[str, Passes], kind: LayerKind, *, again: bool = False) -> Passes:
-        """Return a layer that method block skips, or runs `again`; 0 s if the model lacks this kind."""
+        """Return the passes of one layer, with full recompute if `again`; 0 s if the model lacks this kind."""
         if kind not in self._parts:
             return Passes()
         return self._layer(layout, part, 0 if again else layout.recompute.num_layers, kind)
@@ -291,8 +293,8 @@ class ComputeTable:
         model, layer, source = self._job.model, part[kind], self.source(case_of(layout))
         share = recompute_share(model, layout, index_in_chunk, kind)
         if layout.recompute.granularity == "full" and source:
-            # 1 if the warm-up timed no recompute. If it timed recompute in other cases only, their median stands for
-            # this case: the value hardly differs between shapes.
+            # The ratio is 1 if the warm-up timed no recompute. If the warm-up timed recompute in other cases only, the
+            # median of these cases is used, because the ratio hardly differs between cases.
             share *= self._again.get((source, kind), self._usual_again[kind])
         if _CORE in part and "core_attn" in recompute_modules(layout):
             core_share = attention_core_share(model, kind)
@@ -300,9 +302,9 @@ class ComputeTable:
         layer = layer.again(share)
         if not self.copies_to_host or (layout.recompute.granularity == "full" and share):
             return layer
-        # Each module's backward requests the tensors of the layer below, so one backward hides the way back of a
-        # layer's tensors. Nothing waits for a copy to the host (megatron-core, pipeline_parallel/
-        # fine_grained_activation_offload.py).
+        # The backward of each module requests the offloaded tensors of the layer below. So the backward of one layer
+        # hides the copy of one layer's tensors back to the device. No pass waits for a copy to the host (megatron-core,
+        # pipeline_parallel/ fine_grained_activation_offload.py).
         moved = offloaded(self._job, layout, kind).moved
         exposed_s = moved / self._host_bytes_per_s - layer.backward_s - layer.recompute_s
         return replace(layer, backward_s=layer.backward_s + max(0.0, exposed_s))
@@ -311,7 +313,7 @@ class ComputeTable:
 def _median_passes(
     compute: Sequence[ComputeTime], speed: Sequence[float]
 ) -> dict[tuple[ComputeCase, str, int, int], Passes]:
-    """Return the median over the slots that measured a part under some EP and ETP, each brought to speed 1 first."""
+    """Return median times over the measured slots, by (case, part, EP, ETP), each converted to speed 1 first."""
     times: dict[tuple[ComputeCase, str, int, int], list[ComputeTime]] = {}
     for time in compute:
         times.setdefault((time.case, time.part, time.ep, time.etp), []).append(time)

@@ -1,4 +1,4 @@
-"""The attention block: multi-head or multi-latent, by the implementation that runs.
+"""The attention block: multi-head or multi-latent attention, counted for the implementation that the job runs.
 
 TE = TransformerEngine v2.8, pytorch/attention/dot_product_attention; MC = megatron/core of core_v0.16.1;
 MLA = MC transformer/multi_latent_attention.py.
@@ -36,9 +36,10 @@ from pipette_launch.facts.model import LatentAttention, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 _STATISTICS_BYTES = {"LayerNorm": 8, "RMSNorm": 4}
-"""fp32 mean and reciprocal deviation of each normalised vector; RMSNorm has no mean."""
+"""Bytes of statistics for each normalised vector: mean and reciprocal deviation in fp32; RMSNorm has no mean."""
 _ANGLES = 4
-"""Sine and cosine, for queries and for keys (MC models/common/embeddings/rope_utils.py:113-125)."""
+"""Number of tensors of sines and cosines, for queries and for keys (MC
+models/common/embeddings/rope_utils.py:113-125)."""
 
 
 class Attention(Block):
@@ -65,11 +66,11 @@ class Attention(Block):
         return {(query + _pair_channels(model, layout), model.hidden_size), (model.hidden_size, query)}
 
     def activations(self, job: Job, layout: Layout) -> Activations:
-        """Count norm, projections and core.
+        """Count the activations of norm, projections and attention core.
 
-        Llama with fused attention comes to s*b*h*(12 + 4k/a + 6f/h)/t for a whole layer with sequence parallelism, and
-        to 8 + (...)/t without; a GPT with dropout to 34, and to 10 + 24/t without (Korthikanti et al. 2022, section 4).
-        The coefficients were confirmed by executing megatron-core.
+        A whole layer of Llama with fused attention keeps s*b*h*(12 + 4k/a + 6f/h)/t bytes with sequence parallelism.
+        Without sequence parallelism the factor of s*b*h is 8 + (4 + 4k/a + 6f/h)/t. For a GPT with dropout the factors
+        are 34/t and 10 + 24/t (Korthikanti et al. 2022, section 4). Executing megatron-core confirmed these factors.
         """
         model = job.model
         is_fp8, uses_te = computes_in_fp8(job), model.transformer_impl == "transformer_engine"
@@ -79,7 +80,8 @@ class Attention(Block):
         if model.latent_attention:
             fused = uses_te and performance_options(job).apply_rope_fusion
             latent = latent_bytes(model, model.latent_attention, layout, fused_rope=fused)
-            # A ring keeps the last keys and values in its own buffer, which recompute of projections does not free.
+            # Ring attention keeps the last keys and values in its own buffer, which recompute of projections does not
+            # free.
             pair = pair_bytes(model, layout) if ring_steps(job, layout) else 0
             kept, latents = latent.compressed + latent.context + pair, latent.projected - pair
         return Activations(
@@ -93,7 +95,7 @@ class Attention(Block):
         )
 
     def backward_bytes(self, job: Job, layout: Layout) -> int:
-        """Return the larger of the core's backward, with two gradients of the stream, and the ring's exchange."""
+        """Return the larger need: the core's backward with two gradients of the residual, or the ring's exchange."""
         residual = residual_bytes(job.model, layout)
         return max(2 * residual + core_backward_bytes(job, layout), exchange_bytes(job, layout))
 
@@ -115,14 +117,14 @@ class Attention(Block):
         return matrices + PassLoads(forward=turn, input_grad=turn) + core_loads(model, layout)
 
     def module_flops(self, model: ModelSpec) -> dict[str, float]:
-        """Return the core and, of multi-latent attention, the up-projections; 2 FLOPs for each weight."""
+        """Return the FLOPs per token of the core and, with multi-latent attention, of the up-projections."""
         found = {"core_attn": model.core_flops_per_token}
         if model.latent_attention:
             found["mla_up_proj"] = 2.0 * model.latent_attention.up_weights(model.num_attention_heads)
         return found
 
     def column_flops(self, model: ModelSpec) -> float:
-        """Return the query-key-value matrix; of multi-latent attention the mean of both up-projections."""
+        """Return the FLOPs per token of the query-key-value matrix, or the mean of latent up-projections."""
         if model.latent_attention:
             return 1.0 * model.latent_attention.up_weights(model.num_attention_heads)
         heads = model.num_attention_heads + 2 * model.num_query_groups
@@ -136,9 +138,9 @@ class Attention(Block):
         again_S: Ints,
         domain: int,  # noqa: ARG002
     ) -> Iterator[Exchange]:
-        """Yield ring attention: keys and values go around once in the forward; with their gradients in the backward.
+        """Yield ring attention's exchange: keys and values in the forward, with their gradients in the backward.
 
-        Each of the cp - 1 hops is hidden by the attention of one of the cp pieces (Liu et al. 2023, section 3).
+        The attention of one of the cp pieces hides each of the ring's cp - 1 hops (Liu et al. 2023, section 3).
         """
         if layout.cp == 1:
             return
@@ -173,10 +175,10 @@ def projected_bytes(job: Job, layout: Layout) -> int:
     heads, groups = _heads(model, layout), _groups(model, layout)
     kept = 2 * element * (heads + groups) * model.kv_channels
     if not is_local(model) and model.attention_backend == "flash" and layout.micro_batch_size > 1:
-        # Flash attention wants the batch dimension first. With more than one sample its output is kept in both orders:
-        # FlashAttention.forward makes the inputs contiguous, and transposes the output back for the projection, which
-        # keeps its own copy (TE backends.py, v1.7 to v1.11 and from v2.3 on). Golden A100 rows: 7B, tp 4, micro-batch
-        # 2: 32 MiB a layer; with context parallelism 1 MiB a layer, at 6 and at 12 layers.
+        # Flash attention needs the batch dimension first. With more than one sample, FlashAttention.forward transposes
+        # its output back for the projection, which keeps a copy of its own. So the output is kept twice (TE
+        # backends.py, v1.7 to v1.11 and from v2.3 on). NVIDIA's golden values on A100 show the copy: 32 MiB a layer for
+        # 7B with tp 4 and micro-batch 2. With context parallelism they show 1 MiB a layer, at 6 and at 12 layers.
         kept += element * heads * model.kv_channels
     if model.qk_layernorm:
         # Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481).
@@ -210,10 +212,11 @@ def core_bytes(job: Job, layout: Layout) -> int:
 def held_for_recompute_bytes(model: ModelSpec, layout: Layout) -> int:
     """Count the bytes that recompute of the core holds beyond query, key and value: the rest of their tensor.
 
-    Query, key and value are views of one output. Recompute keeps the core's arguments, not contiguous copies. If a
-    rotary embedding has made a new query and key, the value alone holds the whole output. Otherwise the output is not
-    more than the three, except for the query that query groups copy. Norms of query and key hold this part anyway.
-    By abstract execution: 8 MiB a layer for T = 2048, a * d = k * d = 1024.
+    Query, key and value are views of the output of one matrix. Recompute keeps the core's arguments, not contiguous
+    copies. If a rotary embedding makes a new query and key, the value's view alone keeps the whole output alive.
+    Otherwise the views need no more than the output, unless query groups make a copy of the query. Norms of query and
+    key keep the output anyway, so the result is 0. By abstract execution: 8 MiB a layer for T = 2048, a * d = k * d =
+    1024.
     """
     if model.latent_attention or model.qk_layernorm:
         return 0
@@ -228,7 +231,8 @@ def scores_buffer_bytes(model: ModelSpec, layout: Layout) -> int:
     """Count the scores of local attention, 2as/(h*t), in one buffer for all layers (dot_product_attention.py).
 
     If every layer kept its scores, a layer would keep 7as/(h*t). NVIDIA's golden values of the local implementation fit
-    5as and one buffer, to the size of the workspaces (12, 6 and 3 layers: 69, 70 and 74 MiB below the measured peak).
+    5as/(h*t) a layer and one buffer. This count is 69, 70 and 74 MiB below the measured peak for 12, 6 and 3 layers,
+    which is the size of the workspaces.
     """
     if not is_local(model):
         return 0
@@ -239,8 +243,8 @@ def core_backward_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes that the core's backward needs beyond its kept activations.
 
     These are gradients of query, key, value and context. Unfused attention also needs a gradient as large as the
-    probabilities, before the dropped ones are freed. A ring has two buffers, each for keys, values and their gradients,
-    and one step's gradients, with gradients of keys and values twice (TE context_parallel.py,
+    probabilities, before the dropped ones are freed. Ring attention has two buffers, each for keys, values and their
+    gradients. It also holds one step's gradients, with the gradients of keys and values twice (TE context_parallel.py,
     AttnFuncWithCPAndKVP2P.backward).
     """
     model, latent, heads = job.model, job.model.latent_attention, _heads(job.model, layout)
@@ -258,10 +262,10 @@ def core_backward_bytes(job: Job, layout: Layout) -> int:
 def exchange_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes that context parallelism holds in one layer beside the core's inputs and output.
 
-    A ring keeps keys, values, output and statistics of every step until the last step corrects them all. On the rank of
-    the last piece every output is whole. `all_gather` holds the keys and values of the whole sequence. Exchanges by
-    `a2a` keep the sizes (TE context_parallel.py, forward of AttnFuncWithCPAndKVP2P and AttnFuncWithCPAndKVAllGather,
-    v1.7 to v2.18).
+    Ring attention keeps keys, values, output and statistics of every step until the last step corrects all outputs. On
+    the rank with the last piece of the sequence every output has full size. `all_gather` holds the keys and values of
+    the whole sequence. `a2a` holds no additional bytes (TE context_parallel.py, forward of AttnFuncWithCPAndKVP2P and
+    AttnFuncWithCPAndKVAllGather, v1.7 to v2.18).
     """
     model, steps = job.model, ring_steps(job, layout)
     gathers = layout.cp > 1 and "all_gather" in performance_options(job).cp_comm_type
@@ -295,12 +299,12 @@ def is_flash(model: ModelSpec) -> bool:
 
 
 def core_loads(model: ModelSpec, layout: Layout) -> PassLoads:
-    """Return the work of scores, softmax and context: flash attention, or every score written to memory.
+    """Return the work of scores, softmax and context, for flash attention or with all scores written to memory.
 
     Flash attention skips the scores behind the causal mask, half of 2 * T * s * a * (d of query + d of value), and the
-    scores outside a window (in the mean of all layers). Its backward has 5 products, its forward 2 (Dao 2023).
-    Otherwise all scores and contexts are computed, and T * s * a scores are written, masked and normalised, dropped,
-    and read again.
+    scores outside a window (in the mean of all layers). Flash attention has 2 products in the forward and 5 in the
+    backward (Dao 2023). Other backends compute all scores, and they write, mask, normalise, drop and read T * s * a
+    scores.
     """
     count, one, latent = tokens(model, layout), model.seq_length, model.latent_attention
     heads = _heads(model, layout)
@@ -328,18 +332,19 @@ class LatentBytes(NamedTuple):
     """Bytes that multi-latent attention keeps in one layer, without the attention core."""
 
     compressed: int
-    """Compressed queries, keys and values, and their norms."""
+    """Bytes of compressed queries, keys and values, and of the inputs of their norms."""
     projected: int
-    """Query, key and value of all heads; recompute of `mla_up_proj` does not keep them."""
+    """Bytes of query, key and value of all heads, which recompute of `mla_up_proj` does not keep."""
     context: int
-    """Output of the core."""
+    """Bytes of the attention core's output."""
 
 
 def latent_bytes(model: ModelSpec, latent: LatentAttention, layout: Layout, *, fused_rope: bool) -> LatentBytes:
     """Count the bytes that a layer's latent attention keeps (MLA:580-850).
 
-    Query, key and value are assembled from the up-projections' outputs, which are not kept. An unfused rotary embedding
-    keeps the sines and cosines of queries and keys. Latents are split over the sequence, like the norm's output.
+    Query, key and value are assembled from the outputs of the up-projections; these outputs are not kept. An unfused
+    rotary embedding keeps the sines and cosines of queries and keys. Latents are split over the sequence, like the
+    norm's output.
     """
     shard, heads = local_tokens(model, layout), _heads(model, layout)
     ranks = latent.kv_lora_rank + (latent.q_lora_rank or 0)
@@ -357,8 +362,8 @@ def _latent_parameters(model: ModelSpec, latent: LatentAttention, tp: int) -> in
     """Count one layer's latent attention on one rank (MLA:441-553).
 
     Up-projections and the output projection are split over tp. Transformer Engine's layers have the whole
-    down-projections on every rank (models/gpt/gpt_layer_specs.py:245-262, from core_v0.14 on); Megatron's own split
-    them. The latents have norms only with `--qk-layernorm`.
+    down-projections on every rank (models/gpt/gpt_layer_specs.py:245-262, from core_v0.14 on), but Megatron's own
+    layers split the down-projections. The latents have norms only with `--qk-layernorm`.
     """
     down_shards = 1 if model.transformer_impl == "transformer_engine" else tp
     heads = model.num_attention_heads
@@ -376,7 +381,7 @@ def _latent_parameters(model: ModelSpec, latent: LatentAttention, tp: int) -> in
 
 
 def _latent_loads(model: ModelSpec, latent: LatentAttention, layout: Layout) -> PassLoads:
-    """Down to the latents, whole on each rank, and up to the heads of this rank (MLA:441-553)."""
+    """Return the work of the whole down-projections and of the up-projections to a rank's heads (MLA:441-553)."""
     count, hidden, heads = tokens(model, layout), model.hidden_size, _heads(model, layout)
     query = heads * latent.query_channels
     loads = matrix(count, latent.kv_lora_rank + latent.qk_pos_emb_head_dim, hidden)
@@ -401,7 +406,7 @@ def _heads(model: ModelSpec, layout: Layout) -> int:
 
 
 def _groups(model: ModelSpec, layout: Layout) -> int:
-    """Return a rank's query groups; with fewer groups than ranks each holds one (MC transformer/attention.py)."""
+    """Return a rank's query groups; with fewer groups than ranks each rank has 1 (MC transformer/attention.py)."""
     return max(1, model.num_query_groups // layout.tp)
 
 

@@ -1,4 +1,4 @@
-"""The blocks that layers are made of, and the terms in which a block describes its cost.
+"""The blocks of layers, and the data types that describe the cost of a block.
 
 A layer kind is an entry of `kinds.KINDS`: one or two blocks, each behind a norm and beside a residual connection. A
 block is a class (`Attention`, `Mlp`, `Experts`, `Mamba`) that states its parameters, kept activations, work for the
@@ -27,12 +27,12 @@ _GRADIENT_BYTES = 8
 
 
 def tokens(model: ModelSpec, layout: Layout) -> int:
-    """T = s * b / cp: tokens of a micro-batch on one rank, before sequence parallelism splits them."""
+    """Return T = s * b / cp, the tokens of a micro-batch on one rank before sequence parallelism splits them."""
     return model.seq_length * layout.micro_batch_size // layout.cp
 
 
 def local_tokens(model: ModelSpec, layout: Layout) -> int:
-    """Tokens in norms, router and dispatcher: sequence parallelism splits them over tp."""
+    """Return a rank's tokens in norms, router and dispatcher: T, or T / tp with sequence parallelism."""
     return tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
 
 
@@ -44,7 +44,7 @@ def residual_bytes(model: ModelSpec, layout: Layout) -> int:
 
 
 def stream_bytes(job: Job, layout: Layout) -> int:
-    """Bytes of the tensor between two layers: in fp32 with `--fp32-residual-connection`, else as the weights."""
+    """Return the bytes of the tensor between layers: fp32 with `--fp32-residual-connection`, else the model's type."""
     residual = residual_bytes(job.model, layout)
     if not performance_options(job).fp32_residual_connection:
         return residual
@@ -78,9 +78,9 @@ class Parameters:
     """Number of parameters on one rank."""
 
     dense: int = 0
-    """Everything but experts. Their gradients are reduced over dp * cp."""
+    """Number of parameters outside experts, whose gradients are reduced over dp * cp."""
     expert: int = 0
-    """Experts. Their gradients are reduced over the expert data-parallel group."""
+    """Number of parameters of experts, whose gradients are reduced over the expert data-parallel group."""
 
     def __add__(self, other: Parameters) -> Parameters:
         """Add the parameters of two parts."""
@@ -101,10 +101,10 @@ class Activations:
     """Bytes that a block or a layer keeps for its backward."""
 
     layer_input: int = 0
-    """Input of an attention or Mamba block. Full recompute keeps nothing else."""
+    """Input of an attention or Mamba block, which is all that full recompute keeps."""
     attention_norm: int = 0
     attention: int = 0
-    """Query, key, value and context; for Mamba everything that the mixer keeps."""
+    """Query, key, value and context of attention, or all tensors that a Mamba mixer keeps."""
     latent_projections: int = 0
     """Query, key and value of multi-latent attention."""
     core_attention: int = 0
@@ -119,7 +119,7 @@ class Activations:
     shared_experts: int = 0
     dropout_masks: int = 0
     fuses_attention_norm: bool = False
-    """The norm is part of the matrix behind it, so it cannot be recomputed alone."""
+    """True if the norm is part of the next matrix's kernel, so that recompute of the norm alone is impossible."""
     fuses_mlp_norm: bool = False
     has_experts: bool = False
 
@@ -136,14 +136,15 @@ class Activations:
 
     @property
     def total(self) -> int:
-        """Everything, without recompute."""
+        """All bytes of the block, without recompute."""
         return sum(getattr(self, name) for name in self.__slots__ if not name.startswith(("fuses", "has")))
 
     def recomputed(self, modules: tuple[str, ...]) -> int:
         """Bytes that selective recompute of these modules does not keep; modules by Megatron's names.
 
-        TransformerEngine's dense layers have their norms inside the matrices. There `layernorm` saves nothing, and
-        `mlp` saves the norm too (transformer_layer.py:379-447 of core_v0.16.1).
+        TransformerEngine's dense layers compute their norms inside the matrices' kernels. In these layers recompute of
+        `layernorm` saves nothing, and recompute of `mlp` also saves the norm (transformer_layer.py:379-447 of
+        core_v0.16.1).
         """
         whole_mlp, moe = self.mlp + self.mlp_activation, self.has_experts
         saved_by_module = {
@@ -171,7 +172,7 @@ class Product:
     is_linear: bool = False
     """True for a linear of Transformer Engine, which can run in FP8 or FP4."""
     rate: float = 1.0
-    """Speed relative to one such product alone; products of many experts are slower."""
+    """Speed relative to one large product; products of many experts have a rate below 1."""
 
     @property
     def flops(self) -> float:
@@ -193,7 +194,7 @@ class Load:
     scan_bytes: float = 0.0
     """Bytes read and written by the scan of Mamba-2, which has a rate of its own."""
     cast_elements: float = 0.0
-    """Inputs and gradients of linears, cast if these run in FP8 or FP4."""
+    """Number of elements of inputs and gradients of linears, which are cast if the linears run in FP8 or FP4."""
     kernels: float = 0.0
 
     def __add__(self, other: Load) -> Load:
@@ -203,7 +204,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassLoads:
-    """Work of the three passes of a part; a pass without work is left out."""
+    """Work of a part's three passes: forward, input gradient, weight gradient."""
 
     forward: Load = Load()
     input_grad: Load = Load()
@@ -226,7 +227,7 @@ def is_captured(options: PerformanceOptions, module: str) -> bool:
     graphs = options.graphs
     if graphs.impl == ITERATION:
         return module == ITERATION
-    # Modules under their names of release 0.18 and later are not priced: NVIDIA's hybrid models came out worse.
+    # Names of modules from release 0.18 on are not priced, because predictions for NVIDIA's hybrid models became worse.
     return graphs.impl != "none" and module in options.cuda_graph_scope
 
 
@@ -239,9 +240,9 @@ def matrix(
         rows: rows of x, the tokens.
         outputs: columns of W.
         inputs: rows of W.
-        count: matrices of this shape, each with `rows` tokens.
-        is_linear: as in `Product`.
-        rate: as in `Product`.
+        count: number of matrices of this shape, each with `rows` tokens.
+        is_linear: True for a linear of Transformer Engine, which can run in FP8 or FP4.
+        rate: speed relative to one large product.
 
     """
     shapes = ((rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows))
@@ -269,18 +270,19 @@ class Hiding:
     """Seconds of compute of one layer that can hide a collective."""
 
     core_attention_s: float = 0.0
-    """Scores and context of the forward. They hide the rings of context parallelism."""
+    """Seconds of scores and context in the forward, which hide the rings of context parallelism."""
     input_grad_s: float = 0.0
-    """Input gradient of one column-parallel matrix."""
+    """Seconds of the input gradient of one column-parallel matrix."""
     weight_grad_s: float = 0.0
-    """Weight gradient of one column-parallel matrix."""
+    """Seconds of the weight gradient of one column-parallel matrix."""
     forward_s: float = 0.0
-    """Forward of one column-parallel matrix. It hides chunks of `--tp-comm-overlap`."""
+    """Seconds of the forward of one column-parallel matrix, which hides chunks of `--tp-comm-overlap`."""
     other_layer_s: float = 0.0
-    """A quarter of a layer's two passes. Each quarter hides one token exchange of another micro-batch."""
+    """Seconds of a quarter of a layer's forward and backward. A quarter hides one token exchange of another
+    micro-batch."""
     layers_s: Mapping[OfLayer, float] = field(default_factory=dict)
-    """One pass of a layer, the backward with recompute. It hides the next layer's weights and the previous layer's
-    gradients."""
+    """Seconds of one pass of a layer of each kind, the backward with recompute. This pass hides exchanges of the next
+    layer's weights and of the previous layer's gradients."""
 
     def seconds(self, behind: Behind) -> float:
         """Return the seconds that `behind` names; 0 if they were not given."""
@@ -299,9 +301,9 @@ class Exchange:
     """Number of these collectives in the forward of each stage."""
     backward: tuple[float, ...]
     behind: Behind | None = None
-    """Compute that hides each of them; None = nothing hides them."""
+    """Compute that hides each of these collectives; None if no compute hides them."""
     behind_share: float = 1.0
-    """Share of that compute that is free for this collective."""
+    """Share of the compute `behind` that can hide this collective."""
     hidden_s: float = 0.0
     """Hidden seconds of each collective, filled in from a `Hiding`."""
 
@@ -337,7 +339,7 @@ class Exchange:
 
     @property
     def is_sharding(self) -> bool:
-        """True if it moves weights or gradients, whose size does not grow with the micro-batch."""
+        """True if the collective moves weights or gradients, whose size does not grow with the micro-batch."""
         return self.group in ("shard", "expert_shard")
 
 
@@ -345,7 +347,7 @@ class Block(ABC):
     """A block of a layer, without its norm unless a method says otherwise."""
 
     graph_module = ""
-    """Megatron's name of the block as a scope of CUDA graphs; empty if the block has no such scope."""
+    """Megatron's name of the block as a scope of CUDA graphs; empty if CUDA graphs have no scope for the block."""
 
     @abstractmethod
     def parameters(self, model: ModelSpec, layout: Layout) -> Parameters:
@@ -357,7 +359,7 @@ class Block(ABC):
 
     @abstractmethod
     def shapes(self, model: ModelSpec, layout: Layout) -> set[tuple[int, int]]:
-        """Return the (outputs, inputs) of the linears that get a dummy gradient from TransformerEngine."""
+        """Return (outputs, inputs) of each linear for which TransformerEngine returns a dummy gradient."""
 
     @abstractmethod
     def activations(self, job: Job, layout: Layout) -> Activations:
@@ -372,7 +374,7 @@ class Block(ABC):
         """Return the work for the device."""
 
     def module_flops(self, model: ModelSpec) -> dict[str, float]:  # noqa: ARG002
-        """Return the forward FLOPs per token of each module that selective recompute can run again."""
+        """Return the forward FLOPs per token of each module of the block that selective recompute can name."""
         return {}
 
     @abstractmethod
@@ -393,7 +395,7 @@ class Block(ABC):
     ) -> Iterator[Exchange]:
         """Yield the collectives of the block, without the collectives of tensor parallelism.
 
-        `once_S` counts the blocks of this class on each stage, `again_S` those that full recompute runs again. `domain`
-        is the number of slots that the fastest links join.
+        `once_S` counts the blocks of this class on each stage, and `again_S` counts the blocks that full recompute runs
+        again. `domain` is the number of slots that the fastest links join.
         """
         yield from ()

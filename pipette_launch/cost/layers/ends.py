@@ -41,9 +41,10 @@ def embedding_bytes(job: Job, layout: Layout) -> int:
 def attention_mask_bytes(job: Job, layout: Layout) -> int:
     """Count the mask b * s/c * s of one byte that the first and the last pipeline rank load for a forward pass.
 
-    Megatron's data loader makes it unless a flag forbids it, although causal attention does not use it (datasets/
-    gpt_dataset.py, _get_ltor_masks_and_position_ids). On the golden rows: 7B, micro-batch 2 of 8192 tokens, 128 MiB;
-    the same test without the mask holds 4 MiB less, which is the mask's size there.
+    Megatron's data loader makes the mask unless a flag forbids it, although causal attention does not use it (datasets/
+    gpt_dataset.py, _get_ltor_masks_and_position_ids). NVIDIA's golden values confirm the size: 128 MiB for 7B with
+    micro-batch 2 of 8192 tokens. Another test holds 4 MiB less without the mask, which is the size of the mask in this
+    test.
     """
     options = performance_options(job)
     if not options.create_attention_mask_in_dataloader or options.dataloader_inter_document_masking:
@@ -57,11 +58,11 @@ def whole_mask_bytes(job: Job, layout: Layout) -> int:
 
 
 def loaded_mask_bytes(job: Job, layout: Layout) -> int:
-    """Count the whole mask while a micro-batch is loaded, and with context parallelism this rank's part beside it.
+    """Count the bytes for loading a mask: the whole mask, and with context parallelism also this rank's part.
 
-    Every rank of the first and of the last pipeline stage moves the whole mask to its device, or receives it there,
-    before context parallelism copies its part (training/utils.py, get_batch_on_this_tp_rank; MC utils.py,
-    get_batch_on_this_cp_rank; core_v0.14 to 0.20).
+    Each rank of the first and of the last pipeline stage has the whole mask on its device before context parallelism
+    copies the rank's part (training/utils.py, get_batch_on_this_tp_rank; MC utils.py, get_batch_on_this_cp_rank;
+    core_v0.14 to 0.20).
     """
     part = attention_mask_bytes(job, layout) if layout.cp > 1 else 0
     return whole_mask_bytes(job, layout) + part
@@ -70,8 +71,8 @@ def loaded_mask_bytes(job: Job, layout: Layout) -> int:
 def head_bytes(job: Job, layout: Layout) -> int:
     """Count final norm, logits and loss of one micro-batch: 4*s*b*h/c (/t) + 6*s*b*V/(t*c) in bf16.
 
-    Each depth of multi-token prediction computes a loss of its own and keeps the loss's copy of the logits. The logits
-    of one depth are a variable that lives as long as the head's logits (GPT:611-660).
+    Each depth of multi-token prediction computes its own loss, which keeps a copy of the depth's logits. A variable
+    also keeps the logits of one depth alive as long as the head's logits (GPT:611-660).
     """
     model = job.model
     copy, gradient = loss_bytes_per_logit(job)
@@ -82,13 +83,14 @@ def head_bytes(job: Job, layout: Layout) -> int:
 
 
 def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
-    """Return the bytes that the loss keeps for each logit, and those that its backward needs on top, beside the logit.
+    """Return the bytes for each logit, beside the logit: kept by the loss, and needed in addition by its backward.
 
-    Megatron's loss keeps an fp32 copy of 2-byte logits, which becomes softmax and gradient in place. The copy exists
-    with the logits in the forward and with their gradient in the backward. fp32 logits are changed in place (measured;
-    MC tensor_parallel/cross_entropy.py:24-33). Natively fused, the compiled backward writes the gradient to another
-    fp32 tensor (MC fusions/fused_cross_entropy.py, calculate_gradients; golden H100 rows hold T*V/t*4 = 393 MiB more).
-    TE's fused loss changes the logits in place (TE common/triton/cross_entropy.py).
+    Megatron's loss keeps an fp32 copy of 2-byte logits, and changes this copy in place to the softmax and then to the
+    gradient. The copy exists beside the logits in the forward, and beside the logits' gradient in the backward. fp32
+    logits are changed in place (measured; MC tensor_parallel/cross_entropy.py:24-33). With native fusion, the compiled
+    backward writes the gradient to another fp32 tensor (MC fusions/fused_cross_entropy.py, calculate_gradients; golden
+    H100 rows hold T*V/t*4 = 393 MiB more). TE's fused loss changes the logits in place (TE
+    common/triton/cross_entropy.py).
     """
     options = performance_options(job)
     if job.model.dtype_bytes == FP32_BYTES:
@@ -101,8 +103,8 @@ def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
 def deferred_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes that a deferred micro-batch keeps for the head's weight gradient until the cool-down.
 
-    With `--defer-embedding-wgrad-compute` and more than one pipeline rank: the head's input and the gradient of the
-    logits (MC tensor_parallel/layers.py:509-511, 1003-1008).
+    With `--defer-embedding-wgrad-compute` and several pipeline ranks these are the bytes of the head's input and of the
+    logits' gradient (MC tensor_parallel/layers.py:509-511, 1003-1008).
     """
     model = job.model
     if not performance_options(job).defer_embedding_wgrad_compute:
@@ -112,13 +114,13 @@ def deferred_bytes(job: Job, layout: Layout) -> int:
 
 
 def deferred_microbatches(job: Job, num_microbatches: Ints) -> Ints:
-    """Count the deferred micro-batches: at most `--wgrad-deferral-limit`; 0 defers all."""
+    """Count micro-batches with a deferred head weight gradient: at most `--wgrad-deferral-limit`; 0 defers all."""
     limit = performance_options(job).wgrad_deferral_limit
     return np.minimum(num_microbatches, limit) if limit else num_microbatches
 
 
 def embedding_loads(job: Job, layout: Layout) -> PassLoads:
-    """Return the work of the lookup: rows of h are copied and, in the backward, added up; with dropout if set."""
+    """Return the work of the embedding: it copies rows in the forward and adds up their gradients in the backward."""
     rows = residual_bytes(job.model, layout)
     dropout = 2.5 * rows if job.model.hidden_dropout > 0 else 0.0
     return PassLoads(
@@ -131,8 +133,9 @@ def embedding_loads(job: Job, layout: Layout) -> PassLoads:
 def head_loads(job: Job, layout: Layout) -> PassLoads:
     """Return the work of final norm, product with the vocabulary, and cross-entropy.
 
-    Logits pass about ten times in fp32: cast, maximum, subtract in place, exponential in place, sum; then divide in
-    place and scale. TE's cross-entropy reads the logits twice, and writes their gradients in their place.
+    Megatron's loss reads or writes the logits about ten times in fp32: cast, maximum, subtract in place, exponential in
+    place, and sum, then divide in place and scale. TE's cross-entropy reads the logits twice, and overwrites them with
+    their gradients.
     """
     model, options = job.model, performance_options(job)
     vocabulary = _vocabulary(model, layout)
@@ -152,7 +155,7 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
 def depth_parameters(model: ModelSpec, layout: Layout) -> int:
     """Count the parameters of one depth of multi-token prediction beside its layers (MTP:593-650).
 
-    These are norms of embedding and hidden state, the projection of both to one, split over tp, and a final norm.
+    A depth has norms of embedding and hidden state, a projection from 2h to h, split over tp, and a final norm.
     """
     return 3 * model.norm_parameters() + 2 * model.hidden_size * model.hidden_size // layout.tp
 
@@ -160,8 +163,8 @@ def depth_parameters(model: ModelSpec, layout: Layout) -> int:
 def depth_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes that a depth keeps beside its layers and its head (MTP:653-745, GPT:592-625).
 
-    These are the inputs of three norms, both halves of the projection's input, the depth's part of the tensor that all
-    heads read, and the bytes of an embedding.
+    A depth keeps the inputs of three norms and both halves of the projection's input. It also keeps its part of the
+    tensor that all heads read, and the bytes of an embedding.
     """
     model = job.model
     own = 6 * model.dtype_bytes * local_tokens(model, layout) * model.hidden_size
@@ -169,10 +172,10 @@ def depth_bytes(job: Job, layout: Layout) -> int:
 
 
 def depth_loads(job: Job, layout: Layout, layers: PassLoads) -> PassLoads:
-    """Return the work of one depth: embedding, two norms, the projection of both, its layers, a head and a loss."""
+    """Return the work of one depth: embedding, two norms, a projection from 2h to h, layers, a head and a loss."""
     model, rows = job.model, residual_bytes(job.model, layout)
     projection = matrix(tokens(model, layout), model.hidden_size // layout.tp, 2 * model.hidden_size)
-    # Each norm reads and writes; joining both reads and writes twice as much.
+    # Each of the two norms reads and writes T * h elements. Concatenating their outputs reads and writes 2 * T * h.
     joins = PassLoads(forward=Load(moved_bytes=8 * rows, kernels=3), input_grad=Load(moved_bytes=10 * rows, kernels=4))
     return embedding_loads(job, layout) + joins + projection + layers + head_loads(job, layout)
 
@@ -180,7 +183,7 @@ def depth_loads(job: Job, layout: Layout, layers: PassLoads) -> PassLoads:
 def depth_exchanges(job: Job, layout: Layout, depths_S: Ints) -> Iterator[Exchange]:
     """Yield the gathers of the projection from 2h to h, whose columns tp splits (MTP, _concat_embeddings).
 
-    With sequence parallelism the input is gathered first, and the gathered output is split again.
+    With sequence parallelism the projection's input is also gathered first, and the gathered output is split again.
     """
     if layout.tp == 1:
         return

@@ -1,7 +1,7 @@
 """The kinds of layers: the blocks of each kind, and the sums over its blocks.
 
-A new kind needs its name in `facts/model.py` and an entry in `KINDS`. A new block is a class like `mamba.Mamba`, and an
-entry in `BLOCKS`.
+A new kind of layer needs a name in `facts/model.py` and an entry in `KINDS`. A new block needs a class like
+`mamba.Mamba` and an entry in `BLOCKS`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KINDS: dict[LayerKind, tuple[Block, ...]] = {
 """Blocks of each kind of layer, in order. The kinds with one block belong to hybrid models."""
 BLOCKS: tuple[Block, ...] = (MAMBA, ATTENTION, MLP, EXPERTS)
 _KERNELS_PER_COLLECTIVE = 3.0
-"""Host work for one collective of torch's process group, in kernels."""
+"""Host time for one collective of torch's process group, as a number of kernel launches."""
 
 
 def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
@@ -74,11 +74,12 @@ def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
 
 
 def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
-    """Count the most that the backward of one layer needs for a while, beyond the layer's kept activations.
+    """Count the most bytes that the backward of one layer needs for a while, beyond the layer's kept activations.
 
-    Autograd frees what an operation saved when its backward is done. The peak is in the MLP or experts, or in the
-    attention core when the MLP's share is freed. Context parallelism may need more while the core runs forward, before
-    the MLP's share exists. Layers of one block count as a transformer's layer, which is an upper bound.
+    Autograd frees an operation's saved tensors when the operation's backward is done. The peak is in the MLP or
+    experts, or in the attention core after the MLP's tensors are freed. Context parallelism may need more in the core's
+    forward, before the MLP's tensors exist. Layers of one block count like a transformer layer, which is an upper
+    bound.
     """
     if MAMBA in KINDS[kind]:
         return MAMBA.backward_bytes(job, layout)
@@ -87,8 +88,8 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     freed = kept.total - kept.dropout_masks - away.mlp
     peak = max(behind.backward_bytes(job, layout), ATTENTION.backward_bytes(job, layout) - freed)
     if behind is EXPERTS and performance_options(job).overlap_moe_expert_parallel_comm:
-        # The next micro-batch's forward runs beside this backward, layer by layer, and one more layer keeps its share
-        # (megatron-core, pipeline_parallel/combined_1f1b.py).
+        # The next micro-batch's forward runs beside this backward, layer by layer, so one more layer keeps its
+        # activations (megatron-core, pipeline_parallel/combined_1f1b.py).
         peak += kept_bytes(job, layout, "moe_layer")
     return peak + away.moved
 
@@ -106,7 +107,7 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
 
 
 def kind_loads(job: Job, layout: Layout, kind: LayerKind) -> PassLoads:
-    """Return the work of one layer for the device; of communication only the host's work to start it."""
+    """Return the device's work for one layer; of communication only the kernel launches on the host count."""
     options, (first, *others) = performance_options(job), KINDS[kind]
     around = _around_blocks(job.model, layout, len(KINDS[kind]))
     loads = (first.loads(job, layout) + around).without_launches(float(is_captured(options, first.graph_module)))
@@ -138,9 +139,9 @@ def _around_blocks(model: ModelSpec, layout: Layout, blocks: int) -> PassLoads:
 def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind: LayerKind) -> float:
     """Return the share of a layer's forward that its backward runs again.
 
-    Full recompute runs the whole layer again: every layer with method uniform, the first `num_layers` of each chunk
-    with block (transformer_block.py). Selective recompute runs its modules, priced by their share of the layer's FLOPs;
-    norms and activation functions count as 0.
+    Full recompute runs whole layers again: every layer with method `uniform`, the first `num_layers` of each chunk with
+    method `block` (transformer_block.py). Selective recompute runs the named modules again. A module's share is its
+    share of the layer's FLOPs, so norms and activation functions count as 0.
     """
     recompute = layout.recompute
     if recompute.granularity == "full":
@@ -152,10 +153,10 @@ def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind:
 
 
 def column_share(model: ModelSpec, kind: LayerKind) -> float:
-    """Return the share of a layer's FLOPs in one column-parallel matrix: the mean of its matrices, 0 without one.
+    """Return a mean column-parallel matrix's share of a layer's FLOPs; 0 if the layer has no such matrix.
 
-    Behind the input gradient of such a matrix its input is gathered again; behind its weight gradient the input's
-    gradients are summed (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+    While the input gradient of such a matrix is computed, its input is gathered again. While its weight gradient is
+    computed, the input's gradients are reduced (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
     """
     columns = [flops for block in KINDS[kind] if (flops := block.column_flops(model))]
     return sum(columns) / max(len(columns), 1) / model.kind_flops_per_token(kind)
@@ -174,11 +175,10 @@ def _module_flops(model: ModelSpec, kind: LayerKind) -> dict[str, float]:
 class Offloaded:
     """Bytes of one layer that fine-grained activation offloading moves.
 
-    Megatron copies what autograd saves within the modules of `--offload-modules`, tensor by tensor, and takes most of
-    these tensors from the device by force (megatron-core v0.16.1, pipeline_parallel/
-    fine_grained_activation_offload.py). The groups of a chunk's last layer stay if its backward is next. Each later
-    backward of a module brings the tensors of the same module in the layer below back, so one layer's tensors are on
-    the device at any time.
+    Megatron copies the tensors that autograd saves within the modules of `--offload-modules`, and frees most of these
+    tensors on the device (megatron-core v0.16.1, pipeline_parallel/ fine_grained_activation_offload.py). The tensors of
+    a chunk's last layer stay on the device if the layer's backward is next. Each later backward of a module brings back
+    the tensors of the same module in the layer below. So the tensors of one layer are on the device at any time.
     """
 
     attention: int = 0
@@ -188,8 +188,9 @@ class Offloaded:
     moved: int = 0
     """Bytes that are copied to the host, and back for the backward."""
     in_forward: int = 0
-    """Extra need of a forward before another micro-batch's backward: the other micro-batch's last layer, which is back,
-    and the layer itself, of which nothing has left yet, with the scores of an unfused core."""
+    """Extra bytes of a forward that runs just before another micro-batch's backward. The tensors of the other
+    micro-batch's last layer are back on the device, and those of the running layer have not left it yet. The scores of
+    an unfused core are included."""
 
     @property
     def left(self) -> int:
@@ -202,12 +203,12 @@ class _Tensor(NamedTuple):
 
     elements: int
     kept: int
-    """Bytes that leave the device with it; 0 if another reference holds it too."""
+    """Bytes that leave the device with the tensor; 0 if another reference keeps the tensor on the device."""
     moved: int
 
 
 def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
-    """Count the bytes of one layer that leave the device; modules of selective recompute run again in the backward."""
+    """Count one layer's bytes that leave the device, without tensors that selective recompute does not keep."""
     options, model = performance_options(job), job.model
     if not options.fine_grained_activation_offloading or model.transformer_impl != "transformer_engine":
         return Offloaded()
@@ -265,7 +266,7 @@ def _offloaded_projection(job: Job, layout: Layout) -> Iterator[_Tensor]:
 
 
 def _offloaded_core(job: Job, layout: Layout) -> Iterator[_Tensor]:
-    """Yield query, key, value, other kept tensors, and the output, which the output projection keeps too."""
+    """Yield query, key, value, other tensors of the core, and its output, which the output projection also keeps."""
     model, latent = job.model, job.model.latent_attention
     vectors, heads = tokens(model, layout), model.num_attention_heads // layout.tp
     if latent is None:
@@ -281,7 +282,8 @@ def _offloaded_core(job: Job, layout: Layout) -> Iterator[_Tensor]:
         size, copies = attention.core_bytes(job, layout), 1 if model.attention_dropout > 0 else 2
         yield _Tensor(vectors * heads * model.seq_length, size, copies * size)
         return
-    # Saved here and by the projection. A tensor that is offloaded with the projection is counted there.
+    # The core and the output projection both save this tensor. If the projection offloads it, it is counted with the
+    # projection.
     elements = _output_elements(model, layout)
     yield _Tensor(elements, 0, elements * model.dtype_bytes)
 
@@ -300,7 +302,7 @@ def _offloaded_experts(job: Job, layout: Layout) -> Iterator[_Tensor]:
         return
     rows, routed = mlp.expert_rows(job, layout), mlp.expert_activations(job, layout)
     if "expert_fc1" in options.offload_modules:
-        # In FP8 the input is then saved as it is (`set_save_original_input`).
+        # If this module is offloaded, FP8 saves the input in 16 bits (`set_save_original_input`).
         yield _Tensor(rows * model.hidden_size, routed.inputs, rows * model.hidden_size * model.dtype_bytes)
     if "moe_act" in options.offload_modules:
         input_of_second = rows * model.moe_ffn_hidden_size // layout.etp * matrix_input_bytes(job)

@@ -31,11 +31,11 @@ from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import HybridLayers, ModelSpec
 
 _CONVOLUTION = 4
-"""Taps of the convolution; no flag changes them."""
+"""Number of taps of the convolution, which no flag changes."""
 _SCAN_CHUNK = 128
-"""Tokens of one chunk of the scan; no flag changes them."""
+"""Number of tokens in one chunk of the scan, which no flag changes."""
 _PER_HEAD = 3
-"""Parameters of a head: bias of the time step, decay and skip."""
+"""Number of parameters of a head: bias of the time step, decay and skip."""
 
 
 class Mamba(Block):
@@ -44,7 +44,7 @@ class Mamba(Block):
     graph_module = "mamba"
 
     def parameters(self, model: ModelSpec, layout: Layout) -> Parameters:
-        """Count both projections, the convolution with its bias, three for each head, and the gated norm."""
+        """Count parameters of projections, convolution with bias, heads (3 numbers a head), and gated norm."""
         mamba = _sizes(model)
         count = mamba.mamba_matrices(model.hidden_size) // layout.tp
         count += (_CONVOLUTION + 1) * mamba.mamba_convolved // layout.tp
@@ -86,10 +86,10 @@ class Mamba(Block):
         """Return the work of both projections and of the scan.
 
         The scan's products are small compared with what its kernels read and write, in 16 bits and, for states and
-        scores of chunks, in 32. Kernels as mamba-ssm v2.2 launches them (ops/triton/ssd_combined.py): convolution, sums
-        of time steps, states of chunks, passing of states, scores, scan, gated norm; the backward computes the first
-        five again. Elements per token: c convolved, d channels, g = groups * state, d * state / 128 of chunk states,
-        128 scores for each group.
+        scores of chunks, in 32. The kernels are those of mamba-ssm v2.2 (ops/triton/ssd_combined.py): convolution, sums
+        of time steps, states of chunks, passing of states, scores, scan, gated norm. The backward computes the first
+        five of these again. A token has c convolved elements, d channels, g = groups * state, d * state / 128 elements
+        of chunk states, and 128 scores for each group.
         """
         model, mamba, one = job.model, _sizes(job.model), job.model.dtype_bytes
         rows = tokens(model, layout)
@@ -99,7 +99,7 @@ class Mamba(Block):
         states, scores = d * mamba.mamba_state_dim / _SCAN_CHUNK, _SCAN_CHUNK * mamba.mamba_num_groups
         forward = one * (2 * c + 7 * d + 4 * g + 2 * states) + FP32_BYTES * (2 * states + 2 * scores)
         backward = one * (5 * c + 20 * d + 11 * g + 6 * states) + FP32_BYTES * (5 * states + 6 * scores)
-        # The kernels need the batch dimension first: with more than one sample, inputs and outputs are copied.
+        # The kernels need the batch dimension first, so with more than one sample inputs and outputs are copied.
         turned = 2.0 * one * (mamba.mamba_projected + d) if layout.micro_batch_size > 1 else 0.0
         share = rows / layout.tp
         return projections + PassLoads(
@@ -119,7 +119,7 @@ class Mamba(Block):
         again_S: Ints,
         domain: int,  # noqa: ARG002
     ) -> Iterator[Exchange]:
-        """Yield the changes from tokens to heads before the scan and back after it; nothing hides them.
+        """Yield the all-to-alls from split tokens to split heads before the scan, and back after the scan.
 
         Source: mamba_context_parallel.py of core_v0.17.1.
         """
@@ -135,10 +135,10 @@ MAMBA = Mamba()
 def mixer_bytes(model: ModelSpec, layout: Layout, *, narrow: int) -> int:
     """Count the bytes that the mixer keeps: T*(2d + c + H) elements of the projection, and 3*T*d behind it.
 
-    These three are the scan's output before its gate, the gated norm's input, and the output projection's input. States
-    of chunks are computed again in the backward. Context parallelism cuts heads instead of tokens between the
-    projections, which leaves the same number of elements. `narrow` is the element size divided by the size of a kept
-    matrix input, above 1 in FP8.
+    The 3*T*d elements are the scan's output before its gate, the gated norm's input, and the output projection's input.
+    States of chunks are computed again in the backward. Between the projections context parallelism cuts heads instead
+    of tokens, so the number of elements is the same. `narrow` is the element size divided by the size of a kept matrix
+    input, above 1 in FP8.
     """
     mamba = _sizes(model)
     element = model.dtype_bytes * tokens(model, layout)

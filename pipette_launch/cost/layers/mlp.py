@@ -2,7 +2,7 @@
 
 Every tensor that autograd saves is counted as megatron-core 0.13 to 0.19 saves it (MO = megatron/core/transformer/moe,
 line numbers of core_v0.16.1). Balanced routing means that all experts get the same number of tokens. Real routing is
-less even; the difference belongs to the correction by measurements, not to these formulas.
+less even. These formulas do not include the difference; corrections from measured jobs do.
 """
 
 # T = tokens of a rank, n = tokens before dispatch, M = rows that a rank's experts work on, E = experts, k = top-k,
@@ -42,17 +42,18 @@ from pipette_launch.megatron.performance import performance_options
 _INDEX_BYTES = 8
 _ROW_MAP_BYTES = 4
 _FP8_ROWS = 16
-"""FP8 matrices have a multiple of 16 rows (MO/../../fp8_utils.py, get_fp8_align_size)."""
+"""The number of rows of an FP8 matrix is a multiple of 16 (MO/../../fp8_utils.py, get_fp8_align_size)."""
 
-# Fitted together to 59 published layouts of MoE models (docs/validation.md), with IN_DOMAIN_SHARE.
+# GROUPED_RATE, ROUTED_KERNELS, BIASED_TOUCHES and IN_DOMAIN_SHARE were fitted together to 59 published layouts of MoE
+# models (docs/validation.md).
 GROUPED_RATE = 0.67
 """Speed of products of many experts, each with its own tokens, relative to one product of all tokens."""
 ROUTED_KERNELS = 92.0
 """Kernels of router and dispatcher in a forward; the backward has 80 % of them. The router alone launches 72 if nothing
 is fused (Megatron-LM's guide to DeepSeek-V3 on GB200)."""
 BIASED_TOUCHES = 18.0
-"""Number of times that experts with biases read or write the outputs of their two matrices in a forward, half as many
-more in a backward: biases, limits, gates and probabilities are separate kernels."""
+"""Number of times that experts with biases read or write the outputs of their two matrices in a forward. A backward has
+1.5 times this number. Biases, limits, gates and probabilities are separate kernels."""
 IN_DOMAIN_SHARE = 0.42
 """Share of the fastest links' bandwidth that `flex` dispatchers reach inside their domain."""
 OVERLAP_COSTS = 0.15
@@ -66,7 +67,7 @@ class Mlp(Block):
     graph_module = "mlp"
 
     def parameters(self, model: ModelSpec, layout: Layout) -> Parameters:
-        """Count both matrices; tp splits the first one's bias too."""
+        """Count the parameters of both matrices and their biases; tp also splits the first matrix's bias."""
         return Parameters(dense=_matrices(model, model.ffn_hidden_size, layout.tp))
 
     def shapes(self, model: ModelSpec, layout: Layout) -> set[tuple[int, int]]:
@@ -74,10 +75,10 @@ class Mlp(Block):
         return _matrix_shapes(model, model.ffn_hidden_size, layout.tp)
 
     def activations(self, job: Job, layout: Layout) -> Activations:
-        """Count norm, output of the first matrix and input of the second.
+        """Count the activations of the norm, the output of the first matrix, and the input of the second matrix.
 
-        These are 6f/h for fused SwiGLU, 4f/h for GELU; 8f/h or 10f/h for unfused SwiGLU, as the contract test of saved
-        bytes finds.
+        Both matrices' part is 6f/h for fused SwiGLU, 4f/h for GELU, and 8f/h or 10f/h for unfused SwiGLU, in units of
+        s*b*h bytes. The contract test of saved bytes confirms these factors.
         """
         model, is_fp8 = job.model, computes_in_fp8(job)
         act, residual = _width_bytes(job, layout), residual_bytes(model, layout)
@@ -113,11 +114,11 @@ class Mlp(Block):
         return mlp_loads(job.model, layout, job.model.ffn_hidden_size)
 
     def module_flops(self, model: ModelSpec) -> dict[str, float]:
-        """Return both matrices; 2 FLOPs for each weight (Narayanan et al. 2021, appendix)."""
+        """Return the FLOPs per token of both matrices: 2 for each weight (Narayanan et al. 2021, appendix)."""
         return {"mlp": 2.0 * model.mlp_parameters()}
 
     def column_flops(self, model: ModelSpec) -> float:
-        """Return the first matrix."""
+        """Return the FLOPs per token of the first matrix."""
         return 2.0 * model.hidden_size * model.ffn_hidden_size * (2 if model.gated_linear_unit else 1)
 
 
@@ -125,23 +126,23 @@ class Experts(Block):
     """Router, experts, and the shared expert."""
 
     def parameters(self, model: ModelSpec, layout: Layout) -> Parameters:
-        """Count the router and the shared expert (dense) and the rank's experts."""
+        """Count the parameters of router and shared expert, which are dense, and of the rank's own experts."""
         shared_width = model.moe_shared_expert_intermediate_size
         dense = router_parameters(model) + (_matrices(model, shared_width, layout.tp) if shared_width else 0)
         local_experts = (model.num_experts or 0) // layout.ep
         return Parameters(dense=dense, expert=local_experts * _matrices(model, model.moe_ffn_hidden_size, layout.etp))
 
     def matrices(self, model: ModelSpec, layout: Layout) -> int:
-        """Count all but the router."""
+        """Count the parameters of the experts' matrices, without the router."""
         return self.parameters(model, layout).count - router_parameters(model)
 
     def shapes(self, model: ModelSpec, layout: Layout) -> set[tuple[int, int]]:
-        """Return the shapes of the shared expert; the routed experts' come with TE v2.12 and are left out."""
+        """Return the shapes of the shared expert; those of routed experts, from TE v2.12 on, are left out."""
         width = model.moe_shared_expert_intermediate_size
         return _matrix_shapes(model, width, layout.tp) if width else set()
 
     def activations(self, job: Job, layout: Layout) -> Activations:
-        """Count norm, router, dispatch and experts; the norm is never part of a matrix."""
+        """Count the activations of norm, router, dispatch and experts; the norm is never part of a matrix's kernel."""
         found = expert_activations(job, layout)
         return Activations(
             mlp_input=stream_bytes(job, layout),
@@ -156,10 +157,11 @@ class Experts(Block):
     def backward_bytes(self, job: Job, layout: Layout) -> int:
         """Return the larger need of computing and of moving the gradients of the experts' rows.
 
-        Computing the second matrices' gradient needs the gradient of their output (M*h), of their input, its product
-        with the activation for the probability's gradient, and of the first matrices' output. If the activation is not
-        fused and probabilities are wider than it, three of its gradients have their width when the second matrices'
-        input is freed. Rows going back through sort and exchange need two copies of M*h and the layer's own gradient.
+        The second matrices' backward needs the gradients of their output (M*h), of their input, and of the first
+        matrices' output. The probability's gradient also needs the product of the input's gradient with the activation.
+        If the activation is not fused and probabilities have a wider type, three gradients of the activation have this
+        wider type when the second matrices' input is freed. Moving rows back through sort and exchange needs two copies
+        of M*h and the layer's own gradient.
         """
         model, rows = job.model, expert_rows(job, layout)
         first = 2 if model.gated_linear_unit else 1
@@ -195,11 +197,11 @@ class Experts(Block):
         )
         if model.moe_shared_expert_intermediate_size:
             loads += mlp_loads(model, layout, model.moe_shared_expert_intermediate_size)
-        # The router and the preparation of the dispatch are about half of the launches.
+        # The router and the preparation of the dispatch have about half of the kernel launches.
         return loads.without_launches(0.5 if is_captured(options, "moe_router") else 0.0)
 
     def module_flops(self, model: ModelSpec) -> dict[str, float]:
-        """Return all experts of a token, and the shared expert alone."""
+        """Return the FLOPs per token of all experts of a token, and of the shared expert alone."""
         width = model.moe_shared_expert_intermediate_size
         shared = 2.0 * model.mlp_parameters(width) if width else 0.0
         routed = 2.0 * model.moe_router_topk * model.mlp_parameters(model.moe_ffn_hidden_size)
@@ -210,11 +212,11 @@ class Experts(Block):
         return 0.0
 
     def is_cut_by_tp(self, model: ModelSpec) -> bool:
-        """Return True if there is a shared expert."""
+        """Return True if there is a shared expert, which tensor parallelism cuts."""
         return model.moe_shared_expert_intermediate_size > 0
 
     def exchanges(self, job: Job, layout: Layout, once_S: Ints, again_S: Ints, domain: int) -> Iterator[Exchange]:
-        """Yield the ways of the tokens to their experts and back, in both passes.
+        """Yield the exchanges that move tokens to their experts and back, in forward and backward.
 
         `alltoall` sends k copies of each token over ep and gathers them over etp. `flex` sends one copy to each rank
         that has some of the token's experts, or to each domain of fast links if there are several. `allgather`,
@@ -253,7 +255,7 @@ def mlp_loads(model: ModelSpec, layout: Layout, ffn_hidden_size: int) -> PassLoa
 
 
 def _activation_loads(one_bytes: float, gates: int) -> PassLoads:
-    """Apply a function to a tensor of `one_bytes`; with 2 gates, to one of two tensors, multiplied by the other."""
+    """Return the work of an activation on `one_bytes`; with 2 gates its result is multiplied by another tensor."""
     return PassLoads(
         forward=Load(moved_bytes=(gates + 1) * one_bytes, kernels=2),
         input_grad=Load(moved_bytes=(2 * gates + 1) * one_bytes, kernels=2),
@@ -278,9 +280,10 @@ def _width_bytes(job: Job, layout: Layout) -> int:
 
 
 def unfused_gate_copies(megatron_version: str) -> int:
-    """Number of widths that an unfused gated unit keeps beside its input and output (transformer/mlp.py, `glu`).
+    """Return the number of tensors, each half as wide as the input, that an unfused gated unit keeps in addition.
 
-    These are the activated half and, from core_v0.15 on, the sum of the other half with an offset.
+    Beside input and output, these are the activated half and, from core_v0.15 on, the sum of the other half with an
+    offset (transformer/mlp.py, `glu`).
     """
     return 1 if megatron_version.startswith(("0.12", "0.13", "0.14")) else 2
 
@@ -290,21 +293,21 @@ class ExpertActivations:
     """Bytes that a block of experts keeps, without the norm before it."""
 
     router: int
-    """Scores, chosen experts, and the tensors of auxiliary losses."""
+    """Bytes of scores, chosen experts, and tensors of auxiliary losses."""
     dispatch: int
-    """Maps and probabilities that put the gradients back in place."""
+    """Bytes of the maps and probabilities that the backward needs to return gradients to their tokens."""
     inputs: int
-    """Rows that the experts work on."""
+    """Bytes of the rows that the experts compute."""
     outputs: int
-    """Outputs of the first matrices."""
+    """Bytes of the outputs of the first matrices."""
     activation: int
-    """Tensors between first and second matrices, which recompute of `moe_act` does not keep."""
+    """Bytes of the tensors between first and second matrices, which recompute of `moe_act` does not keep."""
     shared: int
     """The shared expert."""
 
     @property
     def routed(self) -> int:
-        """Everything but the shared expert."""
+        """Bytes of all parts but the shared expert."""
         return self.router + self.dispatch + self.inputs + self.outputs + self.activation
 
 
@@ -318,10 +321,11 @@ def expert_capacity(job: Job, layout: Layout) -> int | None:
 
 
 def expert_rows(job: Job, layout: Layout) -> int:
-    """M: rows that the experts of one rank work on.
+    """Return M, the number of rows that the experts of one rank compute.
 
-    Each rank sends k*n rows and gets as many. Expert tensor parallelism gathers the rows of its `etp` ranks, which
-    share the experts' widths (MO/token_dispatcher.py:689-697). A capacity drops rows, or pads up to it (:551-566).
+    Each rank sends k*n rows and receives k*n rows. Expert tensor parallelism splits the experts' widths over `etp`
+    ranks and gathers the rows of these ranks (MO/token_dispatcher.py:689-697). An expert capacity drops rows beyond the
+    capacity, or pads rows up to it (:551-566).
     """
     model, options = job.model, performance_options(job)
     num_experts = model.num_experts or 1
@@ -337,16 +341,17 @@ def expert_rows(job: Job, layout: Layout) -> int:
 def expert_activations(job: Job, layout: Layout) -> ExpertActivations:
     """Count the bytes that a block of experts keeps.
 
-    The experts' inputs are one copy of M*h for every dispatcher: exchanges and sorts before it keep nothing, and the
-    combination after it keeps indices (MO/moe_utils.py:378-460). The probability multiplies the activation, so the
-    output of the second matrix is not kept (MO/experts.py, MLP.forward with `per_token_scale`).
+    With every dispatcher the experts' inputs are one copy of M*h. Exchanges and sorts before the experts keep nothing,
+    and the combination after the experts keeps indices (MO/moe_utils.py:378-460). The probability multiplies the
+    activation, so the output of the second matrix is not kept (MO/experts.py, MLP.forward with `per_token_scale`).
     """
     model, narrow = job.model, matrix_input_bytes(job)
     rows = expert_rows(job, layout)
     widths = rows * model.moe_ffn_hidden_size // layout.etp
     first = 2 if model.gated_linear_unit else 1
-    # Fused (MO/../../fusions/fused_bias_swiglu.py, WeightedSwiGLUFunction): input and output only. Otherwise also the
-    # activation's output, which the probability multiplies, and for a gated unit its two factors.
+    # A fused activation keeps only its input and output (MO/../../fusions/fused_bias_swiglu.py,
+    # WeightedSwiGLUFunction). An unfused activation also keeps its output before the multiplication with the
+    # probability, and a gated unit keeps its two factors.
     between = 0 if _fuses_activation(job) else 1 + (first - 1) * unfused_gate_copies(job.megatron_version)
     return ExpertActivations(
         router=_router_bytes(job, layout),
@@ -359,7 +364,7 @@ def expert_activations(job: Job, layout: Layout) -> ExpertActivations:
 
 
 def probability_bytes(job: Job) -> int:
-    """Bytes of one of the router's probabilities."""
+    """Return the bytes of one probability of the router."""
     return {"fp32": 4, "fp64": 8}.get(performance_options(job).moe_router_dtype or "", job.model.dtype_bytes)
 
 
@@ -376,7 +381,7 @@ def _router_bytes(job: Job, layout: Layout) -> int:
     model, options = job.model, performance_options(job)
     local, num_experts, topk = local_tokens(model, layout), model.num_experts or 0, model.moe_router_topk
     balancing, coefficients = options.moe_router_load_balancing_type, options.moe_aux_loss_coeff
-    # A single coefficient holds for all balancings; a balancing of weight 0 makes no loss.
+    # A single coefficient applies to all balancing losses; a balancing with coefficient 0 computes no loss.
     weights = zip(balancing, (*coefficients, *coefficients[-1:] * len(balancing)), strict=False)
     has_losses = any(weight > 0 for _, weight in weights)
     is_sigmoid, one = options.moe_router_score_function == "sigmoid", probability_bytes(job)
@@ -403,8 +408,9 @@ def _dispatch_bytes(job: Job, layout: Layout, rows: int) -> int:
     """Count the permutation's maps, the probabilities that it selects from, and its index (MO/moe_utils.py:313-376).
 
     The all-gather dispatcher permutes all gathered tokens for the local experts; `alltoall` permutes the rank's own
-    tokens for all experts. Padded to capacity, both keep indices of rows and of probabilities. The fused kernels keep
-    one map of 2E + 1 entries a token instead (Transformer Engine, permutation.py).
+    tokens for all experts. If rows are padded to a capacity, both dispatchers keep indices of rows and of
+    probabilities. The fused kernels keep one map of 2E + 1 entries a token instead (Transformer Engine,
+    permutation.py).
     """
     options, dispatcher = performance_options(job), performance_options(job).moe_token_dispatcher_type
     seen, experts, sent = local_tokens(job.model, layout), job.model.num_experts or 0, rows
@@ -422,8 +428,9 @@ def _dispatch_bytes(job: Job, layout: Layout, rows: int) -> int:
 def _shared_bytes(job: Job, layout: Layout) -> int:
     """Count the shared expert: a dense MLP on the rank's tokens, split over tp (MO/shared_experts.py).
 
-    Its input is the norm's output, which the layer keeps anyway. If it overlaps with the dispatcher, it gathers the
-    input itself and keeps the whole (:150-156). A gate keeps the output that it multiplies.
+    The shared expert's input is the norm's output, which the layer keeps anyway. If the shared expert overlaps with the
+    dispatcher, it gathers its input itself and keeps the gathered input (:150-156). A gate keeps the output that it
+    multiplies.
     """
     model, options = job.model, performance_options(job)
     width = model.moe_shared_expert_intermediate_size
@@ -456,8 +463,9 @@ def router_parameters(model: ModelSpec) -> int:
 def touches(options: PerformanceOptions) -> float:
     """Return how often the dispatcher reads or writes each copy of a token in a pass, without the exchange.
 
-    `alltoall` permutes before the exchange and sorts by expert after it, and both again on the way back. Backends of
-    `flex` permute once each way. If a CUDA graph captures the whole step, experts take the permuted tokens directly.
+    `alltoall` permutes tokens before the exchange and sorts them by expert afterwards, and does both again on the way
+    back. Backends of `flex` permute tokens once each way. If a CUDA graph captures the whole step, experts read the
+    permuted tokens directly.
     """
     dispatcher = options.moe_token_dispatcher_type
     if dispatcher != "flex":
@@ -468,7 +476,8 @@ def touches(options: PerformanceOptions) -> float:
 def copies_of_a_token(topk: int, ep: int, domain: int) -> float:
     """Return the mean number of ranks, or of domains if there are several, that have some of a token's experts.
 
-    Inside a domain, dispatchers reach only IN_DOMAIN_SHARE of the links' bandwidth, which counts as more copies.
+    Inside a domain of fast links, dispatchers reach only IN_DOMAIN_SHARE of the bandwidth. The result therefore counts
+    more copies there.
     """
     places = ep if ep <= domain else -(-ep // domain)
     hit = places * (1 - (1 - 1 / places) ** topk)

@@ -1,6 +1,6 @@
 """Parameters on one rank, how they are sharded, and the bytes of their weights, gradients and optimizer states.
 
-With bf16 weights, fp32 gradients and Adam these are 6 + 12/(d*c) bytes a parameter under the distributed optimizer
+With bf16 weights, fp32 gradients, Adam and the distributed optimizer, a rank holds 6 + 12/(d*c) bytes a parameter
 (Rajbhandari et al. 2020, ZeRO, section 5.1). MC = megatron/core of core_v0.16.1; FSDP = MC
 distributed/fsdp/src/megatron_fsdp.
 """
@@ -30,11 +30,11 @@ _REMAINDER_BYTES = 2
 _SHARD_ALIGNMENT = 128
 _BUSBW_ALIGNMENT = 1 << 16
 _LEAST_UNIT = 1_000_000_000
-"""Parameters that wait for their reduction at the same time without a flag (FSDP megatron_fsdp.py:375-399)."""
+"""Number of parameters that may wait for their reduction without a flag (FSDP megatron_fsdp.py:375-399)."""
 _BUCKET = 40_000_000
-"""Parameters of a bucket if layers are not units of FSDP (MC distributed/distributed_data_parallel.py)."""
+"""Number of parameters in a bucket if layers are not units of FSDP (MC distributed/distributed_data_parallel.py)."""
 _FP8_COPIES = 2
-"""FP8 copies of a weight: one as it is, and one transposed for the backward; one byte each."""
+"""Number of FP8 copies of a weight, of one byte an element: a plain copy, and a transposed copy for the backward."""
 _FIRST_DUMMY_RELEASE = (0, 14)
 
 
@@ -64,7 +64,8 @@ def word_embedding_parameters(model: ModelSpec, tp: int) -> int:
 def has_two_embeddings(model: ModelSpec) -> bool:
     """Return True if a second stage holds the word embedding, so that gradients are summed over both.
 
-    A tied head and multi-token prediction need it (MC distributed/finalize_model_grads.py:146).
+    A tied head and multi-token prediction need the word embedding on a second stage (MC
+    distributed/finalize_model_grads.py:146).
     """
     return model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
 
@@ -113,7 +114,7 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
 def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
     """Count every chunk in model order: embeddings on the first, final norm and head on the last.
 
-    If the first of several chunks has the depths of multi-token prediction, they use its own embedding.
+    If the first of several chunks has the depths of multi-token prediction, the depths use this chunk's embedding.
     """
     unit = unit_parameters(model, layout)
     kinds = [kinds for kinds, _ in chunk_kinds(model, layout)]
@@ -130,7 +131,7 @@ def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]
 
 
 def chunk_kinds(model: ModelSpec, layout: Layout) -> list[tuple[tuple[LayerKind, ...], int]]:
-    """Return each chunk's layer kinds, and the number of its first layers that full recompute runs again."""
+    """Return each chunk's kinds of layers, and the number of first layers that full recompute runs again."""
     kinds, recompute, chunks, first = model.layer_kinds, layout.recompute, [], 0
     for layers in layout.chunk_layers(model.num_layers):
         again = layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
@@ -140,12 +141,12 @@ def chunk_kinds(model: ModelSpec, layout: Layout) -> list[tuple[tuple[LayerKind,
 
 
 def stage_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
-    """Count every pipeline rank, all its chunks together."""
+    """Count the parameters of all chunks of each pipeline rank."""
     return by_rank(chunk_parameters(model, layout), layout.pp)
 
 
 def by_rank(chunks: tuple[Parameters, ...], pp: int) -> tuple[Parameters, ...]:
-    """Add up the chunks of each pipeline rank."""
+    """Return the sum of the chunks' parameters for each pipeline rank."""
     return tuple(sum(chunks[rank::pp], Parameters()) for rank in range(pp))
 
 
@@ -161,8 +162,8 @@ def fp8_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
 
     TransformerEngine casts a weight with the first micro-batch of a step and keeps the result and its transpose in the
     module (TE v2.8, module/linear.py:242-262, module/base.py get_weight_workspace). With `--fp8-param-gather` the
-    weights themselves are in FP8, and with their transpose as large as in bf16. No golden row of the development data
-    runs in FP8 without this flag.
+    weights themselves are in FP8; weights and transposed copies together are as large as in bf16. FP8 without this flag
+    has not been checked, because NVIDIA's golden values always use the flag.
     """
     model = job.model
     if not computes_in_fp8(job) or performance_options(job).fp8_param_gather:
@@ -173,12 +174,12 @@ def fp8_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
 
 
 def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
-    """Count the stand-ins for gradients: one tensor in the weights' type for each shape of a rank's matrices.
+    """Count the bytes of dummy gradients: one tensor in the weights' type for each shape of a rank's matrices.
 
     Megatron's hooks need a gradient from every matrix. With `gradient_accumulation_fusion`, which adds gradients to
-    their buffer as they are computed, TransformerEngine returns an empty tensor, made once for each shape and never
-    freed (TE v2.3 on, pytorch/module/base.py, get_dummy_wgrad). Megatron's own linears use the same store from
-    core_v0.14 on, which needs TE 2.6 (tensor_parallel/layers.py:597). Left out: matrices of latent attention, and
+    their buffer as they are computed, TransformerEngine returns an uninitialised tensor, allocated once for each shape
+    and never freed (TE v2.3 on, pytorch/module/base.py, get_dummy_wgrad). Megatron's own linears use the same store
+    from core_v0.14 on, which needs TE 2.6 (tensor_parallel/layers.py:597). Left out: matrices of latent attention, and
     matrices of experts, which use the store from TE v2.12 on. `has_head` is True for the last pipeline rank.
     """
     model = job.model
@@ -198,14 +199,14 @@ class Sharding:
     """Data that FSDP splits over the data-parallel ranks: experts over their own ranks, the rest over dp * cp."""
 
     weights: bool
-    """Layers are gathered for each pass of each micro-batch, and dropped after it."""
+    """True if a layer's weights are gathered for each pass of each micro-batch, and dropped after the pass."""
     gradients: bool
-    """Gradients are reduced in every micro-batch."""
+    """True if gradients are sharded, and so reduced in every micro-batch."""
     states: bool
     keeps_ends: bool
-    """Embedding and head are gathered once a step and kept."""
+    """True if embedding and head are gathered once a step and kept."""
     gathers_twice: bool
-    """The backward gathers weights again."""
+    """True if the backward gathers weights again."""
 
 
 def sharding_of(job: Job) -> Sharding | None:
@@ -239,8 +240,8 @@ def shard_copies(job: Job) -> int:
 def layer_weight_bytes(job: Job) -> tuple[int, int]:
     """Return the bytes of a layer's parameter in a shard, and in the gathered layer.
 
-    With `--fp8-param-gather` both are FP8. MXFP8 has one shard for rows and one for columns; it gathers the rows for
-    the forward and the columns for the backward. torch FSDP2 gathers no FP8 (arguments.py, validate_args).
+    With `--fp8-param-gather` both are FP8. MXFP8 keeps a shard of the copy by rows, gathered in the forward, and a
+    shard of the copy by columns, gathered in the backward. torch FSDP2 gathers no FP8 (arguments.py, validate_args).
     """
     options, wide = performance_options(job), job.model.dtype_bytes
     if not (options.use_megatron_fsdp and options.fp8_param_gather and computes_in_fp8(job)):
@@ -253,26 +254,29 @@ class Whole:
     """Bytes that a rank of a sharded job holds whole, beside its shards."""
 
     weights: int = 0
-    """Layers at work or gathered ahead, and the ends of the model."""
+    """Bytes of the weights of running layers, of layers gathered ahead, and of embedding and head."""
     gradients: int = 0
-    """Gradients when the backward reaches the last layer: of this layer, of the head, and of a tied embedding."""
+    """Bytes of gradients when the backward reaches the last layer: of this layer, of the head, and of a tied
+    embedding."""
     layer_gradients: int = 0
-    """Gradients of one layer."""
+    """Bytes of the gradients of one layer."""
     layer_weights: int = 0
-    """Gathered weights of one layer."""
+    """Bytes of the gathered weights of one layer."""
     waiting: int = 0
     """Number of layers whose gradients wait for their reduction while the number of gathered layers is unchanged."""
     waiting_at_end: int = 0
-    """Number of further waiting layers, one for each gathered layer that leaves when no layer is left to gather."""
+    """Number of further layers whose gradients wait when no layer is left to gather. Each such layer frees one layer's
+    gathered weights."""
 
 
 def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
     """Count the bytes that a rank of a sharded job holds whole; `gradient` = bytes of each gradient.
 
-    Megatron-FSDP gathers layers ahead up to half of `--suggested-communication-unit-size`. It frees reduced gradients
+    Megatron-FSDP gathers layers ahead up to half of `--suggested-communication-unit-size`. Reduced gradients are freed
     only before the next bucket's reduction, and only if more parameters than this size wait. `--fsdp-double-buffer`
-    keeps two layers of each (FSDP param_and_grad_buffer.py:3084-3131, 3493-3560, 651-800). A weight shared by embedding
-    and head is reduced when the backward is over (megatron_fsdp.py:767). torch FSDP2 holds two units of each.
+    keeps the weights of two layers and the gradients of two layers (FSDP param_and_grad_buffer.py:3084-3131, 3493-3560,
+    651-800). A weight shared by embedding and head is reduced when the backward is over (megatron_fsdp.py:767). torch
+    FSDP2 holds weights and gradients of two units.
     """
     sharding = sharding_of(job)
     if sharding is None or not sharding.gradients:
@@ -307,10 +311,10 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
 
 
 def _whole_buckets(job: Job, total: int, layer: int, gradient: int) -> Whole:
-    """Count whole gradients if layers are not units: in buckets, or all in one unless their reduction overlaps.
+    """Count whole gradients if layers are not units of FSDP: buckets with overlap, else one bucket for all gradients.
 
-    The overlap flag stays as the user has it under FSDP. Left out: `--ddp-bucket-size`, `--ddp-num-buckets`, and the
-    growth of buckets beyond 40 replicas.
+    Plans do not change the overlap flag under FSDP. `--ddp-bucket-size`, `--ddp-num-buckets`, and the growth of buckets
+    beyond 40 replicas are left out.
     """
     bucket = min(_BUCKET, total) if job.own.overlap_grad_reduce else total
     size = performance_options(job).suggested_communication_unit_size or _LEAST_UNIT
@@ -320,7 +324,7 @@ def _whole_buckets(job: Job, total: int, layer: int, gradient: int) -> Whole:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnceAStep:
-    """Measured work of a slot of speed 1 once a step, after its gradients are reduced or before its first pass."""
+    """Measured times of a slot of speed 1 for work once a step: optimizer, gradient buffers, and work of the host."""
 
     optimizer_s_per_parameter: float
     gradient_s_per_byte: float
@@ -341,7 +345,7 @@ class OnceAStep:
 
 
 def gradient_bytes_per_parameter(job: Job) -> int:
-    """Return 4 for fp32 accumulation, which bf16 implies unless reduced in bf16; 2 for fp16.
+    """Return the bytes of one gradient: 4 for bf16 unless reduced in bf16, 2 for fp16 unless accumulated in fp32.
 
     torch FSDP2 reduces and keeps gradients in the weights' type.
     """
@@ -353,7 +357,7 @@ def gradient_bytes_per_parameter(job: Job) -> int:
 
 
 def padded(job: Job, counts: IntOrInts, num_shards: IntOrInts) -> Ints:
-    """Pad buckets of `counts` elements for `num_shards` shards; see `buffered_parameters`."""
+    """Return the sizes of buckets of `counts` elements after padding for `num_shards` shards."""
     extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else 1
     multiple = np.lcm(np.lcm(num_shards, _SHARD_ALIGNMENT), extra)
     return np.asarray(-(-counts // multiple) * multiple)
@@ -363,17 +367,18 @@ def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     """Count the elements of the flat buffers for weights and gradients, padded so that all shards are equal.
 
     With the distributed optimizer a bucket ends at a multiple of lcm(d*c, 128), and of 2^16 too with
-    `--ddp-pad-buckets-for-high-nccl-busbw` (MC distributed/param_and_grad_buffer.py:638-666). Counted as one bucket for
-    the dense and one for the experts' parameters; that each parameter starts at a multiple of 64 is left out.
+    `--ddp-pad-buckets-for-high-nccl-busbw` (MC distributed/param_and_grad_buffer.py:638-666). The dense parameters
+    count as one bucket, and the experts' parameters as another bucket. The start of each parameter at a multiple of 64
+    is left out.
     """
     parts = padded(job, dense, layout.dp * layout.cp) + padded(job, expert, expert_dp(layout))
     return np.where(layout.use_distributed_optimizer, parts, dense + expert)
 
 
 def shard(job: Job, counts: IntOrInts, num_shards: IntOrInts, *, across: bool = False) -> Ints:
-    """Return one rank's share of `counts` elements, rounded up, over all instances of the optimizer or within one.
+    """Return one rank's share of `counts` elements, rounded up.
 
-    See `resident_parameters`.
+    The elements are split over `num_shards` ranks if `across`, else over the ranks of one optimizer instance.
     """
     instances = 1 if across else performance_options(job).num_distributed_optimizer_instances
     return np.asarray(-(-counts // np.maximum(1, num_shards // instances)))
@@ -382,7 +387,7 @@ def shard(job: Job, counts: IntOrInts, num_shards: IntOrInts, *, across: bool = 
 def weight_bytes(
     job: Job, dense: IntOrInts, expert: IntOrInts, ends: IntOrInts, layout: Layout | LayoutColumns
 ) -> Ints:
-    """Count the bytes of the weights on a rank: all of its own, or under FSDP a shard.
+    """Count the bytes of the weights that a rank holds between passes: all weights, or a shard under FSDP.
 
     `ends` are the dense parameters outside the layers, which are never in FP8.
     """
@@ -406,7 +411,8 @@ def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     """Count the parameters whose optimizer state one rank holds.
 
     The distributed optimizer shards them over d*c, experts over their own data-parallel group. With
-    `--num-distributed-optimizer-instances` each instance shards for itself, unless FSDP shards states over all.
+    `--num-distributed-optimizer-instances` each instance of the optimizer holds all states, unless FSDP shards states
+    over all instances.
     """
     sharding, options = sharding_of(job), performance_options(job)
     across = options.use_megatron_fsdp and options.outer_dp_sharding_strategy == "optim"
@@ -419,9 +425,10 @@ def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layou
     """Count the optimizer's states on one rank, and the temporaries of its step.
 
     torch's foreach Adam, which runs without TransformerEngine, needs 4 temporary bytes a parameter. Gradients that are
-    not fp32 are copied to fp32: 4 bytes. The precision-aware optimizer copies each state that is not fp32 to fp32
-    instead, for all parameters of its group at once; dense and expert parameters are stepped one after the other
-    (TE 2.8, optimizers/fused_adam.py, step). Optimizers other than Adam and SGD are counted as Adam.
+    not fp32 are copied to fp32, which needs another 4 bytes a parameter. The precision-aware optimizer instead copies
+    each state that is not fp32 to fp32, for all dense or for all expert parameters at once. It steps dense and expert
+    parameters one after the other (TE 2.8, optimizers/fused_adam.py, step). Optimizers other than Adam and SGD are
+    counted as Adam.
     """
     resident = resident_parameters(job, dense, expert, layout)
     options = performance_options(job)
@@ -436,11 +443,12 @@ def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layou
 
 
 def state_bytes_per_parameter(job: Job) -> int:
-    """Return the bytes of the optimizer's states for one parameter that it holds.
+    """Return the bytes of optimizer states on a rank for each parameter that the rank's optimizer holds.
 
-    Adam keeps two moments of 4 bytes and, for 2-byte weights, an fp32 copy of 4. SGD keeps one momentum of 4. The
-    precision-aware optimizer keeps moments in chosen types. It keeps only the lower half of a bf16 weight's fp32 copy,
-    because the weight itself is the upper half (MC optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384).
+    Adam keeps two moments of 4 bytes and, for 2-byte weights, an fp32 copy of 4 bytes. SGD keeps one momentum of 4
+    bytes and this fp32 copy. The precision-aware optimizer keeps moments in chosen types. It keeps only the lower half
+    of a bf16 weight's fp32 copy, because the weight itself is the upper half (MC optimizer/__init__.py:365-390,
+    optimizer_config.py:192, 351-384).
     """
     if job.optimizer == "sgd" or not performance_options(job).use_precision_aware_optimizer:
         states = OPTIMIZER_STATE_BYTES.get(job.optimizer, OPTIMIZER_STATE_BYTES["adam"])
@@ -449,12 +457,13 @@ def state_bytes_per_parameter(job: Job) -> int:
 
 
 def step_bytes_per_parameter(job: Job) -> int:
-    """Return the bytes that the optimizer's step reads and writes for one parameter that it holds.
+    """Return the bytes that an optimizer step reads and writes for each parameter that the rank's optimizer holds.
 
     The gradient is read for the norm and for the step, each state is read and written, the weight is written: 8 + 24 +
-    2 for Adam on 16-bit weights. A weight that is its own fp32 copy, or half of it, is read too. A state in a chosen
-    type is copied to fp32 and back (see `optimizer_bytes`). Only the precision-aware optimizer reads gradients that are
-    not fp32 directly. Others read the fp32 copy; the work of making it is not counted.
+    2 for Adam on 16-bit weights. An fp32 weight, or a bf16 weight that is half of its fp32 copy, is also read. A state
+    in a chosen type is copied to fp32 and back (see `optimizer_bytes`). Only the precision-aware optimizer reads 16-bit
+    gradients directly. Other optimizers read an fp32 copy of the gradients; the time for making this copy is not
+    counted.
     """
     is_aware = performance_options(job).use_precision_aware_optimizer
     gradient = gradient_bytes_per_parameter(job) if is_aware else FP32_BYTES
@@ -473,7 +482,7 @@ def _keeps_remainders(job: Job) -> bool:
 
 
 def _chosen_state_bytes(job: Job) -> tuple[int, ...]:
-    """Return the bytes of each state in a type chosen for the precision-aware optimizer: moments, fp32 copies."""
+    """Return the bytes of each state of the precision-aware optimizer in its chosen type: moments, then fp32 copies."""
     options = performance_options(job)
     if not options.use_precision_aware_optimizer or job.optimizer == "sgd":
         return ()

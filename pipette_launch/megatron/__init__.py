@@ -1,4 +1,7 @@
-"""Megatron's command line read into facts, and facts written back; the only room that knows a flag's name."""
+"""Conversion between Megatron's command line and the dataclasses of `facts`.
+
+Only this package knows Megatron's flags.
+"""
 
 from pipette_launch.megatron.checkpoint import Continuation, continuation
 from pipette_launch.megatron.checkpoint_files import record_path, saved_iteration

@@ -1,4 +1,4 @@
-"""Fields of a layout that checkpoints fix: the checkpoint that a job loads, and the checkpoints that it will save."""
+"""Layout fields that a plan must keep because of checkpoints that the job loads, or will save and load again."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from pipette_launch.megatron.layout import DEGREES, OPTIMIZER_FIELDS, PP, TP
 from pipette_launch.megatron.pins import Pin
 
 MODEL_FIELDS = ("tp", "pp", *Split._fields, "ep", "etp")
-"""Fields that divide the model into shards."""
+"""Layout fields that divide the model into shards."""
 IN_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space")
-"""Formats that save each gradient bucket separately: the run that loads needs buckets of the same sizes."""
+"""Optimizer formats that save each gradient bucket separately. The run that loads needs buckets of the same sizes."""
 EQUAL_BUCKETS_DP = 40
-"""Replicas up to which gradient buckets have the same size; with more they grow (core_v0.16 training.py:1317)."""
+"""Largest number of replicas for which gradient buckets have a fixed size. With more replicas, buckets grow (core_v0.16
+training.py:1317)."""
 REPLICA_ELEMENTS = 1_000_000
-"""Elements of a bucket for each replica."""
+"""Elements of a gradient bucket for each replica, if buckets grow."""
 RNG_OF_EXPERTS = "0.16 loads expert-parallel random state only at the same dp and cp"
 RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?")
 
 
 def _fixes_random_state(arguments: Arguments, ep: int) -> bool:
-    """Return True for the release that loads the random state of experts only if dp and cp have not changed."""
+    """Return True for Megatron releases that load the random state of experts only if dp and cp have not changed."""
     return ep > 1 and release_of(arguments.version) == (0, 16) and not arguments.get("no_load_rng")
 
 
@@ -37,32 +38,35 @@ def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool
     """Return the fields that another layout must keep to load the optimizer's state.
 
     Args:
-        arguments: of the run that loads or saves.
-        sharding: format of a distributed optimizer; None = the default of the release.
+        arguments: flags of the run that loads or saves.
+        sharding: format in which the distributed optimizer is saved. None = the default of the release.
         is_sharded: True for a distributed optimizer.
 
     """
     usual = "fully_sharded_model_space" if release_of(arguments.version) < (0, 15) else "dp_reshardable"
-    # The state of a plain optimizer is sharded like its parameters.
+    # The state of a non-distributed optimizer is sharded like the parameters.
     if not is_sharded or (sharding or usual) in ("fully_reshardable", "fully_sharded_model_space"):
         return ("use_distributed_optimizer",)
-    # Buckets must be equal too, and their sizes depend on whether gradients are reduced early.
+    # Gradient buckets must be equal too. The sizes of buckets depend on whether gradients are reduced early.
     return (*MODEL_FIELDS, *OPTIMIZER_FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demands:
-    """Demands of a checkpoint on the user's own layout and on every plan."""
+    """Layout fields that a checkpoint fixes, for the user's own layout and for every plan."""
 
     own: Mapping[str, Any]
-    """Values that the checkpoint sets for fields of the own layout."""
+    """Values that the checkpoint sets for fields of the user's own layout."""
     pins: tuple[Pin, ...] = ()
     notes: tuple[str, ...] = ()
     doubt: str = ""
-    """Reason why the checkpoint may not load on these ranks under any plan; empty without such a reason."""
+    """Reason why the checkpoint may fail to load under any plan on this number of ranks. Empty = no reason is known."""
 
     def applied(self, own: Layout) -> Layout:
-        """Return the own layout with the checkpoint's values; raises MegatronError if the ranks do not allow them."""
+        """Return the user's own layout with the checkpoint's values.
+
+        MegatronError if the number of ranks does not allow the values.
+        """
         fields = dict(self.own)
         if not fields:
             return own
@@ -85,7 +89,8 @@ class Demands:
 def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
     """Return the demands of the checkpoint at `--load`.
 
-    Values come from the checkpoint if it holds them, else from the plan beside it, else from the flags.
+    Values come from the checkpoint if possible, otherwise from the plan file beside the checkpoint, otherwise from the
+    flags.
 
     Raises:
         MegatronError: `--use-mp-args-from-checkpoint-args` is given, but the checkpoint's sizes cannot be read.
@@ -106,7 +111,10 @@ def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
 
 
 def unseen_note(arguments: Arguments) -> str:
-    """Return a note on a checkpoint that may exist only on other machines; empty if it is here or none is named."""
+    """Return a note on a checkpoint that may exist only on other machines.
+
+    Empty if the checkpoint is on this machine, or if no flag names a checkpoint.
+    """
     if not arguments.get("load") or checkpoint_folder(arguments):
         return ""
     return (
@@ -116,7 +124,7 @@ def unseen_note(arguments: Arguments) -> str:
 
 
 def _recorded(folder: Path) -> tuple[Layout | None, str]:
-    """Return the layout of the plan beside the checkpoint, and a note if that file contains no plan."""
+    """Return the layout of the plan file beside the checkpoint, and a note if the file contains no plan."""
     path = folder.parent / RECORD_NAME
     if not path.is_file():
         return None, ""
@@ -129,10 +137,10 @@ def _recorded(folder: Path) -> tuple[Layout | None, str]:
 def _of_torch(
     own: Layout, folder: Path, ranks: list[re.Match[str]], written: Mapping[str, Any], *, reads_optimizer: bool
 ) -> Demands:
-    """Return the demands of the format torch: with one file for each rank, every field that divides the model stays."""
+    """Return the demands of the format torch. Each rank has one file, so no field that divides the model may change."""
     tp = 1 + max(int(match[1]) for match in ranks)
     seconds, thirds = ({int(match[place]) for match in ranks if match[place]} for place in (2, 3))
-    # A single suffix is the pipeline rank, or the expert rank of a model without a pipeline.
+    # A folder name with a single suffix has the pipeline rank, or the expert rank of a model without a pipeline.
     is_expert_only = bool(seconds) and not thirds and own.ep > 1 and own.pp == 1
     sizes = {
         "tp": tp,
@@ -156,7 +164,10 @@ def _of_torch(
 def _of_torch_dist(
     arguments: Arguments, own: Layout, folder: Path, *, reads_optimizer: bool, num_layers: int
 ) -> Demands:
-    """Return the demands of the format torch_dist: weights reshard freely, a distributed optimizer in some formats."""
+    """Return the demands of the format torch_dist.
+
+    Weights load under every layout, a distributed optimizer only in some formats.
+    """
     saved, sharding = read_saved(folder)
     record, problem = _recorded(folder)
     written = _saved_layout(saved, num_layers, arguments.version)
@@ -170,7 +181,8 @@ def _of_torch_dist(
     is_sharded = bool(written.get("use_distributed_optimizer", own.use_distributed_optimizer))
     reads_optimizer = reads_optimizer and not saved.get("no_save_optim")
     keeps = _kept_fields(arguments, sharding, is_sharded=is_sharded) if reads_optimizer else ()
-    # With --use-mp-args-from-checkpoint-args the own sizes are the checkpoint's, though a plan may change them.
+    # With --use-mp-args-from-checkpoint-args the user's own layout has the checkpoint's sizes, but a plan may change
+    # the sizes.
     values = {name: written[name] for name in (*keeps, *(MODEL_FIELDS if takes_sizes else ())) if name in written}
     doubt = ""
     if len(keeps) > 1 and (sharding is None or sharding in IN_BUCKETS):
@@ -202,15 +214,15 @@ def _doubt_of_buckets(
 ) -> str:
     """Return a sentence if gradient buckets have other sizes than in the run that saved the optimizer's state.
 
-    If single weights are larger than a bucket, both runs may still make the same buckets.
+    If single weights are larger than a bucket, both runs may still have the same buckets.
 
     Args:
-        arguments: of the run that loads.
-        saved: arguments of the run that saved.
-        folder: of the checkpoint.
-        replicas: data-parallel ranks (times CP) of the run that saved.
-        world_size: ranks of the run that loads.
-        model_size: TP times PP of both.
+        arguments: flags of the run that loads.
+        saved: flags of the run that saved.
+        folder: folder of the checkpoint.
+        replicas: DP times CP of the run that saved.
+        world_size: number of ranks of the run that loads.
+        model_size: TP times PP, which is equal in both runs.
 
     """
     if saved.get("ddp_num_buckets") or arguments.get("ddp_num_buckets"):
@@ -229,7 +241,7 @@ def _doubt_of_buckets(
 
 
 def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:
-    """Return layout fields of the run that saved; empty if the checkpoint does not hold its TP and PP."""
+    """Return layout fields of the run that saved. Empty if the checkpoint lacks the run's TP and PP."""
     sizes = {name: _saved_size(saved, dest) for name, dest in DEGREES.items() if name != "cp"}
     if not sizes["tp"] or not sizes["pp"]:
         return {}
@@ -247,7 +259,10 @@ def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]
 
 
 def _saved_replicas(saved: Saved) -> int | None:
-    """Return the ranks that shared the optimizer's state in the run that saved; None if the checkpoint lacks them."""
+    """Return how many ranks shared the optimizer's state in the run that saved.
+
+    None if the checkpoint lacks this number.
+    """
     ranks, dp = _saved_size(saved, "world_size"), _saved_size(saved, "data_parallel_size")
     if dp:
         return dp * (_saved_size(saved, DEGREES["cp"]) or 1)
@@ -256,7 +271,7 @@ def _saved_replicas(saved: Saved) -> int | None:
 
 
 def _saved_size(saved: Saved, name: str) -> int | None:
-    """Return a size of the run that saved; None without a number that a run can have."""
+    """Return a size from the flags of the run that saved. None if the value is missing or is not a possible size."""
     value = saved.get(name)
     return value if type(value) is int and 0 < value < 1 << 20 else None
 
@@ -265,19 +280,20 @@ FREEING_FLAG = {
     "dp_reshardable": "--dist-ckpt-optim-fully-reshardable",
     "dp_zero_gather_scatter": "a save without --no-ckpt-fully-parallel-save",
 }
-"""Change in the run that saves after which a plan may change every field, by the format of the optimizer."""
+"""Flag for the run that saves, by format of the optimizer. With this flag, a plan may change every field later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continuation:
-    """Freedom of a start after a loss of hosts, which loads the checkpoints that the job has saved."""
+    """Layout fields that a restart on fewer hosts must keep, because the restart loads the job's own checkpoints."""
 
     kept: tuple[str, ...] = ()
-    """Fields of the layout that saved which another layout must keep to load."""
+    """Layout fields that must be equal in the run that saves and the run that loads."""
     bucket_dp: int = 0
-    """Replicas up to which gradient buckets have the same size; 0 if their size does not matter."""
+    """Largest number of replicas for which gradient buckets have a fixed size. 0 if the sizes of buckets do not
+    matter."""
     note: str = ""
-    """Cost of a loss, or the flag that would free the kept fields; empty if there is nothing to report."""
+    """Sentence on the cost of losing hosts, or on the flag that would free the kept fields. Empty = no remark."""
 
     def can_load(self, before: Layout, after: Layout) -> bool:
         """Return True if a job under one layout can load the checkpoints of another."""
@@ -286,12 +302,12 @@ class Continuation:
 
 
 def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation:
-    """Return what another layout must keep to load the checkpoints that a job saves under this one.
+    """Return the fields that another layout must keep to load checkpoints that a job saves under the given layout.
 
-    The run that saves decides, by its format and by the format of its distributed optimizer.
+    The fields depend on the checkpoint format and on the distributed optimizer's format in the run that saves.
 
     Args:
-        words: the user's own, behind the script's name.
+        words: the user's own words after the script's name.
         job: the job that these words describe.
         layout: the layout that saves.
 
@@ -316,7 +332,7 @@ def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation
     kept = _kept_fields(arguments, sharding, is_sharded=is_sharded) if has_optimizer else ()
     if len(kept) > 1:
         is_sized = any(map(arguments.get, ("ddp_bucket_size", "ddp_num_buckets")))
-        # Without overlap all gradients lie in one bucket.
+        # If gradient reduction does not overlap with the backward, all gradients lie in one bucket.
         counts_replicas = layout.overlap_grad_reduce and not is_sized and sharding in IN_BUCKETS
         note = (
             f"the distributed optimizer saves its state as {sharding}, which fixes {', '.join(kept)}; "

@@ -1,8 +1,8 @@
-"""Folders of a job's checkpoints, the arguments in one, and the flags that `--use-checkpoint-args` takes from it.
+"""Folders of a job's checkpoints, the arguments in a checkpoint, and the flags that `--use-checkpoint-args` reads.
 
 A checkpoint contains the arguments of the run that saved it, as a pickle of torch: in `common.pt` of the format
-torch_dist, or in each file of the format torch. A pickle is a program, so it is never loaded. Its list of instructions
-is read, and only numbers, texts and lists of them are taken.
+torch_dist, or in each file of the format torch. A pickle is a program, so it is never loaded. Instead, the pickle's
+list of instructions is read, and only numbers, texts and lists of numbers or texts are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 
 
 def record_path(arguments: Sequence[str]) -> Path | None:
-    """Return the file beside the job's checkpoints for the plan that really runs; None without `--save`."""
+    """Return the path, beside the job's checkpoints, of the file with the plan that really runs.
+
+    None without `--save`.
+    """
     save = Arguments.parse(arguments, newest_release()).get("save")
     return Path(save) / RECORD_NAME if save else None
 
@@ -37,24 +40,24 @@ def saved_iteration(arguments: Sequence[str]) -> str:
 
 
 def _tracked_iteration(root: Path) -> str:
-    """Return what Megatron's tracker file in a folder of checkpoints says; empty if it cannot be read."""
+    """Return the iteration in Megatron's tracker file in a folder of checkpoints. Empty if the file cannot be read."""
     try:
         name = files.read_bytes(root / TRACKER_NAME).decode("ascii").strip()
     except (FileFormatError, UnicodeError):
         return ""
-    # Megatron writes nothing else. Any other text could be a path that leads out of the folder.
+    # Megatron writes only numbers or `release`. Any other text could be a path that leads out of the folder.
     return name if name == "release" or re.fullmatch(r"\d{1,15}", name) else ""
 
 
 def checkpoint_folder(arguments: Arguments) -> tuple[Path, bool] | None:
-    """Return the folder that Megatron would load, and whether it loads the optimizer; None for a new run."""
+    """Return the folder that Megatron would load, and True if Megatron also loads the optimizer. None for a new run."""
     reads_optimizer = not (arguments.get("finetune") or arguments.get("no_load_optim"))
     for dest, optimizer in (("load", reads_optimizer), ("pretrained_checkpoint", False)):
         root, step = arguments.get(dest), arguments.get("ckpt_step")
         name = str(step) if step is not None else _tracked_iteration(Path(root)) if root else ""
         folder = Path(root or "") / (f"iter_{int(name):07d}" if name.isdigit() else name)
         if root and name and folder.is_dir():
-            # A release contains no optimizer state.
+            # A checkpoint named `release` contains no optimizer state.
             return folder, optimizer and name != "release"
     return None
 
@@ -68,7 +71,7 @@ SHARDING_TYPES = (
 )
 """Formats of a distributed optimizer in a checkpoint (`distrib_optim_sharding_type`)."""
 MOST_PICKLED = 64 << 20
-"""Most bytes of the arguments that are read; compressed files may unpack to far more."""
+"""Largest number of bytes of pickled arguments that are read, because compressed files may unpack to far more bytes."""
 Plain = int | float | bool | str | None
 Saved = Mapping[str, Plain | list[Plain]]
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -85,10 +88,12 @@ OTHER = ("other", None)
 
 
 def read_saved(directory: Path) -> tuple[Saved, str | None]:
-    """Return the plain arguments of the run that saved, and the format of its distributed optimizer; None if unknown.
+    """Return the plain arguments of the run that saved, and the format of the run's distributed optimizer.
+
+    None if unknown.
 
     Args:
-        directory: `iter_0000010` of a checkpoint in the format torch_dist or torch.
+        directory: folder such as `iter_0000010` of a checkpoint in the format torch_dist or torch.
 
     """
     found = [*_instructions(directory), OTHER, OTHER, OTHER]
@@ -102,13 +107,14 @@ def read_saved(directory: Path) -> tuple[Saved, str | None]:
     texts = {value for kind, value in found if kind == "word"}
     kinds = [kind for kind in SHARDING_TYPES if kind in texts]
     if not kinds and isinstance(arguments.get("ckpt_fully_parallel_save"), bool):
-        # Runs before 0.13 store no format, and Megatron derives it from this flag (load_checkpoint).
+        # Megatron before 0.13 stores no optimizer format. For such checkpoints Megatron derives the format from this
+        # flag (load_checkpoint).
         kinds = ["fully_sharded_model_space" if arguments["ckpt_fully_parallel_save"] else "dp_zero_gather_scatter"]
     return arguments, kinds[0] if len(kinds) == 1 else None
 
 
 def _items(found: Sequence[tuple[str, Any]], place: int) -> list[Plain] | None:
-    """Return a list: one item and an end, or a mark, several items and an end; None if an item is not plain."""
+    """Read a pickled list: one item and an end, or a mark, several items and an end. None if an item is not plain."""
     if found[place][0] != "mark":
         return [found[place][1]] if found[place + 1][0] == "end" else []
     items = [value for _, value in takewhile(lambda item: item[0] in ("value", "word"), islice(found, place + 1, None))]
@@ -130,7 +136,7 @@ def _instructions(directory: Path) -> Iterator[tuple[str, Any]]:
                 last = (KINDS.get(opcode.name, "other"), CONSTANTS.get(opcode.name, value))
                 yield last
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError):
-        pass  # values before the damage count; RuntimeError: encrypted, or a compression that zipfile lacks
+        pass  # keep values before the damage. RuntimeError: zipfile cannot read the encryption or compression
 
 
 def _pickled(directory: Path) -> bytes:
@@ -152,7 +158,7 @@ WHERE_MISSING = (
     "num_layers hidden_size ffn_hidden_size seq_length num_attention_heads kv_channels max_position_embeddings "
     "moe_token_dispatcher_type hybrid_layer_pattern padded_vocab_size"
 ).split()
-"""Taken if neither the user nor Megatron's parser gives a value."""
+"""Destinations that Megatron reads from the checkpoint if neither the user nor a default gives a value."""
 ALWAYS = (
     "num_query_groups group_query_attention position_embedding_type add_position_embedding "
     "use_rotary_position_embeddings rotary_base rotary_percent rotary_interleaved add_bias_linear add_qkv_bias "
@@ -162,7 +168,7 @@ ALWAYS = (
     "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads heterogeneous_layers_config_path "
     "heterogeneous_layers_config_encoded_json tiktoken_pattern"
 ).split()
-"""Taken instead of the user's own value."""
+"""Destinations that Megatron always reads from the checkpoint, instead of the user's own value."""
 ALWAYS_SINCE = {
     (0, 16): (
         "moe_router_score_function",
@@ -174,17 +180,17 @@ ALWAYS_SINCE = {
     (0, 18): ("moe_single_grouped_weight", "moe_single_grouped_bias"),
     (0, 20): ("gdp_num_householder",),
 }
-"""Taken instead of the user's own value from a release on."""
+"""Further destinations that Megatron always reads from the checkpoint, from the given release on."""
 ALWAYS_BEFORE = {
     (0, 15): ("moe_token_dispatcher_type",),
     (0, 17): ("hybrid_override_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"),
 }
-"""Taken instead of the user's own value before a release."""
+"""Further destinations that Megatron always reads from the checkpoint, before the given release."""
 TYPES: dict[str | None, tuple[type, ...]] = {"int": (int,), "float": (int, float), None: (str,)}
 
 
 def with_checkpoint_arguments(arguments: Arguments) -> tuple[Arguments, str]:
-    """Return the flags with the values that Megatron takes from the checkpoint, and a note for the user.
+    """Return the flags with the values that Megatron reads from the checkpoint, and a note for the user.
 
     Without `--use-checkpoint-args` the flags are unchanged.
 
@@ -215,14 +221,14 @@ def with_checkpoint_arguments(arguments: Arguments) -> tuple[Arguments, str]:
 
 
 def always_taken(release: tuple[int, int]) -> list[str]:
-    """Return the destinations that this release takes instead of the user's own values."""
+    """Return the destinations that this release always reads from the checkpoint, instead of the user's own values."""
     since = (dest for first, dests in ALWAYS_SINCE.items() if release >= first for dest in dests)
     before = (dest for end, dests in ALWAYS_BEFORE.items() if release < end for dest in dests)
     return [*ALWAYS, *since, *before]
 
 
 def _taken(arguments: Arguments, saved: Saved) -> Iterator[tuple[str, Any]]:
-    """Yield destinations and values that Megatron takes, in its order."""
+    """Yield destinations and values that Megatron reads from the checkpoint, in Megatron's order."""
     release = release_of(arguments.version)
     always = always_taken(release)
     if arguments.get("use_tokenizer_model_from_checkpoint_args"):
@@ -239,7 +245,7 @@ def _taken(arguments: Arguments, saved: Saved) -> Iterator[tuple[str, Any]]:
 
 
 def _with_value(arguments: Arguments, dest: str, value: Any) -> Arguments:
-    """Store a value as the parser would; a value that no flag of this release can store is ignored."""
+    """Store a value as Megatron's parser would. A value that no flag of this release can store is ignored."""
     if arguments.get(dest) == value:
         return arguments
     bare = arguments.without(dest)
@@ -257,6 +263,6 @@ def _suits(flag: Flag, value: Any) -> bool:
     if flag.nargs == 0:
         return type(value) is bool and flag.constant == value
     if flag.dest == "moe_layer_freq":
-        # A text on the command line that Megatron's parser converts to a number or a list.
+        # The value is a text on the command line that Megatron's parser converts to a number or a list.
         return type(value) in (int, list)
     return type(value) in ((list,) if flag.nargs else TYPES.get(flag.kind, ()))

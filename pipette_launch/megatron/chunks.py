@@ -1,4 +1,4 @@
-"""The split of the layers into chunks: read from Megatron's six ways to state it, and written as flags.
+"""The split of the layers into chunks: read from Megatron's six kinds of flags for the split, and written as flags.
 
 A chunk is one model piece of one pipeline rank: chunk c, in model order, lies on pipeline rank c % pp.
 """
@@ -17,21 +17,22 @@ LAYERS_PER_CHUNK, VPP = "num_layers_per_virtual_pipeline_stage", "num_virtual_st
 STAGES = "pipeline_model_parallel_layout"
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-"""Flags by which the embedding or the loss counts as one more layer."""
+"""Flags with which the embedding or the loss counts as one more layer in the split."""
 SPLIT_DESTS = (LAYERS_PER_CHUNK, VPP, STAGES, *ENDS, *ACCOUNTS)
-"""Every flag for the split of the layers, except the number of pipeline ranks."""
+"""Destinations of all flags that set the split of the layers, except the number of pipeline ranks."""
 MOST_SHOWN = 1 << 14
-"""Most characters of a layout after its repetitions are written out."""
+"""Largest number of characters of `--pipeline-model-parallel-layout` after repetitions are written out."""
 PATTERN_DESTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""Flags that name the layers of a hybrid model; from 0.17 on the first is the new name of the second."""
+"""Flags that name the layers of a hybrid model; `hybrid_layer_pattern` is the new name from 0.17 on."""
 RATIO_DESTS = {"*": "hybrid_attention_ratio", "-": "hybrid_mlp_ratio"}
-"""Shares of a hybrid model's layers by their letters; releases from 0.17 on have no such flags."""
+"""Flags for the share of attention or MLP layers in a hybrid model, by letter. Releases from 0.17 on lack these
+flags."""
 HYBRID_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
 """Megatron's own values of `--spec` for hybrid models."""
 FIRST_CUT_PATTERNS = (0, 17)
-"""First release whose patterns name the stages; before, all stages of a hybrid model have equally many layers."""
+"""First release whose patterns name the stages. Before, all stages of a hybrid model have the same number of layers."""
 FIRST_APART = (0, 16)
-"""First release in which multi-token prediction and the head may lie on different stages."""
+"""First release in which multi-token prediction and the head may be on different stages."""
 Chunks = tuple[int, ...]
 
 
@@ -45,19 +46,22 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridPattern:
-    """Layers of a hybrid model as flags name them: `M-M*|M-M-/*E/*E` has two stages and two prediction depths."""
+    """Layers of a hybrid model by letters.
+
+    The pattern `M-M*|M-M-/*E/*E` has two stages and two depths of multi-token prediction.
+    """
 
     stages: tuple[str, ...]
     depths: tuple[str, ...]
 
     @property
     def layers(self) -> str:
-        """One letter for each layer."""
+        """All layers of the model without stages, one letter for each layer."""
         return "".join(self.stages)
 
 
 def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
-    """Return the pattern of a hybrid model; None for other models.
+    """Return the layer pattern of a hybrid model. None for models that are not hybrid.
 
     Raises:
         MegatronError: the flags contradict each other or name no layers.
@@ -97,7 +101,8 @@ def _pattern_of_ratios(arguments: Arguments) -> str:
     for (letter, share), first_run in zip(shares.items(), (1, 0), strict=True):
         places = [place for place, kind in enumerate(pattern) if kind == "M"]
         count = round(num_layers * share)
-        # An attention layer stands between two runs of Mamba layers, an MLP layer behind each run.
+        # An attention layer comes between two runs of Mamba layers, and an MLP layer comes after each run of Mamba
+        # layers.
         run = (len(places) - count) / (count + first_run) if count else len(places) + 1
         left = run
         for place in places:
@@ -109,10 +114,10 @@ def _pattern_of_ratios(arguments: Arguments) -> str:
 
 
 def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> Split:
-    """Read the virtual stages, the layers of each chunk and the chunk of multi-token prediction.
+    """Read the number of virtual stages, the layers of each chunk, and the chunk of multi-token prediction.
 
     Raises:
-        MegatronError: the flags exclude each other or do not divide the layers.
+        MegatronError: two flags exclude each other, or the flags cannot divide the layers.
 
     """
     ways = [dest for dest in SPLIT_DESTS[:3] if arguments.get(dest) is not None]
@@ -139,7 +144,7 @@ def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> Split:
 
 
 def write_chunks(arguments: Arguments, split: Split, *, pp: int, num_layers: int) -> Arguments:
-    """Write a split as flags that every release from 0.14 on has, and delete the flags of any other split."""
+    """Write a split as flags that every release from 0.14 on has, and delete all other flags for the split."""
     bare = arguments.without(*SPLIT_DESTS)
     pattern = hybrid_pattern(bare)
     if pattern and len(pattern.stages) > 1:
@@ -156,7 +161,7 @@ def write_chunks(arguments: Arguments, split: Split, *, pp: int, num_layers: int
         if arguments.is_given(VPP):
             return bare.with_value(VPP, vpp)
         return bare.with_value(LAYERS_PER_CHUNK, num_layers // (pp * vpp))
-    # If all middle stages are equal, the counts of the first and the last stage define the split.
+    # If all middle stages are equal, the numbers of layers of the first and the last stage define the split.
     if vpp == 1 and after == 0 and min(chunks) > 0 and len(set(chunks[1:-1])) <= 1:
         return bare.with_value(ENDS[0], chunks[0]).with_value(ENDS[1], chunks[-1])
     stages = ["t" * layers if layers < 3 else f"t*{layers}" for layers in chunks]
@@ -169,9 +174,10 @@ def _with_pattern(arguments: Arguments, text: str) -> Arguments:
 
 
 def nearly_even(num_layers: int, num_chunks: int) -> Chunks:
-    """Divide layers among chunks so that sizes differ by at most 1; () if all sizes are equal.
+    """Divide layers among chunks so that chunk sizes differ by at most 1. Return () if all sizes are equal.
 
-    Middle chunks get the additional layers first, then the first chunk. The last chunk, with the head, gets none.
+    Middle chunks get the additional layers first, then the first chunk. The last chunk gets no additional layer,
+    because it has the head.
     """
     size, more = divmod(num_layers, num_chunks)
     larger = {*[*range(1, num_chunks - 1), 0][:more]}
@@ -179,7 +185,7 @@ def nearly_even(num_layers: int, num_chunks: int) -> Chunks:
 
 
 def stated_vpp(arguments: Arguments, pp: int) -> int | None:
-    """Return the virtual stages that flags state directly; None if they follow from the number of layers."""
+    """Return the number of virtual stages if a flag states it. None if the number follows from the number of layers."""
     if arguments.get(STAGES) is not None:
         stages, rest = divmod(_written_out(arguments).count("|") + 1, pp)
         return None if rest else stages
@@ -187,7 +193,10 @@ def stated_vpp(arguments: Arguments, pp: int) -> int | None:
 
 
 def _from_pattern(arguments: Arguments, pattern: HybridPattern, pp: int, num_layers: int) -> tuple[int, Chunks]:
-    """Read the stages of a hybrid model's pattern; without stages in it the split is equal, but for the ends."""
+    """Read the stages of a hybrid model's pattern.
+
+    A pattern without stages means an equal split, except for the ends.
+    """
     stages, cuts = pattern.stages, release_of(arguments.version) >= FIRST_CUT_PATTERNS
     may_stay = ENDS if len(stages) == 1 and cuts else ()
     clash = [dest for dest in SPLIT_DESTS if arguments.get(dest) and dest not in may_stay]
@@ -229,10 +238,10 @@ def _from_stages(arguments: Arguments, pp: int, num_layers: int) -> Split:
 
 
 def _written_out(arguments: Arguments) -> str:
-    """Write out the repetitions of `--pipeline-model-parallel-layout`, each once as in Megatron, without commas."""
+    """Write out the repetitions of `--pipeline-model-parallel-layout` as Megatron does, and remove commas."""
     text: str = arguments.get(STAGES).replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d{1,9})", r"(.)\*(\d{1,9})"):
-        # A few characters may describe billions of layers, so measure the result first.
+        # A few characters may describe billions of layers, so compute the length of the result first.
         sizes = (len(match[1]) * int(match[2]) for match in re.finditer(pattern, text[:MOST_SHOWN]))
         if len(text) > MOST_SHOWN or sum(sizes) > MOST_SHOWN:
             raise MegatronError(f"{arguments.shown(STAGES)[:80]}: more than {MOST_SHOWN} characters when written out")
@@ -241,7 +250,7 @@ def _written_out(arguments: Arguments) -> str:
 
 
 def _chunks_after_prediction(arguments: Arguments, stages: list[str], pp: int) -> int:
-    """Count the stages behind the depths of multi-token prediction (m)."""
+    """Count the chunks after the chunk with multi-token prediction (m)."""
     places = [place for place, stage in enumerate(stages) if "m" in stage]
     layers, release = "".join(stages), release_of(arguments.version)
     after = len(stages) - 1 - places[0]
@@ -256,7 +265,7 @@ def _chunks_after_prediction(arguments: Arguments, stages: list[str], pp: int) -
     ):
         if is_wrong:
             raise arguments.refusal(reason, STAGES)
-    # The checks of 0.14 accept another stage, but its models build the depths on the last stage.
+    # Megatron 0.14 accepts another stage for multi-token prediction, but always builds the layers on the last stage.
     return 0 if release < (0, 15) else after
 
 
@@ -278,7 +287,10 @@ def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:
 
 
 def _from_counts(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Chunks:
-    """Divide the layers equally, except for the ends that flags state; embedding and loss may count as layers."""
+    """Divide the layers equally, except for first and last stages that flags state.
+
+    Embedding and loss may count as layers.
+    """
     ends = [(place, arguments.get(dest)) for place, dest in zip((0, pp - 1), ENDS, strict=True)]
     named = [(place, int(layers)) for place, layers in ends if layers is not None]
     given = dict(named)
@@ -287,7 +299,7 @@ def _from_counts(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Ch
     if pp == 1 and named and (ranks < 0 or left):
         shown = arguments.shown_given(*ENDS)
         raise MegatronError(f"{shown}: a pipeline of one rank has one stage with all {num_layers} layers; remove it")
-    # Before 0.16 middle ranks may have no layers.
+    # Before 0.16, middle pipeline ranks may be without layers.
     least = 0 if release_of(arguments.version) < (0, 16) or not given else 1
     uneven = left % ranks != 0 or left < least if ranks > 0 else left != 0
     if uneven or min(given.values(), default=1) < 1:

@@ -1,7 +1,7 @@
-"""Megatron's flags by release, and a command line that argparse cuts into tokens exactly as Megatron's parser does.
+"""Megatron's flags by release, and a parser that cuts a command line into tokens exactly as Megatron's parser does.
 
-`benchmarks/make_flag_table.py` makes the table `data/flags.json`. Tokens keep the user's own words, so a plan changes
-only the words that it means to change.
+`benchmarks/make_flag_table.py` makes the table `data/flags.json`. Tokens keep the user's own words, so that writing a
+plan changes only the flags of the layout.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from pipette_launch.text import nearest_word
 
 OLDEST = (0, 14)
 CLOSE = 0.85
-"""Similarity from which a word counts as a mistyped flag: 12 letters with two of them swapped have 0.92."""
+"""Least similarity (difflib) of a mistyped flag to the known flag: 12 letters with two swapped letters have 0.92."""
 LEAST_BEGINNING = 8
-"""Least characters of a shortened flag for which a note names the whole flag. Megatron accepts no shortened flags."""
+"""Least number of characters of a shortened flag for which a note names the full flag. Megatron accepts no shortened
+flags."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """One option string of one release."""
+    """One option string, such as `--lr`, of one Megatron release."""
 
     option: str
     dest: str
     action: str
     nargs: int | str | None
     kind: str | None
-    """`int`, `float` or `bool`; None for text and for values that Megatron converts later."""
+    """`int`, `float` or `bool`; None for text, and for text that Megatron converts after parsing."""
     default: Any
     choices: tuple[str | int, ...] | None = None
-    """Allowed values; None for any value."""
+    """Allowed values. None = every value is allowed."""
 
     @property
     def constant(self) -> bool:
-        """Value that the parser stores for a flag without a value."""
+        """Value that Megatron's parser stores for a flag without a value."""
         if self.action == "boolean_optional":
             return not self.option.startswith("--no-")
         return self.action != "store_false"
@@ -49,21 +50,21 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Token:
-    """A flag with its values, or one word that is no known flag."""
+    """A flag with values, or one word that is not a known flag."""
 
     words: tuple[str, ...]
     flag: Flag | None = None
     value: Any = None
-    """Value that Megatron's parser would store; a list if the flag takes several values."""
+    """Value that Megatron's parser would store. A list if the flag takes several values."""
 
     @property
     def dest(self) -> str | None:
-        """Name under which Megatron stores the value; None for an unknown word."""
+        """Name under which Megatron stores the value. None for an unknown word."""
         return self.flag.dest if self.flag else None
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Return the release as numbers: `0.16.1` -> (0, 16); raises MegatronError for releases before 0.14."""
+    """Return the release as numbers: `0.16.1` -> (0, 16). MegatronError for releases before 0.14."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match:
         raise MegatronError(f"Megatron version {version!r} is not of the form 0.16.1; see what the script imports")
@@ -107,7 +108,10 @@ def flag_defaults(version: str) -> Mapping[str, Any]:
 
 @functools.cache
 def flag_table(version: str) -> Mapping[str, Flag]:
-    """Return every option string of a release; a release newer than the table has the flags of the newest known one."""
+    """Return every option string of a release.
+
+    A release newer than the table has the flags of the newest release in the table.
+    """
     place = releases().index(known_release(version))
     table = {}
     for option, rows in _data()["flags"].items():
@@ -120,7 +124,7 @@ def flag_table(version: str) -> Mapping[str, Flag]:
 
 def likely_flag(option: str, version: str) -> str:
     """Return the flag of this release that a mistyped or shortened flag probably means, or an empty string."""
-    # A flag of another release is not a typing error.
+    # A flag of another release is not a mistyped flag.
     if option in _data()["flags"]:
         return ""
     begun = [flag for flag in flag_table(version) if flag.startswith(option)] if len(option) >= LEAST_BEGINNING else []
@@ -137,7 +141,7 @@ class _Record(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser for the flags of one release; it raises MegatronError for an error in the command line."""
+    """Parser for the flags of one release, which raises MegatronError for an error in the command line."""
 
     def __init__(self, table: Mapping[str, Flag]) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -164,12 +168,15 @@ def _parser(version: str) -> _Parser:
 
 
 def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
-    """Cut a command line as argparse does without shortened flags; the words of all tokens, joined, are the input.
+    """Cut a command line into tokens as argparse does without shortened flags.
 
-    Unknown flags, their values and stray words become tokens of one word each. No word after a bare `--` is a flag.
+    The tokens' words together are the input.
+
+    Unknown flags, values of unknown flags and stray words become tokens of one word each. No word after a bare `--` is
+    a flag.
 
     Raises:
-        MegatronError: a known flag has too few values, a value of another type, or a value that it does not take.
+        MegatronError: a known flag has too few values, a value of a wrong type, or a value that is not allowed.
 
     """
     end = list(words).index("--") if "--" in words else len(words)
@@ -193,29 +200,32 @@ def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """A user's command line, read with the flags of one release; an edit leaves all other words unchanged."""
+    """A user's command line, read with the flags of one release.
+
+    An edit of one flag leaves all other words unchanged.
+    """
 
     tokens: tuple[Token, ...]
     version: str
 
     @classmethod
     def parse(cls, words: Sequence[str], version: str) -> Arguments:
-        """Read a command line; raises MegatronError where Megatron's parser would refuse it."""
+        """Read a command line. MegatronError if Megatron's parser would refuse the command line."""
         return cls(tokens=tokenise(words, version), version=version)
 
     @property
     def table(self) -> Mapping[str, Flag]:
-        """The flags of this release."""
+        """All flags of this Megatron release, by option string."""
         return flag_table(self.version)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The command line."""
+        """The command line as words."""
         return tuple(word for token in self.tokens for word in token.words)
 
     @property
     def unknown_words(self) -> list[str]:
-        """Words that are neither a flag of this release nor the value of one."""
+        """Words that are neither a flag of this release nor a value of such a flag."""
         return [token.words[0] for token in self.tokens if token.flag is None and token.words != ("--",)]
 
     def is_given(self, dest: str) -> bool:
@@ -223,14 +233,20 @@ class Arguments:
         return any(token.dest == dest for token in self.tokens)
 
     def get(self, dest: str) -> Any:
-        """Return the value that Megatron would store (the last one counts); None if this release lacks the flag."""
+        """Return the value that Megatron would store: the last of several values.
+
+        None if this release lacks the flag.
+        """
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return token.value
         return flag_defaults(self.version).get(dest)
 
     def size(self, dest: str, *, default: int = 1) -> int:
-        """Return a whole number of at least 1; `default` if neither the user nor Megatron gives a number."""
+        """Return the value of a flag as a number of at least 1.
+
+        `default` if neither the user nor Megatron's default gives a number.
+        """
         value = self.get(dest)
         if value is None:
             return default
@@ -241,21 +257,24 @@ class Arguments:
         return int(value)
 
     def choice(self, dest: str, known: Collection[str]) -> str:
-        """Return a value that must be one of the known ones; raises MegatronError for any other."""
+        """Return a value that must be one of the known values. MegatronError for any other value."""
         value: str = self.get(dest)
         if value not in known:
             raise self.refusal(f"unknown value {value!r}; known are {', '.join(known)}", dest)
         return value
 
     def shown(self, dest: str) -> str:
-        """Return the user's own words for a destination, as `--micro-batch-size 4`; the bare flag if none is given."""
+        """Return the user's own words for a destination, such as `--micro-batch-size 4`.
+
+        The bare flag if the user gave no value.
+        """
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return " ".join(token.words)
         return self.option(dest)
 
     def option(self, dest: str) -> str:
-        """Return the first flag of a destination; the destination itself if this release has no such flag."""
+        """Return the first flag of a destination. The destination itself if this release has no flag for it."""
         return next((flag.option for flag in self.table.values() if flag.dest == dest), dest)
 
     def shown_given(self, *dests: str) -> str:
@@ -267,7 +286,10 @@ class Arguments:
         return MegatronError(f"{' and '.join(map(self.shown, dests))}: {reason}")
 
     def with_flag(self, option: str, *values: object) -> Arguments:
-        """Set a flag at the place of its last occurrence; without one at the end, but before a bare `--`."""
+        """Replace the last occurrence of a flag.
+
+        If the flag does not occur, add it at the end, but before a bare `--`.
+        """
         (new,) = tokenise((option, *map(str, values)), self.version)
         places = [i for i, token in enumerate(self.tokens) if token.dest == new.dest]
         ends = [i for i, token in enumerate(self.tokens) if token.words == ("--",)]
@@ -275,7 +297,7 @@ class Arguments:
         return replace(self, tokens=(*self.tokens[:start], new, *self.tokens[start + bool(places) :]))
 
     def with_value(self, dest: str, *values: object) -> Arguments:
-        """Set the flag of a destination; a switch takes no value."""
+        """Set the flag of a destination. A flag that is a switch gets no value."""
         return self.with_flag(self.option(dest), *values)
 
     def without(self, *dests: str) -> Arguments:
@@ -283,7 +305,7 @@ class Arguments:
         return replace(self, tokens=tuple(token for token in self.tokens if token.dest not in dests))
 
 
-# Words of a command line that Megatron's parser does not accept, with their likely cause.
+# Words that Megatron's parser does not accept, and the likely cause of each word.
 
 SHORT_SIZES = {
     "cp": "--context-parallel-size",
@@ -295,19 +317,19 @@ SHORT_SIZES = {
     "tp": "--tensor-model-parallel-size",
     "vpp": "--num-virtual-stages-per-pipeline-rank",
 }
-"""Short names that Megatron's parser refuses: `--tp`, `-tp` and `--tp_size` by the letters `tp`."""
+"""Full flags by short names that Megatron's parser refuses. `tp` covers `--tp`, `-tp` and `--tp_size`."""
 NEW_NAMES = {"--checkpoint-num-layers": "--recompute-num-layers", "--use-custom-fsdp": "--use-megatron-fsdp"}
-"""Flags that Megatron renamed before 0.14."""
+"""New names of flags that Megatron renamed before 0.14."""
 RECIPE = re.compile(r"(model)?(recipe|family|factory|config|yaml|exp|experiment)(name|file|path|dir)?|modelfamilyname")
-"""Letters of flags that name a recipe or its file in Megatron-Bridge, NeMo, Primus and others."""
+"""Pattern of flags that name a recipe or a recipe's file in Megatron-Bridge, NeMo, Primus and other trainers."""
 PRETRAINED = re.compile(r"model(id|name|path|nameorpath)?|(hf|pretrained)(model)?(id|name|path|nameorpath)?")
-"""Letters of flags that name a model of Hugging Face in ms-swift, Megatron-Bridge and others."""
+"""Pattern of flags that name a Hugging Face model in ms-swift, Megatron-Bridge and other trainers."""
 DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{FIGURE DASH}\N{EN DASH}\N{EM DASH}\N{HORIZONTAL BAR}\N{MINUS SIGN}"
-"""Characters that word processors and web pages write instead of a dash."""
+"""Characters that word processors and web pages write instead of a hyphen."""
 
 
 def check_words(arguments: Arguments) -> None:
-    """Raise MegatronError for values in a spelling that Megatron refuses; the error lists all of them."""
+    """Raise a MegatronError that lists all flags whose spelling Megatron refuses."""
     spelt, overrides, valued = {}, {}, {}
     flag_before, value_taken = "", True
     for token in arguments.tokens:
@@ -324,7 +346,7 @@ def check_words(arguments: Arguments) -> None:
         elif flag_before and not value_taken and re.fullmatch("(?i)true|false|yes|no|on|off|0|1", word):
             valued[f"{flag_before} {word}"] = f"{flag_before} alone, or leave it out,"
     if any(RECIPE.fullmatch(_letters(name)) for name in spelt):
-        # The recipe contains the rest of the job, so other spellings would not help.
+        # A recipe contains the other settings of the job, so correct spellings of these flags would not help.
         return
     for found, rule in (
         (spelt, "Megatron's flags have plain dashes, not underscores or capitals"),
@@ -337,7 +359,7 @@ def check_words(arguments: Arguments) -> None:
 
 
 def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
-    """Return the likely reason why the flags in `missing` are not given, and what to do."""
+    """Return the likely reason why the flags in `missing` are missing, and advice for the user."""
     words = arguments.unknown_words
     for pattern, reason in (
         (RECIPE, "a recipe of another program, which is not read"),
@@ -352,7 +374,7 @@ def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
     near = {word: likely_flag(word.partition("=")[0], arguments.version) for word in words}
     meant = [f"{flag} for {word}" for word, flag in near.items() if flag in missing]
     if meant:
-        # A launched script may accept only its own spelling.
+        # A launched script may accept other spellings than Megatron.
         return f"only Megatron's own spelling is read: {', '.join(meant)}"
     for word in words:
         if re.match(r"\s*--\S+\s+\S", word):
@@ -363,9 +385,9 @@ def why_missing(arguments: Arguments, missing: Sequence[str]) -> str:
 
 
 def unknown_note(arguments: Arguments) -> list[str]:
-    """Return a note on flags that this release lacks: flags of the script itself, or typing errors.
+    """Return a note on flags that this release lacks: the script's own flags, or typing errors.
 
-    A launched script refuses unknown flags itself. Commands that launch no script must report them.
+    A launched script refuses unknown flags itself. So only commands that launch no script must report unknown flags.
     """
     version = arguments.version
     found = dict.fromkeys(
@@ -385,7 +407,7 @@ def unknown_note(arguments: Arguments) -> list[str]:
 @functools.cache
 def _by_letters(version: str) -> Mapping[str, str]:
     flags = (option for option in flag_table(version) if option.startswith("--"))
-    # If Megatron has two spellings, the spelling with dashes comes last and counts.
+    # If Megatron has two spellings of a flag, the spelling with dashes comes last and is used.
     return {_letters(option): option for option in sorted(flags, key=lambda option: "_" not in option)}
 
 

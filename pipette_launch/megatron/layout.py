@@ -1,4 +1,4 @@
-"""A layout in Megatron's flags: the user's own is read from a command line, and a plan's is written into one."""
+"""Reader of the user's layout from Megatron's flags, and writer of a plan's layout into Megatron's flags."""
 
 from __future__ import annotations
 
@@ -54,14 +54,19 @@ DESTS_OF: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in SWITCHES},
     "recompute": RECOMPUTE_DESTS[:4],
 }
-"""Megatron's destinations that set each field of a layout. The number of ranks sets dp."""
+"""Megatron's destinations that set each field of a layout. No destination sets dp, because dp follows from the number
+of ranks."""
 
 
 def read_recompute(arguments: Arguments) -> Recompute:
-    """Read activation recompute; as in Megatron, selective recompute without modules recomputes core attention."""
+    """Read activation recompute.
+
+    As in Megatron, selective recompute without named modules recomputes core attention.
+    """
     granularity = "selective" if arguments.get("recompute_activations") else arguments.get("recompute_granularity")
     method, num_layers = arguments.get("recompute_method"), arguments.get("recompute_num_layers")
-    # An old flag for one more module (transformer_config.py:1255-1266).
+    # `--moe-layer-recompute` is an old flag for selective recompute of the module `moe`
+    # (transformer_config.py:1255-1266).
     of_experts = ("moe",) if arguments.get("moe_layer_recompute") and granularity != "full" else ()
     if of_experts:
         granularity = "selective"
@@ -81,15 +86,18 @@ def read_recompute(arguments: Arguments) -> Recompute:
 
 
 def known_dest(arguments: Arguments, dest: str) -> str:
-    """Return the destination that the flags set: `num_layers` and `seq_length` have old names, `encoder_...`."""
+    """Return the destination that the user's flags set: `num_layers` and `seq_length` have old names, `encoder_...`."""
     is_old = arguments.get(dest) is None and arguments.get(f"encoder_{dest}") is not None
     return f"encoder_{dest}" if is_old else dest
 
 
 def num_layers_of(arguments: Arguments) -> int:
-    """Return the layers of the model; raises MegatronError for more than MOST_LAYERS, which would fill the memory."""
+    """Return the number of layers of the model.
+
+    MegatronError for more than MOST_LAYERS, which would fill the host's memory.
+    """
     pattern = hybrid_pattern(arguments)
-    # The pattern overrides the number.
+    # A hybrid model's pattern overrides `--num-layers`.
     num_layers = len(pattern.layers) if pattern else arguments.size(known_dest(arguments, "num_layers"))
     if num_layers > MOST_LAYERS:
         raise MegatronError(f"--num-layers {num_layers}: more than {MOST_LAYERS}, which no model has")
@@ -97,15 +105,15 @@ def num_layers_of(arguments: Arguments) -> int:
 
 
 def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
-    """Read the layout that torchrun would run on this many ranks.
+    """Read the layout that torchrun would run on `world_size` ranks.
 
     Raises:
-        MegatronError: the flags contradict each other or do not divide the ranks.
+        MegatronError: two flags contradict each other, or the degrees do not divide the ranks.
 
     """
     tp, pp, cp, ep = (arguments.size(dest) for dest in (TP, PP, CP, EP))
     etp = arguments.size(ETP, default=tp)
-    # Without --expert-tensor-parallel-size Megatron takes TP for experts too.
+    # Without --expert-tensor-parallel-size, the experts have the tensor parallel size of the model.
     tensor = ETP if arguments.is_given(ETP) else TP
     for size, dests, remedy in (
         (tp * pp * cp, (TP, PP, CP), "change them, or --nnodes and --nproc-per-node"),
@@ -117,7 +125,8 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
             raise MegatronError(f"{flags} needs a multiple of {size} ranks, but the job has {world_size}; {remedy}")
     split = read_chunks(arguments, pp=pp, num_layers=num_layers_of(arguments))
     switches: dict[str, Any] = {name: bool(arguments.get(name)) for name in SWITCHES}
-    # Megatron silently ignores the first flag at TP 1. Megatron-FSDP turns the second on from 0.18 on (validate_args).
+    # Megatron silently ignores sequence parallelism at TP 1. From 0.18 on, Megatron-FSDP turns the distributed
+    # optimizer on (validate_args).
     switches["sequence_parallel"] &= tp > 1
     has_fsdp = arguments.get("use_megatron_fsdp") and release_of(arguments.version) >= (0, 18)
     switches["use_distributed_optimizer"] |= bool(has_fsdp)
@@ -142,27 +151,27 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
 def read_stand_in(
     arguments: Arguments, *, world_size: int, fixed: Collection[str], keeps_degrees: bool
 ) -> tuple[Layout, frozenset[str]] | None:
-    """Return a layout that replaces a refused one, and the names of its fields that differ from the flags.
+    """Return a layout that replaces a refused layout, and the names of fields that differ from the flags.
 
-    First only the layers are split anew, as evenly as possible. If no such layout exists, the degrees of the experts
-    become Megatron's defaults, and at last all degrees.
+    The first attempt only splits the layers anew, as evenly as possible. The second attempt also sets the degrees of
+    experts to Megatron's defaults. The last attempt sets all degrees to the defaults.
 
     Args:
         arguments: the user's flags.
         world_size: ranks of the job.
         fixed: fields of the layout that must not change.
-        keeps_degrees: split the layers anew, but change no degree.
+        keeps_degrees: if true, split the layers anew, but change no degree.
 
     Returns:
-        None if no such layout keeps the fixed fields.
+        None if every replacement would change a fixed field.
 
     """
-    # tp, pp and cp decide dp.
+    # A fixed dp also fixes tp, pp and cp, because tp, pp and cp decide dp.
     kept = {*fixed, *(("tp", "pp", "cp") if "dp" in fixed else ())}
     for changed in (set(), {"ep", "etp"}, {*DEGREES})[: 1 if keeps_degrees else None]:
         bare = arguments.without(*(DEGREES[name] for name in changed - kept))
         differs = {*changed, *({"dp"} if "tp" in changed else ()), *Split._fields, "microbatch_group_size"} - kept
-        # Virtual stages need more than one pipeline rank, so try each longer pipeline too.
+        # Virtual stages need at least two pipeline ranks, so also try pipelines with more ranks.
         has_choice = "pp" in differs and "vpp" in fixed
         pipelines = range(2, num_layers_of(bare) + 1) if has_choice else ()
         longer = (bare.with_value(PP, pp) for pp in pipelines if world_size % pp == 0)
@@ -188,10 +197,11 @@ def _split_anew(arguments: Arguments, fixed: Collection[str]) -> Arguments:
 
 
 def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tuple[str, ...]:
-    """Write a layout into a command line, so that the script runs exactly this layout.
+    """Write a layout into a command line, so that the script runs exactly the given layout.
 
-    The global batch size is pinned, and the padded vocabulary if TP would change it. Read on as many ranks, the result
-    gives the layout again. A dense model gets no expert sizes: its `etp` is Megatron's default, `tp`.
+    The result states the global batch size, and the padded vocabulary size if the new TP would change the padding.
+    `read_layout` of the result returns the same layout. A dense model gets no flags for experts, because its `etp` is
+    Megatron's default, `tp`.
 
     Raises:
         MegatronError: `--local-rank` is given, which would override the launcher's choice of devices.
@@ -211,11 +221,11 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
     written = _with_chunks(written, layout, job.model.num_layers)
     for name in SWITCHES:
         is_on = getattr(layout, name)
-        # Megatron ignores --sequence-parallel at TP 1, so the flag may stay.
+        # --sequence-parallel may stay at TP 1, because Megatron then ignores the flag.
         if bool(written.get(name)) != is_on and (layout.tp > 1 or name != "sequence_parallel"):
             written = written.with_value(name) if is_on else written.without(name)
     written = _with_recompute(written, layout.recompute)
-    # The softmax includes the padding, so the embedding keeps the size that the user's own flags give it.
+    # The softmax includes the padding. So the padded vocabulary keeps the size that follows from the user's own flags.
     rows = job.model.padded_vocab_size(given.size(TP))
     is_kept = rows == job.model.padded_vocab_size(layout.tp)
     if not is_kept and rows % layout.tp == 0 and read_vocabulary(given).is_certain:
@@ -227,7 +237,8 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
 
 def _with_chunks(written: Arguments, layout: Layout, num_layers: int) -> Arguments:
     wanted = Split(layout.vpp, layout.layers_per_chunk, layout.chunks_after_mtp)
-    # If a checkpoint names a hybrid model's layers, give them as a flag: it also says where stages begin.
+    # If a checkpoint names a hybrid model's layers, write the layers as a flag, because the flag also states where
+    # stages begin.
     cut, (whole, _) = written, with_checkpoint_arguments(written)
     saved = next((dest for dest in PATTERN_DESTS if whole.get(dest) and not written.get(dest)), None)
     if saved:
@@ -235,7 +246,7 @@ def _with_chunks(written: Arguments, layout: Layout, num_layers: int) -> Argumen
     try:
         said = read_chunks(cut, pp=layout.pp, num_layers=num_layers)
     except MegatronError:
-        said = None  # the user's flags suit another pipeline size
+        said = None  # the user's flags are for another pipeline size
     if said != wanted:
         written = write_chunks(cut, wanted, pp=layout.pp, num_layers=num_layers)
     size = layout.microbatch_group_size

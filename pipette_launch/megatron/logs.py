@@ -1,4 +1,4 @@
-"""Output of a training job: iteration and memory lines, the cause of a failure, and whether another plan may help."""
+"""Parser of a training job's output: iteration lines, memory lines, and causes of failures."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from pipette_launch.facts.messages import Failure, FailureKind
 from pipette_launch.text import MIB
 
 _COUNT, _FIGURE = r"(\d{1,15})", r"(\d{1,15}(?:\.\d{0,15})?)"
-"""Numbers that Megatron prints as %d and %f. Longer numbers, or two points, are not Megatron's."""
+"""Numbers that Megatron prints as %d and %f. Megatron never prints longer numbers, or numbers with two points."""
 ITERATION = re.compile(rf"iteration\s+{_COUNT}/\s*{_COUNT} \|", re.ASCII)
 STEP_TIME = re.compile(rf"elapsed time per iteration \(ms\): {_FIGURE} \|", re.ASCII)
 LOSS = re.compile(r"lm loss: ([-+.\dE]+|INF) \|")
-"""Megatron prints no loss that is NaN, not positive (0.14 to 0.16) or negative (0.17 and later)."""
+"""Loss in an iteration line. Megatron prints no loss that is NaN, not positive (0.14 to 0.16) or negative (from 0.17
+on)."""
 MEMORY = re.compile(
     rf"\[Rank {_COUNT}\] \(after {_COUNT} iterations\) memory \(MB\) \| allocated: {_FIGURE} "
     rf"\| max allocated: {_FIGURE} \| reserved: {_FIGURE} \| max reserved: {_FIGURE}",
     re.ASCII,
 )
-"""Ranks of the first replica print it after the first logged iteration, and from 0.16 on after the second."""
+"""Memory line, which ranks of the first replica print after the first logged iteration, and from 0.16 on after the
+second."""
 RERUN_EXIT_CODES = (16, 17)
-"""Exit codes of Megatron's rerun state machine: start again with the same layout, or a result was wrong."""
+"""Exit codes of Megatron's rerun state machine: 16 = start again with the same layout, 17 = a result was wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
-    """One line of Megatron's training log; the last rank prints it."""
+    """One iteration line of Megatron's training log, which the last rank prints."""
 
     iteration: int
     total: int
     step_time_s: float
-    """Mean over the log interval."""
+    """Mean step time in seconds over the log interval."""
     loss: str | None
-    """Text as printed, so that runs can be compared digit by digit; None if the line has no loss."""
+    """Loss as printed, so that two runs can be compared digit by digit. None if the line has no loss."""
 
 
 def parse_iteration(line: str) -> Iteration | None:
-    """Read an iteration line of any release from 0.14 on; None for every other line.
+    """Read an iteration line of any release from 0.14 on. None for all other lines.
 
-    Releases add and remove fields of the line, so each field is searched by its name.
+    Releases add and remove fields of the line, so the parser searches each field by name.
     """
     iteration, step_time = ITERATION.search(line), STEP_TIME.search(line)
     if not iteration or not step_time:
@@ -57,7 +59,7 @@ def parse_iteration(line: str) -> Iteration | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLine:
-    """Memory of torch's allocator on one rank, from a line in which Megatron counts MB of 2^20 bytes."""
+    """Memory of torch's allocator on one rank, from a memory line of Megatron. Megatron's MB has 2^20 bytes."""
 
     rank: int
     iteration: int
@@ -68,7 +70,7 @@ class MemoryLine:
 
 
 def parse_memory(line: str) -> MemoryLine | None:
-    """Read a memory line of any release from 0.14 on; None for every other line."""
+    """Read a memory line of any release from 0.14 on. None for all other lines."""
     found = MEMORY.search(line)
     if not found:
         return None
@@ -106,7 +108,7 @@ KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
         r"DefaultCPUAllocator: can't allocate memory|\bMemoryError\b|Cannot allocate memory|std::bad_alloc",
         f"{OUT_OF_MEMORY}: the host's memory is exhausted",
     ),
-    # oneDNN prints no cause: the kernel for a new shape gets no buffer.
+    # oneDNN prints no cause when it cannot allocate the buffer of a new kernel.
     (
         "out-of-host-memory",
         r"RuntimeError: could not create a primitive\s*$",
@@ -118,7 +120,7 @@ KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
         f"{OUT_OF_MEMORY}: the kernel or the batch system killed a process",
     ),
     ("other", r"No space left on device", "no space is left on the disk that it writes to"),
-    # torch's writer of checkpoints prints no cause.
+    # torch's checkpoint writer prints no cause.
     (
         "other",
         r"inline_container\.cc[^\n]*(?:unexpected pos|write failed)",
@@ -160,39 +162,43 @@ KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
     ("other", r"(?:NCCL|ncclSystemError|ncclRemoteError|ncclInternalError)[^\n]*(?:error|Error)", "NCCL failed"),
     ("other", r"Watchdog caught collective operation timeout", "a collective operation timed out"),
 )
-"""Kind, pattern and meaning of known failures, the most specific first; the pattern's group fills `{what}`."""
+"""Kind, pattern and explanation of known failures, the most specific first. The pattern's group replaces `{what}`."""
 EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
-"""The line of a traceback that names the exception; torch prints the rank before it."""
+"""Line of a traceback that names the exception. torch prints the rank at the beginning of the line."""
 MISSING = re.compile(
     r"(?:FileNotFoundError|ModuleNotFoundError|ImportError): |No such file or directory|"
     r"\.idx and \.bin files cannot be found"
 )
 OF_ONE_RANK = re.compile(r"mp_rank_|torchinductor|\.triton|/triton")
-"""Files that each rank writes for itself, so their absence depends on the layout or on chance."""
+"""Pattern of files that each rank writes for itself. If such a file is missing, the layout or chance may be the
+cause."""
 MAY_BE_THE_LAYOUT = re.compile(
     r"parallel|pipeline|micro.?batch|divisible|world.?size|rank|stage|shape|size mismatch|state_dict|checkpoint|"
     r"connect|peer|broken pipe|time.?out|timed out|Dist\w*Error|CUDA|NCCL|gloo|memory",
     re.IGNORECASE,
 )
-"""Exceptions that another layout may avoid even if two layouts share them, such as the loss of another rank."""
+"""Pattern of exceptions that another layout may avoid, even if two layouts had the same exception."""
 OWN_WORDS = "the words that the script refuses are your own"
 
 
 def exception_in(text: str) -> str:
-    """Return the last exception that a worker printed, type and message in one line; empty without one."""
+    """Return type and message of the last exception that a worker printed, in one line.
+
+    Empty if there is no exception.
+    """
     found = EXCEPTION.findall(text)
     return str(found[-1]).strip() if found else ""
 
 
 def explain_failure(text: str) -> Failure | None:
-    """Return why a worker failed, from its output; None if no known failure is in it."""
+    """Return the cause of a worker's failure, from the worker's output. None if the output shows no known failure."""
     for kind, pattern, meaning in KNOWN_FAILURES:
         found = re.search(pattern, text, re.MULTILINE)
         if found:
             named = {name: value.strip() for name, value in found.groupdict().items()}
             what = named.get("what", "")
             flags: tuple[str, ...] = ()
-            # argparse prints `--typo 3 --other`, or `--seed/-s: invalid int value`.
+            # argparse names flags in the form `--typo 3 --other` or `--seed/-s: invalid int value`.
             if kind == "unknown-flags":
                 flags = tuple(word for word in what.split() if word.startswith("--"))
             elif kind == "refused-flag":
@@ -202,7 +208,7 @@ def explain_failure(text: str) -> Failure | None:
 
 
 def failure_of(cause: str) -> Failure:
-    """Return the failure with its kind, from one line of a worker: its exception or its last output."""
+    """Return the failure that one line of a worker describes. The line is the worker's exception or last output."""
     kind: FailureKind = "other"
     if not OF_ONE_RANK.search(cause):
         if MISSING.search(cause):
@@ -215,13 +221,15 @@ def failure_of(cause: str) -> Failure:
 def why_no_plan_helps(
     failure: Failure, *, before: Iterable[Failure], written: Sequence[str], given: Sequence[str] | None
 ) -> str:
-    """Return why a script that failed before its first iteration would fail under every plan; empty if one may help.
+    """Return the reason why a script, which failed before the first iteration, would fail under every plan.
+
+    Empty if another plan may help.
 
     Args:
-        failure: the latest.
+        failure: the latest failure.
         before: failures under other layouts.
-        written: the user's own words for the script.
-        given: the words that the script got; None for the user's own.
+        written: arguments of the script as the user wrote them.
+        given: arguments that the script got. None if the script got the user's own arguments.
 
     """
     given = written if given is None else given
@@ -239,7 +247,7 @@ def why_no_plan_helps(
 
 
 def _values(words: Sequence[str], flag: str) -> list[tuple[str, ...]]:
-    """Return the words behind each occurrence of a flag."""
+    """Return the words after each occurrence of a flag."""
     return [
         (joined,) if equals else tuple(takewhile(lambda word: not word.startswith("--"), words[index + 1 :]))
         for index, (name, equals, joined) in enumerate(word.partition("=") for word in words)

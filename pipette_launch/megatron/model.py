@@ -1,4 +1,4 @@
-"""The model that a command line describes, with Megatron's defaults and derivations (`validate_args`, core_v0.16.1)."""
+"""Reader of the model from a command line, with the defaults and rules of Megatron (`validate_args`, core_v0.16.1)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "NVTE_FUSED_ATTN": ("fused", "auto"),
     "NVTE_UNFUSED_ATTN": ("unfused", "auto"),
 }
-"""TransformerEngine's variables, and the backends for which Megatron sets them to 1; for others it sets 0."""
+"""TransformerEngine's environment variables, and the backends for which Megatron sets the variable to 1 instead of
+0."""
 _AMPERE = 8
 
 
@@ -38,9 +39,10 @@ def check_required(arguments: Arguments, *, starts_nothing: bool, cause: str = "
     """Raise MegatronError that lists every missing flag.
 
     Args:
-        arguments: the user's own.
-        starts_nothing: demand only flags on which time and memory depend; a note names Megatron's other demands.
-        cause: why the model's shape may be missing; empty if unknown.
+        arguments: the user's own flags.
+        starts_nothing: if true, demand only flags that affect time or memory. The returned note names other flags that
+            Megatron demands.
+        cause: why flags for the model's sizes may be missing. Empty if unknown.
 
     """
     missing = [dest for dest in REQUIRED if arguments.get(known_dest(arguments, dest)) is None]
@@ -72,29 +74,29 @@ def read_model(
     environment: Mapping[str, str],
     capability: int | None = None,
 ) -> ModelSpec:
-    """Read the model's shape.
+    """Read the layers and sizes of the model.
 
     Args:
         arguments: the job's flags.
-        vocabulary: number of tokens and its padding.
+        vocabulary: number of tokens, and the padding of this number.
         device_kind: `cuda` or `cpu`.
-        environment: of the workers, for the variables that select an attention backend.
-        capability: major number of the GPUs' compute capability; None for unknown ones.
+        environment: variables of the workers, some of which select an attention backend.
+        capability: major number of the GPUs' compute capability. None if unknown.
 
     Raises:
-        MegatronError: a flag is missing, or the shape contradicts itself.
+        MegatronError: a flag is missing, or the sizes contradict each other.
 
     """
-    # Transformer Engine needs CUDA: on CPU a layer can only be Megatron's own.
+    # TransformerEngine needs CUDA, so on CPU all layers are Megatron's own layers.
     known = ("local", "transformer_engine")
     transformer_impl: Any = "local" if device_kind == "cpu" else arguments.choice("transformer_impl", known)
     if device_kind != "cpu" and hybrid_pattern(arguments):
-        # --spec sets the layers of hybrid models; Megatron ignores --transformer-impl.
+        # For hybrid models --spec sets the layers, and Megatron ignores --transformer-impl.
         transformer_impl = "transformer_engine"
     normalization: Any = arguments.choice("normalization", ("LayerNorm", "RMSNorm"))
     position_kind: Any = "rope"
     if not arguments.get("use_rotary_position_embeddings"):
-        # YaRN computes the same product as RoPE, with other angles.
+        # YaRN has the same cost as RoPE, because only the angles differ.
         position_kind = arguments.choice("position_embedding_type", POSITIONS).replace("yarn", "rope")
     if arguments.get("no_rope_freq"):
         _layer_pattern(arguments, "no_rope_freq")
@@ -139,7 +141,7 @@ def _sizes(arguments: Arguments) -> dict[str, Any]:
     positions = arguments.size("max_position_embeddings", default=seq_length)
     if positions < seq_length:
         raise MegatronError(f"--max-position-embeddings {positions} is less than --seq-length {seq_length}")
-    # With SwiGLU two thirds of the usual width, rounded down to a multiple of 64.
+    # With SwiGLU, the default width is two thirds of the usual width, rounded down to a multiple of 64.
     usual_ffn = int((4 * hidden * 2 / 3) / 64) * 64 if arguments.get("swiglu") else 4 * hidden
     ffn = arguments.size("ffn_hidden_size", default=usual_ffn)
     num_experts = arguments.get("num_experts") or None
@@ -166,8 +168,9 @@ def _backend(
     """Return the attention backend of a job's layers.
 
     `auto` becomes the backend that TransformerEngine selects (get_attention_backend of v2.8): unfused for fp32 and for
-    GPUs before Ampere, flash on Ampere, cuDNN's fused one on Hopper and later, in deterministic runs too. Flash
-    attention and cuDNN 9 are assumed to be installed. `auto` stays for an unknown GPU, and for Megatron's own layers.
+    GPUs before Ampere, flash on Ampere, cuDNN's fused attention on Hopper and later, also in deterministic runs. Flash
+    attention and cuDNN 9 are assumed to be installed. The result is `auto` for an unknown GPU and for Megatron's own
+    layers.
 
     Raises:
         MegatronError: the flag is unknown, or Megatron would stop because the environment contradicts it.
@@ -176,7 +179,7 @@ def _backend(
     flag = arguments.choice("attention_backend", BACKENDS)
     if transformer_impl == "local":
         return flag
-    # Megatron asserts the same (language_module.py, _set_attention_backend, core_v0.11 to core_v0.19).
+    # Megatron has the same assertion (language_module.py, _set_attention_backend, core_v0.11 to core_v0.19).
     for name, switched_on_by in VARIABLES.items():
         wanted = "1" if flag in switched_on_by else "0"
         if environment.get(name, wanted) != wanted:
@@ -208,7 +211,7 @@ def _hybrid_layers(arguments: Arguments) -> HybridLayers | None:
     if pattern is None:
         return None
     head_dim = arguments.size("mamba_head_dim")
-    # The default number of heads gives twice the hidden size.
+    # With the default number of heads, all heads together have twice the hidden size.
     usual_heads = 2 * arguments.size("hidden_size") // head_dim
     return HybridLayers(
         pattern=pattern.layers,
@@ -235,7 +238,7 @@ def _expert_layers(arguments: Arguments) -> tuple[int, ...]:
 def _attention_windows(arguments: Arguments) -> tuple[int, ...]:
     """Return the window of each layer from `--window-size LEFT,RIGHT`; RIGHT has no effect, as masks are causal.
 
-    `--window-attn-skip-freq N` leaves every Nth layer without a window; a list marks the layers that have one
+    `--window-attn-skip-freq N` leaves every Nth layer without a window. A list has 1 for each layer with a window
     (is_layer_window_attention of core_v0.16).
     """
     size, num_layers = arguments.get("window_size"), num_layers_of(arguments)
@@ -258,10 +261,10 @@ def _attention_windows(arguments: Arguments) -> tuple[int, ...]:
 
 
 def _layer_pattern(arguments: Arguments, dest: str, *, may_be_longer: bool = False) -> int | tuple[int, ...]:
-    """Read a number of layers, or a list with 0 or 1 for each layer; entries past the last layer have no effect.
+    """Read a number of layers, or a list with 0 or 1 for each layer. Entries after the last layer have no effect.
 
     Raises:
-        MegatronError: the value is neither, or has another number of entries.
+        MegatronError: the value is neither a number nor a list, or the list has a wrong number of entries.
 
     """
     num_layers, text = num_layers_of(arguments), str(arguments.get(dest))
@@ -281,7 +284,7 @@ def _layer_pattern(arguments: Arguments, dest: str, *, may_be_longer: bool = Fal
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """Evaluate numbers, lists, + and *; raises ValueError for anything else."""
+    """Evaluate numbers, lists, + and *. ValueError for any other expression."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

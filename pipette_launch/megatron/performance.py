@@ -1,4 +1,4 @@
-"""Options that change time, memory or legality of a job beside its layout: Megatron's flags and torch's allocator."""
+"""Options besides the layout that affect time, memory or legality, from Megatron's flags and torch's allocator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ITEM_TYPES = {
     for name, hint in get_type_hints(PerformanceOptions).items()
     if name in {option.name for option in fields(PerformanceOptions)}
 }
-"""Type of each item of an option with several values; None for other options."""
+"""Type of each item of an option with several values. None for options with one value."""
 _UNPRICED = (
     "attention_output_gate bias_dropout_fusion bias_gelu_fusion calculate_per_token_loss "
     "check_for_nan_in_loss_and_grad ddp_average_in_collective ddp_bucket_size ddp_num_buckets "
@@ -29,16 +29,17 @@ _UNPRICED = (
     "qk_layernorm reset_attention_mask reset_position_ids reuse_grad_buf_for_mxfp8_param_ag rope_type softmax_type "
     "symmetric_ar_type use_flash_attn use_ring_exchange_p2p window_size"
 ).split()
-"""No rule or price reads these, but jobs that differ in them must not share plans and measurements."""
+"""Options that no prediction uses. Jobs that differ in one of these options must not share plans or measurements."""
 DESTS = {*_ITEM_TYPES, *_UNPRICED}
-"""Destinations of the flags that a job keeps as its performance flags."""
+"""Destinations of the flags that `Job.performance_flags` contains."""
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""torch reads the first variable that is set, even to an empty text. ROCm reads the second, torch 2.9 the third."""
+"""Environment variables with allocator options, from old and new torch releases and ROCm. The first variable that is
+set counts, even if its text is empty."""
 EXPANDABLE = "expandable_segments"
 
 
 def performance_flags(arguments: Arguments) -> tuple[str, ...]:
-    """Return the performance flags as `--flag value`, sorted; the last of several counts."""
+    """Return the flags in `DESTS` as sorted texts `--flag value`. The last of several values counts."""
     last = {
         token.flag.dest: " ".join((*token.words[0].split("=", 1), *token.words[1:]))
         for token in arguments.tokens
@@ -48,9 +49,9 @@ def performance_flags(arguments: Arguments) -> tuple[str, ...]:
 
 
 def performance_options(job: Job) -> PerformanceOptions:
-    """Return the options that a job's performance flags set, over the defaults of its release.
+    """Return the options of a job: the values of its performance flags, otherwise the defaults of the job's release.
 
-    Published measurements contain jobs of releases before 0.14. These are read by the flags of 0.14.
+    Published measurements contain jobs of releases before 0.14, whose flags are read as flags of 0.14.
     """
     return _options_of_job(job.performance_flags, job.megatron_version)
 
@@ -65,12 +66,16 @@ def _options_of_job(flags: tuple[str, ...], version: str) -> PerformanceOptions:
 
 
 def options_of(arguments: Arguments) -> PerformanceOptions:
-    """Return the options of a command line; an option that the release lacks has its default."""
+    """Return the options of a command line.
+
+    An option that the release lacks has the default of `PerformanceOptions`.
+    """
     values: dict[str, Any] = {}
     for name, item_type in _ITEM_TYPES.items():
         value = arguments.get(name)
         if item_type and value is not None:
-            # Some releases take one value where others take several, or text where others take numbers.
+            # For the same option, one release takes a single value or a text, and another release takes several values
+            # or a number.
             value = tuple(map(item_type, value if isinstance(value, list) else [value]))
         if value is not None:
             values[name] = value
@@ -78,10 +83,10 @@ def options_of(arguments: Arguments) -> PerformanceOptions:
 
 
 def allocator_config(environment: Mapping[str, str]) -> str:
-    """Return the allocator options that an environment sets, without white space; empty if it sets none.
+    """Return the allocator options of an environment, without white space. Empty if no variable sets options.
 
     Raises:
-        MegatronError: torch itself refuses the options when it is imported.
+        MegatronError: torch would refuse the options at import.
 
     """
     name = next((variable for variable in VARIABLES if variable in environment), VARIABLES[0])
@@ -99,6 +104,6 @@ def allocator_config(environment: Mapping[str, str]) -> str:
 
 
 def allocator_options(config: str) -> dict[str, str]:
-    """Split `a:1,b:[64:8,>:1]` into names and values; the last of several counts."""
+    """Split `a:1,b:[64:8,>:1]` into names and values. The last of several values counts."""
     items = (item.partition(":") for item in re.split(r",(?![^\[]*\])", config))
     return {name: value for name, _, value in items if name}

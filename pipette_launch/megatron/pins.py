@@ -1,4 +1,4 @@
-"""Fields of a layout that a plan must not change, and jobs that are not planned at all, each with its reason."""
+"""Layout fields that a plan must not change, and jobs that are not planned at all, each with a reason."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SHORT_NAMES = {
     "order": ("use_tp_pp_dp_mapping",),
     "all": LAYOUT_FIELDS,
 }
-"""Names that `--pipette-fix` accepts besides the fields of a layout."""
+"""Short names that `--pipette-fix` accepts in addition to the names of layout fields."""
 ELEMENTWISE = ("adam", "sgd", "lion")
-"""Optimizers that treat every weight alone, so splitting a matrix does not change the result."""
+"""Optimizers that update every weight independently, so that splitting a matrix does not change the result."""
 _SHARDING, _RECOMPUTE = ": the distributed optimizer stays", ": recompute stays"
 _SHARDED_BY = " decides what is sharded: the optimizer's flags stay"
 HELD_BY: dict[str, tuple[tuple[str, ...], str]] = {
@@ -43,18 +43,18 @@ HELD_BY: dict[str, tuple[tuple[str, ...], str]] = {
     "use_torch_fsdp2": (OPTIMIZER_FIELDS, _SHARDED_BY),
     "data_parallel_random_init": (("dp",), " gives each data-parallel rank its own seed: dp stays"),
 }
-"""Destinations whose flags, if on, hold fields of the layout, and the note behind the flag."""
+"""Layout fields that a plan must not change if a flag is set, and the reason, by destination of the flag."""
 
 
 class Pin(NamedTuple):
-    """Layout fields that no plan may change, and the reason."""
+    """Layout fields that no plan may change, and the reason why."""
 
     fields: tuple[str, ...]
     note: str
 
 
 def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the layout fields that `--pipette-fix` names, sorted; raises UsageError for an unknown name."""
+    """Return the sorted layout fields that `--pipette-fix` names. UsageError for an unknown name."""
     found: set[str] = set()
     known = SHORT_NAMES | {field: (field,) for field in LAYOUT_FIELDS}
     for name in names:
@@ -95,7 +95,7 @@ REFUSED = {
     "position_embedding_type=relative": "these position embeddings are not modelled",
     "position_embedding_type=mrope": "these position embeddings are not modelled",
 }
-"""Jobs that are neither planned nor predicted, by a destination that is on, or by its value."""
+"""Reasons why a job is neither planned nor predicted, by destination of a flag that is set, or by the flag's value."""
 UNPLANNED = {
     "local_rank": "the launcher chooses the device of a rank; remove it, and read LOCAL_RANK from the environment",
     "step_batch_size_schedule": "a global batch size that changes by a schedule cannot be pinned",
@@ -103,7 +103,7 @@ UNPLANNED = {
     "non_persistent_ckpt_type=local": "local checkpoints need the same rank on the same host at every start",
     "dataloader_type=external": "the samples that an external data loader gives to each rank are unknown",
 }
-"""Jobs that are predicted but not planned."""
+"""Reasons why a job is predicted but not planned, by destination of a flag."""
 _SHARDED = "the warm-up runs nothing that torch shards; use `pipette predict` or `pipette plan --gpu`"
 _HYBRID = "the warm-up cannot time layers of hybrid models; use `pipette predict` or `pipette plan --gpu`"
 UNTIMED = {
@@ -112,7 +112,8 @@ UNTIMED = {
     "hybrid_override_pattern": _HYBRID,
     "is_hybrid_model": _HYBRID,
 }
-"""Jobs that no warm-up can time: they are planned only for described machines."""
+"""Reasons why no warm-up can time a job, by destination of a flag. Such jobs are planned only for described
+machines."""
 
 
 def check_planned(arguments: Arguments, *, for_prediction: bool = False, without_probes: bool = False) -> None:
@@ -122,8 +123,8 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
 
     Args:
         arguments: the job's flags.
-        for_prediction: refuse only jobs that cannot be predicted.
-        without_probes: the plan uses no warm-up.
+        for_prediction: if true, refuse only jobs that cannot be predicted.
+        without_probes: true if the plan uses no warm-up.
 
     """
     needs_warm_up = not for_prediction and not without_probes
@@ -131,7 +132,7 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
     for key, reason in refused.items():
         dest, _, refused_value = key.partition("=")
         value = arguments.get(dest)
-        # 0 is a local rank, too.
+        # `--local-rank 0` also counts as set.
         is_on = arguments.is_given(dest) and bool(value or dest == "local_rank")
         if str(value) == refused_value if refused_value else is_on:
             raise arguments.refusal(reason, dest)
@@ -148,7 +149,7 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
 def _check_offloading(arguments: Arguments) -> None:
     offloaded = set(_as_list(arguments.get("offload_modules")))
     is_offloading = bool(arguments.get("fine_grained_activation_offloading"))
-    # Dense layers offload fewer modules than layers with experts, and each core saves all its scores.
+    # Dense layers offload fewer modules than layers with experts, and core attention saves all its scores.
     is_uneven = "core_attn" in offloaded and bool(offloaded & {"mlp_norm", "expert_fc1", "moe_act"})
     mixes_layers = str(arguments.get("moe_layer_freq")) not in ("1", "None")
     if is_offloading and is_uneven and mixes_layers and str(arguments.get("attention_backend")) == "unfused":
@@ -173,13 +174,14 @@ def _check_hybrid(arguments: Arguments) -> None:
 
 
 def pins(arguments: Arguments, own: Layout, device_kind: str) -> Iterator[Pin]:
-    """Yield the fields that must stay so that the job learns the same, or runs at all."""
+    """Yield the fields that must not change, because the job would learn differently or would not run."""
     yield from _data_pins(arguments, own)
     if arguments.get("num_experts"):
         yield from _expert_pins(arguments)
     kind = arguments.get("optimizer")
     if kind not in ELEMENTWISE:
-        # Muon and similar optimizers orthogonalise whole matrices, or the shards that tensor parallelism makes of them.
+        # Muon and similar optimizers orthogonalise whole matrices, or the shards into which tensor parallelism cuts the
+        # matrices.
         note = " works on matrices: tp, etp and the distributed optimizer stay"
         yield _pin(arguments, (*OPTIMIZER_FIELDS, "etp", "tp"), "optimizer", note)
     elif kind != "adam":
@@ -197,7 +199,7 @@ def _pin(arguments: Arguments, held: tuple[str, ...], dest: str, note: str) -> P
 
 
 def _excluded_pins(arguments: Arguments) -> Iterator[Pin]:
-    """Yield fields that some flags exclude: rules on flags alone would refuse these values under every layout."""
+    """Yield fields whose other values are excluded by some flags under every layout."""
     ckpt_format = arguments.get("ckpt_format")
     if ckpt_format == "torch_dcp":
         yield _pin(arguments, ("pp", "tp"), "ckpt_format", " excludes tensor and pipeline parallelism: both stay")
@@ -215,10 +217,11 @@ def _data_pins(arguments: Arguments, own: Layout) -> Iterator[Pin]:
         shown = arguments.shown("dataloader_type")
         yield Pin(("dp", "micro_batch_size"), f"{shown} shuffles within each replica: dp and micro-batch stay")
     if arguments.get("rampup_batch_size") and release_of(arguments.version) < (0, 18):
-        # The first, smallest batches must still divide, and fill the pipeline if it is interleaved.
+        # The smallest batches of a ramp-up must also divide among the replicas, and must fill an interleaved pipeline.
         held = ("dp", "micro_batch_size", "vpp") if own.vpp == 1 else ("dp", "micro_batch_size", "pp", "vpp")
         yield Pin(held, f"{arguments.shown('rampup_batch_size')} must divide at every step: {', '.join(held)} stay")
-    # The loss is a mean over means of micro-batches. If their numbers of tokens differ, their size changes the result.
+    # The loss is a mean over means of micro-batches. If micro-batches have different numbers of tokens, the micro-batch
+    # size changes the loss.
     uneven = next((dest for dest in ("eod_mask_loss", "sft", "fim_data") if arguments.get(dest)), None)
     if uneven and not arguments.get("calculate_per_token_loss"):
         note = (

@@ -1,4 +1,4 @@
-"""A Megatron command line, read into a job."""
+"""Reader of a job from a Megatron command line."""
 
 from __future__ import annotations
 
@@ -43,28 +43,32 @@ def read_job(
     device_name: str = "",
     capability: int | None = None,
 ) -> Job:
-    """Read the job that the user describes, and the fields that a plan must not change.
+    """Read a job from the user's command line, with the layout fields that a plan must not change.
 
-    If a checkpoint demands a layout, `own` has the checkpoint's values instead of the flags'. If the user's own
-    layers do not divide, `own` is a stand-in that splits them unevenly, and a note reports this.
+    If a checkpoint demands a layout, `Job.own` has the checkpoint's values instead of the flags' values. If the layers
+    do not divide among the stages, `Job.own` is a substitute layout (stand-in) that splits the layers unevenly. A note
+    reports the substitute.
 
     Args:
         arguments: the words after the script's name.
         world_size: ranks of the job.
-        megatron_version: the release whose flags the script takes, as `0.16.1`.
+        megatron_version: the release whose flags the script takes, such as `0.16.1`.
         device_kind: `cuda` or `cpu`.
         fix: names from `--pipette-fix`.
-        for_prediction: accept jobs that cannot be planned, but whose memory and time can be predicted.
-        without_probes: accept jobs that a warm-up cannot time, for plans without a warm-up.
-        for_planning: accept an own layout that Megatron refuses; a stand-in gets other sizes that suit the ranks.
-        is_launched: the script starts, and judges unknown words itself.
-        environment: of the workers; it selects an attention backend and sizes of buffers. None for an empty one.
-        device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
-        capability: major number of the GPUs' compute capability; None for the number that the name implies.
+        for_prediction: if true, accept jobs that cannot be planned but whose memory and time can be predicted.
+        without_probes: if true, accept jobs that a warm-up cannot time, for plans without a warm-up.
+        for_planning: if true, accept a layout that Megatron refuses. A substitute then gets other degrees that divide
+            the number of ranks.
+        is_launched: if true, a script starts and checks unknown flags itself.
+        environment: variables of the workers, which select an attention backend and sizes of buffers. None = no
+            variables.
+        device_name: name of the GPUs, on which the attention backend depends. Empty if unknown.
+        capability: major number of the GPUs' compute capability. None = derive the number from `device_name`.
 
     Raises:
-        MegatronError: a flag is missing, contradicts another, or makes a job that is not planned.
-        OptionError: `fix` contains a name that is no part of a layout.
+        MegatronError: a flag is missing, contradicts another flag, or describes a job that pipette-launch does not
+            plan.
+        OptionError: `fix` contains a name that is not a layout field.
 
     """
     fixed = fixed_fields(fix)
@@ -74,7 +78,7 @@ def read_job(
 
 
 class _Purpose(NamedTuple):
-    """Use of a job, as in the arguments of `read_job`."""
+    """Use of the job: the arguments of `read_job` that state what the caller does with the job."""
 
     for_prediction: bool
     without_probes: bool
@@ -88,7 +92,7 @@ class _Purpose(NamedTuple):
 
 
 class _Workers(NamedTuple):
-    """Devices and environment of the workers."""
+    """Devices and environment variables of the workers."""
 
     device_kind: str
     device_name: str
@@ -108,7 +112,7 @@ def _job(written: Arguments, purpose: _Purpose, workers: _Workers, *, world_size
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, capability=capability)
     found = _flags_layout(given, world_size, fixed, for_prediction=purpose.for_prediction, for_planning=for_planning)
     if starts_nothing:
-        # A launched script refuses flags itself, and may accept more than NVIDIA's script.
+        # A launched script refuses flags itself, and may accept more flags than NVIDIA's script.
         check_flags(given, found.layout)
         if device_kind == "cuda":
             check_formats(given, found.layout, device_name=device_name, capability=capability)
@@ -134,38 +138,38 @@ def _job(written: Arguments, purpose: _Purpose, workers: _Workers, *, world_size
 
 
 class _FlagsLayout(NamedTuple):
-    """Layout of the flags, or the stand-in for a refused layout."""
+    """Layout from the flags, or a substitute (stand-in) for a layout that Megatron refuses."""
 
     layout: Layout
     refusal: MegatronError | None = None
     changed: frozenset[str] = frozenset()
-    """Fields of a stand-in that differ from the flags."""
+    """Fields of the substitute that differ from the flags."""
 
 
 class _OwnLayout(NamedTuple):
-    """The user's own layout with the demands of a checkpoint."""
+    """The user's own layout with the values that a checkpoint sets."""
 
     layout: Layout
     pinned: frozenset[str]
     notes: tuple[str, ...]
     doubt: str
-    """Reason why the checkpoint may not load on these ranks; empty without one."""
+    """Reason why the checkpoint may fail to load on this number of ranks. Empty = no reason is known."""
     refusal: MegatronError | None
 
 
 def _own_layout(
     given: Arguments, found: _FlagsLayout, fixed: Collection[str], *, device_kind: str, num_layers: int
 ) -> _OwnLayout:
-    """Apply the checkpoint's demands; raises the refusal if a stand-in changed a field that must stay."""
+    """Apply the checkpoint's values. Raise the refusal if a substitute layout changed a field that must not change."""
     demanded = demands(given, found.layout, num_layers=num_layers)
     takes_sizes = demanded.own and given.get("use_mp_args_from_checkpoint_args")
     refusal = None if takes_sizes else found.refusal
     own = demanded.applied(found.layout)
-    # Megatron ignores the flag at TP 1, and the checkpoint may have another TP than the flags.
+    # Megatron ignores --sequence-parallel at TP 1, and the checkpoint may have another TP than the flags.
     own = replace(own, sequence_parallel=bool(given.get("sequence_parallel")) and own.tp > 1)
     held = (*pins(given, own, device_kind), *demanded.pins)
     pinned = {*fixed, *(name for pin in held for name in pin.fields)}
-    # On CPU cp is always 1, so a stand-in with another cp is no change.
+    # On CPU cp is always 1, so a substitute with another cp changes nothing.
     may_differ = {*demanded.own, *(("cp",) if device_kind == "cpu" else ())}
     if refusal and (pinned & found.changed) - may_differ:
         raise refusal
@@ -174,7 +178,7 @@ def _own_layout(
 
 
 def _checked(job: Job, given: Arguments, refusal: MegatronError | None, device_kind: str) -> Job:
-    """Check the own layout; if a stand-in breaks a rule, raise the refusal of the layout that it replaces."""
+    """Check the user's own layout. If a substitute breaks a rule, raise the refusal of the replaced layout."""
     try:
         faults = check_own(job, given, device_kind=device_kind)
     except MegatronError as error:
@@ -183,7 +187,7 @@ def _checked(job: Job, given: Arguments, refusal: MegatronError | None, device_k
 
 
 def global_batch_size(words: Sequence[str]) -> int | None:
-    """Return the global batch size of a command line; None if it depends on the layout."""
+    """Return the global batch size of a command line. None if the size depends on the layout."""
     given = Arguments.parse(words, newest_release())
     return int(given.get("global_batch_size")) if given.is_given("global_batch_size") else None
 
@@ -191,20 +195,20 @@ def global_batch_size(words: Sequence[str]) -> int | None:
 def _flags_layout(
     given: Arguments, world_size: int, fixed: Collection[str], *, for_prediction: bool, for_planning: bool
 ) -> _FlagsLayout:
-    """Return the layout of the flags; or a stand-in, if Megatron refuses that layout.
+    """Return the layout of the flags, or a substitute if Megatron refuses the layout of the flags.
 
-    For a job that will start, a stand-in only splits the layers anew, as its sizes may suit other hosts. If flags name
-    stages, Megatron itself judges them, as a later release may accept them.
+    For a job that will start, a substitute only splits the layers anew, because the degrees may suit other hosts. If
+    flags name stages, Megatron itself checks the stages, because a later release may accept the stages.
     """
     try:
         return _FlagsLayout(read_layout(given, world_size=world_size))
     except MegatronError as error:
         names_stages = given.get("pipeline_model_parallel_layout") is not None
-        # Megatron takes the checkpoint's sizes before it checks any.
+        # Megatron reads the checkpoint's sizes before it checks any size.
         takes_sizes = given.get("use_mp_args_from_checkpoint_args") and checkpoint_folder(given)
         if not takes_sizes and (for_prediction or (names_stages and not for_planning)):
             raise
-        # Without a global batch size the degrees set the number of samples per step.
+        # Without a global batch size, the parallel degrees decide the number of samples per step.
         keeps_degrees = not (for_planning or takes_sizes) or not given.is_given("global_batch_size")
         found = read_stand_in(given, world_size=world_size, fixed=fixed, keeps_degrees=keeps_degrees)
         if found is None:
@@ -213,7 +217,7 @@ def _flags_layout(
 
 
 def _batch(given: Arguments, own: Layout) -> Batch:
-    """Return the batch: by default one micro-batch on each replica of the user's own layout, as in Megatron."""
+    """Return the batch. As in Megatron, the default is one micro-batch on each replica of the user's own layout."""
     schedule = given.get("step_batch_size_schedule")
     if not schedule:
         return Batch(global_batch_size=given.size("global_batch_size", default=own.micro_batch_size * own.dp))
@@ -226,7 +230,7 @@ def _batch(given: Arguments, own: Layout) -> Batch:
 
 
 def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a job that describe its training beside the model and the layout."""
+    """Return the fields of a job that describe the training, without model and layout."""
     iterations, samples = given.get("train_iters"), given.get("train_samples")
     if iterations and samples:
         raise MegatronError(

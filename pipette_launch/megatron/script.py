@@ -1,4 +1,4 @@
-"""The user's script: its Megatron release, the variables that a layout needs, and a short trial that leaves nothing."""
+"""The user's script: Megatron release, environment variables, and arguments for a trial that leaves no files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.megatron.flags import Arguments, newest_release
 
 _BLACKWELL = 10
-"""From this compute capability on, Megatron no longer demands a single connection."""
+"""Compute capability from which on Megatron no longer demands CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
 
 def version_or_newest(given: str | None, script: str, environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Return the Megatron release whose flags are read, and a note if the release is a guess.
+    """Return the Megatron release by which flags are read, and a note if the release is a guess.
 
     Args:
-        given: as the user wrote it, `0.16.1` or the name of a tag, `core_v0.16.1`; None = the release of the script.
-        script: the training script; it need not exist.
-        environ: of the job's workers.
+        given: release as the user wrote it, `0.16.1` or a tag such as `core_v0.16.1`. None = the release that the
+            script imports.
+        script: path of the training script. The file need not exist.
+        environ: environment variables of the job's workers.
 
     """
     if given is not None:
@@ -38,19 +39,20 @@ def version_or_newest(given: str | None, script: str, environ: Mapping[str, str]
 
 
 def script_version(script: str, environ: Mapping[str, str]) -> str:
-    """Return the Megatron release that a script (or a module of that name) would import, as `0.16.1`.
+    """Return the Megatron release, such as `0.16.1`, that a script (or a module of the same name) would import.
 
-    The search follows Python's: beside the script (for a module: in the working directory), on PYTHONPATH, among the
-    installed packages. At last come the folders above the script, which some of NVIDIA's examples add themselves.
+    The order is Python's order: beside the script (for a module: in the working directory), on PYTHONPATH, among the
+    installed packages. The folders above the script come last, because some of NVIDIA's examples add these folders
+    themselves.
 
     Raises:
-        MegatronError: none of these places has a Megatron.
+        MegatronError: no folder on this path contains Megatron.
 
     """
     path = Path(script)
-    # For a linked script, Python puts its real folder on the path.
+    # If the script is a link, Python puts the folder of the link's target on the path.
     first = path.resolve().parent if path.is_file() else Path.cwd()
-    # An empty entry is the working directory.
+    # An empty entry of PYTHONPATH means the working directory.
     entries = [Path(entry).absolute() for entry in environ.get("PYTHONPATH", "").split(os.pathsep)]
     for folder in (first, *entries, None, *path.absolute().parents):
         try:
@@ -66,7 +68,10 @@ def script_version(script: str, environ: Mapping[str, str]) -> str:
 
 
 def _checkout_version(folder: Path) -> str | None:
-    """Return the release of the megatron-core sources in a folder, without an import; None without sources."""
+    """Return the release of the megatron-core sources in a folder, without importing them.
+
+    None if the folder has no sources.
+    """
     try:
         text = (folder / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
     except OSError:
@@ -76,10 +81,10 @@ def _checkout_version(folder: Path) -> str | None:
 
 
 def environment(layout: Layout, *, device_kind: str, device_name: str) -> dict[str, str]:
-    """Return the variables that a worker of this layout needs in addition to torchrun's.
+    """Return the environment variables that a worker of this layout needs in addition to torchrun's variables.
 
-    Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor or context parallelism before Blackwell. It asserts the
-    same on CPU, where the CPU backend reports a device without a capability of its own.
+    Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor or context parallelism before Blackwell. Megatron asserts
+    the same on CPU, because the CPU backend reports a device without a compute capability.
     """
     if layout.tp == 1 and layout.cp == 1:
         return {}
@@ -89,38 +94,39 @@ def environment(layout: Layout, *, device_kind: str, device_name: str) -> dict[s
 
 
 WRITERS = (
-    # Checkpoints and other files in their folder.
+    # Flags that write checkpoints, or other files into the folder of checkpoints.
     *("save", r"save_\w*interval", "async_save", r"non_persistent_\w+", "use_persistent_ckpt_worker"),
     *("ckpt_pg_tensors_cache_create", "calc_ft_timeouts", "log_progress", "result_rejected_tracker_filename"),
-    # Loggers that write elsewhere.
+    # Flags of loggers that write to other folders or services.
     *("tensorboard_dir", r"wandb_\w+", "inference_wandb_logging", r"one_logger_\w+", r"otel_\w+"),
-    # Profiles, traces, dumps.
+    # Flags that write profiles, traces or dumps.
     *("profile", "use_pytorch_profiler", r"pytorch_profiler_\w+", "record_shapes", "record_memory_history"),
     *("config_logger_dir", "dump_param_to_param_group_map", "flight_recorder_dump_path", r"logits_save_\w+"),
     *(r"moe_routing_trace_\w+", "rl_profile", "rl_profile_dir"),
-    # It needs the folder of --save, writes there, and connects to a monitor that kills ranks.
+    # The fault tolerance package needs and writes the folder of --save, and connects to a monitor that kills ranks.
     "enable_ft_package",
 )
 """Destinations of flags that make a script write files, as regular expressions."""
 ENDS = ("adlr_autoresume", "exit_duration_in_mins", "exit_interval", r"exit_signal\w*")
-"""Flags by which a script ends itself; the launcher ends a trial from outside."""
+"""Flags by which a script ends itself. A trial runs without these flags, because the launcher ends the trial."""
 GROWING = ("rampup_batch_size",)
-"""Flags of a batch that grows. A trial runs with the final batch size, which takes most of the training's time."""
+"""Flags of a batch size that grows during the training. A trial runs with the final batch size, which takes most of the
+training's time."""
 TAKEN_OUT = re.compile("|".join((*WRITERS, *ENDS, *GROWING)))
 REFUSED: tuple[tuple[str, str], ...] = (
     ("ckpt_convert_format", "the script converts a checkpoint and trains nothing"),
     ("moe_use_upcycling", "the script first writes an upcycled checkpoint"),
 )
 WARM_UPS = 2
-"""First iterations with compilation, new communicators, cold caches and the optimizer's first states."""
+"""Number of first iterations that a trial does not count, because of compilation, new communicators and cold caches."""
 
 
 class TrialWords(NamedTuple):
-    """A command line to try."""
+    """Arguments of a script for a trial."""
 
     words: tuple[str, ...]
     warm_ups: int
-    """Number of first iterations that do not count."""
+    """Number of first iterations whose step times do not count."""
 
 
 def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
@@ -130,11 +136,11 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
     stay, so learning rate, data and index files are the same as in the training.
 
     Args:
-        arguments: the words behind the script's name, with the layout to try.
+        arguments: the words after the script's name, with the layout to try.
         version: the release whose flags the script takes, as `0.16.1`.
 
     Raises:
-        MegatronError: a short run may leave files, or train nothing.
+        MegatronError: a short run may leave files, or may train nothing.
 
     """
     given = Arguments.parse(arguments, version)
@@ -153,7 +159,7 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
         tried = tried.with_flag("--no-one-logger")
     if tried.get("log_interval") != 1:
         tried = tried.with_flag("--log-interval", "1")
-    # CUDA graphs are captured after iterations of their own.
+    # CUDA graphs are captured after additional warm-up iterations.
     captures = given.get("enable_cuda_graph") or given.get("external_cuda_graph")
     captures = captures or given.get("cuda_graph_impl") not in (None, "none")
     capture_warm_ups = 1 + (given.get("cuda_graph_warmup_steps") or 0) if captures else 0

@@ -1,4 +1,4 @@
-"""Number of tokens of a job's tokenizer, found without loading it: from flags, files, or the name of a public model."""
+"""Number of tokens of a tokenizer that is not loaded, from flags, files, or the name of a public model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from pipette_launch.facts import files
 from pipette_launch.megatron.flags import Arguments, release_of
 
 NOT_LISTS = (FileFormatError, AttributeError, OSError, ValueError, KeyError, TypeError)
-"""Errors of a file that is damaged or belongs to no tokenizer."""
+"""Errors while reading a file that is damaged or does not belong to a tokenizer."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of a model in this machine's cache of Hugging Face's hub; None if the cache lacks it.
+    """Return the folder of a model in this machine's Hugging Face cache. None if the cache lacks the model.
 
     Args:
         name: `ORG/NAME`, or only `NAME` for old models.
-        environ: of this process; its variables set the folder of the cache (huggingface_hub, constants.py).
+        environ: environment variables of this process, which set the folder of the cache (huggingface_hub,
+            constants.py).
 
     """
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
@@ -43,10 +44,10 @@ def snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
 
 
 def hugging_face_tokens(path: Path) -> int | None:
-    """Count the distinct tokens of a Hugging Face tokenizer, with those that its configuration adds.
+    """Count the distinct tokens of a Hugging Face tokenizer, including tokens that its configuration adds.
 
     Args:
-        path: its folder, or its tokenizer.json.
+        path: folder of the tokenizer, or path of the tokenizer.json.
 
     """
     folder = path if path.is_dir() else path.parent
@@ -64,13 +65,13 @@ def hugging_face_tokens(path: Path) -> int | None:
 
 def _listed(tokenizer: Any) -> set[str]:
     vocabulary = tokenizer["model"]["vocab"]
-    # Unigram models list [token, score] pairs; the others map tokens to ids.
+    # Unigram models list [token, score] pairs. All other models map tokens to ids.
     tokens = set(vocabulary) if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}
     return tokens | {added["content"] for added in tokenizer.get("added_tokens", ())}
 
 
 def _slow_tokens(folder: Path) -> set[str] | None:
-    """Return the tokens without tokenizer.json: byte pairs in vocab.json, or pieces in tokenizer.model."""
+    """Return the tokens if tokenizer.json is missing: byte pairs in vocab.json, or pieces in tokenizer.model."""
     try:
         added = set(_read_json(folder / "added_tokens.json"))
     except NOT_LISTS:
@@ -96,13 +97,13 @@ def _read_json(path: Path) -> Any:
 
 
 def sentencepiece_pieces(path: Path) -> list[str] | None:
-    """Read the pieces of a SentencePiece model: its protobuf message repeats field 1, whose own field 1 is the text."""
+    """Read the pieces of a SentencePiece model, a protobuf message in which field 1 of each field 1 is a piece."""
     try:
         data = files.read_bytes(path)
         place, pieces = 0, []
         while place < len(data):
             tag, place = _varint(data, place)
-            if tag & 7 != 2:  # the pieces come first, and every field before them has a length
+            if tag & 7 != 2:  # the pieces come first, and these fields all have a length
                 break
             length, place = _varint(data, place)
             if tag >> 3 == 1:
@@ -116,7 +117,7 @@ def sentencepiece_pieces(path: Path) -> list[str] | None:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return a protobuf number and the place behind it; raises IndexError if the data end before the number does."""
+    """Return a protobuf number and the index after the number. IndexError if the data end inside the number."""
     number = 0
     for shift in range(0, 64, 7):
         byte = data[place]
@@ -127,7 +128,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
     raise IndexError("a number of more than 64 bits")
 
 
-# Vocabularies of public models. Megatron counts `len(tokenizer)` with special tokens, and pads the number itself; the
+# Vocabularies of public models. Megatron counts `len(tokenizer)` with special tokens, and pads the number itself. The
 # `vocab_size` in a model's own config.json is already padded, by another rule. Sources: QwenLM/Qwen3 issues 29 and 885
 # (Qwen1.5 to 2.5), QwenLM/Qwen3-VL issue 350 (Qwen2-VL), b4rtaz/distributed-llama pull request 282 (Qwen3),
 # deepseek-ai/DeepSeek-MoE issue 14, ggml-org/llama.cpp pull request 3633 (DeepSeek-Coder), vllm-project/vllm pull
@@ -137,7 +138,8 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 LLAMA_1_OR_2, LLAMA_3 = 32000, 128256
 MODELS: tuple[tuple[str, int], ...] = (
-    # The first pattern that matches counts, so models distilled from two families stand before both.
+    # The first pattern that matches counts. So a model distilled from one family into another comes before both
+    # families.
     (r"deepseek-r1-distill-llama", LLAMA_3),
     (r"deepseek-r1-distill-qwen", 151665),
     (r"deepseek-r1-0528-qwen3", 151669),
@@ -216,20 +218,21 @@ MODELS: tuple[tuple[str, int], ...] = (
     (r"(nemotron|mt-nlg-plus).*256k.*model$", 256000),
     (r"grok-1|apertus", 131072),
 )
-"""Pattern for the beginning of a model's name (lower case, dashes for all signs), and the tokens of its tokenizer."""
+"""Pattern for the beginning of a model's name (lower case, dashes for all signs), and the number of tokens."""
 
 
 def known_tokens(named: str) -> tuple[str, int] | None:
-    """Return the part of a hub name or path that names a public model, and the tokens of its tokenizer, or None.
+    """Return the part of a hub name or path that names a public model, and the model's number of tokens, or None.
 
-    A part that begins with a model's name counts before a part that contains one, and later parts before earlier ones.
+    Parts that begin with a model's name are preferred to parts that contain a model's name. Later parts are preferred
+    to earlier parts.
 
     Args:
         named: `meta-llama/Llama-3.1-8B`, or `/lustre/models/my-Llama-3.1-8B/tokenizer.model` on another machine.
 
     """
     parts = PurePosixPath(named).parts[::-1]
-    # The hub's cache joins organisation and name by two dashes; names of Megatron-Bridge have 2p5 for 2.5.
+    # The hub's cache joins organisation and name by two dashes. Names of Megatron-Bridge have 2p5 for 2.5.
     names = [re.sub(r"[^a-z0-9]+|(?<=\d)p(?=\d)", "-", part.rpartition("--")[2].lower()).strip("-") for part in parts]
     for start in ("", r".*?(?<![a-z0-9])"):
         for part, name in zip(parts, names, strict=True):
@@ -249,24 +252,24 @@ NOT_GPT = ("BertWordPieceLowerCase", "BertWordPieceCase", "MultimodalTokenizer",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """Number of tokens and its padding."""
+    """Number of tokens of a tokenizer, and the padding of this number."""
 
     size: int
-    """Tokens before padding."""
+    """Number of tokens before padding."""
     divisible_by: int
-    """Megatron pads the number to a multiple of this number times TP."""
+    """Megatron pads `size` to a multiple of `divisible_by` times TP."""
     is_certain: bool
     """True if Megatron's tokenizer is known to count exactly `size` tokens."""
     note: str = ""
-    """The assumption, for the user; empty if the number is certain."""
+    """Assumption about the number of tokens, for the user. Empty if the number is certain."""
 
 
 def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.environ) -> Vocabulary:
     """Read the vocabulary from flags, from the tokenizer's files, or from the name of a public model.
 
     Args:
-        arguments: the user's own.
-        environ: of this process; its variables set the folder of Hugging Face's cache.
+        arguments: the user's own flags.
+        environ: environment variables of this process, which set the folder of the Hugging Face cache.
 
     Raises:
         MegatronError: the tokenizer is unknown and no flag gives a size.
@@ -279,9 +282,9 @@ def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.enviro
         divisible_by = 1
     kind = arguments.get("tokenizer_type")
     if kind is None and arguments.get("vocab_file") is None and arguments.get("vocab_size") is not None:
-        # The script has a tokenizer of its own, and only this flag describes it.
+        # The script has its own tokenizer, and only `--vocab-size` describes it.
         return Vocabulary(size=arguments.size("vocab_size"), divisible_by=divisible_by, is_certain=True)
-    # The default of NVIDIA's pretrain_gpt.py.
+    # This is the default of NVIDIA's pretrain_gpt.py.
     kind = kind or "GPT2BPETokenizer"
     size = _exact_count(arguments, kind, environ)
     if size is not None:
@@ -291,7 +294,7 @@ def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.enviro
 
 
 def _exact_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) -> int | None:
-    """Return the tokens that Megatron will count; None if flags and files do not give them."""
+    """Return the number of tokens that Megatron will count. None if flags and files do not give the number."""
     if kind in NOT_GPT:
         raise arguments.refusal("not a decoder-only language model; it is not planned", "tokenizer_type")
     given, path = arguments.get("vocab_size"), arguments.get("tokenizer_model")
@@ -308,7 +311,7 @@ def _exact_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) ->
             return len(_read_json(Path(arguments.get("vocab_file"))))
         except (FileFormatError, TypeError):
             return None
-    # From 0.17 on Megatron adds the user's own special tokens. Before, SentencePieceTokenizer added special tokens
+    # From 0.17 on Megatron adds the user's own special tokens. Before 0.17, SentencePieceTokenizer added special tokens
     # that a model lacks (tokenizer.py of core_v0.16).
     if release < (0, 17):
         adds_nothing = kind in (*HUGGING_FACE, *SENTENCEPIECE[1:])
@@ -330,10 +333,10 @@ def _counted(path: str, kind: str, environ: Mapping[str, str]) -> int | None:
 
 
 def _assumed_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the probable number of tokens, and a note with the reason.
+    """Return the probable number of tokens, and a note that gives the reason.
 
     Raises:
-        MegatronError: there is no clue to the number.
+        MegatronError: nothing indicates the number of tokens.
 
     """
     path = arguments.get("tokenizer_model") or ""

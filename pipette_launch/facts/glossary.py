@@ -12,14 +12,14 @@ from pipette_launch.errors import FactError
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The explanation of one word or number."""
+    """Explanation of one word or number on the screens."""
 
     what: str
-    """The meaning in one sentence."""
+    """Meaning of the word in one sentence."""
     unit: str = ""
-    """Unit of a number; empty for a word without a number."""
+    """Unit of the number. Empty for a word without a number."""
     how: str = ""
-    """Formula or measurement of a number."""
+    """Formula or measurement that gives the number."""
     source: str = ""
     """Paper, flag, or page of the documentation."""
 
@@ -57,9 +57,13 @@ LAYOUT = {
     "dist-opt": Meaning(
         "Distributed optimizer: data-parallel ranks share the optimizer states.", source="--use-distributed-optimizer"
     ),
-    "overlap": Meaning("Gradients are reduced while the backward still computes.", source="--overlap-grad-reduce"),
+    "overlap": Meaning(
+        "Overlap of gradient reduction and backward: gradients are reduced while the backward still computes.",
+        source="--overlap-grad-reduce",
+    ),
     "recompute": Meaning(
-        "In a layout, the activations that the backward computes again: full or selective. In a step, the time for it.",
+        "In a layout, the activations that the backward computes again: full or selective. In a step, the time of this "
+        "computation.",
         "seconds of one optimizer step, on the ranks that end last",
         "the recomputed share of a layer's forward, times layers and micro-batches",
         "--recompute-granularity; docs/prediction.md, Step time",
@@ -79,37 +83,43 @@ WORDS = {
     "host": Meaning("One machine of the job. torchrun calls it a node."),
     "device": Meaning("One GPU, or one process's share of a host's processors."),
     "slot": Meaning("A place for one process: a host and a local device."),
-    "rank": Meaning("The number that Megatron gives a process (RANK). It decides which part of the model it computes."),
+    "rank": Meaning(
+        "The number that Megatron gives a process (RANK). The rank decides which part of the model a process computes."
+    ),
     "layout": Meaning(
-        "All parallel degrees, the micro-batch size and the memory options. The placement is not part of it."
+        "All parallel degrees, the micro-batch size and the memory options. The placement is not part of the layout."
     ),
     "placement": Meaning("The slot of each rank. torchrun always puts the first ranks on the first host."),
-    "plan": Meaning("Layout, schedule, placement and their predictions, stored in plan.json."),
+    "plan": Meaning("Layout, schedule, placement and predictions, stored in plan.json."),
     "yours": Meaning("Your own configuration: the flags of your script, on torchrun's placement."),
     "ours": Meaning("The plan of pipette-launch, beside plans of other planners."),
     "iteration": Meaning("Megatron's word for a step: one update of the weights with one global batch."),
-    "micro-batch": Meaning("Sequences that pass through the model together. A step sums the gradients of several."),
+    "micro-batch": Meaning(
+        "Sequences that pass through the model together. A step sums the gradients of several micro-batches."
+    ),
     "pass": Meaning("The forward or the backward of one micro-batch through one stage."),
     "stage": Meaning("The layers of one pipeline rank. First and last stage also hold embedding and head."),
-    "fullest": Meaning("The stage with the highest memory peak. A plan fits if this stage fits."),
+    "fullest": Meaning("The stage with the highest memory peak. A plan fits if the fullest stage fits."),
     "replica": Meaning("All ranks that together hold the model once."),
     "warm-up": Meaning("The measurement of the machines before the first plan, stored in cluster.json."),
     "trial": Meaning("A few real iterations of a plan before the training (--pipette-trials)."),
-    "fallback plan": Meaning("A plan made in advance for fewer hosts. It starts at once after a host is lost."),
-    "agent": Meaning("The process of pipette-launch on each host. It starts and watches the workers."),
-    "worker": Meaning("One process of your script. Each slot has one."),
+    "fallback plan": Meaning(
+        "A plan made in advance for fewer hosts. The fallback plan starts at once after a host is lost."
+    ),
+    "agent": Meaning("The process of pipette-launch on each host. The agent starts and watches the workers."),
+    "worker": Meaning("One process of your script. Each slot has one worker."),
     "fabric": Meaning(
         "The network between hosts, measured or described in a file.", source="docs/planning.md, Fabrics"
     ),
     "tier": Meaning("One level of the network: leaf switch, pod or core."),
     "island": Meaning("Hosts with faster links to each other than to other hosts."),
-    "imagined": Meaning("Machines that were not measured. Their figures come from --gpu and --fabric."),
+    "imagined": Meaning("Machines that were not measured. Figures of imagined machines come from --gpu and --fabric."),
     "regret": Meaning("How much slower the chosen plan ran than the best plan that was really run."),
     "gib": Meaning("Binary unit of memory: 1,024 MiB = 2^30 bytes."),
     "mib": Meaning("Binary unit of memory: 1,024 KiB = 2^20 bytes."),
     "phase": Meaning("The present activity of a job: warm-up, planning, trials or training."),
     "failures": Meaning("Number of restarts of the workers, and number of lost nodes."),
-    "data": Meaning("Age of the figures on the screen."),
+    "data": Meaning("In pipette watch: age of the figures on the screen."),
     "stops": Meaning("In pipette doctor: problems that prevent a job on this machine."),
     "slows": Meaning("In pipette doctor: problems that make a job slower on this machine."),
     "fine": Meaning("In pipette doctor: checks without a problem."),
@@ -119,11 +129,11 @@ WORDS = {
 
 SECTIONS = {
     "job": Meaning("The script, the number of parameters, and the sequences and tokens of one step."),
-    "machines": Meaning("Ranks, hosts and devices, and whether they were measured or imagined (--gpu)."),
+    "machines": Meaning("Ranks, hosts and devices. States whether the machines were measured or imagined (--gpu)."),
     "measured": Meaning("Results of the warm-up: links, the time of a layer, the slowest slot."),
     "health": Meaning("Devices, hosts and links that are damaged or slower than their peers (!), and notes (•)."),
     "verdict": Meaning(
-        "Whether each stage stays below the memory limit. Tight: above the limit, but within free memory."
+        "States whether each stage stays below the memory limit. Tight: above the limit, but within free memory."
     ),
     "chosen": Meaning("Layout, schedule and rank order of the plan, with its predicted step time."),
     "plans": Meaning("One line for each compared plan: step time, ratio to the first plan, memory, gap and layout."),
@@ -193,7 +203,7 @@ STEP = {
         "ring exchanges minus the attention that runs at the same time",
     ),
     "expert parallel": _time(
-        "Sending tokens to their experts and back.",
+        "Messages that send tokens to their experts and back.",
         "all-to-all with topk copies of each token (flex: one copy for each rank or domain), over the network card of "
         "each rank",
     ),
@@ -218,14 +228,14 @@ STEP = {
         "a ring all-gather of each rank's weights, minus the part that --overlap-param-gather hides",
     ),
     "learned correction": Meaning(
-        "Correction of the step time by the outcomes of earlier jobs on such machines.",
+        "Correction of the step time by the outcomes of earlier jobs on similar machines.",
         "seconds",
         "fitted to the logarithm of measured over predicted steps",
         "docs/prediction.md, What earlier jobs teach",
     ),
     "other": _time("Parts of the step without a column in pipette compare.", "the step minus the parts shown"),
 }
-"""The step time and its parts; plan files use the same names with underscores."""
+"""The step time and its parts. Plan files use the same names with underscores."""
 
 _MEMORY_PAGE = "docs/prediction.md, Memory"
 
@@ -255,12 +265,12 @@ MEMORY = {
     "weights": _bytes("Parameters of the rank.", "each tensor, with the padding of buckets and FP8 copies"),
     "gradients": _bytes("Buffers for gradients.", "4 bytes per parameter, or 2 if they are reduced in 16 bits"),
     "activations": _bytes(
-        "Tensors that autograd keeps of each layer until its backward, and those that recompute restores for a while.",
+        "Tensors that autograd keeps until the backward of a layer, and tensors that recompute restores for a while.",
         "saved tensors of a layer x layers x micro-batches in flight: min(m, p - r) on stage r of 1F1B",
         f"Korthikanti et al., arXiv 2205.05198, section 4; {_MEMORY_PAGE}",
     ),
     "logits": _bytes(
-        "Final norm, logits, their fp32 copy and the loss, on the last stage.",
+        "Final norm, logits, the fp32 copy of the logits, and the loss, on the last stage.",
         "sequence x micro-batch x padded vocabulary / tp, in each format that is kept",
     ),
     "buffers": _bytes(
@@ -276,7 +286,7 @@ MEMORY = {
         "Transformer layers of a stage, in all its chunks.", "layers", "the layout's split of the layers", _MEMORY_PAGE
     ),
 }
-"""Kinds of memory, and their limit."""
+"""Kinds of memory, and the memory limit."""
 
 QUALITY = {
     "gap": Meaning(

@@ -174,7 +174,7 @@ def await_device(timeout_s: float, clock: Callable[[], float]) -> None:
 
 
 def _await_event(event: Any, timeout_s: float, clock: Callable[[], float]) -> None:
-    """Wait for an event with a deadline, because torch's `synchronize` has none."""
+    """Wait for an event with a deadline, because torch's `synchronize` has no deadline."""
     deadline_s = clock() + timeout_s
     while not event.query():
         if clock() > deadline_s:

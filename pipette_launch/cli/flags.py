@@ -163,7 +163,7 @@ def add_reading_flags(parser: ArgumentParser) -> None:
 
 
 def add_script(parser: ArgumentParser) -> None:
-    """Add the script and its own flags."""
+    """Add the arguments for the script and the script's flags."""
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for torchrun")
     parser.add_argument("script", metavar="SCRIPT", help="as in the job's own command; the file need not exist here")
     parser.add_argument(

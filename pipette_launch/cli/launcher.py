@@ -315,7 +315,7 @@ def _note_lone_tasks(args: Namespace, advice: str, environ: Mapping[str, str]) -
 
 
 def _end_as_torchrun(job: Callable[[], None]) -> None:
-    """Run the job; print its error in one line and exit with torchrun's code."""
+    """Run the job. After an error, print the error in one line, and exit with torchrun's code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 

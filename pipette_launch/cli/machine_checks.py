@@ -37,7 +37,7 @@ VersionOf = Callable[[str], "str | None"]
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed."""
+    """Return the version of a package; None if the package is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""Launch of a job: read it, measure its hosts, choose a plan, show and run the plan, and react to failures."""
+"""Steps of a launch: read the job, measure the hosts, choose a plan, show and run the plan, react to failures."""

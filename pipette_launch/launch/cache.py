@@ -87,7 +87,7 @@ class KeptFile(Generic[Kept]):
         """Path of the document; None if the job keeps no files."""
 
     def load(self) -> Kept | None:
-        """Return the document; None if it is missing or cannot be used."""
+        """Return the document; None if the file is missing or cannot be used."""
         if self._root is None:
             return None
         try:
@@ -213,7 +213,7 @@ def machines_of(host: Host) -> str:
 class MachineMeasurements(KeptFile[Measurements]):
     """Last measurements of a set of hosts with given software versions and variables.
 
-    Jobs with any model share them.
+    Jobs with any model share these measurements.
     """
 
     def __init__(
@@ -317,8 +317,8 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
             host.
 
     """
-    # The plan beside a checkpoint may be the own configuration of the job that wrote it. For another job, that
-    # configuration is an ordinary candidate.
+    # The plan beside a checkpoint may keep the own configuration of the job that wrote the checkpoint. For another job,
+    # the same configuration is an ordinary candidate.
     keeps_own = plan.keeps_own and plan.chosen.layout == job.own
     if not keeps_own:
         changed = _changed_pins(plan.chosen, job)

@@ -63,7 +63,7 @@ def probe_options(
 
     """
     if options.probe_to is not None:
-        # Checked before the warm-up, because a file that cannot be written would lose its measurements.
+        # Checked before the warm-up, because a file that cannot be written would lose the measurements.
         try:
             files.check_writable(options.probe_to)
         except OSError as error:

@@ -274,7 +274,7 @@ class Coordinator:
     # -- after a warm-up or a trial -------------------------------------------------------------------------------
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
-        """Make a plan from the measurements. `failure` has the reason if the warm-up failed, else it is empty."""
+        """Make a plan from the measurements. `failure` is the reason why the warm-up failed, or empty."""
         from pipette_launch.launch.commands import warmup_order
 
         bare = replace(decision, phase="train", probe_options="", reason="")

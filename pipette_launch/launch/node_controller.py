@@ -77,7 +77,7 @@ class NodeController(Controller):
         self.progress_folder, self.measured_path = folder / "progress", folder / CLUSTER
         self._token = uuid.uuid4().hex
         self._cache = Cache(None, "")
-        """Cache folder of the plan that the job runs now, and of its outcome."""
+        """Cache folder of the plan that the job runs now, and of the plan's outcome."""
         self._tracker: OutcomeTracker | None = None
         self._running: tuple[Choice, tuple[int, ...]] | None = None
         self._step_time_s = 0.0
@@ -102,7 +102,7 @@ class NodeController(Controller):
         return self._token
 
     def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None) -> NodeRecord:
-        """Describe this node and its last attempt for the other nodes."""
+        """Return this node's description and the end of its last attempt, for the other nodes."""
         self._recovery.ended()
         return NodeRecord(
             token=self._token,

@@ -121,7 +121,7 @@ class Script:
         self._options = options
         self._environ = environ
         self.device_name = ""
-        """Name of the first device; empty until it is known."""
+        """Name of the first device; empty until the device is known."""
 
     def read(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
         """Read the job for `world_size` ranks; raises what `megatron.read_job` does.

@@ -75,7 +75,7 @@ class Planner:
         """
         self.job = job = self._script.read(world_size, device_kind, global_batch_size=global_batch_size)
         self.device_kind = device_kind
-        # The script uses Megatron, so without a GPU it needs the CPU patch even if planning fails.
+        # The script uses Megatron, so without a GPU the script needs the CPU patch even if planning fails.
         self.patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
         return job
 

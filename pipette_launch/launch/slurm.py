@@ -55,7 +55,7 @@ NOT_OUR_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A step of srun, as one of its tasks sees it."""
+    """A step of srun, as described by the environment of one task."""
 
     job: int
     step: int
@@ -66,7 +66,7 @@ class Step:
     num_tasks: int
     """Number of tasks on this node."""
     local_id: int
-    """Number of this task on its node."""
+    """Index of this task among the tasks of the node (SLURM_LOCALID)."""
     num_gpus: int | None
     """Number of GPUs of the step on this node; None if the step requested no GPUs."""
     visible_devices: str | None

@@ -165,7 +165,7 @@ class Terminal:
         sys.stderr.flush()
 
     def say(self, words: str) -> None:
-        """Print a line, unless --pipette-quiet hides it."""
+        """Print a line unless --pipette-quiet is given."""
         if not self._is_quiet:
             self.warn(words)
 

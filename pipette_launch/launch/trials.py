@@ -194,7 +194,7 @@ def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
     others = [one for one in plan.contenders() if (one.layout, one.placement) != (won.layout, won.placement)]
     chosen = next((one for one in plan.contenders() if one not in others), plan.own)
     others.sort(key=rank)
-    # The own configuration ran in a trial, so it is safer than plans that are only predicted.
+    # The own configuration ran in a trial, so running it is safer than running a plan that is only predicted.
     in_line = [one for one in others if rank(one)[0] <= (0 if own.step else 2)]
     reasons = plan.reasons
     if (won.layout, won.placement) != (plan.chosen.layout, plan.chosen.placement):
@@ -227,7 +227,7 @@ def _why(trials: Trials, won: Trial, own: Trial, *, margin: float) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TrialsInProgress:
-    """The trials of one plan, and their results so far."""
+    """Trials of one plan, with the results so far."""
 
     job: Job
     plan: Plan

@@ -53,7 +53,7 @@ class Watched:
         return (*self._steps,)
 
     def look(self, now_s: float) -> LiveJob:
-        """Return the state at `now_s` seconds since 1970; raises FileFormatError if it could never be read.
+        """Return the state at `now_s` seconds since 1970; raises FileFormatError if no document could be read.
 
         While the file cannot be read, `look` returns the last state, whose age grows.
         """

@@ -84,7 +84,7 @@ class TargetMachines:
 
     @property
     def network(self) -> str:
-        """Network between imagined hosts, in a few words; empty if it was measured or there is one host."""
+        """Network between imagined hosts, in a few words; empty for measured hosts and for one host."""
         return self.fabric.words(self.spec, self.num_hosts) if self.spec is not None and self.num_hosts > 1 else ""
 
     def measurements(self, job: Job, layouts: Sequence[Layout] = ()) -> Measurements | None:
@@ -112,7 +112,7 @@ class TargetMachines:
 
 
 def checked_words(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the words; raise UsageError if they are a single string, which Python would split into letters."""
+    """Return the words; raise UsageError for a single string, which Python would split into letters."""
     if isinstance(arguments, str) or not all(isinstance(word, str) for word in arguments):
         raise UsageError("the arguments must be a sequence of words, each a str; shlex.split splits a command line")
     return arguments

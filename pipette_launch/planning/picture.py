@@ -18,12 +18,12 @@ from pipette_launch.facts.schedule import KINDS
 from pipette_launch.planning.predict import count_by_formula, scaled
 
 AFTER = ("embedding_gradients", "optimizer", "parameter_gather")
-"""Parts of a step after the last backward, in the order in which they run."""
+"""Names of a step's parts after the last backward, in the order of execution."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnStep:
-    """Passes of the slowest pipeline in one step; their times sum to the plan's step time."""
+    """Passes of the slowest pipeline in one step. The drawn step is as long as the plan's step time."""
 
     pp: int
     num_microbatches: int

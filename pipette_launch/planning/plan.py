@@ -93,7 +93,7 @@ def plan(
         nodes: hosts of the job.
         gpus_per_node: devices and ranks of each host; None for the usual number for `gpu`.
         world_size: ranks of the job; can replace `nodes` or `gpus_per_node`.
-        cluster: a cluster.json of `pipette probe`, or its contents.
+        cluster: path or contents of a cluster.json of `pipette probe`.
         fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
         fix: parts of the layout that the plan must keep: `tp`, `pp`, `mbs`, `recompute` and others.
         budget_s: most seconds of processor time for the search.
@@ -262,9 +262,9 @@ def _measurements(machines: TargetMachines, job: Job) -> Measurements:
 
 
 def _shapes(found: BaseLayouts, own: Layout) -> list[Layout]:
-    """Return one layout for each compute case and each set of parallel degrees. Other fields do not change times."""
+    """Return one layout for each compute case (sizes of a layer's pass) and each set of parallel degrees."""
     columns = found.columns
-    # The first layout of a compute case times its layers. With experts, it is the layout nearest to the user's own.
+    # The first layout of a compute case is timed. With experts, the first layout is the one nearest to the user's own.
     apart_N = abs(np.log2(columns.ep / own.ep)) + abs(np.log2(columns.etp / own.etp))
     near = np.argsort(apart_N, kind="stable")
     nearest = columns.take(near).groups("tp", "cp", "micro_batch_size").first_U

@@ -40,7 +40,7 @@ def plan_key(
     """Digest all facts and settings that a plan depends on.
 
     The digest leaves out free memory, which changes every minute, and the budget, because a short warm-up also gives a
-    plan. The digest leaves out the order of hosts, because a plan names its hosts.
+    plan. The digest leaves out the order of hosts, because a plan names the hosts.
     """
     # Notes and the number of iterations do not change a step.
     work = replace(job, notes=(), train_iters=None, log_interval=1)

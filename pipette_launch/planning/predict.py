@@ -62,7 +62,7 @@ def predict(
         num_hosts: number of the job's nodes.
         devices_per_host: ranks of each node; None for 8 if 8 divides the number of ranks.
         gpu: a device type: a name such as `H100-SXM` (`pipette devices` lists them), or a file of kind `device`.
-        cluster: cluster.json of a warm-up, or its contents. Without `gpu` and `cluster` only memory is predicted.
+        cluster: path or contents of a warm-up's cluster.json. Without `gpu` and `cluster`, only memory is predicted.
         fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
         rank: show only the pipeline rank of this RANK.
         stage: show only this pipeline rank.

@@ -82,7 +82,7 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
-    """End the job, because it would fail under every plan."""
+    """End the job, because the script would fail under every plan."""
 
     reason: str
 
@@ -171,7 +171,7 @@ def _listed(hosts: Sequence[str], does: str, do: str) -> str:
 def _on_same_hosts(
     records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision, *, proven: bool, written: Sequence[str]
 ) -> Finish | Keep | TryNext | GiveUp:
-    """Decide from the end of the last attempt, if its hosts are all present."""
+    """Decide from the end of the last attempt, if all hosts of the attempt are present."""
     ended = [record for record in records if record.attempt == held.attempt]
     ran = [record for record, host in zip(records, hosts, strict=True) if host in held.hosts]
     if all(record in ended and record.verdict == "done" for record in ran):

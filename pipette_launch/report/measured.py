@@ -82,7 +82,7 @@ def measured_screen(
 
     Args:
         title: command that shows the screen.
-        saved_to: path of the file with the measurements; None if they were not saved.
+        saved_to: path of the file with the measurements; None if there is no file.
 
     """
     cluster = measurements.cluster
@@ -211,7 +211,7 @@ def _groups(measurements: Measurements) -> Iterator[RenderableType]:
 
 
 def _compute(measurements: Measurements) -> Iterator[RenderableType]:
-    """Return the times of a layer's passes for each compute case: medians over the slots that ran the case."""
+    """Return the times of a layer's passes for each timed set of sizes, as medians over devices."""
     cases: dict[object, list[ComputeTime]] = {}
     for time in measurements.compute:
         if time.part in LAYERS:

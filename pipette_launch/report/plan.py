@@ -1,6 +1,6 @@
 """Screens of a plan that the launcher will run, and of a plan in a file. Each screen can be short or whole.
 
-A short screen has at most `MOST_LINES` lines. Its listings are cut, and it has only notes on which the user can act.
+A short screen has at most `MOST_LINES` lines. The listings are cut, and only notes on which the user can act are shown.
 A short screen counts the omitted notes and names the file or page with all notes.
 """
 
@@ -374,7 +374,7 @@ def _file(saved_to: Path | None, drawn_to: Path | None, unsaved: str = "") -> It
 
 
 def outcome_line(outcome: Outcome, width: int = OUTCOME_WIDTH) -> str:
-    """Compare prediction and measurement in one line, with tokens per second if they fit on the line."""
+    """Compare prediction and measurement in one line. Tokens per second are left out if the line is too long."""
     measured = outcome.measured_step
     words = f"step {step_words(measured.median_s, outcome.predicted_step_s)}"
     if measured.is_unstable:

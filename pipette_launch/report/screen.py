@@ -79,7 +79,7 @@ def stages_shown(peaks: Sequence[int], most: int = MOST_STAGES) -> list[int]:
 
 
 def sheet(sections: Iterable[Section], *, has_gaps: bool = True) -> RenderableType:
-    """Set sections below each other, with headings on the left; `has_gaps` puts empty lines between them."""
+    """Set sections below each other, with headings on the left. `has_gaps` puts empty lines between sections."""
     rows = Table.grid(padding=(0, GAP, 0, 0), expand=True)
     rows.add_column(width=HEADING, no_wrap=True)
     rows.add_column(ratio=1)
@@ -170,7 +170,7 @@ def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> T
 
 
 def limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
-    """Explain the memory figures and their limit, in the words of every screen."""
+    """Explain the memory figures and the memory limit, in the words that all screens use."""
     if not free_bytes:
         return "the model's tensors alone: this file of an earlier release has no overhead"
     return (
@@ -189,8 +189,8 @@ def short_limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
 def advice(notes: Sequence[str]) -> list[str]:
     """Pick the notes of a plan on which the user can act.
 
-    The picked notes name a flag, the user's own configuration or other work on the hosts, or they follow the notes on
-    effects that are not modelled. Those notes end the search's notes, and notes on files, hosts and memory follow.
+    The picked notes name a flag, the user's own configuration or other work on the hosts. Notes after the notes on
+    effects that are not modelled are also picked, because notes on files, hosts and memory stand there.
     """
     later = max((index for index, note in enumerate(notes) if note.startswith(NOT_MODELLED)), default=len(notes))
     return [

@@ -111,7 +111,7 @@ def _passes(
 
 
 MOST_TRACKS = 100
-"""Largest number of tracks of layers. A track shows the layers of one compute case."""
+"""Largest number of tracks of layers. A track shows layers with the same sizes."""
 MOST_LINKS = 300
 """Largest number of drawn links, the slowest first."""
 MOST_STEPS = 200
@@ -143,7 +143,7 @@ def trace_text(
         plan: plan whose steps the trace shows.
         measurements: measurements that priced the plan; None leaves out layers and links.
         picture: passes of the plan's steps; None leaves out the passes.
-        outcome: outcome of the plan's training; None if it has not run.
+        outcome: outcome of the plan's training; None if there was no training.
         profiled: measured passes of some ranks of the chosen configuration.
 
     Raises:
@@ -238,7 +238,7 @@ def _steps(plan: Plan, outcome: Outcome | None, left_out: list[str]) -> Iterator
 
 
 def _layers(measurements: Measurements, how: str, left_out: list[str]) -> Iterator[Event]:
-    """Yield a track for each part of the model in each compute case, with its passes in turn (medians over slots)."""
+    """Yield a track for each part of the model in each timed set of sizes, with the median times of its passes."""
     shapes: dict[tuple[str, str], list[ComputeTime]] = {}
     for time in measurements.compute:
         case = time.case

@@ -182,7 +182,7 @@ def _matrix(
     scale: tuple[float, float],
     island_of: dict[int, int],
 ) -> dict[str, Any]:
-    """Sort hosts by `order` and join neighbours into blocks. A block has the rate of its slowest link."""
+    """Sort hosts by `order`, and join neighbouring hosts into blocks. Each block shows its slowest link's rate."""
     starts = list(range(0, len(order), _hosts_in_a_block(len(order), list(island_of.values()))))
     blocks = [order[first:last] for first, last in itertools.pairwise([*starts, len(order)])]
     ordered = rates_HH[np.ix_(order, order)].copy()

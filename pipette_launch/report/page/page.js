@@ -2,7 +2,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const CLASSES = { F: "forward", B: "backward", I: "input", W: "weight" };
 const NAMES = { F: "forward", B: "backward", I: "gradient of the input", W: "gradient of the weights" };
-const ROW = 10; // Height of a rank in the drawing's own units.
+const ROW = 10; // Height of a rank's row in units of the drawing.
 
 function read(id) {
   const found = document.getElementById(id);
@@ -16,7 +16,7 @@ function seconds(value) {
   return value === 0 ? "0 s" : `${(value / size).toPrecision(value >= 100 * size ? 4 : 3)} ${name}`;
 }
 
-/* Round times between two others, at most so many, in one unit and with as many digits as tell them apart. */
+/* Round times inside a range, at most `most` of them, in one unit and with enough digits to differ. */
 function ticks(from, to, most) {
   const rough = (to - from) / most, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough);
@@ -27,7 +27,7 @@ function ticks(from, to, most) {
     .map((time) => [time, `${(time / size).toFixed(digits)} ${name}`]);
 }
 
-/* What an element says is shown beside it, under the pointer and under the keyboard alike. */
+/* Shows an element's text beside the element, under the pointer or under the keyboard's focus. */
 function tips() {
   const tip = document.getElementById("tip");
   const show = (event) => {
@@ -46,7 +46,7 @@ function tips() {
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
 }
 
-/* A matrix: the link under the pointer or the arrow keys is told below it. */
+/* A matrix of links: a text below the matrix describes the link under the pointer or the arrow keys. */
 function matrix(figure, data) {
   const svg = figure.querySelector("svg"), cursor = figure.querySelector(".cursor"), told = figure.querySelector("output");
   let at = [0, Math.min(1, data.size - 1)];
@@ -76,7 +76,7 @@ function label(words, side, share) {
   return made;
 }
 
-/* One step: every pass a rectangle, those of a kind one path. */
+/* The timeline of a step: every pass is a rectangle, and all passes of a kind are one SVG path. */
 class Timeline {
   constructor(figure, data, longest, resolution) {
     Object.assign(this, { figure, data, resolution, unit: longest / resolution, from: 0, to: resolution, rank: 0, place: -1 });

@@ -38,8 +38,8 @@ def bar(label: str, segments: Sequence[Segment], *, kinds: Sequence[str], whole:
 
     Args:
         label: name of the bar.
-        segments: in the order in which they are drawn.
-        kinds: all names in the order of their colours; a segment with another name has the last colour.
+        segments: parts of the bar, in drawing order.
+        kinds: names of segments in the order of colours. A segment with another name has the last colour.
         whole: the size that the full width stands for.
         total: text after the end of the bar.
 

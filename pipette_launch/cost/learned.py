@@ -1,4 +1,4 @@
-"""Predictions corrected by earlier jobs on the same machines, and the error that a prediction may have."""
+"""Correction of predictions by the outcomes of earlier jobs on these machines, and the error of a prediction."""
 
 # G = groups of one dimension, K = members of a group, W = ranks = slots.
 
@@ -117,7 +117,7 @@ def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
 
 
 def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
-    """Return the learned factor and a sentence about the result; the factor is None if it does not lower the error."""
+    """Return the learned factor and a sentence about the result. A factor that does not lower the error is None."""
     errors_N = np.array([error for error in log_errors if math.isfinite(error)])
     refused = f"{what} are not corrected by earlier outcomes on these machines:"
     if len(errors_N) < LEAST_OUTCOMES:
@@ -281,8 +281,8 @@ class Uncertainty:
     def carried_s(self, layout: Layout, placement: Sequence[int], parts_s: Mapping[str, float]) -> float:
         """Return the standard error of a step, in seconds, due to times that were carried over from other shapes.
 
-        The error is 0 if all times were measured. It is also 0 if no time was measured, because then all steps are
-        equally uncertain. `placement` has the RANK of each slot, and `parts_s` has the parts of the step
+        The error is 0 if all times were measured. The error is also 0 if no time was measured, because then all steps
+        are equally uncertain. `placement` has the RANK of each slot, and `parts_s` has the parts of the step
         (`StepTime.breakdown_s`).
         """
         _, is_modelled = self._errors.get(case_of(layout), (0.0, True))

@@ -57,8 +57,8 @@ class _Steps:
     is_ring: bool = True
     """True if members send around a ring, which uses the links of all members on a host at the same time."""
     stand_ins: tuple[Collective, ...] = ()
-    """Kinds of collectives whose measurements are used if this kind was not measured. They run the same ring once or
-    twice."""
+    """Kinds of collectives whose measurements are used if this kind was not measured. Both kinds run the same ring,
+    once or twice."""
     gloo_runs: float = 1.0
     """Number of rings that gloo runs: 2 for reduce-scatter, which gloo runs as an all-reduce."""
     gloo_shift: int = 1
@@ -440,7 +440,7 @@ class Fabric:
 
     @cached_property
     def slowness_falling_H(self) -> Floats:
-        """Seconds per byte of each host's best outgoing or incoming link, whichever is slower; slowest host first."""
+        """Seconds per byte of the slower of each host's best outgoing and best incoming link; slowest host first."""
         return self._bottlenecks.slowness_H(2)[self._slowest_first_H]
 
     def seconds(self, kind: Collective, slots: Sequence[int], size_bytes: float) -> float:
@@ -474,7 +474,7 @@ class Fabric:
         return seconds
 
     def routes(self, kind: Collective, slots_GK: Ints) -> Routes:
-        """Look up the links of rings, or of sends from the first to the second of each pair.
+        """Look up the links of rings or, for kind `send`, of sends from the first to the second slot of each pair.
 
         Rings over the same slots have the same routes if `ring_shift` is the same. An all-to-all has no routes, because
         it has too many links; `seconds_G` prices an all-to-all in pieces.

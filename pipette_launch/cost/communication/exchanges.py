@@ -132,7 +132,7 @@ class LayerCounts:
 def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
     """Yield one all-reduce in each pass of each block that tp cuts (Shoeybi et al. 2019, section 3).
 
-    These blocks are attention, Mamba and MLP. With sequence parallelism the all-reduce is an all-gather and a
+    tp cuts the blocks attention, Mamba and MLP. With sequence parallelism the all-reduce is an all-gather and a
     reduce-scatter (Korthikanti et al. 2022, section 4.2.2). The backward gathers the input of each column-parallel
     matrix again for the weight gradient (layers.py). The computation of the input gradient hides this gather. The
     computation of the weight gradient hides the reduction of input gradients, unless
@@ -199,7 +199,7 @@ def _sharded_layers(
     first_S: Ints,
     kind: LayerKind,
 ) -> Iterator[Exchange]:
-    """Yield FSDP's collectives of one kind of layer; compute does not hide those of the first `first_S` layers."""
+    """Yield FSDP's collectives of layers of one kind; compute hides them except in `first_S` layers of each stage."""
     members = group_sizes(layout, instances=shard_copies(job))
     weight, gradient = layer_weight_bytes(job)[1], gradient_bytes_per_parameter(job)
     sizes: tuple[tuple[Group, int, int], ...] = (

@@ -160,9 +160,9 @@ def repriced(job: Job, measurements: Measurements) -> Repriced:
     """Multiply measured times by the device model's ratio for the flags that the timed layers did not have.
 
     seconds = measured seconds * model(with all flags) / model(as timed), for each pass of each part in each case. Both
-    modelled times are for the same layer, shape and device, so most errors of the model cancel. The factor covers FP8
-    or FP4 with casts, CUDA graphs of parts or of the whole iteration, and attention windows in the mean of all layers.
-    Times that a data sheet predicts include all flags already, so they are returned unchanged.
+    modelled times are for the same layer, shape and device, so most errors of the device model cancel. The factor
+    covers FP8 or FP4 with casts, CUDA graphs of parts or of the whole iteration, and attention windows in the mean of
+    all layers. Times that a data sheet predicts include all flags already, so they are returned unchanged.
     """
     plain = as_timed(job)
     same_options = performance_options(job) == performance_options(plain)

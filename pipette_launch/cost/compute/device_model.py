@@ -8,7 +8,7 @@ seconds of a pass = max(host, device), with
 
 Peak and share depend on the number format of a product. With FP8 or FP4, Transformer Engine's linears inside
 transformer layers run in this format. A linear casts its input once in the forward and its output's gradient once in
-the backward. Each cast makes a copy by rows and a copy by columns. Everything else stays in 16 bits: attention's
+the backward. Each cast makes a copy by rows and a copy by columns. All other work stays in 16 bits: attention's
 products, embedding, output layer, router, norms, activations, dispatch, and the reduction of gradients (megatron-core,
 fp8_utils.py).
 """

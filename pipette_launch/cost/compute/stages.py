@@ -72,9 +72,9 @@ class Passes:
 class ComputeTable:
     """Measured compute times of a job, and times of unmeasured cases derived from them.
 
-    The time of an unmeasured case is proportional to its tokens (micro-batch over cp). It is scaled from the measured
-    case with the same tp and the nearest number of tokens. Times are not carried over to another tp, because kernels of
-    other widths were not measured.
+    The time of an unmeasured case is proportional to its tokens (micro-batch over cp). The source of this time is the
+    measured case with the same tp and the nearest number of tokens. Times are not carried over to another tp, because
+    kernels of other widths were not measured.
     """
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
@@ -264,8 +264,8 @@ class ComputeTable:
     def _ends(self, layout: Layout, part: dict[str, Passes]) -> tuple[Passes, Passes]:
         """Return the passes of all heads, and of all depths of multi-token prediction without their heads.
 
-        Every depth has a head beside the model's own, on the same stage (gpt_model.py:611-660; DeepSeek-V3, section
-        2.2). If no depth was timed as a whole, a depth counts as its layers. Layers of a depth are recomputed like all
+        Every depth has its own head, on the stage of the model's head (gpt_model.py:611-660; DeepSeek-V3, section 2.2).
+        If no depth was timed as a whole, a depth counts as its layers. Layers of a depth are recomputed like all
         layers, but not by method `block` (multi_token_prediction.py, _checkpointed_forward). No schedule delays the
         weight gradients of heads or depths.
         """

@@ -231,8 +231,8 @@ def scores_buffer_bytes(model: ModelSpec, layout: Layout) -> int:
     """Count the scores of local attention, 2as/(h*t), in one buffer for all layers (dot_product_attention.py).
 
     If every layer kept its scores, a layer would keep 7as/(h*t). NVIDIA's golden values of the local implementation fit
-    5as/(h*t) a layer and one buffer. This count is 69, 70 and 74 MiB below the measured peak for 12, 6 and 3 layers,
-    which is the size of the workspaces.
+    5as/(h*t) a layer and one buffer. The predicted peak is 69, 70 and 74 MiB below the measured peak for 12, 6 and 3
+    layers, and workspaces explain this difference.
     """
     if not is_local(model):
         return 0
@@ -242,10 +242,10 @@ def scores_buffer_bytes(model: ModelSpec, layout: Layout) -> int:
 def core_backward_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes that the core's backward needs beyond its kept activations.
 
-    These are gradients of query, key, value and context. Unfused attention also needs a gradient as large as the
-    probabilities, before the dropped ones are freed. Ring attention has two buffers, each for keys, values and their
-    gradients. It also holds one step's gradients, with the gradients of keys and values twice (TE context_parallel.py,
-    AttnFuncWithCPAndKVP2P.backward).
+    The backward needs the gradients of query, key, value and context. Unfused attention also needs a gradient as large
+    as the probabilities, before the dropped ones are freed. Ring attention has two buffers, each for keys, values and
+    their gradients. Ring attention also holds one step's gradients, with the gradients of keys and values twice (TE
+    context_parallel.py, AttnFuncWithCPAndKVP2P.backward).
     """
     model, latent, heads = job.model, job.model.latent_attention, _heads(job.model, layout)
     query = latent.query_channels if latent else model.kv_channels

@@ -23,7 +23,8 @@ from pipette_launch.megatron.performance import performance_options
 FP32_BYTES = 4
 MASK_BYTES = 1
 _GRADIENT_BYTES = 8
-"""Each weight's fp32 gradient is read and written in every micro-batch (gradient accumulation fusion)."""
+"""Bytes moved for each weight in a micro-batch, because its fp32 gradient is read and written (gradient accumulation
+fusion)."""
 
 
 def tokens(model: ModelSpec, layout: Layout) -> int:
@@ -113,7 +114,7 @@ class Activations:
     """Input of an MLP or expert block."""
     mlp_norm: int = 0
     mlp: int = 0
-    """Output of the first matrix; for experts also router and dispatch."""
+    """Output of the first matrix; experts also keep tensors of router and dispatch."""
     mlp_activation: int = 0
     """Input of the second matrix."""
     shared_experts: int = 0
@@ -296,7 +297,7 @@ class Exchange:
     kind: Collective
     group: Group
     size_bytes: float
-    """Size of the full tensor on one rank, as in `CollectiveTime`."""
+    """Bytes of the full tensor on one rank, defined as in `CollectiveTime`."""
     forward: tuple[float, ...]
     """Number of these collectives in the forward of each stage."""
     backward: tuple[float, ...]
@@ -319,7 +320,7 @@ class Exchange:
         behind: Behind | None = None,
         share: float = 1.0,
     ) -> Exchange:
-        """Return a collective from arrays of its counts; arguments as the fields."""
+        """Return a collective from arrays of its counts on each stage; the fields explain the arguments."""
         forward, backward = (tuple(map(float, each_S.tolist())) for each_S in (forward_S, backward_S))
         return cls(
             kind=kind,

@@ -189,8 +189,8 @@ class Offloaded:
     """Bytes that are copied to the host, and back for the backward."""
     in_forward: int = 0
     """Extra bytes of a forward that runs just before another micro-batch's backward. The tensors of the other
-    micro-batch's last layer are back on the device, and those of the running layer have not left it yet. The scores of
-    an unfused core are included."""
+    micro-batch's last layer are back on the device, and the running layer's tensors have not left the device. The
+    scores of an unfused core are included."""
 
     @property
     def left(self) -> int:

@@ -86,7 +86,7 @@ class Mamba(Block):
         """Return the work of both projections and of the scan.
 
         The scan's products are small compared with what its kernels read and write, in 16 bits and, for states and
-        scores of chunks, in 32. The kernels are those of mamba-ssm v2.2 (ops/triton/ssd_combined.py): convolution, sums
+        scores of chunks, in 32. mamba-ssm v2.2 launches these kernels (ops/triton/ssd_combined.py): convolution, sums
         of time steps, states of chunks, passing of states, scores, scan, gated norm. The backward computes the first
         five of these again. A token has c convolved elements, d channels, g = groups * state, d * state / 128 elements
         of chunk states, and 128 scores for each group.

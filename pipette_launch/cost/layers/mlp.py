@@ -137,7 +137,7 @@ class Experts(Block):
         return self.parameters(model, layout).count - router_parameters(model)
 
     def shapes(self, model: ModelSpec, layout: Layout) -> set[tuple[int, int]]:
-        """Return the shapes of the shared expert; those of routed experts, from TE v2.12 on, are left out."""
+        """Return the shapes of the shared expert; shapes of routed experts, from TE v2.12 on, are left out."""
         width = model.moe_shared_expert_intermediate_size
         return _matrix_shapes(model, width, layout.tp) if width else set()
 

@@ -1,7 +1,7 @@
 """Bytes that all live micro-batches keep on the stages of layouts under Megatron's own schedules."""
 
-# N = layouts, S = stages and C = model chunks of all layouts, one layout after another; V = chunks of one stage,
-# M = passes of a stage's chunks in schedule order.
+# N = layouts, S = stages and C = model chunks of all layouts, layout by layout. V = chunks of one stage, M = passes of
+# a stage's chunks in schedule order.
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Stages:
     def spread(
         self, size_N: Ints, *, first: Ints | None = None, last: Ints | None = None, prediction: Ints | None = None
     ) -> Ints:
-        """Give every stage of a layout the same size, except its ends and the stage of multi-token prediction.
+        """Give all stages of a layout one size, except its first, last and multi-token prediction's stage.
 
         If a layout has a single stage, this stage gets `last`.
         """
@@ -209,13 +209,15 @@ def input_bytes(stages: Stages, layer: dict[str, Ints], *, all_chunks_load: bool
     """Count bytes of the model's inputs, for all live micro-batches of the chunks that load them.
 
     The first rank keeps token ids and the embedding's dropout mask. Recompute keeps the attention mask, because it
-    keeps all arguments of its layers. This holds for the first chunk, the last chunk, and the chunk of multi-token
-    prediction.
+    keeps all arguments of its layers. The mask exists in the first chunk, in the last chunk, and in the chunk of
+    multi-token prediction.
 
     Args:
         stages: all stages of N layouts.
-        layer: columns of N: `embedding`, kept on the first stage, and `kept_mask`, kept by chunks that load.
-        all_chunks_load: True if all chunks of the first and of the last rank load, as before core_v0.15.
+        layer: columns of N: `embedding` = bytes kept on the first stage, `kept_mask` = bytes kept by chunks that load
+            data.
+        all_chunks_load: True if all chunks of the first and of the last rank load data, as in releases before
+            core_v0.15.
 
     """
     layouts, mask = stages.layouts, layer["kept_mask"]

@@ -1,8 +1,8 @@
 """Bytes that a rank's device holds beside the model's own tensors; each figure is measured or a stated default.
 
-All of pipette-launch uses this rule: a layout fits if
-`reserve * (model's peak + workspace) + context + communicators` stays below the device's memory minus a margin.
-Not included: routing that gives one expert more tokens than another, and fragmentation beyond the allocator's reserve.
+All of pipette-launch uses this rule: a layout fits if `reserve * (model's peak + workspace) + context + communicators`
+stays below the device's memory minus a margin. The rule does not include uneven routing of tokens to experts, or
+fragmentation beyond the allocator's reserve.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> O
 def _outside(
     job: Job, layout: Layout, measured_bytes: int | None, apart: DeviceOverhead | None
 ) -> tuple[Figure, Figure]:
-    """Return the CUDA context and the communicators of a rank; arguments as of `overhead_of`."""
+    """Return the bytes of a rank's CUDA context and of its communicators; `overhead_of` explains the arguments."""
     if apart is not None and apart.communicator_bytes:
         needed = num_communicators(job, layout)
         source = f"{needed} of them, each as large as the {apart.num_communicators} {MEASURED} were on average"

@@ -8,8 +8,8 @@ The sizes of a layer's tensors are computed once for all layouts with equal valu
 sizes. numpy then copies the sizes to the stages of all layouts. A single layout is a column of length 1.
 """
 
-# N = layouts, S = stages (pipeline ranks) of all layouts, one layout after another, C = chunks of all layouts,
-# R = stages of one layout of each group of layouts whose stages hold the same states.
+# N = layouts, S = stages (pipeline ranks) of all layouts, layout by layout, C = chunks of all layouts. R = stages of
+# chosen layouts: one of each group of layouts whose stages hold equal states.
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def _loading(stages: Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints
         for chunk in (chunk_N, last - layouts.chunks_after_mtp, last)
     )
     first = np.maximum(begun - layer["embedding"] - beyond, 0)
-    # A single stage also keeps the token ids, so its value is that of a first stage.
+    # A single stage also keeps the token ids, so it counts as a first stage.
     last = np.where(layouts.pp == 1, first, ended)
     return stages.spread(np.zeros_like(first), first=first, last=last, prediction=predicting)
 
@@ -398,7 +398,7 @@ def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
 
 
 def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
-    """Count the bytes of activations that recompute restores for a while: those of one unit of layers at a time.
+    """Count the bytes of activations that recompute restores for a while, for one unit of layers at a time.
 
     With method `block` the result is 0 unless every layer of a chunk runs again. If some layers are kept, their
     backward runs first, so their activations are freed before the recompute.

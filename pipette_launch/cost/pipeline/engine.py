@@ -1,7 +1,7 @@
 """Time of a pipeline under a schedule: a longest path gives the end of each action, in one pass over the actions."""
 
-# S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced side by side, M
-# = micro-batches, N = forwards of one rank (micro-batches times chunks). Durations are blocks of S numbers: forwards,
+# S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced together, M =
+# micro-batches, N = forwards of one rank (micro-batches times chunks). Durations are blocks of S numbers: forwards,
 # whole backwards, first forwards and, if the backward is split, input gradients and weight gradients. Hops (messages
 # between stages) are S - 1 forward hops, S - 1 backward hops and a 0.
 

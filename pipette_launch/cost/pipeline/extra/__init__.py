@@ -67,7 +67,7 @@ class Counts:
     group_size: int
     """Number of micro-batches that a rank runs through one chunk before its next chunk."""
     extra: int | None = None
-    """Number of warm-up forwards beyond those of 1F1B; None = the schedule's own number."""
+    """Number of additional warm-up forwards, compared with 1F1B; None = the schedule's own number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +210,7 @@ def named_schedule(
         num_microbatches: micro-batches of one step.
         group_size: micro-batches that a rank runs through one chunk before its next chunk (interleaved-1f1b and gis);
             None = pp.
-        extra: warm-up forwards beyond those of 1F1B (eager-1f1b); None = the schedule's own number.
+        extra: additional warm-up forwards, compared with 1F1B (eager-1f1b); None = the schedule's own number.
         times: times of the stages, with input and weight gradients separate. None = equal times, for schedules whose
             order depends on times. If times are given, gis and interleaved-zb place their weight gradients (W) again.
         held_S: memory of each stage for one micro-batch, in any unit; None = equal parts of one micro-batch.

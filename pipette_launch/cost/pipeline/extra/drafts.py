@@ -523,8 +523,8 @@ _WARMUPS: tuple[Callable[[SchedulingProblem, int], int], ...] = (
     lambda problem, rank: math.ceil(_capped(problem, _until_return(problem, rank))),
     _covers_beside_first,
 )
-"""Rules for the number of forwards before a rank's first backward: that of 1F1B, of eager 1F1B, or the number that fits
-before the first gradient comes back."""
+"""Rules for the number of forwards before a rank's first backward: as in 1F1B, as in eager 1F1B, or the number that
+fits before the first gradient comes back."""
 
 
 PERIOD = 6

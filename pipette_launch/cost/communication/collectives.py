@@ -41,9 +41,9 @@ from pipette_launch.facts.measurements import CollectiveTime
 Floats = NDArray[np.float64]
 
 LINKS_AT_ONCE = 1 << 19
-"""An all-to-all is priced in pieces of about this many links, some tens of MB."""
+"""Number of links that are priced together in an all-to-all; the arrays need some tens of MB."""
 LIBRARYS_SHARE = 2.0
-"""NCCL may send up to twice the bytes of a ring."""
+"""Largest ratio of the bytes that NCCL's algorithms send to the bytes of a ring."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,7 +84,7 @@ class LayerCounts:
 
     @classmethod
     def of(cls, job: Job, layout: Layout) -> LayerCounts:
-        """Count the content of every chunk of a layout, in model order."""
+        """Count the layers and other parts of every chunk of a layout, in model order."""
         chunks, possible = chunk_kinds(job.model, layout), job.model.possible_kinds
         stage_S = np.arange(len(chunks))
         return cls(

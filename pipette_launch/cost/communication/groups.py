@@ -28,7 +28,7 @@ class Groups:
     ep: Ranks
     etp: Ranks
     ep_etp: Ranks
-    """Experts and their tensor slices together: the groups of the all-gather dispatcher."""
+    """Groups over ep and etp together, in which the all-gather dispatcher gathers tokens."""
     dp_cp: Ranks
     """Data-parallel groups with cp included; rows ordered by (pp, tp)."""
     expert_dp: Ranks

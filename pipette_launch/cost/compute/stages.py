@@ -32,7 +32,7 @@ class Passes:
     forward_s: float = 0.0
     backward_s: float = 0.0
     recompute_s: float = 0.0
-    """Forward passes that the backward runs again; not part of `backward_s`."""
+    """Seconds of the forward passes that the backward runs again; not part of `backward_s`."""
     weight_grad_s: float = 0.0
     """Part of `backward_s` that computes weight gradients and that a schedule can delay."""
     forward_idle_s: float = 0.0
@@ -53,7 +53,7 @@ class Passes:
         )
 
     def __mul__(self, factor: float) -> Passes:
-        """Scale all passes."""
+        """Return the passes with all times multiplied by a factor."""
         return Passes(
             forward_s=self.forward_s * factor,
             backward_s=self.backward_s * factor,

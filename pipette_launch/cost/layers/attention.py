@@ -43,12 +43,12 @@ models/common/embeddings/rope_utils.py:113-125)."""
 
 
 class Attention(Block):
-    """Attention with its projections."""
+    """Attention block: projections, rotary embedding and attention core."""
 
     graph_module = "attn"
 
     def parameters(self, model: ModelSpec, layout: Layout) -> Parameters:
-        """Count projections, their biases, and the norms of query and key."""
+        """Count the parameters of projections, of their biases, and of the norms of query and key."""
         if model.latent_attention:
             return Parameters(dense=_latent_parameters(model, model.latent_attention, layout.tp))
         query, key_value = _heads(model, layout) * model.kv_channels, _pair_channels(model, layout)
@@ -167,8 +167,8 @@ def norm_bytes(job: Job, layout: Layout) -> int:
 def projected_bytes(job: Job, layout: Layout) -> int:
     """Count query, key, value and context, at least T*(2a + 2k)*d elements, and the tensors kept between them.
 
-    The query-key-value matrix's whole output is not kept: TE makes query, key and value contiguous, and the query is
-    copied by its reshape with query groups (TE utils.py, get_qkv_layout; MC transformer/attention.py:1463).
+    The whole output of the query-key-value matrix is not kept, because TE makes query, key and value contiguous. With
+    query groups a reshape copies the query (TE utils.py, get_qkv_layout; MC transformer/attention.py:1463).
     """
     model = job.model
     element = model.dtype_bytes * tokens(model, layout)
@@ -193,9 +193,10 @@ def projected_bytes(job: Job, layout: Layout) -> int:
 def core_bytes(job: Job, layout: Layout) -> int:
     """Count the bytes that the attention core keeps, by backend.
 
-    Flash and fused attention keep the log-sum-exp in fp32. Unfused attention, as Megatron's own, keeps probabilities,
-    and with dropout a mask and the dropped probabilities: 5as/(h*t) in bf16. If Megatron's softmax is neither fused nor
-    in the element type, probabilities are kept in fp32: 7as/(h*t) (MC fusions/fused_softmax.py:289-320).
+    Flash and fused attention keep the log-sum-exp in fp32. Unfused attention, Megatron's own included, keeps
+    probabilities. With dropout it also keeps a mask and the dropped probabilities: 5as/(h*t) in bf16. If Megatron's
+    softmax is neither fused nor in the element type, probabilities are kept in fp32: 7as/(h*t) (MC
+    fusions/fused_softmax.py:289-320).
     """
     model = job.model
     rows = _heads(model, layout) * tokens(model, layout)
@@ -210,7 +211,7 @@ def core_bytes(job: Job, layout: Layout) -> int:
 
 
 def held_for_recompute_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Count the bytes that recompute of the core holds beyond query, key and value: the rest of their tensor.
+    """Count the bytes of the query-key-value output that recompute of the core holds beyond query, key and value.
 
     Query, key and value are views of the output of one matrix. Recompute keeps the core's arguments, not contiguous
     copies. If a rotary embedding makes a new query and key, the value's view alone keeps the whole output alive.
@@ -294,7 +295,7 @@ def is_local(model: ModelSpec) -> bool:
 
 
 def is_flash(model: ModelSpec) -> bool:
-    """Return True if no score is written to memory."""
+    """Return True if attention keeps its scores on chip, as flash and fused attention do."""
     return not is_local(model) and model.attention_backend != "unfused"
 
 

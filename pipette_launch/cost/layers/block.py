@@ -189,7 +189,7 @@ class Load:
     attention_flops: float = 0.0
     """FLOPs of flash attention, which has a rate of its own."""
     exponentials: float = 0.0
-    """Exponentials of flash attention's softmax: one for each score, and again in the backward."""
+    """Number of exponentials of flash attention's softmax: one for each score, computed again in the backward."""
     moved_bytes: float = 0.0
     """Bytes read and written by kernels that compute almost nothing."""
     scan_bytes: float = 0.0

@@ -227,7 +227,7 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
 
 
 def _hidden(job: Job, layout: Layout, *, is_stream: bool) -> _Tensor:
-    """Return a tensor of n * h elements, between layers (`is_stream`) or as a norm makes it."""
+    """Return a tensor of n * h elements: the tensor between layers if `is_stream`, else the output of a norm."""
     elements = local_tokens(job.model, layout) * job.model.hidden_size
     wide = is_stream and performance_options(job).fp32_residual_connection
     size = elements * (FP32_BYTES if wide else job.model.dtype_bytes)
@@ -251,7 +251,7 @@ def _offloaded_attention(job: Job, layout: Layout) -> Iterator[_Tensor]:
 
 
 def _offloaded_projection(job: Job, layout: Layout) -> Iterator[_Tensor]:
-    """Yield the inputs of the projections to query, key and value, with the norm's input if the matrix includes it."""
+    """Yield the inputs of the query, key and value projections, and the norm's input if a projection includes it."""
     model, latent, shard = job.model, job.model.latent_attention, local_tokens(job.model, layout)
     if latent is None:
         yield _hidden(job, layout, is_stream=True)

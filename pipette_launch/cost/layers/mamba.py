@@ -51,16 +51,16 @@ class Mamba(Block):
         return Parameters(dense=count + (_PER_HEAD * mamba.mamba_num_heads + mamba.mamba_channels) // layout.tp)
 
     def matrices(self, model: ModelSpec, layout: Layout) -> int:
-        """Count both projections."""
+        """Count the parameters of both projections."""
         return _sizes(model).mamba_matrices(model.hidden_size) // layout.tp
 
     def shapes(self, model: ModelSpec, layout: Layout) -> set[tuple[int, int]]:
-        """Return the shapes of both projections."""
+        """Return (outputs, inputs) of both projections."""
         mamba, hidden = _sizes(model), model.hidden_size
         return {(mamba.mamba_projected // layout.tp, hidden), (hidden, mamba.mamba_channels // layout.tp)}
 
     def activations(self, job: Job, layout: Layout) -> Activations:
-        """Count norm and mixer."""
+        """Count the activations of norm and mixer."""
         model = job.model
         return Activations(
             layer_input=stream_bytes(job, layout),
@@ -108,7 +108,7 @@ class Mamba(Block):
         )
 
     def column_flops(self, model: ModelSpec) -> float:
-        """Return the input projection."""
+        """Return the FLOPs per token of the input projection."""
         return 2.0 * model.hidden_size * _sizes(model).mamba_projected
 
     def exchanges(

@@ -71,7 +71,7 @@ class Mlp(Block):
         return Parameters(dense=_matrices(model, model.ffn_hidden_size, layout.tp))
 
     def shapes(self, model: ModelSpec, layout: Layout) -> set[tuple[int, int]]:
-        """Return the shapes of both matrices."""
+        """Return (outputs, inputs) of both matrices."""
         return _matrix_shapes(model, model.ffn_hidden_size, layout.tp)
 
     def activations(self, job: Job, layout: Layout) -> Activations:
@@ -247,7 +247,7 @@ MLP, EXPERTS = Mlp(), Experts()
 
 
 def mlp_loads(model: ModelSpec, layout: Layout, ffn_hidden_size: int) -> PassLoads:
-    """Return the work of one dense MLP of a width."""
+    """Return the work of one dense MLP of width `ffn_hidden_size`."""
     width, gates = ffn_hidden_size // layout.tp, 2 if model.gated_linear_unit else 1
     rows = tokens(model, layout)
     matrices = matrix(rows, gates * width, model.hidden_size) + matrix(rows, model.hidden_size, width)
@@ -275,7 +275,7 @@ def _matrix_shapes(model: ModelSpec, width: int, tp: int) -> set[tuple[int, int]
 
 
 def _width_bytes(job: Job, layout: Layout) -> int:
-    """Bytes of a tensor as wide as the input of the second matrix."""
+    """Return the bytes of a tensor as wide as the input of the second matrix."""
     return job.model.dtype_bytes * tokens(job.model, layout) * job.model.ffn_hidden_size // layout.tp
 
 
@@ -405,7 +405,7 @@ def _router_bytes(job: Job, layout: Layout) -> int:
 
 
 def _dispatch_bytes(job: Job, layout: Layout, rows: int) -> int:
-    """Count the permutation's maps, the probabilities that it selects from, and its index (MO/moe_utils.py:313-376).
+    """Count the bytes of the permutation's maps, input probabilities and index (MO/moe_utils.py:313-376).
 
     The all-gather dispatcher permutes all gathered tokens for the local experts; `alltoall` permutes the rank's own
     tokens for all experts. If rows are padded to a capacity, both dispatchers keep indices of rows and of

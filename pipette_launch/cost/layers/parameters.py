@@ -1,4 +1,4 @@
-"""Parameters on one rank, how they are sharded, and the bytes of their weights, gradients and optimizer states.
+"""Number of parameters on one rank, their sharding, and the bytes of weights, gradients and optimizer states.
 
 With bf16 weights, fp32 gradients, Adam and the distributed optimizer, a rank holds 6 + 12/(d*c) bytes a parameter
 (Rajbhandari et al. 2020, ZeRO, section 5.1). MC = megatron/core of core_v0.16.1; FSDP = MC

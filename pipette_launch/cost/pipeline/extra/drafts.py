@@ -132,7 +132,7 @@ def fill(
         problem: times, sizes and limits.
         order: forwards and backwards of each rank.
         rules: actions that fill waits.
-        patient: actions for which a rank waits without running others.
+        patient: actions for which a rank waits without filling the gap before them.
 
     """
     return _Clock(problem, order, rules, patient).run()

@@ -1,4 +1,4 @@
-"""Facts that rules need beside the layout, and a broken rule with the sentence that names the user's own flags."""
+"""Facts about a job that rules need beside the layout, and a broken rule with a message in the user's own flags."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipette_launch.megatron.layout import DEGREES, DESTS_OF, GROUP_SIZE
 from pipette_launch.megatron.performance import performance_options
 
 SIZES = {**DEGREES, "microbatch_group_size": GROUP_SIZE}
-"""Layout fields that a message shows even if the user's flags do not set them."""
+"""Layout fields that a message shows even if the user's flags do not set the field."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """One job on one kind of device; `judge` applies the rules to its layouts.
+    """One job on one kind of device. `judge` applies the rules to the layouts of this job.
 
     Sources: `validate_args` (megatron/training/arguments.py) and TransformerConfig of core_v0.14.0 to v0.19.0 (line
     numbers of v0.16.1), and failures that appear only at run time.
@@ -30,16 +30,16 @@ class Rules:
     device_kind: str
     options: PerformanceOptions
     rooms: Domains | None = None
-    """Sizes of hosts and NVLink domains, for ranks that must share one; None on CPU and for Megatron's own rules."""
+    """Sizes of hosts and NVLink domains, for groups that must fit. None on CPU and for Megatron's own rules."""
 
     @property
     def ramps_up(self) -> bool:
-        """True if the batch grows; from 0.18 on Megatron ignores the flag (num_microbatches_calculator.py)."""
+        """True if the batch grows. From 0.18 on Megatron ignores this flag (num_microbatches_calculator.py)."""
         return bool(self.options.rampup_batch_size) and self.release < (0, 18)
 
     @classmethod
     def of(cls, job: Job, *, device_kind: str, rooms: Domains | None = None) -> Rules:
-        """Read the options that a job's own flags set."""
+        """Read the options that the flags of a job set."""
         rooms = rooms if device_kind == "cuda" else None
         options = performance_options(job)
         return cls(job=job, release=job.release, device_kind=device_kind, options=options, rooms=rooms)
@@ -49,16 +49,16 @@ class BrokenRule(NamedTuple):
     """A rule that a layout breaks."""
 
     reason: str
-    """The same text for all layouts of a job, so that the planner can count it."""
+    """Reason of the refusal. All layouts of a job get the same text, so that the planner can count equal reasons."""
     names: tuple[str, ...]
     """Layout fields and Megatron's destinations that together break the rule."""
     remedy: str = "change one of them"
-    """Advice that may contain sizes of this layout."""
+    """Advice to the user, which may contain sizes of the layout."""
     is_refused: bool = True
     """False if Megatron starts, and then hangs or computes wrong gradients. `predict` then only adds a note."""
 
     def sentence(self, arguments: Arguments, layout: Layout) -> str:
-        """Return flags with their values, the reason and the remedy: `--tensor-model-parallel-size 3: ...; ...`."""
+        """Return the message with flags and values, reason and remedy: `--tensor-model-parallel-size 3: ...; ...`."""
         shown = dict.fromkeys(words for name in self.names for words in _shown(name, arguments, layout))
         *first, last = [words for words in shown if words not in self.reason] or [""]
         flags = f"{', '.join(first)} and {last}" if first else last
@@ -69,7 +69,7 @@ Broken: TypeAlias = Iterator[BrokenRule]
 
 
 def _shown(name: str, arguments: Arguments, layout: Layout) -> Iterator[str]:
-    """Yield the flags behind a name in the user's words; a size that no flag sets is shown as its flag would set it."""
+    """Yield the flags of a layout field in the user's words. If no flag sets a size, show the flag that would."""
     if name not in SIZES:
         yield from (arguments.shown(dest) for dest in DESTS_OF.get(name, (name,)) if arguments.is_given(dest))
         return

@@ -21,7 +21,7 @@ WITHOUT = {
     "pp": ("use_megatron_fsdp", "use_torch_fsdp2", "cpu_offloading_num_layers"),
     "ep": ("use_torch_fsdp2",),
 }
-"""Options under which an axis must be 1."""
+"""Options by axis: if an option is on, the degree of its axis must be 1."""
 _SET_PP, _ADD_STAGES = "remove it or set --pipeline-model-parallel-size", "add --num-virtual-stages-per-pipeline-rank"
 
 
@@ -32,13 +32,13 @@ def _single_faults(rules: Rules, axis: str, size: int) -> Broken:
 
 
 def tensor_faults(rules: Rules, tp: int) -> Broken:
-    """Check the widths that tensor parallelism divides."""
+    """Check that TP divides the widths of the model."""
     model, padded = rules.job.model, rules.options.padded_vocab_size
     widths = (
         ("num_attention_heads", model.num_attention_heads),
         ("ffn_hidden_size", model.ffn_hidden_size if model.has_dense_mlps else 0),
         ("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size),
-        # It then divides the heads, too (mamba_mixer.py of core_v0.17.1).
+        # If TP divides the groups, TP divides the Mamba heads too (mamba_mixer.py of core_v0.17.1).
         ("mamba_num_groups", model.hybrid.mamba_num_groups if model.hybrid else 0),
     )
     for name, width in widths:
@@ -67,7 +67,7 @@ def tensor_faults(rules: Rules, tp: int) -> Broken:
 
 
 def pipeline_faults(rules: Rules, pp: int) -> Broken:
-    """Check flags that need a pipeline, or that exclude one."""
+    """Check flags that need pipeline parallelism, or that exclude pipeline parallelism."""
     options = rules.options
     yield from _single_faults(rules, "pp", pp)
     if rules.job.model.mtp_num_layers and options.overlap_moe_expert_parallel_comm and pp == 1:
@@ -77,7 +77,7 @@ def pipeline_faults(rules: Rules, pp: int) -> Broken:
         yield BrokenRule(f"{flag_of('defer_embedding_wgrad_compute')} needs pp > 1", (), _SET_PP)
     if options.fp8 is None or not options.first_last_layers_bf16:
         return
-    # TransformerConfig allows at each end at most the layers of a stage in 16 bits.
+    # In 16 bits, TransformerConfig allows the first and the last stage at most num_layers / pp of these layers.
     most = rules.job.model.num_layers // pp
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if getattr(options, name) > most:
@@ -86,7 +86,7 @@ def pipeline_faults(rules: Rules, pp: int) -> Broken:
 
 
 def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
-    """Check the sequence that context parallelism divides, and its exchange of keys and values."""
+    """Check that CP divides the sequence, and check the exchange of keys and values between CP ranks."""
     model, options = rules.job.model, rules.options
     if math.prod(options.hierarchical_context_parallel_sizes or (cp,)) != cp:
         name = "hierarchical_context_parallel_sizes"
@@ -114,7 +114,7 @@ def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
 
 
 def _exchange_faults(rules: Rules, tp: int, cp: int) -> Broken:
-    """Check the kinds of exchange; Transformer Engine divides heads for all-to-all."""
+    """Check the kinds of exchange in `--cp-comm-type`. For all-to-all, Transformer Engine divides the heads."""
     model, options = rules.job.model, rules.options
     flag, sizes = flag_of("cp_comm_type"), options.hierarchical_context_parallel_sizes
     # TE raises at the first forward (context_parallel.py, attn_forward_func_with_cp); Megatron's help has "allgather".
@@ -214,7 +214,7 @@ def _width_faults(rules: Rules, degrees: Degrees) -> Broken:
     if model.moe_ffn_hidden_size % degrees.etp:
         reason = f"etp does not divide moe_ffn_hidden_size={model.moe_ffn_hidden_size}"
         yield BrokenRule(reason, ("etp", "moe_ffn_hidden_size"))
-    # TransformerConfig checks this from core_v0.15.0 on.
+    # TransformerConfig refuses biases with ETP from core_v0.15.0 on.
     if model.add_bias_linear and degrees.etp > 1 and rules.release >= (0, 15):
         reason = "experts with biases need etp = 1 (--disable-bias-linear would free it)"
         yield BrokenRule(reason, ("etp",), "use --expert-tensor-parallel-size 1")
@@ -222,7 +222,7 @@ def _width_faults(rules: Rules, degrees: Degrees) -> Broken:
 
 def _expert_flag_faults(rules: Rules, degrees: Degrees) -> Broken:
     options, group = rules.options, degrees.etp * degrees.ep
-    # From 0.17 on HybridEP works with one rank.
+    # From 0.17 on HybridEP works with an expert group of one rank.
     is_alone = rules.release < (0, 17) or options.moe_enable_deepep or options.moe_flex_dispatcher_backend != "hybridep"
     dispatcher = options.moe_token_dispatcher_type
     if dispatcher == "flex" and group == 1 and is_alone:
@@ -263,7 +263,7 @@ def chunks_faults(rules: Rules, pp: int, vpp: int, layers_per_chunk: tuple[int, 
         reason = f"{flag_of('overlap_moe_expert_parallel_comm')} with pp > 1 needs virtual stages"
         yield BrokenRule(reason, ("pp",), f"remove it, or {_ADD_STAGES}")
     if options.overlap_p2p_comm_warmup_flush and (vpp == 1 or not options.overlap_p2p_comm):
-        # Without virtual stages validate_args turns the overlap off, and then ModelParallelConfig refuses the flag.
+        # Without virtual stages validate_args turns overlapped messages off. Then ModelParallelConfig refuses the flag.
         reason = f"{flag_of('overlap_p2p_comm_warmup_flush')} needs virtual stages and overlapped messages"
         yield BrokenRule(reason, ("pp", "overlap_p2p_comm"), f"remove it, or {_ADD_STAGES}")
     if vpp == 1 and options.overlap_param_gather_with_optimizer_step:
@@ -280,7 +280,7 @@ def batch_faults(rules: Rules, dp: int, micro_batch_size: int) -> Broken:
         reason = f"micro_batch_size*dp does not divide every {flag_of('rampup_batch_size')}"
         names = ("rampup_batch_size", "micro_batch_size")
         yield BrokenRule(reason, names, f"both sizes must be multiples of {samples}")
-    # From core_v0.18.0 on evaluation has its own sizes; by default the sizes of the training.
+    # From core_v0.18.0 on evaluation has its own batch sizes. The defaults are the batch sizes of the training.
     evaluated = options.eval_global_batch_size or batch_size
     at_once = options.eval_micro_batch_size or micro_batch_size
     if evaluated % (at_once * dp):
@@ -293,11 +293,11 @@ def schedule_faults(rules: Rules, pp: int, vpp: int, group_size: int, samples: i
     """Check that every step has enough micro-batches for interleaving (schedules.py:996-1019).
 
     Args:
-        rules: of the job.
+        rules: the rules of the job.
         pp: pipeline ranks.
-        vpp: chunks of each.
-        group_size: micro-batches that run through a chunk at a time; 0 = one for each pipeline rank.
-        samples: micro_batch_size*dp, the samples of one micro-batch on all replicas.
+        vpp: chunks of each pipeline rank.
+        group_size: micro-batches that run through a chunk at a time. 0 = one micro-batch for each pipeline rank.
+        samples: micro_batch_size*dp, the samples of one micro-batch of all replicas.
 
     """
     if vpp == 1:
@@ -311,7 +311,7 @@ def schedule_faults(rules: Rules, pp: int, vpp: int, group_size: int, samples: i
     last = rules.job.batch.global_batch_size // samples
     grown = range(0)
     if rules.ramps_up:
-        # Numbers of micro-batches while the batch grows; after `group` numbers their remainders repeat.
+        # Check `group` numbers of micro-batches while the batch grows, because then their remainders repeat.
         first, step = (size // samples for size in rules.options.rampup_batch_size[:2])
         grown = range(first, last, max(1, step))[:group]
     for count in (last, *grown):

@@ -20,14 +20,14 @@ OFFLOADED = {"core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "ml
 RECOMPUTED = {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"}
 Release = tuple[int, int]
 DEST_OF = {"fp8_format": "fp8", "fp4_format": "fp4"}
-"""Destinations that differ from their flag, for `needs`."""
+"""Destination of each flag whose letters differ from its destination, for `needs`."""
 
 
 class FlagView:
-    """Values by destination as attributes; None for a destination that the release does not have."""
+    """Values of flags, as attributes named by destination. None for destinations that the release lacks."""
 
     def __init__(self, arguments: Arguments) -> None:
-        """Keep the last value of each flag, over the defaults of the release."""
+        """Take the last value of each given flag, and the release's defaults for all other flags."""
         self._defaults = flag_defaults(arguments.version)
         given = {token.flag.dest: token.value for token in arguments.tokens if token.flag}
         self._values = {**self._defaults, **given}
@@ -35,7 +35,7 @@ class FlagView:
         recompute, graphs = read_recompute(arguments), options_of(arguments).graphs
         self.granularity: str = recompute.granularity
         self.recomputed = {*recompute.modules} if recompute.granularity == "selective" else set()
-        # From 0.18 on the old flag for the scope also selects the implementation.
+        # From 0.18 on the old flag for the scope of CUDA graphs also selects their implementation.
         is_iteration = ITERATION in (self.cuda_graph_scope_deprecated or ()) and graphs.impl != ENGINE
         self.graphs = ITERATION if is_iteration else graphs.impl
         self.graphed = graphs.modules
@@ -50,36 +50,36 @@ class FlagView:
         return self._values.get(dest)
 
     def is_on(self, dest: str) -> bool:
-        """Return True for a value that is not off; 0 counts as on if the release has no default."""
+        """Return True if the flag has a value that is not off. 0 counts as on if the release has no default."""
         value = self._values.get(dest)
         return bool(value) or (value == 0 and value is not False and self._defaults.get(dest) is None)
 
     @property
     def capacity(self) -> float | None:
-        """Capacity factor of the experts; None if no token is dropped."""
+        """Capacity factor of the experts. None if experts drop no tokens."""
         factor = self.moe_expert_capacity_factor
         return None if factor is None or factor < 0 else float(factor)
 
     @property
     def fuses_activation(self) -> bool:
-        """True if bias and activation are one kernel (core_transformer_config_from_args)."""
+        """True if Megatron fuses bias and activation into one kernel (core_transformer_config_from_args)."""
         if self.swiglu:
             return bool(self.bias_swiglu_fusion)
         return bool(self.bias_gelu_fusion and self.add_bias_linear)
 
     @property
     def activation(self) -> str:
-        """Name of the activation (core_transformer_config_from_args)."""
+        """Name of the activation function (core_transformer_config_from_args)."""
         return next((name for name in ("squared_relu", "quick_geglu", "swiglu") if getattr(self, name)), "gelu")
 
     @property
     def checks_nan(self) -> bool:
-        """True if Megatron checks losses and gradients for NaN; the dynamic loss scale of fp16 replaces this check."""
+        """True if Megatron checks losses and gradients for NaN. The dynamic loss scale of fp16 replaces this check."""
         return bool(self.check_for_nan_in_loss_and_grad) and not (self.fp16 and not self.loss_scale)
 
     @property
     def decay_steps(self) -> int:
-        """Steps or samples until the learning rate is lowest; 0 if no flag sets the length of the training."""
+        """Steps or samples until the learning rate is lowest. 0 if no flag sets the length of the training."""
         if self.train_iters:
             return int(self.lr_decay_iters or self.train_iters)
         return int(self.lr_decay_samples or self.train_samples or 0)
@@ -99,7 +99,7 @@ class FlagView:
 
     @property
     def grows(self) -> bool:
-        """True if start, increment and samples reach the global batch (RampupBatchsizeNumMicroBatchesCalculator)."""
+        """True if `--rampup-batch-size` reaches the global batch size (RampupBatchsizeNumMicroBatchesCalculator)."""
         if len(self.rampup_batch_size) != len(("start", "increment", "samples")):
             return False
         start, increment, samples = (int(str(word)) for word in self.rampup_batch_size)
@@ -108,9 +108,9 @@ class FlagView:
 
 
 Test = Callable[[Any], object]
-"""Test of a `FlagView`; Any, as its attributes are destinations."""
+"""Test of a `FlagView`. Its parameter has the type Any, because attributes of a FlagView are destinations."""
 Fault = tuple[str, str]
-"""Destinations whose flags the message shows if the user gave them, and the reason."""
+"""Destinations, and the reason of a refusal. The message shows the given flags of these destinations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,13 @@ def _always(_: FlagView) -> bool:
 
 
 def excludes(names: str, reason: str = "exclude each other", *, when: Test = _always, **releases: Release) -> FlagRule:
-    """Make the rule that not all of these flags may be on."""
+    """Make the rule that the flags of `names` may not all be on at the same time."""
     dests = names.split()
     return FlagRule(names, reason, lambda f: all(map(f.is_on, dests)) and when(f), **releases)
 
 
 def needs(name: str, needed: str, *, when: Test = _always, **releases: Release) -> FlagRule:
-    """Make the rule that a flag needs another: `--fp16` must be on, or `--normalization RMSNorm` have that value."""
+    """Make the rule that a flag needs `--fp16` to be on, or `--normalization` to have the value `RMSNorm`."""
     option, *values = needed.replace(" or ", " ").split()
     letters = option.removeprefix("--").replace("-", "_")
     dest = DEST_OF.get(letters, letters)
@@ -150,7 +150,7 @@ def needs(name: str, needed: str, *, when: Test = _always, **releases: Release) 
 
 
 def at_least_1(name: str, *, when: Test = _always) -> FlagRule:
-    """Make the rule that a number, if there is one, is at least 1."""
+    """Make the rule that the number of a flag, if the flag is set, is at least 1."""
 
     def is_broken(f: FlagView) -> object:
         value = getattr(f, name)
@@ -160,7 +160,7 @@ def at_least_1(name: str, *, when: Test = _always) -> FlagRule:
 
 
 TABLE = (
-    # Precision.
+    # Rules on number formats.
     excludes("fp4 fp8", "FP4 and FP8 exclude each other"),
     needs("fp4_param", "--fp4-format"),
     needs("fp4_param_gather", "--fp4-format"),
@@ -169,7 +169,7 @@ TABLE = (
     needs("fp4_recipe", "--fp4-quantizer-factory", when=lambda f: f.fp4 and f.fp4_recipe == "custom"),
     needs("reuse_grad_buf_for_mxfp8_param_ag", "--fp8-param-gather", when=lambda f: not f.use_torch_fsdp2),
     needs("fp16_lm_cross_entropy", "--fp16"),
-    # Optimizer.
+    # Rules on the optimizer.
     needs("optimizer_cpu_offload", "--use-precision-aware-optimizer"),
     excludes("ddp_num_buckets ddp_bucket_size", when=lambda f: not f.use_torch_fsdp2),
     at_least_1("ddp_num_buckets", when=lambda f: not f.use_torch_fsdp2),
@@ -180,7 +180,7 @@ TABLE = (
     needs("use_torch_fsdp2", "--untie-embeddings-and-output-weights"),
     excludes("use_torch_fsdp2 fp16"),
     needs("use_megatron_fsdp", "--ckpt-format fsdp_dtensor"),
-    # Steps.
+    # Rules on steps and learning rates.
     excludes(
         "train_iters lr_decay_samples", "training counts iterations; use --lr-decay-iters", when=lambda f: f.train_iters
     ),
@@ -204,7 +204,7 @@ TABLE = (
     excludes("phase_transition_iterations rampup_batch_size"),
     excludes("step_batch_size_schedule global_batch_size"),
     excludes("step_batch_size_schedule rampup_batch_size"),
-    # Files.
+    # Rules on files.
     needs("save", "--save-interval"),
     at_least_1("save_interval", when=lambda f: f.save is not None),
     at_least_1("save_retain_interval", when=lambda f: f.save is not None),
@@ -218,7 +218,7 @@ TABLE = (
     excludes("data_path data_args_path"),
     at_least_1("seed"),
     at_least_1("num_dataset_builder_threads"),
-    # Layers, positions and attention.
+    # Rules on layers, positions and attention.
     excludes("multi_latent_attention group_query_attention", since=(0, 16)),
     excludes("multi_latent_attention rotary_interleaved"),
     excludes("multi_latent_attention attention_output_gate"),
@@ -236,13 +236,13 @@ TABLE = (
     excludes("deterministic_mode use_flash_attn", until=(0, 18)),
     excludes("num_layers encoder_num_layers"),
     excludes("seq_length encoder_seq_length"),
-    # Saved activations.
+    # Rules on saved activations.
     excludes("moe_layer_recompute recompute_granularity", when=lambda f: f.recompute_granularity == "full"),
     excludes("fine_grained_activation_offloading cpu_offloading_num_layers"),
     needs("fine_grained_activation_offloading", "--offload-modules"),
     needs("fine_grained_activation_offloading", "--transformer-impl transformer_engine"),
     needs("delay_wgrad_compute", "--transformer-impl transformer_engine"),
-    # Experts.
+    # Rules on experts.
     needs("moe_grouped_gemm", "--bf16", until=(0, 15)),
     needs("moe_ffn_hidden_size", "--num-experts"),
     needs("moe_enable_deepep", "--moe-token-dispatcher-type flex"),
@@ -261,7 +261,7 @@ TABLE = (
     excludes("delay_wgrad_compute moe_use_legacy_grouped_gemm"),
     needs("overlap_moe_expert_parallel_comm", "--moe-token-dispatcher-type alltoall or flex"),
     excludes("overlap_moe_expert_parallel_comm moe_shared_expert_overlap"),
-    # CUDA graphs.
+    # Rules on CUDA graphs.
     excludes("enable_cuda_graph external_cuda_graph"),
     excludes("cuda_graph_impl cpu_offloading_num_layers", when=lambda f: f.graphs != "none"),
 )
@@ -487,7 +487,7 @@ def _expert_overlap(f: FlagView) -> Iterator[Fault]:
     if (f.mtp_num_layers or 0) > 1:
         reason = "allows one depth of multi-token prediction"
         yield "overlap_moe_expert_parallel_comm mtp_num_layers", reason
-    # With full recompute a plan changes both.
+    # With full recompute a plan changes method and number of layers.
     if f.granularity != "full" and (f.recompute_method, f.recompute_num_layers) != (None, None):
         names = "overlap_moe_expert_parallel_comm recompute_method recompute_num_layers"
         yield names, "excludes a method and a number of recompute"
@@ -533,7 +533,7 @@ CHECKS = (
 
 
 def flag_faults(arguments: Arguments) -> Broken:
-    """Return the rules that a command line breaks under every layout."""
+    """Yield the rules that a command line breaks under every layout."""
     view = FlagView(arguments)
     listed = (
         (rule.names, rule.reason) for rule in TABLE if rule.since <= view.release <= rule.until and rule.is_broken(view)

@@ -1,4 +1,4 @@
-"""All rules applied to one layout, and the user's own configuration judged in the words of his flags."""
+"""Check one layout against all rules, and report broken rules of the user's own layout in the user's flags."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pipette_launch.megatron.rules.flags import flag_faults
 
 FP8_SINCE, FP4_SINCE = (8, 9), (10, 0)
 FP8_RECIPES_SINCE = {"blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Compute capability that a kind of `--fp8-recipe` needs; other kinds need FP8_SINCE."""
+"""Compute capability that a value of `--fp8-recipe` needs. Other values need FP8_SINCE."""
 
 
 def broken_rule(rules: Rules, layout: Layout) -> BrokenRule | None:
-    """Return the first rule that a layout breaks, or None for a legal one."""
+    """Return the first rule that a layout breaks, or None for a legal layout."""
     return next(_broken_rules(rules, layout), None)
 
 
@@ -49,7 +49,7 @@ def check_flags(arguments: Arguments, own: Layout) -> None:
 
 
 def check_own(job: Job, arguments: Arguments, *, device_kind: str) -> tuple[str, ...]:
-    """Return sentences on rules that the user's own layout breaks, though Megatron starts with it.
+    """Return sentences on rules that the user's own layout breaks, although Megatron starts with this layout.
 
     Raises:
         MegatronError: Megatron refuses the layout; the error has flags, values and a remedy.
@@ -68,10 +68,10 @@ def check_formats(arguments: Arguments, own: Layout, *, device_name: str, capabi
     Transformer Engine would stop at the first step (quantization.py).
 
     Args:
-        arguments: the user's own.
-        own: his layout.
-        device_name: of the GPUs, as a driver or `--gpu` names them.
-        capability: major number of their compute capability; None if unknown.
+        arguments: the user's command line.
+        own: the user's own layout.
+        device_name: name of the GPUs, from the driver or from `--gpu`.
+        capability: major number of the GPUs' compute capability, or None if unknown.
 
     """
     names: tuple[str, ...]
@@ -85,7 +85,7 @@ def check_formats(arguments: Arguments, own: Layout, *, device_name: str, capabi
     else:
         return
     named = chip_capability(device_name)
-    # A file describes a device by the major number alone; the name of a known chip implies both numbers.
+    # A description of a device has only the major number. The name of a known GPU implies major and minor number.
     has = named if named and capability in (None, named[0]) else (capability, 9) if capability else since
     if has < since:
         needed = ".".join(map(str, since))

@@ -10,7 +10,7 @@ from pipette_launch.facts.layout import MemoryOptions
 from pipette_launch.megatron.rules.broken import Broken, BrokenRule, Rules
 
 FIRST_SCOPES = (0, 16)
-"""First release whose graphs may hold parts of a layer, with recompute inside or outside."""
+"""First release whose CUDA graphs may hold parts of a layer, with recompute inside or outside the graph."""
 ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
 NEEDS_DISTRIBUTED_OPTIMIZER = (
     "use_megatron_fsdp",
@@ -52,7 +52,7 @@ def _sequence_faults(rules: Rules, tp: int, cp: int, options: MemoryOptions) -> 
 def _optimizer_faults(rules: Rules, options: MemoryOptions) -> Broken:
     sharded, fsdp2 = options.use_distributed_optimizer, rules.options.use_torch_fsdp2
     needs_sharding = [name for name in NEEDS_DISTRIBUTED_OPTIMIZER if getattr(rules.options, name)]
-    # From 0.18 on other optimizers shard too: each rank gets whole layers.
+    # From 0.18 on optimizers other than Adam and SGD shard too, and each rank gets whole layers.
     if sharded and rules.job.optimizer != "adam" and (rules.release < (0, 18) or rules.job.optimizer == "sgd"):
         yield BrokenRule(ONLY_ADAM_SHARDS, ("use_distributed_optimizer", "optimizer"), "remove one")
     if sharded and fsdp2:
@@ -83,7 +83,7 @@ def _overlap_faults(rules: Rules, options: MemoryOptions) -> Broken:
 
 
 def recompute_faults(rules: Rules, tp: int, layers: frozenset[int], options: MemoryOptions) -> Broken:
-    """Check recompute against other flags, and against the numbers of layers that chunks have."""
+    """Check recompute against other flags, and against the number of layers in each chunk."""
     recompute, overlaps_experts = options.recompute, rules.options.overlap_moe_expert_parallel_comm
     is_full = recompute.granularity == "full"
     yield from _unit_faults(rules, recompute, layers)
@@ -107,7 +107,7 @@ def recompute_faults(rules: Rules, tp: int, layers: frozenset[int], options: Mem
 def _unit_faults(rules: Rules, recompute: Recompute, layers: frozenset[int]) -> Broken:
     if recompute.method != "uniform":
         return
-    # transformer_block.py:536-547 runs whole units, past the end of the chunk; from 0.17 on the last one is shorter.
+    # transformer_block.py:536-547 runs whole units, past the chunk's end. From 0.17 on the last unit is shorter.
     if rules.release < (0, 17) and any(size % recompute.num_layers for size in layers):
         reason = "before 0.17 uniform recompute takes units that divide every chunk's layers"
         yield BrokenRule(reason, ("recompute",), f"chunks have {' or '.join(map(str, sorted(layers)))} layers")
@@ -122,7 +122,7 @@ def _module_faults(rules: Rules, recompute: Recompute) -> Broken:
         return
     names, remedy = ("recompute_modules",), "remove the module"
     if "mlp" in recompute.modules and rules.job.model.add_bias_linear:
-        # Seen with megatron-core 0.16.1: the backward never ends.
+        # The backward never ends (seen with megatron-core 0.16.1).
         reason = "recompute of mlp hangs if layers have biases"
         yield BrokenRule(reason, names, remedy, is_refused=False)
     for reason in _refused_modules(rules, {*(recompute.modules or ("core_attn",))}):
@@ -163,7 +163,7 @@ def _graph_faults(rules: Rules, recompute: Recompute) -> Broken:
 
 
 def _graph_excludes(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
-    """Yield modules that must not be recomputed, with reasons; a graph with recompute cannot draw random numbers."""
+    """Yield modules that must not be recomputed, with reasons. Graphs with recompute cannot use random numbers."""
     model = rules.job.model
     if graphs.impl == ENGINE and "moe_router" in graphs.modules:
         yield "moe", " beside a graph of moe_router"
@@ -180,7 +180,7 @@ def _graph_excludes(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
 
 
 def _graph_excludes_before_scopes(rules: Rules, graphs: Graphs) -> Iterator[tuple[str, str]]:
-    """Yield the modules that graphs exclude before 0.16: all, except with some graphs of Transformer Engine."""
+    """Yield modules that CUDA graphs exclude before 0.16: all, except with some graphs of Transformer Engine."""
     every = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
     allowed: set[str] = set()
     if rules.release < (0, 15) and graphs.impl == ENGINE:

@@ -1,4 +1,4 @@
-"""The search for a plan: list layouts, drop those that do not fit, price and place the promising ones, choose one."""
+"""The search for a plan: list layouts, drop layouts that do not fit, price and place promising layouts, choose one."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ from pipette_launch.search.schedule_choice import LEANEST, best_scheduled, unsup
 from pipette_launch.search.slots import IsLate, Placement, Slots
 
 FIRST_BATCH = 6
-"""Layouts that are priced before the placement of the best is improved; each batch is half as large again."""
+"""Number of layouts that are priced before placements are improved. Each later batch is 1.5 times larger."""
 FIRST_BATCH_MANY = 48
-"""The same on many slots, where pricing a layout takes a fortieth of the time that improving a placement takes."""
+"""Layouts in the first batch on many slots. There, improving a placement takes 40 times longer than pricing."""
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
-"""Layouts whose placements are improved after each batch."""
+"""Number of layouts whose placements are improved after each batch."""
 AFTER_PRICING = ((1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
-"""(max slots, layouts improved per round) after all are priced. Fewer on large clusters, where a round is slow."""
+"""(max slots, layouts improved per round) after pricing. Large clusters improve fewer, because a round is slow."""
 ALIKE = 2
-"""Most layouts with equal degrees in one round: a placement that helps one of them helps the others too."""
+"""Most layouts with equal degrees in one round, because a placement that helps one layout helps the others too."""
 ANNEALED, ANNEALED_NEAR, ANNEALED_FOR = 3, 0.05, 0.01
-"""On `ANNEALED_SLOTS` slots, single ranks change hosts after all rounds, in at most `ANNEALED` of the fastest layouts:
-those within 5 % of the best step whose bound is at least 1 % below the best step."""
+"""On `ANNEALED_SLOTS` slots, single ranks of at most `ANNEALED` layouts change hosts after all rounds. The step of
+these layouts is within 5 % of the best step, and their bound is at least 1 % below the best step."""
 RUNNERS_UP = 3
 """Number of alternatives that are priced for each reason: fastest, less memory, and near the user's own layout."""
 IN_VAIN = 0.15
-"""On many slots, layouts of equal degrees are priced by rising bound until several in a row promise longer steps than
-the best: longer in sum by this share of the best. A layout that promises no longer step restarts the sum. All layouts
-with the user's own degrees are priced, as they may win if doubts rule out others."""
+"""On many slots, layouts of equal degrees are priced by rising bound, until consecutive layouts promise longer steps.
+The limit is this share of the best step, for the sum of what they promise beyond the best step. A layout that promises
+no longer step sets the sum to 0. All layouts with the user's own degrees are priced, because doubts may rule out
+others."""
 DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
 RAISED = 40
-"""Most lowest bounds that are raised at the end."""
+"""Number of layouts with the lowest bounds whose bounds are sharpened at the end, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,15 +64,15 @@ class Searched:
     """The result of a search."""
 
     candidates: tuple[Candidate, ...]
-    """Priced layouts in order of pricing; the user's own comes first if it fits."""
+    """Priced layouts in the order of pricing. The user's own layout comes first if it fits in memory."""
     num_seen: int
-    """Layouts that were priced, or that their bound ruled out."""
+    """Number of layouts that were priced or ruled out by their bound."""
     num_aside: int
     """Layouts that were not priced because others with their degrees promise too little."""
     floor_s: float
     """Lower bound in seconds over all legal layouts that fit."""
     is_cut_short: bool
-    """The deadline ended the search."""
+    """True if the deadline ended the search."""
 
 
 class SearchLoop:
@@ -86,11 +87,11 @@ class SearchLoop:
         self._pool: dict[Layout, Candidate] = {}
         self._beaten: dict[Layout, Promising] = {}
         self._surrounded: set[tuple[Layout, Placement]] = set()
-        """Best layouts with their placements whose neighbours were priced."""
+        """Pairs (layout, placement) whose neighbours (layouts that differ in one choice) were priced."""
         self._missed_s = float("inf")
-        """Lowest bound of the layouts that were not priced because of the deadline."""
+        """Lowest bound in seconds among the layouts that were not priced before the deadline."""
         self._in_vain: dict[tuple[int, ...], float] = defaultdict(float)
-        """Sum of the relative excess over the best step, by degrees; see `IN_VAIN`."""
+        """For each set of degrees, the summed excess of promised steps over the best step (`IN_VAIN`)."""
         self._aside: dict[Layout, Promising] = {}
         """Layouts that were not priced because others with their degrees promise too little."""
 
@@ -116,7 +117,7 @@ class SearchLoop:
         self._exhaust()
         self._price_runners_up()
         self._prove()
-        # Layouts that their bound ruled out lie above the best step.
+        # Layouts that were ruled out have bounds above the best step.
         floors_s = [one.floor_s for one in self._pool.values()] + [one.least_s for one in self._aside.values()]
         return Searched(
             candidates=tuple(self._pool.values()),
@@ -127,7 +128,7 @@ class SearchLoop:
         )
 
     def _price_own(self) -> None:
-        """Price the user's own layout even after the deadline, as every choice is compared with it."""
+        """Price the user's own layout even after the deadline, because the choice compares every plan with it."""
         inputs, own = self._inputs, self._inputs.job.own
         if inputs.own_fault is None and inputs.own_dropped is None:
             first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=inputs.predictor.peaks(own))]
@@ -137,7 +138,7 @@ class SearchLoop:
             self._keep(price(inputs, one, is_late=self._is_late))
 
     def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
-        """Price the layouts of a batch that are new; without a step time to beat, none is set aside."""
+        """Price the new layouts of a batch. Layouts are set aside only if there is a step time to beat."""
         for one in batch:
             if one.layout in self._pool or one.layout in self._beaten:
                 continue
@@ -165,11 +166,11 @@ class SearchLoop:
             self._beaten[found.layout] = found
 
     def _surround(self) -> None:
-        """Price the neighbours of the best layout in its placement, until none of them is better.
+        """Price the neighbours of the best layout in its placement, until no neighbour is better.
 
         At 10,240 ranks, pricing takes milliseconds and improving a placement takes seconds. So even a search that the
-        deadline ends early cannot be beaten by changing one flag of its plan. A neighbour that is no better is not
-        kept: the frontier returns it later, and it then gets its own starts.
+        deadline ends early returns a plan that no change of one flag improves. A neighbour that is not better is
+        dropped here. The frontier returns this neighbour later, and the search then tries its own start placements.
         """
         while not self._is_late():
             leader = self._leader()
@@ -232,7 +233,7 @@ class SearchLoop:
         self._surround()
 
     def _exhaust(self) -> None:
-        """Price every placement of the best layout if there are few."""
+        """Price every placement of the best layout, if the layout has few placements."""
         leader = self._leader()
         slots = Slots.of(self._inputs.cluster)
         is_open = not are_few(leader.layout, slots) and num_placements(leader.layout, slots) <= EXACT
@@ -244,7 +245,7 @@ class SearchLoop:
     def _price_runners_up(self) -> None:
         """Price alternatives: layouts with the lowest bounds, with less memory, and near the user's own layout.
 
-        Those near the user's own are chosen if the fastest layout rests on too little measurement.
+        Layouts near the user's own layout are chosen if too little was measured for the fastest layout.
         """
         near = [*sorted(self._beaten.values())[:RUNNERS_UP], *self._near_own()]
         for one in near:
@@ -260,9 +261,10 @@ class SearchLoop:
         return [one for one in near if one.layout not in self._pool][:RUNNERS_UP]
 
     def _prove(self) -> None:
-        """Sharpen the bound of the best layout, then raise the lowest bounds while that can raise the floor.
+        """Sharpen the bound of the best layout, then the lowest bounds while the floor (least of all bounds) can rise.
 
-        Pricing raises the bound of a layout that was set aside; the links that it must use raise the bound of others.
+        If a layout was set aside, pricing it raises its bound. Bounds of other layouts rise by the links that each must
+        use.
         """
         if not self._is_late():
             self._sharpened(self._leader())
@@ -292,7 +294,7 @@ class SolveOptions:
     margin: float = MARGIN
     """Share of the user's own step time that another plan must save."""
     memory_margin: float = MEMORY_MARGIN
-    """Share of the device's memory that stays free."""
+    """Share of device memory that a plan must leave free."""
     budget_s: float = SEARCH_BUDGET_S
     seed: int = SEED
     num_alternatives: int = 3
@@ -319,17 +321,17 @@ def solve(
 ) -> Plan:
     """Find the fastest legal layout that fits, and its placement, and compare it with the user's own configuration.
 
-    Arguments and seed decide each step of the search; the budget only ends it. So equal inputs give equal plans unless
-    the budget ends the search, and a larger budget never finds a slower step. The plan may still take a layout that
-    counts as equally fast (`choose.EQUAL`).
+    Arguments and seed decide each step of the search, and the budget only ends the search. So equal inputs give equal
+    plans unless the budget runs out, and a larger budget never finds a slower step. The plan may still take another
+    layout that counts as equally fast (`choose.EQUAL`).
 
     Args:
         job: model, batch, the user's own layout and its pins.
-        measurements: of the allocation.
+        measurements: measurements of the allocation.
         options: effort and rules.
-        clock: seconds that only grow, such as `time.monotonic`.
-        provenance: copied into the plan.
-        corrections: learned from earlier outcomes on these machines.
+        clock: returns seconds that never decrease, such as `time.monotonic`.
+        provenance: record that is copied into the plan.
+        corrections: corrections learned from earlier outcomes on these machines.
 
     Raises:
         PlanError: no layout is legal, fits or can be priced; the error names the reason and possible remedies.
@@ -357,7 +359,7 @@ def solve(
     dropped = _dropped(base, frontier, searched)
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
-        # A second budget, as some schedules of long pipelines take ten seconds to build.
+        # Schedules get a budget of their own, because schedules of long pipelines can take ten seconds to build.
         schedules_deadline_s = clock() + options.budget_s
         plan = _scheduled(plan, inputs, searched, frontier, options, lambda: clock() >= schedules_deadline_s)
     return replace(
@@ -421,7 +423,7 @@ def _plan(
 def _scheduled(
     plan: Plan, inputs: SearchInputs, searched: Searched, frontier: Frontier, options: SolveOptions, is_late: IsLate
 ) -> Plan:
-    """Choose a schedule that Megatron lacks if one saves enough; if none can run, add the reason to the notes."""
+    """Choose a schedule that Megatron lacks if it saves enough; if no such schedule can run, note the reason."""
     fault = unsupported(inputs.job, inputs.cluster)
     if fault:
         return replace(plan, notes=(*plan.notes, f"Schedules beside Megatron's own are left out: {fault}."))

@@ -1,4 +1,4 @@
-"""The seconds of one step: pipelines side by side, then gradient reduction, optimizer and parameter gathers."""
+"""The seconds of one step: parallel pipelines, then gradient reduction, optimizer and parameter gathers."""
 
 # S = stages (model chunks), P = pipeline ranks, V = chunks of each rank, D = data-parallel replicas.
 # K = placements side by side, R = replicas of all of them, T = times of one pipeline.
@@ -20,7 +20,7 @@ from pipette_launch.facts.layout import Layout, LayoutColumns
 Ints = NDArray[np.int64]
 
 _FEW_REPLICAS = 16
-"""Most replicas for which comparing all pairs costs less than simulating all of them."""
+"""Largest number of replicas for which comparing all pairs costs less than simulating every replica."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,31 +29,31 @@ class StepTime:
 
     total_s: float
     breakdown_s: dict[str, float]
-    """Parts along the slowest pipeline rank; they sum to the total."""
+    """Seconds of each part of the step on the slowest pipeline rank; the parts sum to the total."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepEnd:
     """The part of a step after the last passes, for N placements of one layout or for N layouts.
 
-    Exact step times and lower bounds both come from this class: a bound gives it the best prices. A flag that hides
-    work at the end of a step therefore changes this class only.
+    Exact step times and lower bounds both come from this class; a bound uses the best prices. So support for a flag
+    that hides work at the end of a step changes only this class.
     """
 
     layout: Layout | LayoutColumns
-    """Source of the overlap flags."""
+    """Layout or layouts with the overlap flags."""
     drain_s_VPN: Array
-    """End of the last backward of each chunk."""
+    """Time at which the last backward of each chunk ends."""
     backward_s_VPN: Array
-    """Seconds of that backward on the fastest replica; gradient buckets can leave during it."""
+    """Seconds of the last backward of each chunk on the fastest replica. Gradient buckets can be sent during it."""
     num_buckets_VPN: NDArray[np.int64]
     reduce_s_VPN: Array
     gather_s_VPN: Array
     optimizer_s_PN: Array
     embedding_s_N: Array
-    """Reduction of tied embedding gradients between the first and the last stage."""
+    """Seconds of the reduction of tied embedding gradients between the first and the last stage."""
     is_tied: bool = False
-    """True if there are such gradients."""
+    """True if the first and the last stage share a tied embedding."""
     loss_s: float = 0.0
 
     @cached_property
@@ -61,8 +61,8 @@ class StepEnd:
         """Time at which each pipeline rank has reduced its gradients.
 
         Without overlap, all reductions follow the last backward of the rank. With overlap, each chunk is reduced after
-        its own last backward, one chunk after the other. The buckets of a chunk leave during that backward, in equal
-        parts.
+        its own last backward, one chunk after the other. The buckets of a chunk are sent during this backward, at equal
+        intervals.
         """
         return _chosen(self.layout.overlap_grad_reduce, self._reduced_with_overlap, self._reduced_after_backward)
 
@@ -83,7 +83,7 @@ class StepEnd:
 
     @cached_property
     def more_loss_s_N(self) -> float | Array:
-        """Seconds that the sum of the loss adds: the last stage sums it after its own reductions (train_step)."""
+        """Seconds that the loss reduction adds: the last stage runs it after its gradient reductions (train_step)."""
         if not self.loss_s:
             return 0.0
         last_s_N = self.tied_s_N if self.is_tied else self.reduced_s_PN[-1]
@@ -96,7 +96,7 @@ class StepEnd:
 
     @cached_property
     def update_s_PN(self) -> Array:
-        """Optimizer and gathers of each pipeline rank; they start together, as the gradient norm needs every rank."""
+        """Seconds of optimizer and gathers of each pipeline rank. All ranks start together, after the gradient norm."""
         return np.asarray(self.optimizer_s_PN + self.gather_after_s_PN)
 
     @property
@@ -122,7 +122,7 @@ class StepEnd:
         ready_VPN = drain_VPN - self.backward_s_VPN * (buckets_VPN - 1) / buckets_VPN
         chunks = [ready_VPN, self.reduce_s_VPN, drain_VPN + self.reduce_s_VPN / buckets_VPN]
         if (drain_VPN[:-1] >= drain_VPN[1:]).all():
-            # Chunks end in reverse order; of two that end together the later one leaves first.
+            # Chunks end in reverse order. If two chunks end together, the later chunk is reduced first.
             chunks = [seconds_VPN[::-1] for seconds_VPN in chunks]
         else:
             order_VPN = len(drain_VPN) - 1 - np.argsort(drain_VPN[::-1], axis=0, kind="stable")
@@ -134,7 +134,7 @@ class StepEnd:
 
 
 def _chosen(flag: bool | Ints, if_set: Callable[[], Array], otherwise: Callable[[], Array]) -> Array:
-    """Compute one of two arrays for a layout, or both for columns of layouts and take each column's own."""
+    """Compute one of two arrays for a layout; for columns of layouts, compute both and choose for each column."""
     if isinstance(flag, np.ndarray):
         return np.where(flag > 0, if_set(), otherwise())
     return if_set() if flag else otherwise()
@@ -148,7 +148,8 @@ def gathers_in_forward(layout: Layout | LayoutColumns) -> bool | NDArray[np.bool
 def gather_waits_s(gather_s: Array, forward_s: Array, num_buckets: int | Ints) -> Array:
     """Return the wait of each first forward that starts its own gather; shapes broadcast.
 
-    The first bucket is waited for in full, each later one as far as the compute of the bucket before it is shorter.
+    A forward waits for the whole first bucket. It waits for a later bucket only as far as the gather of this bucket
+    takes longer than the compute on the previous bucket.
     """
     more_s = (num_buckets - 1) * exposed_s(gather_s, forward_s)
     return np.asarray(gather_s / num_buckets + more_s / num_buckets)
@@ -160,12 +161,12 @@ class Forwards:
 
     forward_s_SR: Array
     hop_s_SR: Array
-    """Hop from each stage to the next: S - 1 rows."""
+    """Seconds of the hop from each stage to the next: S - 1 rows."""
     rendezvous: bool = False
-    """`Order.rendezvous` in the warm-up."""
+    """True if a send waits for its receiver in the warm-up (`Order.rendezvous`)."""
 
     def arrival_s(self, stage: int, sent_s_R: Array, free_s_R: Array) -> Array:
-        """Return the start of a stage whose input is sent at `sent_s_R` and whose rank is free at `free_s_R`."""
+        """Return the start of a stage if the input is sent at `sent_s_R` and the rank is free at `free_s_R`."""
         hop_s_R = self.hop_s_SR[stage - 1]
         if self.rendezvous:
             return np.asarray(np.maximum(sent_s_R, free_s_R) + hop_s_R)
@@ -181,8 +182,8 @@ class Forwards:
 def aligned_waits_s(layout: Layout, gather_s_SR: Array, forwards: Forwards) -> Array:
     """Return the wait of each first forward if gathers start on all pipeline ranks at once.
 
-    A rank gathers chunk c during its forwards of chunk c - 1, or earlier. If these forwards are longer than every
-    gather, only first chunks wait. The whole warm-up is simulated only for pipelines with a longer gather.
+    A rank gathers the parameters of chunk c during the forwards of chunk c - 1, or earlier. If these forwards take
+    longer than every gather, only first chunks wait. Other pipelines need a simulation of the whole warm-up.
     """
     pp = layout.pp
     group = layout.microbatch_group_size or pp
@@ -197,7 +198,7 @@ def aligned_waits_s(layout: Layout, gather_s_SR: Array, forwards: Forwards) -> A
 
 
 def _first_chunk_waits_s(gather_s_PR: Array, forwards: Forwards) -> Array:
-    """Return the waits of first chunks: micro-batch 0 reaches one rank after the other."""
+    """Return the waits of first chunks, as micro-batch 0 reaches one pipeline rank after another."""
     waits_PR = np.empty_like(gather_s_PR)
     zero_R = end_R = np.zeros(gather_s_PR.shape[1])
     for rank, gather_s_R in enumerate(gather_s_PR):
@@ -208,10 +209,10 @@ def _first_chunk_waits_s(gather_s_PR: Array, forwards: Forwards) -> Array:
 
 
 def _all_chunk_waits_s(gather_s_SR: Array, forwards: Forwards, *, pp: int, group: int) -> Array:
-    """Simulate each rank's forwards up to the first of its last chunk; every backward comes later.
+    """Simulate the forwards of each rank up to the first forward of its last chunk, before any backward.
 
-    In turn t, rank r runs its forward number t - r. Its input comes from turn t - 1, or from an earlier turn of the
-    last rank.
+    In turn t, rank r runs forward number t - r of this rank. The input comes from turn t - 1, or from an earlier turn
+    of the last rank.
     """
     stages, pipelines = gather_s_SR.shape
     chunks = stages // pp
@@ -250,7 +251,7 @@ def total_s(work: LayoutWork, prices: Prices) -> float:
 
 
 def totals_s_K(work: LayoutWork, prices: Prices) -> Array:
-    """Return the seconds of the step for K placements side by side, with the same digits as one by one."""
+    """Return the seconds of the step for K placements at once, with the same digits as `total_s` for each."""
     durations_R, hops_R = pipelines(work, prices)
     placements = prices.reduce_s_S.size // len(work.rank_S)
     chosen, alike_R, placement_R = deciding_replicas(np.concatenate([durations_R, hops_R]), placements)
@@ -263,9 +264,9 @@ def step_end(work: LayoutWork, prices: Prices, drain_SK: Array, durations_R: Arr
     """Return the end of the step after the pipelines of K placements."""
     pp, (stages, placements) = work.layout.pp, drain_SK.shape
     shape = (-1, pp, placements)
-    # Chunk after chunk, each in rank order; a V schedule has the stages of its second chunk in reverse order.
+    # Sort by chunk, then by rank. In a V schedule, the second chunks lie on the ranks in reverse order.
     by_chunk = np.lexsort((work.rank_S, np.arange(stages) // pp))
-    # A gradient waits for all replicas; its last buckets leave while the fastest replica computes.
+    # A gradient reduction waits for all replicas. The last buckets are sent while the fastest replica computes.
     backward_SK = durations_R[stages : 2 * stages].reshape(stages, placements, -1).min(axis=2)
     return StepEnd(
         layout=work.layout,
@@ -282,7 +283,7 @@ def step_end(work: LayoutWork, prices: Prices, drain_SK: Array, durations_R: Arr
 
 
 def pipelines(work: LayoutWork, prices: Prices) -> tuple[Array, Array]:
-    """Return durations and hops of every replica's pipeline, in the order of `StageTimes`."""
+    """Return the durations and hops of the pipeline of every replica, in the order of `StageTimes`."""
     rank_S = work.rank_S
     slowness_SD = prices.slowness_PD[rank_S]
     exchanged = np.zeros((2, *slowness_SD.shape))
@@ -306,9 +307,9 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Array, Array]:
 
 
 def _hops_s(rank_S: Ints, prices: Prices) -> tuple[Array, Array]:
-    """Return the hop from each stage to the next, and back; zero between stages of one rank."""
+    """Return the seconds of the hop from each stage to the next, and back; 0 between stages of one rank."""
     here, there = rank_S[:-1], rank_S[1:]
-    # On the way back up a V, outputs take the links of gradients. With two ranks, they take the link of the wrap.
+    # In the second half of a V, outputs go the way of gradients. With two ranks, they use the link from last to first.
     goes_back = ((there == here - 1) & (len(prices.slowness_PD) > 2))[:, None]
     forward_SD = np.where(goes_back, prices.backward_hop_s_PD[there], prices.forward_hop_s_PD[here])
     backward_SD = np.where(goes_back, prices.forward_hop_s_PD[there], prices.backward_hop_s_PD[here])
@@ -328,15 +329,15 @@ def _first_waits_s(work: LayoutWork, prices: Prices, forward_SD: Array, hops_D: 
 
 
 def deciding_replicas(times_R: Array, placements: int) -> tuple[Ints, Ints, Ints]:
-    """Find the replicas that can set the step time of their placement, and equal ones among them.
+    """Find the replicas that can decide the step time of their placement, and which of these are equal.
 
     Returns:
-        Columns of `times_R` that differ; for each deciding replica its index in these columns; and its placement,
-        in rising order.
+        Columns of `times_R` that differ; for each deciding replica, the index of its column among these; and the
+        placement of each deciding replica, in rising order.
 
     """
     replicas = times_R.shape[1] // placements
-    # Times that all replicas share do not distinguish them.
+    # Times that are equal in all replicas do not distinguish replicas.
     times_KDT = times_R[(times_R != times_R[:, :1]).any(axis=1)].T.reshape(placements, replicas, -1)
     slowest_KD = (times_KDT == times_KDT.max(axis=1, keepdims=True)).all(axis=2)
     stays_KD = np.zeros_like(slowest_KD)
@@ -355,7 +356,7 @@ def deciding_replicas(times_R: Array, placements: int) -> tuple[Ints, Ints, Ints
 
 
 def undominated(times_D: Array) -> Ints:
-    """Return the replicas for which no other is at least as slow in every time; of equal replicas the first."""
+    """Return replicas unless another is at least as slow in every time; of equal replicas, return the first."""
     replicas = times_D.shape[1]
     if replicas > _FEW_REPLICAS:
         return np.arange(replicas)
@@ -365,7 +366,7 @@ def undominated(times_D: Array) -> Ints:
 
 
 def stage_times(work: LayoutWork, prices: Prices) -> StageTimes:
-    """Return the passes and hops of the slowest replica, for schedules that are made to fit them."""
+    """Return the passes and hops of the slowest replica, from which schedules are built."""
     durations_D, hops_D = pipelines(work, prices)
     stages = len(work.rank_S)
     slowest = int(durations_D[: 2 * stages].sum(axis=0).argmax())
@@ -384,7 +385,7 @@ def stage_times(work: LayoutWork, prices: Prices) -> StageTimes:
 
 
 def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
-    """Return the seconds of the step, split by what its slowest pipeline rank computes, sends and waits for."""
+    """Return the seconds of the step, split into compute, exchanges and waits of the slowest pipeline rank."""
     durations_D, hops_D = pipelines(work, prices)
     drain_SD = work.engine.drain_s_SR(durations_D, hops_D)
     end = step_end(work, prices, drain_SD.max(axis=1, keepdims=True), durations_D)
@@ -392,7 +393,7 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     stages = work.rank_S == rank
     replica = int(drain_SD[stages].max(axis=0).argmax())
     drained_s = float(drain_SD[stages, replica].max())
-    # The same pipeline without hops, then also without waits for gathers.
+    # Simulate the same pipeline without hops, then without hops and without waits for gathers.
     first = 2 * len(work.rank_S)
     passes_B = durations_D[:, replica]
     ungathered_B = np.concatenate([passes_B[:first], passes_B[: len(work.rank_S)], passes_B[3 * len(work.rank_S) :]])
@@ -403,7 +404,7 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     breakdown = _busy_s(work, prices, rank, replica)
     bubble_s = no_gather_s - sum(breakdown.values())
     breakdown["pipeline_transfer"] = drained_s - no_hop_s
-    # A difference as small as rounding counts as 0.
+    # A bubble as small as rounding counts as 0.
     breakdown["bubble"] = bubble_s if abs(bubble_s) > 1e-12 * drained_s else 0.0
     loss_s = float(np.ravel(end.more_loss_s_N)[0])
     breakdown["data_parallel"] = breakdown.get("data_parallel", 0.0) + float(end.finish_s_N[0]) - drained_s + loss_s
@@ -435,7 +436,7 @@ def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[s
         zero_S = np.zeros(work.layout.vpp)
         exchanged_S = sum((count * each for count, each in zip(counts_S, seconds, strict=True)), zero_S)
         left_S = exposed_s(exchanged_S, slowness * idle_s_S[stages])
-        # Idle time hides the same share of every exchange.
+        # Idle time of the device hides the same share of every exchange.
         shown_S = np.divide(left_S, exchanged_S, out=np.zeros_like(left_S), where=exchanged_S > 0)
         for item, counts, each in zip(work.exchanges, counts_S, seconds, strict=True):
             busy[item.part] += work.num_microbatches * each * float((counts * shown_S).sum())

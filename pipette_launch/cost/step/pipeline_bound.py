@@ -1,13 +1,13 @@
-"""Lower bounds on the drain of a pipeline: lengths of paths through its schedule, for many pipelines of one shape.
+"""Lower bounds on the drain (end of the last backwards) of many pipelines with the same pp and vpp.
 
-Each figure is the length of a real path of the schedule's graph (`cost.pipeline.engine`), so it is at most the longest
-path, which is the simulated time. There are two families of paths. Their longest is the longest of all paths if stages
-are alike, or if one stage is much slower than the others:
+Each bound is the length of a path in the graph of the schedule (`cost.pipeline.engine`). The simulated time is the
+length of the longest path, so no bound exceeds the simulated time. Two kinds of path are computed. One of these is the
+longest path if all stages are equal, or if one stage is much slower than the others:
 
-    stay      go to one pipeline rank, run all its passes, and leave. The way in and the way out may instead go
-              through later chunks, or to the last stage and back
-    zigzag    the first micro-batch goes to the last stage and back, then the micro-batch that its return starts, and
-              so on (without interleaving only). Every hop of these paths counts
+    stay      go to one pipeline rank, run all passes of this rank, and return. The way to the rank and the way back may
+              also go through later chunks, or to the last stage and back
+    zigzag    the first micro-batch goes to the last stage and back, then the micro-batch that starts on this return
+              does so, and so on (only without interleaving)
 """
 
 # U = pipelines, V = chunks of one pipeline rank (vpp), P = pipeline ranks, S = V * P stages in model order.
@@ -25,12 +25,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelines:
-    """U pipelines of one shape; all hops of a pipeline take equally long."""
+    """U pipelines with the same pp and vpp; all hops of a pipeline take equally long."""
 
     forward_s_UVP: Floats
-    """Forward of one micro-batch on each stage."""
+    """Seconds of the forward of one micro-batch on each stage."""
     backward_s_UVP: Floats
-    """Backward with recompute."""
+    """Seconds of the backward of one micro-batch on each stage, with recompute."""
     hop_s_U: Floats
     microbatches_U: Ints
     group_size_U: Ints
@@ -39,29 +39,29 @@ class Pipelines:
 
 @dataclass(frozen=True, kw_only=True)
 class Drains:
-    """Lower bounds on the end of each rank's last backward."""
+    """Lower bounds on the end of the last backward of each pipeline rank."""
 
     any_UP: Floats
-    """Last backward of the first chunk, which is the rank's last pass."""
+    """End of the last backward of the rank's first chunk, which is the last pass of the rank."""
     first_UP: Floats
-    """The same, by paths that contain the first forward of every stage: waits of these forwards are added on top."""
+    """Like `any_UP`, by paths that contain the first forward of every stage. Waits of these forwards can be added."""
     early_UP: Floats
-    """Last backward of the last chunk, which is the rank's first chunk to end."""
+    """End of the last backward of the rank's last chunk, which ends before the other chunks."""
 
 
 def drains(pipelines: Pipelines, *, slow: Pipelines | None = None) -> Drains:
     """Bound the drains of all pipelines.
 
     Args:
-        pipelines: with the times of the fastest slots.
-        slow: with the times of the slowest slots; one unknown rank of each pipeline takes at least these times.
+        pipelines: pipelines with the times of the fastest slots.
+        slow: pipelines with the times of the slowest slots. One unknown rank of each takes at least these times.
 
     """
     chains = _Chains.of(pipelines)
     stay = _stay(pipelines, chains)
     later_2UP = np.maximum.accumulate(stay.by_rank_2UP[..., ::-1], axis=2)[..., ::-1]
     all_2U1 = np.maximum(stay.by_last_2UP.max(axis=2), _zigzag(pipelines))[..., None]
-    # The path ends with the last backward of each rank's first chunk.
+    # The path ends with the last backward of the first chunk of each rank.
     drains_2UP = np.maximum(later_2UP, all_2U1) - chains.out_UVP[:, 0]
     if slow is not None:
         held = _stay(slow, chains)
@@ -72,16 +72,16 @@ def drains(pipelines: Pipelines, *, slow: Pipelines | None = None) -> Drains:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chains:
-    """Paths of single micro-batches."""
+    """Seconds of the path of a single micro-batch through the stages."""
 
     in_UVP: Floats
-    """From the start to the beginning of each stage's forward."""
+    """Seconds from the start to the beginning of the forward of each stage."""
     out_UVP: Floats
-    """From the end of each stage's backward to the end of the first stage's."""
+    """Seconds from the end of the backward of each stage to the end of the backward of the first stage."""
     turn_UP: Floats
-    """From the beginning of the last chunk's forward to the beginning of its backward."""
+    """Seconds from the beginning of the last chunk's forward to the beginning of the last chunk's backward."""
     back_UP: Floats
-    """From the end of the last chunk's forward to the end of its backward."""
+    """Seconds from the end of the last chunk's forward to the end of the last chunk's backward."""
 
     @classmethod
     def of(cls, pipelines: Pipelines) -> _Chains:
@@ -107,18 +107,19 @@ class _Chains:
 class _Stay:
     """Lengths of paths that stay on one rank, up to the first stage's last backward, for each rank.
 
-    Index 0 is for any path, index 1 for paths that contain the first forward of every stage.
+    On the first axis, index 0 is the longest of all these paths. Index 1 is the longest that contains every first
+    forward.
     """
 
     by_rank_2UP: Floats
-    """Paths that return only through the ranks before this one."""
+    """Seconds of paths that return only through earlier pipeline ranks."""
     by_last_2UP: Floats
-    """Paths that end through the last rank, and so through all ranks."""
+    """Seconds of paths that return through the last pipeline rank, and therefore through all ranks."""
     early_UP: Floats
 
 
 def _stay(own: Pipelines, chains: _Chains) -> _Stay:
-    """Return the lengths of paths that stay on one rank: `own` has its passes, `chains` the ways in and out."""
+    """Return the lengths of paths that stay on one rank, from the passes of the rank and the paths to it and back."""
     chunks, ranks = own.forward_s_UVP.shape[1:]
     forward_UVP, backward_UVP = own.forward_s_UVP, own.backward_s_UVP
     n_U1 = own.microbatches_U[:, None]
@@ -131,18 +132,18 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
     passed_UP = np.minimum(ahead_UP + 1, total_U1)
     run_UP = n_U1 * (forward_UVP.sum(axis=1) + backward_UVP.sum(axis=1))
 
-    # The way in: to the first chunk, through all stages before the last chunk, or to the last stage and back.
+    # Way to the rank: to its first chunk, through all stages before its last chunk, or to the last stage and back.
     top_in_UP = chains.in_UVP[:, -1]
     in_last_UP = top_in_UP - group_U1 * forward_UVP[:, :-1].sum(axis=1)
     in_UP = np.maximum(chains.in_UVP[:, 0], in_last_UP)
     in_turn_UP = top_in_UP + chains.turn_UP - _first_s(forward_UVP, passed_UP, own)
-    # The way out has the same three cases.
+    # The way back from the rank has the same three cases.
     top_out_UP = chains.out_UVP[:, -1]
     late_UP = last_group_U1 * backward_UVP[:, :-1].sum(axis=1)
     out_UP = chains.out_UVP[:, 0]
     out_last_UP = top_out_UP - late_UP
     out_turn_UP = top_out_UP + chains.back_UP - _last_s(backward_UVP, passed_UP, own)
-    # Two turns need a forward that comes after the first backward.
+    # A path that turns at the last stage twice needs a forward after the first backward.
     both_UP = passed_UP < total_U1
     best_in_UP = np.maximum(in_UP, in_turn_UP)
     straight_UP = np.maximum(out_UP, out_last_UP) if chunks == 1 else out_UP
@@ -165,7 +166,7 @@ def _first_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
 
 
 def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
-    """Return the time of a rank's last `passed_UP` backwards: the order of forwards, with the chunks reversed."""
+    """Return the seconds of the last `passed_UP` backwards of a rank. Chunks run in the reverse order of forwards."""
     chunks = seconds_UVP.shape[1]
     if chunks == 1:
         return passed_UP * seconds_UVP[:, 0]
@@ -175,7 +176,7 @@ def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
 
 
 def _counts_UVP(passed_UP: Ints, own: Pipelines) -> Ints:
-    """Return the number of forwards of each chunk among a rank's first `passed_UP` (`schedule_table`)."""
+    """Return the number of forwards of each chunk among the first `passed_UP` forwards (`schedule_table`)."""
     chunks = own.forward_s_UVP.shape[1]
     group_U1, n_U1 = own.group_size_U[:, None], own.microbatches_U[:, None]
     rounds_UP = np.minimum(passed_UP // (group_U1 * chunks), n_U1 // group_U1)
@@ -186,10 +187,11 @@ def _counts_UVP(passed_UP: Ints, own: Pipelines) -> Ints:
 
 
 def _zigzag(pipelines: Pipelines) -> Floats:
-    """Return the length of the path that goes to the last stage and back until all micro-batches have passed.
+    """Return the length of the path that goes to the last stage and back until all micro-batches are done.
 
-    Each round trip except the last one starts the micro-batch that comes P later. k = ceil((n + P - 1) / P) trips are
-    too long by s = k P - (n + P - 1). So one trip turns at rank s instead of 0, or at P - 1 - s instead of P - 1.
+    The end of each round trip starts the micro-batch that comes P later. A path of k = ceil((n + P - 1) / P) round
+    trips is s = k P - (n + P - 1) ranks too long. So one trip turns at rank s instead of 0, or at P - 1 - s instead of
+    P - 1.
     """
     chunks, ranks = pipelines.forward_s_UVP.shape[1:]
     if chunks > 1:

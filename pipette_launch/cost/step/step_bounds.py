@@ -1,9 +1,9 @@
 """Lower bounds of the step time of many layouts at once, for the wide search.
 
-The functions that price one layout also count compute, collectives and parameters here: once for each group of layouts
-that agree in the relevant fields, and for the few kinds of chunk. `assemble.StepEnd` prices the end of the step.
-Two things differ from `Predictor.bound_s`. Paths bound the pipelines (`pipeline_bound`) instead of a simulation.
-Data-parallel groups that no host can hold pass through every host, so some stages use the links of slow hosts.
+The functions that price one layout also count compute, collectives and parameters here. They run once for each group of
+layouts with equal values in the relevant fields, and for each kind of chunk. `assemble.StepEnd` prices the step's end.
+The bounds differ from `Predictor.bound_s` in two ways. Lengths of paths (`pipeline_bound`) bound the pipelines, instead
+of a simulation. Data-parallel groups that are too large for a host span slow hosts too, so some stages use slow links.
 """
 
 # N = layouts, U = groups of layouts that agree, T = groups that agree in the exchanges of a step,
@@ -42,9 +42,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _ROUNDING = 1e-9
-"""Relative reduction of every bound. It covers rounding, as sums run in another order than for one layout."""
+"""Relative reduction of every bound, to allow for rounding: sums run in another order than for one layout."""
 _AT_ONCE = 1 << 16
-"""Stages of one numpy call: few enough to stay in the processor's cache."""
+"""Largest number of stages in one numpy call, small enough for the cache of the processor."""
 
 
 class BoundColumns:
@@ -60,7 +60,7 @@ class BoundColumns:
         return cls(Tables(job, measurements, predictor.compute, predictor.fabric))
 
     def seconds_N(self, layouts: Sequence[Layout]) -> Floats:
-        """Return a lower bound over all placements of each layout; nan if it cannot be priced."""
+        """Return a lower bound over all placements of each layout; nan if the layout cannot be priced."""
         return self.of_columns(LayoutColumns.of(layouts))
 
     def of_columns(self, columns: LayoutColumns) -> Floats:
@@ -68,11 +68,11 @@ class BoundColumns:
         return self._bounds_N(columns, "anywhere")
 
     def rough_of_columns(self, columns: LayoutColumns) -> Floats:
-        """Return a lower and much cheaper bound: one direct path through each pipeline rank.
+        """Return a bound that is lower and much cheaper to compute: one direct path through each pipeline rank.
 
         The first micro-batch reaches rank p through the first chunks of the ranks before it. Rank p runs all its
-        passes, and the last backward leaves through those chunks. Some rank does so on the slowest slot. Exchanges
-        after the passes are left out.
+        passes, and the last backward returns through the same chunks. Some rank has the slowest slot. Exchanges after
+        the passes are left out.
         """
         seconds_N = np.full(len(columns), np.nan)
         known = np.flatnonzero(self._tables.can_price_N(columns))
@@ -97,11 +97,11 @@ class BoundColumns:
         return seconds_N * (1 - _ROUNDING)
 
     def sharpened(self, columns: LayoutColumns) -> Floats:
-        """Return higher bounds at two or three times the cost; 0 if no group inside layers fits on one host.
+        """Return higher bounds for two or three times the work; 0 if no group inside layers fits on one host.
 
-        One of three cases holds: all groups that fit lie inside hosts, some tensor-parallel group does not, or some
-        ranks that share experts do not. The bound is the least of the three. If the ranks that share experts are whole
-        tensor-parallel groups, the second case is part of the third.
+        One of three cases holds for the groups that fit on a host: all lie inside hosts, some tensor-parallel group
+        spans hosts, or some ranks that share experts span hosts. The result is the least bound of the three cases. If
+        the ranks that share experts are whole tensor-parallel groups, the second case is part of the third.
         """
         seconds_N = np.zeros(len(columns))
         tensor_N, experts_N = self._tables.tensor_fits_hosts(columns), self._tables.experts_fit_hosts(columns)
@@ -127,7 +127,7 @@ class BoundColumns:
         columns = columns.take(known)
         crosses = groups_lie in ("tensor across hosts", "experts across hosts")
         unit = self._tables.unit_times(columns, "anywhere" if crosses else groups_lie)
-        # The same fields decide both, so the groups of layouts are the same.
+        # The same fields decide `unit` and `crossing`, so both have the same groups of layouts.
         crossing = self._tables.unit_times(columns, groups_lie) if crosses else None
         group_N, unit_parameters_U2X = self._tables.unit_parameters(columns)
         for rows in split_by_code(codes_of([columns.pp, columns.vpp])):
@@ -151,15 +151,18 @@ class _Passes:
     group_N: Ints
     drains: Drains
     first_forward_s_U: Floats
-    """First stage, on the fastest slot."""
+    """Forward of the first stage, on the fastest slot."""
     first_backward_s_U: Floats
-    """First stage, on the slowest slot: its reductions start at most this long before the backward ends."""
+    """Backward of the first stage on the slowest slot. Gradient reductions start at most this long before its end."""
 
     @classmethod
     def of(
         cls, tables: Tables, columns: LayoutColumns, unit: UnitTimes, content: Content, crossing: UnitTimes | None
     ) -> _Passes:
-        """Bound the pipelines; with `crossing`, some rank takes the times of `crossing`."""
+        """Bound the pipelines.
+
+        If `crossing` is given, one unknown pipeline rank of each takes the times of `crossing`.
+        """
         microbatches_N = tables.microbatches_N(columns)
         codes_N = codes_of([unit.group_N, content.split_N, microbatches_N, columns.microbatch_group_size])
         _, first_U, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
@@ -169,7 +172,7 @@ class _Passes:
 
         def pipelines(unit: UnitTimes, *, slow: bool) -> Pipelines:
             forward_RK, backward_RK = unit.chunk_times(content.parts_KX, slow=slow)
-            # The same rule as in `ComputeTable.chunk_passes`.
+            # Same rule as in `ComputeTable.chunk_passes`.
             waits_U = np.ones(len(first_U)) if kinds_UVP.shape[2] > 1 else 1 / microbatches_N[first_U]
             wake_s = tables.compute.wake.forward_s * (tables.slowest if slow else tables.fastest)
             wake_s_U11 = (wake_s * waits_U)[:, None, None]
@@ -199,7 +202,7 @@ class _Passes:
 
 
 def _with_hops_in_passes(pipelines: Pipelines) -> Pipelines:
-    """Make each hop part of the pass behind it: a send that waits for its receiver keeps the receiver busy."""
+    """Add each hop to the pass that receives it, because a send that waits for its receiver keeps the receiver busy."""
     shape = pipelines.forward_s_UVP.shape[1:]
     stages = int(np.prod(shape))
     hop_s_U11 = pipelines.hop_s_U[:, None, None]
@@ -216,7 +219,7 @@ class _SlowGroups(NamedTuple):
     """Prices of groups with slots on hosts whose links are slow."""
 
     stages: int
-    """Number of stages that have such groups, at least."""
+    """Least number of stages that have groups on slow hosts."""
     reduce_s_TVP: Floats
     gather_s_TVP: Floats
 
@@ -230,24 +233,24 @@ class _UpdatePrices:
     gather_s_TVP: Floats
     slow_groups: tuple[_SlowGroups, ...]
     buckets_T: Ints
-    """Gradient buckets of the first stage; later stages have one."""
+    """Number of gradient buckets of the first stage; later stages have one bucket."""
     optimizer_s_TP: Floats
     embedding_s_T: Floats
     aligns_gathers: bool
-    """`LayoutWork.aligns_gathers`, equal for all pipelines of one shape."""
+    """`LayoutWork.aligns_gathers`, equal for all layouts with the same pp and vpp."""
 
     @classmethod
     def of(
         cls, tables: Tables, columns: LayoutColumns, unit: tuple[Ints, Ints], content: Content, groups_lie: GroupsLie
     ) -> _UpdatePrices:
-        """Price the exchanges and updates of layouts whose pipelines have one shape.
+        """Price the exchanges and updates of layouts with the same pp and vpp.
 
         Args:
-            tables: of the job.
-            columns: the layouts.
+            tables: tables of the job.
+            columns: layouts to price.
             unit: group of each layout by parameters, and parameters of the parts of a chunk for each group.
-            content: of the chunks.
-            groups_lie: case of the groups inside layers.
+            content: parts of the chunks.
+            groups_lie: assumption about the hosts of the groups inside layers.
 
         """
         job, (unit_N, parameters_R2X) = tables.job, unit
@@ -280,15 +283,15 @@ class _UpdatePrices:
 
 
 def _group_slots(tables: Tables, groups: LayoutColumns, groups_lie: GroupsLie) -> tuple[Ints, Ints]:
-    """Return the slots that dense and expert groups occupy on their hosts, those beside their members included."""
+    """Return the slots that dense and expert groups need on their hosts, including slots that others must fill."""
     dense_slots_T, expert_slots_T = groups.dp * groups.cp, expert_dp(groups)
     if tables.fabric.cluster.keeps_residues:
-        # Members with equal ranks modulo the slots of a host lie on different hosts.
+        # Members whose ranks are equal modulo the slots of a host lie on different hosts.
         dense_slots_T = dense_slots_T * np.gcd(groups.tp, tables.devices)
         apart_T = np.gcd(groups.ep * groups.etp, tables.devices)
         expert_slots_T = expert_slots_T * np.where(experts_lie_in_stages(groups), apart_T, 1)
     elif groups_lie == "inside hosts":
-        # Each member is in another group inside the layers, and a host holds such groups whole.
+        # Each member belongs to a different group inside the layers, and a host holds whole groups of this kind.
         dense_slots_T = dense_slots_T * np.where(tables.tensor_fits_hosts(groups), groups.tp, 1)
         expert_slots_T = expert_slots_T * np.where(tables.experts_fit_hosts(groups), groups.ep * groups.etp, 1)
     return dense_slots_T, expert_slots_T
@@ -300,15 +303,15 @@ def _exchange_s(
     """Return the seconds of gradient reduction and of parameter gathers for every stage.
 
     Args:
-        tables: of the job.
-        groups: the layouts.
+        tables: tables of the job.
+        groups: layouts to price.
         counts: dense and expert parameters of each chunk.
-        slots: of dense and expert groups on their hosts.
+        slots: slots that dense and expert groups need on their hosts.
         among: number of hosts with the slowest links; each group has a slot on at least one of them.
 
     """
     job, sharding = tables.job, sharding_of(tables.job)
-    # FSDP exchanges gradients and weights in the passes. Its gather of embedding and head is left out.
+    # FSDP exchanges gradients and weights in the passes. The FSDP gather of embedding and head is left out.
     gradient_bytes = 0 if sharding and sharding.gradients else gradient_bytes_per_parameter(job)
     weight_bytes = 0 if sharding and sharding.weights else job.model.dtype_bytes
     reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)
@@ -331,11 +334,11 @@ def _exchange_s(
 
 
 def _step_s_N(columns: LayoutColumns, passes: _Passes, update: _UpdatePrices) -> Floats:
-    """Bound the steps: pipelines, then `StepEnd` with the best prices and with the prices of slow hosts."""
+    """Bound the steps: pipelines, then `StepEnd` with the best links and with the links of slow hosts."""
     t = update.group_N
     buckets_N = np.where(columns.overlap_grad_reduce > 0, update.buckets_T[t], 1)
     drain_VPN = _drains_VPN(columns, passes, update, buckets_N)
-    # Only the first stage has several buckets, which leave during its last backward.
+    # Only the first stage has several buckets, which are reduced during the last backward.
     backward_VPN = np.zeros_like(drain_VPN)
     backward_VPN[0, 0] = passes.first_backward_s_U[passes.group_N]
     buckets_VPN = np.ones(drain_VPN.shape, dtype=np.int64)
@@ -354,7 +357,7 @@ def _step_s_N(columns: LayoutColumns, passes: _Passes, update: _UpdatePrices) ->
     later_N = end.update_s_PN.max(axis=0)
     steps_N: Floats = finish_N + later_N
     for slow in update.slow_groups:
-        # At least `stages` stages pay the price of the slow hosts, and they may be the quickest stages.
+        # At least `stages` stages use the links of slow hosts, and these may be the quickest stages.
         slower = replace(
             end,
             reduce_s_VPN=_first_and_others_VPN(slow.reduce_s_TVP, t),
@@ -377,8 +380,9 @@ def _first_and_others_VPN(seconds_TVP: Floats, group_N: Ints) -> Floats:
 def _drains_VPN(columns: LayoutColumns, passes: _Passes, update: _UpdatePrices, buckets_N: Ints) -> Floats:
     """Bound the drains of each rank's first and last chunk, including waits for overlapped gathers.
 
-    With aligned gathers every action depends on the first forward of stage 0, which waits for its whole gather.
-    Otherwise the first forward of every stage is longer: by one bucket, and by the part that its compute does not hide.
+    If gathers are aligned, every action depends on the first forward of stage 0, which waits for the whole gather of
+    its parameters. If gathers are not aligned, the first forward of each stage waits for one bucket of parameters, and
+    for the part of the gather that compute does not hide.
     """
     u, t = passes.group_N, update.group_N
     any_NP, early_NP = passes.drains.any_UP[u], passes.drains.early_UP[u]

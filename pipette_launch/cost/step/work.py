@@ -1,4 +1,4 @@
-"""The work of a layout in one step, and the prices that slots and links put on it."""
+"""The work of a layout in one step, and the prices (seconds) of this work on given slots and links."""
 
 # S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, K = placements side by side.
 
@@ -38,31 +38,31 @@ class LayoutWork:
     num_microbatches: int
     engine: Engine
     forward_s_S: Array
-    """Compute of one micro-batch on a slot of speed 1."""
+    """Compute seconds of the forward of one micro-batch on a slot of speed 1."""
     backward_s_S: Array
     recompute_s_S: Array
     weight_grad_s_S: Array
-    """Part of the backward that a schedule may postpone."""
+    """Seconds of the weight gradients in the backward, which a schedule may postpone."""
     forward_idle_s_S: Array
-    """Part of the forward in which the device waits for the host; exchanges can run in it."""
+    """Seconds of the forward in which the device waits for the host. Exchanges can run in this time."""
     backward_idle_s_S: Array
     exchanges: tuple[Exchange, ...]
     hop_bytes: int
     traffic: StepTraffic
     gradient_bytes_S2: Array
-    """Dense and expert gradients."""
+    """Bytes of dense and of expert gradients."""
     parameter_bytes_S2: Array
     reduce_kind: Collective
     gather_kind: Collective
     aligns_gathers: bool
     """True if overlapped gathers start on all pipeline ranks at once."""
     loss_s: float
-    """Sum of the step's loss over the replicas of the last stage, over the best links."""
+    """Seconds of the loss reduction over the replicas of the last stage, over the best links."""
     expert_dp: int
     shard_copies: int
     """Argument `instances` of `Groups.of`."""
     optimizer_s_P: Array
-    """Gradient scaling, optimizer and host time of one step on a slot of speed 1."""
+    """Seconds of gradient scaling, optimizer and host work in one step, on a slot of speed 1."""
     rank_S: NDArray[np.int64]
     """Pipeline rank of each stage."""
 
@@ -105,31 +105,31 @@ class LayoutWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Seconds that the places of a layout's ranks put on its work.
+    """Seconds that the work of a layout takes on the slots of its ranks.
 
-    With K placements side by side, the replicas of each placement stand together on axis D. Arrays over S then have a
-    second axis K.
+    If K placements are priced at once, axis D holds the replicas of one placement after another. Arrays over S then
+    have a second axis K.
     """
 
     slowness_PD: Array
     """1 / speed of the slowest slot of each pipeline rank of each replica."""
     exchange_s_PD: tuple[Array, ...]
-    """Seconds of each of `LayoutWork.exchanges`, hidden time included."""
+    """Seconds of each exchange in `LayoutWork.exchanges`, including the time that compute hides."""
     forward_hop_s_PD: Array
-    """Hop from pipeline rank p to p + 1; the last entry is the hop from the last rank to the first."""
+    """Seconds of the hop from pipeline rank p to p + 1; the last entry is the hop from the last rank to rank 0."""
     backward_hop_s_PD: Array
-    """The same links in the other direction."""
+    """Seconds of the hop from pipeline rank p + 1 to p; the last entry is the hop from rank 0 to the last rank."""
     reduce_s_S: Array
     gather_s_S: Array
     embedding_s: Array
-    """One entry for each placement."""
+    """Seconds of the tied embedding's reduction, one entry for each placement."""
 
 
 def exposed_s(seconds: Array, hidden_s: float | Array) -> Array:
-    """Return the part of an exchange that no compute hides."""
+    """Return the seconds of an exchange that compute does not hide."""
     return np.asarray(np.maximum(seconds - hidden_s, 0.0))
 
 
 def pass_s(compute_s: Array, exchanged_s: Array, idle_s: Array) -> Array:
-    """Return the seconds of a pass: compute, and exchanges beyond the time in which the device idles anyway."""
+    """Return the seconds of a pass: compute, plus exchanges beyond the idle time of the device."""
     return compute_s + exposed_s(exchanged_s, idle_s)

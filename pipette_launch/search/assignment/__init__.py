@@ -1,1 +1,1 @@
-"""A block assignment problem of seats and places, solved independently of GPUs."""
+"""A block assignment problem: seats (sets of ranks) are assigned to places (hosts). The solver knows no GPUs."""

@@ -1,4 +1,7 @@
-"""A descent from a good bijection: seats of the largest groups are swapped, many at a time, largest gains first."""
+"""A descent from a good assignment of seats (sets of ranks) to places (hosts), by swaps of two seats.
+
+Each step makes many swaps, those with the largest gains first. It prefers seats of the groups that decide the cost.
+"""
 
 # Q = seats, H = places, D = most flows of a seat, M = distinct link matrices, K = near places, F = flows, G = groups,
 # N = families, P = proposed swaps, A = accepted swaps, S = 2D terms of a swap: the flows of both seats.
@@ -19,34 +22,34 @@ from pipette_launch.search.assignment.problem import Arrangement, Floats, Flows,
 IN_C = compiled("search.assignment._swaps")
 
 STEEPEST = 80.0
-"""Largest exponent, far below overflow; a swap that costs this much is never accepted."""
+"""Largest exponent in a soft maximum, far below overflow. A swap with a larger rise is never accepted."""
 LEAST = 1e-12
-"""Smallest share of a family's sum of exponentials that can be left; float64 has no digits below it."""
+"""Smallest share of a family's sum of exponentials that a swap may leave; float64 cannot represent less."""
 PROPOSALS_PER_SEAT = 2
 FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 2048
 SOFTEST, HARDEST = 0.05, 0.002
-"""First and last softness of the families' maxima, as a share of `_spread`."""
+"""Softness of the soft maxima in the first and in the last step, as a share of `_spread`."""
 PATIENCE = 8
-"""Batches without an accepted swap after which the descent ends."""
+"""Number of batches without an accepted swap after which the descent ends."""
 INFORMED = 0.5
-"""Share of the proposals that bring a seat near to a seat that it shares a flow with; the others are random."""
+"""Share of the proposals that move a seat near a seat to which it sends data; the other proposals are random."""
 
 Entry = TypeVar("Entry", bound=np.generic)
 
 
 @dataclass(frozen=True, eq=False)
 class Position:
-    """A bijection and its cost."""
+    """An assignment of seats to places, and its cost."""
 
     place_Q: Ints
     seat_H: Ints
-    """Seat on each place."""
+    """Number of the seat on each place."""
     cost_s: float
     group_seconds_G: Floats
 
 
 class SwapPrices:
-    """Prices swaps of two seats, by tables of the flows of each seat."""
+    """Prices swaps of two seats, by tables of the flows (traffic to another seat) of each seat."""
 
     def __init__(self, flows: Flows) -> None:
         self.flows = flows
@@ -56,7 +59,7 @@ class SwapPrices:
         self._seconds: NDArray[np.float32] = links_MHH.astype(np.float32).ravel()
         matrix_2F = np.concatenate([as_sender_T[flows.type_F], as_receiver_T[flows.type_F]])
         own_QD = np.repeat(np.arange(flows.num_seats)[:, None], depth, axis=1)
-        # Rows are padded to D entries with flows of weight 0 from the seat to itself.
+        # Each row has D entries; missing entries are flows of weight 0 from the seat to itself.
         self.other_QD: Ints = self._padded(np.concatenate([flows.receiver_F, flows.sender_F]), own_QD)
         self._weight_QD = self._padded(np.tile(flows.weight_F, 2), np.zeros(own_QD.shape)).astype(np.float32)
         self._matrix_QD = self._padded(matrix_2F * flows.num_seats**2, np.zeros_like(own_QD))
@@ -65,12 +68,12 @@ class SwapPrices:
 
     @property
     def tables(self) -> tuple[NDArray[Any], ...]:
-        """First arguments of the functions in C."""
+        """Tables that the functions in C take as first arguments."""
         seats = self._seconds, self.other_QD, self._weight_QD, self._matrix_QD, self._group_QD, self.degree_Q
         return (*seats, self.flows.family_G, self._is_alone_G)
 
     def position(self, place_Q: Ints) -> Position:
-        """Price a bijection."""
+        """Price an assignment of seats to places."""
         group_seconds_1G = self.flows.group_seconds(place_Q[None, :])
         return Position(
             place_Q=place_Q,
@@ -89,16 +92,16 @@ class SwapPrices:
         return share_G
 
     def rises(self, position: Position, one_P: Ints, two_P: Ints, share_G: Floats, softness_s: float) -> Floats:
-        """Return the rise of the sum of soft maxima for each swap alone, with the precision of float32.
+        """Return the rise of the sum of soft maxima if one swap is made, for each swap, with float32 precision.
 
         A soft maximum also reflects swaps that do not touch the largest group.
 
         Args:
-            position: current bijection.
+            position: current assignment.
             one_P: first seat of each swap.
             two_P: second seat of each swap.
             share_G: `shares` of this position and softness.
-            softness_s: s of the soft maximum; a family of one group is its own maximum.
+            softness_s: s of the soft maximum; the soft maximum of a single group is the group itself.
 
         Returns:
             Seconds for each swap; a family's rise is limited to 80 s and its fall to 27 s.
@@ -119,7 +122,7 @@ class SwapPrices:
         alone_G, (share_G, log_share_G) = self._is_alone_G, shares_G
         terms_PS = self._terms(position, one_P, two_P)
         groups_PS = np.concatenate([self._group_QD[one_P], self._group_QD[two_P]], axis=1)
-        # A group that a swap touches several times has several terms: each stands for its share of their sum.
+        # If a swap changes several terms of one group, each term counts by its share of the sum of these terms.
         same_PSS = groups_PS[:, :, None] == groups_PS[:, None, :]
         group_rise_PS = np.einsum("pij,pj->pi", same_PSS, terms_PS)
         steps_PS = np.minimum(group_rise_PS / softness_s + log_share_G[groups_PS], STEEPEST)
@@ -133,24 +136,24 @@ class SwapPrices:
         return rise_P
 
     def apart(self, one_A: Ints, two_A: Ints) -> Ints:
-        """Return swaps that do not change each other's price, earlier ones first.
+        """Return swaps that do not change each other's price; earlier swaps have priority.
 
-        A swap is taken if it comes before all others on its seats and on the seats that share a flow with them.
+        A swap is taken if no earlier swap changes its two seats, or a seat that shares a flow with one of the two.
         """
         turn_A = np.arange(len(one_A))
         first_Q = np.full(len(self.other_QD), len(one_A))
-        # Assigned in reverse, so that the first swap of a seat remains.
+        # Assign in reverse order, so that the first swap of each seat remains in the table.
         first_Q[np.stack([one_A, two_A], axis=1).ravel()[::-1]] = np.repeat(turn_A, 2)[::-1]
         around_A = [first_Q[end_A] for end_A in (one_A, two_A)]
         around_A += [first_Q[self.other_QD[end_A]].min(axis=1) for end_A in (one_A, two_A)]
         return np.flatnonzero(np.minimum.reduce(around_A) == turn_A)
 
     def _terms(self, position: Position, one_P: Ints, two_P: Ints) -> Floats:
-        """Return the seconds that each flow of both seats would add: shape (P, S)."""
+        """Return the seconds that each flow of the two seats would add after the swap: shape (P, S)."""
         count = len(one_P)
         seat_2P, partner_2P = np.concatenate([one_P, two_P]), np.concatenate([two_P, one_P])
         there_2P, here_2P = position.place_Q[partner_2P], position.place_Q[seat_2P]
-        # A flow between the two seats keeps its places, in the other direction. Both seats list it, so it counts half.
+        # A flow between the two seats only changes direction. Both seats list this flow, so each entry counts half.
         mutual_2PD = self.other_QD[seat_2P] == partner_2P[:, None]
         now_2PD = position.place_Q[self.other_QD[seat_2P]]
         then_2PD = np.where(mutual_2PD, here_2P[:, None], now_2PD)
@@ -162,7 +165,7 @@ class SwapPrices:
         return np.concatenate([terms_2PD[:count], terms_2PD[count:]], axis=1)
 
     def _padded(self, value_2F: NDArray[Entry], empty_QD: NDArray[Entry]) -> NDArray[Entry]:
-        """Put the value of each end of each flow into the row of its seat."""
+        """Put the values of each flow into the rows of its sender and of its receiver."""
         seat_2F = np.concatenate([self.flows.sender_F, self.flows.receiver_F])
         order = np.argsort(seat_2F, kind="stable")
         starts_Q = np.cumsum(self.degree_Q) - self.degree_Q
@@ -196,27 +199,28 @@ def descend(
     is_late: Callable[[], bool],
     group_H: Ints | None = None,
 ) -> Arrangement:
-    """Search for a cheaper bijection near a given one, and return the cheapest seen.
+    """Search for a cheaper assignment near a given assignment, and return the cheapest one seen.
 
-    A family costs as much as its largest group, so only a swap in that group helps, and then another group may be the
-    largest. The descent therefore uses soft maxima, and hardens them step by step. It draws seats by their share in the
-    soft maxima, and makes all swaps together that lower the soft cost and share no flow.
+    The cost of a family is the cost of its largest group. So only a swap in the largest group helps, and after the swap
+    another group may be the largest. The descent therefore replaces maxima by soft maxima, which become harder step by
+    step. It proposes seats by their share in the soft maxima, and makes all swaps that lower the soft cost and share no
+    flow.
 
     Args:
-        flows: the problem.
+        flows: problem to solve.
         place_Q: initial place of each seat.
-        near_HK: some near places of each place.
-        steps: batches of proposals.
+        near_HK: numbers of K near places of each place.
+        steps: number of batches of proposals.
         rng: random numbers.
         is_late: ends the descent early.
-        group_H: group of each place, if seats must stay in their group.
+        group_H: group of each place, if seats may only move inside a group of places.
 
     """
     prices = SwapPrices(flows)
     best = here = prices.position(np.array(place_Q, dtype=np.int64))
     near_HK, domain_H = np.ascontiguousarray(near_HK), np.zeros(0, dtype=np.int64) if group_H is None else group_H
     size = int(np.clip(PROPOSALS_PER_SEAT * flows.num_seats, FEWEST_PROPOSALS, MOST_PROPOSALS))
-    # A plain sum has families of one group each: nothing to soften, so its cost sets the scale.
+    # If each family has one group, there is no maximum to soften, so the cost itself sets the scale.
     scale_s = (_spread(flows, here) or here.cost_s) if flows.num_flows else 0.0
     idle = 0
     for softness in np.geomspace(SOFTEST, HARDEST, steps) if scale_s > 0 else ():
@@ -239,19 +243,19 @@ def _spread(flows: Flows, here: Position) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Step:
-    """One batch of proposed swaps: the random draws of each, and the rules of the places."""
+    """One batch of proposed swaps: the random numbers of each swap, and the domains of the places."""
 
     seat_P: Floats
-    """First seat, as a fraction of the sum of all weights."""
+    """Random number that draws the first seat, as a fraction of the sum of all weights."""
     any_P: Ints
-    """Second seat of a random proposal."""
+    """Second seat of a swap, if the proposal is random."""
     flow_P: Floats
-    """Flow of the first seat, as a fraction of their number."""
+    """Random number that draws a flow of the first seat, as a fraction of the number of its flows."""
     near_P: Ints
-    """Index of a place near to the other end of that flow."""
+    """Index of a place near the other end of the drawn flow."""
     near_HK: Ints
     domain_H: Ints
-    """Domain of each place, which seats must not leave; empty = no rule."""
+    """Domain of each place. Seats must stay in their domain; empty = seats may go anywhere."""
     softness_s: float
 
     @classmethod
@@ -268,7 +272,7 @@ class _Step:
         )
 
     def in_c(self, module: ModuleType, prices: SwapPrices, here: Position) -> Position | None:
-        """Make the swaps that gain; return None if no swap does."""
+        """Make the swaps that lower the cost; return None if no swap lowers it."""
         place_Q, seat_H, seconds_G = here.place_Q.copy(), here.seat_H.copy(), here.group_seconds_G.copy()
         flows = prices.flows
         of_flows = flows.sender_F, flows.receiver_F, flows.matrix_F, flows.weight_F, flows.group_F
@@ -280,7 +284,7 @@ class _Step:
         return Position(place_Q=place_Q, seat_H=seat_H, cost_s=cost_s, group_seconds_G=seconds_G) if found else None
 
     def in_numpy(self, prices: SwapPrices, here: Position) -> Position | None:
-        """Do the same as `in_c` without compiled code."""
+        """Make the same swaps as `in_c`, without compiled code."""
         share_G = prices.shares(here, self.softness_s)
         one_P, two_P = self._proposals(prices, here, share_G)
         rise_P = prices.rises(here, one_P, two_P, share_G, self.softness_s)
@@ -302,7 +306,7 @@ class _Step:
         return round(INFORMED * len(self.any_P))
 
     def _proposals(self, prices: SwapPrices, here: Position, share_G: Floats) -> tuple[Ints, Ints]:
-        """Return seats drawn by their share in the soft maxima, and the seats that they change places with."""
+        """Return first seats, drawn by their share in the soft maxima, and the seats to swap with them."""
         flows, seats = prices.flows, prices.flows.num_seats
         weight_F = share_G[flows.group_F]
         weight_Q = np.bincount(np.concatenate([flows.sender_F, flows.receiver_F]), np.tile(weight_F, 2), seats)

@@ -1,11 +1,11 @@
-"""A block assignment problem: seats with flows between them, and the seconds of each bijection of seats onto places.
+"""A block assignment problem: assign seats (such as the ranks of a host) to places (such as hosts) at the least cost.
 
-It is a quadratic assignment problem (Koopmans and Beckmann 1957), extended by groups of flows of which only the largest
-counts.
+A flow is traffic from one seat to another. The problem is a quadratic assignment problem (Koopmans and Beckmann 1957),
+extended by families: groups of flows, of which only the group with the largest cost counts.
 """
 
 # Q = seats, H = places (equally many), F = flows, G = groups, N = families, T = types of flow, K = bijections.
-# A bijection is place_Q: the place of each seat.
+# A bijection assigns each seat to one place, as the array place_Q.
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 AT_ONCE = 1 << 21
-"""Flows that are priced in one numpy call; each of a few arrays then takes about 16 MiB."""
+"""Largest number of flows that one numpy call prices; each of a few arrays then takes about 16 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Flows:
-    """A block assignment problem.
+    """A block assignment problem of seats and places, with flows between seats.
 
-    The cost is the sum over families of the largest group of each family. The seconds of a group are its offset plus
-    the weight * seconds of its flows. A plain sum is one family with one group. The slowest link of a ring is a family
-    with one group for each link. Pipette's T_PP is a family with one group for each pipeline. A seat may be a device, a
-    host, or anything that moves as one; places are of the same kind.
+    The cost is the sum over families of the seconds of the largest group in each family. The seconds of a group are an
+    offset plus the sum of weight * seconds over the flows of the group. A plain sum is one family with one group. The
+    slowest link of a ring is a family with one group for each link. Pipette's T_PP is a family with one group for each
+    pipeline. A seat is a set of ranks that moves as a whole: those of a device, or of a host. Places are then devices
+    or hosts.
 
     Raises:
         ValueError: shapes or indices that do not fit together, or numbers that are not finite.
@@ -37,20 +38,20 @@ class Flows:
     """
 
     seconds_THH: Floats
-    """Seconds for a unit of flow of a type, by place of sender and of receiver; the diagonal is not used."""
+    """Seconds of one unit of flow, by type, place of the sender and place of the receiver; the diagonal is unused."""
     sender_F: Ints
     receiver_F: Ints
     type_F: Ints
     weight_F: Floats
-    """Units of each flow."""
+    """Number of units of each flow."""
     group_F: Ints
     offset_G: Floats
-    """Seconds of a group that no bijection changes."""
+    """Constant seconds of each group, independent of the assignment."""
     family_G: Ints
     """Family of each group, numbered from 0 without gaps."""
 
     def __post_init__(self) -> None:
-        """Take read-only copies, and check them once."""
+        """Take read-only copies of the arrays, and check the arrays once."""
         for name in ("sender_F", "receiver_F", "type_F", "group_F", "family_G"):
             object.__setattr__(self, name, _frozen(getattr(self, name), np.int64))
         for name in ("seconds_THH", "weight_F", "offset_G"):
@@ -62,7 +63,7 @@ class Flows:
 
     @property
     def num_seats(self) -> int:
-        """Number of seats, and of places."""
+        """Number of seats, equal to the number of places."""
         return int(self.seconds_THH.shape[1])
 
     @property
@@ -81,32 +82,32 @@ class Flows:
         return int(self.family_G.max()) + 1
 
     def cost(self, place_Q: ArrayLike) -> float:
-        """Return the seconds of one bijection, with the same digits as `costs`."""
+        """Return the seconds of one assignment, with the same digits as `costs`."""
         return float(self.costs(np.asarray(place_Q)[None, :])[0])
 
     def costs(self, place_KQ: ArrayLike) -> Floats:
-        """Return the seconds of each of K bijections."""
+        """Return the seconds of each of K assignments."""
         places_KQ = np.asarray(place_KQ, dtype=np.int64)
         step = max(1, AT_ONCE // max(1, self.num_flows + self.num_groups))
         pieces = [self.largest(self.group_seconds(places_KQ[at : at + step])) for at in range(0, len(places_KQ), step)]
         return np.concatenate(pieces) if pieces else np.zeros(0)
 
     def largest(self, group_seconds_KG: Floats) -> Floats:
-        """Return the sum over families of the largest group of each, for K bijections."""
+        """Return the sum over families of the seconds of the largest group, for K assignments."""
         largest_KN = np.maximum.reduceat(group_seconds_KG[:, self._by_family_G], self._family_starts_N, axis=1)
-        # One family after another, as the order of additions must not depend on K.
+        # Add one family after another, because the order of additions must not depend on K.
         total_K = np.zeros(len(group_seconds_KG))
         for largest_K in largest_KN.T:
             total_K += largest_K
         return total_K
 
     def group_seconds(self, place_KQ: Ints) -> Floats:
-        """Return the seconds of every group under K bijections: shape (K, G)."""
+        """Return the seconds of every group under K assignments: shape (K, G)."""
         count = len(place_KQ)
         base_K1 = np.arange(count)[:, None] * self.num_groups
         at_KF = place_KQ[:, self.sender_F] * self.num_seats + place_KQ[:, self.receiver_F]
         value_KF = self.weight_F * self.seconds_THH.take(self.matrix_F + at_KF)
-        # `bincount` adds in the given order, which does not depend on K.
+        # `bincount` adds in the order of its input, which does not depend on K.
         sums_KG = np.bincount(
             (base_K1 + self.group_F).ravel(), weights=value_KF.ravel(), minlength=count * self.num_groups
         ).reshape(count, self.num_groups)
@@ -155,7 +156,7 @@ class Flows:
 
 
 class ProblemBuilder:
-    """Collects types, families, groups and flows into a `Flows` problem."""
+    """Collects types of flow, families, groups and flows for a `Flows` problem."""
 
     def __init__(self, num_seats: int) -> None:
         self.num_seats = num_seats
@@ -164,12 +165,12 @@ class ProblemBuilder:
         self._offsets: list[Floats] = []
 
     def add_type(self, seconds_HH: Floats) -> int:
-        """Add a type of flow, in seconds for a unit by place of sender and of receiver; return its number."""
+        """Add a type of flow, with the seconds of one unit by place of sender and of receiver; return its number."""
         self._matrices_HH.append(seconds_HH)
         return len(self._matrices_HH) - 1
 
     def add_family(self, offset_G: ArrayLike) -> Ints:
-        """Add a family with a group for each offset in seconds; return the numbers of its groups."""
+        """Add a family with one group for each offset in seconds; return the numbers of the groups."""
         offsets = np.atleast_1d(np.asarray(offset_G, dtype=np.float64))
         first = sum(map(len, self._offsets))
         if len(offsets):
@@ -177,7 +178,7 @@ class ProblemBuilder:
         return np.arange(first, first + len(offsets))
 
     def add_flows(self, kind: int, sender: Ints, receiver: Ints, weight: ArrayLike, group: Ints) -> None:
-        """Add flows of one type from seats to seats; flows to their own seat or without weight are left out."""
+        """Add flows of one type from seats to seats, except flows from a seat to itself and flows of weight 0."""
         weight_F = np.broadcast_to(np.asarray(weight, dtype=np.float64), sender.shape)
         moves = (sender != receiver) & (weight_F != 0)
         kinds = np.full(int(moves.sum()), kind)
@@ -206,14 +207,14 @@ class ProblemBuilder:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arrangement:
-    """A bijection, and its cost in seconds."""
+    """An assignment of seats to places, and its cost in seconds."""
 
     place_Q: Ints
     cost_s: float
 
 
 def _frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[np.generic]:
-    """Return the array itself if it is read-only, else a read-only copy."""
+    """Return the array itself if the array is read-only, else a read-only copy."""
     array = np.asarray(values, dtype=dtype, order="C")
     if array.flags.writeable:
         array = array.copy()

@@ -249,7 +249,7 @@ class ShortageFile(KeptFile[Shortage]):
         self.write(shortage, f"that {shortage.sentence} cannot be kept for later jobs")
 
 
-# -- an earlier plan for this job --------------------------------------------------------------------------------
+# -- an earlier plan for this job ---------------------------------------------------------------------------------
 
 
 def named_plan(path: Path, hosts: Sequence[Host]) -> Plan:

@@ -117,7 +117,7 @@ class Planner:
             return str(error)
         return ""
 
-    # -- the job's plan-------------------------------------------------------------------------------------------
+    # -- the job's plan --------------------------------------------------------------------------------------------
 
     def machine_measurements(self, hosts: Sequence[Host]) -> MachineMeasurements:
         """Return the file with the measurements of these hosts, which all jobs share."""

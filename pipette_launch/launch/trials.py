@@ -173,10 +173,10 @@ def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
 
 
 def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
-    """Make the fastest trial the chosen candidate of the plan. If no trial finished, the plan stays as predicted.
+    """Make the winner of the trials the chosen candidate. If no trial finished, the plan stays as predicted.
 
-    Alternatives that outran the user's own configuration come first, the fastest at the start. After a failure, other
-    alternatives run later than the own configuration, unless the own configuration failed in its trial.
+    Alternatives that outran the user's own configuration come first, the fastest at the start. After a failure, no
+    other alternative runs before the own configuration, unless the own configuration failed in its trial.
     """
     best = winner(trials.runs, margin=margin)
     if best is None:

@@ -69,7 +69,7 @@ def _memory_fault(choice: Choice) -> Iterator[str]:
 
 
 def _differences(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield a note for each plan with another job or other machines, because step times are then not comparable."""
+    """Yield a note for each difference from the first plan in job or machines, which makes step times incomparable."""
     first = plans[0]
     for number, plan in enumerate(plans[1:], 2):
         if first.setting is None or plan.setting is None:

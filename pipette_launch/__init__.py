@@ -13,7 +13,7 @@ __all__ = ["__version__", "compare", "load_measurements", "load_plan", "measure"
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Import the Python API on first use, so that the commands start without it."""
+    """Import the Python API on first use, so that the commands start without importing the API."""
     if name in __all__:
         from pipette_launch import api
 
@@ -22,5 +22,5 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    """List the API, which is not imported yet, and hide names that are only imported here."""
+    """List the names of the API before the API is imported, and hide all other names of this module."""
     return sorted({name for name in globals() if name.startswith("__")} | {*__all__})

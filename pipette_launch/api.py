@@ -31,7 +31,7 @@ def measure(command: Sequence[str]) -> Measurements:
 
     Raises:
         UsageError: pipette-launch cannot read the words of the command.
-        ProbeError: measuring failed; the error has the last line of the child's output.
+        ProbeError: measuring failed. The error has the last line of the child's output.
 
     """
     words = checked_words(command)
@@ -49,7 +49,8 @@ def measure(command: Sequence[str]) -> Measurements:
 def load_plan(path: str | Path) -> Plan:
     """Read a plan file that `pipette plan --out` or a job wrote. Times are in seconds, sizes in bytes.
 
-    `chosen.placement` has the rank of each slot; the index of a slot is host * devices_per_host + device.
+    `chosen.placement` has the rank of each slot (host and device). The index of a slot is host * devices_per_host +
+    device.
 
     >>> import pipette_launch
     >>> pipette_launch.load_plan("missing.plan.json")

@@ -21,7 +21,10 @@ class UsageError(PipetteError):
 
 
 class OptionError(UsageError):
-    """An option has a wrong value; the message names options as Python does, and each command prints its own flags."""
+    """An option has a wrong value.
+
+    The message names options as in Python, and each command translates options to flags.
+    """
 
     def __init__(self, options: str | Sequence[str], problem: str) -> None:
         super().__init__(options, problem)
@@ -37,7 +40,7 @@ class OptionError(UsageError):
 
 
 class FactError(PipetteError, ValueError):
-    """A fact is impossible or contradicts another, such as a negative size."""
+    """A value in a dataclass of `facts` is impossible, such as a negative size, or contradicts another value."""
 
 
 class LayoutError(FactError):

@@ -30,7 +30,7 @@ def check_installed(*, but: frozenset[str] = frozenset()) -> None:
 def explained_import_error(error: ModuleNotFoundError) -> Exception:
     """Return a PipetteError that names the missing packages, or the given error if no required package is missing.
 
-    Torch is named only if the import of torch failed, because most `pipette` commands work without it.
+    Torch is named only if the import of torch failed, because most `pipette` commands work without torch.
     """
     asked = (error.name or "").partition(".")[0]
     missing = [package for package in _missing() if package != "torch" or asked == "torch"]

@@ -86,7 +86,7 @@ def nearest_word(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     Args:
         word: a word that the user probably mistyped.
         known: the correct words.
-        cutoff: least similarity of a result, 0 to 1, as `difflib` measures it.
+        cutoff: least similarity of a result to `word`, 0 to 1, measured by `difflib`.
 
     """
     return "".join(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff))

@@ -99,9 +99,9 @@ class DeviceSpec:
     domain_hosts: int = 1
     """Number of hosts in one NVLink domain. Links between these hosts are as fast as `within_host`."""
     host_bytes_per_s: float = 0.0
-    """Bandwidth to pinned memory of the host, in each direction, while all devices of a host copy; 0 = unknown."""
+    """Bandwidth to pinned memory of the host, in each direction, while all devices of a host copy. 0 = unknown."""
     compute_capability: int | None = None
-    """Major number of CUDA's compute capability; None = unknown."""
+    """Major number of CUDA's compute capability. None = unknown."""
 
     def __post_init__(self) -> None:
         if not self.flops_per_s or not all(peak > 0 for peak in self.flops_per_s.values()):
@@ -152,7 +152,7 @@ def words_of(name: str) -> Words:
 
 
 def compute_capability(name: str) -> int | None:
-    """Return the major number of a GPU's compute capability by the name of its chip; None for an unknown chip.
+    """Return the major number of a GPU's compute capability by the name of its chip. None for an unknown chip.
 
     Parts of a device (MIG), laptops and other memory sizes have the capability of their chip.
     """
@@ -161,7 +161,7 @@ def compute_capability(name: str) -> int | None:
 
 
 def chip_capability(name: str) -> tuple[int, int] | None:
-    """Return the capability (major, least minor) of a GPU by the name of its chip; None for an unknown chip."""
+    """Return the capability (major, least minor) of a GPU by the name of its chip. None for an unknown chip."""
     plain = " ".join(words_of(name))
     return next((capability for capability, chip in _CHIP.items() if chip.search(plain)), None)
 
@@ -206,7 +206,7 @@ class _Row(NamedTuple):
     fp4_tflops: float
     memory_gb_per_s: float
     memory_gib: float
-    """Total capacity as torch reports it. The data sheet also counts the memory that driver and ECC use."""
+    """Memory capacity in GiB that torch reports. The data sheet also counts the memory that driver and ECC use."""
     host: _Host
     sheet: str
 

@@ -43,14 +43,14 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """One node of the job, and the devices that the job uses on it, in the order of torchrun's local ranks."""
+    """One node of the job, and the node's devices that the job uses, in the order of torchrun's local ranks."""
 
     name: str
     address: str
     cores: int
     devices: tuple[Device, ...]
     place: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Switches above the host, outermost first, as the scheduler names them; empty = unknown."""
+    """Names that the scheduler gives the switches above the host, outermost switch first. Empty = unknown."""
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -58,7 +58,7 @@ class Host:
 
     @property
     def shares_cores(self) -> bool:
-        """True if more processes compute on the host than it has cores."""
+        """True if more processes compute on the host than the host has cores."""
         return self.devices[0].kind == "cpu" and len(self.devices) > self.cores
 
 
@@ -180,7 +180,7 @@ class HostsOfJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster(HostsOfJob):
-    """The machines of a job: hosts in torchrun's order, and the links between and inside them."""
+    """The machines of a job: hosts in torchrun's order, the links between hosts, and the links inside hosts."""
 
     hosts: tuple[Host, ...]
     between_hosts: Links

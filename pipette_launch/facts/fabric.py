@@ -43,7 +43,7 @@ class Tier:
     bandwidth_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Bandwidth of one device when all devices send. Replaces `share`."""
     latency_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Latency of the tier in seconds; None = the latency of the link."""
+    """Latency of the tier in seconds. None = the latency of the link."""
 
     def __post_init__(self) -> None:
         if self.hosts_per_group is not None and (self.hosts_per_group < 1 or self.groups):
@@ -72,7 +72,7 @@ class Tier:
         return self.bandwidth_bytes_per_s or self._carrier(device).fair_bytes_per_s * share
 
     def latency(self, device: DeviceSpec) -> float:
-        """Return the seconds until the first byte arrives."""
+        """Return the latency of the tier: seconds until the first byte of a message arrives."""
         return self._carrier(device).latency_s if self.latency_s is None else self.latency_s
 
     def words(self, device: DeviceSpec) -> str:
@@ -125,7 +125,7 @@ class FabricSpec:
                 )
 
     def host_names(self, num_hosts: int) -> tuple[str, ...]:
-        """Return the names of the hosts; FactError if the file names another number of hosts."""
+        """Return the names of the hosts. FactError if the file names another number of hosts."""
         if not self.hosts:
             return made_up_names(num_hosts)
         if len(self.hosts) != num_hosts:
@@ -179,9 +179,9 @@ class FabricSpec:
     def _domain_share(self, device: DeviceSpec, num_hosts: int | None) -> int:
         """Return the number of hosts that a job gets from each NVLink domain.
 
-        Schedulers that know the domains give equal segments of them (SLURM's `--segment`), so that groups of ranks need
-        not cross domains. The result is the largest equal share. If that is below half of a domain or does not divide
-        another tier, the job fills whole domains one after the other.
+        Schedulers that know the domains give a job the same number of hosts in each domain (SLURM's `--segment`), so
+        that groups of ranks need not cross domains. The result is the largest equal share. If that is below half of a
+        domain or does not divide another tier, the job fills whole domains one after the other.
         """
         whole = device.domain_hosts
         if num_hosts is None or num_hosts <= whole or any(tier.groups for tier in self.tiers):
@@ -191,7 +191,7 @@ class FabricSpec:
         return whole if crosses or 2 * share < whole else share
 
     def domain_words(self, device: DeviceSpec, num_hosts: int) -> str:
-        """Return a sentence on the assumed share of each NVLink domain; empty if nothing is assumed."""
+        """Return a sentence on the assumed share of each NVLink domain. Empty if nothing is assumed."""
         if self.tiers_on(device) == self.tiers or num_hosts <= device.domain_hosts:
             return ""
         share, whole = self._domain_share(device, num_hosts), device.domain_hosts
@@ -230,7 +230,7 @@ def made_up_names(num_hosts: int) -> tuple[str, ...]:
 
 
 def built_in_fabric(name: str) -> FabricSpec | None:
-    """Return the fabric with a built-in name, `uniform` or `fat-tree-N:1`; None for another name."""
+    """Return the fabric with a built-in name, `uniform` or `fat-tree-N:1`. None for another name."""
     if name == "uniform":
         return UNIFORM
     found = re.fullmatch(r"fat-tree-(\d{1,3}):1", name)

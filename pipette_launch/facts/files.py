@@ -51,7 +51,7 @@ def check_numbers(
 
 
 ADDED_LATER = {"added_later": True}
-"""Metadata of a field that files of earlier releases lack; reading them uses the default."""
+"""Metadata of a field that files of earlier releases lack. Reading such a file gives the field its default."""
 
 
 MOST_BYTES = 256 << 20
@@ -99,7 +99,7 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
         where: path of the field, for the error.
 
     Raises:
-        FileFormatError: the value has another type; the message names `where`.
+        FileFormatError: the value has another type. The message names `where`.
 
     """
     if dataclasses.is_dataclass(kind):
@@ -121,7 +121,7 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
 
 
 def parse(text: str | bytes, source: str) -> Any:
-    """Parse JSON; FileFormatError names `source` if the text is not JSON, too large or nested too deeply."""
+    """Parse JSON. FileFormatError names `source` if the text is not JSON, too large or nested too deeply."""
     if len(text) > MOST_BYTES:
         raise FileFormatError(f"{source}: {len(text)} bytes, more than the limit of {MOST_BYTES}; remove the file")
     try:

@@ -1,6 +1,6 @@
-"""Every word and number on the screens: its meaning, unit, calculation and source.
+"""Meaning, unit, calculation and source of every word and number on the screens.
 
-`pipette explain` prints this table, and `scripts/glossary.py` makes docs/glossary.md from it.
+`pipette explain` prints this table, and `scripts/glossary.py` makes docs/glossary.md from the same table.
 """
 
 from __future__ import annotations

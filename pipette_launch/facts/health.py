@@ -94,7 +94,7 @@ class Verdict:
     host: str
     """Name of the host with the problem. If a link is slow, the name of the sending host."""
     figure: str
-    """The measured figure with its unit: `2 of 18 NVLinks are up`."""
+    """The measured figure with a unit, such as `2 of 18 NVLinks are up`."""
     device: str = ""
     """UUID of the device with the problem. Empty = the whole host has the problem."""
     other_host: str = ""

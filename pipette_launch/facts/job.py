@@ -46,7 +46,8 @@ def _option(flag: str, *, default: bool) -> bool:
 class PerformanceOptions:
     """Values of Megatron's options. Field names are Megatron's destinations, and defaults are Megatron's defaults.
 
-    `megatron.performance` reads them from a job. For a new flag of Megatron that affects cost or search, add a field.
+    `megatron.performance` reads the options of a job. For a new flag of Megatron that affects cost or search, add a
+    field.
     """
 
     # Precision.
@@ -56,9 +57,9 @@ class PerformanceOptions:
     first_last_layers_bf16: bool = False
     fp32_residual_connection: bool = False
     fp4: str | None = field(default=None, metadata={"flag": "--fp4-format"})
-    """FP4 format of the layers, such as `e2m1`; None = no FP4."""
+    """FP4 format of the layers, such as `e2m1`. None = no FP4."""
     fp8: str | None = field(default=None, metadata={"flag": "--fp8-format"})
-    """FP8 format of the layers, `e4m3` or `hybrid`; None = no FP8."""
+    """FP8 format of the layers, `e4m3` or `hybrid`. None = no FP8."""
     fp8_param_gather: bool = False
     fp8_recipe: str = "delayed"
     num_layers_at_end_in_bf16: int = 1
@@ -73,7 +74,7 @@ class PerformanceOptions:
     gradient_accumulation_fusion: bool = _option("--no-gradient-accumulation-fusion", default=True)
     masked_softmax_fusion: bool = _option("--no-masked-softmax-fusion", default=True)
 
-    # Communication and its overlap.
+    # Communication, and overlap of communication with compute.
     align_param_gather: bool = _option("--no-align-param-gather", default=True)
     async_tensor_model_parallel_allreduce: bool = _option("--no-async-tensor-model-parallel-allreduce", default=True)
     cp_comm_type: tuple[str, ...] = (RING,)
@@ -170,7 +171,7 @@ class PerformanceOptions:
     padded_vocab_size: int = 0
     """Vocabulary size with padding. 0 = no flag sets the padded size."""
     rampup_batch_size: tuple[int, ...] = ()
-    """First batch size, increment, samples of the ramp-up; empty = no ramp-up."""
+    """Batch size ramp-up: first batch size, increment, and number of samples of the ramp-up. Empty = no ramp-up."""
     sft: bool = False
 
     @property
@@ -195,7 +196,7 @@ _FLAGS = {
 
 
 def flag_of(option: str) -> str:
-    """Return the flag that changes an option from its default, for messages: `fp8` -> `--fp8-format`.
+    """Return the flag that sets an option, for messages: `fp8` -> `--fp8-format`.
 
     Raises:
         FactError: `PerformanceOptions` has no such option.
@@ -218,7 +219,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A Megatron training job, read from its command line for a given world size."""
+    """A Megatron training job, read from a command line for a given number of ranks."""
 
     model: ModelSpec
     batch: Batch
@@ -238,12 +239,12 @@ class Job:
     performance_flags: tuple[str, ...]
     """Sorted flags, as `--flag value`, that affect time or memory and have no field in `Job`.
 
-    `megatron.performance.performance_options` reads them.
+    `megatron.performance.performance_options` reads these flags.
     """
     cublas_workspace_config: str = field(default="", metadata=ADDED_LATER)
-    """CUBLAS_WORKSPACE_CONFIG of the workers, which sets the size of cuBLAS's buffers; empty = not set."""
+    """CUBLAS_WORKSPACE_CONFIG of the workers, which sets the size of cuBLAS's buffers. Empty = not set."""
     allocator_config: str = field(default="", metadata=ADDED_LATER)
-    """Options of torch's CUDA allocator in the workers' environment (`megatron.allocator`); empty = not set."""
+    """Options of torch's CUDA allocator in the workers' environment (`megatron.allocator`). Empty = not set."""
     own_refusal: str = field(default="", metadata=ADDED_LATER)
     """Reason why Megatron refuses the user's own configuration. `own` is then a substitute. Empty = no refusal."""
 

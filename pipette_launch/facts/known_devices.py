@@ -116,7 +116,7 @@ def other_meanings(name: str) -> str:
 
 
 def device_of_driver(name: str) -> DeviceSpec | None:
-    """Return the device with this name, also in the driver's form, such as `NVIDIA H100 80GB HBM3`; None if unknown.
+    """Return the device with this name, also in the driver's form, such as `NVIDIA H100 80GB HBM3`. None if unknown.
 
     A part of a device (MIG, vGPU), a laptop's chip and another memory size are unknown devices, because their peak
     rates differ. `cost.compute.carried_over.spec_of` takes the most similar device, but only for ratios of times.
@@ -137,7 +137,7 @@ def spec_of_cluster(cluster: Cluster) -> DeviceSpec | None:
 
 
 def capability_of_cluster(cluster: Cluster) -> int | None:
-    """Return the major number of the devices' compute capability; None if unknown."""
+    """Return the major number of the devices' compute capability. None if unknown."""
     if cluster.imagined is not None:
         return cluster.imagined.compute_capability
     return compute_capability(cluster.hosts[0].devices[0].name)
@@ -219,7 +219,7 @@ _SHARES = ("matmul_share", "attention_share", "memory_share")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFile:
-    """A device with the figures of its data sheet.
+    """A file in which a user describes a device with figures of the data sheet.
 
     A field that is left out has the figure of the known device `like`. Each bandwidth is the bandwidth of one device in
     one direction while all devices of its host send.
@@ -253,7 +253,7 @@ class DeviceFile:
     domain_hosts: int | None = field(default=None, metadata=ADDED_LATER)
     """Number of hosts of one NVLink domain: 18 for an NVL72 rack, 1 if NVLink ends at the host."""
     compute_capability: float | None = field(default=None, metadata=ADDED_LATER)
-    """CUDA's compute capability, such as 9.0. Workspaces and the attention backend depend on it."""
+    """CUDA's compute capability, such as 9.0. Workspaces and the attention backend depend on the compute capability."""
     matmul_share: float | None = field(default=None, metadata=ADDED_LATER)
     """Share of the 16-bit peak that large matrix products reach."""
     fp8_share: float | None = field(default=None, metadata=ADDED_LATER)

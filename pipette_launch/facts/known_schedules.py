@@ -22,7 +22,8 @@ Count = TypeVar("Count", int, NDArray[np.int64])
 EXECUTABLE = ("eager-1f1b", "zb-h1", "zb-1p", "zb-2p", "interleaved-zb", "gis", "1f1b-v", "v-half", "v-min", "v-zb")
 """Names of the additional schedules that the patch `schedules` executes."""
 RELEASES = ((0, 14), (0, 21))
-"""Oldest release of megatron-core that the patch `schedules` supports, and the first newer release that it refuses."""
+"""Oldest release of megatron-core that the patch `schedules` supports, and the oldest newer release that the patch
+refuses."""
 FOLDING_RELEASE = (0, 16)
 """Oldest release of megatron-core in which the patch supports the placement `v`."""
 
@@ -162,7 +163,7 @@ def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[
 
 
 def num_warmup(pp: Count, vpp: Count, group_size: Count, rank: Count) -> Count:
-    """Return the forwards that a rank of an interleaved schedule runs before its first backward.
+    """Return the number of forwards that a rank of an interleaved schedule runs before the rank's first backward.
 
     The parameters are the parameters of `interleaved`, as numbers or as arrays of equal shapes.
     """

@@ -66,7 +66,7 @@ class Layout:
     vpp: int = 1
     """Virtual stages (model chunks) of each pipeline rank; 1 = not interleaved."""
     microbatch_group_size: int = 0
-    """Micro-batches that run through one chunk before the next chunk (interleaved only); 0 = Megatron's default,
+    """Micro-batches that run through one chunk before the next chunk (interleaved only). 0 = Megatron's default,
     `pp`."""
     layers_per_chunk: tuple[int, ...] = ()
     """Layers of each of the `pp * vpp` chunks in model order. Chunk c is on pipeline rank c % pp. Empty = even."""

@@ -1,4 +1,4 @@
-"""Measurements of the warm-up: times, memory, links and device conditions, of all hosts or a subset of them."""
+"""Measurements of the warm-up on all or some hosts: times, memory, links and device conditions."""
 
 # H = hosts (the row sends to the column), D = devices of one host, S = slots (all devices of all hosts, host by host).
 
@@ -59,7 +59,7 @@ class MemoryNeed:
     need_bytes: tuple[int, ...]
     """Memory peak of each pipeline rank: tensors of the model and all overhead."""
     free_bytes: int
-    """Free memory of the fullest device before the job; 0 in files of earlier releases."""
+    """Free memory of the fullest device before the job. 0 in files of earlier releases."""
     limit_bytes: int
     """Largest memory that a pipeline rank may need: free memory minus the memory margin."""
 
@@ -121,7 +121,7 @@ class RailRates:
     source: int
     target: int
     bytes_per_s: tuple[float, ...]
-    """Bandwidth of each of the D devices; 0 = not measured."""
+    """Bandwidth of each of the D devices. 0 = not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,7 +129,7 @@ class LinkSurvey:
     """Origin and spread of each entry of `Cluster.between_hosts`."""
 
     spread_HH: NDArray[np.float64]
-    """Median absolute deviation divided by the median, for the largest message; 0 = not measured."""
+    """Median absolute deviation divided by the median, for the largest message. 0 = not measured."""
     origin_HH: tuple[str, ...]
     """H rows of H letters from `ORIGINS`; `-` on the diagonal."""
     rails: tuple[RailRates, ...] = ()
@@ -180,7 +180,7 @@ Part: TypeAlias = Literal[LayerKind, "embedding", "head", "core_attention", "pre
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """Repeated timings of one operation; warm-up runs are kept separately."""
+    """Repeated timings of one operation. Warm-up runs are stored separately."""
 
     values_s: tuple[float, ...]
     warmup_s: tuple[float, ...] = ()
@@ -240,7 +240,7 @@ class ComputeTime:
     """Measured part of the model. `core_attention` is inside the layer: selective recompute costs the time of
     `core_attention`.
 
-    `prediction` is one depth of multi-token prediction: embedding, projection, layers, and its own head and loss.
+    `prediction` is one depth of multi-token prediction: embedding, projection, layers, head and loss.
     """
     slot: int
     forward: Samples
@@ -314,7 +314,7 @@ class LoadingTime:
     """Time to load a micro-batch on a stage that needs tokens or labels."""
 
     batch_s: float
-    """Seconds for each micro-batch, independent of its number of samples."""
+    """Seconds to load each micro-batch, independent of the number of samples."""
     sample_s: float
     """Additional seconds for each sample of the micro-batch."""
 
@@ -342,7 +342,7 @@ class Coverage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurements:
-    """The file cluster.json: the machines and everything that was measured on them."""
+    """The file cluster.json: the machines and all measurements on these machines."""
 
     KIND: ClassVar[str] = "cluster"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -362,14 +362,14 @@ class Measurements:
     notes: tuple[str, ...]
     """Sentences on skipped, unstable and assumed values."""
     optimizer_s_per_parameter: float | None = None
-    """Seconds of an optimizer step for each parameter whose state a slot holds; None = not measured."""
+    """Seconds of an optimizer step for each parameter whose state a slot holds. None = not measured."""
     wake_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Additional seconds of a chunk's forward and backward if each pass comes after a wait, as in pipelines.
 
     0 = not measured. Warm-ups on GPUs do not measure this time.
     """
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
-    """Time to load batches with Megatron-LM's own trainer on CPUs; None = not measured."""
+    """Time to load batches with Megatron-LM's own trainer on CPUs. None = not measured."""
     gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds in each step for each byte of gradients that a slot holds. 0 = not measured.
 
@@ -377,7 +377,7 @@ class Measurements:
     the time goes into the optimizer's calls for each tensor.
     """
     step_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Seconds of the host in each step while the device waits; 0 = not measured."""
+    """Seconds of the host in each step while the device waits. 0 = not measured."""
     host_bytes_per_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Bandwidth between a slot and its host's memory, in each direction. 0 = not measured. Warm-ups do not measure this
     bandwidth."""
@@ -386,13 +386,13 @@ class Measurements:
     unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
     """Compute cases that the warm-up had no time to measure, beginning with the most promising."""
     model_digest: str = field(default="", metadata=ADDED_LATER)
-    """`layers_digest` of the model whose layers were measured; empty in files of earlier releases."""
+    """`layers_digest` of the model whose layers were measured. Empty in files of earlier releases."""
     conditions: tuple[DeviceCondition, ...] = field(default=(), metadata=ADDED_LATER)
-    """Reports of the driver on each slot's device before the warm-up, in slot order; empty = none."""
+    """Reports of the driver on each slot's device before the warm-up, in slot order. Empty = none."""
     verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
     """Problems of hosts, devices and links. Problems that may exclude a host come first."""
     survey: LinkSurvey | None = field(default=None, metadata=ADDED_LATER)
-    """Origin of the links between hosts; None for one host, and in files of earlier releases."""
+    """Origin of the links between hosts. None for one host, and in files of earlier releases."""
     overhead: DeviceOverhead | None = field(default=None, metadata=ADDED_LATER)
     """Parts of `overhead_bytes` on the slot with the largest value. None = not measured separately, or no GPU."""
     stages: tuple[StageReading, ...] = field(default=(), metadata=ADDED_LATER)
@@ -405,7 +405,7 @@ class Measurements:
     def coverage(self) -> Coverage:
         """Count the cases that this warm-up measured.
 
-        Also count the cases that it should measure and megatron-core can run.
+        Also count the cases that the warm-up should measure and megatron-core can run.
         """
         known = {time.case: time.source for time in self.compute}
         num_timed = sum(source == "measured" for source in known.values())

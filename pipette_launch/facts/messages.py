@@ -26,10 +26,10 @@ cause the exception."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """The cause of an early end of a worker or a trial, and the rank that reported it."""
+    """Cause of an early end of a worker or a trial, and the rank that reported the cause."""
 
     cause: str
-    """One sentence for the user; empty = unknown."""
+    """One sentence for the user. Empty = unknown."""
     kind: FailureKind = "other"
     flags: tuple[str, ...] = ()
     """Flags that the script does not know or refuses, such as `--seed`."""
@@ -279,7 +279,7 @@ class Decision:
     proven: bool = False
     """True if the candidate has trained. A later failure then does not mean that the candidate's plan cannot start."""
     script_arguments: tuple[str, ...] | None = None
-    """Arguments of the script; None = the user's own arguments, unchanged."""
+    """Arguments of the script. None = the user's own arguments, unchanged."""
     failures: tuple[Failure, ...] = ()
     """Failures of earlier candidates that could not start, one failure for each node."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -303,7 +303,7 @@ class Decision:
     """Among the plans of similar jobs that ran out of memory, the plan with the least predicted need. None = no plan
     ran out of memory."""
     probe_options: str = ""
-    """Options of the warm-up as a document of `probe`; empty in other phases."""
+    """Options of the warm-up as a document of `probe`. Empty in other phases."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.hosts) == len(self.num_slots):
@@ -362,7 +362,7 @@ class Decision:
         return [token for token, host in zip(self.tokens, self.hosts, strict=True) if host in hosts]
 
     def place_of(self, token: str) -> int:
-        """Return the GROUP_RANK of an agent. Agents on standby come after the others."""
+        """Return the GROUP_RANK of an agent. Agents on standby come after all agents with workers."""
         return (*self.tokens, *self.standby).index(token)
 
     def ranks_of(self, token: str) -> tuple[int, ...]:

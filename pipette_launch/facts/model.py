@@ -73,7 +73,7 @@ class HybridLayers:
 
     @property
     def mamba_scan_flops_per_token(self) -> float:
-        """FLOPs of one layer's scan, as Megatron-LM counts them (mamba_layer_flops of core_v0.17)."""
+        """FLOPs of one layer's scan for one token, by Megatron-LM's formula (mamba_layer_flops of core_v0.17)."""
         return 7.0 * self.mamba_channels * self.mamba_state_dim
 
 
@@ -149,11 +149,11 @@ class ModelSpec:
     moe_router_topk: int
     moe_ffn_hidden_size: int
     moe_shared_expert_intermediate_size: int
-    """MLP width of the shared expert; 0 = no shared expert."""
+    """MLP width of the shared expert. 0 = no shared expert."""
     latent_attention: LatentAttention | None = field(default=None, metadata=ADDED_LATER)
     """Multi-latent attention. If set, `num_query_groups` and `kv_channels` have no meaning."""
     mtp_num_layers: int = field(default=0, metadata=ADDED_LATER)
-    """Depths of multi-token prediction, each with its own transformer layer on the last pipeline rank."""
+    """Number of depths of multi-token prediction. Each depth has a transformer layer on the last pipeline rank."""
     qk_layernorm: bool = field(default=False, metadata=ADDED_LATER)
     """True if a norm follows query and key, or the latents of query and key under latent attention."""
     hybrid: HybridLayers | None = field(default=None, metadata=ADDED_LATER)
@@ -221,7 +221,10 @@ class ModelSpec:
 
     @property
     def has_expert_prediction(self) -> bool:
-        """True if the layers of multi-token prediction have experts. Megatron builds them like the last layer."""
+        """True if the layers of multi-token prediction have experts.
+
+        Megatron builds these layers like the last layer.
+        """
         return bool(self.mtp_num_layers and self.moe_layer_freq and self.moe_layer_freq[-1])
 
     def padded_vocab_size(self, tp: int) -> int:

@@ -54,7 +54,7 @@ class Outcome:
     peaks: tuple[PeakReading, ...] = field(default=(), metadata=ADDED_LATER)
     """Measured memory of each rank whose memory was printed or could be read."""
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the measured step; None in files of earlier releases."""
+    """Tokens and FLOPs per second of the measured step. None in files of earlier releases."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "step_correction", limit=0, above=True)
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def log_step_error(self) -> float:
-        """log(measured / predicted) of the step, without correction; NaN if a time is not above 0."""
+        """log(measured / predicted) of the step, without correction. NaN if a time is not above 0."""
         raw_s = self.predicted_step_s / self.step_correction
         measured_s = self.measured_step.median_s
         return math.log(measured_s) - math.log(raw_s) if 0 < raw_s < math.inf and measured_s > 0 else math.nan
@@ -82,7 +82,7 @@ class Outcome:
 
     @property
     def log_memory_error(self) -> float | None:
-        """log(measured / predicted) of the fullest rank; None without a reading above 0."""
+        """log(measured / predicted) of the fullest rank. None without a reading above 0."""
         peak = self.fullest
         if peak is None or min(peak.measured_bytes, peak.predicted_bytes) <= 0:
             return None
@@ -132,7 +132,7 @@ class LiveJob:
     """Name of the present part of the warm-up."""
     warmup_done: int = 0
     warmup_total: int = 0
-    """Number of steps of the present part of the warm-up; 0 = not counted."""
+    """Number of steps of the present part of the warm-up. 0 = not counted."""
     warmup_phase_s: dict[str, float] = field(default_factory=dict)
     """Seconds of the completed parts of the warm-up."""
     key: str = ""

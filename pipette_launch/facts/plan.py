@@ -75,7 +75,7 @@ class Trial:
     """True for the user's own configuration in torchrun's order."""
     predicted_step_s: float
     step: Samples | None
-    """Measured step times; None = too few iterations, and `failure` gives the reason."""
+    """Measured step times. None = too few iterations, and `failure` gives the reason."""
     failure: str
     took_s: float
     """Seconds from the start of the workers until the workers' devices were free again."""
@@ -91,7 +91,7 @@ class Trials:
     """Trials of the best plans and of the user's own configuration."""
 
     asked: int
-    """Requested number of plans (`--pipette-trials`); fewer may have run."""
+    """Requested number of plans (`--pipette-trials`). Fewer plans may have run."""
     iterations: int
     """Number of measured step times of each trial, without warm-up iterations."""
     runs: tuple[Trial, ...]
@@ -111,7 +111,7 @@ class Choice:
     placement: tuple[int, ...]
     """RANK of each slot, host by host in the order of `Plan.hosts`."""
     schedule: str
-    """Name of the pipeline schedule; Megatron's own are `1f1b`, `interleaved-1f1b` and `no-pipelining`."""
+    """Name of the pipeline schedule. Megatron's own schedules are `1f1b`, `interleaved-1f1b` and `no-pipelining`."""
     step_time_s: float
     breakdown_s: dict[str, float]
     """Parts of the step time by name. All parts sum to the step time."""
@@ -133,7 +133,7 @@ class Choice:
     bound_reason: str = field(default="", metadata=ADDED_LATER)
     """Basis of `bound_s`, as a sentence without a full stop. Empty = the bound assumes the best link everywhere."""
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
-    """Tokens and FLOPs per second of the predicted step; None in files of earlier releases."""
+    """Tokens and FLOPs per second of the predicted step. None in files of earlier releases."""
     memory: MemoryNeed | None = field(default=None, metadata=ADDED_LATER)
     """Memory peaks and memory limit of the whole device. None in files of earlier releases."""
     order: ScheduleFile | None = field(default=None, metadata=ADDED_LATER)
@@ -171,7 +171,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Origin of a plan, and the job to which it belongs."""
+    """Origin of a plan, and the job to which the plan belongs."""
 
     key: str
     """Digest of hosts, devices, model, batch, fixed layout fields and versions. A plan is reused only if the keys are
@@ -187,7 +187,7 @@ class Setting:
 
     script: str
     arguments: tuple[str, ...]
-    """Arguments of the script as the user gave them."""
+    """Arguments of the script, unchanged from the user."""
     new_arguments: tuple[str, ...]
     """Arguments of the script with the plan's layout."""
     num_parameters: int
@@ -236,11 +236,11 @@ class Plan:
     solve_s: float
     provenance: Provenance
     floor_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Proven lower bound of the step time of all plans that fit, in the same cost model; 0 = no bound."""
+    """Proven lower bound of the step time of all plans that fit, in the same cost model. 0 = no bound."""
     setting: Setting | None = field(default=None, metadata=ADDED_LATER)
     """Job and machines of the plan, for readers of the file."""
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
-    """Trials that decided the choice; None = no trials."""
+    """Trials that decided the choice. None = no trials."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
     """Number of first alternatives that are better than the user's own configuration. None = all alternatives are
     better."""

@@ -52,7 +52,7 @@ class Prediction:
     devices_per_host: int
     device_kind: Literal["cuda", "cpu"]
     device_name: str
-    """Name of the devices; empty = the machines are unknown."""
+    """Name of the devices. Empty = the machines are unknown."""
     machines: str
     """Origin of the machines' figures, in a few words."""
     global_batch_size: int
@@ -65,10 +65,10 @@ class Prediction:
     stages: tuple[StageMemory, ...]
     """The requested stages, in the order of the pipeline."""
     capacity_bytes: int | None
-    """Free memory of the fullest device; None = the machines are unknown."""
+    """Free memory of the fullest device. None = the machines are unknown."""
     memory_margin: float
     fits: bool | None
-    """True if all shown stages leave the margin free; None = the machines are unknown."""
+    """True if all shown stages leave the margin free. None = the machines are unknown."""
     verdict: MemoryFit
     """`fits`, `tight` or `too large`. `tight`: the need fits but leaves less than the margin, so no plan may use the
     layout."""

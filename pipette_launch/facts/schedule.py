@@ -4,11 +4,11 @@
 makes it. The sender posts the send at this moment, and the receiver posts the receive at this moment or earlier. A pass
 or message waits only for messages with earlier moments, so the ranks cannot wait for each other in a circle.
 
-NCCL runs the messages from one rank to another in one stream, on both ends in the order of their moments. A receive
-occupies its stream until its message arrives. So a receive is posted after the previous message of the stream should
-have arrived, and directly before the pass that computes when the receive's own message is ready. If the receive were
-posted after this pass, it would start only when the pass ends. If the receive were posted earlier, it would stop this
-pass on devices with one work queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+NCCL runs the messages from one rank to another in one stream, on sender and receiver in the order of the messages'
+moments. A receive occupies its stream until its message arrives. So a receive is posted after the previous message of
+the stream should have arrived, and directly before the pass that computes when the receive's own message is ready. If
+the receive were posted after this pass, it would start only when the pass ends. If the receive were posted earlier, it
+would stop this pass on devices with one work queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
 Gloo messages do not wait for each other. A gloo message starts when its receive is posted. So the receive is posted
 when the pass that makes the message starts.
@@ -33,8 +33,8 @@ from pipette_launch.facts.files import ADDED_LATER
 
 Kind = Literal["F", "B", "I", "W"]
 Placement = Literal["loop", "v"]
-"""`loop`: stage c is on rank c % pp. `v`: chunk 0 goes down the ranks and chunk 1 goes back up, so rank 0 has both
-ends."""
+"""`loop`: stage c is on rank c % pp. `v`: the stages go down the ranks with chunk 0 and back up with chunk 1, so rank 0
+has the first and the last stage."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 FORWARD, BACKWARD, INPUT, WEIGHT = range(len(KINDS))
@@ -111,7 +111,7 @@ class PassTimes:
     weight: tuple[int, ...]
     """Times of the weight gradients on each stage."""
     forward_hop: tuple[int, ...]
-    """Times of the messages from stage s to s + 1; the last stage has no entry."""
+    """Times of the messages from stage s to stage s + 1. The last stage has no entry."""
     backward_hop: tuple[int, ...]
     """Times of the messages from stage s + 1 to stage s."""
 
@@ -154,7 +154,7 @@ class Schedule:
     ranks: Ranks
     placement: Placement = "loop"
     times: PassTimes | None = None
-    """Expected times, which decide the order of messages over NCCL; None = all passes take equal time."""
+    """Expected times, which decide the order of messages over NCCL. None = all passes take equal time."""
 
     def __post_init__(self) -> None:
         """Check that each rank has exactly the passes of its stages, and that no backward comes before its forward."""
@@ -205,7 +205,7 @@ class Schedule:
 
 
 def positions(columns: Columns, *, num_stages: int, num_microbatches: int) -> NDArray[np.int64]:
-    """Return the index of each action as an array [stage, kind, micro-batch]; -1 = the schedule has no such action."""
+    """Return the index of each action as an array [stage, kind, micro-batch]. -1 = the schedule has no such action."""
     place_SKM = np.full((num_stages, len(KINDS), num_microbatches), _NOWHERE)
     place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] = np.arange(len(columns.stage_A))
     return place_SKM
@@ -252,7 +252,7 @@ VARIABLE = "PIPETTE_SCHEDULE"
 """Environment variable with the path of the file for the patch `schedules`."""
 
 _SHARED = ("name", "pp", "vpp", "num_microbatches", "placement", "times")
-"""Fields that a schedule and its file have in common."""
+"""Fields that `Schedule` and `ScheduleFile` have in common."""
 _WORD = re.compile(rf"(\d{{1,9}})([{''.join(KINDS)}])(\d{{1,9}})", re.ASCII)
 
 
@@ -280,7 +280,7 @@ class ScheduleFile:
     memory for two runs."""
 
     times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
-    """Expected times, which decide the order of messages over NCCL; None = all passes take equal time."""
+    """Expected times, which decide the order of messages over NCCL. None = all passes take equal time."""
 
     @classmethod
     def of(cls, schedule: Schedule, *, checks_first_step: bool = False) -> ScheduleFile:
@@ -290,7 +290,7 @@ class ScheduleFile:
         return cls(ranks=ranks, checks_first_step=checks_first_step, **shared)
 
     def schedule(self) -> Schedule:
-        """Convert the file to a schedule; FactError if its actions do not form one."""
+        """Convert the file to a schedule. FactError if the actions do not form a schedule."""
         shared = {name: getattr(self, name) for name in _SHARED}
         return Schedule(ranks=tuple(tuple(map(action_of, rank.split())) for rank in self.ranks), **shared)
 
@@ -307,7 +307,7 @@ def action_of(word: str) -> Action:
 
 
 class Message(NamedTuple):
-    """A tensor on its way between two ranks."""
+    """A tensor that one rank sends to another rank."""
 
     source: int
     """Pipeline rank that sends the tensor."""
@@ -337,8 +337,8 @@ def programs(
     Args:
         passes: passes of each pipeline rank.
         rank_S: pipeline rank of each stage.
-        times: expected times, which decide the order of messages; None = all passes take equal time.
-        in_streams: True for NCCL, where a receive occupies its stream until the message arrives; False for gloo.
+        times: expected times, which decide the order of messages. None = all passes take equal time.
+        in_streams: True for NCCL, where a receive occupies its stream until the message arrives. False for gloo.
 
     Raises:
         FactError: the ranks would wait for each other forever.
@@ -410,7 +410,7 @@ def message_of(rank_S: Sequence[int], stage: int, microbatch: int, *, is_gradien
 
 
 def message_from(action: Action, rank_S: Sequence[int]) -> Message | None:
-    """Return the message that a pass sends; None if it sends nothing to another rank."""
+    """Return the message that a pass sends. None if the pass sends no message to another rank."""
     is_gradient = action.kind != "F"
     if action.kind == "W" or action.stage == (0 if is_gradient else len(rank_S) - 1):
         return None
@@ -419,7 +419,7 @@ def message_from(action: Action, rank_S: Sequence[int]) -> Message | None:
 
 
 def message_to(action: Action, rank_S: Sequence[int]) -> Message | None:
-    """Return the message that a pass needs from another rank; None if it needs no message."""
+    """Return the message that a pass needs from another rank. None if the pass needs no message."""
     is_gradient = action.kind != "F"
     if action.kind == "W" or action.stage == (len(rank_S) - 1 if is_gradient else 0):
         return None

@@ -1,8 +1,8 @@
 """Folders of a job's checkpoints, the arguments in a checkpoint, and the flags that `--use-checkpoint-args` reads.
 
-A checkpoint contains the arguments of the run that saved it, as a pickle of torch: in `common.pt` of the format
-torch_dist, or in each file of the format torch. A pickle is a program, so it is never loaded. Instead, the pickle's
-list of instructions is read, and only numbers, texts and lists of numbers or texts are kept.
+A checkpoint contains the arguments of the run that saved the checkpoint, as a pickle of torch: in `common.pt` of the
+format torch_dist, or in each file of the format torch. A pickle is a program, so pipette-launch never loads a pickle.
+Instead, the pickle's list of instructions is read, and only numbers, texts and lists of numbers or texts are kept.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _items(found: Sequence[tuple[str, Any]], place: int) -> list[Plain] | None:
 
 
 def _instructions(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Yield kind and value of each instruction that pickles the arguments, up to the first damaged one."""
+    """Yield kind and value of each pickle instruction of the arguments, up to the first damaged instruction."""
     memo: dict[int, tuple[str, Any]] = {}
     last: tuple[str, Any] = OTHER
     try:

@@ -23,7 +23,7 @@ SPLIT_DESTS = (LAYERS_PER_CHUNK, VPP, STAGES, *ENDS, *ACCOUNTS)
 MOST_SHOWN = 1 << 14
 """Largest number of characters of `--pipeline-model-parallel-layout` after repetitions are written out."""
 PATTERN_DESTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""Flags that name the layers of a hybrid model; `hybrid_layer_pattern` is the new name from 0.17 on."""
+"""Flags that name the layers of a hybrid model. `hybrid_layer_pattern` is the new name from 0.17 on."""
 RATIO_DESTS = {"*": "hybrid_attention_ratio", "-": "hybrid_mlp_ratio"}
 """Flags for the share of attention or MLP layers in a hybrid model, by letter. Releases from 0.17 on lack these
 flags."""

@@ -35,7 +35,7 @@ class Flag:
     action: str
     nargs: int | str | None
     kind: str | None
-    """`int`, `float` or `bool`; None for text, and for text that Megatron converts after parsing."""
+    """`int`, `float` or `bool`. None for text, and for text that Megatron converts after parsing."""
     default: Any
     choices: tuple[str | int, ...] | None = None
     """Allowed values. None = every value is allowed."""
@@ -146,7 +146,7 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, table: Mapping[str, Flag]) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         kinds = {"int": int, "float": float, "bool": bool, None: str}
-        # Leave out -h, the only short flag: argparse would read any word that begins with it as -h.
+        # Leave out -h, the only short flag: argparse would read any word that begins with -h as -h.
         for flag in (flag for flag in table.values() if flag.option.startswith("--")):
             kind, choices = kinds[flag.kind], flag.choices
             self.add_argument(flag.option, dest=flag.dest, nargs=flag.nargs, type=kind, choices=choices, action=_Record)

@@ -173,7 +173,7 @@ def _backend(
     layers.
 
     Raises:
-        MegatronError: the flag is unknown, or Megatron would stop because the environment contradicts it.
+        MegatronError: the flag is unknown, or Megatron would stop because the environment contradicts the flag.
 
     """
     flag = arguments.choice("attention_backend", BACKENDS)
@@ -236,7 +236,7 @@ def _expert_layers(arguments: Arguments) -> tuple[int, ...]:
 
 
 def _attention_windows(arguments: Arguments) -> tuple[int, ...]:
-    """Return the window of each layer from `--window-size LEFT,RIGHT`; RIGHT has no effect, as masks are causal.
+    """Return the window of each layer from `--window-size LEFT,RIGHT`. RIGHT has no effect, because masks are causal.
 
     `--window-attn-skip-freq N` leaves every Nth layer without a window. A list has 1 for each layer with a window
     (is_layer_window_attention of core_v0.16).

@@ -68,7 +68,7 @@ def script_version(script: str, environ: Mapping[str, str]) -> str:
 
 
 def _checkout_version(folder: Path) -> str | None:
-    """Return the release of the megatron-core sources in a folder, without importing them.
+    """Return the release of the megatron-core sources in a folder, without importing the sources.
 
     None if the folder has no sources.
     """

@@ -84,7 +84,7 @@ def _slow_tokens(folder: Path) -> set[str] | None:
 
 
 def _configured(configuration: Any) -> Iterator[str]:
-    """Yield the tokens that transformers adds if the vocabulary lacks them."""
+    """Yield the tokens that the library transformers adds to a vocabulary without these tokens."""
     for added in configuration.get("added_tokens_decoder", {}).values():
         yield added["content"]
     for token in (*map(configuration.get, SPECIAL), *(configuration.get("additional_special_tokens") or ())):

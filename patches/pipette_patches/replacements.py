@@ -26,7 +26,7 @@ class PatchError(PipetteError):
 
 
 class _Waiting(MetaPathFinder):
-    """An import hook that keeps actions for modules which are not imported yet."""
+    """An import hook that keeps actions for modules that are not imported yet."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Action]] = {}

@@ -2,7 +2,7 @@
 
 The process group of tp*cp ranks is fake. Communication takes no time, and the data that a collective would have
 received stays uninitialised, which changes no time. So each device measures alone. The devices of a job measure
-different layouts' layers at the same time.
+layers of different shapes at the same time.
 """
 
 from __future__ import annotations

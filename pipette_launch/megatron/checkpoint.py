@@ -296,7 +296,7 @@ class Continuation:
     """Sentence on the cost of losing hosts, or on the flag that would free the kept fields. Empty = no remark."""
 
     def can_load(self, before: Layout, after: Layout) -> bool:
-        """Return True if a job under one layout can load the checkpoints of another."""
+        """Return True if a job under one layout can load the checkpoints of a job under another layout."""
         buckets = [max(self.bucket_dp, layout.dp * layout.cp) if self.bucket_dp else 0 for layout in (before, after)]
         return buckets[0] == buckets[1] and all(getattr(before, name) == getattr(after, name) for name in self.kept)
 

@@ -35,7 +35,7 @@ class Flag:
     action: str
     nargs: int | str | None
     kind: str | None
-    """`int`, `float` or `bool`. None for text, and for text that Megatron converts after parsing."""
+    """Type of the value: `int`, `float` or `bool`. None for text, even if Megatron converts the text after parsing."""
     default: Any
     choices: tuple[str | int, ...] | None = None
     """Allowed values. None = every value is allowed."""
@@ -170,7 +170,7 @@ def _parser(version: str) -> _Parser:
 def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
     """Cut a command line into tokens as argparse does without shortened flags.
 
-    The tokens' words together are the input.
+    Joined, the words of all tokens are the input again.
 
     Unknown flags, values of unknown flags and stray words become tokens of one word each. No word after a bare `--` is
     a flag.
@@ -266,7 +266,7 @@ class Arguments:
     def shown(self, dest: str) -> str:
         """Return the user's own words for a destination, such as `--micro-batch-size 4`.
 
-        The bare flag if the user gave no value.
+        If the user did not give the flag, return the flag without a value.
         """
         for token in reversed(self.tokens):
             if token.dest == dest:

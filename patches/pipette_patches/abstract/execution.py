@@ -36,7 +36,7 @@ _PART_OF = {"backward": "working", "head": "logits"}
 
 @functools.cache
 def load() -> None:
-    """Import megatron-core with stand-ins for CUDA and Transformer Engine. Afterwards this process has no real GPU."""
+    """Import megatron-core with stand-ins for CUDA and Transformer Engine. Use the process only for abstract jobs."""
     transformer_engine.install()
     Replacements((*TORCH, *CORE, *EXPERTS, *OFFLOADING)).apply()
     import_megatron()

@@ -44,7 +44,7 @@ class _Kernel(torch.autograd.Function):
 def kernel(
     run: Callable[..., tuple[Any, tuple[Any, ...]]], *given: Any, backward: Callable[..., Gradients] | None = None
 ) -> Any:
-    """Run a fused kernel. autograd sees only the outputs of the kernel and the tensors that the kernel keeps.
+    """Run a fused kernel. autograd records only the kernel's outputs and the tensors that the kernel keeps.
 
     Args:
         run: receives `given` and returns the outputs and the tensors that are kept for backward.

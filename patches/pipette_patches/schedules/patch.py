@@ -35,7 +35,7 @@ from pipette_patches.schedules import executor, v_placement
 PATIENCE_S = 120.0
 """Seconds after which a pass counts as stuck. A pass takes less, and NCCL and gloo give up after half an hour."""
 TOLERANCE = 1e-3
-"""Largest relative difference of equal losses: 10 times the effect of the order of sums in kernels."""
+"""Largest relative difference of losses or gradient norms that count as equal: 10 times the effect of sum order."""
 
 
 def _print(words: str) -> None:

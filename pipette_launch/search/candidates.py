@@ -1,4 +1,4 @@
-"""Layouts that a search prices, and the facts that it judges them by: job, machines, predictor and memory limit."""
+"""Layouts that a search prices, and the inputs of their prices: job, machines, predictor and memory limit."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProb
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"
 MANY_SLOTS = 128
-"""Number of slots above which a round that improves a placement takes long."""
+"""Number of slots above which one round of improving a placement takes long."""
 WORTH = 1e-3
-"""A placement is improved while that could still save this share of the step."""
+"""A placement is improved further while its bound allows to save this share of the step."""
 GAIN = 1e-4
 """A round that saves less than this share of the step counts as a round without gain."""
 
@@ -38,7 +38,7 @@ class Promising:
     least_s: float
     """Lower bound of the step over all placements; infinite if not computed."""
     number: int
-    """Order in which layouts were found; decides between equal bounds."""
+    """Position in the order in which layouts were found. The lower number wins between equal bounds."""
     layout: Layout
     peak_bytes: tuple[int, ...]
 
@@ -49,23 +49,23 @@ class Candidate:
 
     layout: Layout
     peak_bytes: tuple[int, ...]
-    """Predicted peak on each pipeline rank."""
+    """Predicted peak memory on each pipeline rank."""
     bound_s: float
     host_order_s: float
-    """Step time in torchrun's order."""
+    """Step time in seconds, with the ranks in torchrun's order."""
     placed: Placed
     bound_reason: str = ""
     """Reason for the bound; empty if the bound only takes the best link everywhere."""
     rounds: int = 0
-    """Number of rounds that improved its placement."""
+    """Number of rounds that tried to improve the placement."""
     is_stalled: bool = False
-    """The last round, unless it was the first, found nothing better."""
+    """True if the last round found no better placement. The first round does not count."""
 
     @property
     def promise_s(self) -> float:
         """Expected step time after more search: halfway between the best placement so far and the bound.
 
-        The bound alone is too low for layouts that need links which only some hosts have.
+        For layouts that need fast links of which only some hosts have enough, the bound alone is far too low.
         """
         return (self.placed.cost_s + self.floor_s) / 2
 
@@ -87,13 +87,13 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchInputs:
-    """The facts that every layout is judged by."""
+    """Inputs of the search that are the same for every layout."""
 
     job: Job
     measurements: Measurements
     predictor: CorrectedPredictor
     memory_margin: float
-    """Share of the device's memory that stays free."""
+    """Share of device memory that a layout must leave free."""
     own_fault: str | None
     """Rule of Megatron that the user's own layout breaks."""
 
@@ -101,7 +101,7 @@ class SearchInputs:
     def of(
         cls, job: Job, measurements: Measurements, *, memory_margin: float, corrections: Corrections = NOTHING_LEARNED
     ) -> SearchInputs:
-        """Take a job, the measurements and the learned corrections; the user's own layout is taken to be legal."""
+        """Take a job, measurements and learned corrections, and assume that the user's own layout is legal."""
         return cls(
             job=job,
             measurements=measurements,
@@ -112,7 +112,7 @@ class SearchInputs:
 
     @property
     def cluster(self) -> Cluster:
-        """The allocation."""
+        """Hosts, slots and links of the allocation."""
         return self.measurements.cluster
 
     @property
@@ -121,7 +121,7 @@ class SearchInputs:
         return Domains.of(self.cluster)
 
     def blocks(self, layout: Layout) -> tuple[RankBlock, ...]:
-        """Return the ranks that the job's flags need together; raises LayoutError if the hosts cannot hold them so."""
+        """Return the blocks of ranks that must lie together; raises LayoutError if hosts cannot hold the blocks."""
         if self.cluster.device_kind != "cuda":
             return ()
         return blocks_of(self.job.model, performance_options(self.job), layout, self.domains)
@@ -131,7 +131,7 @@ class SearchInputs:
         return memory_limit_bytes(self.job, layout, self.measurements, memory_margin=self.memory_margin)
 
     def memory_need(self, layout: Layout, peaks_bytes: tuple[int, ...]) -> MemoryNeed:
-        """Return the bytes that devices hold in total at these tensor peaks, and the bytes that they may hold."""
+        """Return the total bytes that devices need at these tensor peaks, and the bytes that devices offer."""
         overhead = measured_overhead(self.job, layout, self.measurements)
         return overhead.need(peaks_bytes, self.cluster.memory_bytes, memory_margin=self.memory_margin)
 
@@ -142,7 +142,7 @@ class SearchInputs:
 
     @property
     def own_split(self) -> str | None:
-        """Ranks that must lie together, but that the user's own layout splits in torchrun's order."""
+        """Ranks that must lie together, but that torchrun's order splits in the user's own layout."""
         if self.own_fault is not None or self.job.own_refusal:
             return None
         split = self.domains.split(self.blocks(self.job.own), host_order(self.cluster.num_slots))
@@ -157,7 +157,7 @@ class SearchInputs:
 
     @property
     def can_price_own(self) -> bool:
-        """True if the user's own configuration has a step time of its own, and not only an estimate."""
+        """True if the step of the user's own configuration can be predicted, and not only estimated from others."""
         return self.own_fault is None and self.predictor.can_price(self.job.own)
 
     @property
@@ -175,7 +175,7 @@ def memory_limit_bytes(job: Job, layout: Layout, measurements: Measurements, *, 
 
 
 def limits_N(job: Job, columns: LayoutColumns, limit: Callable[[Layout], int]) -> NDArray[np.int64]:
-    """Return the memory limit of each of many layouts; it depends only on their communicators."""
+    """Return the memory limit of each layout; limits depend only on the number of communicators."""
     if len(columns) == 1:
         return np.array([limit(columns.layout(0))])
     codes = codes_of([num_communicators(job, columns), num_group_kinds(columns)])
@@ -185,7 +185,7 @@ def limits_N(job: Job, columns: LayoutColumns, limit: Callable[[Layout], int]) -
 
 
 def doublings_apart(one: Layout, other: Layout) -> float:
-    """Return the distance of two layouts: doublings between their degrees, plus one for each other differing field."""
+    """Return the distance of two layouts: doublings between degrees, plus 1 for each other field that differs."""
     apart = 0.0
     for field in fields(Layout):
         mine, its = getattr(one, field.name), getattr(other, field.name)
@@ -204,14 +204,16 @@ def price(
     beat_s: float = float("inf"),
     carried: Placement | None = None,
 ) -> Candidate | Promising:
-    """Price a layout in torchrun's order and in its best start; if it cannot beat `beat_s`, return only its bound.
+    """Price a layout in torchrun's order and at its best start placement.
+
+    If the layout cannot beat `beat_s`, return only its bound.
 
     Args:
-        inputs: facts to judge by.
-        one: the layout.
-        is_late: ends the search for starts.
+        inputs: job, machines and predictor.
+        one: layout to price.
+        is_late: ends the pricing of start placements.
         beat_s: step time that the layout must beat.
-        carried: placement of another layout, which is priced instead of the starts.
+        carried: placement of another layout, which is priced instead of start placements.
 
     """
     layout = one.layout
@@ -236,19 +238,20 @@ def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is
     """Search one round for a better placement; the result depends on the candidate and the seed alone."""
     problem, rng = placement_problem(inputs, one.layout, one.bound_s), _chance(one, seed)
     placed = improve(problem, one.placed, turn=one.rounds, rng=rng, is_late=is_late)
-    # The first round starts from the best start, which may be a minimum; later rounds start elsewhere on few hosts.
+    # Round 0 begins at the best start placement, which may be a local minimum. On few hosts, later rounds begin
+    # elsewhere.
     is_stalled = one.rounds > 0 and placed.cost_s >= one.placed.cost_s * (1 - GAIN)
     return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
 
 
 def with_devices_exchanged(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
-    """Let single ranks change hosts, starting from the best placement."""
+    """Move single ranks between hosts, beginning at the best placement."""
     problem, rng = placement_problem(inputs, one.layout, one.bound_s), _chance(one, seed)
     return replace(one, placed=exchange_devices(problem, one.placed, rng=rng, is_late=is_late))
 
 
 def placement_problem(inputs: SearchInputs, layout: Layout, bound_s: float) -> PlacementProblem:
-    """Return the problem to place a layout on the allocation with the least step time."""
+    """Return the problem of placing a layout on the allocation with the least step time."""
     objective = inputs.predictor.placement_cost(layout)
     return PlacementProblem(
         layout=layout, cluster=inputs.cluster, objective=objective, bound_s=bound_s, blocks=inputs.blocks(layout)

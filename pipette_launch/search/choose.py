@@ -17,45 +17,48 @@ from pipette_launch.search.candidates import Candidate, SearchInputs, doublings_
 from pipette_launch.search.slots import Placed, Placement, Slots, host_order
 
 EQUAL = 0.005
-"""Relative difference below which steps count as equally fast; predictions are off by several times as much."""
+"""Relative difference below which steps count as equally fast. Predictions err by several times this difference."""
 NEAREST = 32
-"""Number of fastest candidates that are compared in detail, as their doubts cost a whole prediction each."""
+"""Number of fastest candidates that are compared in detail; each comparison needs a whole prediction."""
 LEANER = 0.8
-"""An alternative counts as needing less memory from this share of the least need so far."""
+"""An alternative counts as leaner if it needs at most this share of the least memory need so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """The decision, and the figures behind it."""
+    """The decision between plans, and the numbers that led to the decision."""
 
     choice: Choice
     alternatives: tuple[Choice, ...]
     own: Choice
     own_basis: Layout | None
-    """Layout whose step time replaces the user's own, if that could not be priced."""
+    """Layout whose step time stands for the user's own layout, if the user's own layout could not be priced."""
     best: Candidate
-    """The chosen candidate; if the user's own stays, the fastest candidate."""
+    """The chosen candidate, or the fastest candidate if the user's own configuration is kept."""
     keeps_own: bool
     least_gain_s: float
-    """Seconds of the user's own step that `best` had to save."""
+    """Seconds that `best` had to save, compared with the user's own step."""
     passed_over: Candidate | None = None
-    """A candidate with a shorter predicted step that lost, because the gain is too small or less was measured."""
+    """A candidate that lost in spite of a shorter predicted step: its gain is too small, or less was measured."""
     passed_over_for_s: float = 0.0
-    """Additional seconds by which its step may be off, compared with the chosen one."""
+    """Seconds by which the step of `passed_over` is less certain than the step of the chosen candidate."""
 
     @property
     def priced_layout(self) -> Layout:
-        """Layout whose price the chosen one has."""
+        """Layout whose predicted step time the chosen plan has."""
         return self.own_basis if self.keeps_own and self.own_basis is not None else self.choice.layout
 
 
 def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
-    """Choose the fastest candidate that beats the user's own configuration, or the fastest if that does not fit.
+    """Choose the fastest candidate that beats the user's own configuration.
 
-    The gain must exceed three amounts: the margin, the effect of scatter and of times from other shapes, and for other
-    degrees the usual error between such predictions. These doubts also count in comparisons between candidates. Among
-    equally fast layouts the simplest wins: fewest axes, then nearest to the user's own. Among equally fast placements
-    torchrun's order wins. With margin 0 every gain counts.
+    If the user's own configuration does not fit, choose the fastest candidate.
+
+    The gain must exceed the sum of three amounts. The first is the margin. The second is the error from measured
+    scatter and from times that were measured at other sizes. The third, for other degrees, is the usual error between
+    their predictions. Comparisons between candidates also count these doubts. Among equally fast layouts, the simplest
+    wins: fewest kinds of parallelism, then nearest to the user's own layout. Among equally fast placements, torchrun's
+    order wins. With margin 0 every gain counts.
 
     Args:
         inputs: job and machines.
@@ -75,7 +78,7 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
     best = winner or ranking[0]
     rest = [one for one in ranking if not (winner and one.layout == winner.layout) and not _is_own(one, own)]
     if own_runs and winner:
-        # The user's own configuration is tried last, so a slower alternative is useless.
+        # The user's own configuration is tried last, so an alternative that is slower than it is useless.
         rest = [one for one in rest if one.placed.cost_s < own.step_time_s]
     return Chosen(
         choice=_to_choice(inputs, winner) if winner else own,
@@ -95,7 +98,7 @@ def _simplest(
 ) -> Candidate | None:
     """Return the simplest of the equally fast candidates, in torchrun's order if that is equally fast.
 
-    None = times from other shapes could eat up every gain.
+    None = errors of times that were measured at other sizes could exceed every gain.
     """
     limit_s = (1 + EQUAL) * judge.careful_s(fastest)
     near = islice(takewhile(lambda one: one.placed.cost_s <= limit_s, ranking), NEAREST)
@@ -116,43 +119,44 @@ def _simplest(
 
 
 class _Judge:
-    """The gain that a plan needs over the user's own step, and the doubt about its prediction."""
+    """The gain that a plan needs over the user's own step, and the possible error of the plan's prediction."""
 
     def __init__(self, inputs: SearchInputs, own: Choice | None, own_priced: Layout, margin: float) -> None:
-        """Take the user's own configuration (None if it cannot run), and the layout that its step time belongs to."""
+        """Take the user's own configuration (None if it cannot run), and the layout that was priced for it."""
         self._inputs = inputs
         self._own = own
         self._own_priced = own_priced
         self._margin = margin
         self._doubt = Uncertainty(inputs.job, inputs.predictor.compute, inputs.measurements)
         self._parts: dict[int, tuple[Candidate, Mapping[str, float]]] = {}
-        """By id; the candidate is kept so that its id stays unique."""
+        """Breakdown of each candidate by `id`. The candidate is stored too, so that no other object gets the same
+        id."""
         self._own_carried_s = 0.0
         if own and self._doubt.differs:
             self._own_carried_s = self._doubt.carried_s(own_priced, own.placement, own.breakdown_s)
 
     def saves_enough(self, one: Candidate) -> bool:
-        """Return whether it saves enough of the user's own step, without doubts about times from other shapes."""
+        """Return whether a candidate saves enough, without the error of times that were measured at other sizes."""
         if self._own is None:
             return True
-        # The margin is checked first, as the scatter needs a whole prediction.
+        # Check the margin first, because the effect of scatter needs a whole prediction.
         saved_s = self._own.step_time_s - one.placed.cost_s
         return saved_s >= self._margin * self._own.step_time_s and saved_s >= self._scattered_s(one)
 
     def is_worth_it(self, one: Candidate) -> bool:
-        """Return whether it saves enough with all doubts."""
+        """Return whether a candidate saves enough of the user's own step with all possible errors."""
         if self._own is None:
             return True
         return self.saves_enough(one) and self._own.step_time_s - one.placed.cost_s >= self.least_gain_s(one)
 
     def least_gain_s(self, one: Candidate) -> float:
-        """Return the seconds of the user's own step that it must save."""
+        """Return the seconds that a candidate must save, compared with the user's own step."""
         if self._own is None or not self._margin:
             return 0.0
         return max(self._scattered_s(one), self.carried_s(one) - self._own_carried_s)
 
     def _scattered_s(self, one: Candidate) -> float:
-        """Return the seconds that it must save because of margin, scatter and other degrees."""
+        """Return the seconds that a candidate must save because of margin, scatter and other degrees."""
         if self._own is None or not self._margin:
             return 0.0
         chance_s = 0.0
@@ -163,16 +167,16 @@ class _Judge:
         return max(share * self._own.step_time_s, chance_s)
 
     def careful_s(self, one: Candidate) -> float:
-        """Return the seconds of its step plus its doubt."""
+        """Return the seconds of a candidate's step plus their possible error (`doubt_s`)."""
         return one.placed.cost_s + self.doubt_s(one)
 
     def doubt_s(self, one: Candidate) -> float:
-        """Return the seconds by which its step may be longer: other degrees, or times from other shapes."""
+        """Return the seconds by which the step may be longer, due to other degrees or times measured at other sizes."""
         apart = self._doubt.shape_error(one.layout, self._own_priced) if self._own else 0.0
         return apart * one.placed.cost_s + self.carried_s(one)
 
     def carried_s(self, one: Candidate) -> float:
-        """Return the seconds by which its step may be off because some of its times come from other shapes."""
+        """Return the possible error of the step in seconds, from times that were measured at other sizes."""
         if not self._doubt.differs:
             return 0.0
         return self._doubt.carried_s(one.layout, one.placed.placement, self._parts_s(one))
@@ -185,7 +189,7 @@ class _Judge:
 
 
 def _in_order(inputs: SearchInputs, one: Candidate, order: Placement) -> Candidate | None:
-    """Put its ranks in torchrun's order; None if they are, or if that is not allowed or clearly slower."""
+    """Put the ranks in torchrun's order; None if they are in it, or if it is not allowed or clearly slower."""
     if one.placed.placement == order or one.host_order_s > (1 + EQUAL) * one.placed.cost_s:
         return None
     if not Slots.of(inputs.cluster, inputs.blocks(one.layout)).allows(order):
@@ -214,7 +218,7 @@ def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[
     try:
         peaks = inputs.predictor.peaks(own)
     except LayoutError:
-        # Megatron refuses this layout; the plan contains the reason as `SearchInputs.own_fault`.
+        # Megatron refuses the user's own layout. The plan gives the reason from `SearchInputs.own_fault`.
         peaks = inputs.predictor.peaks(priced)
     return choice_of(inputs, own, placement, priced=priced, peaks=peaks, bound=bound), basis
 
@@ -277,9 +281,9 @@ def _is_own(candidate: Candidate, own: Choice) -> bool:
 
 
 def _diverse(rest: list[Candidate], best: Candidate, count: int) -> list[Candidate]:
-    """Return the fastest other candidate, then the fastest of those with clearly less memory, then others.
+    """Return the fastest other candidate, then the fastest candidates with clearly less memory, then the rest.
 
-    After an out-of-memory error a job needs an alternative with less memory, not the next fastest.
+    After an out-of-memory error, a job needs an alternative with less memory rather than the next fastest one.
     """
     chosen: list[Candidate] = []
     least = max(best.peak_bytes)

@@ -1,4 +1,4 @@
-"""The layouts that could still win, by rising bound; a layout is built only when the search reaches it."""
+"""The layouts that could still win, by rising bound. A layout is built only when the search reaches its bound."""
 
 # N = base layouts, M = their variants.
 
@@ -27,13 +27,13 @@ BEATEN = "its bound shows that no placement of it can win"
 UNPROMISING = "layouts of the same degrees with lower bounds look slower than the best"
 OUTDONE = "another that runs less again in the backward fits too, and is no slower"
 OPENED_AT_ONCE = 1024
-"""Base layouts whose variants are listed together, which is cheaper than one by one."""
+"""Number of base layouts whose variants are listed in one call, which is cheaper than one call for each."""
 DIVED_AT_ONCE = 1024
 RARELY_RULED_OUT = 0.97
 """If the rough bound is below this share of the step time to beat, the second bound is skipped: it is rarely more than
 3 % higher, and removed only 1 % of these base layouts."""
 LOOKED_THROUGH = 64
-"""Layouts among which those with less memory are searched."""
+"""Number of layouts among which the search looks for layouts with less memory."""
 _DEGREES = ("tp", "pp", "cp", "ep")
 _FLAGS = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 
@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 
 
 class _Ready(NamedTuple):
-    """A layout that fits and was not taken yet."""
+    """A layout that fits in memory and that `take` has not returned yet."""
 
     least_s: float
     number: int
@@ -50,11 +50,11 @@ class _Ready(NamedTuple):
 
 
 class Frontier:
-    """Lists the variants of base layouts by rising bound, without those that do not fit or have no price.
+    """Lists the variants of base layouts by rising bound, except variants that do not fit or cannot be priced.
 
     A base layout is bounded three times, each time more sharply: roughly, then without recompute with its fastest
-    flags, then variant by variant. Bounds above the best step time so far end this. Memory is computed only for the
-    layouts that remain.
+    flags, then variant by variant. A base layout is dropped as soon as its bound exceeds the best step so far. Memory
+    is computed only for the layouts that remain.
     """
 
     def __init__(self, inputs: SearchInputs, base: BaseLayouts, bounds: BoundColumns) -> None:
@@ -81,14 +81,14 @@ class Frontier:
         self._limits: dict[tuple[int, int], int] = {}
 
     def hurry_when(self, is_late: Callable[[], bool]) -> None:
-        """Open no more base layouts once it is late."""
+        """List no variants of further base layouts after `is_late` returns true."""
         self._is_late = is_late
 
     def dive(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
         """Return layouts that fit: up to `count` with the quickest flags, and half as many with the leanest flags.
 
-        They give the search a first step time to beat; `take` returns them again in their order. Base layouts with a
-        rough bound above `below_s` are left out.
+        These layouts give the search a first step time to beat. `take` returns the same layouts again in the order of
+        bounds. Base layouts with a rough bound above `below_s` are left out.
         """
         rows = self._order_N[: bisect.bisect_left(self._rough, below_s)]
         self._quick = self._that_fit(rows, below_s)
@@ -131,7 +131,7 @@ class Frontier:
         return self._with_peaks([columns.layout(row) for row in order.tolist()])
 
     def runners_up(self, count: int, *, most_bytes: float) -> list[Promising]:
-        """Return up to `count` of the quickest and of the lean layouts that `dive` found and did not return."""
+        """Return up to `count` of the quickest and of the leanest layouts that `dive` found but did not return."""
         quick = self._with_peaks(self._quick[:count])
         lean = self._with_peaks(self._lean[:LOOKED_THROUGH])
         return quick + [one for one in lean if max(one.peak_bytes) <= most_bytes][:count]
@@ -139,7 +139,7 @@ class Frontier:
     def over_the_limit(self, *, live: float) -> list[Promising]:
         """Return layouts with several chunks that fit only with the share `live` of their activations.
 
-        They come by rising bound under Megatron's own schedule.
+        The layouts are sorted by their bound under Megatron's own schedule.
         """
         order_N = self._order_N[self._base.columns.vpp[self._order_N] > 1]
         _, columns = self._base.variants(order_N[:OPENED_AT_ONCE])
@@ -165,7 +165,7 @@ class Frontier:
 
     @property
     def least_s(self) -> float:
-        """Lower bound of all layouts that were not taken yet."""
+        """Lower bound in seconds over all layouts that `take` has not returned yet."""
         return min(self._ready[0].least_s if self._ready else math.inf, self._next_rough_s)
 
     @property
@@ -173,10 +173,10 @@ class Frontier:
         return self._rough[self._num_opened] if self._num_opened < len(self._rough) else math.inf
 
     def _could_fit_N(self, rows: Ints) -> NDArray[np.bool_]:
-        """Return whether base layouts fit without activations; the variants of the others count as over the limit.
+        """Return whether base layouts fit without activations. If not, their variants count as over the limit.
 
-        No variant needs less than the leanest variant without activations. If memory is short, most of them fail even
-        so, and this check costs less than listing and bounding their variants.
+        No variant needs less memory than the leanest variant without activations. If memory is short, most base layouts
+        fail this check, which costs less than listing and bounding their variants.
         """
         lean = self._base.tables.leanest(self._base.columns.take(rows))
         fits_N = self._fits_N(lean.without_recompute(), live=0.0)
@@ -190,7 +190,7 @@ class Frontier:
         return rows[_least_N(self._base, rows, self._bounds) * self._inputs.predictor.step_factor < below_s]
 
     def _open(self, rows: Ints, below_s: float) -> None:
-        """Make ready the variants of base layouts that fit and could beat a step time."""
+        """List the variants of base layouts, and keep variants that fit and could beat a step time."""
         if not len(rows):
             return
         predictor = self._inputs.predictor
@@ -207,7 +207,7 @@ class Frontier:
                 self._admit(columns.layout(row), float(least_M[row]))
 
     def _admit(self, layout: Layout, least_s: float) -> None:
-        """Make a layout ready, unless it is the user's own (priced anyway) or a ready one recomputes no more."""
+        """Keep a layout, unless it is the user's own (priced anyway) or a kept layout needs no more recompute."""
         others = self._fitting.setdefault(replace(layout, recompute=NO_RECOMPUTE), [])
         if any(other.runs_no_more_than(layout.recompute) for other in others):
             self.outdone.add(layout)
@@ -218,16 +218,17 @@ class Frontier:
             heapq.heappush(self._ready, _Ready(least_s, self._num_ready, layout))
 
     def _that_fit(self, rows: Ints, below_s: float, *, leanest: bool = False) -> list[Layout]:
-        """Return base layouts that fit: with the quickest flags by rising bound, up to a step time.
+        """Return base layouts that fit with the quickest flags, by rising bound up to a step time.
 
-        With `leanest`, the leanest variants by rising rough bound. The first layout of each set of degrees is included.
+        With `leanest`, return the leanest variants by rising rough bound. The first layout of each set of degrees is
+        always included.
         """
         found: list[Layout] = []
         num_found = 0
         for first in range(0, len(rows), DIVED_AT_ONCE):
             columns = self._base.columns.take(rows[first : first + DIVED_AT_ONCE])
             columns = self._base.tables.leanest(columns) if leanest else columns
-            # Memory first, as bounds cost more and few layouts remain if memory is short.
+            # Check memory first, because bounds cost more, and few layouts remain if memory is short.
             columns = columns.take(np.flatnonzero(self._fits_N(columns)))
             if not leanest:
                 least_N = self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
@@ -251,7 +252,7 @@ class Frontier:
         return bool(self._fits_N(columns.take(np.flatnonzero(is_lean_M))).any())
 
     def _with_peaks(self, layouts: Sequence[Layout]) -> list[Promising]:
-        """Return the layouts that fit, with their peaks and without bounds."""
+        """Return the layouts that fit in memory, with predicted peaks and without bounds."""
         layouts = list(dict.fromkeys(layouts))
         peaks = self._inputs.predictor.all_peaks(layouts) if layouts else ()
         return [
@@ -275,7 +276,7 @@ class Frontier:
 
 
 def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:
-    """Return the first layout of each set of degrees, then the others, as layouts of equal degrees often fail alike."""
+    """Return first one layout of each set of degrees, because layouts of equal degrees often fail together."""
     first: dict[tuple[int, ...], Layout] = {}
     for layout in layouts:
         first.setdefault(attrgetter(*_DEGREES)(layout), layout)
@@ -283,7 +284,7 @@ def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:
 
 
 def _rough_N(columns: LayoutColumns, bounds: BoundColumns) -> Floats:
-    """Bound base layouts roughly: the lower bound of the two with and without sequence parallelism."""
+    """Bound base layouts roughly, by the lower of the bounds with and without sequence parallelism."""
     bare = columns.without_recompute()
     with_and_without = (replace(bare, sequence_parallel=np.full(len(bare), flag)) for flag in (0, 1))
     rough_N: Floats = np.fmin(*(bounds.rough_of_columns(each) for each in with_and_without))
@@ -294,7 +295,7 @@ def _least_N(base: BaseLayouts, rows: Ints, bounds: BoundColumns) -> Floats:
     """Bound base layouts by their fastest flags without recompute, which only adds time."""
     least_N = np.full(len(rows), np.inf)
     place_M, columns = base.variants(rows)
-    # Overlapped reductions never raise a bound, so one of two variants that differ in nothing else is enough.
+    # Overlapped reductions never raise a bound. So of two variants that differ only in this flag, one is enough.
     order = np.argsort(-columns.overlap_grad_reduce, kind="stable")
     others = [getattr(columns, name) for name in _FLAGS if name != "overlap_grad_reduce"]
     codes_M = codes_of([place_M, *others])

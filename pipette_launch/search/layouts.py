@@ -41,11 +41,11 @@ from pipette_launch.search.layout_axes import LayerSeconds, by_flops, by_parts
 K = TypeVar("K", bound=Hashable)
 
 Build = Callable[[K, "Counter[str]"], Iterable[tuple[int, ...]]]
-"""Yields the rows of a key, and counts refused rows by reason."""
+"""Function that yields the rows (tuples of field values) of a key, and counts refused rows by reason."""
 
 
 class SharedLists(Generic[K]):
-    """Lists of rows of numbers by key, each built once and shared; refused rows are counted by reason."""
+    """Lists of rows (tuples of field values) by key. Each list is built once and shared; refused rows are counted."""
 
     def __init__(self, build: Build[K], *, width: int) -> None:
         self._build = build
@@ -70,7 +70,7 @@ class SharedLists(Generic[K]):
 
     @property
     def lengths(self) -> Ints:
-        """Number of rows of each list."""
+        """Number of rows in each list."""
         return np.array([len(rows) for rows in self._rows], dtype=np.int64)
 
     @property
@@ -79,11 +79,11 @@ class SharedLists(Generic[K]):
         return np.array([rows[0] if rows else (0,) * self._width for rows in self._rows], dtype=np.int64)
 
     def rows(self, place: int) -> list[tuple[int, ...]]:
-        """Return one list."""
+        """Return the list with the index `place`."""
         return self._rows[place]
 
     def dropped(self, place_D: Ints) -> Counter[str]:
-        """Count refused rows by reason, each as often as its list is used."""
+        """Count refused rows by reason; the rows of a list count once for each use of the list."""
         total: Counter[str] = Counter()
         uses = np.bincount(place_D, minlength=len(self._faults)).tolist()
         for faults, times in zip(self._faults, uses, strict=True):
@@ -92,7 +92,7 @@ class SharedLists(Generic[K]):
         return total
 
     def spread(self, place_D: Ints) -> tuple[Ints, Ints]:
-        """Repeat each combination for every row of its list; return its index (N) and the rows (N x width)."""
+        """Repeat each combination for each row of its list; return the combinations' indices (N) and the rows."""
         lengths = self.lengths
         starts = np.cumsum(lengths) - lengths
         counts_D = lengths[place_D] if len(place_D) else np.zeros(0, dtype=np.int64)
@@ -119,9 +119,9 @@ class _Depth(NamedTuple):
     """Fields that decide the legal kinds of recompute."""
 
     layers: frozenset[int]
-    """Different numbers of layers of the chunks."""
+    """Numbers of layers that chunks have, without repetition."""
     tp: int
-    """1, or 2 for any larger degree."""
+    """1 without tensor parallelism, 2 for any larger TP."""
 
 
 _Pair = tuple[tuple[tuple[int, ...], ...], _Depth]
@@ -129,7 +129,7 @@ _Pair = tuple[tuple[tuple[int, ...], ...], _Depth]
 
 
 class MemoryOptionTables:
-    """The memory options of many base layouts."""
+    """Legal memory options of many base layouts."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -141,11 +141,11 @@ class MemoryOptionTables:
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """Kinds of recompute; rows of numbers hold their index."""
+        """Kinds of recompute. Rows contain the index of a kind in this tuple."""
         return tuple(self._numbers)
 
     def first(self, columns: LayoutColumns) -> tuple[LayoutColumns, Ints, Counter[str]]:
-        """Give each base layout its first options; also return its number of variants (N), and the refused ones."""
+        """Give each base layout its first options; also return the numbers of variants (N), and the refused options."""
         if not len(columns):
             return columns, np.zeros(0, dtype=np.int64), Counter()
         flag_N, pair_N = self._places(columns, self._pairs)
@@ -194,7 +194,7 @@ class MemoryOptionTables:
     def _build_flags(self, key: _FlagKey, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         states = layout_axes.memory_flags(self._rules, key.tp, has_replicas=key.has_replicas)
         legal = [state for state in states if not drops(state_faults(self._rules, key.tp, key.cp, state), dropped)]
-        # Megatron distributes saved activations only without sequence parallelism.
+        # Megatron can distribute saved activations over ranks only without sequence parallelism.
         distributes = self._rules.options.distribute_saved_activations
         is_timed = any(state.sequence_parallel for state in legal) and not distributes
         for state in legal:
@@ -221,7 +221,7 @@ class MemoryOptionTables:
                 yield from ((*state, *number) for number in legal[turn : turn + 1])
 
     def _build_lean(self, key: _Pair, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
-        """Yield the legal options nearest to: recompute of each layer alone, everything sharded, no overlap buffers."""
+        """Yield the legal options for least memory: ideally full recompute layer by layer, sharding, and no overlap."""
         rows = list(self._build_pairs(key, dropped))
         recomputes = self.recomputes
 
@@ -236,7 +236,7 @@ class MemoryOptionTables:
 
 
 def drops(faults: Broken, dropped: Counter[str]) -> bool:
-    """Count the first broken rule by its reason; return whether there is one."""
+    """Count the first broken rule by its reason; return whether any rule is broken."""
     broken = next(faults, None)
     if broken:
         dropped[broken.reason] += 1
@@ -250,28 +250,28 @@ def _grouped(*columns: Ints) -> tuple[Ints, Ints]:
 
 
 MOST = 1 << 17
-"""Number of base layouts above which the least promising ones are set aside."""
+"""Largest number of base layouts. If there are more, the least promising base layouts are set aside."""
 MANY_TIMES = 8
-"""Layers are balanced by the times of the user's micro-batch, and of a micro-batch larger by this factor."""
+"""Layers are balanced by the times of the user's micro-batch, and of a micro-batch this many times larger."""
 FEWEST_TOKENS = 512
-"""Smallest part of a sequence on a context rank, if base layouts are set aside."""
+"""If base layouts are set aside, each context-parallel rank must keep at least this number of tokens."""
 _REST = ("vpp", "microbatch_group_size", "layers_per_chunk", "chunks_after_mtp", "micro_batch_size")
 _Split: TypeAlias = tuple[int, int, int]
-"""Virtual stages, index of the layers of the chunks, chunks after multi-token prediction."""
+"""(virtual stages, index in the list of layers per chunk, chunks after multi-token prediction)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseLayouts:
-    """The legal base layouts as columns, each with its first options; those with TP inside a host come first."""
+    """Legal base layouts as columns, each with its first memory options. Layouts with TP inside a host come first."""
 
     tables: MemoryOptionTables
     columns: LayoutColumns
     dropped: dict[str, int]
-    """Refused combinations by the first rule that they break; combinations that share a refused prefix count once."""
+    """Number of refused combinations by the first broken rule. Combinations with the same refused fields count once."""
     own_fault: str | None
-    """Rule that the user's own layout breaks, if any."""
+    """Rule that the user's own layout breaks, or None."""
     num_layouts: int
-    """All legal layouts: all variants of all base layouts."""
+    """Number of all legal layouts: all variants of all base layouts."""
 
     def __len__(self) -> int:
         """Return the number of base layouts."""
@@ -279,13 +279,13 @@ class BaseLayouts:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """First variant of every base layout; each takes some microseconds."""
+        """First variant of every base layout. Building a layout takes some microseconds."""
         return tuple(self.columns.layout(row) for row in range(len(self)))
 
     def variants(self, rows: Ints) -> tuple[Ints, LayoutColumns]:
         """Return all legal variants of some base layouts, and for each the index of its base layout in `rows` (M).
 
-        The cheapest recompute comes first, with the fastest flags first.
+        Variants are sorted by recompute, the cheapest first, and then by flags, the fastest first.
         """
         return self.tables.variants(self.columns.take(rows))
 
@@ -293,9 +293,9 @@ class BaseLayouts:
         """Return the legal layouts with the same degrees that differ in one choice.
 
         A choice is the micro-batch, the layer split, the group of micro-batches, sequence parallelism, the distributed
-        optimizer, the overlaps, or recompute. Fields that must follow a choice may differ with it: the group follows
-        micro-batch and split, the gather overlap follows the optimizer. Layouts with other degrees are no neighbours,
-        as a placement has no meaning for them.
+        optimizer, the overlaps, or recompute. Fields that must follow a choice may differ too: the group follows the
+        micro-batch and the split, and the gather overlap follows the optimizer. Layouts with other degrees are not
+        neighbours, because they cannot use the placement of this layout.
         """
         same_N = np.ones(len(self), dtype=bool)
         for name in Degrees._fields:
@@ -318,16 +318,16 @@ def base_layouts(
 ) -> BaseLayouts:
     """List the legal degrees, layer splits and micro-batches of a job.
 
-    TP larger than a host is legal in Megatron and stays in, as the cost model prices its slow links. Only if there are
+    TP larger than a host is legal in Megatron and is listed, because the cost model prices the slow links. If there are
     more than `MOST` base layouts, some are set aside and counted.
 
     Args:
-        job: with the user's own layout and its pins.
+        job: job with the user's own layout and the pinned fields.
         world_size: ranks of the job.
         devices_per_host: slots of one host.
         device_kind: `cuda` or `cpu`.
-        table: measured times, by which uneven stages are balanced; FLOPs are used without them.
-        domains: hosts and NVLink domains; None if domains are unknown.
+        table: measured times, by which uneven stages are balanced; None = use FLOPs.
+        domains: hosts and NVLink domains; None if unknown.
 
     """
     rules = Rules.of(job, device_kind=device_kind, rooms=domains or Domains(devices_per_host=devices_per_host))
@@ -364,8 +364,10 @@ def base_layouts(
 def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
     """Return the distinct compute cases of layouts, most promising first.
 
-    The user's own comes first, as everything is compared with it. The others follow by their distance in doublings from
-    TP 1, CP 1 and micro-batches of 2, where jobs that fit run best. Between equal ones, the case of more layouts wins.
+    A compute case is a set of field values that decides compute times. The case of the user's own layout comes first,
+    because every plan is compared with it. The other cases follow by distance, counted in doublings of TP, CP and
+    micro-batch, from TP 1, CP 1 and micro-batches of 2. There, jobs that fit in memory run best. If two cases are
+    equally far, the case of more layouts comes first.
     """
     groups = found.groups("tp", "cp", "micro_batch_size")
     sizes = np.bincount(groups.group_N, minlength=len(groups.first_U)).tolist()
@@ -382,7 +384,7 @@ def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
 
 
 def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the legal TP, PP, DP and CP; each is checked before the next one is listed."""
+    """Yield the legal TP, PP, DP and CP; each degree is checked before values of the next degree are listed."""
     job = rules.job
     for tp in layout_axes.values(job, "tp", layout_axes.divisors(world_size)):
         if world_size % tp or drops(tensor_faults(rules, tp), dropped):
@@ -399,16 +401,16 @@ def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iter
 
 
 class _ExpertGrids:
-    """EP, ETP and rank order for dense degrees."""
+    """Lists of legal EP, ETP and rank order for dense degrees."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._lists: SharedLists[tuple[int, int, int, int]] = SharedLists(self._rows, width=3)
 
     def spread(self, dense_D4: Ints, dropped: Counter[str]) -> tuple[Ints, Ints]:
-        """Repeat dense degrees for each of their expert degrees."""
+        """Repeat dense degrees for each set of legal expert degrees."""
         job = self._rules.job
-        # The list depends on the ranks of a stage; on TP only if ETP follows it, on DP only in the other rank order.
+        # The list depends on the ranks of a stage; on TP only if ETP equals TP; on DP only in the tp-pp-dp rank order.
         follows, asks = not job.model.num_experts, any(layout_axes.rank_orders(job))
         keys = (
             (pp, tp * dp * cp, tp if follows else 1, dp if asks else tp * dp * cp // (tp if follows else 1))
@@ -431,12 +433,12 @@ class _ExpertGrids:
 
 
 class _ChunksAndBatches:
-    """Layer splits, micro-batches and their groups for degrees; one list for each DP, PP and set of splits."""
+    """Legal layer splits, micro-batches and microbatch groups; one list for each DP, PP and set of splits."""
 
     def __init__(self, rules: Rules, table: ComputeTable | None) -> None:
         self.layers: dict[tuple[int, ...], int] = {(): 0}
         self.lists: SharedLists[tuple[int, int, tuple[_Split, ...]]] = SharedLists(self._rows, width=len(_REST))
-        """Rows of the fields `_REST`; layers of chunks are an index into `layers`."""
+        """Rows with the fields `_REST`. The layers per chunk are given as an index into `layers`."""
         self._rules = rules
         self._table = table
         self._seconds: dict[int, tuple[LayerSeconds, ...]] = {}
@@ -456,10 +458,10 @@ class _ChunksAndBatches:
         return self._chunks[tp, pp]
 
     def _seconds_of(self, tp: int) -> tuple[LayerSeconds, ...]:
-        """Return times of the parts at this TP, for the user's micro-batch and for a large one.
+        """Return times of the model's parts at this TP, for the user's micro-batch and for a large micro-batch.
 
-        The host launches many kernels for a layer and few for the head. With small micro-batches the host sets the
-        pace, so the head is worth fewer layers than with large ones.
+        The host launches many kernels for a layer and few for the head. With small micro-batches, launches limit the
+        speed, so the head costs as much time as fewer layers than with large micro-batches.
         """
         if tp not in self._seconds:
             job = self._rules.job
@@ -492,7 +494,7 @@ class _ChunksAndBatches:
 def _thinned(
     job: Job, degrees_D7: Ints, lengths: Ints, places_D: Ints, devices_per_host: int, dropped: Counter[str]
 ) -> Ints:
-    """Set degrees aside, rule by rule, while there are more than `MOST` base layouts; the user's own values stay."""
+    """Set degrees aside, rule by rule, while there are over `MOST` base layouts; the user's own values stay."""
     kept = np.arange(len(degrees_D7), dtype=np.int64)
     tp_D, _, _, cp_D, _, etp_D, _ = degrees_D7.T
     own = job.own

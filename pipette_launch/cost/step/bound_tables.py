@@ -49,9 +49,9 @@ GroupsLie = Literal["anywhere", "inside hosts", "tensor across hosts", "experts 
 inside one host if they fit. `tensor across hosts`: some tensor-parallel group spans hosts. `experts across hosts`: some
 ranks that share experts span hosts."""
 UNLIKE = 1.02
-"""Hosts whose best links differ by less than this factor count as equal."""
+"""If the best links of two hosts differ by less than this factor, the hosts count as equal."""
 _PARTS: Memo[Memo[Ints]] = Memo()
-"""Parts of the chunks by model and layer split; most splits recur with every degree and micro-batch."""
+"""Parts of the chunks by model and layer split, cached because every degree and micro-batch uses most splits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Content:
     """Layer split of each layout."""
     kind_CVP: Ints
     parts_KX: Ints
-    """Number of each part."""
+    """Number of each part in each kind of chunk."""
 
 
 def contents_of(job: Job, columns: LayoutColumns) -> Content:
@@ -105,17 +105,17 @@ class UnitTimes:
 
     group_N: Ints
     passes_U4X: Floats
-    """Forward, backward with recompute, and idle time of both, on a slot of speed 1."""
+    """Seconds of forward, backward with recompute, and the idle time in each of these two, on a slot of speed 1."""
     exchanges_U2X: Floats
-    """Exposed collectives of forward and backward, over the best links."""
+    """Exposed seconds of the collectives in forward and in backward, over the best links."""
     hop_s_U: Floats
-    """Send between two slots over the best link."""
+    """Seconds of a send between two slots over the best link."""
     fastest: float
     """1 / speed of the fastest slot."""
     slowest: float
 
     def take(self, rows: Ints) -> UnitTimes:
-        """Return some of the layouts, with only their own groups."""
+        """Return the times of some of the layouts, with only the groups of these layouts."""
         used, group_N = np.unique(self.group_N[rows], return_inverse=True)
         return replace(
             self,
@@ -162,11 +162,11 @@ class Tables:
         self._embedding_s: Memo[float] = Memo()
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         self._shard_fields: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
-        """Further fields that decide exchanges under FSDP: replicas, and recompute, which hides some of them."""
+        """Further fields that decide exchanges under FSDP: replicas, and recompute, which hides some exchanges."""
         self._one_of_each = LayerCounts.one_of_each(job.model)
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
-        """Return whether compute times are known, and batch, layers and slots can be divided so."""
+        """Return whether compute times are known, and the degrees divide batch, layers and slots."""
         cases = columns.groups("tp", "cp", "micro_batch_size")
         known_U = _each(columns, cases.first_U, ("tp", "cp", "micro_batch_size"), self._can_compute, self._computes)
         fields = ("pp", "vpp", "layers_per_chunk")
@@ -267,7 +267,7 @@ class Tables:
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
         """Return the reduction of word embedding gradients that the first and the last stage both hold."""
-        # A single slot has no links to take a bound from.
+        # A single slot has no links, so the fabric has no best link.
         if not has_two_embeddings(self.job.model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
         seconds = [self._embedding_s.get(tp, partial(self._embedding_s_of, tp)) for tp in columns.tp.tolist()]

@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _SLOTS_AT_ONCE = 1 << 18
-"""Slots of all placements that are priced in one block; each array then takes some MB."""
+"""Largest number of slots, over all placements, that are priced at once; each array then takes some MB."""
 
 
 class PlacementCost:
@@ -48,7 +48,7 @@ class PlacementCost:
         self.slowness_W = slowness_W
         """1 / speed of each slot."""
         self.factor = factor
-        """Learned correction of such layouts; `cost` and `costs` include it."""
+        """Learned factor on the predicted step of this layout; `cost` and `costs` include the factor."""
         self.groups = Groups.of(work.layout, instances=work.shard_copies)
         self._slots = np.arange(work.layout.world_size)
         self._lanes: dict[str, Ints] = {}
@@ -62,7 +62,7 @@ class PlacementCost:
         return same
 
     def of(self, work: LayoutWork) -> PlacementCost:
-        """Return a copy for other work of this layout."""
+        """Return a copy with other work, such as the work under another schedule."""
         same = copy.copy(self)
         same.work = work
         return same
@@ -110,7 +110,7 @@ class PlacementCost:
         )
 
     def _exchange_s_PR(self, slot_KW: Ints) -> tuple[Floats, ...]:
-        # The same collective is listed twice if compute hides only one of its uses.
+        # A collective is listed twice if compute hides only one of its two uses.
         priced: dict[tuple[str, str, float], Floats] = {}
         rings: dict[tuple[str, int], Routes] = {}
         found = []
@@ -139,7 +139,7 @@ class PlacementCost:
         return _columns(seconds_KG[:, lane_PDL].max(axis=3))
 
     def _hops_PR(self, slot_KW: Ints) -> tuple[Floats, Floats]:
-        """Return the hop from each pipeline rank to the next, and back: the slowest lane of each replica."""
+        """Return the hop seconds from each pipeline rank to the next, and back, on the slowest link of a replica."""
         layout = self.work.layout
         if layout.pp == 1:
             zero = np.zeros((1, len(slot_KW) * layout.dp))
@@ -153,7 +153,7 @@ class PlacementCost:
         return forward_s, backward_s
 
     def _once_a_step_SK(self, slot_KW: Ints) -> tuple[Floats, Floats]:
-        """Return the gradient reduction and the parameter gather of every stage: its slowest group."""
+        """Return the seconds of gradient reduction and parameter gather of the slowest group of every stage."""
         work, layout = self.work, self.work.layout
         reduce_s, gather_s = (np.zeros((layout.num_chunks, len(slot_KW))) for _ in range(2))
         uses = [(reduce_s, work.reduce_kind, work.gradient_bytes_S2)]
@@ -189,8 +189,8 @@ def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices
     """Price every group over the best links (`Fabric.bound_s`): no placement of the layout has lower prices.
 
     Args:
-        work: of one replica of the layout.
-        fabric: the links.
+        work: work of one replica of the layout.
+        fabric: links between slots.
         slowness_PK: 1 / speed of the slot of each pipeline rank, one column for each case.
 
     """
@@ -271,7 +271,7 @@ class Predictor:
         self._job = job
         self._measurements = measurements
         self.compute = ComputeTable(job, measurements)
-        """Pass times on a slot of speed 1."""
+        """Seconds of forwards and backwards on a slot of speed 1."""
         self.fabric = Fabric(measurements.cluster, measurements.collectives)
         """Seconds of collectives and sends between slots."""
         self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)

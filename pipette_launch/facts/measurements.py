@@ -426,10 +426,6 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
     The warm-up distributes the cases over all slots. So a case may have been measured only on a removed host. The times
     of such a case are converted to the remaining slot with the nearest speed.
 
-    Args:
-        measurements: measurements of all hosts.
-        names: hosts to remove.
-
     Raises:
         FactError: a name is unknown, or no host remains.
 

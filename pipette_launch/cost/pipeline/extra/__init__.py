@@ -208,16 +208,14 @@ def named_schedule(
         pp: pipeline ranks.
         vpp: chunks of each rank.
         num_microbatches: micro-batches of one step.
-        group_size: micro-batches that a rank runs through one chunk before its next chunk (interleaved-1f1b and gis);
-            None = pp.
+        group_size: micro-batches that a rank runs through one chunk before its next chunk; None = pp.
         extra: additional warm-up forwards, compared with 1F1B (eager-1f1b); None = the schedule's own number.
         times: times of the stages, with input and weight gradients separate. None = equal times, for schedules whose
             order depends on times. If times are given, gis and interleaved-zb place their weight gradients (W) again.
         held_S: memory of each stage for one micro-batch, in any unit; None = equal parts of one micro-batch.
         w_share: share of `held_S` that a weight gradient (W) still needs.
         limit_P: most memory of each rank, in the unit of `held_S`; None = the schedule's known peak.
-        objective: time to minimize, for schedules whose order depends on times; `span` only with zero bubble's
-            post-validation.
+        objective: time to minimize. `span` needs zero bubble's post-validation.
 
     Raises:
         LayoutError: no such schedule exists for these numbers; the message gives the reason.

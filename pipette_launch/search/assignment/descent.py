@@ -32,7 +32,7 @@ SOFTEST, HARDEST = 0.05, 0.002
 PATIENCE = 8
 """Number of batches without an accepted swap after which the descent ends."""
 INFORMED = 0.5
-"""Share of the proposals that move a seat near a seat to which it sends data; the other proposals are random."""
+"""Share of the proposals that move a seat near a seat with which it shares a flow; the other proposals are random."""
 
 Entry = TypeVar("Entry", bound=np.generic)
 
@@ -101,10 +101,10 @@ class SwapPrices:
             one_P: first seat of each swap.
             two_P: second seat of each swap.
             share_G: `shares` of this position and softness.
-            softness_s: s of the soft maximum; the soft maximum of a single group is the group itself.
+            softness_s: softness of the maximum, in seconds; the soft maximum of a single group is the group itself.
 
         Returns:
-            Seconds for each swap; a family's rise is limited to 80 s and its fall to 27 s.
+            Seconds for each swap; a family's rise is limited to 80 times the softness, and its fall to 27 times.
 
         """
         log_share_G = np.log(np.maximum(share_G, 1e-300))

@@ -247,7 +247,7 @@ class Plan:
     own_fault: str = field(default="", metadata=ADDED_LATER)
     """Reason why the user's own configuration cannot run. Empty = the configuration can run.
 
-    If Megatron refuses the configuration, `own` is a substitute or has the step time of another layout.
+    If Megatron refuses the configuration, `own` is another layout, or has the step time of another layout.
     """
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
     """Fallback plans for other numbers of hosts, beginning with the most hosts. A fallback plan has no fallback

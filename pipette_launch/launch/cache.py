@@ -1,4 +1,4 @@
-"""Cache of plans, measurements, outcomes and memory shortages for later jobs. Also reads plans from files."""
+"""Cache of plans, measurements, outcomes and memory shortages for later jobs; and plan files that the user names."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class UnitParameters:
     """Parameters on one rank of the units that make up chunks."""
 
     layers: dict[LayerKind, Parameters]
-    """One layer of each kind that the model may have; 0 for kinds with experts in a model without experts."""
+    """Parameters of one layer of each kind; 0 for kinds with experts if the model has no experts."""
     embedding: Parameters
     """Embeddings of the first chunk."""
     head: Parameters

@@ -263,7 +263,8 @@ def chunks_faults(rules: Rules, pp: int, vpp: int, layers_per_chunk: tuple[int, 
         reason = f"{flag_of('overlap_moe_expert_parallel_comm')} with pp > 1 needs virtual stages"
         yield BrokenRule(reason, ("pp",), f"remove it, or {_ADD_STAGES}")
     if options.overlap_p2p_comm_warmup_flush and (vpp == 1 or not options.overlap_p2p_comm):
-        # Without virtual stages validate_args turns overlapped messages off. Then ModelParallelConfig refuses the flag.
+        # Without virtual stages validate_args turns overlapped messages off, and then ModelParallelConfig refuses the
+        # overlap of warm-up and flush.
         reason = f"{flag_of('overlap_p2p_comm_warmup_flush')} needs virtual stages and overlapped messages"
         yield BrokenRule(reason, ("pp", "overlap_p2p_comm"), f"remove it, or {_ADD_STAGES}")
     if vpp == 1 and options.overlap_param_gather_with_optimizer_step:

@@ -566,7 +566,7 @@ def settled(
     """
 
     def seconds_per_byte(link: LinkSamples) -> float:
-        # Divide by the size, because the largest message depends on the available time.
+        # Compare seconds per byte, because pairs have different largest messages.
         return link.samples[-1].median_s / link.sizes_bytes[-1]
 
     found = [measure()]

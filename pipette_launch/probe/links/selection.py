@@ -415,7 +415,7 @@ def _by_tier(value_HH: Floats, tier_HH: Ints, share: float) -> Floats:
 
 
 class Pass(NamedTuple):
-    """One scouting round, or the plan rounds after one answer of the adviser."""
+    """Result of one scouting round, or of the rounds that measure the links in one answer of the adviser."""
 
     new: int
     """Number of wanted pairs that were measured. Other wanted pairs were known, or did not fit into the rounds."""

@@ -226,7 +226,7 @@ def recounting(original: Callable[..., Any], storage: Any, size: int) -> Any:
 # Shapes of common operations on abstract tensors. torch decomposes each operation in Python, in 0.25 to 0.5 ms. The
 # functions below handle contiguous tensors of one floating type. torch handles all other operands.
 
-# torch.empty itself, which no patch replaces.
+# The C function behind torch.empty. Patches replace torch.empty, but not this function.
 _empty: Callable[..., torch.Tensor] = torch._C._VariableFunctions.empty
 Quick = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Returns the result of an operation from its arguments, or None if torch must run the operation."""

@@ -218,7 +218,7 @@ class Cluster(HostsOfJob):
 
     @property
     def keeps_residues(self) -> bool:
-        """True on CUDA, where the RANKs of a host must differ modulo its devices (`search.placement.slots.Slots`)."""
+        """True on CUDA, where the RANKs of a host must differ modulo its devices (`search.slots.Slots`)."""
         return self.device_kind == "cuda"
 
     def host_of(self, slot: int) -> int:

@@ -222,7 +222,7 @@ class Plan:
     chosen: Choice
     alternatives: tuple[Choice, ...]
     own: Choice
-    """The user's own configuration, or a substitute if `own_fault` is not empty."""
+    """The user's own configuration; with `own_fault` it may be a substitute, or priced like another layout."""
     keeps_own: bool
     """True if the chosen configuration is the user's own, because no other plan was better by the margin."""
     reasons: tuple[str, ...]
@@ -247,7 +247,7 @@ class Plan:
     own_fault: str = field(default="", metadata=ADDED_LATER)
     """Reason why the user's own configuration cannot run. Empty = the configuration can run.
 
-    If Megatron refuses the configuration, `own` is another layout, or has the step time of another layout.
+    If Megatron refuses it, `own` is a substitute. If the search rules it out, `own` has another layout's step time.
     """
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
     """Fallback plans for other numbers of hosts, beginning with the most hosts. A fallback plan has no fallback

@@ -42,7 +42,7 @@ def plan_key(
     The digest leaves out free memory, which changes every minute, and the budget, because a short warm-up also gives a
     plan. The digest leaves out the order of hosts, because a plan names the hosts.
     """
-    # Notes and the number of iterations do not change a step.
+    # Notes, the number of iterations and the log interval do not change a step.
     work = replace(job, notes=(), train_iters=None, log_interval=1)
     return files.digest(lasting(hosts), work, versions, list(settings), steering(environ))
 

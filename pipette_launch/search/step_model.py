@@ -233,7 +233,7 @@ def tangents_of(
 
 
 def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread) -> tuple[Floats, Floats]:
-    """Return pipelines: slow ones, slow ones with exchanged hops, and the slowest with longer stages or hops."""
+    """Return slow pipelines, and the slowest one with other hops, a slower rank or one slowest hop."""
     stages, pp, replicas = len(work.rank_S), work.layout.pp, durations_BD.shape[1]
     assert len(durations_BD) == 3 * stages
     slowest = np.argsort(-work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=0), kind="stable")

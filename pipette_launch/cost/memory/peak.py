@@ -112,7 +112,7 @@ class PeakParts(Generic[Bytes]):
     optimizer_step: Bytes
     """Temporaries of the optimizer step, which runs when no activations are kept."""
     whole: Bytes
-    """Bytes of whole weights and gradients of the running layers under FSDP, beside the shards."""
+    """Bytes that FSDP holds whole beside the shards: gathered layers, waiting gradients, embedding and head."""
 
     @property
     def static(self) -> Bytes:

@@ -161,7 +161,7 @@ class _Passes:
     ) -> _Passes:
         """Bound the pipelines.
 
-        If `crossing` is given, one unknown pipeline rank of each takes the times of `crossing`.
+        If `crossing` is given, at least one rank of each pipeline takes at least its times; which rank is unknown.
         """
         microbatches_N = tables.microbatches_N(columns)
         codes_N = codes_of([unit.group_N, content.split_N, microbatches_N, columns.microbatch_group_size])

@@ -162,7 +162,7 @@ class _Clock:
         self.free_s = [0.0] * problem.pp
         self.ran: list[list[tuple[float, float, Action]]] = [[] for _ in order]
         self.events = [(0.0, rank) for rank in range(problem.pp)]
-        # For each rank, stage and kind: indices of the micro-batches in the rank's order.
+        # For each rank, stage and kind: the place of each micro-batch's pass in the rank's order.
         self.chains: list[defaultdict[tuple[int, str], list[int]]] = []
         for actions in order if rules.pull != "none" else ():
             self.chains.append(defaultdict(list))

@@ -1,4 +1,4 @@
-"""Reasons for a plan, notes on its predictions, and errors if there is no plan; one sentence each."""
+"""Sentences about a plan: reasons for the plan, notes on its predictions, and errors if no plan exists."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ PART_NAMES = {
 DRIVERS_SHARE = 0.03
 """A GPU counts as free if at most this share of its memory is in use."""
 MOST_HOSTS_MORE = 8
-"""Largest multiple of the hosts that is proposed as a larger allocation."""
+"""A proposed larger allocation has at most this number times the present number of hosts."""
 MEASURE_BOTH = "--pipette-trials would measure both"
 _ROUNDING = 1e-9
 _PRINTS_AS_ZERO = 0.0005
 
 
 def reasons(inputs: SearchInputs, chosen: Chosen, *, floor_s: float, margin: float) -> tuple[str, ...]:
-    """Explain the choice of this plan, and how much faster any other could be.
+    """Explain the choice of this plan, and how much faster any other plan could be.
 
     Args:
         inputs: job and machines.
-        chosen: the decision.
+        chosen: the chosen plan and the plans that it was compared with.
         floor_s: lower bound over all legal layouts that fit.
         margin: share of the user's own step that another plan had to save.
 
@@ -99,7 +99,7 @@ def cut_short(num_seen: int, budget_s: float) -> str:
 
 
 def scheduled(choice: Choice, stock: Choice) -> str:
-    """Report the gain of a schedule that Megatron lacks over the best plan under Megatron's own."""
+    """Report how much a schedule that Megatron lacks saves over the best plan under Megatron's own schedules."""
     gain = 1 - choice.step_time_s / stock.step_time_s
     return (
         f"{choice.layout.words()} under the schedule {choice.schedule} takes {seconds_text(choice.step_time_s)} a "
@@ -109,7 +109,7 @@ def scheduled(choice: Choice, stock: Choice) -> str:
 
 
 def kept_order(inputs: SearchInputs, choice: Choice) -> tuple[str, ...]:
-    """Report the gain of an order of devices that is not device order; nothing in device order."""
+    """Report the gain if ranks do not take the devices of each host in device order; otherwise return ()."""
     devices = inputs.cluster.devices_per_host
     order_D = shared_order(choice.placement, devices)
     if order_D is None or order_D == tuple(range(devices)):
@@ -245,7 +245,7 @@ def _floor(chosen: Chosen, floor_s: float) -> str:
 
 
 def _memory_in_use(inputs: SearchInputs) -> list[str]:
-    """Name the GPU with the most memory in use by others, if that is more than a driver's share."""
+    """Name the GPU on which other programs use most memory, if they use more than `DRIVERS_SHARE`."""
     devices = [(host.name, device) for host in inputs.cluster.hosts for device in host.devices]
     name, fullest = min(devices, key=lambda pair: pair[1].memory_free_bytes)
     if fullest.kind != "cuda" or fullest.memory_free_bytes >= (1 - DRIVERS_SHARE) * fullest.memory_total_bytes:
@@ -280,7 +280,7 @@ def _changed_numbers(inputs: SearchInputs, chosen: Chosen) -> list[str]:
 def nothing_left(
     inputs: SearchInputs, *, dropped: Mapping[str, int], memory_margin: float, is_late: IsLate
 ) -> PlanError:
-    """Return the error if no legal layout can be priced; remedies are searched until `is_late`."""
+    """Return the error if no legal layout can be priced; the search for ways to help ends at `is_late`."""
     if dropped.get(OVER_MEMORY):
         return _nothing_fits(inputs, memory_margin, is_late)
     if dropped.get(NOT_MEASURED):
@@ -331,7 +331,7 @@ def _nothing_fits(inputs: SearchInputs, memory_margin: float, is_late: IsLate) -
 
 
 def _without_mask(inputs: SearchInputs) -> Iterator[str]:
-    """Propose to drop the data loader's mask if layouts fit without it."""
+    """Propose to drop the data loader's mask if layouts fit without the mask."""
     bare = without_mask(inputs.job)
     if bare is None:
         return
@@ -342,13 +342,13 @@ def _without_mask(inputs: SearchInputs) -> Iterator[str]:
 
 
 def _less_margin(inputs: SearchInputs, leanest: Layout, need: int) -> Iterator[str]:
-    """Propose a smaller memory margin if the leanest layout fits without any."""
+    """Propose a smaller memory margin if the leanest layout fits without a margin."""
     if inputs.memory_margin > 0 and need <= replace(inputs, memory_margin=0.0).limit_bytes(leanest):
         yield f"leave less memory free than {inputs.memory_margin:.0%}"
 
 
 def _more_memory(inputs: SearchInputs, layout: Layout, need: int) -> int:
-    """Return the additional bytes of every device with which a layout would fit."""
+    """Return the additional bytes of memory that every device needs so that a layout fits."""
     overhead = measured_overhead(inputs.job, layout, inputs.measurements)
     free = inputs.cluster.memory_bytes
     low, high = 0, 1 << 50
@@ -368,7 +368,7 @@ def _help(ways: list[str]) -> str:
 
 
 def _released(inputs: SearchInputs, *, must_fit: bool, is_late: IsLate) -> Iterator[str]:
-    """Propose each pinned flag that would allow a plan if it alone were released."""
+    """Propose each pinned flag whose release alone would allow a plan."""
     job = inputs.job
     for pin in job.pinned:
         if is_late():

@@ -1,4 +1,4 @@
-"""Fallback plans: plans of the whole job for fewer hosts, made ahead, so that it goes on at once if hosts are lost."""
+"""Fallback plans: plans for fewer hosts, made in advance, so that the job continues at once if hosts are lost."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from pipette_launch.search.solve import SolveOptions, solve
 from pipette_launch.text import plural
 
 MOST_S = 5.0
-"""Time limit for all fallback plans together; most searches end earlier."""
+"""Seconds that the search for all fallback plans together may take."""
 CLOSE = 0.05
-"""Share of the best step by which a plan may be slower if it keeps TP and PP, or has all its fallback plans."""
+"""A plan that keeps TP and PP, or has all its fallback plans, may be slower than the best plan by this share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +42,9 @@ class FallbackNeeds:
     """Samples of a step on any number of hosts."""
     num_layers: int
     job_of: Callable[[int], Job]
-    """Reads the job for a number of hosts, with the same global batch size; raises PipetteError if it cannot run."""
+    """Returns the job on a number of hosts, with the same global batch size; raises PipetteError if no job can run."""
     continuation_of: Callable[[Layout], Continuation]
-    """Returns the fields that another layout must keep to load the checkpoints of this one."""
+    """Returns the fields that a second layout must copy from the given layout to load its checkpoints."""
 
     def sizes(self, num_hosts: int) -> range:
         """Return the numbers of hosts that need a fallback plan, largest first."""
@@ -52,17 +52,17 @@ class FallbackNeeds:
 
 
 def rough_step(num_devices: int, *, devices_per_host: int, samples: int, layers: int, least_devices: int) -> float:
-    """Estimate the relative step time on a number of devices; infinite if no replica has enough layers.
+    """Estimate the relative step time on `num_devices` devices; infinite if the model has fewer layers than stages.
 
-    Equal replicas share the batch equally, so a number that has few common factors with the batch needs deep pipelines.
-    These wait while they fill, and the stage with most layers sets their pace.
+    The number of replicas divides the batch. If devices and batch have few common factors, pipelines are deep. Deep
+    pipelines wait while they fill, and their stage with most layers is the slowest.
 
     Args:
         num_devices: devices that train.
-        devices_per_host: limit of TP, which is the largest common divisor with a replica's devices.
-        samples: of a step.
-        layers: of the model.
-        least_devices: of a replica that fits in memory.
+        devices_per_host: devices of a host; TP is the largest common divisor of this number and a replica's devices.
+        samples: samples of a step.
+        layers: layers of the model.
+        least_devices: smallest number of devices of a replica that fits in memory.
 
     """
     most_replicas = math.gcd(num_devices, samples)
@@ -80,15 +80,15 @@ def rough_step(num_devices: int, *, devices_per_host: int, samples: int, layers:
 
 
 def keeping(job: Job, before: Layout, names: Sequence[str]) -> Job:
-    """Pin some fields of the job's layout to the values of another; raises LayoutError if its ranks do not allow them.
+    """Pin the fields `names` to the values of the layout `before`; raises LayoutError if the ranks do not allow them.
 
-    Other fields keep the user's own values if these fit.
+    Fields that are not pinned keep the user's own values if these values fit.
     """
     if not names:
         return job
     values = {name: getattr(before, name) for name in names}
     if {"tp", "pp"} <= values.keys():
-        # The user's own chunks and experts may not fit other sizes.
+        # The user's own chunks and expert sizes may not fit the TP and PP of `before`.
         fields = (*Split._fields, "microbatch_group_size", "ep", "etp", "sequence_parallel")
         values = {name: getattr(before, name) for name in fields} | values
     world_size = job.own.world_size
@@ -117,16 +117,16 @@ def with_fallback_plans(
 ) -> Plan:
     """Add to a plan fallback plans for the loss of one host, two hosts, and so on.
 
-    A fallback plan must be able to load the checkpoints of the plan. If their format keeps a layout that does not suit
-    fewer hosts, another candidate of the plan is chosen whose layout does, if it is nearly as fast.
+    A fallback plan must be able to load the checkpoints of the plan. If the checkpoint format fixes a layout that does
+    not suit fewer hosts, a candidate with a suitable layout is chosen if the candidate is nearly as fast.
 
     Args:
-        plan: for all hosts.
-        measurements: of these hosts.
-        needs: hosts that may be lost, and rules.
-        options: of the search for the plan; the budget is replaced.
-        clock: seconds that only grow.
-        corrections: learned from earlier outcomes.
+        plan: plan for all hosts.
+        measurements: measurements of these hosts.
+        needs: number of hosts that may be lost, and rules for fallback plans.
+        options: options of the search that found the plan; the time budget is replaced.
+        clock: returns seconds that never decrease.
+        corrections: corrections learned from earlier runs.
 
     """
     if not needs.tolerate:
@@ -152,7 +152,7 @@ def with_fallback_plans(
 
 
 def _nearly_as_fast(plan: Plan) -> Iterator[Choice]:
-    """Yield other candidates of a plan with nearly as short a step, fastest first, each layout once."""
+    """Yield candidates that are nearly as fast as the chosen plan, fastest first, each layout once."""
     own = () if plan.own_fault or not plan.own.fits else (plan.own,)
     seen = {plan.chosen.layout}
     for choice in sorted((*plan.alternatives, *own), key=lambda one: one.step_time_s):
@@ -162,7 +162,7 @@ def _nearly_as_fast(plan: Plan) -> Iterator[Choice]:
 
 
 def _choosing(plan: Plan, choice: Choice) -> Plan:
-    """Choose another candidate; the former choice is then tried next."""
+    """Return the plan with `choice` as its chosen candidate; the earlier choice becomes the first alternative."""
     rest = tuple(one for one in (plan.chosen, *plan.alternatives) if one is not choice and one is not plan.own)
     slower = choice.step_time_s / plan.chosen.step_time_s - 1
     why = (
@@ -174,7 +174,7 @@ def _choosing(plan: Plan, choice: Choice) -> Plan:
         chosen=choice,
         keeps_own=choice is plan.own,
         alternatives=rest,
-        # Plans that are better than the user's own configuration are still tried before it.
+        # Plans that are faster than the user's own configuration are still tried before this configuration.
         num_in_line=0 if plan.keeps_own else plan.num_in_line,
         reasons=(why, *plan.reasons),
     )
@@ -182,7 +182,7 @@ def _choosing(plan: Plan, choice: Choice) -> Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Covered:
-    """The fallback plans of one choice, and a sentence for each number of hosts without a plan of its own."""
+    """The fallback plans of one choice, and a sentence for each number of hosts that has no fallback plan."""
 
     choice: Choice
     plans: tuple[Plan, ...]
@@ -205,7 +205,7 @@ class _Maker:
         self._plan = plan
         self._measurements = measurements
         self._needs = needs
-        # Only Megatron's own schedules, as a search for others doubles the time.
+        # Search only Megatron's own schedules, because a search for other schedules doubles the time.
         self._options = replace(options, schedules=())
         self._clock = clock
         self._deadline_s = deadline_s
@@ -228,7 +228,7 @@ class _Maker:
         return _Covered(choice=choice, plans=tuple(made.values()), gaps=tuple(gaps))
 
     def _gap(self, size: int, smaller: int, why: str) -> str:
-        """Describe the case of `size` remaining hosts; the next smaller plan is for `smaller` hosts (0 = no plan)."""
+        """Explain why no plan uses `size` hosts; the next smaller plan is for `smaller` hosts (0 = no plan)."""
         num_hosts = len(self._plan.hosts)
         does = "the job waits for other hosts"
         if smaller:
@@ -237,10 +237,10 @@ class _Maker:
         return f"There is no plan for {size} {plural('host', size)} ({why}): when {left}, {does}."
 
     def _fastest(self, most: int, choice: Choice, tried: dict[int, Plan | str]) -> Plan | None:
-        """Return the fastest plan for at most `most` hosts, or None; add the results by size to `tried`.
+        """Return the fastest plan for at most `most` hosts, or None; `tried` gets the result of each number.
 
-        A number of hosts with few common factors with the batch needs deep pipelines or has no layout, so fewer hosts
-        may be faster. Numbers are tried in the order of a rough estimate while there is time.
+        If the number of hosts has few common factors with the batch, pipelines are deep or no layout is legal, so fewer
+        hosts may be faster. Numbers of hosts are tried in the order of a rough estimate until the deadline.
         """
         best: Plan | None = None
         for size in sorted(range(self._needs.least_hosts, most + 1), key=lambda one: (self._rough_step(one), -one)):
@@ -261,19 +261,19 @@ class _Maker:
         return rough_step(size * devices, least_devices=least, **shape)
 
     def _may_be_faster(self, size: int, choice: Choice, best: Plan) -> bool:
-        """Return whether `size` hosts beat a plan if each host is as fast as in the plan for all hosts."""
+        """Return whether `size` hosts would beat `best` if each host were as fast as in the plan for all hosts."""
         return size * best.chosen.step_time_s > len(self._plan.hosts) * choice.step_time_s
 
     def _plan_for(self, size: int, before: Layout) -> Plan | str:
-        """Return the plan for the first `size` hosts, or the reason for its absence; use half of the time left.
+        """Return the plan for the first `size` hosts, or the reason that no plan exists; use half of the time left.
 
-        Nobody knows which hosts will be lost. Remaining hosts then take the places of lost ones.
+        The lost hosts are not known in advance. If one of the first `size` hosts is lost, a later host replaces it.
         """
         kept = self._needs.continuation_of(before)
         ends_s = self._clock() + max(self._deadline_s - self._clock(), 0.0) / 2
         try:
             job = self._needs.job_of(size)
-            # The smaller search runs first and leaves its spare time to the other.
+            # The smaller search runs first, so that the larger search gets the time that the smaller search saves.
             same = self._with_same_sizes(size, job, before, kept, ends_s)
             found = self._solved(size, keeping(job, before, kept.kept), ends_s - self._clock())
         except PipetteError as error:
@@ -287,7 +287,7 @@ class _Maker:
         return found
 
     def _fault(self, size: int, before: Layout) -> str:
-        """Return the reason that `size` hosts have no legal layout; empty if they have one or time is up."""
+        """Return the reason that `size` hosts have no legal layout; empty if a layout is legal or time is up."""
         if self._clock() >= self._deadline_s:
             return ""
         try:
@@ -298,7 +298,7 @@ class _Maker:
         return ""
 
     def _with_same_sizes(self, size: int, job: Job, before: Layout, kept: Continuation, ends_s: float) -> Plan | None:
-        """Return the best plan that keeps TP and PP, so that checkpoints load faster; None if all do or none can."""
+        """Return the best plan that keeps TP and PP, to load checkpoints faster; None if all plans or no plan do so."""
         if {"tp", "pp"} <= set(kept.kept):
             return None
         try:
@@ -321,7 +321,7 @@ class _Maker:
 def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
     """Add the compute cases of a job on these hosts that the warm-up did not measure.
 
-    Fewer hosts have other micro-batches; their times are extrapolated from measured ones.
+    Fewer hosts use other micro-batch sizes, whose times are extrapolated from measured times.
 
     Raises:
         LayoutError: no layout of the job is legal on these hosts.
@@ -336,7 +336,7 @@ def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
         domains=Domains.of(cluster),
     )
     if not len(found):
-        # A search would spend time on remedies.
+        # Raise here, because a search would spend time on ways to help.
         raise LayoutError(next(iter(found.dropped), f"no layout is legal on {cluster.num_slots} ranks"))
     known = {*measurements.compute_cases(), *measurements.unmeasured, *measurements.refused}
     missing = tuple(case for case in compute_cases(job.own, found.columns) if case not in known)
@@ -344,9 +344,9 @@ def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
 
 
 def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsLate) -> Choice:
-    """Place the ranks of a layout again, starting from their current places, and predict its step again.
+    """Search again for a placement of a layout's ranks, starting from the current placement, and predict its step.
 
-    A choice under a schedule that Megatron lacks, or without a price, is returned as it is.
+    If the choice uses a schedule that Megatron lacks, or its layout cannot be priced, the choice stays unchanged.
     """
     layout = choice.layout
     if choice.order is not None or not inputs.predictor.can_price(layout):
@@ -356,7 +356,7 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         placed = settled(problem, choice.placement)
         placed = placed if placed.is_optimal else faster(placed, begin(problem, is_late=is_late)[0])
     else:
-        # A host that replaced another lies in another NVLink domain.
+        # A replacement host lies in another NVLink domain than the lost host, so the placement splits a block.
         placed, _ = begin(problem, is_late=is_late)
     if not (placed.is_optimal or is_late()):
         placed = improved_once(problem, placed, rng=random.Random(seed), is_late=is_late)

@@ -1,7 +1,7 @@
 """Values that each field of a layout may take, and layer splits that make the slowest pipeline stage fast.
 
-A pinned field takes only the user's own value. Embedding and head cost time too, so a stage with one of them gets fewer
-layers. Chunk c, in model order, lies on pipeline rank c % pp.
+A pinned field takes only the user's own value. Embedding and head take time, so a stage with the embedding or the head
+gets fewer layers. Chunk c, in model order, lies on pipeline rank c % pp.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pipette_launch.megatron.performance import performance_options
 from pipette_launch.megatron.rules.broken import Rules
 
 SLACK = 1e-9
-"""Relative difference below which times count as equal."""
+"""Times that differ by less than this share count as equal."""
 _HALVINGS = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSeconds:
-    """Seconds of the parts of a model for one micro-batch, forward and backward; only their ratios matter here."""
+    """Seconds of the parts of a model for one micro-batch, forward plus backward. Only ratios of times matter."""
 
     layers_s: tuple[float, ...]
-    """In model order."""
+    """Seconds of each layer, in model order."""
     first_s: float
-    """Embedding, on the first stage."""
+    """Seconds of the embedding, which lies on the first stage."""
     last_s: float
-    """Head, loss and depths of multi-token prediction, on the last stage."""
+    """Seconds of the head, the loss and multi-token prediction, which lie on the last stage."""
 
     def __post_init__(self) -> None:
         if not self.layers_s or min(*self.layers_s, self.first_s, self.last_s) < 0 or max(self.layers_s) <= 0:
@@ -44,7 +44,7 @@ class LayerSeconds:
 def by_parts(model: ModelSpec, parts_s: Mapping[str, float]) -> LayerSeconds:
     """Combine the seconds of a model's parts: layers by kind, embedding, head, prediction.
 
-    A depth of multi-token prediction that was not timed counts as its layers and a head.
+    A depth of multi-token prediction without a measured time takes the seconds of its layers and of one head.
     """
     plain_s = sum(parts_s.get(kind, 0.0) for kind in model.prediction_kinds) + parts_s["head"]
     depth_s = parts_s.get("prediction", plain_s)
@@ -56,14 +56,14 @@ def by_parts(model: ModelSpec, parts_s: Mapping[str, float]) -> LayerSeconds:
 
 
 def by_flops(model: ModelSpec) -> LayerSeconds:
-    """Use FLOPs instead of measured times: 2 for each weight, none for the embedding."""
+    """Use FLOPs instead of measured times: 2 FLOPs for each weight, and 0 FLOPs for the embedding."""
     kinds = {*model.layer_kinds, *model.prediction_kinds}
     parts: dict[str, float] = {kind: model.kind_flops_per_token(kind) for kind in kinds}
     return by_parts(model, parts | {"embedding": 0.0, "head": 2.0 * model.hidden_size * model.vocab_size})
 
 
 def stage_seconds(seconds: LayerSeconds, chunks: Sequence[int], pp: int) -> tuple[float, ...]:
-    """Return the seconds of each pipeline rank for one micro-batch: all its chunks, embedding and head."""
+    """Return the seconds of each pipeline rank for one micro-batch: the sum of its chunks, embedding and head."""
     stages_s = [0.0] * pp
     first = 0
     for chunk, size in enumerate(chunks):
@@ -75,9 +75,9 @@ def stage_seconds(seconds: LayerSeconds, chunks: Sequence[int], pp: int) -> tupl
 
 
 def live_weights(pp: int, vpp: int) -> tuple[int, ...]:
-    """Return the most micro-batches that each stage holds at once; chunks of micro-batches with interleaving.
+    """Return the most forwards (micro-batch and chunk) whose activations each stage holds at the same time.
 
-    Source: the warm-up of 1F1B plus one (schedules.py:2093), and of the interleaved schedule (schedules.py:762-786).
+    Source: warm-up forwards plus one, for 1F1B (schedules.py:2093) and for interleaving (schedules.py:762-786).
     """
     if vpp == 1:
         return tuple(pp - rank for rank in range(pp))
@@ -85,12 +85,12 @@ def live_weights(pp: int, vpp: int) -> tuple[int, ...]:
 
 
 def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, ...]:
-    """Split the layers so that the slowest stage is as fast as possible, with the fewest live layers of such splits.
+    """Split the layers so that the slowest stage is as fast as possible; of equally fast splits, take the least memory.
 
-    Live layers of a stage are its layers times the micro-batches that it holds at once; the stage with most counts. So
-    later stages, which hold fewer micro-batches, take more layers if that costs no time. The result is optimal without
-    interleaving; with interleaving the time is optimal for equal layers. Unequal layers in interleaved chunks are split
-    into chunks of nearly equal time, and then improved layer by layer.
+    The memory of a stage is its number of layers times the number of micro-batches that it holds at once. The stage
+    with most memory counts. Later stages hold fewer micro-batches, so they take more layers if no time is lost. Without
+    interleaving, the split is optimal. With interleaving, the time is optimal if all layers are equal. Unequal layers
+    are split into chunks of nearly equal time. Single layers then move between neighbouring chunks.
 
     Returns:
         Layers of each of the `pp * vpp` chunks in model order; some chunks may be empty.
@@ -105,7 +105,7 @@ def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, .
 
 @lru_cache(maxsize=1 << 12)
 def _contiguous(seconds: LayerSeconds, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Split into runs of layers: minimise the time of a run, then its layers times its weight, by bisection."""
+    """Split the layers into runs that minimise the time of the slowest run, then the largest layers x weight."""
     layers = len(seconds.layers_s)
     sums_s = (0.0, *accumulate(seconds.layers_s))
     limit_s = _least_limit_s(seconds, len(weights)) * (1 + SLACK)
@@ -124,7 +124,7 @@ def _least_limit_s(seconds: LayerSeconds, num_runs: int) -> float:
     """Return the least possible seconds of the slowest of `num_runs` runs."""
     sums_s = (0.0, *accumulate(seconds.layers_s))
     low_s = (sums_s[-1] + seconds.first_s + seconds.last_s) / num_runs
-    # This limit suffices: the mean or the time of an end, plus one layer and both ends.
+    # A split within this limit exists: the mean run or the longer end, plus one layer and both ends.
     high_s = max(low_s, seconds.first_s, seconds.last_s) + max(seconds.layers_s) + seconds.first_s + seconds.last_s
     most = [len(seconds.layers_s)] * num_runs
     for _ in range(_HALVINGS):
@@ -137,7 +137,7 @@ def _least_limit_s(seconds: LayerSeconds, num_runs: int) -> float:
 
 
 def _filled(sums_s: Sequence[float], seconds: LayerSeconds, most: Sequence[int], limit_s: float) -> tuple[int, ...]:
-    """Fill runs from the last to the first as far as the limits allow; () if the first run cannot take the rest."""
+    """Fill the runs from the last to the first up to the limits, and return their sizes; () if layers remain."""
     end = len(sums_s) - 1
     sizes = []
     for stage in range(len(most) - 1, 0, -1):
@@ -154,7 +154,7 @@ def _filled(sums_s: Sequence[float], seconds: LayerSeconds, most: Sequence[int],
 
 
 def _interleaved(seconds: LayerSeconds, pp: int, vpp: int) -> tuple[int, ...]:
-    """Split equal layers: the layers of each rank without interleaving, spread evenly over its chunks."""
+    """Split equal layers: find each rank's layers without interleaving, and spread these over the rank's chunks."""
     chunks = [0] * (pp * vpp)
     for rank, layers in enumerate(_contiguous(seconds, live_weights(pp, vpp))):
         for turn in range(vpp):
@@ -165,7 +165,7 @@ def _interleaved(seconds: LayerSeconds, pp: int, vpp: int) -> tuple[int, ...]:
 
 
 def _improved(seconds: LayerSeconds, chunks: list[int], pp: int) -> tuple[int, ...]:
-    """Move single layers between neighbouring chunks while that makes the slower of the two stages faster."""
+    """Move single layers between neighbouring chunks while each move makes the slower of the two stages faster."""
     stages_s = [*stage_seconds(seconds, chunks, pp)]
     # First layer of each chunk.
     starts = [0, *accumulate(chunks)][:-1]
@@ -192,7 +192,7 @@ def _improved(seconds: LayerSeconds, chunks: list[int], pp: int) -> tuple[int, .
 T = TypeVar("T")
 
 BLOCK_STEPS = 8
-"""Number of steps in which the recomputed first layers of a chunk grow."""
+"""Number of values tried for the number of layers that block recompute repeats in a chunk."""
 
 
 def values(job: Job, field: str, options: tuple[T, ...]) -> tuple[T, ...]:
@@ -220,12 +220,12 @@ def expert_tensor_sizes(job: Job, tp: int) -> tuple[int, ...]:
 
 
 def rank_orders(job: Job) -> tuple[bool, ...]:
-    """Return the values of `use_tp_pp_dp_mapping`; the first legal one is taken."""
+    """Return the values of `use_tp_pp_dp_mapping`; the search takes the first legal value."""
     return values(job, "use_tp_pp_dp_mapping", (True, False) if job.own.use_tp_pp_dp_mapping else (False,))
 
 
 def micro_batch_sizes(samples: int, *, own: int) -> tuple[int, ...]:
-    """Return micro-batch sizes for the samples of a replica: powers of two, quotients by them, and the user's own."""
+    """Return micro-batch sizes that divide a replica's samples: powers of two, samples / powers, and the user's own."""
     powers = [1 << exponent for exponent in range(samples.bit_length())]
     sizes = {power for power in powers if samples % power == 0}
     sizes |= {samples // power for power in sizes} | ({own} if samples % own == 0 else set())
@@ -233,10 +233,10 @@ def micro_batch_sizes(samples: int, *, own: int) -> tuple[int, ...]:
 
 
 def group_sizes(job: Job, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return the micro-batches that interleaving runs through a chunk at a time; 0 is Megatron's default, pp.
+    """Return group sizes: micro-batches that interleaving runs through a chunk in a row; 0 = Megatron's default, pp.
 
-    A larger group hides the transfer from the last stage to the first, and holds more activations. The last group must
-    not have fewer micro-batches than stages; if it has with the default, the next larger legal group replaces it.
+    A larger group hides the transfer from the last stage to the first, but holds more activations. The last group must
+    not have fewer micro-batches than stages. If the default breaks this rule, the next larger legal size replaces pp.
     """
     if vpp == 1:
         return values(job, "microbatch_group_size", (0,))
@@ -248,7 +248,7 @@ def group_sizes(job: Job, pp: int, vpp: int, num_microbatches: int) -> tuple[int
 
 
 def virtual_stages(job: Job, pp: int) -> tuple[int, ...]:
-    """Return the values of VPP: divisors of a stage's layers, and powers of two up to them."""
+    """Return the values of VPP: divisors of a stage's number of layers, and powers of two up to this number."""
     per_stage, rest = divmod(job.model.num_layers, pp)
     if pp == 1:
         return values(job, "vpp", (1,))
@@ -284,7 +284,7 @@ def layer_splits(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[Split]:
 
 
 def memory_flags(rules: Rules, tp: int, *, has_replicas: bool) -> Iterator[MemoryOptions]:
-    """Yield sequence parallelism, distributed optimizer and overlaps, fastest first; without recompute."""
+    """Yield combinations of sequence parallelism, distributed optimizer and overlaps, fastest first; no recompute."""
     job = rules.job
     shardings = (True, False) if has_replicas else (job.own.use_distributed_optimizer,)
     for sequence_parallel in values(job, "sequence_parallel", (True, False)) if tp > 1 else (False,):
@@ -294,7 +294,7 @@ def memory_flags(rules: Rules, tp: int, *, has_replicas: bool) -> Iterator[Memor
 
 
 def _overlaps(rules: Rules, *, sharded: bool, has_replicas: bool) -> Iterator[tuple[bool, bool]]:
-    """Yield overlap of gradient reduction and of parameter gathers; only the user's own if overlap cannot hide them."""
+    """Yield (overlap_grad_reduce, overlap_param_gather); only the user's own values if overlap would hide nothing."""
     job, own = rules.job, rules.job.own
     hides = has_replicas and rules.device_kind == "cuda"
     for reduce in values(job, "overlap_grad_reduce", (True, False) if hides else (own.overlap_grad_reduce,)):
@@ -320,10 +320,10 @@ def recomputes(job: Job, layers: frozenset[int]) -> tuple[Recompute, ...]:
 
 
 def module_sets(job: Job) -> Iterator[Recompute]:
-    """Yield growing sets of modules for selective recompute, cheapest first, whole matrix blocks last.
+    """Yield sets of modules for selective recompute, cheapest first; sets with a whole MLP or expert layer come last.
 
-    Only modules with predicted bytes and seconds, whose recompute frees memory. Recompute of the whole expert layer
-    includes its activation and the shared experts.
+    Each set has only modules whose bytes and seconds are predicted, and whose recompute frees memory. Recompute of the
+    whole expert layer includes its activation and the shared experts.
     """
     model, chosen = job.model, list[str]()
     for module in (*cheap_modules(job), *(("shared_experts",) if model.moe_shared_expert_intermediate_size else ())):
@@ -356,5 +356,5 @@ def cheap_modules(job: Job) -> Iterator[str]:
 
 
 def selective_recompute_matters(model: ModelSpec) -> bool:
-    """Return whether attention keeps its score matrices, so that recompute saves memory (not with flash or cuDNN)."""
+    """Return whether attention stores score matrices, so recompute saves memory. Flash and cuDNN attention do not."""
     return model.transformer_impl == "local" or model.attention_backend in ("unfused", "local")

@@ -20,9 +20,9 @@ LEAST_RATIO = 1.12
 """A tier ends if the next link that joins two groups is this many times longer. Noise of 8 % in a full rack is less."""
 MOST_TIERS = 4
 REACH = 0.25
-"""The reach (typical distance) of a host is this quantile of its distances to all hosts."""
+"""The typical distance of a host (`reach_H`) is this quantile of its distances to all hosts."""
 FASTEST, SLOW = 0.1, 1.3
-"""A host is slow if its reach exceeds `SLOW` times the `FASTEST` quantile of the reaches of all hosts."""
+"""A host is slow if its typical distance exceeds `SLOW` times the `FASTEST` quantile over all hosts."""
 MANY_SLOW = 0.125
 """Slow hosts are ordered apart from fast hosts if at least this share of the hosts is slow."""
 POWER = 4
@@ -152,8 +152,8 @@ def _join(
 def _joined(near: Ints, far: Ints, lengths_HH: Floats, reach_H: Floats) -> Ints:
     """Join two chains at the least cost: end to end, or by inserting a single host into the other chain.
 
-    The cost of a chain is the sum of its link lengths, plus the reach of the host at each end as the expected length of
-    the next link. Therefore a host that is far from all others lies inside a chain, and well connected hosts at the
+    The cost of a chain is the sum of its link lengths, plus the typical distance of the host at each end as the
+    next link. Therefore a host that is far from all others lies inside a chain, and well connected hosts at the
     ends.
     """
     if len(near) == 1:

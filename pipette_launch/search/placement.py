@@ -63,7 +63,7 @@ def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.R
 
     First, whole hosts exchange their ranks. On few slots, simulated annealing then moves single ranks. Round 0 begins
     at the best placement. Later rounds begin in turn at the best placement with some hosts exchanged, and at another
-    start placement, to reach other minima.
+    start placement, to find other minima.
 
     Args:
         problem: the layout and its slots.

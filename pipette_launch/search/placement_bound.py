@@ -1,7 +1,7 @@
 """A lower bound of the step time of one layout over all its placements, from the measured links and slots.
 
-The bound is a proof by cases. An argument lists trial steps, each with least prices for some exchanges, and proves that
-every placement is at least as slow as one of these trial steps. All trials of a layout are priced side by side.
+The bound is a proof by cases. A trial step is an imagined step with lower bounds as prices. An argument proves that
+every placement is at least as slow as one of its trial steps. All trials of a layout are priced together.
 A place is a host, or a device if there is only one host.
 """
 
@@ -38,7 +38,7 @@ from pipette_launch.search.ring_bounds import (
 from pipette_launch.text import rate_text
 
 _ACTIONS_AT_ONCE = 1 << 22
-"""Largest number of actions of a schedule that one call simulates; the actions take some tens of MB."""
+"""One call simulates at most this number of passes, which take some tens of MB."""
 
 
 def best_trial(model: PlacementCost) -> Prices:
@@ -124,7 +124,7 @@ class BoundArguments:
         yield from self._of_slots()
 
     def crossing(self, names: tuple[str, ...]) -> BoundArgument:
-        """Return the argument for placements with some group of one of these names on several places."""
+        """Return the argument for placements in which a group with one of these names spans several places."""
         found = []
         used = [name for name in names if any(item.group == name for item in self._model.work.exchanges)]
         shapes = group_shapes(self._model.work)
@@ -176,7 +176,7 @@ class BoundArguments:
 
     @cached_property
     def _one(self) -> Prices:
-        """Trial step of a single replica, with the least price of each of its ranks."""
+        """Trial step in which each exchange takes the least seconds of any group of its kind."""
         trial = copies(self.best, 1)
         if self._all_hops_cross:
             _raise(trial, hops=range(self._pp), seconds=float(self._hops[0].min()))
@@ -190,10 +190,10 @@ class BoundArguments:
 
     @cached_property
     def _mean(self) -> Prices:
-        """Trial step with the mean hops of all replicas.
+        """Trial step in which each hop (send between stages) takes the mean seconds of all replicas.
 
-        The step time is convex in the hops, so the slowest replica is at least as slow as this trial. If each place
-        holds one block, every hop has different senders and receivers, at best the places with the best links.
+        The step time is convex in these seconds, so the slowest replica is at least as slow as this trial. If a place
+        holds one block, replicas send a hop from different places, at best from the places with the best links.
         """
         trial = copies(self._one, 1)
         if self._all_hops_cross:
@@ -202,7 +202,7 @@ class BoundArguments:
             means = [float(np.sort(way_H)[:each].mean()) for way_H in (out_H, in_H)]
             _raise(trial, hops=range(self._pp), seconds=max(means))
         if self._is_tied:
-            # Each place of the first and the last stage takes part, at best with the partner that has the best link.
+            # Each place of the first or last stage reduces the embedding with a partner, at best over its best link.
             best_H = np.sort(self._ties_s_HH.min(axis=1))
             trial.embedding_s[:] = np.maximum(trial.embedding_s, best_H[2 * len(self.places) // self._pp - 1])
         return trial
@@ -231,7 +231,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_places(self) -> Iterator[BoundArgument]:
-        """Return arguments that some stage must use slow links of a place, for its groups and (with one block) hops."""
+        """Return arguments that some stage lies on a place with slow links, which its groups (or sends) must use."""
         worth = [("gradient ring", ring.tour.through_s_H, ring.tour.cost_s_HH) for ring in self._rings]
         worth += [
             (f"{GROUP_NAMES[name]} group", tour.through_s_H, tour.cost_s_HH) for name, tour in self._tours.items()
@@ -248,7 +248,7 @@ class BoundArguments:
                     yield BoundArgument(words=words, trials=self._with_place(place))
 
     def _with_place(self, place: int) -> Prices:
-        """Return one trial for each stage whose ranks the place may hold."""
+        """Return one trial for each stage: in trial k, ranks of stage k lie on the place."""
         pp, devices = self._pp, self.places.devices
         trials = copies(self._one, pp)
         _at_own_rank(trials.slowness_PD, float(self._model.slowness_W[place * devices : (place + 1) * devices].max()))
@@ -287,7 +287,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_parts(self) -> Iterator[BoundArgument]:
-        """Return arguments on parts of the places: a ring joins two parts, or all pipelines cross at equal stages."""
+        """Return arguments on parts of the places: a ring spans two parts, or pipelines change parts."""
         layout = self._model.work.layout
         if layout.pp == 1 or self.unit % layout.tp:
             return
@@ -437,7 +437,7 @@ class Block:
 
     unit: int
     breaks: tuple[tuple[str, ...], ...]
-    """Sets of kinds of groups. For one set, some group of these kinds spans several places. Empty = no such group."""
+    """Sets of kinds of groups. For at least one set, a group of its kinds spans several places. Empty = no set."""
 
 
 def blocks(layout: Layout, devices: int) -> list[Block]:
@@ -459,7 +459,7 @@ def blocks(layout: Layout, devices: int) -> list[Block]:
     found = []
     unit = 1
     for size, names in kinds:
-        # Ranks that share experts are whole groups of the other kinds. So if such a group spans places, they do too.
+        # Ranks that share experts are whole groups of the other kinds, and span places if one of these groups does.
         breaks = (names, shared) if names != shared and kinds[-1][1] == shared and experts % size == 0 else (names,)
         found.append(Block(unit=unit, breaks=breaks))
         if devices % math.lcm(unit, size):

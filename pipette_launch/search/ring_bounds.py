@@ -1,7 +1,7 @@
-"""Lower bounds of what collectives cost in every placement, from the cost of each link between hosts.
+"""Lower bounds of the seconds of collectives in every placement, from the cost of each link between hosts.
 
 A unit is a block of ranks that lies on one host. A ring is a group that sends in a circle from unit to unit. Every host
-holds the same number of units, and each unit belongs to one ring. The functions use only part of these conditions, so
+holds the same number of units, and each unit belongs to one ring. The functions ignore some of these conditions, so
 their results are lower bounds and not optima. A part is a set of hosts.
 """
 
@@ -59,12 +59,12 @@ def ring_thresholds(
 ) -> list[float]:
     """Return the least cost of the slowest link of each ring: J entries, cheapest ring first.
 
-    Links up to some cost join the hosts to parts, and a ring with only these links lies inside one part. If m hosts of
-    a part can lie on such a ring, the part holds at most floor(m * units_per_host / ring_units) rings. It holds no ring
-    if m is below `fewest`. Rings that fit on one host cost 0.
+    The links up to a cost join the hosts to parts, and a ring of only these links lies inside one part. If m hosts of a
+    part can lie on a ring of these links, the part holds at most floor(m * units_per_host / ring_units) rings, and no
+    ring if m is below `fewest`. A ring that fits on one host costs 0.
 
     Args:
-        cost_HH: seconds of a ring whose slowest link is the link from the row to the column.
+        cost_HH: seconds of a ring whose slowest link leads from the row's host to the column's host.
         units_per_host: units on each host.
         ring_units: units of a ring.
         fewest: smallest number of hosts of a ring.
@@ -107,7 +107,7 @@ def ring_thresholds(
 def partitions(cost_HH: Floats, *, most: int) -> list[tuple[Ints, float]]:
     """Return some partitions of the hosts: the part of each host, and the cost of the cheapest link between parts.
 
-    In the first partition, each host is a part. The others stop joining parts at the largest growth of link costs.
+    In the first partition, each host is a part. Others join hosts by cheap links, up to a large step in link costs.
     """
     tree = spanning_tree(cost_HH)
     costs = [cost for cost, _, _ in tree]
@@ -127,10 +127,10 @@ def cheapest_between(cost_HH: Floats, part_H: Ints) -> float:
 
 
 def pipeline_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
-    """Return sets of hops that a pipeline may need between parts, if a part holds at most `longest` consecutive stages.
+    """Return sets of sends, if a part of the hosts holds at most `longest` consecutive stages of a pipeline.
 
-    Hop h leads from stage h to h + 1. Every pipeline crosses between parts on all hops of at least one set. If there
-    are more than `most` minimal sets, smaller subsets replace them.
+    Hop h is the send from stage h to stage h + 1. For each pipeline, all hops of at least one set lead from one part to
+    a different part. If there are more than `most` minimal sets, smaller subsets replace these sets.
     """
     smallest = list(itertools.islice(_minimal_splits(stages, longest), most + 1))
     if len(smallest) <= most:
@@ -141,9 +141,9 @@ def pipeline_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, 
 
 
 def returning_splits(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]] | None:
-    """Return sets of hops as `pipeline_splits` does, if the first and the last stages lie in one part.
+    """Return the sets of `pipeline_splits` for pipelines whose first and last stage lie in the same part.
 
-    The first and the last stages of that part are at most `longest` stages together.
+    The first stages and the last stages in this part are at most `longest` stages together.
 
     None = more than `most` sets; an empty list = the first and the last stage cannot lie in one part.
     """
@@ -158,7 +158,7 @@ def returning_splits(stages: int, longest: int, *, most: int) -> list[tuple[int,
 
 
 def _minimal_splits(stages: int, longest: int, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield sets without a superfluous hop: the stages on both sides of a hop exceed `longest` together."""
+    """Yield minimal sets of hops: without any one hop, more than `longest` consecutive stages share a part."""
     first = done[-1] + 1 if done else 0
     if stages - first <= longest:
         bounds = [-1, *done, stages - 1]
@@ -219,7 +219,7 @@ class Places:
         )
 
     def link_s_HH(self, kind: Collective, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
-        """Return the least seconds of a collective, for each link as the slowest link; rows send.
+        """Return the least seconds of a collective whose slowest link leads from the row's to the column's place.
 
         The diagonal is infinite.
 
@@ -267,14 +267,14 @@ class Tour:
 
     @cached_property
     def cost_s_HH(self) -> Floats:
-        """Seconds of the collective, for each link as the slowest link of the group."""
+        """Seconds of the collective if the group's slowest link leads from the row's to the column's place."""
         cost_HH = self.places.link_s_HH(self.kind, self.members, self.size_bytes, fewest=self.fewest)
         # A group of two members on two places uses a link in both directions.
         return np.maximum(cost_HH, cost_HH.T) if self.units == 2 and self.most_together == 1 else cost_HH
 
     @cached_property
     def through_s_H(self) -> Floats:
-        """Least seconds of the collective for a group that has a block on each place."""
+        """For each place, the least seconds of the collective of a group that has a block on this place."""
         others = self.fewest - 1
         if self.kind == "all_to_all" and others > 1:
             # Every member sends to and receives from at least `others` other places.
@@ -297,8 +297,8 @@ class Tour:
     def seconds(self, kind: Collective, size_bytes: float, slowest_s: float) -> float:
         """Return the least seconds of another collective over a link on which the largest collective takes `slowest_s`.
 
-        The time per byte of the link is least if its latency is the largest. A collective in the other direction uses
-        other links, so only the best of all links bounds that collective.
+        The link's latency is not known. The largest latency gives the least time per byte. A collective that runs
+        around the ring the other way uses other links, so only the best of all links bounds this collective.
         """
         fabric = self.places.model.fabric
         if fabric.ring_shift(kind) != fabric.ring_shift(self.kind):
@@ -318,12 +318,12 @@ class Ring:
     """Data-parallel groups of the dense parameters or of the expert parameters."""
 
     tour: Tour
-    """The groups, with the smallest gradient reduction of any stage as message."""
+    """The groups. Their message is the smallest gradient reduction of any stage."""
     column: int
     """Column of `LayoutWork.gradient_bytes_S2`: 0 = dense parameters, 1 = expert parameters."""
 
     def more_s_S(self, slowest_s: float) -> tuple[Floats, Floats]:
-        """Return the additional seconds of reduction and gather of each stage, if its ring has a slow link."""
+        """Return the seconds that a slow link adds to the reduction and the gather of each stage."""
         work = self.tour.places.model.work
         return (
             self._beyond(work.reduce_kind, work.gradient_bytes_S2[:, self.column], slowest_s),
@@ -345,7 +345,7 @@ def rings_of(places: Places, unit: int) -> list[Ring]:
     work = places.model.work
     layout = work.layout
     found = []
-    # Rank difference between neighbouring members.
+    # Difference between the ranks of neighbouring members, for dense and for expert parameters.
     strides = (layout.tp, layout.ep * layout.etp)
     for column, members in enumerate((layout.dp * layout.cp, work.expert_dp)):
         if column and not experts_lie_in_stages(layout):

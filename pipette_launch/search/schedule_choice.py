@@ -1,6 +1,6 @@
-"""Pipelines under schedules that Megatron lacks, for layouts that the search priced under Megatron's own schedules.
+"""Pipeline schedules that Megatron lacks, for layouts that the search priced under Megatron's own schedules.
 
-The patch `schedules` runs them, on Megatron's own placement of chunks or with two chunks folded.
+The patch `schedules` runs these schedules. Chunks lie as in Megatron, or in a V: second chunks in reverse rank order.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pipette_launch.search.slots import IsLate, PlacementProblem, faster
 
 LEANEST = 2 / 9
 """Smallest share of Megatron's activations that any schedule keeps for layouts with several chunks. V-Min keeps a third
-of the activations of 1F1B, and interleaved 1F1B keeps 1.5 times as many as 1F1B."""
+of the activations of 1F1B, and interleaved 1F1B keeps 1.5 times those of 1F1B."""
 GAIN = 0.02
-"""Share of the step that another schedule must save to replace Megatron's own code."""
+"""A schedule that Megatron lacks must save this share of the step to replace Megatron's own schedule."""
 OF_ATTENTION = Recompute(granularity="selective")
 """Recompute of attention scores, which no weight-gradient pass needs."""
 MOST_LAYOUTS = 4
-"""Number of fastest pipelined layouts that are tried, and of layouts over the memory limit."""
+"""Largest number of tried layouts that fit under Megatron's own schedules, and of tried layouts that do not fit."""
 _ONLY_STOCK = (
     "overlap_moe_expert_parallel_comm",
     "enable_cuda_graph",
@@ -63,7 +63,7 @@ def unsupported(job: Job, cluster: Cluster) -> str:
 
 
 def _unsupported(job: Job) -> str:
-    """Name a feature of the job that the patch cannot run; empty if it can run all."""
+    """Name a feature of the job that the patch `schedules` cannot run; empty if the patch can run the job."""
     options = performance_options(job)
     for name in _ONLY_STOCK:
         if getattr(options, name):
@@ -88,12 +88,12 @@ class _Way(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _LayoutMemory:
-    """Memory of a layout's ranks without live activations."""
+    """Memory of a layout's ranks under any schedule."""
 
     inputs: SearchInputs
     layout: Layout
     stock_peaks: tuple[int, ...]
-    """Predicted under Megatron's own schedule."""
+    """Peak bytes of each pipeline rank, predicted under Megatron's own schedule."""
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -102,12 +102,12 @@ class _LayoutMemory:
 
     @cached_property
     def kept_bytes(self) -> tuple[int, ...]:
-        """Activations of one micro-batch on each chunk."""
+        """Bytes of one micro-batch's activations on each chunk."""
         return kept_by_chunk(self.inputs.job, self.layout)
 
     @cached_property
     def limit_bytes(self) -> int:
-        """Limit of a rank's tensors, less the additional communicators of the schedule's links."""
+        """Largest bytes of a rank's tensors, less the memory of the schedule's additional communicators."""
         overhead = measured_overhead(self.inputs.job, self.layout, self.inputs.measurements)
         more = 2 * min(self.layout.pp - 1, 2) - 1
         each_bytes = overhead.communicators.value / num_communicators(self.inputs.job, self.layout)
@@ -128,7 +128,7 @@ class _LayoutMemory:
         return folded_peaks(self.inputs.job, self.layout, [0] * self.layout.pp)
 
     def peaks(self, placement: Placement, live_bytes: Sequence[int]) -> tuple[int, ...]:
-        """Predict the peaks of ranks with these live activations."""
+        """Predict the peak bytes of each pipeline rank from the bytes of its live activations."""
         if placement == "loop":
             return tuple(map(add, self._in_a_loop, live_bytes))
         factor = self.inputs.predictor.memory_factor
@@ -149,16 +149,16 @@ def best_scheduled(
     seed: int,
     is_late: IsLate,
 ) -> Choice | None:
-    """Return the fastest choice under one of the named schedules; None if no schedule saves enough.
+    """Return the fastest choice under one of the named schedules; None if no schedule saves `GAIN`.
 
     Args:
         inputs: job and machines, for which `unsupported` is empty.
         candidates: layouts priced under Megatron's own schedules.
-        over_the_limit: layouts that do not fit under Megatron's own schedules, but may under others.
-        chosen: the best candidate.
-        names: some of `facts.known_schedules.EXECUTABLE`.
-        seed: of all random numbers.
-        is_late: ends the search.
+        over_the_limit: layouts that do not fit under Megatron's own schedules, but may fit under others.
+        chosen: the best choice under Megatron's own schedules.
+        names: names of schedules, from `facts.known_schedules.EXECUTABLE`.
+        seed: seed of all random numbers.
+        is_late: returns true once the search must end.
 
     """
     pipelined = [one for one in sorted(candidates, key=lambda one: one.placed.cost_s) if one.layout.pp > 1]
@@ -183,7 +183,7 @@ def best_scheduled(
 
 
 def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], names: Sequence[str]) -> list[_Way]:
-    """List the schedules that a layout can run within its memory; those that take long to build come last."""
+    """List the schedules that fit in the memory of a layout's ranks; schedules that take long to build come last."""
     memory = _LayoutMemory(inputs=inputs, layout=layout, stock_peaks=stock_peaks)
     splits = inputs.job.model.transformer_impl == "local"
     can_fold = (
@@ -192,7 +192,7 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
     found = []
     for name in sorted(names, key=lambda name: SCHEDULES[name].by_times is not None):
         known = SCHEDULES[name]
-        # Transformer Engine's layers compute both gradients at once under this patch.
+        # With the patch, Transformer Engine's layers compute the gradients of inputs and weights in one pass.
         if (known.splits_backward and not splits) or (known.chunks == "one") != (layout.vpp == 1):
             continue
         if known.placement == "v" and not can_fold:
@@ -211,11 +211,11 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
 
 
 def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], is_late: IsLate) -> Iterator[Choice]:
-    """Build schedules for a layout's shape and times until it is late, and price those that fit."""
+    """Build schedules for a layout until `is_late`, and price the schedules that fit in memory."""
     layout = candidate.layout
     memory = _LayoutMemory(inputs=inputs, layout=layout, stock_peaks=candidate.peak_bytes)
     kept_bytes = memory.kept_bytes
-    # A pass that waits for its weight gradient keeps all inputs of linear layers and their outputs' gradients.
+    # Until the weight-gradient pass, a rank keeps the inputs of linear layers and the gradients of their outputs.
     recomputes = layout.recompute != NO_RECOMPUTE
     waiting_bytes = kept_by_chunk(inputs.job, replace(layout, recompute=OF_ATTENTION)) if recomputes else kept_bytes
     times = inputs.predictor.stage_times(layout, candidate.placed.placement)
@@ -235,7 +235,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
                 held_S=kept_bytes if known.by_times or known.refills else None,
             )
         except (LayoutError, FactError):
-            # The schedule needs other numbers, such as groups that the micro-batches fill.
+            # The schedule does not suit these numbers: for example, the micro-batches do not fill whole groups.
             continue
         live_bytes = peak_live_bytes(schedule, kept_bytes, waiting_bytes)
         peaks = memory.peaks(schedule.placement, live_bytes)
@@ -257,7 +257,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _UnderSchedule:
-    """Prices placements under a schedule that the linear model of a step does not know, so hosts are not rearranged."""
+    """Prices placements under a schedule that Megatron lacks. The search of whole hosts cannot use these prices."""
 
     cost: PlacementCost
 
@@ -267,7 +267,7 @@ class _UnderSchedule:
 
 
 def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_late: IsLate) -> Choice:
-    """Search again for a placement, as a folded pipeline has no link from its last to its first rank."""
+    """Search for a placement again, because a pipeline in a V sends nothing from the last rank to the first rank."""
     layout, order = choice.layout, choice.order
     assert order is not None
     schedule = order.schedule()
@@ -294,13 +294,13 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
 
 
 def _times(inputs: SearchInputs, layout: Layout, placement: Sequence[int], schedule: Schedule) -> PassTimes | None:
-    """Return the times that order a schedule's messages over NCCL; None over gloo, which needs no order."""
+    """Return the pass times that fix the order of messages over NCCL; None over gloo, where messages need no order."""
     if inputs.cluster.device_kind != "cuda":
         return None
     return inputs.predictor.stage_times(layout, placement, schedule).expected
 
 
 def _draws_as(one: Schedule, other: Schedule) -> bool:
-    """Return whether each rank runs the same forwards in the same order, so that dropout draws the same numbers."""
+    """Return whether both schedules run each rank's forwards in the same order, so dropout draws the same numbers."""
     orders = ([[each for each in actions if each.kind == "F"] for actions in which.ranks] for which in (one, other))
     return next(orders) == next(orders)

@@ -87,7 +87,7 @@ class Slots:
         return math.lcm(*(block.size for block in self.blocks))
 
     def first(self) -> Placement:
-        """Return torchrun's placement: rank i on slot i. If it splits a block, fill one NVLink domain after another.
+        """Return torchrun's placement: rank i on slot i. If this splits a block, fill the NVLink domains in turn.
 
         Whole blocks fill every host or domain, so filling domains with ranks in order never splits a block.
         """
@@ -116,7 +116,7 @@ class Placed:
     placement: Placement
     cost_s: float
     is_optimal: bool
-    """True if no allowed placement is faster: all were priced, or this placement meets the lower bound."""
+    """True if no allowed placement is faster: every placement was priced, or this placement meets the lower bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,9 +166,9 @@ _DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "use_tp_pp_dp_mapping")
 def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlock, ...] = ()) -> Ints:
     """Return up to `most` different start placements, the most promising first.
 
-    Near hosts get the ranks that exchange most.
+    Near hosts get the ranks that exchange most data.
 
-    Torchrun's order comes first if the rules allow it. The array (a placement in each row) is read-only.
+    Torchrun's order comes first if the rules allow this order. The array (a placement in each row) is read-only.
     """
     degrees = Layout(**{name: getattr(layout, name) for name in _DEGREES})
     return _starts(degrees, Slots.of(cluster, blocks), tiers_of(cluster.between_hosts), most)
@@ -189,7 +189,7 @@ def _starts(degrees: Layout, slots: Slots, tiers: Tiers, most: int) -> Ints:
 
 
 def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
-    """Yield the ranks of each host: blocks in some order on hosts in some order."""
+    """Yield placements: host-sized blocks of ranks in several orders, on hosts in several orders."""
     orders = [tiers.order_H]
     # Number of hosts that hold one tensor-parallel or expert group. Its ranks exchange data in every pass.
     unit = -(-max(layout.tp * layout.cp, layout.ep * layout.etp) // slots.devices_per_host)
@@ -229,7 +229,7 @@ def tilings(layout: Layout, slots: Slots) -> list[Ints]:
 
 
 def _packed(tiers: Tiers, unit: int) -> Ints:
-    """Order hosts so that no set of `unit` hosts crosses groups: whole sets of each group first, other hosts last.
+    """Order hosts so that sets of `unit` hosts lie inside a group of near hosts; hosts outside a set come last.
 
     The groups belong to the finest tier whose groups can hold `unit` hosts.
     """
@@ -243,7 +243,7 @@ def _packed(tiers: Tiers, unit: int) -> Ints:
 
 
 def _sequences(layout: Layout, block_HD: Ints, tiers: Tiers, unit: int) -> Iterator[Ints]:
-    """Yield orders of the blocks: by pipeline rank, by replica, or by squares of both that fill a host group."""
+    """Yield orders of the blocks: by pipeline rank, by replica, or in tiles of both that fill a host group."""
     stage_W = np.empty(layout.world_size, dtype=np.int64)
     stage_W[rank_grid(layout)] = np.arange(layout.pp)[:, None, None, None]
     stage_Q = stage_W[block_HD[:, 0]]

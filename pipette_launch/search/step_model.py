@@ -30,7 +30,7 @@ from pipette_launch.search.assignment.problem import Floats, Flows, Ints, Proble
 NUDGE = 0.05
 """To find the critical path through a slow stage, the stage is slowed by at least this share of its time."""
 CLOSE = 1e-3
-"""A tangent (path through the schedule) is left out if it raises the model by less than this share of the pipeline."""
+"""A tangent (path through the schedule) is left out if it raises the predicted time by less than this share."""
 SLOW_PIPELINES = 16
 """Number of slowest pipelines whose critical paths (tangents) the model contains."""
 MIXED_PIPELINES = 16
@@ -233,7 +233,7 @@ def tangents_of(
 
 
 def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread) -> tuple[Floats, Floats]:
-    """Return slow pipelines, and the slowest one with other hops, a slower rank or one slowest hop."""
+    """Return trial pipelines: slow replicas, mixes of replicas' sends, and the slowest with a slower stage or send."""
     stages, pp, replicas = len(work.rank_S), work.layout.pp, durations_BD.shape[1]
     assert len(durations_BD) == 3 * stages
     slowest = np.argsort(-work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=0), kind="stable")

@@ -261,7 +261,7 @@ def totals_s_K(work: LayoutWork, prices: Prices) -> Array:
 
 
 def step_end(work: LayoutWork, prices: Prices, drain_SK: Array, durations_R: Array) -> StepEnd:
-    """Return the seconds after the last backward (reduction, optimizer, gathers) for K placements."""
+    """Return the part of the step that follows the last passes of the pipelines, for K placements."""
     pp, (stages, placements) = work.layout.pp, drain_SK.shape
     shape = (-1, pp, placements)
     # Sort by chunk, then by rank. In a V schedule, the second chunks lie on the ranks in reverse order.

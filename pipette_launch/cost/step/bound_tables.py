@@ -1,7 +1,7 @@
-"""Tables that `step_bounds` reads: times and parameters of the parts of chunks, over the best of all links."""
+"""Tables for `step_bounds`: seconds and parameters of each part of a chunk, if every link were the best link."""
 
-# N = layouts, U = groups of layouts that agree, C = layer splits of the model, K = kinds of chunk,
-# P = pipeline ranks, V = chunks of each.
+# N = layouts, U = groups of layouts with equal times, C = layer splits of the model, K = kinds of chunk,
+# P = pipeline ranks, V = chunks of a pipeline rank.
 # X = parts of a chunk: for each kind of layer, layers that run once and layers that full recompute repeats; then
 # embedding, head, and depths of multi-token prediction.
 
@@ -45,13 +45,13 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 GroupsLie = Literal["anywhere", "inside hosts", "tensor across hosts", "experts across hosts"]
-"""Case of the groups inside layers. `inside hosts`: every tensor-parallel group, and all ranks that share experts, lie
-inside one host if they fit. `tensor across hosts`: some tensor-parallel group spans hosts. `experts across hosts`: some
-ranks that share experts span hosts."""
+"""Assumption about the groups inside layers. `inside hosts`: each tensor-parallel group lies on one host if it fits,
+and so do the ranks that share experts. `tensor across hosts`: at least one tensor-parallel group spans several hosts.
+`experts across hosts`: at least one set of ranks that share experts spans several hosts."""
 UNLIKE = 1.02
 """If the best links of two hosts differ by less than this factor, the hosts count as equal."""
 _PARTS: Memo[Memo[Ints]] = Memo()
-"""Parts of the chunks by model and layer split, cached because every degree and micro-batch uses most splits."""
+"""Parts of the chunks by model and layer split. Many layouts share a split, so the parts are cached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
     """Count the parts of each chunk, once for each layer split; all layouts have the same pp and vpp.
 
     Raises:
-        LayoutError: a row splits the layers unevenly.
+        LayoutError: a layout splits the layers unevenly.
 
     """
     fields = ("layers_per_chunk", "chunks_after_mtp", "recompute")
@@ -93,7 +93,7 @@ def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
     chunks = chunk_kinds(job.model, layout)
     for stage, (kinds, again) in enumerate(chunks):
         pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
-        # Multi-token prediction counts an embedding of its own, but shares the table of the first chunk.
+        # The prediction part counts its own embedding. On the first chunk, both share one table, so count it once.
         has_embedding = stage == 0 and (layout.pp == 1 or layout.mtp_chunk > 0 or not job.model.mtp_num_layers)
         rows.append([*chain(*pairs), has_embedding, stage == len(chunks) - 1, stage == layout.mtp_chunk])
     return np.array(rows, dtype=np.int64)
@@ -105,7 +105,7 @@ class UnitTimes:
 
     group_N: Ints
     passes_U4X: Floats
-    """Seconds of forward, backward with recompute, and the idle time in each of these two, on a slot of speed 1."""
+    """Seconds of forward, of backward with recompute, and of idle time in forward and in backward, at speed 1."""
     exchanges_U2X: Floats
     """Exposed seconds of the collectives in forward and in backward, over the best links."""
     hop_s_U: Floats
@@ -126,11 +126,11 @@ class UnitTimes:
         )
 
     def chunk_times(self, parts_KX: Ints, *, slow: bool) -> tuple[Floats, Floats]:
-        """Return forward and backward of every kind of chunk for every group, on the fastest or the slowest slot."""
+        """Return the seconds of forward and backward of each kind of chunk, on the slowest slot or the fastest slot."""
         slowness = self.slowest if slow else self.fastest
         passes_U4K, exchanges_U2K = self.passes_U4X @ parts_KX.T, self.exchanges_U2X @ parts_KX.T
         compute_U2K, idle_U2K = passes_U4K[:, :2], passes_U4K[:, 2:]
-        # If a pass idled longer than it computes, a slower slot could be the faster one.
+        # If a pass idles longer than it computes, a slow slot may hide more exchanges, so assume the slowest slot.
         hides_U2K = idle_U2K * np.where(idle_U2K <= compute_U2K, slowness, self.slowest)
         seconds_U2K = pass_s(compute_U2K * slowness, exchanges_U2K, hides_U2K)
         return seconds_U2K[:, 0], seconds_U2K[:, 1]
@@ -166,7 +166,7 @@ class Tables:
         self._one_of_each = LayerCounts.one_of_each(job.model)
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
-        """Return whether compute times are known, and the degrees divide batch, layers and slots."""
+        """Return, for each layout, whether compute times are known and its degrees divide batch, layers and slots."""
         cases = columns.groups("tp", "cp", "micro_batch_size")
         known_U = _each(columns, cases.first_U, ("tp", "cp", "micro_batch_size"), self._can_compute, self._computes)
         fields = ("pp", "vpp", "layers_per_chunk")
@@ -188,18 +188,18 @@ class Tables:
         return np.asarray(self.job.batch.global_batch_size // (columns.dp * columns.micro_batch_size))
 
     def tensor_fits_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
-        """Return whether tensor-parallel groups have several ranks and fit on one host each, of several hosts."""
+        """Return whether each tensor-parallel group fits on one host; false if tp is 1 or there is only one host."""
         return self._fits_hosts(columns.tp)
 
     def experts_fit_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
-        """Return whether the ranks that share the experts of a layer fit on one host, of several hosts."""
+        """Return whether the ranks that share experts fit on one host; false if ep is 1 or there is only one host."""
         return self._fits_hosts(columns.ep * columns.etp) & (columns.ep > 1) & experts_lie_in_stages(columns)
 
     def _fits_hosts(self, ranks: Ints) -> NDArray[np.bool_]:
         return np.asarray((ranks > 1) & (self.devices % ranks == 0) & (self.num_hosts > 1))
 
     def unit_times(self, columns: LayoutColumns, groups_lie: GroupsLie = "anywhere") -> UnitTimes:
-        """Return the times of the parts of the layouts' chunks."""
+        """Return the seconds of each part of a chunk, for each group of layouts."""
         columns = _recomputes_merged(columns)
         computed_by = ("tp", "cp", "micro_batch_size", "recompute", *self._share_fields)
         sent_by = ("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._shard_fields)
@@ -252,8 +252,8 @@ class Tables:
     def slow_hosts(self, pp: int) -> list[tuple[int, int]]:
         """Return pairs (j, h): in every placement at least j stages have slots on the h hosts with the slowest links.
 
-        j - 1 stages cannot fill these h hosts, so another stage has slots there. One pair is for the slowest host, one
-        for the last host that is nearly as slow.
+        j - 1 stages cannot fill these h hosts, so at least j stages have slots there. One pair is for the slowest host,
+        and the second pair for all hosts that are nearly as slow.
         """
         if self.num_hosts < 2:
             return []
@@ -266,8 +266,8 @@ class Tables:
         return [(stages + 1, int(first_P[stages]) + 1) for stages in sorted({0, last})]
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
-        """Return the reduction of word embedding gradients that the first and the last stage both hold."""
-        # A single slot has no links, so the fabric has no best link.
+        """Return the seconds to reduce the gradients of the word embedding that the first and the last stage share."""
+        # Without a second stage there may be a single slot, for which the fabric has no best link.
         if not has_two_embeddings(self.job.model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
         seconds = [self._embedding_s.get(tp, partial(self._embedding_s_of, tp)) for tp in columns.tp.tolist()]
@@ -286,10 +286,10 @@ class Tables:
         return passes_4X
 
     def _exchange_s_U3X(self, columns: LayoutColumns, groups_lie: GroupsLie) -> Floats:
-        """Return exposed seconds of forward and backward by part over the best links; the third row holds the hop.
+        """Return the exposed seconds of exchanges in forward and backward by part, then the seconds of a send.
 
-        Layouts that differ only in the micro-batch are priced together, as message sizes are proportional to it. The
-        sizes of shards do not depend on it.
+        Layouts that differ only in the micro-batch size are priced together, because message sizes are proportional to
+        the micro-batch size. Only the messages of FSDP do not depend on the micro-batch size.
         """
         hidden_by = ("tp", "cp", "micro_batch_size", *dict.fromkeys((*self._shard_fields, *self._share_fields)))
         cases = columns.groups(*hidden_by)
@@ -313,7 +313,7 @@ class Tables:
                     seconds = exposed_s(seconds, np.array(hidden_s) * item.behind_share)
                 found[rows, :2] += seconds[:, None, None] * np.array([item.forward, item.backward])
             if self._num_slots > 1:
-                # A group that fills a host leaves no slot for another stage.
+                # A tensor-parallel group that fills a host leaves no slot for a second stage, so sends leave the host.
                 fewest = 2 if one.tp == self.devices > 1 and groups_lie == "inside hosts" else 1
                 hop_s = self.fabric.bounds_s("send", 2, residual_bytes(self.job.model, one) * samples, fewest=fewest)
                 found[rows, 2] = hop_s[:, None]
@@ -332,7 +332,7 @@ def _recomputes_merged(columns: LayoutColumns) -> LayoutColumns:
 def _each(
     columns: LayoutColumns, rows: Ints, fields: tuple[Field, ...], known: Memo[T], make: Callable[[Layout], T]
 ) -> list[T]:
-    """Return a value for each row that only these fields decide; a layout is built only for values not known yet."""
+    """Return a value for each row, which depends only on `fields`; build a layout only if no value is cached."""
     keys = columns.values(rows, *fields)
     return [
         known.get(key, lambda: make(columns.layout(row)))  # noqa: B023 - called at once
@@ -341,7 +341,7 @@ def _each(
 
 
 def _across_hosts(groups_lie: GroupsLie, layout: Layout) -> tuple[str, ...]:
-    """Return the names of groups; at least one group of these names spans hosts."""
+    """Return names of groups, of which at least one group spans several hosts."""
     if groups_lie == "experts across hosts":
         # With etp above 1, the ranks of one expert may span hosts, or the ranks with equal parts of experts.
         return ("ep_etp", "ep") if layout.etp == 1 else ("ep_etp",)
@@ -349,6 +349,6 @@ def _across_hosts(groups_lie: GroupsLie, layout: Layout) -> tuple[str, ...]:
 
 
 def split_by_code(codes_N: Ints) -> list[Ints]:
-    """Return the rows of each code."""
+    """Return, for each code, the indices of the rows with this code."""
     order = np.argsort(codes_N, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(codes_N[order])) + 1)

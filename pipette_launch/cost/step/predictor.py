@@ -1,8 +1,8 @@
 """The step time of layouts on given slots, for one placement or many at once."""
 
 # K = placements, W = ranks = slots, P = pipeline ranks, D = replicas, S = stages (model chunks).
-# R = replicas of all placements, placement by placement. G = groups of one kind, M = members of a group.
-# L = groups that meet in one pipeline rank.
+# R = replicas of all placements, sorted by placement. G = groups of one kind, M = members of a group.
+# L = groups of one kind with members in the same pipeline rank and replica.
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _SLOTS_AT_ONCE = 1 << 18
-"""Largest number of slots, over all placements, that are priced at once; each array then takes some MB."""
+"""Placements are priced in batches of at most this number of slots, so that each array takes some MB."""
 
 
 class PlacementCost:
@@ -54,7 +54,7 @@ class PlacementCost:
         self._lanes: dict[str, Ints] = {}
 
     def times(self, factor: float) -> PlacementCost:
-        """Return a copy with another factor."""
+        """Return a copy with another learned factor."""
         if factor == self.factor:
             return self
         same = copy.copy(self)
@@ -72,14 +72,14 @@ class PlacementCost:
         return float(self.costs(np.asarray(placement, dtype=np.int64)[None])[0])
 
     def costs(self, placement_KW: Ints) -> Floats:
-        """Return the predicted seconds of a step for each row, with the same digits as `cost`."""
+        """Return the predicted seconds of a step for each placement (row), with the same digits as `cost`."""
         block = max(1, _SLOTS_AT_ONCE // len(self._slots))
         blocks = [placement_KW[first : first + block] for first in range(0, len(placement_KW), block)]
         seconds = [totals_s_K(self.work, self._prices(self._slot_KW(some))) for some in blocks]
         return (np.concatenate(seconds) if seconds else np.zeros(0)) * self.factor
 
     def prices(self, placement: Sequence[int] | Ints) -> Prices:
-        """Price every group on its slots under a placement; `factor` is not included."""
+        """Return the seconds of each group's exchanges under a placement, without `factor`."""
         prices = self._prices(self._slot_KW(np.asarray(placement, dtype=np.int64)[None]))
         return replace(prices, reduce_s_S=prices.reduce_s_S[:, 0], gather_s_S=prices.gather_s_S[:, 0])
 
@@ -130,7 +130,7 @@ class PlacementCost:
         return tuple(found)
 
     def _lanes_PR(self, group: str, seconds_KG: Floats) -> Floats:
-        """Return the slowest group of each pipeline rank and replica: tensor-parallel ranks wait for each other."""
+        """Return the slowest group's seconds on each pipeline rank and replica, as tensor-parallel ranks wait."""
         if group not in self._lanes:
             self._lanes[group] = self.groups.met_PDL(getattr(self.groups, group))
         lane_PDL = self._lanes[group]
@@ -139,7 +139,7 @@ class PlacementCost:
         return _columns(seconds_KG[:, lane_PDL].max(axis=3))
 
     def _hops_PR(self, slot_KW: Ints) -> tuple[Floats, Floats]:
-        """Return the hop seconds from each pipeline rank to the next, and back, on the slowest link of a replica."""
+        """Return the seconds of a send from each pipeline rank to the next, and back, on a replica's slowest link."""
         layout = self.work.layout
         if layout.pp == 1:
             zero = np.zeros((1, len(slot_KW) * layout.dp))
@@ -170,14 +170,14 @@ class PlacementCost:
                 known: dict[bytes, Floats] = {}
                 for first in range(0, layout.num_chunks, layout.pp):
                     size_P = sizes_S2[first : first + layout.pp, column]
-                    # Most chunks of a pipeline rank are alike.
+                    # Most chunks of a pipeline rank have equal sizes, so price each size once.
                     if size_P.tobytes() not in known:
                         known[size_P.tobytes()] = self._rings_s_PK(kind, ranks_GM.shape, rings[shift], size_P)
                     seconds_SK[first : first + layout.pp] += known[size_P.tobytes()]
         return reduce_s, gather_s
 
     def _rings_s_PK(self, kind: Collective, shape: tuple[int, ...], routes: Routes, size_P: Floats) -> Floats:
-        """Return the slowest ring of each pipeline rank; 0 for rings without data."""
+        """Return the seconds of the slowest ring of each pipeline rank; a ring without data takes 0 s."""
         lanes = shape[0] // self.work.layout.pp
         num_placements = len(routes.hosts_G) // shape[0]
         size_G = np.tile(np.repeat(size_P, lanes), num_placements)
@@ -191,7 +191,7 @@ def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices
     Args:
         work: work of one replica of the layout.
         fabric: links between slots.
-        slowness_PK: 1 / speed of the slot of each pipeline rank, one column for each case.
+        slowness_PK: 1 / speed of the slot of each pipeline rank, one column for each priced step.
 
     """
     layout, cases = work.layout, (1, slowness_PK.shape[1])
@@ -249,7 +249,7 @@ UNEVEN = (
     "Every expert is priced with the same number of tokens, as under --moe-router-force-load-balancing. Published "
     "steps with a free router are 6 to 25 % longer."
 )
-"""Assumption for measured and imagined machines: the warm-up times the experts of one rank with an equal share."""
+"""Assumption on measured and imagined machines: the warm-up measures experts with equal shares of the tokens."""
 _NCCL_DEFAULTS = "collectives are measured and priced with NCCL's default settings, and the step may be too"
 UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
@@ -259,7 +259,7 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("nccl_ub", frozenset({True}), f"{_NCCL_DEFAULTS} long"),
     ("nccl_communicator_config_path", frozenset(), f"{_NCCL_DEFAULTS} long or too short"),
 )
-"""(performance option, values that change the step but not its prediction, effect); no values = all but None."""
+"""(performance option, values that change the step but not its prediction, effect). No values = all except None."""
 
 _CACHED_LAYOUTS = 64
 
@@ -279,7 +279,7 @@ class Predictor:
         self._placement_cost = lru_cache(_CACHED_LAYOUTS)(self._new_placement_cost)
 
     def can_price(self, layout: Layout) -> bool:
-        """Return whether compute times of this layout were measured or can be scaled; `notes` names the scaling."""
+        """Return whether compute times of this layout were measured or can be scaled; `notes` reports scaling."""
         return self.compute.source(case_of(layout)) is not None
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
@@ -308,7 +308,7 @@ class Predictor:
         """Predict the step of a layout on given slots.
 
         Args:
-            layout: one for which `can_price` holds.
+            layout: layout for which `can_price` is true.
             placement: RANK of each slot.
             schedule: order of the passes; None = the schedule of stock Megatron.
 
@@ -344,9 +344,9 @@ class Predictor:
         return cost.of(replace(cost.work, engine=engine, rank_S=np.array(schedule.rank_S)))
 
     def bound_s(self, layout: Layout) -> float:
-        """Return a lower bound of all placements: the same model with the best link everywhere.
+        """Return a lower bound of the step time over all placements: every exchange uses the best link.
 
-        Some pipeline rank has the slowest slot, as all slots are in use; each rank is tried.
+        All slots are in use, so some pipeline rank has the slowest slot. Each pipeline rank is tried.
         """
         self._slots_of(layout)
         work = self._work(layout)

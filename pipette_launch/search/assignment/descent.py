@@ -250,9 +250,9 @@ class _Step:
     any_P: Ints
     """Second seat of a swap, if the proposal is random."""
     flow_P: Floats
-    """Random number that draws a flow of the first seat, as a fraction of the number of its flows."""
+    """Random number below 1 that chooses a flow (exchange) of the first seat."""
     near_P: Ints
-    """Index of a place near the other end of the drawn flow."""
+    """Column of `near_HK`: chooses a place near the partner with which the first seat exchanges data."""
     near_HK: Ints
     domain_H: Ints
     """Domain of each place. Seats must stay in their domain; empty = seats may go anywhere."""

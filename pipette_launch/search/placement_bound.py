@@ -432,7 +432,7 @@ def _largest(bounds: list[tuple[float, str]]) -> tuple[float, str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class BlockCase:
     """A case of the proof: each block of `unit` ranks lies on one place, and some larger groups do not."""
 
     unit: int
@@ -440,7 +440,7 @@ class Block:
     """Sets of kinds of groups. For at least one set, a group of its kinds spans several places. Empty = no set."""
 
 
-def blocks(layout: Layout, devices: int) -> list[Block]:
+def blocks(layout: Layout, devices: int) -> list[BlockCase]:
     """Return cases of the proof, which together cover every placement on places of `devices` devices.
 
     Groups are taken from the innermost to the outermost: tensor-parallel, context-parallel, then expert groups, as long
@@ -461,8 +461,8 @@ def blocks(layout: Layout, devices: int) -> list[Block]:
     for size, names in kinds:
         # Ranks that share experts are whole groups of the other kinds, and span places if one of these groups does.
         breaks = (names, shared) if names != shared and kinds[-1][1] == shared and experts % size == 0 else (names,)
-        found.append(Block(unit=unit, breaks=breaks))
+        found.append(BlockCase(unit=unit, breaks=breaks))
         if devices % math.lcm(unit, size):
             return found
         unit = math.lcm(unit, size)
-    return [*found, Block(unit=unit, breaks=())]
+    return [*found, BlockCase(unit=unit, breaks=())]

@@ -7,32 +7,15 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_model
+from published import llama_7b
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.model import HybridLayers, LatentAttention
 
 
-def llama_7b() -> object:
-    """Return Llama-2-7B in Megatron's flags."""
-    return tiny_model(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=11008,
-        num_attention_heads=32,
-        num_query_groups=32,
-        kv_channels=128,
-        vocab_size=32000,
-        gated_linear_unit=True,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        position_embedding_type="rope",
-        untie_embeddings_and_output_weights=True,
-    )
-
-
 def test_llama_has_as_many_parameters_as_published() -> None:
     """Attention, MLP and norms of all layers, two embeddings and the last norm sum to 6,738,415,616."""
-    model = llama_7b()
+    model = llama_7b().model
     layer = model.attention_parameters() + model.mlp_parameters() + 2 * model.norm_parameters()  # type: ignore[attr-defined]
 
     assert 6_738_415_616 == 32 * layer + 2 * 32000 * 4096 + 4096

@@ -14,7 +14,7 @@ from search.worlds import on_gpus
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Cluster, ComputeCase, ComputeTime, Layout, Links, Measurements, Samples
-from pipette_launch.search.placement_bound import Block, blocks, placement_bound_s
+from pipette_launch.search.placement_bound import BlockCase, blocks, placement_bound_s
 from pipette_launch.search.slots import Slots
 
 SHAPES = [(2, 1), (4, 1), (5, 1), (6, 1), (2, 2), (3, 2), (2, 3), (1, 4), (1, 6)]
@@ -176,28 +176,28 @@ def test_tensor_groups_within_hosts_are_a_case() -> None:
 @pytest.mark.parametrize(
     ("layout", "devices", "expected"),
     [
-        (Layout(dp=8), 8, [Block(unit=1, breaks=())]),
-        (Layout(tp=4, dp=2), 8, [Block(unit=1, breaks=(("tp",),)), Block(unit=4, breaks=())]),
-        (Layout(tp=16), 8, [Block(unit=1, breaks=(("tp",),))]),
+        (Layout(dp=8), 8, [BlockCase(unit=1, breaks=())]),
+        (Layout(tp=4, dp=2), 8, [BlockCase(unit=1, breaks=(("tp",),)), BlockCase(unit=4, breaks=())]),
+        (Layout(tp=16), 8, [BlockCase(unit=1, breaks=(("tp",),))]),
         # A group of tensor parallelism that breaks is wider than those of experts, which may stay whole.
         (
             Layout(tp=4, dp=2, ep=2),
             8,
-            [Block(unit=1, breaks=(("tp",),)), Block(unit=4, breaks=(SHARED,)), Block(unit=4, breaks=())],
+            [BlockCase(unit=1, breaks=(("tp",),)), BlockCase(unit=4, breaks=(SHARED,)), BlockCase(unit=4, breaks=())],
         ),
         (
             Layout(tp=2, cp=2, dp=4, ep=8),
             8,
             [
-                Block(unit=1, breaks=(("tp",), SHARED)),
-                Block(unit=2, breaks=(("cp",), SHARED)),
-                Block(unit=4, breaks=(SHARED,)),
-                Block(unit=8, breaks=()),
+                BlockCase(unit=1, breaks=(("tp",), SHARED)),
+                BlockCase(unit=2, breaks=(("cp",), SHARED)),
+                BlockCase(unit=4, breaks=(SHARED,)),
+                BlockCase(unit=8, breaks=()),
             ],
         ),
     ],
 )
-def test_cases(layout: Layout, devices: int, expected: list[Block]) -> None:
+def test_cases(layout: Layout, devices: int, expected: list[BlockCase]) -> None:
     """From the innermost groups outwards, as long as hosts are filled by them."""
     assert expected == blocks(layout, devices)
 

@@ -206,7 +206,7 @@ class Advice:
 
 
 AttemptEnd = Literal["none", "before-first-iteration", "after-first-iteration", "done"]
-"""How an attempt at training ended on one node. `none`: no attempt yet. `done`: all workers succeeded."""
+"""End of an attempt at training on one node. `none`: no attempt yet. `done`: all workers succeeded."""
 
 MOST_SLOTS = 1 << 12
 """Upper limit of the number of slots on one host. Real machines have far fewer slots."""

@@ -386,7 +386,7 @@ class Shortage:
     free_bytes: int
     """Free memory of the fullest device before the job."""
     cause: str
-    """How the failed plan ended, one sentence."""
+    """Cause of the failed plan's end, in one sentence."""
     noticed_at: str
 
     def __post_init__(self) -> None:

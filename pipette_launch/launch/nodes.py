@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Description of this node's machine, or the reason why there is none."""
+    """Description of this node's machine, or the reason why it is missing."""
 
     versions: dict[str, str]
     host: Host | None = None

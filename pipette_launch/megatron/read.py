@@ -78,7 +78,7 @@ def read_job(
 
 
 class _Purpose(NamedTuple):
-    """Use of the job: the arguments of `read_job` that state what the caller does with the job."""
+    """Arguments of `read_job` that state the caller's use of the job."""
 
     for_prediction: bool
     without_probes: bool

@@ -74,7 +74,7 @@ def priced_anew(
 ) -> Plan:
     """Predict the step times of a plan's candidates again, without moving ranks.
 
-    Arguments are those of `placed_for`.
+    `placed_for` has the same arguments.
     """
     inputs = _inputs(job, measurements, outcomes, options)
 

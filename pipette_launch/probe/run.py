@@ -147,7 +147,7 @@ def use_device(local_rank: int, uuid: str) -> None:
 
 
 def connect_store(place: WorkerPlace, timeout: timedelta) -> Any:
-    """Connect to the agent's store; rank 0 hosts a store if the agent has none."""
+    """Connect to the agent's store. Without one, rank 0 hosts a store."""
     from torch.distributed import TCPStore
 
     return TCPStore(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts"))  # at the end: tests has a module `screens` too
 from prose import Line, findings, per_thousand_words  # noqa: E402
 
 LIMITS = json.loads((ROOT / "ratchets.json").read_text())

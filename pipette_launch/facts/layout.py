@@ -210,11 +210,11 @@ class Degrees(NamedTuple):
 class MemoryOptions(NamedTuple):
     """Options of a layout that save memory or hide communication."""
 
-    sequence_parallel: bool
-    use_distributed_optimizer: bool
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    recompute: Recompute
+    sequence_parallel: bool = False
+    use_distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    recompute: Recompute = NO_RECOMPUTE
 
     @classmethod
     def of(cls, layout: Layout) -> MemoryOptions:
@@ -222,6 +222,18 @@ class MemoryOptions(NamedTuple):
         return cls(*(getattr(layout, name) for name in cls._fields))
 
 
+SWITCHES = tuple(field.name for field in fields(Layout) if type(field.default) is bool)
+"""Names of the fields that are on or off."""
+FLAG_WORDS = {
+    "sequence_parallel": "sequence parallel (seq-par)",
+    "use_distributed_optimizer": "distributed optimizer (dist-opt)",
+    "overlap_grad_reduce": "overlapped gradients (overlap)",
+    "overlap_param_gather": "overlapped parameter gather",
+}
+"""Name of each switch of `MemoryOptions`, as reports show it."""
+OVERLAPS = tuple(name for name in FLAG_WORDS if name.startswith("overlap_"))
+
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Field: TypeAlias = str
 """Name of a column, which is the name of a field of `Layout`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Job, Layout, Recompute
-from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.layout import NO_RECOMPUTE, OVERLAPS, SWITCHES
 from pipette_launch.megatron.checkpoint_files import with_checkpoint_arguments
 from pipette_launch.megatron.chunks import (
     PATTERN_DESTS,
@@ -28,14 +28,7 @@ EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 MOST_LAYERS = 1 << 14
 DEGREES = {"tp": TP, "pp": PP, "cp": CP, "ep": EP, "etp": ETP}
-SWITCHES = (
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "use_tp_pp_dp_mapping",
-)
-OPTIMIZER_FIELDS = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
+OPTIMIZER_FIELDS = (*OVERLAPS, "use_distributed_optimizer")
 RECOMPUTE_DESTS = (
     "recompute_activations",
     "recompute_granularity",

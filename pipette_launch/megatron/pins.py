@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pipette_launch.errors import OptionError
 from pipette_launch.facts import Layout
+from pipette_launch.facts.layout import OVERLAPS
 from pipette_launch.megatron.chunks import HYBRID_SPECS, hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import OPTIMIZER_FIELDS
@@ -20,7 +21,7 @@ SHORT_NAMES = {
     "sp": ("sequence_parallel",),
     "seq_par": ("sequence_parallel",),
     "dist_opt": ("use_distributed_optimizer",),
-    "overlap": ("overlap_grad_reduce", "overlap_param_gather"),
+    "overlap": OVERLAPS,
     "layers": ("layers_per_chunk", "chunks_after_mtp"),
     "order": ("use_tp_pp_dp_mapping",),
     "all": LAYOUT_FIELDS,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.memory.overhead import num_communicators, num_group_kinds
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.facts import Layout, Recompute
-from pipette_launch.facts.layout import NO_RECOMPUTE, LayoutColumns, codes_of
+from pipette_launch.facts.layout import FLAG_WORDS, NO_RECOMPUTE, Floats, Ints, LayoutColumns, codes_of
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Promising, SearchInputs, limits_N
 from pipette_launch.search.layouts import BaseLayouts
 
@@ -35,10 +35,6 @@ RARELY_RULED_OUT = 0.97
 LOOKED_THROUGH = 64
 """Number of layouts among which the search looks for layouts with less memory."""
 _DEGREES = ("tp", "pp", "cp", "ep")
-_FLAGS = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class _Ready(NamedTuple):
@@ -247,7 +243,7 @@ class Frontier:
         lean = self._base.tables.leanest(self._base.columns.take(rows))
         place_M, columns = self._base.variants(rows)
         is_lean_M = np.ones(len(place_M), dtype=bool)
-        for name in _FLAGS:
+        for name in FLAG_WORDS:
             is_lean_M &= getattr(columns, name) == getattr(lean, name)[place_M]
         return bool(self._fits_N(columns.take(np.flatnonzero(is_lean_M))).any())
 
@@ -297,7 +293,7 @@ def _least_N(base: BaseLayouts, rows: Ints, bounds: BoundColumns) -> Floats:
     place_M, columns = base.variants(rows)
     # Overlapped reductions never raise a bound. So of two variants that differ only in this flag, one is enough.
     order = np.argsort(-columns.overlap_grad_reduce, kind="stable")
-    others = [getattr(columns, name) for name in _FLAGS if name != "overlap_grad_reduce"]
+    others = [getattr(columns, name) for name in FLAG_WORDS if name != "overlap_grad_reduce"]
     codes_M = codes_of([place_M, *others])
     first = order[np.unique(codes_M[order], return_index=True)[1]]
     np.fmin.at(least_N, place_M[first], bounds.of_columns(columns.take(first).without_recompute()))

@@ -21,7 +21,16 @@ import numpy as np
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Job, Layout, Recompute
 from pipette_launch.facts.co_location import Domains
-from pipette_launch.facts.layout import NO_RECOMPUTE, Degrees, Ints, LayoutColumns, MemoryOptions, codes_of
+from pipette_launch.facts.layout import (
+    FLAG_WORDS,
+    NO_RECOMPUTE,
+    OVERLAPS,
+    Degrees,
+    Ints,
+    LayoutColumns,
+    MemoryOptions,
+    codes_of,
+)
 from pipette_launch.megatron.rules.broken import Broken, Rules
 from pipette_launch.megatron.rules.degrees import (
     batch_faults,
@@ -104,7 +113,6 @@ class SharedLists(Generic[K]):
 
 
 UNTIMED = "compute is timed with sequence parallelism wherever that is possible"
-_FLAGS = MemoryOptions._fields[:-1]
 
 
 class _FlagKey(NamedTuple):
@@ -134,7 +142,7 @@ class MemoryOptionTables:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._numbers: dict[Recompute, int] = {NO_RECOMPUTE: 0}
-        self._flags: SharedLists[_FlagKey] = SharedLists(self._build_flags, width=len(_FLAGS))
+        self._flags: SharedLists[_FlagKey] = SharedLists(self._build_flags, width=len(FLAG_WORDS))
         self._depths: SharedLists[tuple[_Depth, bool]] = SharedLists(self._build_depths, width=1)
         self._pairs: SharedLists[_Pair] = SharedLists(self._build_pairs, width=len(MemoryOptions._fields))
         self._lean: SharedLists[_Pair] = SharedLists(self._build_lean, width=len(MemoryOptions._fields))
@@ -206,7 +214,7 @@ class MemoryOptionTables:
     def _build_depths(self, key: tuple[_Depth, bool], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         depth, parallel = key
         for recompute in layout_axes.recomputes(self._rules.job, depth.layers):
-            options = MemoryOptions(parallel, False, False, False, recompute)
+            options = MemoryOptions(sequence_parallel=parallel, recompute=recompute)
             if not drops(recompute_faults(self._rules, depth.tp, depth.layers, options), dropped):
                 yield (self._numbers.setdefault(recompute, len(self._numbers)),)
 
@@ -226,11 +234,11 @@ class MemoryOptionTables:
         recomputes = self.recomputes
 
         def leanness(row: tuple[int, ...]) -> tuple[int, ...]:
-            parallel, sharded, reduces, gathers, number = row
+            parallel, sharded, *overlaps, number = row
             recompute = recomputes[number]
             again = ("none", "selective", "full").index(recompute.granularity)
             layers = -recompute.num_layers if recompute.method == "uniform" else recompute.num_layers - (1 << 20)
-            return again, layers, len(recompute.modules), sharded, parallel, -reduces, -gathers
+            return again, layers, len(recompute.modules), sharded, parallel, *(-on for on in overlaps)
 
         yield max(rows, key=leanness)
 
@@ -530,7 +538,8 @@ def _num_option_choices(columns: LayoutColumns, layout: Layout) -> Ints:
     again = np.array([each == layout.recompute for each in columns.recomputes])
     optimizer_N = columns.use_distributed_optimizer != layout.use_distributed_optimizer
     overlap_N = columns.overlap_grad_reduce != layout.overlap_grad_reduce
-    overlap_N |= (columns.overlap_param_gather != layout.overlap_param_gather) & ~optimizer_N
+    for name in OVERLAPS:
+        overlap_N |= (getattr(columns, name) != getattr(layout, name)) & ~optimizer_N
     parallel_N = columns.sequence_parallel != layout.sequence_parallel
     num_N: Ints = parallel_N.astype(np.int64) + optimizer_N + overlap_N + ~again[columns.recompute]
     return num_N

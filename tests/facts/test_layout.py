@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Cell, Layout, Recompute
-from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.layout import FLAG_WORDS, NO_RECOMPUTE, MemoryOptions
 
 SIZES = st.integers(1, 3)
 
@@ -97,3 +97,8 @@ def test_which_recompute_runs_no_more_again(one: Recompute, others: list[Recompu
     every = [NO_RECOMPUTE, SELECTIVE, MORE, *BLOCKS, WHOLE]
 
     assert others == [other for other in every if one.runs_no_more_than(other)]
+
+
+def test_reports_name_every_switch_of_the_memory_options() -> None:
+    """The names stand in the order of the fields, because rows of options are read by position."""
+    assert (*FLAG_WORDS, "recompute") == MemoryOptions._fields

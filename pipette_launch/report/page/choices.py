@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from pipette_launch.facts import Choice, Layout, Plan
+from pipette_launch.facts.layout import FLAG_WORDS
 from pipette_launch.planning.picture import DrawnStep, Picture
 from pipette_launch.report.page.tables_and_bars import Axis, Segment, Table, bar, legend, limit_in_view
 from pipette_launch.report.plan import checkpoint_words
@@ -88,10 +89,7 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
         "schedule": choice.schedule,
         "micro-batch (mbs)": layout.micro_batch_size,
         "micro-batches a step": layout.num_microbatches(setting.global_batch_size) if setting else "",
-        "sequence parallel (seq-par)": _yes(layout.sequence_parallel),
-        "distributed optimizer (dist-opt)": _yes(layout.use_distributed_optimizer),
-        "overlapped gradients (overlap)": _yes(layout.overlap_grad_reduce),
-        "overlapped parameter gather": _yes(layout.overlap_param_gather),
+        **{words: "yes" if getattr(layout, name) else "no" for name, words in FLAG_WORDS.items()},
         "recompute": again,
         "layers on each stage": _layers_words(layout),
         "step, predicted": seconds_text(choice.step_time_s),
@@ -106,10 +104,6 @@ def _layers_words(layout: Layout) -> str:
     """
     chunks = layout.layers_per_chunk
     return " ".join("+".join(map(str, chunks[rank :: layout.pp])) for rank in range(layout.pp)) if chunks else ""
-
-
-def _yes(is_on: bool) -> str:
-    return "yes" if is_on else "no"
 
 
 def _listed(plan: Plan) -> list[tuple[str, str, Choice]]:

@@ -123,7 +123,7 @@ class World:
 
     def planned(self, links: Links, *, moves: int) -> tuple[Flows, Ints]:
         """Place the grid of pipelines and replicas, given these links."""
-        flows = grid_flows(links.seconds_per_byte() / UNIT, STAGES)
+        flows = grid_flows(links.seconds_per_byte / UNIT, STAGES)
         columns = flows.num_seats // STAGES
         start_Q = best_tiled(flows, tiers_of(links), rows=STAGES, columns=columns)
         rng = np.random.default_rng([self.seed, self.plans])

@@ -173,10 +173,10 @@ def data_parallel_s(layout: Layout, cluster: Cluster, slot_W: NDArray[np.int64],
 def slot_seconds_per_byte(cluster: Cluster) -> Array:
     """Return 1 / bandwidth from slot (row) to slot (column); 0 on the diagonal."""
     size = cluster.devices_per_host
-    full_SS = np.repeat(np.repeat(cluster.between_hosts.seconds_per_byte(), size, axis=0), size, axis=1)
+    full_SS = np.repeat(np.repeat(cluster.between_hosts.seconds_per_byte, size, axis=0), size, axis=1)
     for host, links in enumerate(cluster.within_host):
         place = slice(host * size, (host + 1) * size)
-        full_SS[place, place] = links.seconds_per_byte()
+        full_SS[place, place] = links.seconds_per_byte
     return full_SS
 
 

@@ -233,12 +233,12 @@ class MeasuredRates:
     @classmethod
     def of(cls, cluster: Cluster) -> MeasuredRates:
         """Read them off a cluster."""
-        between = cluster.between_hosts.seconds_per_byte()
+        between = cluster.between_hosts.seconds_per_byte
         outside = between[~np.eye(len(between), dtype=bool)]
         return cls(
             byte_s_NN=between,
             best=float(outside.min()) if outside.size else 0.0,
-            within=max(float(links.seconds_per_byte().max()) for links in cluster.within_host),
+            within=max(float(links.seconds_per_byte.max()) for links in cluster.within_host),
         )
 
 

@@ -137,8 +137,8 @@ def largest_micro_batch(job: Job, layout: Layout, capacity_bytes: float) -> int:
 
 def _mean_sends(cluster: Cluster) -> tuple[tuple[float, float], tuple[float, float]]:
     """Mean latency and mean seconds per byte of all links within hosts, and of all between them; 0 for no link."""
-    inside = [(np.array(links.latency_s), links.seconds_per_byte()) for links in cluster.within_host]
-    outside = [(np.array(cluster.between_hosts.latency_s), cluster.between_hosts.seconds_per_byte())]
+    inside = [(np.array(links.latency_s), links.seconds_per_byte) for links in cluster.within_host]
+    outside = [(np.array(cluster.between_hosts.latency_s), cluster.between_hosts.seconds_per_byte)]
 
     def mean(matrices: list[NDArray[np.float64]]) -> float:
         width = len(matrices[0])

@@ -34,11 +34,10 @@ class Device:
     """Free memory before the job's own processes started."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.memory_free_bytes <= self.memory_total_bytes:
-            raise FactError(
-                f"device {self.uuid}: memory_free_bytes={self.memory_free_bytes} is not between 0 and "
-                f"memory_total_bytes={self.memory_total_bytes}"
-            )
+        free, total = self.memory_free_bytes, self.memory_total_bytes
+        if not 0 <= free <= total:
+            found = f"memory_free_bytes={free} is not between 0 and memory_total_bytes={total}"
+            raise FactError(f"device {self.uuid}: {found}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,33 +63,27 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False)
 class Links:
-    """Latency and bandwidth between n hosts or devices, as n x n matrices: the row sends to the column.
+    """Latency and bandwidth between n hosts or devices, as read-only n x n matrices: the row sends to the column.
 
-    The diagonal is 0.
-
-    Both matrices are read-only. Two `Links` are equal if all numbers in both matrices are equal.
+    Both diagonals are 0.
     """
 
     latency_s: Matrix
     bandwidth_bytes_per_s: Matrix
 
     def __init__(self, *, latency_s: MatrixLike, bandwidth_bytes_per_s: MatrixLike) -> None:
-        """Take n x n latencies and n x n bandwidths.
-
-        FactError if a matrix is not square, or if a number is impossible.
-        """
+        """Copy both matrices. FactError if a matrix is not n x n, or if a number is impossible."""
         size = len(latency_s)
         matrices = [_matrix(rows, size) for rows in (latency_s, bandwidth_bytes_per_s)]
         for name, matrix in zip(("latency_s", "bandwidth_bytes_per_s"), matrices, strict=True):
             object.__setattr__(self, name, matrix)
-        good = (matrices[0] >= 0) & (matrices[1] > 0)
+        latency, bandwidth = matrices
+        good = (latency >= 0) & (bandwidth > 0)
         np.fill_diagonal(good, val=True)
         if not good.all():
-            i, j = (int(index) for index in np.unravel_index(int(good.argmin()), good.shape))
-            raise FactError(
-                f"links: {i} -> {j} has latency {float(matrices[0][i, j])} s and bandwidth "
-                f"{float(matrices[1][i, j])} bytes/s"
-            )
+            i, j = (int(index) for index in np.argwhere(~good)[0])
+            figures = f"latency {float(latency[i, j])} s and bandwidth {float(bandwidth[i, j])} bytes/s"
+            raise FactError(f"links: {i} -> {j} has {figures}")
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -112,21 +105,21 @@ class Links:
     @classmethod
     def uniform(cls, size: int, *, latency_s: float, bandwidth_bytes_per_s: float) -> Links:
         """Return equal links between all hosts or devices."""
-        latency, bandwidth = (np.full((size, size), float(value)) for value in (latency_s, bandwidth_bytes_per_s))
-        for matrix in (latency, bandwidth):
-            np.fill_diagonal(matrix, 0.0)
+        diagonal = np.eye(size, dtype=bool)
+        latency, bandwidth = (np.where(diagonal, 0.0, value) for value in (latency_s, bandwidth_bytes_per_s))
         return cls(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
+    @cached_property
     def seconds_per_byte(self) -> Matrix:
-        """Return 1 / bandwidth with 0 on the diagonal, as a read-only matrix."""
-        return self._seconds_per_byte
+        """1 / bandwidth with 0 on the diagonal, as a read-only matrix."""
+        inverse = np.zeros((self.size, self.size))
+        np.divide(1.0, self.bandwidth_bytes_per_s, out=inverse, where=~np.eye(self.size, dtype=bool))
+        inverse.flags.writeable = False
+        return inverse
 
     @cached_property
     def extremes(self) -> tuple[tuple[int, int], ...]:
-        """(sender, receiver) of the links with the least and the greatest bandwidth.
-
-        Empty for a single host or device.
-        """
+        """(sender, receiver) of the links with the least and the greatest bandwidth. Empty for a single device."""
         if self.size < 2:
             return ()
         rates, diagonal = self.bandwidth_bytes_per_s.ravel(), np.eye(self.size, dtype=bool).ravel()
@@ -134,13 +127,6 @@ class Links:
         # If all bandwidths are equal, return the first and the last link, so that the result has two different links.
         fastest = len(rates) - 1 - int(np.where(diagonal, 0.0, rates)[::-1].argmax())
         return divmod(slowest, self.size), divmod(fastest, self.size)
-
-    @cached_property
-    def _seconds_per_byte(self) -> Matrix:
-        inverse = np.zeros((self.size, self.size))
-        np.divide(1.0, self.bandwidth_bytes_per_s, out=inverse, where=~np.eye(self.size, dtype=bool))
-        inverse.flags.writeable = False
-        return inverse
 
     @cached_property
     def _hash(self) -> int:
@@ -203,9 +189,7 @@ class Cluster(HostsOfJob):
             raise FactError(f"between_hosts is {self.between_hosts.size} wide for {len(self.hosts)} hosts")
         if [links.size for links in self.within_host] != [self.devices_per_host] * len(self.hosts):
             raise FactError("within_host needs one matrix for each host, with one row for each device")
-
-        # Hosts with equal inner links share one `Links` object, so that its cached results are computed once for all
-        # hosts.
+        # Equal inner links share one object, so that their cached results are computed once.
         shared: dict[Links, Links] = {}
         object.__setattr__(self, "within_host", tuple(shared.setdefault(links, links) for links in self.within_host))
         if len(self.slot_speed) != self.num_slots or not all(speed > 0 for speed in self.slot_speed):

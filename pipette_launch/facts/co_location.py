@@ -1,14 +1,12 @@
 """Ranks that must share a host or an NVLink domain, and the domains of a job's hosts.
 
-The groups that must share a host or domain are successive ranks in both of Megatron's rank orders: a tensor-parallel
+A group that must share a host or a domain has successive ranks in both of Megatron's rank orders: a tensor-parallel
 group begins at a multiple of tp, and an expert group (EP and ETP together) at a multiple of ep*etp. Every plan on GPUs
-has LOCAL_RANK = RANK modulo the devices of a host. Userbuffers, DeepEP and HybridEP expect the same.
+has LOCAL_RANK = RANK modulo the devices of a host, as Userbuffers, DeepEP and HybridEP expect.
 
-- Userbuffers (`--tp-comm-overlap`): each tensor-parallel group lies inside a host. TransformerEngine from 2.2 on
-demands only this. Older releases needed successive ranks on each host.
+- Userbuffers (`--tp-comm-overlap`, TransformerEngine from 2.2 on): each tensor-parallel group lies inside a host.
 - DeepEP (`--moe-token-dispatcher-type flex`): RANK / 8 within the expert group is the network rank, and RANK % 8 is the
-  NVLink rank. So each 8 successive ranks lie inside a host, or the whole group if it has fewer than 8 ranks. DeepEP
-  starts only with group sizes for which it has settings.
+  NVLink rank. So each 8 successive ranks lie inside a host, or the whole group if it has fewer than 8 ranks.
 - HybridEP and NCCL EP (`--moe-flex-dispatcher-backend`): the same rule as for DeepEP, with the number of ranks of an
   NVLink domain instead of 8. An expert group has the same number of ranks in each domain in which it has ranks.
 """
@@ -38,8 +36,7 @@ DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 """Sizes of an expert group (number of ranks) for which DeepEP has settings (`Buffer.get_dispatch_config`)."""
 DEEPEP_NVLINK = 8
 BY_DOMAIN = {"hybridep": "HybridEP", "ncclep": "NCCL EP"}
-"""Backends of the flex dispatcher that depend on NVLink domains. All other backends of the flex dispatcher are
-DeepEP."""
+"""Backends of the flex dispatcher that depend on NVLink domains. The flex dispatcher's default is DeepEP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +62,7 @@ class RankBlock:
 
     @property
     def sentence(self) -> str:
-        """Sentence for the plan that states the demand of the block."""
+        """Sentence for the plan that states which ranks share a host or domain, and why."""
         return f"Each of the {self.words} lies inside {self.inside}, as {self.asked_by} requires."
 
 
@@ -107,7 +104,7 @@ class Domains:
     def split(self, blocks: Sequence[RankBlock], placement: ArrayLike) -> RankBlock | None:
         """Return the first block whose ranks a placement (RANK of each slot) puts into several hosts or domains.
 
-        None if the placement splits no block. Unknown domains split no block.
+        None if there is no such block. Blocks within domains pass if the domains are unknown.
         """
         slot_R = np.argsort(np.asarray(placement), axis=None)
         for block in blocks:
@@ -123,11 +120,8 @@ class Domains:
 
 @lru_cache(maxsize=4)
 def _linked_hosts(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
-    """Number the NVLink domain of each host.
-
-    Hosts share a domain if the link between them is above the given bandwidth.
-    """
-    near_HH = np.asarray(links.bandwidth_bytes_per_s) >= least_bytes_per_s
+    """Number the NVLink domain of each host. Two hosts share a domain if their link has at least this bandwidth."""
+    near_HH = links.bandwidth_bytes_per_s >= least_bytes_per_s
     domain_H = np.full(links.size, -1)
     for host in range(links.size):
         if domain_H[host] < 0:
@@ -158,12 +152,9 @@ def tensor_block(options: PerformanceOptions, tp: int, domains: Domains) -> Rank
 def expert_block(options: PerformanceOptions, group: int, domains: Domains) -> RankBlock | None:
     """Return the block of the flex dispatcher for expert groups of ep*etp ranks, or None.
 
-    Raises:
-        LayoutError: no host or domain is large enough for the block.
-
+    LayoutError if no host or domain is large enough for the block.
     """
-    dispatcher = options.moe_token_dispatcher_type
-    if dispatcher != "flex" or group == 1:
+    if options.moe_token_dispatcher_type != "flex" or group == 1:  # noqa: S105  this token is text
         return None
     backend = options.moe_flex_dispatcher_backend
     if backend in BY_DOMAIN and not options.moe_enable_deepep:
@@ -178,12 +169,10 @@ def expert_block(options: PerformanceOptions, group: int, domains: Domains) -> R
 
 def _block_in_a_domain(asked_by: str, group: int, domains: Domains) -> RankBlock | None:
     """Keep an expert group inside a domain, or on whole domains of one size."""
-    if not domains.domain_H:
+    sizes, kind = domains.domain_devices, "expert-parallel"
+    if not sizes:
         return None
-    sizes = domains.domain_devices
-    kind = "expert-parallel"
-    # A group whose size divides a host stays inside one host. This costs nothing, because links inside a host are as
-    # fast as links between the hosts of a domain.
+    # A group that fits into a host stays there at no cost: links inside a host and inside a domain are equally fast.
     if domains.devices_per_host % group == 0:
         return RankBlock(size=group, within="host", kind=kind, asked_by=asked_by)
     size = group if len(sizes) > 1 else min(group, *sizes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
@@ -18,11 +17,8 @@ RING = "p2p"
 """Megatron's default exchange of context parallelism (--cp-comm-type). Other exchanges are not measured or priced."""
 SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")
 """Strategies of Megatron-FSDP that shard gradients (--data-parallel-sharding-strategy)."""
-
-
 OPTIMIZER_STATE_BYTES = {"adam": 8, "sgd": 4}
 """Bytes of fp32 states that an optimizer keeps for one parameter, without the fp32 copy of a 16-bit weight."""
-
 LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
 """Implementations of CUDA graphs (--cuda-graph-impl)."""
 
@@ -46,8 +42,7 @@ def _option(flag: str, *, default: bool) -> bool:
 class PerformanceOptions:
     """Values of Megatron's options. Field names are Megatron's destinations, and defaults are Megatron's defaults.
 
-    `megatron.performance` reads the options of a job. For a new flag of Megatron that affects cost or search, add a
-    field.
+    `megatron.performance` reads the options of a job. A new flag that affects cost or search needs only a field here.
     """
 
     # Precision.
@@ -99,15 +94,13 @@ class PerformanceOptions:
 
     # Sharded parameters.
     data_parallel_sharding_strategy: str = "no_shard"
-    """Strategy of Megatron-FSDP: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`. The last one is Megatron's
-    default from 0.18 on."""
+    """`no_shard`, `optim`, `optim_grads` or `optim_grads_params`, which is Megatron's default from 0.18 on."""
     fsdp_double_buffer: bool = False
     keep_fp8_transpose_cache: bool = False
     nccl_ub: bool = _option("--use-nccl-ub", default=False)
     outer_dp_sharding_strategy: str = "no_shard"
     suggested_communication_unit_size: int | None = None
-    """Number of parameters whose gradients are reduced together. Gathers run ahead by twice this number of
-    parameters."""
+    """Number of parameters whose gradients are reduced together. Gathers run ahead by twice this number."""
     torch_fsdp2_reshard_after_forward: bool = _option("--torch-fsdp2-no-reshard-after-forward", default=True)
     use_megatron_fsdp: bool = False
     use_torch_fsdp2: bool = False
@@ -176,35 +169,22 @@ class PerformanceOptions:
 
     @property
     def graphs(self) -> Graphs:
-        """CUDA graphs that the options request.
-
-        Two older flags also select an implementation, and the modules have two flags.
-        """
+        """CUDA graphs that the options request: two older flags also select an implementation, three flags modules."""
         impl = LOCAL if self.enable_cuda_graph else ENGINE if self.external_cuda_graph else self.cuda_graph_impl
         modules = {*self.cuda_graph_modules, *self.cuda_graph_scope, *self.cuda_graph_scope_deprecated} - {"full"}
-        if impl == LOCAL and modules == {ITERATION}:
-            # From 0.18 on, the scope `full_iteration` is an implementation instead of a scope.
-
-            return Graphs(ITERATION, frozenset())
+        # From 0.18 on the old scope `full_iteration` also selects the implementation.
+        selects = ITERATION in self.cuda_graph_scope_deprecated and impl != ENGINE
+        if selects or (impl == LOCAL and modules == {ITERATION}):
+            return Graphs(ITERATION, frozenset(modules - {ITERATION}))
         return Graphs(impl, frozenset(modules))
 
 
-_FLAGS = {
-    option.name: option.metadata.get("flag", f"--{option.name.replace('_', '-')}")
-    for option in fields(PerformanceOptions)
-}
+_OPTIONS = {option.name: option for option in fields(PerformanceOptions)}
 
 
 def flag_of(option: str) -> str:
-    """Return the flag that sets an option, for messages: `fp8` -> `--fp8-format`.
-
-    Raises:
-        FactError: `PerformanceOptions` has no such option.
-
-    """
-    if option not in _FLAGS:
-        raise FactError(f"{option!r} is not a field of PerformanceOptions")
-    return str(_FLAGS[option])
+    """Return the flag that sets an option, for messages: `fp8` -> `--fp8-format`. KeyError for an unknown option."""
+    return str(_OPTIONS[option].metadata.get("flag", f"--{option.replace('_', '-')}"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,8 +204,7 @@ class Job:
     model: ModelSpec
     batch: Batch
     own: Layout
-    """Layout of the user's own configuration, or a substitute layout if Megatron would refuse the user's
-    configuration."""
+    """Layout of the user's own configuration, or its substitute if Megatron would refuse the configuration."""
     pinned: tuple[str, ...]
     """Sorted names of the layout fields that a plan must not change, because of `--pipette-fix` or a checkpoint."""
     notes: tuple[str, ...]
@@ -237,14 +216,11 @@ class Job:
     log_interval: int
     train_iters: int | None
     performance_flags: tuple[str, ...]
-    """Sorted flags, as `--flag value`, that affect time or memory and have no field in `Job`.
-
-    `megatron.performance.performance_options` reads these flags.
-    """
+    """Sorted flags, as `--flag value`, which `megatron.performance.performance_options` reads."""
     cublas_workspace_config: str = field(default="", metadata=ADDED_LATER)
     """CUBLAS_WORKSPACE_CONFIG of the workers, which sets the size of cuBLAS's buffers. Empty = not set."""
     allocator_config: str = field(default="", metadata=ADDED_LATER)
-    """Options of torch's CUDA allocator in the workers' environment (`megatron.allocator`). Empty = not set."""
+    """Options of torch's CUDA allocator in the workers' environment, without blanks. Empty = not set."""
     own_refusal: str = field(default="", metadata=ADDED_LATER)
     """Reason why Megatron refuses the user's own configuration. `own` is then a substitute. Empty = no refusal."""
 

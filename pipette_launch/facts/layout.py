@@ -35,10 +35,8 @@ class Recompute:
 
     def __post_init__(self) -> None:
         if (self.granularity == "full") != (self.method != "none" and self.num_layers > 0):
-            raise LayoutError(
-                f"recompute granularity={self.granularity} with method={self.method} and "
-                f"num_layers={self.num_layers}: full needs a method and a layer count, the others have neither"
-            )
+            given = f"granularity={self.granularity} with method={self.method} and num_layers={self.num_layers}"
+            raise LayoutError(f"recompute {given}: full needs a method and a layer count, the others have neither")
 
     def runs_no_more_than(self, other: Recompute) -> bool:
         """True if `other` recomputes everything that `self` recomputes, so that `self` is never slower."""
@@ -54,7 +52,7 @@ NO_RECOMPUTE = Recompute(granularity="none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """All options that divide the model and the batch over ranks. The placement of ranks on devices is not included."""
+    """Parallel degrees, micro-batch size and memory options, without the placement of ranks on devices."""
 
     tp: int = 1
     pp: int = 1
@@ -66,13 +64,11 @@ class Layout:
     vpp: int = 1
     """Virtual stages (model chunks) of each pipeline rank; 1 = not interleaved."""
     microbatch_group_size: int = 0
-    """Micro-batches that run through one chunk before the next chunk (interleaved only). 0 = Megatron's default,
-    `pp`."""
+    """Micro-batches that run through one chunk before the next chunk starts. 0 = Megatron's default, `pp`."""
     layers_per_chunk: tuple[int, ...] = ()
     """Layers of each of the `pp * vpp` chunks in model order. Chunk c is on pipeline rank c % pp. Empty = even."""
     chunks_after_mtp: int = field(default=0, metadata=ADDED_LATER)
-    """Number of chunks after the chunk with multi-token prediction. 0 = the last chunk has multi-token prediction and
-    head."""
+    """Number of chunks after the chunk with multi-token prediction. 0 = the last chunk has multi-token prediction."""
     micro_batch_size: int = 1
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
@@ -86,9 +82,9 @@ class Layout:
         check_numbers(self, "tp", "pp", "dp", "cp", "ep", "etp", "vpp", "micro_batch_size", error=LayoutError)
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(f"vpp={self.vpp} needs pp > 1")
-        if self.layers_per_chunk and len(self.layers_per_chunk) != self.pp * self.vpp:
+        if self.layers_per_chunk and len(self.layers_per_chunk) != self.num_chunks:
             raise LayoutError(
-                f"layers_per_chunk has {len(self.layers_per_chunk)} entries, not pp*vpp={self.pp * self.vpp}"
+                f"layers_per_chunk has {len(self.layers_per_chunk)} entries, not pp*vpp={self.num_chunks}"
             )
         if not 0 <= self.chunks_after_mtp < self.num_chunks:
             raise LayoutError(
@@ -120,17 +116,12 @@ class Layout:
         return "interleaved-1f1b" if self.vpp > 1 else "1f1b"
 
     def num_microbatches(self, global_batch_size: int) -> int:
-        """Return the number of micro-batches of one step on each data-parallel rank.
-
-        LayoutError if the batch does not divide.
-        """
-        per_round = self.micro_batch_size * self.dp
-        if global_batch_size % per_round:
-            raise LayoutError(
-                f"global batch size {global_batch_size} is not divisible by micro_batch_size*dp = "
-                f"{self.micro_batch_size}*{self.dp}"
-            )
-        return global_batch_size // per_round
+        """Return the micro-batches of one step on each data-parallel rank. LayoutError if the batch does not divide."""
+        count, rest = divmod(global_batch_size, self.micro_batch_size * self.dp)
+        if rest:
+            sizes = f"micro_batch_size*dp = {self.micro_batch_size}*{self.dp}"
+            raise LayoutError(f"global batch size {global_batch_size} is not divisible by {sizes}")
+        return count
 
     def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the number of transformer layers of each chunk, in model order."""
@@ -191,11 +182,6 @@ class Degrees(NamedTuple):
     etp: int
     use_tp_pp_dp_mapping: bool = False
 
-    @classmethod
-    def of(cls, layout: Layout) -> Degrees:
-        """Return the parallel degrees of a layout."""
-        return cls(*(getattr(layout, name) for name in cls._fields))
-
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -215,11 +201,6 @@ class MemoryOptions(NamedTuple):
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     recompute: Recompute = NO_RECOMPUTE
-
-    @classmethod
-    def of(cls, layout: Layout) -> MemoryOptions:
-        """Return the memory options of a layout."""
-        return cls(*(getattr(layout, name) for name in cls._fields))
 
 
 SWITCHES = tuple(field.name for field in fields(Layout) if type(field.default) is bool)
@@ -245,8 +226,7 @@ NUMBERS: dict[Field, type] = {
 _CODE_LIMIT = 1 << 62
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutGroups:
+class LayoutGroups(NamedTuple):
     """Groups of layouts that have equal values in some columns."""
 
     first_U: Ints
@@ -297,14 +277,11 @@ class LayoutColumns:
         """Convert layouts to columns."""
         recomputes = {value: i for i, value in enumerate(dict.fromkeys(layout.recompute for layout in layouts))}
         cuts = {value: i for i, value in enumerate(dict.fromkeys(layout.layers_per_chunk for layout in layouts))}
-        numbers = {
-            name: np.array([getattr(layout, name) for layout in layouts], dtype=np.int64).reshape(len(layouts))
-            for name in NUMBERS
-        }
+        columns: dict[str, list[int]] = {name: [getattr(layout, name) for layout in layouts] for name in NUMBERS}
+        columns["recompute"] = [recomputes[layout.recompute] for layout in layouts]
+        columns["layers_per_chunk"] = [cuts[layout.layers_per_chunk] for layout in layouts]
         return cls(
-            **numbers,
-            recompute=np.array([recomputes[layout.recompute] for layout in layouts], dtype=np.int64),
-            layers_per_chunk=np.array([cuts[layout.layers_per_chunk] for layout in layouts], dtype=np.int64),
+            **{name: np.array(column, dtype=np.int64) for name, column in columns.items()},
             recomputes=tuple(recomputes) or (NO_RECOMPUTE,),
             cuts=tuple(cuts) or ((),),
         )
@@ -322,14 +299,11 @@ class LayoutColumns:
         )
 
     def values(self, rows: Ints, *names: Field) -> list[tuple[object, ...]]:
-        """Return the values of some fields in some rows, with flags as 0 or 1.
-
-        This is much faster than making `Layout` objects.
-        """
+        """Return some fields of some rows, flags as 0 or 1, much faster than by making `Layout` objects."""
         columns: list[Sequence[object]] = []
+        lists = {"recompute": self.recomputes, "layers_per_chunk": self.cuts}
         for name in names:
             column = getattr(self, name)[rows].tolist()
-            lists = {"recompute": self.recomputes, "layers_per_chunk": self.cuts}
             columns.append([lists[name][index] for index in column] if name in lists else column)
         return list(zip(*columns, strict=True))
 
@@ -356,9 +330,7 @@ class LayoutColumns:
 
     def groups(self, *fields: Field) -> LayoutGroups:
         """Group rows that have equal values in these fields."""
-        if len(self) == 1:
-            # Skip np.unique for a single layout, because np.unique would take most of the time.
-
+        if len(self) == 1:  # np.unique would take most of the time of a single layout
             only = np.zeros(1, dtype=np.int64)
             return LayoutGroups(first_U=only, group_N=only)
         codes = codes_of([getattr(self, name) for name in fields])

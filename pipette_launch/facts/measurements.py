@@ -28,15 +28,12 @@ class DeviceOverhead:
     """Memory of a warm-up worker's GPU outside the model, measured while no tensor of the model existed."""
 
     alone_bytes: int
-    """NVML's used bytes minus the allocator's reserve, before any communicator was open: the CUDA context and the code
-    of CUDA's libraries."""
+    """NVML's used bytes minus the allocator's reserve before any communicator: CUDA's context and library code."""
     together_bytes: int
     """NVML's used bytes minus the allocator's reserve, while all communicators were open."""
     num_communicators: int
-    """Number of open communicators."""
     workspace_bytes: int
-    """Bytes of workspaces in torch's allocator. A library allocates its workspace at its first use and keeps the
-    memory."""
+    """Workspaces in torch's allocator, which a library allocates at its first use and keeps."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "alone_bytes", "together_bytes", "num_communicators", "workspace_bytes", limit=0)
@@ -91,7 +88,7 @@ class StageReading:
     device_peak_bytes: int
     """Peak of NVML's used bytes on CUDA, without communicators. On CPU the process's resident set."""
     ran_out: bool = False
-    """True if the device ran out of memory during the step. All peaks are then the peaks before this moment."""
+    """True if the device ran out of memory during the step. All peaks are then the peaks until this moment."""
     allocator_config: str = field(default="", metadata=ADDED_LATER)
     """Value of `Job.allocator_config`, which affects `reserved_peak_bytes`."""
 
@@ -108,8 +105,7 @@ def memory_digest(job: Job) -> str:
 
 Origin = Literal["measured", "again", "estimated", "cached"]
 ORIGINS: dict[str, Origin] = {"m": "measured", "a": "again", "e": "estimated", "c": "cached"}
-"""Origin of a link's figure by its letter. `again`: the link looked slow and was measured twice, and the better value
-counts."""
+"""Origins by letter. `again`: the link looked slow, so it was measured twice, and the better value counts."""
 UNSTABLE_SPREAD = 0.10
 """Largest spread of a stable measurement, as in pyperf."""
 
@@ -133,8 +129,7 @@ class LinkSurvey:
     origin_HH: tuple[str, ...]
     """H rows of H letters from `ORIGINS`; `-` on the diagonal."""
     rails: tuple[RailRates, ...] = ()
-    """Bandwidth of each device for pairs of hosts with several devices. Large clusters list only pairs whose devices
-    differ."""
+    """Bandwidth of each device for pairs of hosts. Large clusters list only pairs whose devices differ."""
     rounds: int = 0
     """Number of rounds of the first measurement between hosts."""
     rounds_again: int = 0
@@ -150,10 +145,8 @@ class LinkSurvey:
         for host, row in enumerate(self.origin_HH):
             links = row[:host] + row[host + 1 :]
             if len(row) != size or row[host] != "-" or not set(links) <= set(ORIGINS):
-                raise FactError(
-                    f"survey: origin_HH[{host}] must be {size} letters: '-' at {host}, the others of "
-                    f"{''.join(ORIGINS)}; got {row!r}"
-                )
+                wanted = f"'-' at {host}, the others of {''.join(ORIGINS)}"
+                raise FactError(f"survey: origin_HH[{host}] must be {size} letters: {wanted}; got {row!r}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LinkSurvey) and to_plain(self) == to_plain(other)
@@ -167,7 +160,7 @@ class LinkSurvey:
 
 
 ERROR_OF_MEDIAN = 1.4826 * 1.2533
-"""Factor of a median's standard error for normal scatter: median absolute deviation / sqrt(count) times this factor."""
+"""Standard error of a median divided by (median absolute deviation / sqrt(count)), for normal scatter."""
 LAYERS: tuple[str, ...] = (*TRANSFORMER_KINDS, *LETTERS.values())
 """Parts of a model that are layers, without embedding and head."""
 
@@ -212,10 +205,8 @@ class Samples:
 
     def times(self, factor: float) -> Samples:
         """Return the samples with all timings multiplied by a factor."""
-        return Samples(
-            values_s=tuple(value * factor for value in self.values_s),
-            warmup_s=tuple(value * factor for value in self.warmup_s),
-        )
+        values, warmup = (tuple(value * factor for value in times) for times in (self.values_s, self.warmup_s))
+        return Samples(values_s=values, warmup_s=warmup)
 
     def joined(self, other: Samples) -> Samples:
         """Append later timings of the same operation."""
@@ -237,11 +228,8 @@ class ComputeTime:
 
     case: ComputeCase
     part: Part
-    """Measured part of the model. `core_attention` is inside the layer: selective recompute costs the time of
-    `core_attention`.
-
-    `prediction` is one depth of multi-token prediction: embedding, projection, layers, head and loss.
-    """
+    """`core_attention` is inside the layer: selective recompute costs the time of `core_attention`. `prediction` is one
+    depth of multi-token prediction: embedding, projection, layers, head and loss."""
     slot: int
     forward: Samples
     input_grad: Samples
@@ -253,41 +241,34 @@ class ComputeTime:
     backward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of both backward passes in which the device waits for the host."""
     source: Literal["measured", "modelled", "cached"] = field(default="measured", metadata=ADDED_LATER)
-    """Origin of the time. `modelled`: converted by the device model from a time with other options. `cached`: from an
-    earlier warm-up."""
+    """`modelled`: converted by the device model from a time with other options. `cached`: from an earlier warm-up."""
     recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
     """Additional time if full recompute runs the layer's forward again in the backward. None = not measured."""
 
     ep: int = field(default=0, metadata=ADDED_LATER)
-    """Expert parallel size for a part with experts. 0 = no experts, or the time does not depend on this size."""
+    """Expert parallel size. 0 = the part has no experts, or the time does not depend on this size."""
     etp: int = field(default=0, metadata=ADDED_LATER)
-    """Expert tensor parallel size for a part with experts. 0 = no experts, or the time does not depend on this size."""
+    """Expert tensor parallel size. 0 = the part has no experts, or the time does not depend on this size."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "forward_idle_s", "backward_idle_s", "ep", "etp", limit=0)
 
     def times(self, factor: float) -> ComputeTime:
         """Return the time with all passes multiplied by a factor. Idle times do not change."""
-        return replace(
-            self,
-            forward=self.forward.times(factor),
-            input_grad=self.input_grad.times(factor),
-            weight_grad=self.weight_grad.times(factor),
-            recompute=self.recompute and self.recompute.times(factor),
-        )
+        passes = {name: getattr(self, name).times(factor) for name in ("forward", "input_grad", "weight_grad")}
+        return replace(self, **passes, recompute=self.recompute and self.recompute.times(factor))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveTime:
-    """Time of a collective: seconds = latency_s + bytes * seconds_per_byte, fitted to several sizes on a kind of group.
+    """Fitted time of a collective on a kind of group: seconds = latency_s + bytes * seconds_per_byte.
 
     `bytes` is the size of the full tensor on one rank (before a reduce-scatter, after an all-gather).
     """
 
     kind: Literal[CollectiveKind, "send"]
     slots: tuple[int, ...]
-    """Slots of one measured group. Groups with the same number of hosts and of devices were measured at the same
-    time."""
+    """One measured group. Groups with equally many hosts and devices were measured at the same time."""
     latency_s: float
     seconds_per_byte: float
     spread: float
@@ -314,7 +295,7 @@ class LoadingTime:
     """Time to load a micro-batch on a stage that needs tokens or labels."""
 
     batch_s: float
-    """Seconds to load each micro-batch, independent of the number of samples."""
+    """Seconds of each micro-batch, independent of the number of samples."""
     sample_s: float
     """Additional seconds for each sample of the micro-batch."""
 
@@ -352,8 +333,7 @@ class Measurements:
     collectives: tuple[CollectiveTime, ...]
     memory: tuple[MemoryReading, ...]
     overhead_bytes: int
-    """Device memory outside the allocator (context, communicators, workspaces) on the slot with the largest value. 0 on
-    CPU."""
+    """Device memory outside the allocator (context, communicators, workspaces) on the fullest slot. 0 on CPU."""
     versions: dict[str, str]
     taken_at: str
     """Time of the warm-up, UTC, ISO 8601."""
@@ -364,23 +344,17 @@ class Measurements:
     optimizer_s_per_parameter: float | None = None
     """Seconds of an optimizer step for each parameter whose state a slot holds. None = not measured."""
     wake_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Additional seconds of a chunk's forward and backward if each pass comes after a wait, as in pipelines.
-
-    0 = not measured. Warm-ups on GPUs do not measure this time.
-    """
+    """Additional seconds of a chunk's forward and backward if each pass comes after a wait, as in pipelines. 0 = not
+    measured, as in warm-ups on GPUs."""
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
     """Time to load batches with Megatron-LM's own trainer on CPUs. None = not measured."""
     gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
-    """Seconds in each step for each byte of gradients that a slot holds. 0 = not measured.
-
-    The slot clears, checks and scales all its gradients, even if another slot updates the parameters. On CPUs most of
-    the time goes into the optimizer's calls for each tensor.
-    """
+    """Seconds in each step for each byte of gradients that a slot holds, to clear, check and scale them. 0 = not
+    measured. On CPUs most of the time goes into the optimizer's calls for each tensor."""
     step_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of the host in each step while the device waits. 0 = not measured."""
     host_bytes_per_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Bandwidth between a slot and its host's memory, in each direction. 0 = not measured. Warm-ups do not measure this
-    bandwidth."""
+    """Bandwidth between a slot and its host's memory, in each direction. 0 = not measured, as in all warm-ups."""
     refused: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
     """Compute cases that megatron-core refuses, or that ran out of memory."""
     unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
@@ -403,17 +377,14 @@ class Measurements:
         return tuple(sorted({time.case for time in self.compute}))
 
     def coverage(self) -> Coverage:
-        """Count the cases that this warm-up measured.
-
-        Also count the cases that the warm-up should measure and megatron-core can run.
-        """
+        """Count the measured cases, and the cases that the warm-up should measure and megatron-core can run."""
         known = {time.case: time.source for time in self.compute}
         num_timed = sum(source == "measured" for source in known.values())
         return Coverage(num_timed, len({*known, *self.unmeasured}))
 
 
 def layers_digest(model: ModelSpec) -> str:
-    """Return a digest of everything that affects a layer of the model. The number of layers is left out."""
+    """Return a digest of everything that affects a layer of the model, except the number of layers."""
     plain = files.to_plain(model)
     # The warm-up measures all layers without attention windows.
     of_all_layers = ("num_layers", "moe_layer_freq", "attention_windows")
@@ -423,12 +394,8 @@ def layers_digest(model: ModelSpec) -> str:
 def without_hosts(measurements: Measurements, names: Collection[str]) -> Measurements:
     """Return the measurements as if some hosts had never been in the job. The remaining slots are numbered again.
 
-    The warm-up distributes the cases over all slots. So a case may have been measured only on a removed host. The times
-    of such a case are converted to the remaining slot with the nearest speed.
-
-    Raises:
-        FactError: a name is unknown, or no host remains.
-
+    A case that was measured only on removed hosts gets its time converted to the remaining slot of the nearest speed.
+    FactError if a name is unknown, or if no host remains.
     """
     cluster = measurements.cluster
     unknown = sorted(set(names) - {host.name for host in cluster.hosts})
@@ -464,8 +431,7 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
             for time in measurements.collectives
             if slots.keys() >= set(time.slots)
         ),
-        # A layer needs equal memory on all devices. So a reading of a removed slot is kept if its case has no other
-        # reading.
+        # All devices need equal memory, so a removed slot's reading is kept if its case has no other reading.
         memory=tuple(
             replace(reading, slot=slots.get(reading.slot, 0))
             for reading in measurements.memory
@@ -502,7 +468,6 @@ def _compute(measurements: Measurements, slots: dict[int, int]) -> tuple[Compute
             times.append(replace(time, slot=slots[time.slot]))
         elif (time.case, time.part) not in timed:
             # Speed times seconds is the time of a slot with speed 1.
-
             stand_in = min(slots, key=lambda slot: abs(speed[slot] - speed[time.slot]))
             factor = speed[time.slot] / speed[stand_in]
             idle = {name: factor * getattr(time, name) for name in ("forward_idle_s", "backward_idle_s")}

@@ -19,9 +19,7 @@ from pipette_launch.facts.plan import Choice, Plan, Shortage
 FailureKind = Literal[
     "out-of-memory", "out-of-host-memory", "unknown-flags", "refused-flag", "missing", "exception", "other"
 ]
-"""Kind of a worker's failure. `out-of-memory`: the GPU's memory was full. `out-of-host-memory`: the memory of the host
-or its cgroup was full. `missing`: a file or module is missing under every plan. `exception`: no layout is known to
-cause the exception."""
+"""`missing`: a file or module is missing under every plan. `exception`: no layout is known to cause the exception."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +66,11 @@ class ExecutionRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutedParts:
-    """Bytes on a rank at its memory peak, by origin. The bytes of all origins sum to the peak."""
+    """Bytes on a rank at its memory peak, by origin. All origins together are the peak."""
 
     weights: int = 0
     gradients: int = 0
-    """Bytes of gradient buffers, with the padding of buckets."""
+    """Bytes of gradient buffers, padding included."""
     optimizer: int = 0
     """Bytes of master weights and optimizer states."""
     activations: int = 0
@@ -96,7 +94,7 @@ class ExecutedParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutedMemory:
-    """Bytes of tensors on one rank. Each tensor's bytes are rounded up as in torch's caching allocator for CUDA.
+    """Bytes of tensors on one rank, rounded up as in torch's caching allocator for CUDA.
 
     Workspaces of libraries, the CUDA context, communicators and fragmentation are not included.
     """
@@ -106,13 +104,11 @@ class ExecutedMemory:
     gradients: int
     optimizer: int
     allocated_after_step: int
-    """Bytes of tensors that remain allocated after a step."""
     first_peak: int
     """Peak in bytes of the first iteration, in which the optimizer step allocates the optimizer's states."""
     peak: int
     """Peak in bytes of later iterations, with the optimizer's states."""
     parts: ExecutedParts
-    """Bytes at the peak by origin."""
     notes: tuple[str, ...]
     """Differences between the executed job and the real one, one sentence each."""
 
@@ -139,7 +135,6 @@ class MeasuringQuestion:
 
     job: Job
     measurements: Measurements
-    """All measurements until now."""
     budget_s: float
     """Seconds that the search for plans may take."""
 
@@ -154,10 +149,8 @@ class Dimension:
     name: str
     """The parallel dimension, such as `dp`, or another common property of the groups."""
     kinds: tuple[CollectiveKind, ...]
-    """Kinds of collectives that the groups run."""
     groups: tuple[tuple[int, ...], ...]
-    """Slots of each group in ascending order, as torch sorts ranks. A group has at least two slots, and groups share no
-    slot."""
+    """Slots of each group in ascending order, as torch sorts ranks: at least two in a group, each slot in one group."""
     most_bytes: int = 0
     """Bytes of the largest full tensor in one message. 0 = unknown."""
 
@@ -176,7 +169,7 @@ class StageCase:
     layout: Layout
     pp_rank: int
     predicted_bytes: int = 0
-    """Predicted memory peak of the pipeline rank's tensors. 0 = no prediction."""
+    """0 = no prediction."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:
@@ -220,8 +213,7 @@ class NodeRecord:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     token: str
-    """Identifier of the agent during its life. Host names cannot identify agents, because two host names may be
-    equal."""
+    """Identifier of the agent during its life, because two hosts may have the same name."""
     host: Host | None
     """Host with its devices. None = the search for devices failed, and `trouble` gives the reason."""
     trouble: str
@@ -243,7 +235,6 @@ class NodeRecord:
     notes: tuple[str, ...] = ()
     """Problems of this node that do not prevent a plan, such as lost GPUs."""
     max_restarts: int = 0
-    """Value of --max-restarts."""
     iteration: int = 0
     """Last iteration in the output of this node's workers. 0 = no iteration."""
     slowed: str = ""
@@ -293,15 +284,13 @@ class Decision:
     is_misuse: bool = False
     """True if the user's own flags caused the failure. The exit code is then the exit code of argparse."""
     restarts_left: int = 0
-    """Number of further failures after which the job may still restart. Lost hosts and plans that cannot start do not
-    count."""
+    """Number of failures that may still restart the job. Lost hosts and plans that cannot start do not count."""
     is_refitted: bool = False
     """True if an earlier plan was fitted to the hosts of this decision. `reason` names the earlier plan."""
     iteration: int = 0
     """Last iteration that any node printed before this decision. 0 = before the training."""
     shortage: Shortage | None = None
-    """Among the plans of similar jobs that ran out of memory, the plan with the least predicted need. None = no plan
-    ran out of memory."""
+    """The leanest of the plans of similar jobs that ran out of memory. None = no plan ran out of memory."""
     probe_options: str = ""
     """Options of the warm-up as a document of `probe`. Empty in other phases."""
 
@@ -336,8 +325,8 @@ class Decision:
 
     def leaving_out(self, names: Collection[str]) -> Decision:
         """Return the decision with some hosts moved to standby, where hosts run no workers."""
-        stays = [host not in names for host in self.hosts]
         leaves = [host in names for host in self.hosts]
+        stays = [not leaving for leaving in leaves]
         return replace(
             self,
             tokens=tuple(compress(self.tokens, stays)),
@@ -402,7 +391,6 @@ class Member:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     token: str
-    """Identifier of the agent during its life."""
     address: str
     port: int
     node_rank: int
@@ -415,10 +403,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
-    """Agents of a round in torchrun's order.
-
-    The first agent decides for all agents, and has the key-value store of the round.
-    """
+    """Agents of a round in torchrun's order. The first agent decides, and has the key-value store of the round."""
 
     KIND: ClassVar[str] = "members"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -438,8 +423,7 @@ class Arrival:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     meeting: int
-    """Number of meetings that this agent has attended. The number distinguishes answers to this arrival from older
-    answers."""
+    """Number of meetings that this agent has attended, which tells answers to this arrival from older answers."""
     record: NodeRecord
     held: Decision | None
     """The agent's previous decision, which the deciding agent may not know."""

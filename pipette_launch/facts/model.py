@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -9,15 +10,9 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
 LayerKind: TypeAlias = Literal["layer", "moe_layer", "mamba_layer", "attention_layer", "mlp_layer", "expert_layer"]
-"""Kinds of layers. `layer` and `moe_layer` are whole transformer layers, without and with experts. All other kinds
-occur in hybrid models."""
+"""`layer` and `moe_layer` are transformer layers without and with experts. Hybrid models have the other kinds."""
 TRANSFORMER_KINDS: tuple[LayerKind, ...] = ("layer", "moe_layer")
-LETTERS: dict[str, LayerKind] = {
-    "M": "mamba_layer",
-    "*": "attention_layer",
-    "-": "mlp_layer",
-    "E": "expert_layer",
-}
+LETTERS: dict[str, LayerKind] = {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "expert_layer"}
 """Letters of the layer kinds in Megatron's patterns of hybrid models."""
 KINDS_WITH_EXPERTS: tuple[LayerKind, ...] = ("moe_layer", "expert_layer")
 KINDS_WITH_ATTENTION: tuple[LayerKind, ...] = (*TRANSFORMER_KINDS, "attention_layer")
@@ -47,10 +42,9 @@ class HybridLayers:
         strange = sorted(set(self.pattern + self.mtp_pattern) - set(LETTERS))
         if strange or not self.pattern:
             raise FactError(f"layers of a hybrid model are {' '.join(LETTERS)}, got {' '.join(strange) or 'none'}")
-        if self.mamba_num_heads % self.mamba_num_groups:
-            raise FactError(
-                f"mamba_num_groups={self.mamba_num_groups} does not divide mamba_num_heads={self.mamba_num_heads}"
-            )
+        heads, groups = self.mamba_num_heads, self.mamba_num_groups
+        if heads % groups:
+            raise FactError(f"mamba_num_groups={groups} does not divide mamba_num_heads={heads}")
 
     @property
     def mamba_channels(self) -> int:
@@ -81,15 +75,13 @@ class HybridLayers:
 class LatentAttention:
     """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434), which computes queries, keys and values from latents.
 
-    Field names are Megatron's. In one head, query and key have `qk_head_dim + qk_pos_emb_head_dim` channels each, and
-    the value has `v_head_dim`.
+    Field names are Megatron's. `qk_head_dim` counts the channels of a head without position encoding.
     """
 
     q_lora_rank: int | None
     """Channels of the query's latent. None = one matrix computes the queries from the hidden state."""
     kv_lora_rank: int
     qk_head_dim: int
-    """Channels of one head without position encoding."""
     qk_pos_emb_head_dim: int
     """Channels of one head with rotary position encoding. In the key, all heads share these channels."""
     v_head_dim: int
@@ -99,7 +91,7 @@ class LatentAttention:
 
     @property
     def query_channels(self) -> int:
-        """Number of channels of the query of one head, which is also the number of channels of the key."""
+        """Number of channels of the query of one head. The key of a head has the same number of channels."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     def up_weights(self, heads: int) -> int:
@@ -157,21 +149,17 @@ class ModelSpec:
     qk_layernorm: bool = field(default=False, metadata=ADDED_LATER)
     """True if a norm follows query and key, or the latents of query and key under latent attention."""
     hybrid: HybridLayers | None = field(default=None, metadata=ADDED_LATER)
-    """Layers of a hybrid model. In `moe_layer_freq` of a hybrid model, layers of experts are 1, and all other layers
-    are 0."""
+    """Layers of a hybrid model, whose `moe_layer_freq` is 1 for layers of experts and 0 for all other layers."""
     attention_windows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    """Number of tokens that a token sees in each layer, including itself. 0 = all earlier tokens. Empty = no layer has
-    a window."""
+    """Number of tokens that a token sees in each layer, with itself. 0 = all earlier tokens. Empty = no windows."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
         check_numbers(self, "kv_channels", "seq_length", "vocab_size", "make_vocab_size_divisible_by")
         check_numbers(self, "mtp_num_layers", limit=0)
-        if self.num_attention_heads % self.num_query_groups:
-            raise FactError(
-                f"num_query_groups={self.num_query_groups} does not divide "
-                f"num_attention_heads={self.num_attention_heads}"
-            )
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if heads % groups:
+            raise FactError(f"num_query_groups={groups} does not divide num_attention_heads={heads}")
         if len(self.moe_layer_freq) != (self.num_layers if self.num_experts else 0):
             raise FactError(f"moe_layer_freq has {len(self.moe_layer_freq)} entries for {self.num_layers} layers")
         if len(self.attention_windows) not in (0, self.num_layers) or min(self.attention_windows, default=0) < 0:
@@ -221,10 +209,7 @@ class ModelSpec:
 
     @property
     def has_expert_prediction(self) -> bool:
-        """True if the layers of multi-token prediction have experts.
-
-        Megatron builds these layers like the last layer.
-        """
+        """True if the layers of multi-token prediction have experts, as the last layer of the model then has."""
         return bool(self.mtp_num_layers and self.moe_layer_freq and self.moe_layer_freq[-1])
 
     def padded_vocab_size(self, tp: int) -> int:
@@ -236,10 +221,8 @@ class ModelSpec:
         """Return the number of weights and biases in one layer's attention (query, key, value, output)."""
         query = self.kv_channels * self.num_attention_heads
         qkv = query + 2 * self.kv_channels * self.num_query_groups
-        bias = (qkv if self.add_bias_linear or self.add_qkv_bias else 0) + (
-            self.hidden_size if self.add_bias_linear else 0
-        )
-        return self.hidden_size * (qkv + query) + bias
+        qkv_bias = qkv if self.add_bias_linear or self.add_qkv_bias else 0
+        return self.hidden_size * (qkv + query) + qkv_bias + (self.hidden_size if self.add_bias_linear else 0)
 
     def mlp_parameters(self, ffn_hidden_size: int | None = None) -> int:
         """Return the number of weights and biases of one dense MLP, or of one expert of the given width."""
@@ -262,7 +245,7 @@ class ModelSpec:
             assert self.hybrid is not None
             return 2.0 * self.hybrid.mamba_matrices(self.hidden_size) + self.hybrid.mamba_scan_flops_per_token
         latent, matrices, core = self.latent_attention, 0, 0.0
-        if kind in ("layer", "moe_layer", "attention_layer"):
+        if kind in KINDS_WITH_ATTENTION:
             heads = self.num_attention_heads
             matrices += latent.weights(self.hidden_size, heads) if latent else self.attention_parameters()
             core = self.core_flops_per_token
@@ -271,7 +254,7 @@ class ModelSpec:
             matrices += self.hidden_size * (self.num_experts or 0)
             if self.moe_shared_expert_intermediate_size:
                 matrices += self.mlp_parameters(self.moe_shared_expert_intermediate_size)
-        elif kind in ("layer", "mlp_layer"):
+        elif kind in _DENSE:
             matrices += self.mlp_parameters()
         return 2.0 * matrices + core
 
@@ -299,9 +282,8 @@ class ModelSpec:
     def step_flops(self, global_batch_size: int, *, tp: int) -> float:
         """Return the model's FLOPs in one step by Megatron-LM's num_floating_point_operations (core_v0.16).
 
-        Each matrix counts three times, multiply-adds count as 2, and the causal mask halves the FLOPs of attention
-        scores. Biases, the router and recompute are left out. The output layer has the padded vocabulary of `tp`.
-        Releases before core_v0.16 ignore the causal mask, and no release considers attention windows.
+        Each matrix counts three times, multiply-adds count as 2, and the causal mask halves attention's FLOPs. Biases,
+        the router and recompute are left out. Releases before core_v0.16 ignore the mask, all releases the windows.
         """
         latent, hidden, heads = self.latent_attention, self.hidden_size, self.num_attention_heads
         query, groups = heads * self.kv_channels, self.num_query_groups * self.kv_channels
@@ -311,14 +293,13 @@ class ModelSpec:
         attention = projections + self._unwindowed_core_flops_per_token / 4
         matrices = hidden * (3 if self.gated_linear_unit else 2)
         moe_width = self.moe_router_topk * self.moe_ffn_hidden_size + self.moe_shared_expert_intermediate_size
-        kinds = (*self.layer_kinds, *self.mtp_num_layers * self.prediction_kinds)
-        count = {kind: kinds.count(kind) for kind in set(kinds)}
-        moe_layers, dense = (sum(count.get(kind, 0) for kind in pair) for pair in (KINDS_WITH_EXPERTS, _DENSE))
-        layers = sum(count.get(kind, 0) for kind in (*TRANSFORMER_KINDS, "attention_layer"))
+        kinds = Counter((*self.layer_kinds, *self.mtp_num_layers * self.prediction_kinds))
+        groups_of_kinds = (KINDS_WITH_EXPERTS, _DENSE, KINDS_WITH_ATTENTION)
+        moe_layers, dense, layers = (sum(kinds[kind] for kind in group) for group in groups_of_kinds)
         mlps: float = matrices * (moe_layers * moe_width + dense * self.ffn_hidden_size)
-        if self.hybrid and "mamba_layer" in count:
+        if self.hybrid:
             scan = self.hybrid.mamba_scan_flops_per_token / 2
-            mlps += count["mamba_layer"] * (self.hybrid.mamba_matrices(hidden) + scan)
+            mlps += kinds["mamba_layer"] * (self.hybrid.mamba_matrices(hidden) + scan)
         predictions = self.mtp_num_layers * (2 * hidden + 3) * hidden
         logits = (1 + self.mtp_num_layers) * hidden * self.padded_vocab_size(tp)
         return 6.0 * global_batch_size * self.seq_length * (layers * attention + mlps + predictions + logits)

@@ -233,7 +233,7 @@ class Places:
         latency_factor, extra_s, bytes_factor = self.factors(kind, size, fewest)
         steps = num_steps(kind, size)
         seconds_HH: Floats = (steps * latency_factor) * self.links.latency_s
-        seconds_HH += (steps * chunk_share(kind, size) * bytes_factor * size_bytes) * self.links.seconds_per_byte()
+        seconds_HH += (steps * chunk_share(kind, size) * bytes_factor * size_bytes) * self.links.seconds_per_byte
         seconds_HH += steps * extra_s
         np.fill_diagonal(seconds_HH, np.inf)
         return seconds_HH

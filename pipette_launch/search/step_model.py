@@ -105,7 +105,7 @@ class View:
             stage_W=stage_W,
             slowness_H=model.slowness_W.reshape(-1, cluster.devices_per_host).max(axis=1),
             latency_s_HH=np.asarray(cluster.between_hosts.latency_s),
-            per_byte_s_HH=cluster.between_hosts.seconds_per_byte(),
+            per_byte_s_HH=cluster.between_hosts.seconds_per_byte,
         )
 
     @property

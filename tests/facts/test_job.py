@@ -2,7 +2,6 @@
 
 import pytest
 
-from pipette_launch.errors import FactError
 from pipette_launch.facts.job import flag_of
 
 
@@ -21,5 +20,5 @@ def test_flag_of_an_option(option: str, flag: str) -> None:
 
 def test_an_unknown_option_is_refused() -> None:
     """An unknown option raises an error instead of appearing in a message."""
-    with pytest.raises(FactError, match="no_such"):
+    with pytest.raises(KeyError, match="no_such"):
         flag_of("no_such")

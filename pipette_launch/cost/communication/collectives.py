@@ -177,7 +177,7 @@ class LinkTable:
             latency_s_L=np.concatenate(
                 [np.where(np.eye(len(links.latency_s), dtype=bool), 0.0, links.latency_s).ravel() for links in matrices]
             ),
-            seconds_per_byte_L=np.concatenate([links.seconds_per_byte().ravel() for links in matrices]),
+            seconds_per_byte_L=np.concatenate([links.seconds_per_byte.ravel() for links in matrices]),
             host_S=host_S,
             _between_S=host_S * hosts,
             _within_S=hosts * hosts + (kind_H[host_S] * devices + local_S) * devices,
@@ -200,7 +200,7 @@ def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
     # The diagonal of a matrix is not a link.
     different = [(links, ~np.eye(len(links.latency_s), dtype=bool)) for links in dict.fromkeys(matrices)]
     latency_s = np.concatenate([links.latency_s[apart] for links, apart in different])
-    byte_s = np.concatenate([links.seconds_per_byte()[apart] for links, apart in different])
+    byte_s = np.concatenate([links.seconds_per_byte[apart] for links, apart in different])
     front: list[tuple[float, float]] = []
     while len(latency_s):
         least_s = latency_s.min()
@@ -240,7 +240,7 @@ class Bottlenecks:
     """Lower bound of the slowest link of a group on several hosts, or on several devices of one host."""
 
     def __init__(self, links: Links) -> None:
-        byte_s_HH = np.where(np.eye(len(links.latency_s), dtype=bool), np.inf, links.seconds_per_byte())
+        byte_s_HH = np.where(np.eye(len(links.latency_s), dtype=bool), np.inf, links.seconds_per_byte)
         self._tree = spanning_tree(byte_s_HH)
         self._leave_H: Floats = np.maximum(byte_s_HH.min(axis=0), byte_s_HH.min(axis=1))
         self._known: dict[int, Floats] = {}

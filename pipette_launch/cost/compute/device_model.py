@@ -337,7 +337,7 @@ def _collective_times(
     Pieces for its own host use the links inside the host.
     """
     latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
-    byte_s_HH = cluster.between_hosts.seconds_per_byte()
+    byte_s_HH = cluster.between_hosts.seconds_per_byte
     inside_latency_s, inside_byte_s = device.within_host.latency_s, 1 / device.within_host.fair_bytes_per_s
     shapes = {(one.tp, one.cp, one.ep, one.etp, one.dp, one.pp): one for one in layouts}
     groups = [(*group_sizes(layout, instances=instances).values(), min(layout.pp, 2)) for layout in shapes.values()]

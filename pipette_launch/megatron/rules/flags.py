@@ -35,10 +35,7 @@ class FlagView:
         recompute, graphs = read_recompute(arguments), options_of(arguments).graphs
         self.granularity: str = recompute.granularity
         self.recomputed = {*recompute.modules} if recompute.granularity == "selective" else set()
-        # From 0.18 on the old flag for the scope of CUDA graphs also selects their implementation.
-        is_iteration = ITERATION in (self.cuda_graph_scope_deprecated or ()) and graphs.impl != ENGINE
-        self.graphs = ITERATION if is_iteration else graphs.impl
-        self.graphed = graphs.modules
+        self.graphs, self.graphed = graphs
         self.dispatcher = str(self.moe_token_dispatcher_type)
         kinds = self.moe_router_load_balancing_type
         self.balancing = list(kinds) if isinstance(kinds, (list, tuple)) else [kinds]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from operator import attrgetter
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job, Layout
@@ -24,7 +25,7 @@ def broken_rule(rules: Rules, layout: Layout) -> BrokenRule | None:
 
 
 def _broken_rules(rules: Rules, layout: Layout) -> Broken:
-    options, job = MemoryOptions.of(layout), rules.job
+    job, options = rules.job, MemoryOptions(*attrgetter(*MemoryOptions._fields)(layout))
     samples = layout.micro_batch_size * layout.dp
     layers = frozenset(layout.layers_per_chunk or (job.model.num_layers // layout.num_chunks,))
     return chain(
@@ -32,7 +33,7 @@ def _broken_rules(rules: Rules, layout: Layout) -> Broken:
         degrees.pipeline_faults(rules, layout.pp),
         degrees.context_faults(rules, layout.tp, layout.cp),
         degrees.replicas_faults(rules, layout.dp, layout.cp),
-        degrees.expert_faults(rules, Degrees.of(layout)),
+        degrees.expert_faults(rules, Degrees(*attrgetter(*Degrees._fields)(layout))),
         degrees.chunks_faults(rules, layout.pp, layout.vpp, layout.layers_per_chunk),
         degrees.batch_faults(rules, layout.dp, layout.micro_batch_size),
         degrees.schedule_faults(rules, layout.pp, layout.vpp, layout.microbatch_group_size, samples),

@@ -14,7 +14,7 @@ from pipette_launch.facts.job import Batch
 from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.facts.plan import Setting, Trial, Trials
 from pipette_launch.planning.picture import Picture, picture_of
-from pipette_launch.report.page import plan_page
+from pipette_launch.report.page.page import plan_page
 
 BEFORE = ("--num-layers", "4", "--micro-batch-size", "1")
 AFTER = ("--num-layers", "4", "--micro-batch-size", "2", "--pipeline-model-parallel-size", "4")

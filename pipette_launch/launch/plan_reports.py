@@ -49,7 +49,7 @@ def write_page(
     path: Path, plan: Plan, measurements: Measurements | None, picture: Picture | None, *, shared: bool = False
 ) -> None:
     """Write the report of a plan; raises OSError, or PipetteError if jinja2 is not installed."""
-    from pipette_launch.report.page import plan_page
+    from pipette_launch.report.page.page import plan_page
 
     files.write_text(path, plan_page(plan, measurements, picture), shared=shared)
 
@@ -59,7 +59,7 @@ def add_outcome(path: Path | None, outcome: Outcome) -> str:
 
     Only the outcome's part of the page changes, which takes milliseconds. The page of another plan stays unchanged.
     """
-    from pipette_launch.report.page import with_outcome
+    from pipette_launch.report.page.page import with_outcome
 
     if path is None:
         return ""
@@ -139,7 +139,7 @@ def found_files(path: Path, cluster: Path | None) -> FoundFiles:
 
 def page_of(found: FoundFiles) -> str:
     """Return the report as HTML; raises PipetteError if jinja2 is not installed."""
-    from pipette_launch.report.page import plan_page
+    from pipette_launch.report.page.page import plan_page
 
     return plan_page(found.plan, found.measurements, found.picture, found.outcome)
 

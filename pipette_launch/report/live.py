@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TextIO
-
-from rich.console import RenderableType
+from typing import NamedTuple
 
 from pipette_launch.facts.outcome import LiveJob
-from pipette_launch.report.screen import BAR_CELLS, Section, render, sheet, step_words, text
+from pipette_launch.report.screen import BAR_CELLS, Line, screen, step_words, text
 from pipette_launch.text import bytes_text, count_text, duration_text, plural, seconds_text
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -35,18 +32,30 @@ def live_rows(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
         steps_s: observed step times (s), the newest last.
 
     """
-    yield Row("Job", _job_words(job))
+    where = f" on {job.nodes} nodes, {job.host} first" if job.nodes > 1 else f" on {job.host}" if job.host else ""
+    since = [] if job.began_s is None else [f"since {_clock(job.began_s, job.read_s)}"]
+    yield Row("Job", ", ".join([*filter(None, [f"{job.script}{where}".strip()]), *since]))
     yield from _phase(job)
     if job.layout:
-        schedule = f", schedule {job.schedule}" if job.schedule else ""
-        yield Row("Plan", f"{job.layout}{schedule}")
+        yield Row("Plan", f"{job.layout}{f', schedule {job.schedule}' if job.schedule else ''}")
     yield from _progress(job, steps_s)
     yield from _memory(job)
-    troubles = [f"{job.restarts} {plural('restart', job.restarts)}"] if job.restarts else []
-    troubles += [f"{job.lost_nodes} {plural('node', job.lost_nodes)} lost"] if job.lost_nodes else []
+    troubles = _troubles(job)
     yield Row("Failures", ", ".join(troubles) or "no restarts, no lost nodes", "bad" if troubles else "dim")
-    yield from _health(job)
-    yield _age(job)
+    verdicts = sorted(job.verdicts, key=lambda verdict: not verdict.is_sick)
+    for index, verdict in enumerate(verdicts[:MOST_VERDICTS]):
+        yield Row("" if index else "Health", verdict.words(), "bad" if verdict.is_sick else "")
+    rest = len(verdicts) - MOST_VERDICTS
+    if rest > 0:
+        yield Row("", f"and {rest} more {plural('finding', rest)}, in the report", "dim")
+    written = f"written {duration_text(job.age_s)} ago"
+    if job.is_stale:
+        yield Row("Data", f"STALE: {written}; the launcher is gone, or cannot write", "bad")
+    elif job.printed_s is None:
+        yield Row("Data", written, "dim")
+    else:
+        printed = f"last iteration {duration_text(max(job.read_s - job.printed_s, 0.0))} ago"
+        yield Row("Data", f"{written}, {printed}", "dim")
 
 
 def live_line(job: LiveJob) -> str:
@@ -57,40 +66,28 @@ def live_line(job: LiveJob) -> str:
     if job.iteration is not None:
         parts.append(f"iteration {_iteration_words(job)}")
     if job.step_s is not None:
-        parts.append(f"step {_step_words(job)}")
+        parts.append(f"step {_step_words(job, job.step_s)}")
     if job.tokens_per_s is not None:
         parts.append(f"{count_text(job.tokens_per_s)} tokens/s")
-    if job.restarts:
-        parts.append(f"{job.restarts} {plural('restart', job.restarts)}")
-    if job.lost_nodes:
-        parts.append(f"{job.lost_nodes} {plural('node', job.lost_nodes)} lost")
+    parts += _troubles(job)
     if job.is_stale:
         parts.append("stale: nothing is written any more")
     return ", ".join(parts)
 
 
-def live_screen(
-    job: LiveJob,
-    steps_s: Sequence[float],
-    *,
-    width: int | None = None,
-    colour: bool | None = None,
-    stream: TextIO | None = None,
-) -> str:
+def live_screen(job: LiveJob, steps_s: Sequence[float], *, width: int | None = None, colour: bool | None = None) -> str:
     """Show a job on at most 24 lines of 80 columns.
 
     Args:
         steps_s: observed step times (s), the newest last.
 
     """
-    sections: list[tuple[str, list[RenderableType]]] = []
+    sections: list[tuple[str, list[Line]]] = []
     for row in live_rows(job, steps_s):
         if row.name:
             sections.append((row.name, []))
         sections[-1][1].append(text(row.words, STYLES[row.tone]))
-    body: Sequence[Section] = sections
-    title = "pipette watch"
-    return render(title, sheet(body, has_gaps=False), width=width, colour=colour, stream=stream or sys.stdout)
+    return screen("pipette watch", sections, width=width, colour=colour, has_gaps=False)
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -101,12 +98,9 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(LEVELS[min(int(max(value, 0.0) / most * len(LEVELS)), len(LEVELS) - 1)] for value in values)
 
 
-def _job_words(job: LiveJob) -> str:
-    where = f"on {job.host}" if job.host else ""
-    if job.nodes > 1:
-        where = f"on {job.nodes} nodes, {job.host} first"
-    since = f"since {_clock(job.began_s, job.read_s)}" if job.began_s is not None else ""
-    return ", ".join(filter(None, (f"{job.script} {where}".strip(), since)))
+def _troubles(job: LiveJob) -> list[str]:
+    restarts = [f"{job.restarts} {plural('restart', job.restarts)}"] if job.restarts else []
+    return restarts + ([f"{job.lost_nodes} {plural('node', job.lost_nodes)} lost"] if job.lost_nodes else [])
 
 
 def _phase(job: LiveJob) -> Iterator[Row]:
@@ -125,23 +119,21 @@ def _phase(job: LiveJob) -> Iterator[Row]:
 
 
 def _warmup_words(job: LiveJob) -> str:
-    counted = f", {job.warmup_done} of {job.warmup_total}" if job.warmup_total else ""
-    return f"{job.warmup_phase}{counted}"
+    return f"{job.warmup_phase}, {job.warmup_done} of {job.warmup_total}" if job.warmup_total else job.warmup_phase
 
 
 def _progress(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
     if job.iteration is not None:
-        yield Row("Iteration", f"{_iteration_words(job)}{_pace_words(job, steps_s)}")
+        yield Row("Iteration", f"{_iteration_words(job)}{_pace_words(job, job.iteration, steps_s)}")
     if job.step_s is not None:
-        yield Row("Step", _step_words(job))
+        yield Row("Step", _step_words(job, job.step_s))
     elif job.predicted_step_s is not None:
         yield Row("Step", f"predicted {seconds_text(job.predicted_step_s)}; none is printed yet")
     if len(steps_s) > 1:
         yield Row("", f"{sparkline(steps_s)} {seconds_text(min(steps_s))} to {seconds_text(max(steps_s))}")
-    own_s = job.own_predicted_step_s
+    own_s, predicted = job.own_predicted_step_s, job.predicted_tokens_per_s
     if own_s is not None and own_s != job.predicted_step_s:
         yield Row("", f"your own configuration: predicted {seconds_text(own_s)}", "dim")
-    predicted = job.predicted_tokens_per_s
     if job.tokens_per_s is not None:
         beside = f", predicted {count_text(predicted)}" if predicted is not None else ""
         yield Row("Tokens/s", f"{count_text(job.tokens_per_s)}{beside}")
@@ -151,21 +143,19 @@ def _iteration_words(job: LiveJob) -> str:
     return f"{job.iteration:,} of {job.iterations:,}" if job.iterations else f"{job.iteration:,}"
 
 
-def _pace_words(job: LiveJob, steps_s: Sequence[float]) -> str:
+def _pace_words(job: LiveJob, iteration: int, steps_s: Sequence[float]) -> str:
     """Return the progress bar of the training, and the time left at the observed pace."""
-    if not job.iterations or job.iteration is None or job.is_over:
+    if not job.iterations or job.is_over:
         return ""
-    part = min(max(job.iteration / job.iterations, 0.0), 1.0)
+    part = min(max(iteration / job.iterations, 0.0), 1.0)
     full = int(part * BAR_CELLS)
     pace_s = sum(steps_s) / len(steps_s) if steps_s else job.step_s
-    left = f" {duration_text((job.iterations - job.iteration) * pace_s)} left" if pace_s and part < 1 else ""
+    left = f" {duration_text((job.iterations - iteration) * pace_s)} left" if pace_s and part < 1 else ""
     return f" {'█' * full}{'░' * (BAR_CELLS - full)}{left}"
 
 
-def _step_words(job: LiveJob) -> str:
-    """Return the last printed step time, compared with the predicted one."""
-    assert job.step_s is not None
-    return step_words(job.step_s, job.predicted_step_s) if job.predicted_step_s else seconds_text(job.step_s)
+def _step_words(job: LiveJob, step_s: float) -> str:
+    return step_words(step_s, job.predicted_step_s) if job.predicted_step_s else seconds_text(step_s)
 
 
 def _memory(job: LiveJob) -> Iterator[Row]:
@@ -176,24 +166,6 @@ def _memory(job: LiveJob) -> Iterator[Row]:
     beside = f"; measured {bytes_text(measured)}" if measured is not None else ""
     is_bad = limit is not None and max(need, measured or 0) > limit
     yield Row("Memory", f"needs {bytes_text(need)}{of_limit}{beside}", "bad" if is_bad else "")
-
-
-def _health(job: LiveJob) -> Iterator[Row]:
-    first = sorted(job.verdicts, key=lambda verdict: not verdict.is_sick)
-    for index, verdict in enumerate(first[:MOST_VERDICTS]):
-        yield Row("" if index else "Health", verdict.words(), "bad" if verdict.is_sick else "")
-    rest = len(first) - MOST_VERDICTS
-    if rest > 0:
-        yield Row("", f"and {rest} more {plural('finding', rest)}, in the report", "dim")
-
-
-def _age(job: LiveJob) -> Row:
-    written = f"written {duration_text(job.age_s)} ago"
-    if job.is_stale:
-        return Row("Data", f"STALE: {written}; the launcher is gone, or cannot write", "bad")
-    printed_s = job.printed_s
-    printed = f", last iteration {duration_text(max(job.read_s - printed_s, 0.0))} ago" if printed_s is not None else ""
-    return Row("Data", f"{written}{printed}", "dim")
 
 
 def _clock(moment_s: float, now_s: float) -> str:

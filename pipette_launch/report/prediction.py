@@ -1,37 +1,29 @@
 """Screen of a prediction: verdict on memory, memory of every stage by kind, step time, and assumptions."""
 
-# S = stages shown.
-
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TextIO
-
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from pipette_launch.facts.glossary import SHORT
 from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
 from pipette_launch.report.screen import (
+    Line,
     Section,
     breakdown,
-    bullet,
     columns,
+    grid,
     limit_words,
     memory_bars,
+    note_lines,
     rate_words,
-    render,
-    sheet,
+    screen,
     stages_shown,
     text,
-    without_gaps,
 )
 from pipette_launch.text import GIB, MIB, bytes_text, count_text, plural, printable, seconds_text
 
-MOST_BARS = 8
-MOST_ROWS = 16
+MOST_BARS, MOST_ROWS = 8, 16
 TABLE_WIDTH = 80
 """Least width of a screen with the table of memory. Narrower screens list the parts of the fullest stage."""
 LONG_WIDTH = 100
@@ -43,48 +35,40 @@ METHODS = {
 STYLES = {"fits": "bold green", "tight": "bold yellow", "too large": "bold red", "unknown": "bold"}
 
 
-def prediction_screen(
-    prediction: Prediction, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
-) -> str:
+def prediction_screen(prediction: Prediction, *, width: int | None = None, colour: bool | None = None) -> str:
     """Draw the screen of a prediction: verdict on memory, memory by stage and kind, and step time."""
-    target = stream or sys.stdout
-    wide = columns(width, target)
+    wide = columns(width, sys.stdout)
     sections: tuple[Section, ...] = (
         ("Job", _job(prediction)),
-        ("Machines", _machines(prediction)),
+        ("Machines", [_machines(prediction)]),
         ("Verdict", [_verdict(prediction)]),
         ("Memory", _memory(prediction)),
-        ("Split", _split(prediction, wide)),
+        ("Split", [_split(prediction, wide)]),
         ("Step time", _step(prediction)),
-        ("Notes", map(bullet, without_gaps(prediction.notes, what=" on the step's time", listed="--json lists them"))),
+        ("Notes", note_lines(prediction.notes, what="the step's time")),
     )
-    return render("pipette predict", sheet(sections), width=wide, colour=colour, stream=target)
+    return screen("pipette predict", sections, width=wide, colour=colour)
 
 
-def _job(prediction: Prediction) -> Iterator[Text]:
-    layout = text(prediction.layout.words(), "bold")
-    count = prediction.num_microbatches
-    layout.append(printable(f"  {prediction.schedule}, {count} micro-batch{'es' if count > 1 else ''}"), "default")
-    yield text(
+def _job(prediction: Prediction) -> Iterator[Line]:
+    yield (
         f"{prediction.script}: {count_text(prediction.num_parameters)} parameters, {prediction.global_batch_size} "
         f"sequences = {count_text(prediction.tokens_per_step)} tokens a step"
     )
-    yield layout
+    count = prediction.num_microbatches
+    runs = f"  {prediction.schedule}, {count} micro-batch{'es' if count > 1 else ''}"
+    yield text(prediction.layout.words(), "bold").append(printable(runs), "default")
 
 
-def _machines(prediction: Prediction) -> Iterator[Text]:
+def _machines(prediction: Prediction) -> str:
+    ranks = f"{prediction.world_size} {plural('rank', prediction.world_size)} on"
     hosts, devices = prediction.num_hosts, prediction.devices_per_host
     if not prediction.device_name:
-        kind = "GPUs" if prediction.device_kind == "cuda" else "CPUs"
-        yield text(f"{prediction.world_size} {plural('rank', prediction.world_size)} on {kind} of unknown type")
-        return
-    yield text(
-        f"{prediction.world_size} {plural('rank', prediction.world_size)} on {hosts} {plural('host', hosts)} x "
-        f"{devices} {prediction.device_name}, {prediction.machines}"
-    )
+        return f"{ranks} {'GPUs' if prediction.device_kind == 'cuda' else 'CPUs'} of unknown type"
+    return f"{ranks} {hosts} {plural('host', hosts)} x {devices} {prediction.device_name}, {prediction.machines}"
 
 
-def _verdict(prediction: Prediction) -> Text:
+def _verdict(prediction: Prediction) -> Line:
     """Return a sentence with the verdict on memory, which names the fullest stage."""
     fullest, capacity, limit = prediction.fullest, prediction.capacity_bytes, prediction.limit_bytes
     where = "the stage shown" if len(prediction.stages) == 1 else f"stage {fullest.pp_rank}, the fullest,"
@@ -102,7 +86,7 @@ def _verdict(prediction: Prediction) -> Text:
     return text(f"{words}{remedy}", STYLES[prediction.verdict])
 
 
-def _memory(prediction: Prediction) -> Iterator[RenderableType]:
+def _memory(prediction: Prediction) -> Iterator[Line]:
     """Return bars of the peak memory of each stage's device, as shares of the limit if the limit is known."""
     shown, limit = _shown(prediction, MOST_BARS), prediction.limit_bytes
     yield memory_bars([(stage.pp_rank, stage.peak_bytes) for stage in shown], limit)
@@ -119,39 +103,27 @@ def _shown(prediction: Prediction, most: int) -> Sequence[StageMemory]:
     return [prediction.stages[index] for index in stages_shown(peaks, most)]
 
 
-def _split(prediction: Prediction, width: int) -> Iterator[RenderableType]:
+def _split(prediction: Prediction, width: int) -> Line:
     """Return the table of memory at each stage's peak, by kind."""
+    fullest, is_long = prediction.fullest, width >= LONG_WIDTH
     if width < TABLE_WIDTH:
-        fullest = prediction.fullest
         parts = " · ".join(f"{name} {bytes_text(size)}" for name, size in fullest.parts_bytes.items())
-        yield text(f"stage {fullest.pp_rank}: {parts}")
-        return
-    table = Table.grid(padding=(0, 2 if width >= LONG_WIDTH else 1, 0, 0))
-    unit, size = ("GiB", GIB) if prediction.fullest.model_peak_bytes >= GIB else ("MiB", MIB)
-    heads = [unit, "layers", *(part if width >= LONG_WIDTH else SHORT[part] for part in PARTS), "peak"]
-    for _ in heads:
-        table.add_column(justify="right", no_wrap=True)
-    table.add_row(*(text(head, "dim") for head in heads))
+        return f"stage {fullest.pp_rank}: {parts}"
+    unit, size = ("GiB", GIB) if fullest.model_peak_bytes >= GIB else ("MiB", MIB)
+    heads = [unit, "layers", *(part if is_long else SHORT[part] for part in PARTS), "peak"]
+    rows: list[list[Line]] = [[text(head, "dim") for head in heads]]
     for stage in _shown(prediction, MOST_ROWS):
-        sizes = [stage.parts_bytes[part] for part in PARTS] + [stage.peak_bytes]
-        cells = [f"stage {stage.pp_rank}", str(stage.num_layers), *(_amount(part / size) for part in sizes)]
-        table.add_row(*(text(cell) for cell in cells))
-    yield table
+        amounts = [part / size for part in (*stage.parts_bytes.values(), stage.peak_bytes)]
+        # An amount has at most five characters.
+        cells = ["<0.01" if 0 < one < 0.005 else f"{one:.{2 if one < 100 else 1}f}" for one in amounts]
+        rows.append([f"stage {stage.pp_rank}", str(stage.num_layers), *cells])
+    return grid("r" * len(heads), rows, gap=2 if is_long else 1)
 
 
-def _amount(amount: float) -> str:
-    """Return an amount of memory in at most five characters."""
-    if 0 < amount < 0.005:
-        return "<0.01"
-    return f"{amount:.2f}" if amount < 100 else f"{amount:.1f}"
-
-
-def _step(prediction: Prediction) -> Iterator[Text]:
+def _step(prediction: Prediction) -> Iterator[Line]:
     if prediction.step_time_s is None or prediction.rate is None:
         return
     condition = ", if there were memory for it" if prediction.verdict == "too large" else ""
-    line = text(seconds_text(prediction.step_time_s), "bold")
-    line.append(f" a step predicted{condition}", "default")
-    yield line
-    yield text(rate_words(prediction.rate, prediction.world_size))
+    yield text(seconds_text(prediction.step_time_s), "bold").append(f" a step predicted{condition}", "default")
+    yield rate_words(prediction.rate, prediction.world_size)
     yield breakdown(prediction.breakdown_s, prediction.step_time_s)

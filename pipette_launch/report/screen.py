@@ -1,4 +1,7 @@
-"""Elements of all screens on a terminal: texts, bars, bullets, tables of memory and flags, and the frame."""
+"""Elements of all screens on a terminal: texts, bars, bullets, tables of memory and flags, and the frame.
+
+Functions import rich, so that a command without a screen does not wait for this import.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +11,64 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TextIO
-
-from rich.console import Console, RenderableType
-from rich.rule import Rule
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from pipette_launch.facts.plan import Rate
 from pipette_launch.text import bytes_text, count_text, flops_text, plural, printable, seconds_text
 
-LEAST_WIDTH = 60
-MOST_WIDTH = 120
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+LEAST_WIDTH, MOST_WIDTH = 60, 120
 BAR_CELLS = 20
 MOST_STAGES = 8
-HEADING = 9
-GAP = 2
+HEADING, GAP = 9, 2
 INDENT = HEADING + GAP
 """Number of columns left of a section's lines."""
-ASCII = str.maketrans(
-    {
-        "─": "-",
-        "█": "#",
-        "░": ".",
-        "→": ">",
-        "·": "|",
-        "•": "*",
-        "…": "~",
-        **dict(zip("▁▂▃▄▅▆▇", "_.:-=+%", strict=True)),
-    }
-)
+ASCII = str.maketrans("─█░→·•…▁▂▃▄▅▆▇", "-#.>|*~_.:-=+%")
 
-
-Section = tuple[str, "Iterable[RenderableType]"]
+Line: TypeAlias = "RenderableType"
+"""A line or a table of a screen. The functions `grid` and `screen` escape plain strings."""
+Section: TypeAlias = "tuple[str, Iterable[Line]]"
 """Heading of a section, and the section's lines. A section without lines is not drawn."""
+
+
+def text(words: str, style: str = "default", *, keep: str = "", **options: Any) -> Text:
+    """Return a text in one style. Characters that cannot be printed are escaped, except those in `keep`."""
+    from rich.text import Text
+
+    return Text(printable(words, keep=keep), style=style, **options)
+
+
+def grid(columns: str, rows: Iterable[Sequence[Line]], *, gap: int = 2) -> Table:
+    """Return a table without borders.
+
+    Args:
+        columns: a letter for each column: `r` = aligned right, `l` = aligned left, `w` = aligned left and wrapped.
+        gap: number of spaces after each column.
+
+    """
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, gap, 0, 0))
+    for letter in columns:
+        table.add_column(justify="right" if letter == "r" else "left", no_wrap=letter != "w")
+    for row in rows:
+        table.add_row(*(text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
 
 
 def bar(part: float, style: str) -> Text:
     """Draw a bar for a share from 0 to 1."""
     full = max(1, round(part * BAR_CELLS)) if part > 0 else 0
-    drawn = text("█" * full, style)
-    drawn.append("░" * (BAR_CELLS - full), "dim")
-    return drawn
+    return text("█" * full, style).append("░" * (BAR_CELLS - full), "dim")
 
 
-def bullet(sentence: str) -> RenderableType:
-    """Return a sentence with a bullet before it."""
-    row = Table.grid(padding=(0, 1, 0, 0))
-    row.add_row(text("•", "dim"), text(sentence))
-    return row
-
-
-def text(words: str, style: str = "default", *, keep: str = "", **options: str) -> Text:
-    """Return a text in one style. Characters that cannot be printed are escaped, except those in `keep`."""
-    return Text(printable(words, keep=keep), style=style, **options)  # type: ignore[arg-type]
+def bullet(sentence: str, mark: str = "•", style: str = "dim") -> Line:
+    """Return a sentence with a mark before it."""
+    return grid("ww", [(text(mark, style), sentence)], gap=1)
 
 
 def breakdown(parts_s: Mapping[str, float], total_s: float) -> Text:
@@ -73,22 +80,8 @@ def breakdown(parts_s: Mapping[str, float], total_s: float) -> Text:
 
 def stages_shown(peaks: Sequence[int], most: int = MOST_STAGES) -> list[int]:
     """Return all stages of a short pipeline, and the first, fullest and last stages of a long pipeline."""
-    if len(peaks) <= most:
-        return list(range(len(peaks)))
-    return sorted({0, list(peaks).index(max(peaks)), len(peaks) - 1})
-
-
-def sheet(sections: Iterable[Section], *, has_gaps: bool = True) -> RenderableType:
-    """Set sections below each other, with headings on the left. `has_gaps` puts empty lines between sections."""
-    rows = Table.grid(padding=(0, GAP, 0, 0), expand=True)
-    rows.add_column(width=HEADING, no_wrap=True)
-    rows.add_column(ratio=1)
-    for heading, lines in sections:
-        for index, line in enumerate(lines):
-            if has_gaps and index == 0 and rows.row_count:
-                rows.add_row("", "")
-            rows.add_row(text(heading if index == 0 else "", "bold"), line)
-    return rows
+    last = len(peaks) - 1
+    return list(range(len(peaks))) if last < most else sorted({0, list(peaks).index(max(peaks)), last})
 
 
 def columns(width: int | None, target: TextIO) -> int:
@@ -99,35 +92,51 @@ def columns(width: int | None, target: TextIO) -> int:
     return min(max(found, LEAST_WIDTH), MOST_WIDTH)
 
 
-def render(
-    title: str, body: RenderableType, *, width: int | None, colour: bool | None, stream: TextIO | None = None
+def screen(
+    title: str,
+    sections: Iterable[Section],
+    *,
+    width: int | None,
+    colour: bool | None,
+    has_gaps: bool = True,
+    stream: TextIO | None = None,
 ) -> str:
-    """Draw a screen in a frame, and return the text.
+    """Draw sections in a frame, with their headings on the left, and return the text.
 
     Args:
         width: columns of the screen; None for the terminal's width, or 80 without a terminal.
         colour: whether to use colours; None for colours on a terminal only.
-        stream: stream that will show the screen; None for stderr.
+        has_gaps: whether empty lines separate the sections.
+        stream: stream that will show the screen; None for stdout.
 
     """
-    target = stream or sys.stderr
-    is_terminal = target.isatty()
-    buffer = io.StringIO()
-    coloured = is_terminal if colour is None else colour
+    from rich.console import Console
+    from rich.rule import Rule
+    from rich.table import Table
+
+    rows = Table.grid(padding=(0, GAP, 0, 0), expand=True)
+    rows.add_column(width=HEADING, no_wrap=True)
+    rows.add_column(ratio=1)
+    for heading, lines in sections:
+        for index, line in enumerate(lines):
+            if has_gaps and index == 0 and rows.row_count:
+                rows.add_row("", "")
+            rows.add_row(text("" if index else heading, "bold"), text(line) if isinstance(line, str) else line)
+    target, buffer = stream or sys.stdout, io.StringIO()
+    is_coloured = target.isatty() if colour is None else colour
     console = Console(
         file=buffer,
         width=columns(width, target),
-        force_terminal=coloured,
-        color_system="standard" if coloured else None,
+        force_terminal=is_coloured,
+        color_system="standard" if is_coloured else None,
         highlight=False,
         legacy_windows=False,
     )
     console.print(Rule(text(title, "bold"), style="dim", align="left"))
-    console.print(body)
+    console.print(rows)
     console.print(Rule(style="dim"))
     drawn = "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
-    encoding = (target.encoding or "ascii").lower()
-    return drawn if encoding.startswith("utf") else drawn.translate(ASCII)
+    return drawn if (target.encoding or "ascii").lower().startswith("utf") else drawn.translate(ASCII)
 
 
 NOT_MODELLED = "Not modelled: "
@@ -156,34 +165,27 @@ def step_words(measured_s: float, predicted_s: float) -> str:
 
 def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> Table:
     """Draw a bar for each (stage, bytes) as a share of the limit. Without a limit, the fullest stage has a full bar."""
-    table = Table.grid(padding=(0, 2, 0, 0))
     whole = max(need for _, need in stages) if limit_bytes is None else limit_bytes
     limit = "" if limit_bytes is None else f" of {bytes_text(limit_bytes)}"
-    for stage, need in stages:
-        over = need > whole
-        table.add_row(
-            text(f"stage {stage}"),
-            bar(min(need / whole, 1.0) if whole else 1.0, "red" if over else "default"),
-            text(f"{bytes_text(need)}{limit}{', too much' if over else ''}"),
-        )
-    return table
+
+    def row(stage: int, need: int) -> tuple[Line, ...]:
+        is_over = need > whole
+        drawn = bar(min(need / whole, 1.0) if whole else 1.0, "red" if is_over else "default")
+        return f"stage {stage}", drawn, f"{bytes_text(need)}{limit}{', too much' if is_over else ''}"
+
+    return grid("www", [row(stage, need) for stage, need in stages])
 
 
-def limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
+def limit_words(limit_bytes: int, free_bytes: int, margin: float, *, is_short: bool = False) -> str:
     """Explain the memory figures and the memory limit, in the words that all screens use."""
     if not free_bytes:
         return "the model's tensors alone: this file of an earlier release has no overhead"
+    if is_short:
+        return f"with overhead; limit: {bytes_text(free_bytes)} free on the fullest device, less {margin:.0%}"
     return (
         f"what one device holds, overhead included; the limit of {bytes_text(limit_bytes)} is what is free on the "
         f"fullest device ({bytes_text(free_bytes)}), less the margin of {margin:.0%}"
     )
-
-
-def short_limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
-    """Explain the memory limit in one line; `limit_words` is the long form."""
-    if not free_bytes:
-        return limit_words(limit_bytes, free_bytes, margin)
-    return f"with overhead; limit: {bytes_text(free_bytes)} free on the fullest device, less {margin:.0%}"
 
 
 def advice(notes: Sequence[str]) -> list[str]:
@@ -200,62 +202,48 @@ def advice(notes: Sequence[str]) -> list[str]:
     ]
 
 
-def without_gaps(notes: Sequence[str], *, what: str, listed: str) -> Iterator[str]:
-    """Replace the notes on effects that are not modelled by one last note with the number of these effects.
-
-    Args:
-        what: end of "effects", such as ` on the step's time`; may be empty.
-        listed: clause that names the file or page with the list of effects.
-
-    """
+def note_lines(notes: Sequence[str], *, what: str) -> Iterator[Line]:
+    """Return notes with bullets. One last note counts the effects that are not modelled, and `what` names them."""
     gaps = sum(note.startswith(NOT_MODELLED) for note in notes)
-    yield from (note for note in notes if not note.startswith(NOT_MODELLED))
+    yield from (bullet(note) for note in notes if not note.startswith(NOT_MODELLED))
     if gaps:
-        yield f"{gaps} {plural('effect', gaps)}{what} {'is' if gaps == 1 else 'are'} not modelled; {listed}."
+        verb = "is" if gaps == 1 else "are"
+        yield bullet(f"{gaps} {plural('effect', gaps)} on {what} {verb} not modelled; --json lists them.")
 
 
 BETWEEN = "   "
 """Separator of two changes on a line."""
 
 
-def flag_lines(arguments: Sequence[str], new_arguments: Sequence[str] | None) -> Iterator[Text]:
-    """Return the changes of the script's flags, one change on a line."""
-    changes = [] if new_arguments is None else arguments_diff(arguments, new_arguments)
-    if not changes:
-        yield text("your own, unchanged")
-    styles = {"+": "green", "-": "red", "~": "yellow"}
-    for sign, what in changes:
-        line = text(f"{sign} ", styles[sign])
-        line.append(what, "default")
-        yield line
-
-
-def packed_flag_lines(
-    arguments: Sequence[str], new_arguments: Sequence[str] | None, *, width: int, most: int
+def flag_lines(
+    arguments: Sequence[str], new_arguments: Sequence[str] | None, *, width: int = 0, most: int | None = None
 ) -> Iterator[Text]:
-    """Return the changes of the script's flags, several changes on a line.
+    """Return the changes of the script's flags.
 
     Args:
         arguments: arguments that the user gave.
         new_arguments: arguments that the script will get; None for the user's own arguments.
-        width: columns of a line.
-        most: largest number of lines.
+        width: columns of a line with several changes.
+        most: largest number of lines; None for one change on each line.
 
     """
-    changes = [*flag_lines(arguments, new_arguments)]
-    lines: list[list[Text]] = []
-    used = 0
-    for change in changes:
-        if not lines or used + len(BETWEEN) + len(change) > width:
-            lines.append([])
-            used = -len(BETWEEN)
-        lines[-1].append(change)
-        used += len(BETWEEN) + len(change)
-    for line in lines[:most]:
-        yield Text(BETWEEN).join(line)
-    rest = sum(map(len, lines[most:]))
-    if rest:
-        yield text(f"… and {rest} more {plural('change', rest)}, in the plan file", "dim")
+    styles = {"+": "green", "-": "red", "~": "yellow"}
+    found = [] if new_arguments is None else arguments_diff(arguments, new_arguments)
+    changes = [text(f"{sign} ", styles[sign]).append(what, "default") for sign, what in found]
+    if most is None or not changes:
+        yield from changes or [text("your own, unchanged")]
+        return
+    lines: list[Text] = []
+    for number, change in enumerate(changes):
+        if lines and len(lines[-1]) + len(BETWEEN) + len(change) <= width:
+            lines[-1] = text(BETWEEN).join([lines[-1], change])
+        elif len(lines) < most:
+            lines.append(change)
+        else:
+            rest = len(changes) - number
+            lines.append(text(f"… and {rest} more {plural('change', rest)}, in the plan file", "dim"))
+            break
+    yield from lines
 
 
 def arguments_diff(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
@@ -279,30 +267,23 @@ def paste_text(old: Sequence[str], new: Sequence[str], *, width: int = 0) -> str
         width: columns of a line; 0 puts one flag on each line.
 
     """
-    added, deleted = paste_words(old, new)
-    flags: list[list[str]] = []
-    for word in added:
-        if word.startswith("--") or not flags:
-            flags.append([])
-        flags[-1].append(word)
+    added, deleted = changed_flags(old, new)
     lines: list[str] = []
-    for one in map(shlex.join, flags):
-        if lines and len(f"  {lines[-1]} {one} \\") <= width:
-            lines[-1] += f" {one}"
+    for flag in map(shlex.join, added):
+        if lines and len(f"  {lines[-1]} {flag} \\") <= width:
+            lines[-1] += f" {flag}"
         else:
-            lines.append(one)
-    told = " \\\n".join(f"  {printable(line)}" for line in lines)
-    append = f"Append to the script's flags:\n{told}\n" if lines else ""
+            lines.append(flag)
+    shown = " \\\n".join(f"  {printable(line)}" for line in lines)
+    append = f"Append to the script's flags:\n{shown}\n" if lines else ""
     return append + (f"And delete these: {printable(' '.join(deleted))}\n" if deleted else "")
 
 
-def paste_words(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words to append to the old command line for the new one, and the flags to delete first."""
+def changed_flags(old: Sequence[str], new: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """Return flags, with values, to append to the old command line for the new one, and the flags to delete first."""
     before, after = _values_of_flags(old), _values_of_flags(new)
-    added = [name for name, values in after.items() if before.get(name) != values]
-    return [word for name in added for word in (name, *after[name]) if word], [
-        name for name in before if name not in after
-    ]
+    added = [[flag, *values] if flag else [*values] for flag, values in after.items() if before.get(flag) != values]
+    return added, [flag for flag in before if flag not in after]
 
 
 def _values_of_flags(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -23,7 +23,7 @@ from pipette_launch.facts.measurements import StageReading, memory_digest
 from pipette_launch.launch.cache import check_belongs, on_real_hosts
 from pipette_launch.report.page import choices
 from pipette_launch.report.plan import plan_file_screen
-from pipette_launch.report.screen import paste_words
+from pipette_launch.report.screen import changed_flags
 from pipette_launch.text import seconds_text
 
 EXAMPLES = os.path.relpath(Path(__file__).parents[2] / "examples")
@@ -177,9 +177,9 @@ def test_the_flags_mean_the_plan(saved: tuple[Path, str]) -> None:
     """Reading the changed flags, or the pasted ones, gives the chosen layout."""
     plan = files.read(saved[0], Plan)
     assert plan.setting is not None
-    added, deleted = paste_words(plan.setting.arguments, plan.setting.new_arguments)
+    added, deleted = changed_flags(plan.setting.arguments, plan.setting.new_arguments)
 
-    for words in (plan.setting.new_arguments, (*plan.setting.arguments, *added)):
+    for words in (plan.setting.new_arguments, (*plan.setting.arguments, *(word for flag in added for word in flag))):
         job = megatron.read_job(words, world_size=8, megatron_version="0.16.1", device_kind="cuda")
         assert plan.chosen.layout == job.own
     assert [] == deleted

@@ -21,7 +21,7 @@ from pipette_launch.launch.metrics import MetricsFile, Spans
 from pipette_launch.launch.node_controller import NodeController
 from pipette_launch.launch.nodes import described
 from pipette_launch.probe.health import inventory
-from pipette_launch.report.page import plan_page
+from pipette_launch.report.page.page import plan_page
 
 LINE = (
     " [2026-11-21 10:00:00] iteration {:8d}/     100 | consumed samples:            8 | "

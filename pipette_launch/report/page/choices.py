@@ -1,15 +1,17 @@
 """Page sections on the chosen plan: key figures, changes, alternatives by step time and memory, passes of a step."""
 
-# A = actions of all pipeline ranks.
+# A = actions of all pipeline ranks; R = pipeline ranks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from pipette_launch.facts import Choice, Layout, Plan
 from pipette_launch.facts.layout import FLAG_WORDS
 from pipette_launch.planning.picture import DrawnStep, Picture
-from pipette_launch.report.page.tables_and_bars import Axis, Segment, Table, bar, legend, limit_in_view
+from pipette_launch.report.page.tables_and_bars import Axis, Segment, Table, bar, legend, limit_in_view, spaced
 from pipette_launch.report.plan import checkpoint_words
 from pipette_launch.text import GIB, MIB, bytes_text, count_text, flops_text, seconds_text
 
@@ -27,11 +29,24 @@ PARTS = (
     "parameter gather",
 )
 """Names of a step's parts, in the order of the drawing and of the colours."""
+RARE = ("context parallel (cp)", "expert parallel (ep)", "virtual stages (vpp)", "expert tensor parallel (etp)")
+"""Names of rows that the table leaves out if both configurations have the value 1."""
+MOST_ACTIONS = 20_000
+"""Largest number of passes in a drawn step (12 bytes each). Longer steps show some ranks and their first passes."""
+RESOLUTION = 100_000
+"""Number of time units in the longer of the two drawn steps. Drawn times are whole units."""
+LEGEND = (
+    ("F", "forward", "forward"),
+    ("B", "backward", "backward"),
+    ("I", "input", "gradient of the input"),
+    ("W", "weight", "gradient of the weights"),
+)
+HEAD = ("pipeline rank", "passes", "in passes", "of it exposed communication", "waiting (bubble)", "share")
 
 
 def tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
     """Return the id, name, value and remark of each key figure."""
-    chosen, own = plan.chosen, plan.own
+    chosen, own, memory = plan.chosen, plan.own, plan.chosen.memory_shown
     step = "" if plan.keeps_own or plan.own_fault else f"yours: {seconds_text(own.step_time_s)}"
     found = [("step", "Step, predicted", seconds_text(chosen.step_time_s), step)]
     if plan.keeps_own:
@@ -41,13 +56,12 @@ def tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
     else:
         saved_s = own.step_time_s - chosen.step_time_s
         remark = f"{seconds_text(saved_s)} of each step" if saved_s > 0 else "see why below"
-        if not own.fits:
-            remark = "but yours does not fit in memory"
+        remark = remark if own.fits else "but yours does not fit in memory"
         found.append(("saved", "Saved", f"{saved_s / own.step_time_s:.1%}", remark))
-    memory = chosen.memory_shown
-    spare = memory.limit_bytes - max(memory.need_bytes)
+    need = max(memory.need_bytes)
+    spare = memory.limit_bytes - need
     fit = f"fits: {bytes_text(spare)} below the limit" if spare >= 0 else f"too much by {bytes_text(-spare)}"
-    found.append(("memory-need", "Memory, fullest device", bytes_text(max(memory.need_bytes)), fit))
+    found.append(("memory-need", "Memory, fullest device", bytes_text(need), fit))
     if chosen.rate:
         mfu = "" if chosen.rate.mfu is None else f", MFU {chosen.rate.mfu:.1%}"
         each = f"{flops_text(chosen.rate.flops_per_s)} on each device{mfu}"
@@ -59,25 +73,22 @@ def tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 def what_changes(plan: Plan) -> Table:
     """Compare the chosen configuration with the user's own, row by row."""
-    shown = [plan.chosen] if plan.keeps_own or plan.own_fault else [plan.own, plan.chosen]
-    columns = [_configuration(choice, plan) for choice in shown]
+    has_both = not (plan.keeps_own or plan.own_fault)
+    columns = [_configuration(choice, plan) for choice in ([plan.own, plan.chosen] if has_both else [plan.chosen])]
     rows = [
         (name, *cells)
         for name, *cells in zip(columns[0], *(column.values() for column in columns), strict=True)
         if not set(cells) <= {"", "no", "none"} and not (name in RARE and set(cells) == {1})
     ]
-    head = ("", "yours", "chosen") if len(shown) > 1 else ("", "yours" if plan.keeps_own else "chosen")
-    return Table("Yours and the chosen configuration" if len(shown) > 1 else "The configuration", head, rows)
-
-
-RARE = ("context parallel (cp)", "expert parallel (ep)", "virtual stages (vpp)", "expert tensor parallel (etp)")
-"""Names of rows that the table leaves out if both configurations have the value 1."""
+    if has_both:
+        return Table("Yours and the chosen configuration", ("", "yours", "chosen"), rows)
+    return Table("The configuration", ("", "yours" if plan.keeps_own else "chosen"), rows)
 
 
 def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
-    layout, recompute = choice.layout, choice.layout.recompute
-    setting = plan.setting
+    layout, recompute, setting = choice.layout, choice.layout.recompute, plan.setting
     again = " ".join(filter(None, (recompute.granularity, str(recompute.num_layers or ""), *recompute.modules)))
+    answer = {True: "yes", False: "no"}
     return {
         "tensor parallel (tp)": layout.tp,
         "pipeline parallel (pp)": layout.pp,
@@ -89,7 +100,10 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
         "schedule": choice.schedule,
         "micro-batch (mbs)": layout.micro_batch_size,
         "micro-batches a step": layout.num_microbatches(setting.global_batch_size) if setting else "",
-        **{words: "yes" if getattr(layout, name) else "no" for name, words in FLAG_WORDS.items()},
+        "sequence parallel (seq-par)": answer[layout.sequence_parallel],
+        "distributed optimizer (dist-opt)": answer[layout.use_distributed_optimizer],
+        "overlapped gradients (overlap)": answer[layout.overlap_grad_reduce],
+        "overlapped parameter gather": answer[layout.overlap_param_gather],
         "recompute": again,
         "layers on each stage": _layers_words(layout),
         "step, predicted": seconds_text(choice.step_time_s),
@@ -98,26 +112,17 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
 
 
 def _layers_words(layout: Layout) -> str:
-    """Return the layers of each pipeline rank, model chunks joined by +.
-
-    Empty if all chunks have equally many layers.
-    """
+    """Return the layers of each rank, with + between its model chunks; empty if all chunks have equally many layers."""
     chunks = layout.layers_per_chunk
     return " ".join("+".join(map(str, chunks[rank :: layout.pp])) for rank in range(layout.pp)) if chunks else ""
 
 
-def _listed(plan: Plan) -> list[tuple[str, str, Choice]]:
-    """Return each configuration of the plan, with a mark and a role."""
+def alternatives(plan: Plan) -> dict[str, Any]:
+    """Return a chart of all configurations by step time and by memory of the fullest pipeline rank."""
     listed = [("chosen", "chosen, yours" if plan.keeps_own else "chosen", plan.chosen)]
     listed += [("alternative", "alternative", choice) for choice in plan.alternatives]
     if not (plan.keeps_own or plan.own_fault):
         listed.append(("yours", "yours" if plan.own.fits else "yours, too large", plan.own))
-    return listed
-
-
-def alternatives(plan: Plan) -> dict[str, Any]:
-    """Return a chart of all configurations by step time and by memory of the fullest pipeline rank."""
-    listed = _listed(plan)
     sizes = [max(choice.memory_shown.need_bytes) for _, _, choice in listed]
     across = Axis.around([choice.step_time_s for _, _, choice in listed])
     limit = plan.chosen.memory_shown.limit_bytes
@@ -142,7 +147,7 @@ def alternatives(plan: Plan) -> dict[str, Any]:
         rows.append((words, role, step, memory, choice.schedule, "yes" if index in best else ""))
     return {
         "points": points,
-        "marks": [mark for mark in ("chosen", "alternative", "yours") if any(mark == one[0] for one in listed)],
+        "marks": list(dict.fromkeys(mark for mark, _, _ in listed)),
         "front": sorted((point["x"], point["y"]) for point in points if point["is_best"]),
         "x_ticks": [tick for tick in across.second_ticks(5) if 2 < tick[0] < 98],
         "y_ticks": [(up.percent(tick), f"{tick:g} {unit_name}") for tick in up.ticks()],
@@ -156,23 +161,22 @@ def front(points: list[tuple[float, int]]) -> set[int]:
     """Return the indices of the Pareto front: no other configuration is better in time and memory."""
     return {
         index
-        for index, (step_s, size) in enumerate(points)
-        if not any(
-            other_s <= step_s and other <= size and (other_s, other) != (step_s, size) for other_s, other in points
-        )
+        for index, one in enumerate(points)
+        if not any(other[0] <= one[0] and other[1] <= one[1] and other != one for other in points)
     }
 
 
 def tables_of_the_search(plan: Plan) -> list[Table]:
     """Return the tables of dropped layouts and of fallback plans, without empty tables."""
     dropped = sorted(plan.dropped.items(), key=lambda item: -item[1])
+    before = plan.chosen
     losses = [
         (
             f"{len(one.hosts)} hosts",
             seconds_text(one.chosen.step_time_s),
-            f"{one.chosen.step_time_s / plan.chosen.step_time_s - 1:+.0%}",
+            f"{one.chosen.step_time_s / before.step_time_s - 1:+.0%}",
             one.chosen.layout.words(),
-            checkpoint_words(plan.chosen, one.chosen),
+            checkpoint_words(before, one.chosen),
         )
         for one in plan.templates
     ]
@@ -191,41 +195,13 @@ def step_parts(plan: Plan) -> dict[str, Any]:
     longest_s = max(choice.step_time_s for _, choice in shown)
     bars, rows = [], []
     for name, choice in shown:
-        parts = {part.replace("_", " "): seconds for part, seconds in choice.breakdown_s.items()}
-        segments = [
-            Segment(part, parts[part], seconds_text(parts[part]))
-            for part in sorted(parts, key=lambda part: PARTS.index(part) if part in PARTS else len(PARTS))
-            if parts[part] > 0
-        ]
-        total = seconds_text(choice.step_time_s)
-        bars.append(bar(name, segments, kinds=PARTS, whole=longest_s, total=total))
+        parts = {part.replace("_", " "): seconds for part, seconds in choice.breakdown_s.items() if seconds > 0}
+        ordered = sorted(parts, key=lambda part: PARTS.index(part) if part in PARTS else len(PARTS))
+        segments = [Segment(part, parts[part], seconds_text(parts[part])) for part in ordered]
+        bars.append(bar(name, segments, kinds=PARTS, whole=longest_s, total=seconds_text(choice.step_time_s)))
         rows += [(one.name, name, one.text, f"{one.size / choice.step_time_s:.1%}") for one in segments]
-    return {
-        "bars": bars,
-        "legend": legend(bars),
-        "table": Table("Parts of the step", ("part", "of", "time", "share"), rows),
-    }
-
-
-MOST_ACTIONS = 20_000
-"""Largest number of passes in a drawn step (12 bytes each). Longer steps show some ranks and their first passes."""
-RESOLUTION = 100_000
-"""Number of time units in the longer of the two drawn steps. Drawn times are whole units."""
-AFTER_NAMES = {
-    "data_parallel": "gradients",
-    "embedding_gradients": "embedding gradients",
-    "optimizer": "optimizer",
-    "parameter_gather": "parameter gather",
-}
-
-
-LEGEND = (
-    ("F", "forward", "forward"),
-    ("B", "backward", "backward"),
-    ("I", "input", "gradient of the input"),
-    ("W", "weight", "gradient of the weights"),
-)
-HEAD = ("pipeline rank", "passes", "in passes", "of it exposed communication", "waiting (bubble)", "share")
+    table = Table("Parts of the step", ("part", "of", "time", "share"), rows)
+    return {"bars": bars, "legend": legend(bars), "table": table}
 
 
 def timeline_view(plan: Plan, picture: Picture | None) -> dict[str, Any] | None:
@@ -238,90 +214,71 @@ def timeline_view(plan: Plan, picture: Picture | None) -> dict[str, Any] | None:
     longest_s = max(step.total_s for _, _, step in shown)
     steps, data = [], []
     for name, choice, step in shown:
-        ranks = _ranks_drawn(step)
-        indices = _indices(step)
-        figures = [_figures(step, rank, picked) for rank, picked in enumerate(indices)]
-        waiting = sum(one.idle_s for one in figures) / step.pp / step.makespan_s
-        exposed = sum(one.exposed_s for one in figures) / step.pp / step.makespan_s
-        data.append(_numbers(step, {rank: indices[rank] for rank in ranks}, longest_s / RESOLUTION))
+        ranks = spaced(step.pp, max(2, MOST_ACTIONS * step.pp // len(step.rank_A)))
+        rows, exposed, waiting = _figures(step)
+        data.append(_numbers(step, ranks, longest_s / RESOLUTION))
+        waits = f", and ranks wait {waiting:.1%} of it in the mean" if step.pp > 1 else ""
         steps.append(
             {
                 "title": f"{name.capitalize()}: {choice.layout.words()}, {choice.schedule}",
                 "summary": f"Until the last backward ends, {exposed:.1%} of the time goes into communication that "
-                f"nothing hides{f', and ranks wait {waiting:.1%} of it in the mean' if step.pp > 1 else ''}.",
+                f"nothing hides{waits}.",
                 "hidden": step.pp - len(ranks),
                 "total": seconds_text(choice.step_time_s),
-                "table": Table(f"Ranks of {name}", HEAD, [figures[rank].cells() for rank in ranks]),
+                "table": Table(f"Ranks of {name}", HEAD, [rows[rank] for rank in ranks]),
             }
         )
     used = {kind for _, _, step in shown for kind in step.kind_A}
-    legend = [(style, words) for kind, style, words in LEGEND if kind in used]
+    names = [(style, words) for kind, style, words in LEGEND if kind in used]
     if any(seconds > 0 for _, _, step in shown for pair in step.exposed_s_S for seconds in pair):
-        legend.append(("exposed", "communication that nothing hides"))
+        names.append(("exposed", "communication that nothing hides"))
     return {
         "steps": steps,
-        "legend": [*legend, ("after", "gradients, optimizer, gather")],
+        "legend": [*names, ("after", "gradients, optimizer, gather")],
         "data": {"steps": data, "longest_s": longest_s, "resolution": RESOLUTION},
     }
 
 
-def _ranks_drawn(step: DrawnStep) -> list[int]:
-    most = max(2, min(step.pp, MOST_ACTIONS * step.pp // len(step.rank_A)))
-    if most >= step.pp:
-        return list(range(step.pp))
-    return sorted({round(index * (step.pp - 1) / (most - 1)) for index in range(most)})
+def _figures(step: DrawnStep) -> tuple[list[tuple[object, ...]], float, float]:
+    """Return a table row for each pipeline rank, and the mean shares of exposed communication and of waiting."""
+    rank_A, kind_A = np.array(step.rank_A), np.array(step.kind_A)
+    exposed_s_A = np.array(step.exposed_s_S)[list(step.stage_A), (kind_A != "F").astype(int)] * (kind_A != "W")
+    busy_s_R = np.bincount(rank_A, np.subtract(step.end_s_A, step.start_s_A), step.pp)
+    exposed_s_R, idle_s_R = np.bincount(rank_A, exposed_s_A, step.pp), step.makespan_s - busy_s_R
+    times = zip(np.bincount(rank_A).tolist(), busy_s_R.tolist(), exposed_s_R.tolist(), idle_s_R.tolist(), strict=True)
+    rows: list[tuple[object, ...]] = [
+        (rank, count, *map(seconds_text, (busy_s, exposed_s, idle_s)), f"{idle_s / step.makespan_s:.1%}")
+        for rank, (count, busy_s, exposed_s, idle_s) in enumerate(times)
+    ]
+    return rows, float(exposed_s_R.mean()) / step.makespan_s, float(idle_s_R.mean()) / step.makespan_s
 
 
-def _indices(step: DrawnStep) -> list[list[int]]:
-    """Return the indices of each pipeline rank's passes."""
-    found: list[list[int]] = [[] for _ in range(step.pp)]
-    for index, rank in enumerate(step.rank_A):
-        found[rank].append(index)
-    return found
-
-
-def _numbers(step: DrawnStep, ranks: dict[int, list[int]], unit_s: float) -> dict[str, Any]:
+def _numbers(step: DrawnStep, ranks: list[int], unit_s: float) -> dict[str, Any]:
     """Return columns for each drawn rank: kinds of passes, stages, micro-batches, start times and durations."""
-    each = MOST_ACTIONS // len(ranks)
-    return {
-        "ranks": [
+    rank_A, each = np.array(step.rank_A), MOST_ACTIONS // len(ranks)
+    drawn = []
+    for rank in ranks:
+        whole = np.flatnonzero(rank_A == rank).tolist()
+        shown = whole[:each]
+        drawn.append(
             {
                 "rank": rank,
-                "kinds": "".join(step.kind_A[index] for index in picked[:each]),
-                "stages": [step.stage_A[index] for index in picked[:each]],
-                "microbatches": [step.microbatch_A[index] for index in picked[:each]],
-                "starts": [round(step.start_s_A[index] / unit_s) for index in picked[:each]],
-                "lengths": [round((step.end_s_A[index] - step.start_s_A[index]) / unit_s) for index in picked[:each]],
-                "left_out": len(picked[each:]),
+                "kinds": "".join(step.kind_A[index] for index in shown),
+                "stages": [step.stage_A[index] for index in shown],
+                "microbatches": [step.microbatch_A[index] for index in shown],
+                "starts": [round(step.start_s_A[index] / unit_s) for index in shown],
+                "lengths": [round((step.end_s_A[index] - step.start_s_A[index]) / unit_s) for index in shown],
+                "left_out": len(whole) - len(shown),
             }
-            for rank, picked in ranks.items()
-        ],
+        )
+    names = {"data_parallel": "gradients"}
+    return {
+        "ranks": drawn,
         "exposed": [[round(seconds / unit_s, 1) for seconds in pair] for pair in step.exposed_s_S],
         "makespan": round(step.makespan_s / unit_s),
-        "after": [[AFTER_NAMES[name], round(seconds / unit_s, 1)] for name, seconds in step.after_s if seconds > 0],
+        "after": [
+            [names.get(name, name.replace("_", " ")), round(seconds / unit_s, 1)]
+            for name, seconds in step.after_s
+            if seconds > 0
+        ],
     }
-
-
-class _Figures(NamedTuple):
-    """Time that one pipeline rank spends in a step on passes, on exposed communication, and on waiting."""
-
-    rank: int
-    passes: int
-    busy_s: float
-    exposed_s: float
-    idle_s: float
-
-    def cells(self) -> tuple[object, ...]:
-        """Return the cells of the rank's row in the table."""
-        times = map(seconds_text, (self.busy_s, self.exposed_s, self.idle_s))
-        return (self.rank, self.passes, *times, f"{self.idle_s / (self.busy_s + self.idle_s):.1%}")
-
-
-def _figures(step: DrawnStep, rank: int, picked: list[int]) -> _Figures:
-    busy_s = sum(step.end_s_A[index] - step.start_s_A[index] for index in picked)
-    exposed_s = sum(
-        step.exposed_s_S[step.stage_A[index]][step.kind_A[index] != "F"]
-        for index in picked
-        if step.kind_A[index] != "W"
-    )
-    return _Figures(rank, len(picked), busy_s, exposed_s, step.makespan_s - busy_s)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from importlib import resources
-from typing import Any
-
-from jinja2 import Environment
+from typing import TYPE_CHECKING, Any
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Measurements, Plan, files
@@ -13,12 +11,13 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.planning.picture import Picture
 from pipette_launch.report.page import choices, machines
-from pipette_launch.report.page.choices import timeline_view
-from pipette_launch.report.page.machines import links_view
 from pipette_launch.report.page.tables_and_bars import memory_view, outcome_table, trials_table
 from pipette_launch.report.plan import schedule_words
 from pipette_launch.report.screen import NOT_MODELLED, arguments_diff, paste_text
 from pipette_launch.text import bytes_text, count_text, printable, seconds_text
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 BEGIN, END = "<!--outcome-->", "<!--/outcome-->"
 """Marks around the outcome in the page. Names in the page cannot contain these marks, because `<` is escaped."""
@@ -45,35 +44,38 @@ def plan_page(
         PipetteError: jinja2 is not installed.
 
     """
-    environment = page_environment()
     runs = " ".join(sorted({_run(choice.layout, choice.placement) for choice in (*plan.candidates(), plan.own)}))
-    return environment.get_template("page.html").render(
-        policy=POLICY,
-        style=_text("page.css"),
-        script=_text("page.js"),
-        plan=plan,
-        runs=f"{plan.provenance.key} {runs}",
-        title=plan.chosen.layout.words(),
-        tiles=choices.tiles(plan),
-        changes=choices.what_changes(plan),
-        alternatives=choices.alternatives(plan),
-        search=choices.tables_of_the_search(plan),
-        time=choices.step_parts(plan),
-        trials=trials_table(plan),
-        outcome=None if outcome is None else outcome_table(outcome),
-        memory=memory_view(plan, picture),
-        timeline=timeline_view(plan, picture),
-        links=links_view(plan, measurements),
-        placement=machines.placement_view(plan),
-        layers=machines.layers_view(plan, measurements),
-        problems=machines.health_table(measurements),
-        is_measured=measurements is not None and plan.provenance.source != "imagined",
-        job=_job(plan),
-        flags=_flags(plan),
-        notes=[note for note in plan.notes if not note.startswith(NOT_MODELLED)],
-        gaps=[note.removeprefix(NOT_MODELLED) for note in plan.notes if note.startswith(NOT_MODELLED)],
-        solve=seconds_text(plan.solve_s),
-        num_layouts=f"{plan.num_layouts:,}",
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            policy=POLICY,
+            style=_text("page.css"),
+            script=_text("page.js"),
+            plan=plan,
+            runs=f"{plan.provenance.key} {runs}",
+            title=plan.chosen.layout.words(),
+            tiles=choices.tiles(plan),
+            changes=choices.what_changes(plan),
+            alternatives=choices.alternatives(plan),
+            search=choices.tables_of_the_search(plan),
+            time=choices.step_parts(plan),
+            trials=trials_table(plan),
+            outcome=None if outcome is None else outcome_table(outcome),
+            memory=memory_view(plan, picture),
+            timeline=choices.timeline_view(plan, picture),
+            links=machines.links_view(plan, measurements),
+            placement=machines.placement_view(plan),
+            layers=machines.layers_view(plan, measurements),
+            problems=machines.health_table(measurements),
+            is_measured=measurements is not None and plan.provenance.source != "imagined",
+            job=_job(plan),
+            flags=_flags(plan),
+            notes=[note for note in plan.notes if not note.startswith(NOT_MODELLED)],
+            gaps=[note.removeprefix(NOT_MODELLED) for note in plan.notes if note.startswith(NOT_MODELLED)],
+            solve=seconds_text(plan.solve_s),
+            num_layouts=f"{plan.num_layouts:,}",
+        )
     )
 
 
@@ -89,7 +91,7 @@ def with_outcome(html: str, outcome: Outcome) -> str:
     runs = before.partition('<meta name="runs" content="')[2].partition('"')[0].split()
     if not end or outcome.key not in runs or _run(outcome.layout, outcome.placement) not in runs:
         return html
-    block = page_environment().get_template("outcome.html").render(outcome=outcome_table(outcome))
+    block = _environment().get_template("outcome.html").render(outcome=outcome_table(outcome))
     return before + begin + block + end + after
 
 
@@ -102,8 +104,7 @@ def _text(name: str) -> str:
     return resources.files("pipette_launch.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def page_environment() -> Environment:
-    """Return jinja2's environment for the templates of this folder; raise PipetteError without jinja2."""
+def _environment() -> Environment:
     try:
         from jinja2 import Environment, FunctionLoader, StrictUndefined
     except ModuleNotFoundError as error:

@@ -1,10 +1,9 @@
-"""Elements that several page sections use: an axis, a bar of coloured parts, a table."""
+"""Elements of page sections (axes, bars and tables), and the sections on memory, trials and the outcome."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipette_launch.facts import Plan
@@ -15,6 +14,8 @@ from pipette_launch.report.screen import limit_words
 from pipette_launch.text import bytes_text, seconds_text
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+MOST_STAGES = 64
+"""Largest number of bars. A longer pipeline shows the first, last and fullest stages, and some other stages."""
 
 
 class Table(NamedTuple):
@@ -66,8 +67,14 @@ def legend(bars: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
     return sorted({(segment["colour"], segment["name"]) for one in bars for segment in one["segments"]})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Axis:
+def spaced(count: int, most: int) -> list[int]:
+    """Return all indices below `count`, or `most` (at least 2) evenly spaced indices that include both ends."""
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+
+
+class Axis(NamedTuple):
     """Axis that maps values from `low` to `high` to positions from 0 to 100 percent."""
 
     low: float
@@ -87,8 +94,7 @@ class Axis:
     def ticks(self, most: int = 6) -> list[float]:
         """Return at most `most` round values: 1, 2 or 5 times a power of ten apart."""
         step = self._step(most)
-        first, last = math.ceil(self.low / step), math.floor(self.high / step)
-        return [count * step for count in range(first, last + 1)]
+        return [count * step for count in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
     def second_ticks(self, most: int = 6) -> list[tuple[float, str]]:
         """Return the positions of round times, and their labels in one unit with enough digits to differ."""
@@ -102,25 +108,21 @@ class Axis:
         return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
 
 
-MOST_STAGES = 64
-"""Largest number of bars. A longer pipeline shows the first, last and fullest stages, and some other stages."""
-
-
 def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
     """Return a memory bar for each drawn stage. Without a picture, the bars show only totals."""
     shown = plan.chosen.memory_shown
-    needs = shown.need_bytes
-    shows_limit = limit_in_view(shown.limit_bytes, max(needs))
-    whole = max(shown.limit_bytes, *needs) if shows_limit else max(needs)
+    needs, limit = shown.need_bytes, shown.limit_bytes
+    shows_limit = limit_in_view(limit, max(needs))
+    whole = max(limit, *needs) if shows_limit else max(needs)
     kinds = picture.memory_bytes if picture else tuple({"all": need} for need in needs)
     names = PARTS if picture else ("all",)
     drawn = stages_drawn(needs)
     bars = []
     for stage in drawn:
-        total = bytes_text(needs[stage]) + (", too much" if needs[stage] > shown.limit_bytes else "")
+        total = bytes_text(needs[stage]) + (", too much" if needs[stage] > limit else "")
         segments = [Segment(name, size, bytes_text(size)) for name, size in kinds[stage].items()]
         bars.append(bar(f"stage {stage}", segments, kinds=names, whole=whole, total=total))
-    words = limit_words(shown.limit_bytes, shown.free_bytes, shown.margin)
+    words = limit_words(limit, shown.free_bytes, shown.margin)
     rows = [
         (stage, *(bytes_text(kinds[stage].get(name, 0)) for name in names), bytes_text(needs[stage])) for stage in drawn
     ]
@@ -128,7 +130,7 @@ def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
         "bars": bars,
         "legend": legend(bars),
         "hidden": len(needs) - len(drawn),
-        "limit": round(100 * shown.limit_bytes / whole, 3) if shows_limit else None,
+        "limit": round(100 * limit / whole, 3) if shows_limit else None,
         "limit_words": f"{words[0].upper()}{words[1:]}{'' if shows_limit else ', far beyond these bars'}",
         "table": Table("Memory of each stage", ("stage", *names, "peak"), rows),
     }
@@ -139,12 +141,10 @@ def limit_in_view(limit_bytes: int, need_bytes: int) -> bool:
     return limit_bytes <= 5 * need_bytes
 
 
-def stages_drawn(needs: tuple[int, ...], most: int = MOST_STAGES) -> list[int]:
-    """Return all stages of a short pipeline. A long pipeline has `most` stages, with both ends and the fullest."""
-    if len(needs) <= most:
-        return list(range(len(needs)))
-    spaced = {round(index * (len(needs) - 1) / (most - 2)) for index in range(most - 1)}
-    return sorted(spaced | {needs.index(max(needs))})
+def stages_drawn(needs: tuple[int, ...]) -> list[int]:
+    """Return all stages of a short pipeline. A long pipeline has MOST_STAGES stages, with both ends and the fullest."""
+    few = spaced(len(needs), MOST_STAGES - (len(needs) > MOST_STAGES))
+    return sorted({*few, needs.index(max(needs))})
 
 
 def trials_table(plan: Plan) -> Table | None:
@@ -166,21 +166,12 @@ def trials_table(plan: Plan) -> Table | None:
 
 def outcome_table(outcome: Outcome) -> Table:
     """Return a table of predicted and measured values and errors, for step time and memory of the fullest rank."""
-    measured = outcome.measured_step
-    step = f"step, up to iteration {outcome.last_iteration}"
-    rows = [
-        (
-            step,
-            seconds_text(outcome.predicted_step_s),
-            seconds_text(measured.median_s),
-            f"{outcome.error:+.1%}",
-            f"{measured.spread:.0%}{', unstable' if measured.is_unstable else ''}",
-        )
-    ]
-    peak = outcome.fullest
+    measured, peak = outcome.measured_step, outcome.fullest
+    times = seconds_text(outcome.predicted_step_s), seconds_text(measured.median_s), f"{outcome.error:+.1%}"
+    spread = f"{measured.spread:.0%}{', unstable' if measured.is_unstable else ''}"
+    rows = [(f"step, up to iteration {outcome.last_iteration}", *times, spread)]
     if peak is not None and peak.measured_bytes:
-        error = peak.predicted_bytes / peak.measured_bytes - 1
-        name = f"memory of rank {peak.rank}, by its {peak.source}"
-        rows.append((name, bytes_text(peak.predicted_bytes), bytes_text(peak.measured_bytes), f"{error:+.1%}", ""))
-    caption = f"It ran: {outcome.layout.words()}"
-    return Table(caption, ("", "predicted", "measured", "error", "spread"), rows)
+        sizes = bytes_text(peak.predicted_bytes), bytes_text(peak.measured_bytes)
+        error = f"{peak.predicted_bytes / peak.measured_bytes - 1:+.1%}"
+        rows.append((f"memory of rank {peak.rank}, by its {peak.source}", *sizes, error, ""))
+    return Table(f"It ran: {outcome.layout.words()}", ("", "predicted", "measured", "error", "spread"), rows)

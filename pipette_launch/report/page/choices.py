@@ -88,7 +88,6 @@ def what_changes(plan: Plan) -> Table:
 def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
     layout, recompute, setting = choice.layout, choice.layout.recompute, plan.setting
     again = " ".join(filter(None, (recompute.granularity, str(recompute.num_layers or ""), *recompute.modules)))
-    answer = {True: "yes", False: "no"}
     return {
         "tensor parallel (tp)": layout.tp,
         "pipeline parallel (pp)": layout.pp,
@@ -100,10 +99,7 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
         "schedule": choice.schedule,
         "micro-batch (mbs)": layout.micro_batch_size,
         "micro-batches a step": layout.num_microbatches(setting.global_batch_size) if setting else "",
-        "sequence parallel (seq-par)": answer[layout.sequence_parallel],
-        "distributed optimizer (dist-opt)": answer[layout.use_distributed_optimizer],
-        "overlapped gradients (overlap)": answer[layout.overlap_grad_reduce],
-        "overlapped parameter gather": answer[layout.overlap_param_gather],
+        **{words: "yes" if getattr(layout, name) else "no" for name, words in FLAG_WORDS.items()},
         "recompute": again,
         "layers on each stage": _layers_words(layout),
         "step, predicted": seconds_text(choice.step_time_s),

@@ -13,6 +13,10 @@ TRIALS = 0
 configuration."""
 TRIAL_ITERS = 5
 """`--pipette-trial-iters`: number of step times of each trial that enter the comparison."""
+TOLERATE = 1
+"""`--pipette-tolerate`: number of lost nodes to plan for, if --nnodes MIN:MAX allows the loss of a node."""
+SPARES = 0
+"""`--pipette-spares`: number of further nodes that are measured and then wait to replace lost nodes."""
 WATCH_LIMIT = 0.3
 """`--pipette-watch-limit`: relative slowdown of training steps at which the launcher prints a warning."""
 SEED = 0

@@ -48,6 +48,11 @@ def flag_of(option: str) -> str:
     return f"--{OTHER_NAMES.get(option, option.replace('_', '-'))}"
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Read names between commas for argparse."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def seconds(text: str) -> float:
     """Read a duration for argparse."""
     value = _number(text)
@@ -83,15 +88,8 @@ def writing(flag: str, path: Path) -> Iterator[None]:
 def add_size_flags(parser: ArgumentParser, *, nodes: str, gpus: str) -> None:
     """Add the flags that count nodes and devices, with torchrun's spellings as synonyms."""
     parser.add_argument("--nodes", "--nnodes", "--hosts", metavar="N", type=int, help=nodes)
-    parser.add_argument(
-        "--gpus-per-node",
-        "--nproc-per-node",
-        "--nproc_per_node",
-        metavar="N",
-        dest="gpus_per_node",
-        type=int,
-        help=gpus,
-    )
+    spellings = "--gpus-per-node", "--nproc-per-node", "--nproc_per_node"
+    parser.add_argument(*spellings, metavar="N", type=int, help=gpus)
 
 
 def add_machine_flags(parser: ArgumentParser) -> None:
@@ -120,6 +118,7 @@ def add_search_flags(parser: ArgumentParser) -> None:
     add(
         "--budget",
         metavar="SECONDS",
+        dest="budget_s",
         type=seconds,
         default=SEARCH_BUDGET_S,
         help=f"most processor time of the search (default {SEARCH_BUDGET_S:g})",
@@ -141,7 +140,8 @@ def add_search_flags(parser: ArgumentParser) -> None:
     add(
         "--fix",
         metavar="NAMES",
-        default="",
+        type=names,
+        default=(),
         help="parts of your layout to keep: tp,pp,dp,cp,ep,vpp,mbs,recompute,...",
     )
 

@@ -1,4 +1,4 @@
-"""`pipette probe` measures the machines of a job; `pipette watch` shows a running job."""
+"""`pipette doctor` checks a machine, `pipette probe` measures the machines of a job, `pipette watch` shows a job."""
 
 from __future__ import annotations
 
@@ -10,23 +10,63 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipette_launch.cli.flags import Subcommand
+from pipette_launch.cli.flags import Subcommand, add_size_flags
 from pipette_launch.errors import UsageError
+from pipette_launch.installed import check_installed
+from pipette_launch.text import printable
 
 if TYPE_CHECKING:
     from pipette_launch.launch.watch import Watched
 
+DEFAULT_PORT, MOST_PORTS = 29500, 1 << 16
 OUT = "--out"
 DEFAULT_OUT = "cluster.json"
 POLL_S = 1.0
 
 
+def _add_doctor_arguments(parser: ArgumentParser) -> None:
+    devices = ("auto", "cuda", "cpu")
+    parser.add_argument("--device", choices=devices, default="auto", help="device of the job (default auto)")
+    gpus = "workers of this node (default: all GPUs, or one on CPU)"
+    add_size_flags(parser, nodes="nodes of the job (default 1)", gpus=gpus)
+    parser.set_defaults(nodes=1)
+    text = f"port of --rdzv-endpoint (default {DEFAULT_PORT})"
+    parser.add_argument("--port", metavar="N", type=int, default=DEFAULT_PORT, help=text)
+    parser.add_argument("--json", action="store_true", help="print a document of kind `checkup` instead of a screen")
+
+
+def _doctor(args: Namespace) -> int:
+    """Print the findings; return 1 if a finding would stop a job."""
+    # A missing torch gives a finding and does not end the check.
+    check_installed(but=frozenset({"torch"}))
+    from pipette_launch.cli.machine_checks import examine
+    from pipette_launch.facts import files
+    from pipette_launch.report import checkup_screen
+
+    if not 0 < args.port < MOST_PORTS:
+        raise UsageError(f"--port must be from 1 to {MOST_PORTS - 1}, got {args.port}")
+    for flag, value in (("--gpus-per-node", args.gpus_per_node), ("--nodes", args.nodes)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} must be at least 1, got {value}")
+    found = examine(args)
+    sys.stdout.write(files.dumps(found) + "\n" if args.json else checkup_screen(found))
+    return 0 if found.is_fit else 1
+
+
+DOCTOR = Subcommand(
+    summary="Check this machine for problems that would stop or slow a job.",
+    add_arguments=_add_doctor_arguments,
+    run=_doctor,
+    examples=("pipette doctor", "pipette doctor --device cpu --gpus-per-node 2 --json"),
+    exit_codes="0 nothing would stop a job; 1 something would, or cannot be checked; 2 the flags are wrong",
+)
+
+
 def _add_probe_arguments(parser: ArgumentParser) -> None:
     """Add the flags that `pipette probe --help` shows. `_become_launcher` gets the command line unparsed."""
     parser.usage = "pipette probe [--out FILE] [FLAGS OF pipette-launch] SCRIPT [ARGS ...]"
-    parser.add_argument(
-        OUT, metavar="FILE", default=DEFAULT_OUT, help=f"file to write on the first node ({DEFAULT_OUT})"
-    )
+    text = f"file to write on the first node ({DEFAULT_OUT})"
+    parser.add_argument(OUT, metavar="FILE", default=DEFAULT_OUT, help=text)
     parser.add_argument(
         "words",
         nargs="*",
@@ -112,7 +152,6 @@ def _print_changes(watched: Watched, *, is_once: bool, as_json: bool) -> int:
     """Print a line at each change of the job until the job ends; `is_once` prints one screen."""
     from pipette_launch.facts import files
     from pipette_launch.report.live import live_line, live_screen
-    from pipette_launch.text import printable
 
     before = ""
     while True:

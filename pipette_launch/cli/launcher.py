@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipette_launch import defaults
+from pipette_launch.cli.flags import names
 from pipette_launch.errors import OptionError, PipetteError, UsageError
 from pipette_launch.installed import check_installed
 from pipette_launch.text import escape_log_lines, log_for_debugging, nearest_word, printable
@@ -44,21 +45,36 @@ def parser() -> ArgumentParser:
     )
     group = whole.add_argument_group("pipette")
     _add_choices(group.add_argument)
-    _add_amounts(group.add_argument)
-    _add_hosts_and_files(group.add_argument)
+    _add_amounts_and_files(group.add_argument)
     detail = group.add_mutually_exclusive_group()
-    detail.add_argument("--pipette-quiet", action="store_true", help="print only errors and one line with the choice")
-    detail.add_argument("--pipette-verbose", action="store_true", help="print all notes of a plan, and debug logs")
+    for name, text in (
+        ("quiet", "print only errors and one line with the choice"),
+        ("verbose", "print all notes of a plan, and debug logs"),
+    ):
+        flag, dest = f"{PREFIX}{name}", "pipette_detail"
+        detail.add_argument(flag, action="store_const", const=name, default="usual", dest=dest, help=text)
     group.add_argument("--pipette-version", action="version", version=f"pipette-launch {__version__}")
     return whole
 
 
 def _add_choices(add: Callable[..., object]) -> None:
     """Add the flags that choose the plan and the reaction to failures."""
-    add("--pipette-plan", metavar="FILE", help="use this plan.json; measure and plan nothing")
-    add("--pipette-probe", metavar="FILE", help="only measure: write the measurements to FILE, print them, and stop")
+    add("--pipette-plan", metavar="FILE", type=_path, help="use this plan.json; measure and plan nothing")
+    add(
+        "--pipette-probe",
+        metavar="FILE",
+        type=_absolute,
+        dest="pipette_probe_to",
+        help="only measure: write the measurements to FILE, print them, and stop",
+    )
     add("--pipette-dry-run", action="store_true", help="measure, plan, print the plan, and stop before training")
-    add("--pipette-fix", metavar="NAMES", default="", help="keep these parts of your layout, for example tp,pp,mbs")
+    add(
+        "--pipette-fix",
+        metavar="NAMES",
+        type=names,
+        default=(),
+        help="keep these parts of your layout, for example tp,pp,mbs",
+    )
     add(
         "--pipette-schedules",
         metavar="NAMES",
@@ -89,34 +105,26 @@ def _add_choices(add: Callable[..., object]) -> None:
     add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the job")
 
 
-def _add_amounts(add: Callable[..., object]) -> None:
-    def add_number(flag: str, metavar: str, default: float, text: str, kind: type = float) -> None:
-        add(flag, metavar=metavar, default=default, type=kind, help=f"{text} (default {default:g})")
-
-    add_number("--pipette-budget", "SECONDS", defaults.WARMUP_BUDGET_S, "most seconds that the warm-up may measure")
-    add_number("--pipette-margin", "FRACTION", defaults.MARGIN, "share of your step that another plan must save")
-    add_number("--pipette-memory-margin", "FRACTION", defaults.MEMORY_MARGIN, "share of device memory to keep free")
-    add_number(
-        "--pipette-watch-limit", "FRACTION", defaults.WATCH_LIMIT, "how much slower steps must be for --pipette-watch"
-    )
-    add_number(
-        "--pipette-trials",
-        "K",
-        defaults.TRIALS,
-        "run the best K plans and your own configuration for some iterations, and train with the fastest",
-        int,
-    )
-    add_number("--pipette-trial-iters", "N", defaults.TRIAL_ITERS, "timed iterations of each trial", int)
-    add_number("--pipette-spares", "K", 0, "keep K more nodes measured and ready to replace lost nodes", int)
-
-
-def _add_hosts_and_files(add: Callable[..., object]) -> None:
+def _add_amounts_and_files(add: Callable[..., object]) -> None:
+    trials = "run the best K plans and your own configuration for some iterations, and train with the fastest"
+    for name, metavar, default, text in (
+        ("budget", "SECONDS", defaults.WARMUP_BUDGET_S, "most seconds that the warm-up may measure"),
+        ("margin", "FRACTION", defaults.MARGIN, "share of your step that another plan must save"),
+        ("memory-margin", "FRACTION", defaults.MEMORY_MARGIN, "share of device memory to keep free"),
+        ("watch-limit", "FRACTION", defaults.WATCH_LIMIT, "how much slower steps must be for --pipette-watch"),
+        ("trials", "K", defaults.TRIALS, trials),
+        ("trial-iters", "N", defaults.TRIAL_ITERS, "timed iterations of each trial"),
+        ("spares", "K", defaults.SPARES, "keep K more nodes measured and ready to replace lost nodes"),
+    ):
+        dest = f"pipette_{name.replace('-', '_')}{'_s' if name == 'budget' else ''}"
+        about = f"{text} (default {default:g})"
+        add(f"{PREFIX}{name}", metavar=metavar, default=default, type=type(default), dest=dest, help=about)
     add(
         "--pipette-tolerate",
         metavar="F",
         type=int,
-        help="make plans ahead for the loss of up to F nodes, to continue at once (default 1 if --nnodes MIN:MAX "
-        "allows it, else 0)",
+        help="make plans ahead for the loss of up to F nodes, to continue at once "
+        f"(default {defaults.TOLERATE} if --nnodes MIN:MAX allows it, else 0)",
     )
     add(
         "--pipette-cache",
@@ -131,10 +139,18 @@ def _add_hosts_and_files(add: Callable[..., object]) -> None:
     )
 
 
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
+
+
+def _absolute(text: str) -> Path | None:
+    return Path(text).absolute() if text else None
+
+
 def _metrics_file(text: str) -> Path | None:
     if text and not text.endswith(".prom"):
         raise ArgumentTypeError(f"{text}: node_exporter reads only files whose name ends in .prom")
-    return Path(text).absolute() if text else None
+    return _absolute(text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -230,38 +246,23 @@ def options_from(args: Namespace, *, advice: str = "") -> Options:
     late = [word for word in args.training_script_args if word.startswith(PREFIX)]
     if late:
         raise UsageError(f"{late[0]} is after the script's name, where flags are the script's own; put it before")
-    runs_python = not args.no_python and not args.run_path
-    fix = tuple(name.strip() for name in args.pipette_fix.split(",") if name.strip())
-    fixed_fields(fix)
+    fixed_fields(args.pipette_fix)
+    own = {name.removeprefix("pipette_"): value for name, value in vars(args).items() if name.startswith("pipette_")}
+    own |= {
+        "cache": _cache(args.pipette_cache),
+        "schedules": schedule_names(args.pipette_schedules),
+        "tolerate": tolerate,
+    }
     options = Options(
         script=args.training_script,
         script_arguments=tuple(args.training_script_args),
-        runs_python=runs_python,
+        runs_python=not args.no_python and not args.run_path,
         is_module=args.module,
-        plan=Path(args.pipette_plan) if args.pipette_plan else None,
-        probe_to=Path(args.pipette_probe).absolute() if args.pipette_probe else None,
-        fix=fix,
-        on_error=args.pipette_on_error,
-        on_sick=args.pipette_on_sick,
-        watch=args.pipette_watch,
-        watch_limit=args.pipette_watch_limit,
-        device=args.pipette_device,
-        budget_s=args.pipette_budget,
-        margin=args.pipette_margin,
-        memory_margin=args.pipette_memory_margin,
-        cache=_cache(args.pipette_cache),
-        dry_run=args.pipette_dry_run,
-        detail="quiet" if args.pipette_quiet else "verbose" if args.pipette_verbose else "usual",
-        trials=args.pipette_trials,
-        trial_iters=args.pipette_trial_iters,
-        schedules=schedule_names(args.pipette_schedules),
         is_function=args.run_path,
-        tolerate=tolerate,
-        spares=args.pipette_spares,
-        metrics_file=args.pipette_metrics_file,
         max_restarts=args.max_restarts,
+        **own,
     )
-    if runs_python and not args.module and not Path(args.training_script).exists():
+    if options.runs_python and not args.module and not Path(args.training_script).exists():
         raise UsageError(f"{args.training_script}: no such file; name the script that torchrun would run")
     return options
 
@@ -290,7 +291,7 @@ def _checked_sizes(args: Namespace) -> int:
         raise UsageError(f"--max-restarts must be at least 0, got {args.max_restarts}")
     if args.pipette_tolerate is not None:
         return int(args.pipette_tolerate)
-    return 1 if most > least else 0
+    return defaults.TOLERATE if most > least else 0
 
 
 def _cache(text: str | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""Checks of `pipette doctor`: installed software, shared memory, limits, names, interfaces, ports and folders."""
+"""Checks of `pipette doctor`: software, devices, shared memory, limits, names, interfaces, ports and folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import resource
 import socket
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
@@ -17,9 +19,13 @@ import psutil
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from pipette_launch.facts.health import Finding, Severity
-from pipette_launch.launch.cache import distrust
+from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Host
+from pipette_launch.facts.health import SEVERITIES, Checkup, Finding, Severity
+from pipette_launch.launch.cache import default_root, distrust
+from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.nvml import query, session
+from pipette_launch.probe.health.verdicts import judge
 from pipette_launch.text import bytes_text
 
 PYTHON = SpecifierSet(">=3.10,<3.14")
@@ -36,6 +42,30 @@ ENOUGH_FILES = 4096
 VersionOf = Callable[[str], "str | None"]
 
 
+def examine(args: Namespace) -> Checkup:
+    """Check software, devices, limits, network and folders, without importing torch."""
+    found: list[Finding] = [*python(), *packages()]
+    host = _host(args, found)
+    num_devices = args.gpus_per_node or (len(host.devices) if host else 1)
+    if host is not None and host.devices[0].kind == "cuda":
+        found += driver_for_torch() if installed("torch") else ()
+        found += shared_memory(num_devices)
+    found += limits()
+    found += host_name(environ=os.environ, num_nodes=args.nodes)
+    found += interfaces(os.environ)
+    found += port(args.port)
+    found += folders(default_root())
+    return Checkup(
+        host=socket.gethostname(),
+        taken_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
+    )
+
+
+def _found(severity: Severity, what: str, value: str, advice: str = "") -> Finding:
+    return Finding(severity=severity, what=what, value=value, advice=advice)
+
+
 def installed(package: str) -> str | None:
     """Return the version of a package; None if the package is not installed."""
     try:
@@ -48,40 +78,61 @@ def python(version: str | None = None) -> Iterator[Finding]:
     """Compare this Python interpreter with the tested releases."""
     here = version or ".".join(map(str, sys.version_info[:3]))
     if Version(here) in PYTHON:
-        yield Finding(severity="fine", what="Python", value=here)
+        yield _found("fine", "Python", here)
     else:
-        yield Finding(
-            severity="slows", what="Python", value=f"{here}, tested is {PYTHON}", advice="use a tested release"
-        )
+        yield _found("slows", "Python", f"{here}, tested is {PYTHON}", "use a tested release")
 
 
 def packages(version_of: VersionOf = installed) -> Iterator[Finding]:
     """Compare torch and megatron-core with the required and the tested releases."""
     for name, needed in NEEDED.items():
-        found = version_of(name)
-        if found is None:
-            # A Megatron checkout beside the script, or on PYTHONPATH, works as well.
-            severity: Severity = "stops" if name == "torch" else "slows"
-            hint = "" if name == "torch" else ", or keep a checkout of Megatron-LM beside the script"
-            advice = f"pip install '{name}{needed}'{hint}"
-            yield Finding(severity=severity, what=name, value="not installed", advice=advice)
+        found, install = version_of(name), f"pip install '{name}{needed}'"
+        try:
+            version = None if found is None else Version(found)
+        except InvalidVersion:
+            yield _found("slows", name, f"{found} is not a version number", "install a release")
             continue
-        yield _compared(name, found)
+        if version is None:
+            # A Megatron checkout beside the script, or on PYTHONPATH, works as well.
+            hint = "" if name == "torch" else ", or keep a checkout of Megatron-LM beside the script"
+            yield _found("stops" if name == "torch" else "slows", name, "not installed", f"{install}{hint}")
+        elif not needed.contains(version, prereleases=True):
+            yield _found("stops", name, f"{found}, needed is {needed}", install)
+        elif not KNOWN[name].contains(version, prereleases=True):
+            value = f"{found}, newer than tested ({KNOWN[name]})"
+            yield _found("slows", name, value, "plans may be refused; update pipette-launch")
+        else:
+            yield _found("fine", name, str(found))
 
 
-def _compared(name: str, found: str) -> Finding:
+def _host(args: Namespace, found: list[Finding]) -> Host | None:
+    """List the devices as an agent does, and add the findings on them to `found`. Return None after a failure."""
     try:
-        version = Version(found)
-    except InvalidVersion:
-        value = f"{found} is not a version number"
-        return Finding(severity="slows", what=name, value=value, advice="install a release")
-    if not NEEDED[name].contains(version, prereleases=True):
-        advice = f"pip install '{name}{NEEDED[name]}'"
-        return Finding(severity="stops", what=name, value=f"{found}, needed is {NEEDED[name]}", advice=advice)
-    if not KNOWN[name].contains(version, prereleases=True):
-        value = f"{found}, newer than tested ({KNOWN[name]})"
-        return Finding(severity="slows", what=name, value=value, advice="plans may be refused; update pipette-launch")
-    return Finding(severity="fine", what=name, value=found)
+        host = inventory.host(
+            name=socket.gethostname(),
+            address="127.0.0.1",
+            num_devices=args.gpus_per_node or (0 if args.device == "cpu" else inventory.num_gpus()) or 1,
+            device=args.device,
+        )
+        conditions = inventory.conditions(host)
+    except PipetteError as error:
+        found.append(_found("stops", "devices", str(error)))
+        return None
+    names = ", ".join(dict.fromkeys(device.name for device in host.devices))
+    found.append(_found("fine", "devices", f"{len(host.devices)} x {names}"))
+    if host.devices[0].kind == "cuda":
+        found += [_found("slows", "GPUs", sentence) for sentence in inventory.lost_gpus()]
+    elif args.device == "auto":
+        advice = "if there are GPUs, check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        found.append(_found("slows", "GPUs", "NVML finds none, jobs run on CPU", advice))
+    for verdict in judge([host], [conditions]):
+        value = verdict.figure + (f", its peers {verdict.peers}" if verdict.peers else "")
+        found.append(_found("slows" if verdict.is_sick else "fine", f"device {verdict.device}", value, verdict.advice))
+    forgotten = sum(one.persistence_mode is False for one in conditions)
+    if forgotten:
+        value = f"off on {forgotten} of {len(conditions)} GPUs; every start waits for the driver"
+        found.append(_found("slows", "persistence mode", value, "nvidia-smi -pm 1"))
+    return host
 
 
 def driver_for_torch(cuda_of_torch: Callable[[], str | None] | None = None) -> Iterator[Finding]:
@@ -91,16 +142,16 @@ def driver_for_torch(cuda_of_torch: Callable[[], str | None] | None = None) -> I
         supported = query(nvml, "nvmlSystemGetCudaDriverVersion") if nvml is not None else None
     if supported is None:
         return
-    at_most = f"{supported // 1000}.{supported % 1000 // 10}"
-    severity: Severity = "fine"
-    value, advice = f"torch is built for CUDA {built}, the driver supports {at_most}", ""
+    what, driver = "torch and the driver", f"the driver supports {supported // 1000}.{supported % 1000 // 10}"
+    value = f"torch is built for CUDA {built}, {driver}"
     if built is None:
-        severity, value = "stops", f"torch is built without CUDA, the driver supports {at_most}"
         advice = "install a torch wheel for CUDA, or use --pipette-device=cpu"
+        yield _found("stops", what, f"torch is built without CUDA, {driver}", advice)
     # A driver also supports newer minor releases of the same major CUDA release.
     elif int(built.split(".")[0]) > supported // 1000:
-        severity, advice = "stops", "install a newer driver, or a torch wheel for an older CUDA"
-    yield Finding(severity=severity, what="torch and the driver", value=value, advice=advice)
+        yield _found("stops", what, value, "install a newer driver, or a torch wheel for an older CUDA")
+    else:
+        yield _found("fine", what, value)
 
 
 def _cuda_of_torch() -> str | None:
@@ -116,19 +167,18 @@ def _cuda_of_torch() -> str | None:
 def shared_memory(num_devices: int, folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
     """Check the free space of /dev/shm; NCCL fails with the usual 64 MiB of a container."""
     try:
-        free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        space = os.statvfs(folder)
     except OSError as error:
-        value = f"not there ({error.strerror})"
-        yield Finding(severity="stops", what=str(folder), value=value, advice="mount a tmpfs there")
+        yield _found("stops", str(folder), f"not there ({error.strerror})", "mount a tmpfs there")
         return
+    free = space.f_bavail * space.f_frsize
     value = f"{bytes_text(free)} free for {num_devices} devices"
-    severity: Severity = "slows"
-    if num_devices > 1 and free < num_devices * LEAST_SHARED_BYTES:
-        severity = "stops"
-    elif free >= ENOUGH_SHARED_BYTES:
-        severity = "fine"
-    advice = "" if severity == "fine" else "start the container with --shm-size=16g or --ipc=host"
-    yield Finding(severity=severity, what=str(folder), value=value, advice=advice)
+    is_little = num_devices > 1 and free < num_devices * LEAST_SHARED_BYTES
+    if free >= ENOUGH_SHARED_BYTES and not is_little:
+        yield _found("fine", str(folder), value)
+    else:
+        advice = "start the container with --shm-size=16g or --ipc=host"
+        yield _found("stops" if is_little else "slows", str(folder), value, advice)
 
 
 def limits(*, has_infiniband: bool | None = None) -> Iterator[Finding]:
@@ -136,17 +186,16 @@ def limits(*, has_infiniband: bool | None = None) -> Iterator[Finding]:
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{_limit(files)} for this process, {_limit(most_files)} at most"
     if files != resource.RLIM_INFINITY and files < ENOUGH_FILES:
-        advice = "ulimit -n 65536 before the job"
-        yield Finding(severity="slows", what="open files", value=f"{value}; large jobs need more", advice=advice)
+        yield _found("slows", "open files", f"{value}; large jobs need more", "ulimit -n 65536 before the job")
     else:
-        yield Finding(severity="fine", what="open files", value=value)
+        yield _found("fine", "open files", value)
     if has_infiniband if has_infiniband is not None else any(Path("/sys/class/infiniband").glob("*")):
         pinned = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         if pinned == resource.RLIM_INFINITY:
-            yield Finding(severity="fine", what="pinned memory", value="no limit")
+            yield _found("fine", "pinned memory", "no limit")
         else:
             advice = "ulimit -l unlimited, or --ulimit memlock=-1 for the container: InfiniBand pins its buffers"
-            yield Finding(severity="stops", what="pinned memory", value=f"{bytes_text(pinned)} at most", advice=advice)
+            yield _found("stops", "pinned memory", f"{bytes_text(pinned)} at most", advice)
 
 
 def _limit(value: int) -> str:
@@ -167,22 +216,18 @@ def host_name(
     """
     name = name or socket.gethostname()
     found = _resolved(name) if addresses is None else addresses
+    value, what = f"{name} is {', '.join(found) or 'unknown'}", "host name"
     if environ.get("GLOO_SOCKET_IFNAME"):
-        value = f"{name} is {', '.join(found) or 'unknown'}, and GLOO_SOCKET_IFNAME={environ['GLOO_SOCKET_IFNAME']}"
-        yield Finding(severity="fine", what="host name", value=value)
+        yield _found("fine", what, f"{value}, and GLOO_SOCKET_IFNAME={environ['GLOO_SOCKET_IFNAME']}")
     elif not found:
         advice = "add it to /etc/hosts, or export GLOO_SOCKET_IFNAME"
-        severity: Severity = "stops" if num_nodes > 1 else "slows"
-        yield Finding(severity=severity, what="host name", value=f"{name} cannot be resolved", advice=advice)
+        yield _found("stops" if num_nodes > 1 else "slows", what, f"{name} cannot be resolved", advice)
     elif num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in found):
-        yield Finding(
-            severity="stops",
-            what="host name",
-            value=f"{name} is {', '.join(found)}; on every other node this address is that node itself",
-            advice="export GLOO_SOCKET_IFNAME with the interface to use, or correct /etc/hosts",
-        )
+        value = f"{value}; on every other node this address is that node itself"
+        advice = "export GLOO_SOCKET_IFNAME with the interface to use, or correct /etc/hosts"
+        yield _found("stops", what, value, advice)
     else:
-        yield Finding(severity="fine", what="host name", value=f"{name} is {', '.join(found)}")
+        yield _found("fine", what, value)
 
 
 def _resolved(name: str) -> list[str]:
@@ -198,15 +243,13 @@ def interfaces(environ: Mapping[str, str], present: Collection[str] | None = Non
     if present is None:
         present = [name for name, state in psutil.net_if_stats().items() if state.isup]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = environ.get(variable)
-        if not wanted:
-            continue
+        wanted = environ.get(variable, "")
         missing = _missing(wanted, present, is_prefix=variable.startswith("NCCL"))
         if missing:
             value = f"no interface {', '.join(missing)} is up here (up are {', '.join(sorted(present))})"
-            yield Finding(severity="stops", what=variable, value=value, advice="unset it, or name one of these")
-        else:
-            yield Finding(severity="fine", what=variable, value=wanted)
+            yield _found("stops", variable, value, "unset it, or name one of these")
+        elif wanted:
+            yield _found("fine", variable, wanted)
 
 
 def _missing(wanted: str, present: Collection[str], *, is_prefix: bool) -> list[str]:
@@ -228,33 +271,29 @@ def port(number: int) -> Iterator[Finding]:
         try:
             one.bind(("", number))
         except OSError as error:
-            yield Finding(
-                severity="stops",
-                what=f"port {number}",
-                value=f"cannot be bound ({error.strerror})",
-                advice="if the agents meet on this node, name another port in --rdzv-endpoint and --port",
-            )
+            advice = "if the agents meet on this node, name another port in --rdzv-endpoint and --port"
+            yield _found("stops", f"port {number}", f"cannot be bound ({error.strerror})", advice)
             return
-    yield Finding(severity="fine", what=f"port {number}", value="can be bound")
+    yield _found("fine", f"port {number}", "can be bound")
 
 
 def folders(cache: Path | None) -> Iterator[Finding]:
     """Try to write to the cache of plans and to the folder of temporary files."""
-    advice = "every start measures again; name a folder with --pipette-cache"
+    again = "every start measures again"
+    advice = f"{again}; name a folder with --pipette-cache"
     if cache is None:
-        yield Finding(severity="slows", what="cache", value="there is no home folder", advice=advice)
+        yield _found("slows", "cache", "there is no home folder", advice)
     elif trouble := distrust(cache):
-        yield Finding(severity="slows", what="cache", value=trouble, advice="every start measures again")
+        yield _found("slows", "cache", trouble, again)
     elif trouble := _unwritable(cache):
-        yield Finding(severity="slows", what="cache", value=f"{cache} {trouble}", advice=advice)
+        yield _found("slows", "cache", f"{cache} {trouble}", advice)
     else:
-        yield Finding(severity="fine", what="cache", value=str(cache))
+        yield _found("fine", "cache", str(cache))
     temporary = Path(tempfile.gettempdir())
     if trouble := _unwritable(temporary):
-        value = f"{temporary} {trouble}"
-        yield Finding(severity="stops", what="temporary files", value=value, advice="set TMPDIR to another folder")
+        yield _found("stops", "temporary files", f"{temporary} {trouble}", "set TMPDIR to another folder")
     else:
-        yield Finding(severity="fine", what="temporary files", value=str(temporary))
+        yield _found("fine", "temporary files", str(temporary))
 
 
 def _unwritable(folder: Path) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
 from pipette_launch.cli import jobs, plan, show
-from pipette_launch.cli.doctor import DOCTOR
 from pipette_launch.cli.flags import EXAMPLE_ARGS, Subcommand, flag_of
 from pipette_launch.errors import (
     ClusterError,
@@ -72,7 +71,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "report": show.REPORT,
     "explain": show.EXPLAIN,
     "devices": show.DEVICES,
-    "doctor": DOCTOR,
+    "doctor": jobs.DOCTOR,
     "probe": jobs.PROBE,
     "watch": jobs.WATCH,
     "completion": Subcommand(

@@ -43,23 +43,8 @@ def _plan(args: Namespace) -> int:
     from pipette_launch.planning.plan import PlanRequest, read_problem, search_plan
     from pipette_launch.report import chosen_line, plan_file_screen
 
-    request = PlanRequest(
-        arguments=tuple(args.arguments),
-        script=args.script,
-        gpu=args.gpu,
-        cluster=args.cluster,
-        fabric=args.fabric,
-        nodes=args.nodes,
-        gpus_per_node=args.gpus_per_node,
-        world_size=args.world_size,
-        megatron_version=args.megatron_version,
-        fix=tuple(name for name in args.fix.split(",") if name.strip()),
-        schedules=args.schedules,
-        margin=args.margin,
-        memory_margin=args.memory_margin,
-        budget_s=args.budget,
-        seed=args.seed,
-    )
+    given = {name: value for name, value in vars(args).items() if name in PlanRequest.__slots__}
+    request = PlanRequest(**{**given, "arguments": tuple(args.arguments)})
     problem = read_problem(request)
     if args.out is not None:
         # Checked before the search, because a file that cannot be written would lose the plan.

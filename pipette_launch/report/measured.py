@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, Links, Measurements, Plan
 from pipette_launch.facts.health import Checkup, Verdict
 from pipette_launch.facts.measurements import LAYERS
@@ -105,7 +104,8 @@ def what_the_plan_rests_on(plan: Plan, measurements: Measurements | None) -> Ite
     if coverage.num_timed < coverage.num_wanted:
         yield f"compute: {coverage.words()}"
     layout = plan.chosen.layout
-    times = next((times for (case, _), times in layer_times(measurements).items() if case == case_of(layout)), [])
+    wanted = ComputeCase(tp=layout.tp, cp=layout.cp, micro_batch_size=layout.micro_batch_size)
+    times = next((times for (case, _), times in layer_times(measurements).items() if case == wanted), [])
     if times:
         yield f"one layer: {_passes(times[:1])} (tp{layout.tp} mbs{layout.micro_batch_size})"
     yield from _slow_slots(measurements.cluster)

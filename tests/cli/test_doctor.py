@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 from gpu_rules.nvml import GIB, FakeNvml, install
 
-from pipette_launch.cli import doctor
 from pipette_launch.cli import machine_checks as checks
 from pipette_launch.cli.pipette import main
 from pipette_launch.facts import files
@@ -28,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 def examined(**changes: object) -> dict[str, Finding]:
     """Return the doctor's findings on this machine by their subject."""
     words = {"device": "auto", "gpus_per_node": None, "nodes": 1, "port": free_port(), "json": False}
-    return {finding.what: finding for finding in doctor.examine(Namespace(**{**words, **changes})).findings}
+    return {finding.what: finding for finding in checks.examine(Namespace(**{**words, **changes})).findings}
 
 
 def free_port() -> int:

@@ -4,14 +4,14 @@
 makes it. The sender posts the send at this moment, and the receiver posts the receive at this moment or earlier. A pass
 or message waits only for messages with earlier moments, so the ranks cannot wait for each other in a circle.
 
-NCCL runs the messages from one rank to another in one stream, on sender and receiver in the order of the messages'
-moments. A receive occupies its stream until its message arrives. So a receive is posted after the previous message of
-the stream should have arrived, and directly before the pass that computes when the receive's own message is ready. If
-the receive were posted after this pass, it would start only when the pass ends. If the receive were posted earlier, it
-would stop this pass on devices with one work queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+NCCL runs the messages from one rank to another in one stream, on both ranks in the order of the moments. A receive
+occupies its stream until its message arrives. So a receive is posted after the previous message of the stream should
+have arrived, and directly before the pass that the receiver runs when the message is ready. A later receive would start
+only when this pass ends. An earlier receive would stop this pass on devices with one work queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1).
 
-Gloo messages do not wait for each other. A gloo message starts when its receive is posted. So the receive is posted
-when the pass that makes the message starts.
+A gloo message waits for no other message and starts when its receive is posted. So the receive is posted when the pass
+that makes the message starts.
 """
 
 # A = actions of all ranks, S = stages (model chunks), K = kinds of action, M = micro-batches.
@@ -35,11 +35,9 @@ Kind = Literal["F", "B", "I", "W"]
 Placement = Literal["loop", "v"]
 """`loop`: stage c is on rank c % pp. `v`: the stages go down the ranks with chunk 0 and back up with chunk 1, so rank 0
 has the first and the last stage."""
-
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 FORWARD, BACKWARD, INPUT, WEIGHT = range(len(KINDS))
 """Indices of the kinds in `KINDS`."""
-
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 _NOWHERE = -1
 
@@ -72,9 +70,7 @@ def words(actions: Iterable[Action]) -> list[str]:
 
 def rank_of(stage: int, *, pp: int, placement: Placement) -> int:
     """Return the pipeline rank of a stage."""
-    if placement == "v" and stage >= pp:
-        return 2 * pp - 1 - stage
-    return stage % pp
+    return 2 * pp - 1 - stage if placement == "v" and stage >= pp else stage % pp
 
 
 class Columns(NamedTuple):
@@ -93,36 +89,30 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTimes:
-    """Expected nanoseconds of passes and messages, which decide the order of messages.
+    """Expected nanoseconds of passes and messages, which decide the order of messages, with one entry for each stage.
 
-    Times are whole numbers, so that all ranks compute equal sums.
-
-    Raises:
-        FactError: the number of entries does not match the stages, or a time is too short.
-
+    Times are whole numbers, so that all ranks compute equal sums. FactError if an entry is missing or too short.
     """
 
     forward: tuple[int, ...]
-    """Times of the forward on each stage. `backward`, `input` and `weight` also have one entry for each stage."""
     backward: tuple[int, ...]
-    """Times of the whole backward on each stage."""
+    """Times of the whole backward."""
     input: tuple[int, ...]
-    """Times of the input gradient on each stage."""
+    """Times of the input gradient."""
     weight: tuple[int, ...]
-    """Times of the weight gradients on each stage."""
+    """Times of the weight gradients."""
     forward_hop: tuple[int, ...]
     """Times of the messages from stage s to stage s + 1. The last stage has no entry."""
     backward_hop: tuple[int, ...]
-    """Times of the messages from stage s + 1 to stage s."""
+    """Times of the messages from stage s + 1 to stage s. The last stage has no entry."""
 
     def __post_init__(self) -> None:
         passes = (self.forward, self.backward, self.input, self.weight)
         hops = (self.forward_hop, self.backward_hop)
         stages = len(self.forward)
         if {len(each) for each in passes} != {stages} or {len(each) for each in hops} != {stages - 1}:
-            raise FactError(
-                f"pass times: {stages} stages need {stages} times of each pass and {stages - 1} hops each way"
-            )
+            needed = f"{stages} stages need {stages} times of each pass and {stages - 1} hops each way"
+            raise FactError(f"pass times: {needed}")
         if min(map(min, passes)) < 1 or min((0, *self.forward_hop, *self.backward_hop)) < 0:
             raise FactError("pass times: each pass takes at least 1 ns, and each hop at least 0 ns")
 
@@ -142,9 +132,7 @@ class PassTimes:
 class Schedule:
     """The passes of each pipeline rank, in order of execution.
 
-    Raises:
-        FactError: a rank does not run F, then B or I and W, once for each of its stages and each micro-batch.
-
+    FactError if a rank does not run F, then B or I and W, once for each of its stages and each micro-batch.
     """
 
     name: str
@@ -157,26 +145,25 @@ class Schedule:
     """Expected times, which decide the order of messages over NCCL. None = all passes take equal time."""
 
     def __post_init__(self) -> None:
-        """Check that each rank has exactly the passes of its stages, and that no backward comes before its forward."""
-        if min(self.pp, self.vpp, self.num_microbatches) < 1:
-            raise FactError(
-                f"{self.name}: pp={self.pp}, vpp={self.vpp} and {self.num_microbatches} micro-batches must be positive"
-            )
-        if self.placement == "v" and self.vpp != 2:
-            raise FactError(f"{self.name}: the placement v needs two chunks on each rank, got vpp={self.vpp}")
-        if len(self.ranks) != self.pp:
-            raise FactError(f"{self.name}: {len(self.ranks)} action lists for {self.pp} pipeline ranks")
+        pp, vpp, microbatches, stages = self.pp, self.vpp, self.num_microbatches, self.num_stages
         num_actions = sum(map(len, self.ranks))
-        if self.num_stages * self.num_microbatches > num_actions:
-            raise FactError(
-                f"{self.name}: {num_actions} actions cannot run {self.num_microbatches} micro-batches on "
-                f"{self.num_stages} stages"
-            )
-        if self.times is not None and len(self.times.forward) != self.num_stages:
-            raise FactError(f"{self.name}: times of {len(self.times.forward)} stages for {self.num_stages}")
+        timed = len(self.times.forward) if self.times else stages
+        for is_wrong, reason in (
+            (min(pp, vpp, microbatches) < 1, f"pp={pp}, vpp={vpp} and {microbatches} micro-batches must be positive"),
+            (self.placement == "v" and vpp != 2, f"the placement v needs two chunks on each rank, got vpp={vpp}"),
+            (len(self.ranks) != pp, f"{len(self.ranks)} action lists for {pp} pipeline ranks"),
+            (
+                stages * microbatches > num_actions,
+                f"{num_actions} actions cannot run {microbatches} micro-batches on {stages} stages",
+            ),
+            (timed != stages, f"times of {timed} stages for {stages}"),
+        ):
+            if is_wrong:
+                raise FactError(f"{self.name}: {reason}")
         columns = self.columns
-        _check_owners(self, columns)
-        _check_passes(self, columns)
+        problem = _problem_of_owners(self, columns) or _problem_of_passes(self, columns)
+        if problem:
+            raise FactError(f"{self.name}: {problem}")
 
     @property
     def num_stages(self) -> int:
@@ -211,46 +198,41 @@ def positions(columns: Columns, *, num_stages: int, num_microbatches: int) -> ND
     return place_SKM
 
 
-def _check_owners(schedule: Schedule, columns: Columns) -> None:
+def _problem_of_owners(schedule: Schedule, columns: Columns) -> str:
     owner_S = np.array(schedule.rank_S)
     strange_A = (columns.stage_A >= schedule.num_stages) | (columns.microbatch_A >= schedule.num_microbatches)
     strange_A |= (columns.stage_A < 0) | (columns.microbatch_A < 0)
     strange_A |= owner_S[np.where(strange_A, 0, columns.stage_A)] != columns.rank_A
-    if strange_A.any():
-        index = int(strange_A.argmax())
-        raise FactError(
-            f"{schedule.name}: {columns.action(index).word} does not belong to pipeline rank {columns.rank_A[index]}"
-        )
+    if not strange_A.any():
+        return ""
+    index = int(strange_A.argmax())
+    return f"{columns.action(index).word} does not belong to pipeline rank {columns.rank_A[index]}"
 
 
-def _check_passes(schedule: Schedule, columns: Columns) -> None:
+def _problem_of_passes(schedule: Schedule, columns: Columns) -> str:
     place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
     twice_A = place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] != np.arange(len(columns.stage_A))
     if twice_A.any():
-        raise FactError(f"{schedule.name}: {columns.action(int(twice_A.argmax())).word} occurs twice")
+        return f"{columns.action(int(twice_A.argmax())).word} occurs twice"
     has_SKM = place_SKM != _NOWHERE
     forward, whole, split, weight = (has_SKM[:, kind] for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
     wrong_SM = ~forward | (split != weight) | (split == whole)
     if wrong_SM.any():
         stage, microbatch = (int(index) for index in np.argwhere(wrong_SM)[0])
         kinds = [kind for kind, has in zip(KINDS, has_SKM[stage, :, microbatch], strict=True) if has]
-        raise FactError(
-            f"{schedule.name}: rank {schedule.rank_of(stage)} runs {' '.join(kinds) or 'nothing'} of micro-batch "
-            f"{microbatch} on stage {stage}; it needs one F, and one B or one I and one W"
-        )
+        runs = f"{' '.join(kinds) or 'nothing'} of micro-batch {microbatch} on stage {stage}"
+        return f"rank {schedule.rank_of(stage)} runs {runs}; it needs one F, and one B or one I and one W"
     back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
     early_SM = (back_SM < place_SKM[:, FORWARD]) | (weight & (place_SKM[:, WEIGHT] < back_SM))
-    if early_SM.any():
-        stage, microbatch = (int(index) for index in np.argwhere(early_SM)[0])
-        raise FactError(
-            f"{schedule.name}: rank {schedule.rank_of(stage)} runs micro-batch {microbatch} of stage {stage} in the "
-            f"wrong order; the order is F, then B, or F, I, W"
-        )
+    if not early_SM.any():
+        return ""
+    stage, microbatch = (int(index) for index in np.argwhere(early_SM)[0])
+    runs = f"rank {schedule.rank_of(stage)} runs micro-batch {microbatch} of stage {stage}"
+    return f"{runs} in the wrong order; the order is F, then B, or F, I, W"
 
 
 VARIABLE = "PIPETTE_SCHEDULE"
 """Environment variable with the path of the file for the patch `schedules`."""
-
 _SHARED = ("name", "pp", "vpp", "num_microbatches", "placement", "times")
 """Fields that `Schedule` and `ScheduleFile` have in common."""
 _WORD = re.compile(rf"(\d{{1,9}})([{''.join(KINDS)}])(\d{{1,9}})", re.ASCII)
@@ -258,12 +240,7 @@ _WORD = re.compile(rf"(\d{{1,9}})([{''.join(KINDS)}])(\d{{1,9}})", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleFile:
-    """A schedule with its actions in short form.
-
-    Raises:
-        FactError: the actions do not form a schedule.
-
-    """
+    """A schedule with its actions in short form."""
 
     KIND: ClassVar[str] = "schedule"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -276,9 +253,7 @@ class ScheduleFile:
     ranks: tuple[str, ...]
     """Actions of each pipeline rank, separated by blanks."""
     checks_first_step: bool = field(default=False, metadata=ADDED_LATER)
-    """True if the first step also runs under Megatron's own schedule and the results are compared. The comparison needs
-    memory for two runs."""
-
+    """True if Megatron's own schedule also runs the first step and both results are compared. Needs memory for both."""
     times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
     """Expected times, which decide the order of messages over NCCL. None = all passes take equal time."""
 
@@ -299,18 +274,15 @@ def action_of(word: str) -> Action:
     """Read the short form of an action, `2B1`."""
     found = _WORD.fullmatch(word)
     if found is None:
-        raise FactError(
-            f"{word!r} is not an action; write stage, letter ({', '.join(KINDS)}) and micro-batch, such as 2B1"
-        )
-    stage, kind, microbatch = found.groups()
-    return Action(int(stage), KINDS[KINDS.index(kind)], int(microbatch))
+        form = f"write stage, letter ({', '.join(KINDS)}) and micro-batch, such as 2B1"
+        raise FactError(f"{word!r} is not an action; {form}")
+    return Action(int(found[1]), KINDS[KINDS.index(found[2])], int(found[3]))
 
 
 class Message(NamedTuple):
-    """A tensor that one rank sends to another rank."""
+    """A tensor that the pipeline rank `source` sends to the pipeline rank `target`."""
 
     source: int
-    """Pipeline rank that sends the tensor."""
     target: int
     is_gradient: bool
     """True for the gradient of a stage's input, False for a stage's output."""
@@ -325,23 +297,19 @@ class Message(NamedTuple):
 
 
 Program = tuple["Action | Message", ...]
-"""Passes and messages of one rank in order. A message is a send on the rank `source` and a receive on the rank
-`target`."""
+"""Passes and messages of one rank in order. A message is a send on the rank `source`, and a receive on `target`."""
 
 
 def programs(
     passes: Ranks, rank_S: Sequence[int], times: PassTimes | None = None, *, in_streams: bool = True
 ) -> tuple[Program, ...]:
-    """Insert the messages between the passes of each rank.
+    """Insert the messages between the passes of each rank. FactError if the ranks would wait for each other forever.
 
     Args:
         passes: passes of each pipeline rank.
         rank_S: pipeline rank of each stage.
         times: expected times, which decide the order of messages. None = all passes take equal time.
         in_streams: True for NCCL, where a receive occupies its stream until the message arrives. False for gloo.
-
-    Raises:
-        FactError: the ranks would wait for each other forever.
 
     """
     expected = times or PassTimes.equal(len(rank_S))
@@ -362,7 +330,7 @@ def programs(
         asked = start
         if in_streams:
             asked = max(_last_start(message, moment, start_P, passes, expected), min(moment, before[message.way]))
-            before[message.way] = moment + _hop((message.is_gradient, message.stage, 0), rank_S, expected)
+            before[message.way] = moment + _hop(message, expected)
         timed[message.source].append((moment, 0, moment, message))
         timed[message.target].append((asked, 1, moment, message))
     return tuple(tuple(step for *_, step in sorted(rank)) for rank in timed)
@@ -382,10 +350,9 @@ def _last_start(message: Message, moment: int, start_P: list[list[int]], passes:
 
 
 def forward_passes(rank_S: Sequence[int], num_microbatches: int) -> Ranks:
-    """Return the passes of an evaluation, which has forwards only.
+    """Return the passes of an evaluation, which has forwards only, for any number of micro-batches.
 
-    A group of pp micro-batches goes through one chunk before the next chunk. All ranks use this order, so any number of
-    micro-batches can run.
+    On all ranks, a group of pp micro-batches goes through one chunk before the next chunk.
     """
     pp = max(rank_S) + 1
     return tuple(
@@ -401,81 +368,72 @@ def forward_passes(rank_S: Sequence[int], num_microbatches: int) -> Ranks:
 
 
 def message_of(rank_S: Sequence[int], stage: int, microbatch: int, *, is_gradient: bool) -> Message:
-    """Return the message of one pass: an output goes to the next stage, a gradient to the previous stage.
+    """Return the tensor that a stage makes: an output for the next stage, or a gradient for the previous stage.
 
     Source and target are equal if both stages are on one rank.
     """
-    to_stage = stage + (-1 if is_gradient else 1)
-    return Message(rank_S[stage], rank_S[to_stage], is_gradient, stage, microbatch)
+    return Message(rank_S[stage], rank_S[stage + (-1 if is_gradient else 1)], is_gradient, stage, microbatch)
 
 
 def message_from(action: Action, rank_S: Sequence[int]) -> Message | None:
     """Return the message that a pass sends. None if the pass sends no message to another rank."""
-    is_gradient = action.kind != "F"
-    if action.kind == "W" or action.stage == (0 if is_gradient else len(rank_S) - 1):
-        return None
-    message = message_of(rank_S, action.stage, action.microbatch, is_gradient=is_gradient)
-    return message if message.source != message.target else None
+    made = _made(action, rank_S)
+    return made if made and made.source != made.target else None
 
 
 def message_to(action: Action, rank_S: Sequence[int]) -> Message | None:
     """Return the message that a pass needs from another rank. None if the pass needs no message."""
+    needed = _needed(action, rank_S)
+    return needed if needed and needed.source != needed.target else None
+
+
+def _made(action: Action, rank_S: Sequence[int]) -> Message | None:
+    is_gradient = action.kind != "F"
+    if action.kind == "W" or action.stage == (0 if is_gradient else len(rank_S) - 1):
+        return None
+    return message_of(rank_S, action.stage, action.microbatch, is_gradient=is_gradient)
+
+
+def _needed(action: Action, rank_S: Sequence[int]) -> Message | None:
     is_gradient = action.kind != "F"
     if action.kind == "W" or action.stage == (len(rank_S) - 1 if is_gradient else 0):
         return None
-    source = action.stage + (1 if is_gradient else -1)
-    message = message_of(rank_S, source, action.microbatch, is_gradient=is_gradient)
-    return message if message.source != message.target else None
+    return message_of(rank_S, action.stage + (1 if is_gradient else -1), action.microbatch, is_gradient=is_gradient)
 
 
 def starts(passes: Ranks, rank_S: Sequence[int], times: PassTimes) -> dict[Action, int]:
-    """Return the start time of each pass in nanoseconds, under the assumption that messages do not wait for each other.
+    """Return the start time of each pass in nanoseconds, as if messages did not wait for each other.
 
-    Raises:
-        FactError: the ranks would wait for each other forever.
-
+    FactError if the ranks would wait for each other forever.
     """
-    num_stages = len(rank_S)
-    ends: dict[tuple[bool, int, int], int] = {}
+    ends: dict[Message, int] = {}
     found: dict[Action, int] = {}
     clocks, at = [0] * len(passes), [0] * len(passes)
-    waiting: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
+    waiting: dict[Message, list[int]] = defaultdict(list)
     ready = deque(range(len(passes)))
     while ready:
         rank = ready.popleft()
         for action in passes[rank][at[rank] :]:
-            needed = _needed(action, num_stages)
+            needed = _needed(action, rank_S)
             if needed is not None and needed not in ends:
                 waiting[needed].append(rank)
                 break
-            found[action] = max(clocks[rank], ends[needed] + _hop(needed, rank_S, times) if needed is not None else 0)
+            found[action] = max(clocks[rank], ends[needed] + _hop(needed, times) if needed is not None else 0)
             clocks[rank] = found[action] + times.of(action)
             at[rank] += 1
-            if action.kind != "W":
-                made = (action.kind != "F", action.stage, action.microbatch)
+            made = _made(action, rank_S)
+            if made is not None:
                 ends[made] = clocks[rank]
                 ready += waiting.pop(made, [])
-    stuck = [
-        f"rank {rank} at {actions[at[rank]].word}" for rank, actions in enumerate(passes) if at[rank] < len(actions)
-    ]
-    if stuck:
-        raise FactError(f"this schedule cannot run: its ranks wait for each other, {', '.join(stuck)}")
-
+    unfinished = [(rank, actions[at[rank]]) for rank, actions in enumerate(passes) if at[rank] < len(actions)]
+    if unfinished:
+        stuck = ", ".join(f"rank {rank} at {action.word}" for rank, action in unfinished)
+        raise FactError(f"this schedule cannot run: its ranks wait for each other, {stuck}")
     return found
 
 
-def _needed(action: Action, num_stages: int) -> tuple[bool, int, int] | None:
-    """Return (is gradient, stage, micro-batch) of the tensor that a pass needs from another stage, or None."""
-    if action.kind == "F":
-        return (False, action.stage - 1, action.microbatch) if action.stage > 0 else None
-    if action.kind == "W" or action.stage == num_stages - 1:
-        return None
-    return True, action.stage + 1, action.microbatch
-
-
-def _hop(needed: tuple[bool, int, int], rank_S: Sequence[int], times: PassTimes) -> int:
-    is_gradient, stage, _ = needed
-    to_stage = stage + (-1 if is_gradient else 1)
-    if rank_S[stage] == rank_S[to_stage]:
+def _hop(message: Message, times: PassTimes) -> int:
+    """Return the expected nanoseconds of a message. A tensor that stays on its rank takes no time."""
+    if message.source == message.target:
         return 0
-    return times.backward_hop[to_stage] if is_gradient else times.forward_hop[stage]
+    return times.backward_hop[message.stage - 1] if message.is_gradient else times.forward_hop[message.stage]

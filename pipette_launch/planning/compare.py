@@ -7,15 +7,13 @@ from pathlib import Path
 
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Choice, Plan, files
+from pipette_launch.facts.plan import in_order_of
 from pipette_launch.facts.prediction import Comparison, Entry
 from pipette_launch.text import bytes_text
 
 
 def compare(paths: Sequence[str | Path]) -> Comparison:
-    """Compare plan files, as `pipette compare` does.
-
-    Args:
-        paths: at least two plan files. Ranks that moved are counted relative to the first file.
+    """Compare plan files, as `pipette compare` does. Ranks that moved are counted relative to the first file.
 
     Returns:
         One entry for each file, in the order of `paths`. `notes` names plans for another job or other machines.
@@ -47,17 +45,11 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
 
 
 def num_moved(one: Plan, other: Plan) -> int | None:
-    """Count the ranks whose device differs between the plans; None if hosts or devices per host differ."""
+    """Count the ranks whose device differs between the plans. None if hosts or devices per host differ."""
     if sorted(one.hosts) != sorted(other.hosts) or one.devices_per_host != other.devices_per_host:
         return None
-    size = one.devices_per_host
-    moved = 0
-    for index, name in enumerate(one.hosts):
-        there = other.hosts.index(name)
-        mine = one.chosen.placement[index * size : (index + 1) * size]
-        others = other.chosen.placement[there * size : (there + 1) * size]
-        moved += sum(a != b for a, b in zip(mine, others, strict=True))
-    return moved
+    placements = one.chosen.placement, in_order_of(other, one.hosts).chosen.placement
+    return sum(rank != other_rank for rank, other_rank in zip(*placements, strict=True))
 
 
 def _memory_fault(choice: Choice) -> Iterator[str]:

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, OptionError, UsageError
@@ -56,21 +56,21 @@ class TargetMachines:
 
     @property
     def device_name(self) -> str:
-        """Device name, from the driver or from the table of devices; empty if unknown."""
+        """Device name, from the driver or from the table of devices. Empty = unknown."""
         if self.measured is not None:
             return self.measured.cluster.hosts[0].devices[0].name
         return self.spec.name if self.spec else ""
 
     @property
     def capability(self) -> int | None:
-        """Major number of the devices' compute capability; None if unknown."""
+        """Major number of the devices' compute capability. None = unknown."""
         if self.measured is not None:
             return capability_of_cluster(self.measured.cluster)
         return self.spec.compute_capability if self.spec else None
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Free memory of the fullest device; None if unknown."""
+        """Free memory of the fullest device. None = unknown."""
         if self.measured is not None:
             return self.measured.cluster.memory_bytes
         return self.spec.memory_bytes if self.spec else None
@@ -84,21 +84,22 @@ class TargetMachines:
 
     @property
     def network(self) -> str:
-        """Network between imagined hosts, in a few words; empty for measured hosts and for one host."""
+        """Network between imagined hosts, in a few words. Empty for measured hosts and for one host."""
         return self.fabric.words(self.spec, self.num_hosts) if self.spec is not None and self.num_hosts > 1 else ""
 
     def measurements(self, job: Job, layouts: Sequence[Layout] = ()) -> Measurements | None:
-        """Return the measurements that price a step, imagined for a device type; None for unknown machines.
+        """Return the measurements that price a step, imagined for a device type. None for unknown machines.
 
-        Empty `layouts` mean the job's own layout. Raises ClusterError if layers of another model were measured.
+        Empty `layouts` mean the job's own layout. ClusterError if layers of another model were measured.
         """
-        if self.measured is not None:
-            if self.measured.model_digest and self.measured.model_digest != layers_digest(job.model):
-                raise ClusterError(
-                    f"the warm-up at {self.measured.taken_at} timed the layers of another model (hidden size, heads, "
-                    f"sequence or another field differs); measure this model with pipette probe, or name a device type"
-                )
-            return self.measured
+        measured = self.measured
+        if measured is not None:
+            if measured.model_digest in ("", layers_digest(job.model)):
+                return measured
+            raise ClusterError(
+                f"the warm-up at {measured.taken_at} timed the layers of another model (hidden size, heads, sequence "
+                f"or another field differs); measure this model with pipette probe, or name a device type"
+            )
         if self.spec is None:
             return None
         return imagined(
@@ -112,10 +113,18 @@ class TargetMachines:
 
 
 def checked_words(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the words; raise UsageError for a single string, which Python would split into letters."""
+    """Return the words. UsageError for a single string, which Python would split into letters."""
     if isinstance(arguments, str) or not all(isinstance(word, str) for word in arguments):
         raise UsageError("the arguments must be a sequence of words, each a str; shlex.split splits a command line")
     return arguments
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a job as a caller gave them. None = not given."""
+
+    world_size: int | None
+    num_hosts: int | None
+    devices_per_host: int | None
 
 
 def machines_of(
@@ -131,8 +140,8 @@ def machines_of(
     """Find the machines that the options name.
 
     Args:
-        world_size: ranks of the job; None if the other sizes or the cluster determine this number.
-        fabric: network between imagined hosts; None for equal links.
+        world_size: ranks of the job. None = the product of the other sizes, or the ranks of the cluster.
+        fabric: network between imagined hosts. None = equal links.
         device_kind: kind of the devices, if neither `gpu` nor `cluster` is given.
 
     Raises:
@@ -140,31 +149,32 @@ def machines_of(
             unknown or ambiguous, or a file is of another kind.
 
     """
-    # Callers in Python may pass other types than int.
-    sizes: dict[str, tuple[Any, int]] = {
-        "world_size": (world_size, MOST_RANKS),
-        "num_hosts": (num_hosts, MOST_HOSTS),
-        "devices_per_host": (devices_per_host, MOST_DEVICES),
-    }
-    for option, (value, most) in sizes.items():
-        if value is not None and not hasattr(value, "__index__"):
-            raise OptionError(option, f"must be a whole number, got {value!r}")
-        if value is not None and not 1 <= value <= most:
-            limit = "at least 1" if value < 1 else f"at most {most}"
-            raise OptionError(option, f"must be {limit}, got {reprlib.repr(value)}")
+    sizes = _Sizes(world_size, num_hosts, devices_per_host)
+    _check_sizes(sizes)
     if gpu is not None and cluster is not None:
         raise OptionError(("gpu", "cluster"), "exclude each other: machines are either imagined or measured")
     if fabric is not None and gpu is None:
         raise OptionError("fabric", "describes imagined machines: name their device type too, or leave it out")
     if cluster is not None:
-        return _measured(cluster, world_size, num_hosts, devices_per_host)
+        return _measured(cluster, sizes)
     if gpu is None:
-        hosts, devices, _ = _sizes(world_size, num_hosts, devices_per_host)
+        hosts, devices, _ = _hosts_and_devices(sizes)
         return TargetMachines(num_hosts=hosts, devices_per_host=devices, kind=device_kind)
     if device_kind == "cpu":
         raise OptionError(("gpu", "device_kind"), "exclude each other: a job on CPU has no GPU type")
     device, notes = _device(gpu)
-    return _imagined(device, notes, fabric or UNIFORM, world_size, num_hosts, devices_per_host)
+    return _imagined(device, notes, fabric or UNIFORM, sizes)
+
+
+def _check_sizes(sizes: _Sizes) -> None:
+    # Callers in Python may pass other types than int.
+    values: Sequence[Any] = sizes
+    for option, value, most in zip(_Sizes._fields, values, (MOST_RANKS, MOST_HOSTS, MOST_DEVICES), strict=True):
+        if value is not None and not hasattr(value, "__index__"):
+            raise OptionError(option, f"must be a whole number, got {value!r}")
+        if value is not None and not 1 <= value <= most:
+            limit = "at least 1" if value < 1 else f"at most {most}"
+            raise OptionError(option, f"must be {limit}, got {reprlib.repr(value)}")
 
 
 def _device(source: str | Path | DeviceFile) -> tuple[DeviceSpec, tuple[str, ...]]:
@@ -187,20 +197,16 @@ def _device(source: str | Path | DeviceFile) -> tuple[DeviceSpec, tuple[str, ...
 
 
 def _imagined(
-    spec: DeviceSpec,
-    notes: tuple[str, ...],
-    source: str | Path | FabricSpec,
-    world_size: int | None,
-    num_hosts: int | None,
-    devices_per_host: int | None,
+    spec: DeviceSpec, notes: tuple[str, ...], source: str | Path | FabricSpec, sizes: _Sizes
 ) -> TargetMachines:
     fabric = source if isinstance(source, FabricSpec) else _fabric(source)
-    if world_size is None and fabric.hosts:
-        num_hosts = num_hosts or len(fabric.hosts)
-    if world_size is None and num_hosts is not None and devices_per_host is None:
-        devices_per_host = spec.devices_per_host
-        notes = (*notes, _assumed_host(devices_per_host))
-    hosts, devices, more = _sizes(world_size, num_hosts, devices_per_host, usual=spec.devices_per_host)
+    if sizes.world_size is None:
+        num_hosts = sizes.num_hosts or len(fabric.hosts) or None
+        if num_hosts is not None and sizes.devices_per_host is None:
+            notes = (*notes, _assumed_host(spec.devices_per_host))
+            sizes = sizes._replace(devices_per_host=spec.devices_per_host)
+        sizes = sizes._replace(num_hosts=num_hosts)
+    hosts, devices, more = _hosts_and_devices(sizes, usual=spec.devices_per_host)
     if hosts > MOST_HOSTS or hosts * devices > MOST_RANKS:
         raise UsageError(f"{hosts} hosts x {devices} devices are more than {MOST_HOSTS} hosts or {MOST_RANKS} ranks")
     try:
@@ -225,25 +231,20 @@ def _fabric(source: str | Path) -> FabricSpec:
     raise OptionError("fabric", f"{source} is neither a file nor a known name; {hint}")
 
 
-def _measured(
-    source: str | Path | Measurements, world_size: int | None, num_hosts: int | None, devices_per_host: int | None
-) -> TargetMachines:
+def _measured(source: str | Path | Measurements, sizes: _Sizes) -> TargetMachines:
     measured = source if isinstance(source, Measurements) else files.read(Path(source), Measurements)
     name = "the measured cluster" if isinstance(source, Measurements) else str(source)
     found = measured.cluster
-    for what, given, there in (
-        ("ranks", world_size, found.num_slots),
-        ("hosts", num_hosts, len(found.hosts)),
-        ("devices per host", devices_per_host, found.devices_per_host),
-    ):
-        if given is not None and given != there:
+    ranks, hosts, devices = there = (found.num_slots, len(found.hosts), found.devices_per_host)
+    for what, given, measured_size in zip(("ranks", "hosts", "devices per host"), sizes, there, strict=True):
+        if given is not None and given != measured_size:
             raise ClusterError(
-                f"{name} has {len(found.hosts)} hosts x {found.devices_per_host} devices = {found.num_slots} ranks, "
-                f"but the job has {given} {what}; leave the sizes out, or name a device type to imagine other machines"
+                f"{name} has {hosts} hosts x {devices} devices = {ranks} ranks, but the job has {given} {what}; "
+                f"leave the sizes out, or name a device type to imagine other machines"
             )
     return TargetMachines(
-        num_hosts=len(found.hosts),
-        devices_per_host=found.devices_per_host,
+        num_hosts=hosts,
+        devices_per_host=devices,
         kind=found.device_kind,
         measured=measured,
         notes=() if measured.model_digest else (ITS_OWN_MODEL,),
@@ -254,22 +255,20 @@ def _assumed_host(devices: int) -> str:
     return f"{devices} devices per host are assumed."
 
 
-def _sizes(
-    world_size: int | None, num_hosts: int | None, devices_per_host: int | None, *, usual: int = DEVICES_PER_HOST
-) -> tuple[int, int, tuple[str, ...]]:
+def _hosts_and_devices(sizes: _Sizes, *, usual: int = DEVICES_PER_HOST) -> tuple[int, int, tuple[str, ...]]:
     """Return hosts, devices of each host, and a note if the number of devices was assumed."""
-    if world_size is None:
+    ranks, num_hosts, devices_per_host = sizes
+    if ranks is None:
         if num_hosts is None or devices_per_host is None:
             raise OptionError("world_size", "is missing: give it, or the number of hosts and of devices on each host")
         return num_hosts, devices_per_host, ()
     if num_hosts is None and devices_per_host is None:
-        devices_per_host = max(size for size in range(1, usual + 1) if world_size % size == 0)
-        notes = (_assumed_host(devices_per_host),) if world_size > devices_per_host else ()
-        return world_size // devices_per_host, devices_per_host, notes
-    hosts = num_hosts or world_size // (devices_per_host or 1)
-    devices = devices_per_host or world_size // hosts
-    if hosts < 1 or hosts * devices != world_size:
-        sizes = ((num_hosts, "hosts"), (devices_per_host, "devices per host"))
-        given = " and ".join(f"{number} {what}" for number, what in sizes if number)
-        raise OptionError("world_size", f"{world_size} does not agree with {given}; correct one of them")
+        devices = max(size for size in range(1, usual + 1) if ranks % size == 0)
+        return ranks // devices, devices, (_assumed_host(devices),) if ranks > devices else ()
+    hosts = num_hosts or ranks // (devices_per_host or 1)
+    devices = devices_per_host or ranks // hosts
+    if hosts < 1 or hosts * devices != ranks:
+        pairs = ((num_hosts, "hosts"), (devices_per_host, "devices per host"))
+        given = " and ".join(f"{number} {what}" for number, what in pairs if number)
+        raise OptionError("world_size", f"{ranks} does not agree with {given}; correct one of them")
     return hosts, devices, ()

@@ -18,7 +18,7 @@ from pipette_launch.search.fallback_plans import FallbackNeeds, placed_anew, wit
 from pipette_launch.search.solve import SolveOptions
 
 PLACING_S = 0.5
-"""Longest time to place ranks again after the loss of a host, while every GPU waits."""
+"""Longest search for a placement after the loss of a host. Every GPU waits during this search."""
 
 
 def make_plan(
@@ -30,27 +30,17 @@ def make_plan(
     key: str,
     needs: FallbackNeeds | None = None,
 ) -> Plan:
-    """Search for a plan and its fallback plans; raises PlanError if no layout is legal, fits in memory and has a price.
+    """Search for a plan and its fallback plans. PlanError if no layout is legal, fits in memory and has a price.
 
-    Args:
-        needs: conditions of the fallback plans for fewer hosts; None makes no fallback plans.
-
+    `needs` holds the conditions of the fallback plans for fewer hosts. None makes no fallback plans.
     """
     corrections = corrections_from(outcomes)
-    plan = best_plan(
-        job,
-        with_extrapolated_times(job, measurements),
-        options=options,
-        clock=time.monotonic,
-        key=key,
-        source="measured",
-        corrections=corrections,
-    )
+    priced = with_extrapolated_times(job, measurements)
+    clock = time.monotonic
+    plan = best_plan(job, priced, options=options, clock=clock, key=key, source="measured", corrections=corrections)
     if needs is None:
         return plan
-    return with_fallback_plans(
-        plan, measurements, needs, options=options, clock=time.monotonic, corrections=corrections
-    )
+    return with_fallback_plans(plan, measurements, needs, options=options, clock=clock, corrections=corrections)
 
 
 def placed_for(
@@ -72,19 +62,14 @@ def placed_for(
 def priced_anew(
     plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: SolveOptions
 ) -> Plan:
-    """Predict the step times of a plan's candidates again, without moving ranks.
-
-    `placed_for` has the same arguments.
-    """
+    """Predict the step times of a plan's candidates again, without moving ranks."""
     inputs = _inputs(job, measurements, outcomes, options)
 
     def priced(one: Choice) -> Choice:
         if not inputs.predictor.can_price(one.layout):
             return one
-        bound, peaks = (one.bound_s, one.bound_reason), one.peak_memory_bytes
-        return choice_of(
-            inputs, one.layout, one.placement, priced=one.layout, peaks=peaks, bound=bound, schedule=one.order
-        )
+        bound, peaks, layout = (one.bound_s, one.bound_reason), one.peak_memory_bytes, one.layout
+        return choice_of(inputs, layout, one.placement, priced=layout, peaks=peaks, bound=bound, schedule=one.order)
 
     return replace(plan, chosen=priced(plan.chosen), alternatives=tuple(map(priced, plan.alternatives)))
 

@@ -49,7 +49,7 @@ class PlanRequest:
     margin: float = MARGIN
     memory_margin: float = MEMORY_MARGIN
     budget_s: float = SEARCH_BUDGET_S
-    """Most processor time of the search."""
+    """Limit of the search in processor seconds."""
     seed: int = SEED
 
 
@@ -77,7 +77,7 @@ def plan(
     seed: int = SEED,
     megatron_version: str | None = None,
 ) -> Plan:
-    """Choose layout, schedule and placement for a Megatron command line, as `pipette plan` does; write nothing.
+    """Choose layout, schedule and placement for a Megatron command line, as `pipette plan` does, but write nothing.
 
     >>> import pipette_launch
     >>> words = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
@@ -91,14 +91,14 @@ def plan(
         arguments: words of the job's command line after the script's name.
         gpu: device of imagined hosts: a name such as `h100-sxm`, or a file of kind `device`. Give this or `cluster`.
         nodes: hosts of the job.
-        gpus_per_node: devices and ranks of each host; None for the usual number for `gpu`.
-        world_size: ranks of the job; can replace `nodes` or `gpus_per_node`.
+        gpus_per_node: devices and ranks of each host. None = the usual number for `gpu`.
+        world_size: ranks of the job. Can replace `nodes` or `gpus_per_node`.
         cluster: path or contents of a cluster.json of `pipette probe`.
         fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
         fix: parts of the layout that the plan must keep: `tp`, `pp`, `mbs`, `recompute` and others.
-        budget_s: most seconds of processor time for the search.
+        budget_s: limit of the search in processor seconds.
         seed: seed of random numbers. Equal arguments give equal plans unless the budget ends the search.
-        megatron_version: such as `0.16.1`; None for the version that a script here would import, else the newest known.
+        megatron_version: such as `0.16.1`. None = the version that a script here would import, else the newest known.
 
     Returns:
         The plan, with times in seconds and sizes in bytes. `chosen.placement` has the rank of each device slot.
@@ -161,7 +161,7 @@ def read_problem(request: PlanRequest) -> PlanProblem:
 
 
 def search_plan(problem: PlanProblem) -> Plan:
-    """Search for the best plan; raises PlanError with the limit and a remedy if there is no plan."""
+    """Search for the best plan. The PlanError names the limit and a remedy if there is no plan."""
     request, measured, machines = problem.request, problem.measurements, problem.machines
     schedules = schedule_names(request.schedules)
     settings: tuple[float | str, ...] = (request.margin, request.memory_margin, *schedules)
@@ -204,12 +204,8 @@ def best_plan(
     """Search for the best plan. API, commands and launcher make every plan by this function.
 
     Args:
-        job: model, batch, the user's own layout and its pins.
-        measurements: measurements that price the plan.
-        options: budget, margins, seed.
-        clock: clock (s) that measures the budget.
+        clock: clock in seconds that measures the budget.
         key: key of the plan in the cache, which the plan stores.
-        source: origin of the measurements.
         corrections: factors on the step time, learned from outcomes of earlier jobs.
 
     """
@@ -230,7 +226,7 @@ def with_setting(
 ) -> Plan:
     """Store job and machines in the plan, so that the plan file can be shown and compared without other files.
 
-    `machines` is the source of the machines' figures in a few words, `network` the network between imagined hosts.
+    `machines` is the source of the machines' figures, and `network` the network between imagined hosts, in a few words.
     """
     cluster = measurements.cluster
     setting = Setting(
@@ -252,16 +248,15 @@ def _measurements(machines: TargetMachines, job: Job) -> Measurements:
     """Return the measurements, or for imagined machines the times of all compute cases and groups of any layout."""
     if machines.measured is not None:
         return machines.measured
-    found = base_layouts(
-        job, world_size=machines.world_size, devices_per_host=machines.devices_per_host, device_kind=machines.kind
-    )
+    size, kind = machines.devices_per_host, machines.kind
+    found = base_layouts(job, world_size=machines.world_size, devices_per_host=size, device_kind=kind)
     own = () if found.own_fault else (job.own,)
-    imagined = machines.measurements(job, (*own, *_shapes(found, job.own)))
+    imagined = machines.measurements(job, (*own, *_needed_layouts(found, job.own)))
     assert imagined is not None, "machines of a known type are always imagined"
     return imagined
 
 
-def _shapes(found: BaseLayouts, own: Layout) -> list[Layout]:
+def _needed_layouts(found: BaseLayouts, own: Layout) -> list[Layout]:
     """Return one layout for each compute case (sizes of a layer's pass) and each set of parallel degrees."""
     columns = found.columns
     # The first layout of a compute case is timed. With experts, the first layout is the one nearest to the user's own.

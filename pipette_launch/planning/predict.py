@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
 from pipette_launch import megatron
 from pipette_launch.cost.layers.parameters import stage_parameters
-from pipette_launch.cost.memory.overhead import (
-    MeasuredStages,
-    Overhead,
-    allowed_bytes,
-    measured_overhead,
-    overhead_of,
-    uncounted,
-)
-from pipette_launch.cost.memory.peak import NO_MASK, MemoryParts, mask_notes, peak_memory_bytes, without_mask
+from pipette_launch.cost.memory import overhead as overheads
+from pipette_launch.cost.memory.overhead import MeasuredStages, Overhead
+from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, peak_memory_bytes, without_mask
 from pipette_launch.cost.step.assemble import StepTime
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor
 from pipette_launch.defaults import MEMORY_MARGIN
@@ -33,6 +27,7 @@ from pipette_launch.planning.machines import Kind, TargetMachines, checked_words
 
 Method = Literal["closed", "abstract"]
 NEEDED = {"torch": "torch", "megatron-core": "megatron"}
+"""Modules that abstract execution imports, by package."""
 
 
 def predict(
@@ -58,21 +53,20 @@ def predict(
 
     Args:
         arguments: words of the job's command line after the script's name.
-        world_size: ranks of the job; can be left out if `num_hosts` and `devices_per_host`, or `cluster`, are given.
-        num_hosts: number of the job's nodes.
-        devices_per_host: ranks of each node; None for 8 if 8 divides the number of ranks.
+        world_size: ranks of the job. Not needed if `num_hosts` and `devices_per_host`, or `cluster`, are given.
+        devices_per_host: ranks of each host. None = 8 if 8 divides the number of ranks.
         gpu: a device type: a name such as `H100-SXM` (`pipette devices` lists them), or a file of kind `device`.
         cluster: path or contents of a warm-up's cluster.json. Without `gpu` and `cluster`, only memory is predicted.
         fabric: network between hosts of `gpu`: a file of kind `fabric`, or a name such as `fat-tree-2:1`.
         rank: show only the pipeline rank of this RANK.
         stage: show only this pipeline rank.
         method: `closed` counts memory by formula; `abstract` runs megatron-core's own code without data.
-        memory_margin: fraction of the device memory that must stay free.
-        megatron_version: such as `0.16.1`; None for the version that `script` would import, else the newest known.
-        device_kind: `cuda` or `cpu`; used if neither `gpu` nor `cluster` is given.
+        memory_margin: share of the device memory that must stay free.
+        megatron_version: such as `0.16.1`. None = the version that `script` would import, else the newest known.
+        device_kind: kind of the devices, if neither `gpu` nor `cluster` is given.
         script: path of the script, which may not exist. A Megatron in the same folder gives the version.
         environment: environment variables of the job's workers.
-        cache: folder that keeps results of the method `abstract`; None keeps no results.
+        cache: folder that keeps results of the method `abstract`. None = keep no results.
 
     Raises:
         PipetteError: wrong flags or sizes, an unknown name, or a package that `abstract` needs is missing.
@@ -87,18 +81,13 @@ def predict(
         fabric=fabric,
         device_kind=device_kind,
     )
-    _check_options(method, memory_margin)
-    job, note = _read_job(arguments, machines, megatron_version, script, environment or {})
-    return _counted_and_priced(
-        job, machines, note, rank=rank, stage=stage, method=method, margin=memory_margin, script=script, cache=cache
-    )
-
-
-def _check_options(method: Method, memory_margin: float) -> None:
     if method not in get_args(Method):
         raise OptionError("method", f"must be one of {', '.join(get_args(Method))}, got {method!r}")
     if not 0 <= memory_margin < 1:
         raise OptionError("memory_margin", f"must be at least 0 and below 1 (0.08 is 8 %), got {memory_margin:g}")
+    job = _read_job(arguments, machines, megatron_version, script, environment or {})
+    counted = _count(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method=method, cache=cache)
+    return _prediction(job, machines, counted, rank=rank, method=method, margin=memory_margin, script=script)
 
 
 def _read_job(
@@ -107,8 +96,8 @@ def _read_job(
     megatron_version: str | None,
     script: str,
     variables: Mapping[str, str],
-) -> tuple[Job, tuple[str, ...]]:
-    """Read the job's flags; return the job, and the note on an assumed Megatron version."""
+) -> Job:
+    """Read the job's flags. The job's notes begin with the note on an assumed Megatron version."""
     version, version_note = megatron.version_or_newest(megatron_version, script, variables)
     job = megatron.read_job(
         checked_words(arguments),
@@ -120,40 +109,7 @@ def _read_job(
         device_name=machines.device_name,
         capability=machines.capability,
     )
-    return job, version_note
-
-
-def _counted_and_priced(
-    job: Job,
-    machines: TargetMachines,
-    version_note: tuple[str, ...],
-    *,
-    rank: int | None,
-    stage: int | None,
-    method: Method,
-    margin: float,
-    script: str,
-    cache: Path | None,
-) -> Prediction:
-    """Predict the memory of the requested pipeline ranks, and the step time."""
-    pp_ranks, overhead = _pp_ranks(job.own, rank=rank, stage=stage), _overhead(job, machines)
-    if method == "closed":
-        counted = count_by_formula(job, pp_ranks, overhead, measured=machines.measured)
-    else:
-        counted = count_by_execution(job, pp_ranks, overhead, cache=cache)
-    remedies = _remedies(job, machines, pp_ranks, overhead, margin)
-    notes = (
-        *version_note,
-        *_rank_note(job.own, rank),
-        *machines.notes,
-        *job.notes,
-        *mask_notes(job, job.own),
-        *overhead.notes(),
-        *_memory_notes(job, counted),
-    )
-    return _prediction(
-        job, machines, counted.stages, notes, script=script, method=method, margin=margin, remedies=remedies
-    )
+    return replace(job, notes=(*version_note, *job.notes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,25 +117,43 @@ class CountedStages:
     """Memory of the requested pipeline ranks, with notes."""
 
     stages: tuple[StageMemory, ...]
+    overhead: Overhead
     stepping: tuple[int, ...]
     """Pipeline ranks whose memory peak is in the optimizer's step, which keeps no activations."""
     notes: tuple[str, ...] = ()
 
 
+def _count(
+    job: Job, machines: TargetMachines, pp_ranks: Sequence[int], *, method: Method, cache: Path | None
+) -> CountedStages:
+    if machines.measured is not None:
+        overhead = overheads.measured_overhead(job, job.own, machines.measured)
+    else:
+        name, capability = machines.device_name, machines.capability
+        overhead = overheads.overhead_of(
+            job, job.own, device_kind=machines.kind, device_name=name, capability=capability
+        )
+    if method == "abstract":
+        return count_by_execution(job, pp_ranks, overhead, cache=cache)
+    return count_by_formula(job, pp_ranks, overhead, measured=machines.measured)
+
+
 def count_by_formula(
     job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, measured: Measurements | None = None
 ) -> CountedStages:
-    """Count the memory of these pipeline ranks in the job's own layout. A measured stage has its measured peak.
+    """Count the memory of these pipeline ranks in the job's own layout, with the same peaks as the planner.
 
-    The planner uses the same peaks. The formula splits memory by kind, and the split is scaled to the measured peak.
+    A stage with a measured peak has this peak, and the formula's kinds of memory are scaled to the peak.
     """
     parts = peak_memory_bytes(job, job.own)
     predicted = [one.total for one in parts]
     ran = MeasuredStages(job, measured) if measured else None
     peaks = ran.peaks(job.own, predicted) if ran else predicted
+    at_optimizer = [one.optimizer_step > 0 and one.total == one.static + one.optimizer_step for one in parts]
     return CountedStages(
         stages=tuple(_stage(job, rank, scaled(parts[rank].by_kind(), peaks[rank]), overhead) for rank in pp_ranks),
-        stepping=tuple(rank for rank in pp_ranks if _peaks_in_optimizer(parts[rank])),
+        overhead=overhead,
+        stepping=tuple(rank for rank in pp_ranks if at_optimizer[rank]),
         notes=ran.notes(job.own) if ran else (),
     )
 
@@ -187,9 +161,7 @@ def count_by_formula(
 def count_by_execution(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Path | None) -> CountedStages:
     """Run megatron-core's own code for these pipeline ranks with fake tensors, in a separate process.
 
-    Raises:
-        PlanError: megatron-core or torch is missing, refuses the layout, or uses something that is not modelled.
-
+    PlanError if megatron-core or torch is missing, refuses the layout, or uses something that is not modelled.
     """
     from pipette_launch.cost.memory.abstract_execution import execute
 
@@ -202,6 +174,7 @@ def count_by_execution(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *,
     found = execute(job, job.own, pp_ranks, cache=cache)
     return CountedStages(
         stages=tuple(_stage(job, memory.pp_rank, executed_kinds(memory.parts), overhead) for memory in found),
+        overhead=overhead,
         stepping=tuple(memory.pp_rank for memory in found if memory.parts.optimizer_step),
         notes=tuple(dict.fromkeys(note for memory in found for note in memory.notes)),
     )
@@ -216,10 +189,7 @@ def scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
 
 
 def executed_kinds(parts: ExecutedParts) -> dict[str, int]:
-    """Split a peak from abstract execution into the kinds of `MemoryParts.by_kind`.
-
-    The sum of the kinds is the peak.
-    """
+    """Split a peak from abstract execution into the kinds of `MemoryParts.by_kind`. The kinds sum to the peak."""
     return {
         "weights": parts.weights,
         "gradients": parts.gradients,
@@ -228,10 +198,6 @@ def executed_kinds(parts: ExecutedParts) -> dict[str, int]:
         "logits": parts.logits,
         "buffers": parts.buffers + parts.optimizer_step,
     }
-
-
-def _peaks_in_optimizer(parts: MemoryParts) -> bool:
-    return parts.optimizer_step > 0 and parts.total == parts.static + parts.optimizer_step
 
 
 def _stage(job: Job, pp_rank: int, kinds: Mapping[str, int], overhead: Overhead) -> StageMemory:
@@ -246,45 +212,20 @@ def _stage(job: Job, pp_rank: int, kinds: Mapping[str, int], overhead: Overhead)
     )
 
 
-def _overhead(job: Job, machines: TargetMachines) -> Overhead:
-    if machines.measured is not None:
-        return measured_overhead(job, job.own, machines.measured)
-    return overhead_of(
-        job,
-        job.own,
-        device_kind=machines.kind,
-        device_name=machines.device_name,
-        capability=machines.capability,
-    )
-
-
-def _remedies(
-    job: Job, machines: TargetMachines, pp_ranks: Sequence[int], overhead: Overhead, memory_margin: float
-) -> tuple[str, ...]:
-    """Return the flag that drops the data loader's mask, if the memory formula fits only without the mask."""
-    bare = without_mask(job)
-    if bare is None:
-        return ()
-    peaks = [[one.peak_bytes for one in count_by_formula(each, pp_ranks, overhead).stages] for each in (job, bare)]
-    verdicts = [_verdict(each, machines.capacity_bytes, memory_margin) for each in peaks]
-    return (NO_MASK,) if verdicts[0] in {"tight", "too large"} and verdicts[1] == "fits" else ()
-
-
 def _prediction(
     job: Job,
     machines: TargetMachines,
-    stages: tuple[StageMemory, ...],
-    notes: Sequence[str],
+    counted: CountedStages,
     *,
-    script: str,
+    rank: int | None,
     method: Method,
     margin: float,
-    remedies: tuple[str, ...],
+    script: str,
 ) -> Prediction:
-    layout = job.own
-    capacity = machines.capacity_bytes
-    verdict = _verdict([one.peak_bytes for one in stages], capacity, margin)
+    layout, capacity, samples = job.own, machines.capacity_bytes, job.batch.global_batch_size
+    verdict = _verdict(counted.stages, capacity, margin)
     step, rate, step_notes = _step(job, machines)
+    notes = (*_rank_note(layout, rank), *machines.notes, *job.notes, *_memory_notes(job, counted), *step_notes)
     return Prediction(
         script=script,
         layout=layout,
@@ -295,46 +236,54 @@ def _prediction(
         device_kind=machines.kind,
         device_name=machines.device_name,
         machines=machines.origin,
-        global_batch_size=job.batch.global_batch_size,
-        num_microbatches=layout.num_microbatches(job.batch.global_batch_size),
+        global_batch_size=samples,
+        num_microbatches=layout.num_microbatches(samples),
         num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
-        tokens_per_step=job.batch.global_batch_size * job.model.seq_length,
+        tokens_per_step=samples * job.model.seq_length,
         method=method,
-        stages=stages,
+        stages=counted.stages,
         capacity_bytes=capacity,
         memory_margin=margin,
         fits=None if verdict == "unknown" else verdict == "fits",
         verdict=verdict,
         step_time_s=step.total_s if step else None,
         breakdown_s=dict(step.breakdown_s) if step else {},
-        notes=tuple(dict.fromkeys((*notes, *step_notes))),
+        notes=tuple(dict.fromkeys(notes)),
         megatron_version=job.megatron_version,
         rate=rate,
-        limit_bytes=None if capacity is None else allowed_bytes(capacity, memory_margin=margin),
-        remedies=remedies,
+        limit_bytes=None if capacity is None else overheads.allowed_bytes(capacity, memory_margin=margin),
+        remedies=_remedies(job, counted, capacity, margin),
     )
 
 
-def _verdict(peaks_bytes: Sequence[int], capacity_bytes: int | None, memory_margin: float) -> MemoryFit:
+def _verdict(stages: Sequence[StageMemory], capacity_bytes: int | None, memory_margin: float) -> MemoryFit:
+    peak = max(stage.peak_bytes for stage in stages)
     if capacity_bytes is None:
         return "unknown"
-    if max(peaks_bytes) <= allowed_bytes(capacity_bytes, memory_margin=memory_margin):
+    if peak <= overheads.allowed_bytes(capacity_bytes, memory_margin=memory_margin):
         return "fits"
-    return "tight" if max(peaks_bytes) <= capacity_bytes else "too large"
+    return "tight" if peak <= capacity_bytes else "too large"
+
+
+def _remedies(job: Job, counted: CountedStages, capacity_bytes: int | None, memory_margin: float) -> tuple[str, ...]:
+    """Return the flag that drops the data loader's mask, if the memory formula fits only without the mask."""
+    bare, pp_ranks = without_mask(job), [stage.pp_rank for stage in counted.stages]
+    if bare is None:
+        return ()
+    both = [count_by_formula(each, pp_ranks, counted.overhead).stages for each in (job, bare)]
+    with_mask, without = (_verdict(stages, capacity_bytes, memory_margin) for stages in both)
+    return (NO_MASK,) if with_mask in {"tight", "too large"} and without == "fits" else ()
 
 
 def _pp_ranks(layout: Layout, *, rank: int | None, stage: int | None) -> tuple[int, ...]:
     if rank is not None and stage is not None:
         raise OptionError(("rank", "stage"), "exclude each other: a rank has one stage")
-    if rank is not None:
-        if not 0 <= rank < layout.world_size:
-            raise OptionError("rank", f"must be between 0 and {layout.world_size - 1}, got {rank}")
-        return (layout.cell_of(rank).pp,)
-    if stage is not None:
-        if not 0 <= stage < layout.pp:
-            raise OptionError("stage", f"must be between 0 and {layout.pp - 1} for pp {layout.pp}, got {stage}")
-        return (stage,)
-    return tuple(range(layout.pp))
+    if rank is not None and not 0 <= rank < layout.world_size:
+        raise OptionError("rank", f"must be between 0 and {layout.world_size - 1}, got {rank}")
+    if stage is not None and not 0 <= stage < layout.pp:
+        raise OptionError("stage", f"must be between 0 and {layout.pp - 1} for pp {layout.pp}, got {stage}")
+    shown = stage if rank is None else layout.cell_of(rank).pp
+    return tuple(range(layout.pp)) if shown is None else (shown,)
 
 
 def _rank_note(layout: Layout, rank: int | None) -> tuple[str, ...]:
@@ -345,7 +294,7 @@ def _rank_note(layout: Layout, rank: int | None) -> tuple[str, ...]:
 
 
 def _memory_notes(job: Job, counted: CountedStages) -> tuple[str, ...]:
-    found = [*counted.notes, *uncounted(job)]
+    found = [*mask_notes(job, job.own), *counted.overhead.notes(), *counted.notes, *overheads.uncounted(job)]
     if counted.stepping:
         every = len(counted.stepping) == len(counted.stages)
         which = "Every stage shown has its" if every else f"Stages {', '.join(map(str, counted.stepping))} have their"

@@ -21,10 +21,7 @@ class UsageError(PipetteError):
 
 
 class OptionError(UsageError):
-    """An option has a wrong value.
-
-    The message names options as in Python, and each command translates options to flags.
-    """
+    """An option has a wrong value. The message names options as in Python, and commands rename options to flags."""
 
     def __init__(self, options: str | Sequence[str], problem: str) -> None:
         super().__init__(options, problem)

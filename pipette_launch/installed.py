@@ -43,17 +43,12 @@ def _missing() -> list[str]:
 
 def _not_installed(missing: list[str]) -> PipetteError:
     which = " (which torch: docs/start.md, Install)" if "torch" in missing else ""
-    names = " ".join(missing)
-    return PipetteError(
-        f"not installed, and pipette-launch needs them: {', '.join(missing)}; pip install {names}{which}"
-    )
+    advice = f"pip install {' '.join(missing)}{which}"
+    return PipetteError(f"not installed, and pipette-launch needs them: {', '.join(missing)}; {advice}")
 
 
 def compiled(name: str) -> ModuleType | None:
-    """Import a compiled module of `pipette_launch` by name.
-
-    None if the module was not compiled: callers then use numpy.
-    """
+    """Import a compiled module of `pipette_launch` by name. None = not compiled, and callers use numpy."""
     try:
         return import_module(f"pipette_launch.{name}")
     except ImportError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 KIB = 1024
 MIB = 1024**2
@@ -16,10 +16,7 @@ GIB = 1024**3
 
 def bytes_text(count: float) -> str:
     """Print a byte count in binary units, as memory is sold: `1.50 GiB`."""
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} B"
+    return _in_unit(count, (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)), ".2f") or f"{count:.0f} B"
 
 
 def seconds_text(seconds: float) -> str:
@@ -35,26 +32,23 @@ def seconds_text(seconds: float) -> str:
 
 def rate_text(bytes_per_s: float) -> str:
     """Print a bandwidth in decimal units, as links are sold: `11.8 GB/s`."""
-    for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if bytes_per_s >= size:
-            return f"{bytes_per_s / size:.3g} {unit}"
-    return f"{bytes_per_s:.0f} B/s"
+    units = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
+    return _in_unit(bytes_per_s, units, ".3g") or f"{bytes_per_s:.0f} B/s"
 
 
 def flops_text(flops_per_s: float) -> str:
     """Print a compute rate in decimal units: `451.2 TFLOP/s`."""
-    for unit, size in (("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
-        if flops_per_s >= size:
-            return f"{flops_per_s / size:,.1f} {unit}"
-    return f"{flops_per_s / 1e6:,.1f} MFLOP/s"
+    return _in_unit(flops_per_s, (("TFLOP/s", 1e12), ("GFLOP/s", 1e9)), ",.1f") or f"{flops_per_s / 1e6:,.1f} MFLOP/s"
 
 
 def count_text(count: float) -> str:
     """Print a large number with three digits and a decimal unit: `69.9 B`."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.3g}"
+    return _in_unit(count, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)), ".3g") or f"{count:.3g}"
+
+
+def _in_unit(value: float, units: Sequence[tuple[str, float]], form: str) -> str:
+    """Print a value in the largest unit that is not larger. Empty text for a value below all units."""
+    return next((f"{value / size:{form}} {unit}" for unit, size in units if abs(value) >= size), "")
 
 
 def hertz_text(hertz: float) -> str:
@@ -83,11 +77,7 @@ def plural(noun: str, count: int) -> str:
 def nearest_word(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the known word that is spelt most like `word`, or an empty string.
 
-    Args:
-        word: a word that the user probably mistyped.
-        known: the correct words.
-        cutoff: least similarity of a result to `word`, 0 to 1, measured by `difflib`.
-
+    `cutoff` is the least similarity of both words, 0 to 1, measured by `difflib`.
     """
     return "".join(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff))
 

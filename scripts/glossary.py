@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipette_launch.facts.glossary import GROUPS, LAYOUT, WORDS
+from pipette_launch.facts.glossary import GROUPS
 
 PAGE = Path(__file__).parent.parent / "docs" / "glossary.md"
 HEAD = """# Glossary
@@ -14,7 +14,7 @@ HEAD = """# Glossary
 
 Screens write a layout in a short form, such as `tp4 pp4 dp4 cp2 vpp5 mbs1 seq-par dist-opt overlap uneven`.
 
-<!-- scripts/glossary.py makes this page from pipette_launch/facts/glossary.py. -->
+<!-- scripts/glossary.py makes this page from pipette_launch/facts/data/glossary.json. -->
 """
 
 
@@ -22,13 +22,12 @@ def page() -> str:
     """Return the text of docs/glossary.md."""
     lines = [HEAD]
     for title, group in GROUPS.items():
-        last = "Flag" if group is LAYOUT else "Unit"
+        is_words, is_layout = title == "Words", title == "Short form of a layout"
+        last = "Flag" if is_layout else "Unit"
         lines.append(f"## {title}\n")
-        lines += (
-            ["| Word | Meaning |\n|---|---|"] if group is WORDS else [f"| Word | Meaning | {last} |\n|---|---|---|"]
-        )
-        for key, one in sorted(group.items()) if group is WORDS else group.items():
-            end = "" if group is WORDS else f" {one.source if group is LAYOUT else one.unit} |"
+        lines += ["| Word | Meaning |\n|---|---|"] if is_words else [f"| Word | Meaning | {last} |\n|---|---|---|"]
+        for key, one in sorted(group.items()) if is_words else group.items():
+            end = "" if is_words else f" {one.source if is_layout else one.unit} |"
             lines.append(f"| {key} | {one.what} |{end}")
         lines.append("")
     return "\n".join(lines)

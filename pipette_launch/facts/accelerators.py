@@ -37,31 +37,25 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Share of the peak rates that a device reaches.
+    """Shares of the peak rates that a device reaches.
 
-    A matrix product of m x n x k reaches `matmul_share` / (1 + `half_size` * (1/m + 1/n + 1/k)) of the peak, so the
-    share grows with each dimension. This is a roofline in which products and memory traffic do not overlap, because
-    half_size / peak is half the time to move one element.
+    A matrix product of m x n x k reaches `matmul_share` / (1 + `half_size` * (1/m + 1/n + 1/k)) of the peak. This is a
+    roofline in which products and memory traffic do not overlap: half_size / peak is half the time to move one element.
     """
 
     matmul_share: float
     half_size: float
-    """Length of one dimension at which a product reaches half of `matmul_share`, if the other two dimensions are very
-    long."""
+    """Length of one dimension at which a product reaches half of `matmul_share`, if the other two are very long."""
     attention_share: float
     """Share of the peak that the matrix products of flash attention reach."""
     memory_share: float
     """Share of the memory bandwidth that norms, activation functions, dropout and the optimizer reach."""
     launch_s: float
-    """Seconds of the host (Python, torch's dispatcher, the launch) for each kernel of `cost.layers`.
-
-    A kernel that computes for less than `launch_s` takes `launch_s`. 50 us comes from Megatron-LM's functional tests on
-    DGX A100 and H100: 3 to 6 ms for one layer and micro-batch with hidden size 512.
-    """
+    """Seconds of the host (Python, torch's dispatcher, the launch) for each kernel, which no kernel undercuts."""
     scan_share: float | None = None
     """Share of the memory bandwidth that the scan kernels of Mamba-2 layers reach. None = `memory_share`."""
     narrow_shares: dict[str, float] = field(default_factory=dict)
-    """Share of the peak that matrix products in `fp8` or `fp4` reach, by format. Other formats have `matmul_share`."""
+    """Share of the peak that products in `fp8` or `fp4` reach, by format. Other formats have `matmul_share`."""
     step_s: float = 0.0
     """Seconds of the host in each step while the device waits: from the gradient norm, for which Megatron waits, to
     the first kernels of the next step (clipping, the optimizer's loops, logging, the batch)."""
@@ -138,8 +132,7 @@ _CAPABILITIES = {
     (8, 0): r"A2|A10|A10G|A16|A30|A40|A100|A800|RTX A\d{3,4}|A[456][05]00|(RTX )?30[5-9]0|ORIN",
     (7, 0): r"V100S?|T4G?|TITAN (RTX|V)|GV100|RTX 20[678]0|RTX [3-8]000",
 }
-"""Least compute capability of a chip, by patterns of the chip's name. The first matching pattern counts. Minor numbers
-matter only for FP8."""
+"""Least compute capability of a chip, by patterns of the chip's name. The first matching pattern counts."""
 _CHIP = {capability: re.compile(rf"(?<!\S)({chips})(?!\S)") for capability, chips in _CAPABILITIES.items()}
 
 
@@ -195,18 +188,16 @@ class _Row(NamedTuple):
     the data sheet.
     """
     multiprocessors: int
-    """Number of multiprocessors. The table doubles the number of Blackwell Ultra, because its multiprocessors have 32
-    special function units instead of 16."""
+    """Doubled for Blackwell Ultra, whose multiprocessors have 32 special function units instead of 16."""
     ghz: float
     half_tflops: float
-    """Dense 16-bit TFLOP/s with accumulation in FP32. GeForce cards accumulate in FP32 at half the rate of other
-    cards."""
+    """Dense, with accumulation in FP32, which halves the rate of GeForce cards."""
     fp32_tflops: float
     fp8_tflops: float
     fp4_tflops: float
     memory_gb_per_s: float
     memory_gib: float
-    """Memory capacity in GiB that torch reports. The data sheet also counts the memory that driver and ECC use."""
+    """Memory that torch reports. The data sheet also counts the memory that driver and ECC use."""
     host: _Host
     sheet: str
 
@@ -248,8 +239,8 @@ def _scaled(usual: Efficiency, matmul_share: float) -> Efficiency:
     )
 
 
-# Most of `_LAUNCH_S` is the trainer's Python around each kernel: CUDA itself needs 5 us. Source: Megatron's functional
-# tests of small models.
+# The trainer's Python around each kernel: CUDA itself needs 5 us. In Megatron-LM's functional tests on DGX A100 and H100
+# one layer and micro-batch with hidden size 512 takes 3 to 6 ms.
 _LAUNCH_S = 50e-6
 # Seconds of each step in Megatron's functional tests that kernels do not explain (`benchmarks.validation.host`).
 _DGX_A100_STEP_S = 48e-3

@@ -35,33 +35,30 @@ class Tier:
     groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=ADDED_LATER)
     """Names of the hosts in each group, for groups of unequal size or of hosts that are not successive."""
     link: Literal["card", "nvlink"] = field(default="card", metadata=ADDED_LATER)
-    """`card`: the device's share of its host's network cards. `nvlink`: the same link as between devices of one
-    host."""
+    """`card`: the device's share of its host's network cards. `nvlink`: the link between devices of one host."""
     share: float | None = field(default=None, metadata=ADDED_LATER)
-    """Share of the link's bandwidth that remains when all devices send: 0.5 behind switches with 2:1
-    oversubscription."""
+    """Share of the bandwidth that remains when all devices send: 0.5 behind switches with 2:1 oversubscription."""
     bandwidth_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Bandwidth of one device when all devices send. Replaces `share`."""
     latency_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Latency of the tier in seconds. None = the latency of the link."""
 
     def __post_init__(self) -> None:
-        if self.hosts_per_group is not None and (self.hosts_per_group < 1 or self.groups):
-            raise FactError(
-                f"tier {self.name!r}: hosts_per_group={self.hosts_per_group} must be at least 1, and groups empty"
-            )
-        if self.share is not None and not 0 < self.share <= 1:
-            raise FactError(f"tier {self.name!r}: share must be above 0 and at most 1, got {self.share:g}")
-        if self.bandwidth_bytes_per_s is not None and (self.share is not None or not self.bandwidth_bytes_per_s > 0):
-            raise FactError(
-                f"tier {self.name!r}: bandwidth_bytes_per_s={self.bandwidth_bytes_per_s:g} must be above 0, and share "
-                f"left out"
-            )
-        if self.latency_s is not None and self.latency_s < 0:
-            raise FactError(f"tier {self.name!r}: latency_s must not be negative, got {self.latency_s:g}")
+        group, share, bandwidth, latency = self.hosts_per_group, self.share, self.bandwidth_bytes_per_s, self.latency_s
+        problem = ""
+        if group is not None and (group < 1 or self.groups):
+            problem = f"hosts_per_group={group} must be at least 1, and groups empty"
+        elif share is not None and not 0 < share <= 1:
+            problem = f"share must be above 0 and at most 1, got {share:g}"
+        elif bandwidth is not None and (share is not None or not bandwidth > 0):
+            problem = f"bandwidth_bytes_per_s={bandwidth:g} must be above 0, and share left out"
+        elif latency is not None and latency < 0:
+            problem = f"latency_s must not be negative, got {latency:g}"
         twice = [name for name, count in Counter(name for group in self.groups for name in group).items() if count > 1]
-        if twice:
-            raise FactError(f"tier {self.name!r}: {twice[0]} is in its groups more than once")
+        if twice and not problem:
+            problem = f"{twice[0]} is in its groups more than once"
+        if problem:
+            raise FactError(f"tier {self.name!r}: {problem}")
 
     def _carrier(self, device: DeviceSpec) -> Link:
         return device.between_hosts if self.link == "card" else device.within_host
@@ -98,8 +95,7 @@ class FabricSpec:
     tiers: tuple[Tier, ...]
     """Tiers from the inside out. The last tier holds all hosts."""
     hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
-    """Names of the hosts in torchrun's order. Empty = host0, host1 and so on. A plan for real hosts needs the real
-    names."""
+    """Names of the hosts in torchrun's order, as plans for real hosts need them. Empty = host0, host1 and so on."""
     network_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Share of the usual bandwidth that a host with slower network cards reaches, by name of the host."""
     compute_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
@@ -138,13 +134,11 @@ class FabricSpec:
     def links(self, num_hosts: int, device: DeviceSpec) -> Links:
         """Return the links between hosts, H x H, for one device of each host while all devices send.
 
-        Raises:
-            FactError: a named host is not in the job, or the outermost tier does not hold all hosts.
-
+        FactError if a named host is not in the job, or if the outermost tier does not hold all hosts.
         """
         names = self.host_names(num_hosts)
         bandwidth_HH = np.zeros((num_hosts, num_hosts))
-        latency_s_HH = np.zeros((num_hosts, num_hosts))
+        latency_s_HH = np.zeros_like(bandwidth_HH)
         factor_H = _factors_H(self.network_factor, names, "network_factor")
         slower_HH = np.minimum(factor_H[:, None], factor_H[None, :])
         for tier in reversed(self.tiers_on(device, num_hosts)):
@@ -159,8 +153,8 @@ class FabricSpec:
                 f"tiers: {first} and {second} have no common group; the last tier must hold all {num_hosts} hosts, so "
                 f"leave out its hosts_per_group"
             )
-        np.fill_diagonal(bandwidth_HH, 0.0)
-        np.fill_diagonal(latency_s_HH, 0.0)
+        for matrix in (bandwidth_HH, latency_s_HH):
+            np.fill_diagonal(matrix, 0.0)
         return Links(latency_s=latency_s_HH, bandwidth_bytes_per_s=bandwidth_HH)
 
     def slot_speed(self, num_hosts: int, devices_per_host: int) -> tuple[float, ...]:
@@ -208,7 +202,7 @@ class FabricSpec:
         return ", ".join(tier.words(device) for tier in tiers[: fills[0] + 1 if fills else None])
 
     def laggards(self) -> Iterator[str]:
-        """Return one sentence on hosts with slow network cards and one sentence on hosts with slow devices."""
+        """Yield a sentence on hosts with slow devices, and a sentence on hosts with slow network cards."""
         for what, factors in (("Devices", self.compute_factor), ("Network cards", self.network_factor)):
             if factors:
                 named = ", ".join(f"{host} {factor:g}" for host, factor in list(factors.items())[:MOST_NAMED])

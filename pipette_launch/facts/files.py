@@ -1,8 +1,7 @@
 """Checks of numbers in frozen dataclasses, and the strict JSON files of these dataclasses.
 
 A document is a dataclass with the class variables `KIND` and `SCHEMA_VERSION`. Reading raises FileFormatError for an
-unknown kind, version, field or type, and the message names file and field. A field marked `ADDED_LATER` may be missing
-in files of earlier releases. The default of the field is the value that files of earlier releases implied.
+unknown kind, version, field or type, and the message names file and field.
 """
 
 from __future__ import annotations
@@ -34,15 +33,9 @@ from pipette_launch.errors import FactError, FileFormatError
 def check_numbers(
     fact: object, *names: str, limit: float = 1, above: bool = False, error: type[FactError] = FactError
 ) -> None:
-    """Raise an error that names the first field below a limit, and the value of this field.
+    """Raise an error that names the first of the named fields below a limit, and the value of this field.
 
-    Args:
-        fact: object whose fields are checked.
-        names: names of the fields to check. A field with the value None passes.
-        limit: least allowed value, in the field's own unit.
-        above: whether the limit itself is forbidden.
-        error: class of the error.
-
+    `limit` has the field's own unit, and `above` forbids the limit itself. A field with the value None passes.
     """
     for name in names:
         value = getattr(fact, name)
@@ -51,16 +44,12 @@ def check_numbers(
 
 
 ADDED_LATER = {"added_later": True}
-"""Metadata of a field that files of earlier releases lack. Reading such a file gives the field its default."""
-
-
+"""Metadata of a field that files of earlier releases lack. Such a file gives the field its default."""
 MOST_BYTES = 256 << 20
 """Largest file in bytes that is parsed: a cluster.json with all links of 2,000 hosts."""
 MOST_INTEGER = 1 << 63
 LARGEST = 1e100
 """Largest number in a file, so that the product of two numbers stays finite."""
-
-
 LEFTOVER_S = 86400.0
 """Age in seconds at which a temporary file counts as abandoned."""
 
@@ -90,17 +79,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """Build an object of type `kind` from the result of `json.loads`.
+    """Build an object of type `kind` from the result of `json.loads`. FileFormatError, with `where`, for a wrong type.
 
-    Args:
-        kind: a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]`, a Literal, or
-            `NDArray[np.float64]`, which is a square matrix as a list of rows.
-        value: result of `json.loads`.
-        where: path of the field, for the error.
-
-    Raises:
-        FileFormatError: the value has another type. The message names `where`.
-
+    `kind` is a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]`, a Literal, or
+    `NDArray[np.float64]`, which is a square matrix as a list of rows.
     """
     if dataclasses.is_dataclass(kind):
         return _fact(kind, value, where)
@@ -113,8 +95,7 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         items = _checked(dict, value, where)
         return {key: from_plain(inner[1], item, f"{where}: {key}") for key, item in items.items()}
-    # From numpy 2.5 on, NDArray is a type alias and its own origin. Before numpy 2.5, the origin of NDArray is
-    # np.ndarray.
+    # From numpy 2.5 on, NDArray is a type alias and its own origin. Before, the origin is np.ndarray.
     if origin in (np.ndarray, NDArray):
         return _matrix(value, where)
     return _scalar(kind, value, where)
@@ -146,9 +127,9 @@ def loads(kind: type[D], text: str | bytes, source: str) -> D:
         raise FileFormatError(f"{source}: expected a {kind.KIND!r} document, found {_shown(found)}")
     version = plain.pop("schema_version", None)
     if type(version) is not int or version != kind.SCHEMA_VERSION:
+        version_text = f"schema_version {_shown(version)} is not {kind.SCHEMA_VERSION}"
         raise FileFormatError(
-            f"{source}: schema_version {_shown(version)} is not {kind.SCHEMA_VERSION}, "
-            f"the version that this pipette-launch reads; make the file anew"
+            f"{source}: {version_text}, the version that this pipette-launch reads; make the file anew"
         )
     document: D = from_plain(kind, plain, source)
     return document
@@ -157,21 +138,13 @@ def loads(kind: type[D], text: str | bytes, source: str) -> D:
 def write(path: Path, document: Document, *, shared: bool = False) -> None:
     """Write a document atomically: a reader sees the whole old file or the whole new file.
 
-    Args:
-        path: path of the file. Missing folders are made.
-        document: the object to write.
-        shared: if true, other users may read the file as far as the umask allows. Otherwise only the owner may read the
-            file.
-
+    Missing folders are made. Other users may read the file if `shared` is true, as far as the umask allows.
     """
     write_text(path, dumps(document) + "\n", shared=shared)
 
 
 def write_text(path: Path, text: str, *, shared: bool = False) -> None:
-    """Write text to a temporary file, call fsync, and rename the temporary file.
-
-    After an OSError no temporary file remains.
-    """
+    """Write text to a temporary file, call fsync, and rename the file. After an OSError no temporary file remains."""
     for folder in (*reversed(path.parents),) if not path.parent.exists() else ():
         if not folder.exists():
             folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
@@ -272,8 +245,7 @@ def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 def _matrix(value: Any, where: str) -> NDArray[np.float64]:
     rows = []
     for index, row in enumerate(_checked(list, value, where)):
-        # Check a whole row of the matrix at once, which is fast. If a row is bad, check each number to name the bad
-        # number.
+        # The check of a whole row is fast. Only in a bad row each number is checked, to name the bad number.
         is_good = isinstance(row, list) and set(map(type, row)) <= {float} and bool((np.abs(row) <= LARGEST).all())
         rows.append(row if is_good else from_plain(tuple[float, ...], row, f"{where}[{index}]"))
     odd = next((index for index, row in enumerate(rows) if len(row) != len(rows)), None)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Nearness = Literal["switch", "root", "node", "across"]
-"""Path from a device to its nearest network card: through a common PCIe switch, the tree of one root port, one NUMA
-node, or a link between two sockets."""
+"""Path from a device to its nearest network card: a common PCIe switch, root port or NUMA node, or between sockets."""
 NEARNESS: tuple[Nearness, ...] = ("switch", "root", "node", "across")
 """Kinds of nearness, from near to far."""
 
@@ -19,19 +18,15 @@ class Holder:
     pid: int
     name: str
     used_bytes: int | None
-    """Device memory of the process in bytes. None if the driver hides the number, as in a container."""
+    """None if the driver hides the number, as in a container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceCondition:
-    """One device before the job, as NVML and sysfs report it. A value that the driver does not report is None, never 0.
-
-    On CPU only the UUID is known.
-    """
+    """One device before the job, as NVML and sysfs report it. None = not reported. On CPU only the UUID is known."""
 
     uuid: str
     holders: tuple[Holder, ...] = ()
-    """Foreign processes that hold memory of the device."""
     used_bytes: int | None = None
     """Memory held by processes before the job's workers start, without the driver's own reserve."""
     utilisation: float | None = None
@@ -92,7 +87,7 @@ class Verdict:
 
     kind: VerdictKind
     host: str
-    """Name of the host with the problem. If a link is slow, the name of the sending host."""
+    """Name of the host with the problem: the sending host of a slow link."""
     figure: str
     """The measured figure with a unit, such as `2 of 18 NVLinks are up`."""
     device: str = ""
@@ -104,8 +99,7 @@ class Verdict:
     advice: str = ""
     """Advice that solves the problem, such as `exclude it with --exclude=node17`."""
     is_sick: bool = True
-    """True if the launcher may exclude the host because of this problem. False if the launcher only prints the
-    problem."""
+    """True if the launcher may exclude the host because of this problem. False = the launcher only prints it."""
 
     def words(self) -> str:
         """Return the problem as a sentence."""

@@ -8,15 +8,8 @@ from functools import cache
 from typing import ClassVar, NamedTuple
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.accelerators import (
-    NVIDIA_DEVICES,
-    DeviceSpec,
-    Efficiency,
-    Link,
-    Words,
-    compute_capability,
-    words_of,
-)
+from pipette_launch.facts import accelerators
+from pipette_launch.facts.accelerators import DeviceSpec, Link, words_of
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
@@ -72,9 +65,9 @@ _USUAL = frozenset(
     "V100-SXM2-32GB V100-SXM2-16GB A100-40GB A100-80GB A800-80GB H100-SXM "
     "H200 H800-SXM GH200-96GB RTX-PRO-6000-Server".split()
 )
-"""Preferred devices. If a name fits several devices and only one of them is in this set, the name means this device."""
+"""A name that fits several devices means the one of these devices, if the name fits only one of them."""
 _LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
-"""Least similarity (difflib) of a suggested name to the given name, and largest distance from the most similar name."""
+"""Least similarity (difflib) of a suggested name to the given name, and most distance from the most similar name."""
 
 
 class UnknownDeviceError(FactError):
@@ -110,7 +103,7 @@ def other_meanings(name: str) -> str:
     fitting = _fitting(words_of(name))
     taken = device_named(name)
     others = [device.name for device in fitting if device != taken]
-    if not others or frozenset(words_of(name)) == _names()[taken.name].own:
+    if not others or frozenset(words_of(name)) == _NAMES[taken.name].own:
         return ""
     return f"{name} is taken as {taken.name}, not as {_listed(others, 'or')}."
 
@@ -118,8 +111,8 @@ def other_meanings(name: str) -> str:
 def device_of_driver(name: str) -> DeviceSpec | None:
     """Return the device with this name, also in the driver's form, such as `NVIDIA H100 80GB HBM3`. None if unknown.
 
-    A part of a device (MIG, vGPU), a laptop's chip and another memory size are unknown devices, because their peak
-    rates differ. `cost.compute.carried_over.spec_of` takes the most similar device, but only for ratios of times.
+    Parts of a device (MIG, vGPU), laptops' chips and other memory sizes are unknown, because their peak rates differ.
+    `cost.compute.carried_over.spec_of` takes the most similar device, but only for ratios of times.
     """
     found = _meant(name)
     return found[0] if len(found) == 1 else None
@@ -128,7 +121,7 @@ def device_of_driver(name: str) -> DeviceSpec | None:
 def devices_like(name: str) -> tuple[DeviceSpec, ...]:
     """Return all known devices, such as SXM and PCIe builds, whose chip is in this name."""
     words = set(words_of(name))
-    return tuple(device for device in known_devices().values() if _names()[device.name].chip <= words)
+    return tuple(device for device in known_devices().values() if _NAMES[device.name].chip <= words)
 
 
 def spec_of_cluster(cluster: Cluster) -> DeviceSpec | None:
@@ -140,13 +133,13 @@ def capability_of_cluster(cluster: Cluster) -> int | None:
     """Return the major number of the devices' compute capability. None if unknown."""
     if cluster.imagined is not None:
         return cluster.imagined.compute_capability
-    return compute_capability(cluster.hosts[0].devices[0].name)
+    return accelerators.compute_capability(cluster.hosts[0].devices[0].name)
 
 
 @cache
 def known_devices() -> dict[str, DeviceSpec]:
     """Return all built-in devices by name."""
-    return {device.name: device for device in NVIDIA_DEVICES}
+    return {device.name: device for device in accelerators.NVIDIA_DEVICES}
 
 
 def nearest_names(name: str) -> list[str]:
@@ -157,7 +150,9 @@ def nearest_names(name: str) -> list[str]:
         return []
 
     def likeness(device: str) -> float:
-        chip, whole = _names()[device].chip, " ".join(words_of(device))
+        chip, whole = _NAMES[device].chip, " ".join(words_of(device))
+        texts = (whole, " ".join(sorted(chip)))
+        ratio, chip_ratio = (difflib.SequenceMatcher(None, plain, text).ratio() for text in texts)
         ratio, chip_ratio = (
             difflib.SequenceMatcher(None, plain, one).ratio() for one in (whole, " ".join(sorted(chip)))
         )
@@ -171,27 +166,25 @@ def nearest_names(name: str) -> list[str]:
 def _meant(name: str) -> tuple[DeviceSpec, ...]:
     """Return the devices that a name may mean: one device if the name is clear, no device if the name is unknown."""
     words = words_of(name)
-    exact = [device for device, names in _names().items() if names.own == frozenset(words)]
+    exact = [device for device, names in _NAMES.items() if names.own == frozenset(words)]
     fitting = tuple(known_devices()[device] for device in exact) or _fitting(words)
     usual = tuple(device for device in fitting if device.name in _USUAL)
     return usual if len(usual) == 1 else fitting
 
 
-def _fitting(words: Words) -> tuple[DeviceSpec, ...]:
+def _fitting(words: tuple[str, ...]) -> tuple[DeviceSpec, ...]:
     """Return the devices whose names have all words of the given name, and whose chip is in the given name."""
-    fits = {device for device, names in _names().items() if names.chip <= set(words) <= names.known}
+    fits = {device for device, names in _NAMES.items() if names.chip <= set(words) <= names.known}
     return tuple(device for name, device in known_devices().items() if name in fits)
 
 
-@cache
-def _names() -> dict[str, _Names]:
-    found = {}
-    for device in known_devices():
-        own = words_of(device)
-        chip, others = _WRITTEN.get(device, (" ".join(own), ""))
-        known = {*own, *chip.split(), *others.split()}
-        found[device] = _Names(frozenset(own), frozenset(chip.split()), frozenset(known))
-    return found
+def _names_of(device: str) -> _Names:
+    own = words_of(device)
+    chip, others = _WRITTEN[device]
+    return _Names(frozenset(own), frozenset(chip.split()), frozenset((*own, *chip.split(), *others.split())))
+
+
+_NAMES = {device: _names_of(device) for device in _WRITTEN}
 
 
 def _listed(names: list[str], word: str) -> str:
@@ -202,8 +195,7 @@ def _listed(names: list[str], word: str) -> str:
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8", "fp4")
 _MOST_CAPABILITY, _MOST_LATENCY_S, _LEAST_FLOPS_PER_S = 30, 0.1, 1e10
-"""Limits of plausible figures. A figure outside the limits was probably given in another unit: 90 for 9.0,
-microseconds, TFLOP/s."""
+"""Figures outside these limits were probably given in another unit: 90 for 9.0, microseconds, TFLOP/s."""
 _LEAST = {
     "memory_bytes": 1e9,
     "memory_bytes_per_s": 1e9,
@@ -270,9 +262,8 @@ class DeviceFile:
             if dtype not in DTYPES:
                 raise FactError(f"flops_per_s: {dtype!r} is not one of {', '.join(DTYPES)}")
             if not peak >= _LEAST_FLOPS_PER_S:
-                raise FactError(
-                    f"flops_per_s: {dtype} must be at least {_LEAST_FLOPS_PER_S:g}, got {peak:g}; units are FLOP/s"
-                )
+                limit = f"at least {_LEAST_FLOPS_PER_S:g}, got {peak:g}; units are FLOP/s"
+                raise FactError(f"flops_per_s: {dtype} must be {limit}")
         if not self.flops_per_s:
             raise FactError(f"flops_per_s: at least one of {', '.join(DTYPES)} is needed")
         for name, least in _LEAST.items():
@@ -285,14 +276,15 @@ class DeviceFile:
         self.spec()
 
     def spec(self) -> DeviceSpec:
-        """Return the described device.
-
-        The field `source` of the result names the figures that come from the known device.
-        """
+        """Return the described device. Its `source` names the figures that come from the known device."""
         try:
             like = device_named(self.like)
         except FactError as error:
             raise FactError(f"like: {error}") from error
+        given = {name: getattr(self, name) for name in _SHARES if getattr(self, name) is not None}
+        fp8 = {} if self.fp8_share is None else {"fp8": self.fp8_share}
+        left_out = [one.name for one in fields(self) if getattr(self, one.name) is None]
+        rest = f" Taken from {like.name}: {', '.join(left_out)}." if left_out else ""
         return DeviceSpec(
             name=self.name,
             flops_per_s=self.flops_per_s,
@@ -300,24 +292,14 @@ class DeviceFile:
             memory_bytes_per_s=self.memory_bytes_per_s,
             within_host=_link(self.within_host_bytes_per_s, self.within_host_latency_s, like.within_host),
             between_hosts=_link(self.between_hosts_bytes_per_s, self.between_hosts_latency_s, like.between_hosts),
-            efficiency=self._efficiency(like.efficiency),
-            source=self._source(like),
+            efficiency=replace(like.efficiency, **given, narrow_shares=like.efficiency.narrow_shares | fp8),
+            source=f"{self.source}{rest}",
             devices_per_host=self.devices_per_host or like.devices_per_host,
             exponentials_per_s=like.exponentials_per_s,
             domain_hosts=self.domain_hosts or like.domain_hosts,
             host_bytes_per_s=self.host_bytes_per_s or like.host_bytes_per_s,
             compute_capability=int(self.compute_capability) if self.compute_capability else like.compute_capability,
         )
-
-    def _efficiency(self, like: Efficiency) -> Efficiency:
-        given = {name: getattr(self, name) for name in _SHARES if getattr(self, name) is not None}
-        fp8 = {} if self.fp8_share is None else {"fp8": self.fp8_share}
-        return replace(like, **given, narrow_shares=like.narrow_shares | fp8)
-
-    def _source(self, like: DeviceSpec) -> str:
-        left_out = [one.name for one in fields(self) if getattr(self, one.name) is None]
-        rest = f" Taken from {like.name}: {', '.join(left_out)}." if left_out else ""
-        return f"{self.source}{rest}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,17 +22,13 @@ Count = TypeVar("Count", int, NDArray[np.int64])
 EXECUTABLE = ("eager-1f1b", "zb-h1", "zb-1p", "zb-2p", "interleaved-zb", "gis", "1f1b-v", "v-half", "v-min", "v-zb")
 """Names of the additional schedules that the patch `schedules` executes."""
 RELEASES = ((0, 14), (0, 21))
-"""Oldest release of megatron-core that the patch `schedules` supports, and the oldest newer release that the patch
-refuses."""
+"""Oldest megatron-core release that the patch `schedules` supports, and the first later release that it refuses."""
 FOLDING_RELEASE = (0, 16)
 """Oldest release of megatron-core in which the patch supports the placement `v`."""
 
 
 def schedule_names(given: str) -> tuple[str, ...]:
-    """Read `stock`, `all` or names of schedules separated by commas.
-
-    UsageError for a name that the patch cannot execute.
-    """
+    """Read `stock`, `all` or schedule names separated by commas. UsageError for a name that cannot be executed."""
     if given in ("stock", "all"):
         return EXECUTABLE if given == "all" else ()
     names = tuple(name.strip() for name in given.split(",") if name.strip())
@@ -45,41 +41,33 @@ def schedule_names(given: str) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def no_pipelining(microbatches: int) -> Schedule:
     """Return a schedule with forward and backward of each micro-batch in turn (forward_backward_no_pipelining)."""
-    ranks = _whole_backwards([0], microbatches)
-    return Schedule(name="no-pipelining", pp=1, vpp=1, num_microbatches=microbatches, ranks=ranks)
+    return _schedule("no-pipelining", _whole_backwards([0], microbatches), microbatches)
 
 
 @lru_cache(maxsize=256)
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """Return GPipe: all forwards, then all backwards. Forwards and backwards follow the order of the micro-batches."""
-    ranks = _whole_backwards([microbatches] * stages, microbatches)
-    return Schedule(name="gpipe", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
+    return _schedule("gpipe", _whole_backwards([microbatches] * stages, microbatches), microbatches)
 
 
 @lru_cache(maxsize=256)
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
     """Return 1F1B: rank r runs pp - r - 1 forwards ahead, then one forward and one backward in turn (line 2093)."""
-    ranks = _whole_backwards(range(stages)[::-1], microbatches)
-    return Schedule(name="1f1b", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
+    return _schedule("1f1b", _whole_backwards(range(stages)[::-1], microbatches), microbatches)
 
 
 @lru_cache(maxsize=256)
 def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | None = None) -> Schedule:
-    """Return 1F1B with additional forwards before the first backward, which hide the transfers between stages.
+    """Return eager 1F1B (arXiv 2211.05322): additional forwards before the first backward hide the transfers.
 
-    Args:
-        stages: pipeline ranks.
-        microbatches: micro-batches of one step.
-        extra: number of additional forwards before the first backward, at most pp - r - 1 on rank r. None = the
-            maximum: 2 (pp - r - 1) forwards ahead, and 2 pp - 1 micro-batches in flight on rank 0 (eager 1F1B, arXiv
-            2211.05322).
-
+    `extra` is the number of additional forwards, at most pp - r - 1 on rank r. None = the maximum: 2 (pp - r - 1)
+    forwards ahead, and 2 pp - 1 micro-batches in flight on rank 0.
     """
     if extra is not None and extra < 0:
         raise LayoutError(f"eager 1F1B needs extra forwards >= 0, got {extra}")
     most = stages if extra is None else extra
     ranks = _whole_backwards([ahead + min(ahead, most) for ahead in reversed(range(stages))], microbatches)
-    return Schedule(name="eager-1f1b", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
+    return _schedule("eager-1f1b", ranks, microbatches)
 
 
 @lru_cache(maxsize=256)
@@ -87,7 +75,8 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedu
     """Return Megatron's interleaved 1F1B: a group of micro-batches goes through one chunk before the next chunk.
 
     Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (lines 762-786). Forwards and backwards
-    follow the schedule table (line 798), but the backwards reverse the chunks.
+    follow the schedule table (line 798), but the backwards reverse the chunks. LayoutError if Megatron would refuse
+    these numbers (lines 996-1019).
 
     Args:
         pp: pipeline ranks.
@@ -95,14 +84,10 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedu
         microbatches: micro-batches of one step.
         group_size: micro-batches that go through one chunk before the next chunk.
 
-    Raises:
-        LayoutError: Megatron would refuse these numbers (lines 996-1019).
-
     """
     check_interleaving(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
     ahead = [num_warmup(pp, vpp, group_size, rank) for rank in range(pp)]
-    ranks = _whole_backwards(ahead, microbatches, vpp, group_size)
-    return Schedule(name="interleaved-1f1b", pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=ranks)
+    return _schedule("interleaved-1f1b", _whole_backwards(ahead, microbatches, vpp, group_size), microbatches, vpp)
 
 
 @lru_cache(maxsize=256)
@@ -111,14 +96,10 @@ def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Sche
 
     Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead. Groups g smaller than pp (GIS-H: half of pp)
     cost (pp - g)(vpp - 1) chunk forwards and save memory: (g(vpp - 1) + pp)/vpp micro-batches are in flight on rank 0.
-    The parameters are the parameters of `interleaved`.
-
-    Raises:
-        LayoutError: a group is too small for the pipeline, for example the last group.
-
+    The parameters have the meaning of `interleaved`'s. LayoutError if a group is too small for the pipeline.
     """
     ranks = _split_backwards(pp, vpp, microbatches, group_size, lags=[0] * pp)
-    return Schedule(name="gis", pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=ranks)
+    return _schedule("gis", ranks, microbatches, vpp)
 
 
 @lru_cache(maxsize=256)
@@ -129,15 +110,15 @@ def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
     idea of ZB-H1 (arXiv 2401.10241). With one chunk, the schedule is ZB-H1.
     """
     ranks = _split_backwards(pp, vpp, microbatches, pp, lags=range(pp))
-    name = "interleaved-zb" if vpp > 1 else "zb-h1"
-    return Schedule(name=name, pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=ranks)
+    return _schedule("interleaved-zb" if vpp > 1 else "zb-h1", ranks, microbatches, vpp)
+
+
+def _schedule(name: str, ranks: Ranks, microbatches: int, vpp: int = 1) -> Schedule:
+    return Schedule(name=name, pp=len(ranks), vpp=vpp, num_microbatches=microbatches, ranks=ranks)
 
 
 def check_interleaving(*, pp: int, vpp: int, microbatches: int, group_size: int) -> None:
-    """Raise LayoutError if Megatron's interleaved schedule would refuse to run (lines 996-1019).
-
-    The parameters are the parameters of `interleaved`.
-    """
+    """Raise LayoutError if Megatron's interleaved schedule would refuse to run (lines 996-1019)."""
     if pp < 2 or vpp < 2:
         raise LayoutError(f"an interleaved schedule needs pp > 1 and vpp > 1, got pp={pp} and vpp={vpp}")
     if not pp <= group_size <= microbatches:
@@ -163,10 +144,7 @@ def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[
 
 
 def num_warmup(pp: Count, vpp: Count, group_size: Count, rank: Count) -> Count:
-    """Return the number of forwards that a rank of an interleaved schedule runs before the rank's first backward.
-
-    The parameters are the parameters of `interleaved`, as numbers or as arrays of equal shapes.
-    """
+    """Return the number of forwards that a rank of an interleaved schedule runs before the rank's first backward."""
     return 2 * (pp - rank - 1) + (vpp - 1) * group_size
 
 
@@ -196,18 +174,15 @@ def _whole_backwards(ahead: Sequence[int], microbatches: int, vpp: int = 1, grou
 
 
 def _split_backwards(pp: int, vpp: int, microbatches: int, group_size: int, *, lags: Sequence[int]) -> Ranks:
-    """Run groups with a short warm-up and split backwards.
-
-    On rank r, each W follows `lags[r]` backward passes after its I.
+    """Run groups with a short warm-up and split backwards. On rank r, each W follows `lags[r]` backwards after its I.
 
     Two successive groups must hold pp - 1 micro-batches. Otherwise a rank could wait for a backward before it has sent
     the forwards that this backward needs. This condition was tested for all pp < 12, vpp < 5, g < pp + 4, n <= 3g: all
     accepted schedules run, and 734 of the 840 refused ones deadlock.
     """
     if min(pp, vpp, microbatches, group_size) < 1:
-        raise LayoutError(
-            f"pp={pp}, vpp={vpp}, groups of {group_size} and {microbatches} micro-batches must be positive"
-        )
+        sizes = f"pp={pp}, vpp={vpp}, groups of {group_size} and {microbatches} micro-batches"
+        raise LayoutError(f"{sizes} must be positive")
     last = microbatches % group_size or group_size
     if vpp > 1 and microbatches > group_size and group_size + last < pp - 1:
         raise LayoutError(

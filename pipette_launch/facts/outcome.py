@@ -20,11 +20,10 @@ class PeakReading:
     rank: int
     pp_rank: int
     predicted_bytes: int
-    """Predicted bytes for the same quantity, without the correction that earlier outcomes teach."""
+    """Predicted bytes, without the correction that earlier outcomes teach."""
     measured_bytes: int
     source: str
-    """Origin of the reading. `allocator`: torch's peak, printed by Megatron. `device`: used bytes by NVML, with
-    overhead."""
+    """`allocator`: torch's peak, printed by Megatron. `device`: used bytes by NVML, with overhead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +48,7 @@ class Outcome:
     step_correction: float = field(default=1.0, metadata=ADDED_LATER)
     """Factor from earlier outcomes that is included in the predicted step."""
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
-    """Properties of layout and model by which outcomes of several jobs are compared. Empty in files of earlier
-    releases."""
+    """Properties of layout and model by which outcomes of several jobs are compared. Empty in older files."""
     peaks: tuple[PeakReading, ...] = field(default=(), metadata=ADDED_LATER)
     """Measured memory of each rank whose memory was printed or could be read."""
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
@@ -73,10 +71,7 @@ class Outcome:
 
     @property
     def fullest(self) -> PeakReading | None:
-        """Highest reading of torch's allocator, or of the device if there is no reading of the allocator.
-
-        None without readings.
-        """
+        """Highest reading of torch's allocator, else of the device. None without readings."""
         inside = [peak for peak in self.peaks if peak.source == "allocator"]
         return max(inside or self.peaks, key=lambda peak: peak.measured_bytes, default=None)
 

@@ -26,21 +26,15 @@ class Rate:
     tokens_per_s: float
     """Tokens per second of the whole job."""
     flops_per_s: float
-    """FLOP/s of each rank, by Megatron's count of the model's FLOPs. Megatron's log calls this number `TFLOP/s/GPU`."""
+    """FLOP/s of each rank, by Megatron's count of the model's FLOPs. Megatron's log has `TFLOP/s/GPU`."""
     mfu: float | None
-    """Share of the device's dense peak in the format of the weights, never in FP8. None = the device's peak is
-    unknown."""
+    """Share of the device's dense peak in the format of the weights, never in FP8. None = the peak is unknown."""
 
     @classmethod
     def of(cls, job: Job, layout: Layout, step_time_s: float, cluster: Cluster) -> Rate | None:
-        """Return the rate of a job with a given step time. None if the step time is not above 0.
+        """Return the rate of a job whose optimizer step takes `step_time_s`. None if the step time is not above 0.
 
-        Args:
-            job: model and batch.
-            layout: the layout that runs.
-            step_time_s: seconds of one optimizer step.
-            cluster: gives the peak if all devices have one type.
-
+        The peak of the devices is known only if all devices of the cluster have one type.
         """
         if step_time_s <= 0:
             return None
@@ -57,8 +51,7 @@ class Rate:
 
     def times(self, factor: float) -> Rate:
         """Return the rate of a step that is `factor` times as fast."""
-        return replace(
-            self,
+        return Rate(
             tokens_per_s=self.tokens_per_s * factor,
             flops_per_s=self.flops_per_s * factor,
             mfu=None if self.mfu is None else self.mfu * factor,
@@ -126,8 +119,7 @@ class Choice:
     memory_correction: float = field(default=1.0, metadata=ADDED_LATER)
     """Factor from earlier outcomes on these machines that is included in the memory peaks."""
     device_peak_bytes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    """Predicted memory peak of each pipeline rank with all overhead, as the driver should report it. Without
-    `memory_correction`."""
+    """Predicted peak of each pipeline rank with all overhead, as the driver reports it, without `memory_correction`."""
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Properties of layout and model, by which outcomes of several jobs are compared."""
     bound_reason: str = field(default="", metadata=ADDED_LATER)
@@ -143,10 +135,9 @@ class Choice:
 
     def __post_init__(self) -> None:
         size = self.layout.world_size
-        if len(self.placement) != size or sorted(self.placement) != list(range(size)):
-            raise FactError(
-                f"placement must hold every rank from 0 to {size - 1} once, got {reprlib.repr(self.placement)}"
-            )
+        if sorted(self.placement) != list(range(size)):
+            shown = reprlib.repr(self.placement)
+            raise FactError(f"placement must hold every rank from 0 to {size - 1} once, got {shown}")
         check_numbers(self, "step_time_s", "step_correction", "memory_correction", limit=0, above=True)
         check_numbers(self, "bound_s", limit=0)
         if min(self.peak_memory_bytes, default=0) <= 0:
@@ -174,8 +165,7 @@ class Provenance:
     """Origin of a plan, and the job to which the plan belongs."""
 
     key: str
-    """Digest of hosts, devices, model, batch, fixed layout fields and versions. A plan is reused only if the keys are
-    equal."""
+    """Digest of hosts, devices, model, batch, fixed layout fields and versions. Plans with equal keys are reused."""
     made_at: str
     versions: dict[str, str]
     source: Literal["measured", "cached", "file", "imagined"]
@@ -242,16 +232,14 @@ class Plan:
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
     """Trials that decided the choice. None = no trials."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
-    """Number of first alternatives that are better than the user's own configuration. None = all alternatives are
-    better."""
+    """Number of first alternatives that are better than the user's own configuration. None = all alternatives."""
     own_fault: str = field(default="", metadata=ADDED_LATER)
     """Reason why the user's own configuration cannot run. Empty = the configuration can run.
 
     If Megatron refuses it, `own` is a substitute. If the search rules it out, `own` has another layout's step time.
     """
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
-    """Fallback plans for other numbers of hosts, beginning with the most hosts. A fallback plan has no fallback
-    plans."""
+    """Fallback plans, which have no fallback plans themselves, beginning with the most hosts."""
     other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Hosts without ranks in this plan that may replace a lost host: spares, and lost hosts that may return."""
 
@@ -294,12 +282,8 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
     """Choose the fastest among a plan and its fallback plans that the present hosts can run.
 
     A host in the chosen plan keeps its ranks. The ranks of a missing host go to a remaining host: first to hosts that
-    had ranks before, then in torchrun's order. Hosts without ranks are on standby. If several plans are equally fast,
-    the plan for the most hosts is taken. The other plans become fallback plans.
-
-    Args:
-        plan: the plan that ran before.
-        hosts: names of the present hosts, in torchrun's order.
+    had ranks before, then in torchrun's order (the order of `hosts`). If several plans are equally fast, the plan for
+    the most hosts is taken. The other plans become fallback plans.
 
     Returns:
         None if even the smallest plan needs more hosts, or if the plan does not know one of the hosts.
@@ -340,10 +324,7 @@ def from_candidate(plan: Plan, attempt: int) -> Plan:
 
 
 def fallback_plans(plans: Iterable[Plan]) -> tuple[Plan, ...]:
-    """Turn plans into fallback plans.
-
-    Remove the plans' own fallback plans, and sort by number of hosts, most hosts first.
-    """
+    """Remove the plans' own fallback plans, and sort the plans by number of hosts, most hosts first."""
     bare = (replace(one, templates=(), other_hosts=()) for one in plans)
     return tuple(sorted(bare, key=lambda one: -len(one.hosts)))
 
@@ -360,9 +341,8 @@ def in_order_of(plan: Plan, hosts: Sequence[str]) -> Plan:
         slots = (place * size + local for place in places for local in range(size))
         return replace(choice, placement=tuple(choice.placement[slot] for slot in slots))
 
-    return replace(
-        plan, hosts=tuple(hosts), chosen=moved(plan.chosen), alternatives=tuple(map(moved, plan.alternatives))
-    )
+    alternatives = tuple(map(moved, plan.alternatives))
+    return replace(plan, hosts=tuple(hosts), chosen=moved(plan.chosen), alternatives=alternatives)
 
 
 MOST_CHARACTERS = 1000
@@ -401,11 +381,7 @@ class Shortage:
     def of(cls, choice: Choice, *, cause: str, noticed_at: str) -> Shortage | None:
         """Return the shortage of a plan. None if the plan was not predicted to fit, or if its predicted need was small.
 
-        Args:
-            choice: the plan that ran out of memory.
-            cause: how the plan ended, as a sentence for the user.
-            noticed_at: time at which the plan ran out of memory.
-
+        `cause` tells the user how the plan ended, as a sentence.
         """
         memory = choice.memory
         if memory is None or not memory.fits:
@@ -422,16 +398,11 @@ class Shortage:
 
     @property
     def share(self) -> float:
-        """Predicted need of the failed plan divided by free memory.
-
-        The plan really needed more than all free memory.
-        """
+        """Predicted need of the failed plan divided by free memory."""
         return self.need_bytes / self.free_bytes
 
     def margin(self, memory_margin: float) -> float:
-        """Return the memory margin for new plans of a job that once ran out of memory.
-
-        The result is at least `memory_margin`.
+        """Return the memory margin for new plans of a job that once ran out of memory, at least `memory_margin`.
 
         A plan with a predicted need of `share` of the free memory needed more than all free memory. So the real need is
         assumed to be 1 / share times the prediction, in addition to the usual margin: need / share <= (1 -

@@ -52,13 +52,12 @@ class Prediction:
     devices_per_host: int
     device_kind: Literal["cuda", "cpu"]
     device_name: str
-    """Name of the devices. Empty = the machines are unknown."""
+    """Empty = the machines are unknown."""
     machines: str
     """Origin of the machines' figures, in a few words."""
     global_batch_size: int
     num_microbatches: int
     num_parameters: int
-    """Parameters of the whole model."""
     tokens_per_step: int
     method: Literal["closed", "abstract"]
     """Source of the tensor sizes. `closed`: formulas. `abstract`: abstract execution of the training step."""
@@ -70,11 +69,9 @@ class Prediction:
     fits: bool | None
     """True if all shown stages leave the margin free. None = the machines are unknown."""
     verdict: MemoryFit
-    """`fits`, `tight` or `too large`. `tight`: the need fits but leaves less than the margin, so no plan may use the
-    layout."""
+    """`tight`: the need fits but leaves less than the margin, so no plan may use the layout."""
     step_time_s: float | None
-    """Predicted step time. None = the machines are unknown or their times cannot be predicted, and a note gives the
-    reason."""
+    """None = the machines are unknown or their times cannot be predicted, and a note gives the reason."""
     breakdown_s: dict[str, float]
     """Parts of the step time by name. All parts sum to the step time."""
     notes: tuple[str, ...]
@@ -89,7 +86,7 @@ class Prediction:
 
     @property
     def fullest(self) -> StageMemory:
-        """Stage with the highest memory peak. If several stages have this peak, the first of these stages."""
+        """First of the stages with the highest memory peak."""
         return max(self.stages, key=lambda stage: stage.peak_bytes)
 
 

@@ -239,7 +239,7 @@ def _scaled(usual: Efficiency, matmul_share: float) -> Efficiency:
     )
 
 
-# The trainer's Python around each kernel: CUDA itself needs 5 us. In Megatron-LM's functional tests on DGX A100 and H100
+# The trainer's Python around each kernel: CUDA itself needs 5 us. In Megatron-LM's functional tests on A100 and H100,
 # one layer and micro-batch with hidden size 512 takes 3 to 6 ms.
 _LAUNCH_S = 50e-6
 # Seconds of each step in Megatron's functional tests that kernels do not explain (`benchmarks.validation.host`).

@@ -21,8 +21,7 @@ MODEL_FIELDS = ("tp", "pp", *Split._fields, "ep", "etp")
 IN_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space")
 """Optimizer formats that save each gradient bucket separately. The run that loads needs buckets of the same sizes."""
 EQUAL_BUCKETS_DP = 40
-"""Largest number of replicas for which gradient buckets have a fixed size. With more replicas, buckets grow (core_v0.16
-training.py:1317)."""
+"""Most replicas for which gradient buckets have a fixed size. Above, buckets grow (core_v0.16 training.py:1317)."""
 REPLICA_ELEMENTS = 1_000_000
 """Elements of a gradient bucket for each replica, if buckets grow."""
 RNG_OF_EXPERTS = "0.16 loads expert-parallel random state only at the same dp and cp"
@@ -37,11 +36,7 @@ def _fixes_random_state(arguments: Arguments, ep: int) -> bool:
 def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:
     """Return the fields that another layout must keep to load the optimizer's state.
 
-    Args:
-        arguments: flags of the run that loads or saves.
-        sharding: format in which the distributed optimizer is saved. None = the default of the release.
-        is_sharded: True for a distributed optimizer.
-
+    `sharding` is the format in which the distributed optimizer is saved. None = the default of the release.
     """
     usual = "fully_sharded_model_space" if release_of(arguments.version) < (0, 15) else "dp_reshardable"
     # The state of a non-distributed optimizer is sharded like the parameters.
@@ -63,10 +58,7 @@ class Demands:
     """Reason why the checkpoint may fail to load under any plan on this number of ranks. Empty = no reason is known."""
 
     def applied(self, own: Layout) -> Layout:
-        """Return the user's own layout with the checkpoint's values.
-
-        MegatronError if the number of ranks does not allow the values.
-        """
+        """Return the user's own layout with the checkpoint's values. MegatronError if the ranks do not allow them."""
         fields = dict(self.own)
         if not fields:
             return own
@@ -90,11 +82,7 @@ def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
     """Return the demands of the checkpoint at `--load`.
 
     Values come from the checkpoint if possible, otherwise from the plan file beside the checkpoint, otherwise from the
-    flags.
-
-    Raises:
-        MegatronError: `--use-mp-args-from-checkpoint-args` is given, but the checkpoint's sizes cannot be read.
-
+    flags. MegatronError if `--use-mp-args-from-checkpoint-args` is given, but the sizes cannot be read.
     """
     found = checkpoint_folder(arguments)
     if not found:
@@ -111,10 +99,7 @@ def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
 
 
 def unseen_note(arguments: Arguments) -> str:
-    """Return a note on a checkpoint that may exist only on other machines.
-
-    Empty if the checkpoint is on this machine, or if no flag names a checkpoint.
-    """
+    """Return a note on a checkpoint that may exist only on other machines, or an empty text."""
     if not arguments.get("load") or checkpoint_folder(arguments):
         return ""
     return (
@@ -164,10 +149,7 @@ def _of_torch(
 def _of_torch_dist(
     arguments: Arguments, own: Layout, folder: Path, *, reads_optimizer: bool, num_layers: int
 ) -> Demands:
-    """Return the demands of the format torch_dist.
-
-    Weights load under every layout, a distributed optimizer only in some formats.
-    """
+    """Return the demands of torch_dist: weights load under every layout, but an optimizer only in some formats."""
     saved, sharding = read_saved(folder)
     record, problem = _recorded(folder)
     written = _saved_layout(saved, num_layers, arguments.version)
@@ -259,10 +241,7 @@ def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]
 
 
 def _saved_replicas(saved: Saved) -> int | None:
-    """Return how many ranks shared the optimizer's state in the run that saved.
-
-    None if the checkpoint lacks this number.
-    """
+    """Return how many ranks shared the optimizer's state in the run that saved. None if unknown."""
     ranks, dp = _saved_size(saved, "world_size"), _saved_size(saved, "data_parallel_size")
     if dp:
         return dp * (_saved_size(saved, DEGREES["cp"]) or 1)
@@ -290,8 +269,7 @@ class Continuation:
     kept: tuple[str, ...] = ()
     """Layout fields that must be equal in the run that saves and the run that loads."""
     bucket_dp: int = 0
-    """Largest number of replicas for which gradient buckets have a fixed size. 0 if the sizes of buckets do not
-    matter."""
+    """Most replicas for which gradient buckets have a fixed size. 0 = the sizes of buckets do not matter."""
     note: str = ""
     """Sentence on the cost of losing hosts, or on the flag that would free the kept fields. Empty = no remark."""
 
@@ -304,13 +282,8 @@ class Continuation:
 def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation:
     """Return the fields that another layout must keep to load checkpoints that a job saves under the given layout.
 
-    The fields depend on the checkpoint format and on the distributed optimizer's format in the run that saves.
-
-    Args:
-        words: the user's own words after the script's name.
-        job: the job that these words describe.
-        layout: the layout that saves.
-
+    The fields depend on the checkpoint format and on the distributed optimizer's format in the run that saves. `words`
+    are the user's own words after the script's name.
     """
     arguments = Arguments.parse(words, job.megatron_version)
     save, load = arguments.get("save"), arguments.get("load")

@@ -88,13 +88,9 @@ OTHER = ("other", None)
 
 
 def read_saved(directory: Path) -> tuple[Saved, str | None]:
-    """Return the plain arguments of the run that saved, and the format of the run's distributed optimizer.
+    """Return the plain arguments of the run that saved, and the format of its distributed optimizer (None = unknown).
 
-    None if unknown.
-
-    Args:
-        directory: folder such as `iter_0000010` of a checkpoint in the format torch_dist or torch.
-
+    `directory` is a folder such as `iter_0000010` of a checkpoint in the format torch_dist or torch.
     """
     found = [*_instructions(directory), OTHER, OTHER, OTHER]
     arguments: dict[str, Any] = {}
@@ -107,8 +103,7 @@ def read_saved(directory: Path) -> tuple[Saved, str | None]:
     texts = {value for kind, value in found if kind == "word"}
     kinds = [kind for kind in SHARDING_TYPES if kind in texts]
     if not kinds and isinstance(arguments.get("ckpt_fully_parallel_save"), bool):
-        # Megatron before 0.13 stores no optimizer format. For such checkpoints Megatron derives the format from this
-        # flag (load_checkpoint).
+        # Megatron before 0.13 stores no format, and derives the format from this flag (load_checkpoint).
         kinds = ["fully_sharded_model_space" if arguments["ckpt_fully_parallel_save"] else "dp_zero_gather_scatter"]
     return arguments, kinds[0] if len(kinds) == 1 else None
 
@@ -190,13 +185,9 @@ TYPES: dict[str | None, tuple[type, ...]] = {"int": (int,), "float": (int, float
 
 
 def with_checkpoint_arguments(arguments: Arguments) -> tuple[Arguments, str]:
-    """Return the flags with the values that Megatron reads from the checkpoint, and a note for the user.
+    """Return the flags with the values that `--use-checkpoint-args` reads from the checkpoint, and a note for the user.
 
-    Without `--use-checkpoint-args` the flags are unchanged.
-
-    Raises:
-        MegatronError: `--use-checkpoint-args` is given without a folder to read.
-
+    Without this flag the flags are unchanged. MegatronError if no flag names a folder to read.
     """
     if not arguments.get("use_checkpoint_args"):
         return arguments, ""

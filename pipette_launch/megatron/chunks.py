@@ -25,8 +25,7 @@ MOST_SHOWN = 1 << 14
 PATTERN_DESTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Flags that name the layers of a hybrid model. `hybrid_layer_pattern` is the new name from 0.17 on."""
 RATIO_DESTS = {"*": "hybrid_attention_ratio", "-": "hybrid_mlp_ratio"}
-"""Flags for the share of attention or MLP layers in a hybrid model, by letter. Releases from 0.17 on lack these
-flags."""
+"""Flags, until 0.16, for the share of attention or MLP layers in a hybrid model, by letter."""
 HYBRID_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
 """Megatron's own values of `--spec` for hybrid models."""
 FIRST_CUT_PATTERNS = (0, 17)
@@ -46,10 +45,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridPattern:
-    """Layers of a hybrid model by letters.
-
-    The pattern `M-M*|M-M-/*E/*E` has two stages and two depths of multi-token prediction.
-    """
+    """Layers by letters: the pattern `M-M*|M-M-/*E/*E` has two stages and two depths of multi-token prediction."""
 
     stages: tuple[str, ...]
     depths: tuple[str, ...]
@@ -61,12 +57,7 @@ class HybridPattern:
 
 
 def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
-    """Return the layer pattern of a hybrid model. None for models that are not hybrid.
-
-    Raises:
-        MegatronError: the flags contradict each other or name no layers.
-
-    """
+    """Return the layer pattern of a hybrid model. None for models that are not hybrid."""
     given = [dest for dest in PATTERN_DESTS if arguments.get(dest)]
     if not given:
         is_old, specs = release_of(arguments.version) < FIRST_CUT_PATTERNS, {*(arguments.get("spec") or ())}
@@ -101,8 +92,7 @@ def _pattern_of_ratios(arguments: Arguments) -> str:
     for (letter, share), first_run in zip(shares.items(), (1, 0), strict=True):
         places = [place for place, kind in enumerate(pattern) if kind == "M"]
         count = round(num_layers * share)
-        # An attention layer comes between two runs of Mamba layers, and an MLP layer comes after each run of Mamba
-        # layers.
+        # An attention layer comes between two runs of Mamba layers, and an MLP layer after each run of Mamba layers.
         run = (len(places) - count) / (count + first_run) if count else len(places) + 1
         left = run
         for place in places:
@@ -114,12 +104,7 @@ def _pattern_of_ratios(arguments: Arguments) -> str:
 
 
 def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> Split:
-    """Read the number of virtual stages, the layers of each chunk, and the chunk of multi-token prediction.
-
-    Raises:
-        MegatronError: two flags exclude each other, or the flags cannot divide the layers.
-
-    """
+    """Read the split of the layers. MegatronError if two flags exclude each other, or cannot divide the layers."""
     ways = [dest for dest in SPLIT_DESTS[:3] if arguments.get(dest) is not None]
     if len(ways) > 1:
         raise MegatronError(f"{' and '.join(map(arguments.shown, ways))} exclude each other; keep one of them")
@@ -176,8 +161,7 @@ def _with_pattern(arguments: Arguments, text: str) -> Arguments:
 def nearly_even(num_layers: int, num_chunks: int) -> Chunks:
     """Divide layers among chunks so that chunk sizes differ by at most 1. Return () if all sizes are equal.
 
-    Middle chunks get the additional layers first, then the first chunk. The last chunk gets no additional layer,
-    because it has the head.
+    Additional layers go to middle chunks, then to the first chunk, but not to the last chunk, which has the head.
     """
     size, more = divmod(num_layers, num_chunks)
     larger = {*[*range(1, num_chunks - 1), 0][:more]}
@@ -193,10 +177,7 @@ def stated_vpp(arguments: Arguments, pp: int) -> int | None:
 
 
 def _from_pattern(arguments: Arguments, pattern: HybridPattern, pp: int, num_layers: int) -> tuple[int, Chunks]:
-    """Read the stages of a hybrid model's pattern.
-
-    A pattern without stages means an equal split, except for the ends.
-    """
+    """Read the stages of a hybrid model's pattern. A pattern without stages is split equally, except for the ends."""
     stages, cuts = pattern.stages, release_of(arguments.version) >= FIRST_CUT_PATTERNS
     may_stay = ENDS if len(stages) == 1 and cuts else ()
     clash = [dest for dest in SPLIT_DESTS if arguments.get(dest) and dest not in may_stay]
@@ -287,10 +268,7 @@ def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:
 
 
 def _from_counts(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Chunks:
-    """Divide the layers equally, except for first and last stages that flags state.
-
-    Embedding and loss may count as layers.
-    """
+    """Divide the layers equally, except for first and last stages that flags state. Embedding and loss may count."""
     ends = [(place, arguments.get(dest)) for place, dest in zip((0, pp - 1), ENDS, strict=True)]
     named = [(place, int(layers)) for place, layers in ends if layers is not None]
     given = dict(named)

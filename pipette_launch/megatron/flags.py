@@ -22,8 +22,7 @@ OLDEST = (0, 14)
 CLOSE = 0.85
 """Least similarity (difflib) of a mistyped flag to the known flag: 12 letters with two swapped letters have 0.92."""
 LEAST_BEGINNING = 8
-"""Least number of characters of a shortened flag for which a note names the full flag. Megatron accepts no shortened
-flags."""
+"""Least characters of a shortened flag for which a note names the full flag. Megatron accepts no shortened flags."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +34,7 @@ class Flag:
     action: str
     nargs: int | str | None
     kind: str | None
-    """Type of the value: `int`, `float` or `bool`. None for text, even if Megatron converts the text after parsing."""
+    """`int`, `float` or `bool`. None for text, even if Megatron converts the text after parsing."""
     default: Any
     choices: tuple[str | int, ...] | None = None
     """Allowed values. None = every value is allowed."""
@@ -108,10 +107,7 @@ def flag_defaults(version: str) -> Mapping[str, Any]:
 
 @functools.cache
 def flag_table(version: str) -> Mapping[str, Flag]:
-    """Return every option string of a release.
-
-    A release newer than the table has the flags of the newest release in the table.
-    """
+    """Return every option string of a release. A release newer than the table has the newest flags in the table."""
     place = releases().index(known_release(version))
     table = {}
     for option, rows in _data()["flags"].items():
@@ -170,14 +166,8 @@ def _parser(version: str) -> _Parser:
 def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
     """Cut a command line into tokens as argparse does without shortened flags.
 
-    Joined, the words of all tokens are the input again.
-
-    Unknown flags, values of unknown flags and stray words become tokens of one word each. No word after a bare `--` is
-    a flag.
-
-    Raises:
-        MegatronError: a known flag has too few values, a value of a wrong type, or a value that is not allowed.
-
+    The words of all tokens are the command line again. Unknown flags, values of unknown flags and stray words become
+    tokens of one word each. No word after a bare `--` is a flag. MegatronError if a known flag has a wrong value.
     """
     end = list(words).index("--") if "--" in words else len(words)
     seen = argparse.Namespace(found=[])
@@ -200,10 +190,7 @@ def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """A user's command line, read with the flags of one release.
-
-    An edit of one flag leaves all other words unchanged.
-    """
+    """A command line, read with the flags of one release. An edit of one flag leaves all other words unchanged."""
 
     tokens: tuple[Token, ...]
     version: str
@@ -233,20 +220,14 @@ class Arguments:
         return any(token.dest == dest for token in self.tokens)
 
     def get(self, dest: str) -> Any:
-        """Return the value that Megatron would store: the last of several values.
-
-        None if this release lacks the flag.
-        """
+        """Return the value that Megatron would store, the last of several values. None if the release lacks it."""
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return token.value
         return flag_defaults(self.version).get(dest)
 
     def size(self, dest: str, *, default: int = 1) -> int:
-        """Return the value of a flag as a number of at least 1.
-
-        `default` if neither the user nor Megatron's default gives a number.
-        """
+        """Return a number of at least 1. `default` if neither the user nor Megatron's default gives a number."""
         value = self.get(dest)
         if value is None:
             return default
@@ -264,10 +245,7 @@ class Arguments:
         return value
 
     def shown(self, dest: str) -> str:
-        """Return the user's own words for a destination, such as `--micro-batch-size 4`.
-
-        If the user did not give the flag, return the flag without a value.
-        """
+        """Return the user's words for a destination, such as `--micro-batch-size 4`, or only the flag."""
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return " ".join(token.words)
@@ -286,10 +264,7 @@ class Arguments:
         return MegatronError(f"{' and '.join(map(self.shown, dests))}: {reason}")
 
     def with_flag(self, option: str, *values: object) -> Arguments:
-        """Replace the last occurrence of a flag.
-
-        If the flag does not occur, add it at the end, but before a bare `--`.
-        """
+        """Replace the last occurrence of a flag, or add the flag at the end, but before a bare `--`."""
         (new,) = tokenise((option, *map(str, values)), self.version)
         places = [i for i, token in enumerate(self.tokens) if token.dest == new.dest]
         ends = [i for i, token in enumerate(self.tokens) if token.words == ("--",)]
@@ -395,12 +370,11 @@ def unknown_note(arguments: Arguments) -> list[str]:
     )
     if not found:
         return []
-    shown = []
+    shown, stops = [], "the script stops at them unless it adds them itself"
     for word in found:
         short, new = SHORT_SIZES.get(_letters(word).removesuffix("size")), NEW_NAMES.get(word)
         meant = short or (new if new in flag_table(version) else likely_flag(word, version))
         shown.append(f"{word} (did you mean {meant}?)" if meant else word)
-    stops = "the script stops at them unless it adds them itself"
     return [f"not flags of Megatron {version}, so without effect here: {', '.join(shown)}; {stops}"]
 
 

@@ -47,29 +47,23 @@ DESTS_OF: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in SWITCHES},
     "recompute": RECOMPUTE_DESTS[:4],
 }
-"""Megatron's destinations that set each field of a layout. No destination sets dp, because dp follows from the number
-of ranks."""
+"""Megatron's destinations that set each field of a layout. dp follows from the number of ranks."""
 
 
 def read_recompute(arguments: Arguments) -> Recompute:
-    """Read activation recompute.
-
-    As in Megatron, selective recompute without named modules recomputes core attention.
-    """
+    """Read activation recompute. As in Megatron, selective recompute without modules recomputes core attention."""
     granularity = "selective" if arguments.get("recompute_activations") else arguments.get("recompute_granularity")
     method, num_layers = arguments.get("recompute_method"), arguments.get("recompute_num_layers")
-    # `--moe-layer-recompute` is an old flag for selective recompute of the module `moe`
-    # (transformer_config.py:1255-1266).
+    # An old flag for selective recompute of the module `moe` (transformer_config.py:1255-1266).
     of_experts = ("moe",) if arguments.get("moe_layer_recompute") and granularity != "full" else ()
     if of_experts:
         granularity = "selective"
     if granularity is None:
         return NO_RECOMPUTE
     if granularity == "selective":
-        if method is not None or num_layers is not None:
-            raise MegatronError(
-                "selective recompute takes neither --recompute-method nor --recompute-num-layers; remove them"
-            )
+        if (method, num_layers) != (None, None):
+            flags = "neither --recompute-method nor --recompute-num-layers"
+            raise MegatronError(f"selective recompute takes {flags}; remove them")
         modules = tuple(arguments.get("recompute_modules") or ("core_attn",))
         return Recompute(granularity="selective", modules=(*modules, *(set(of_experts) - set(modules))))
     if granularity != "full" or method not in ("uniform", "block") or num_layers is None:
@@ -85,10 +79,7 @@ def known_dest(arguments: Arguments, dest: str) -> str:
 
 
 def num_layers_of(arguments: Arguments) -> int:
-    """Return the number of layers of the model.
-
-    MegatronError for more than MOST_LAYERS, which would fill the host's memory.
-    """
+    """Return the number of layers of the model. MegatronError for more layers than the host's memory can hold."""
     pattern = hybrid_pattern(arguments)
     # A hybrid model's pattern overrides `--num-layers`.
     num_layers = len(pattern.layers) if pattern else arguments.size(known_dest(arguments, "num_layers"))
@@ -100,9 +91,7 @@ def num_layers_of(arguments: Arguments) -> int:
 def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
     """Read the layout that torchrun would run on `world_size` ranks.
 
-    Raises:
-        MegatronError: two flags contradict each other, or the degrees do not divide the ranks.
-
+    MegatronError if two flags contradict each other, or if the degrees do not divide the ranks.
     """
     tp, pp, cp, ep = (arguments.size(dest) for dest in (TP, PP, CP, EP))
     etp = arguments.size(ETP, default=tp)
@@ -153,7 +142,7 @@ def read_stand_in(
         arguments: the user's flags.
         world_size: ranks of the job.
         fixed: fields of the layout that must not change.
-        keeps_degrees: if true, split the layers anew, but change no degree.
+        keeps_degrees: true for only the first attempt.
 
     Returns:
         None if every replacement would change a fixed field.
@@ -194,11 +183,7 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
 
     The result states the global batch size, and the padded vocabulary size if the new TP would change the padding.
     `read_layout` of the result returns the same layout. A dense model gets no flags for experts, because its `etp` is
-    Megatron's default, `tp`.
-
-    Raises:
-        MegatronError: `--local-rank` is given, which would override the launcher's choice of devices.
-
+    Megatron's default, `tp`. MegatronError for `--local-rank`, which would override the launcher's choice of devices.
     """
     given = Arguments.parse(arguments, job.megatron_version)
     if given.is_given("local_rank"):
@@ -230,8 +215,7 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
 
 def _with_chunks(written: Arguments, layout: Layout, num_layers: int) -> Arguments:
     wanted = Split(layout.vpp, layout.layers_per_chunk, layout.chunks_after_mtp)
-    # If a checkpoint names a hybrid model's layers, write the layers as a flag, because the flag also states where
-    # stages begin.
+    # A hybrid model's layers from a checkpoint become a flag, because the flag also states where stages begin.
     cut, (whole, _) = written, with_checkpoint_arguments(written)
     saved = next((dest for dest in PATTERN_DESTS if whole.get(dest) and not written.get(dest)), None)
     if saved:

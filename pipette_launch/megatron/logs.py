@@ -15,15 +15,13 @@ _COUNT, _FIGURE = r"(\d{1,15})", r"(\d{1,15}(?:\.\d{0,15})?)"
 ITERATION = re.compile(rf"iteration\s+{_COUNT}/\s*{_COUNT} \|", re.ASCII)
 STEP_TIME = re.compile(rf"elapsed time per iteration \(ms\): {_FIGURE} \|", re.ASCII)
 LOSS = re.compile(r"lm loss: ([-+.\dE]+|INF) \|")
-"""Loss in an iteration line. Megatron prints no loss that is NaN, not positive (0.14 to 0.16) or negative (from 0.17
-on)."""
+"""Loss in an iteration line. Megatron prints no loss that is NaN, or negative (until 0.16 also not 0)."""
 MEMORY = re.compile(
     rf"\[Rank {_COUNT}\] \(after {_COUNT} iterations\) memory \(MB\) \| allocated: {_FIGURE} "
     rf"\| max allocated: {_FIGURE} \| reserved: {_FIGURE} \| max reserved: {_FIGURE}",
     re.ASCII,
 )
-"""Memory line, which ranks of the first replica print after the first logged iteration, and from 0.16 on after the
-second."""
+"""Memory line of ranks of the first replica, after the first logged iteration, from 0.16 on after the second."""
 RERUN_EXIT_CODES = (16, 17)
 """Exit codes of Megatron's rerun state machine: 16 = start again with the same layout, 17 = a result was wrong."""
 
@@ -170,8 +168,7 @@ MISSING = re.compile(
     r"\.idx and \.bin files cannot be found"
 )
 OF_ONE_RANK = re.compile(r"mp_rank_|torchinductor|\.triton|/triton")
-"""Pattern of files that each rank writes for itself. If such a file is missing, the layout or chance may be the
-cause."""
+"""Files that each rank writes for itself. If such a file is missing, the layout or chance may be the cause."""
 MAY_BE_THE_LAYOUT = re.compile(
     r"parallel|pipeline|micro.?batch|divisible|world.?size|rank|stage|shape|size mismatch|state_dict|checkpoint|"
     r"connect|peer|broken pipe|time.?out|timed out|Dist\w*Error|CUDA|NCCL|gloo|memory",
@@ -182,10 +179,7 @@ OWN_WORDS = "the words that the script refuses are your own"
 
 
 def exception_in(text: str) -> str:
-    """Return type and message of the last exception that a worker printed, in one line.
-
-    Empty if there is no exception.
-    """
+    """Return type and message of the last exception that a worker printed, in one line, or an empty text."""
     found = EXCEPTION.findall(text)
     return str(found[-1]).strip() if found else ""
 

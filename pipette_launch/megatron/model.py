@@ -30,20 +30,15 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "NVTE_FUSED_ATTN": ("fused", "auto"),
     "NVTE_UNFUSED_ATTN": ("unfused", "auto"),
 }
-"""TransformerEngine's environment variables, and the backends for which Megatron sets the variable to 1 instead of
-0."""
+"""TransformerEngine's environment variables, and the backends for which Megatron sets the variable to 1, not 0."""
 _AMPERE = 8
 
 
 def check_required(arguments: Arguments, *, starts_nothing: bool, cause: str = "") -> str:
     """Raise MegatronError that lists every missing flag.
 
-    Args:
-        arguments: the user's own flags.
-        starts_nothing: if true, demand only flags that affect time or memory. The returned note names other flags that
-            Megatron demands.
-        cause: why flags for the model's sizes may be missing. Empty if unknown.
-
+    If `starts_nothing`, only flags that affect time or memory are demanded. The returned note names other flags that
+    Megatron demands. `cause` is the reason why flags for the model's sizes may be missing. Empty = unknown.
     """
     missing = [dest for dest in REQUIRED if arguments.get(known_dest(arguments, dest)) is None]
     if "num_layers" in missing and hybrid_pattern(arguments):
@@ -74,7 +69,7 @@ def read_model(
     environment: Mapping[str, str],
     capability: int | None = None,
 ) -> ModelSpec:
-    """Read the layers and sizes of the model.
+    """Read the layers and sizes of the model. MegatronError if a flag is missing, or if sizes contradict each other.
 
     Args:
         arguments: the job's flags.
@@ -82,9 +77,6 @@ def read_model(
         device_kind: `cuda` or `cpu`.
         environment: variables of the workers, some of which select an attention backend.
         capability: major number of the GPUs' compute capability. None if unknown.
-
-    Raises:
-        MegatronError: a flag is missing, or the sizes contradict each other.
 
     """
     # TransformerEngine needs CUDA, so on CPU all layers are Megatron's own layers.
@@ -165,16 +157,11 @@ def _sizes(arguments: Arguments) -> dict[str, Any]:
 def _backend(
     arguments: Arguments, transformer_impl: str, environment: Mapping[str, str], capability: int | None
 ) -> Any:
-    """Return the attention backend of a job's layers.
+    """Return the attention backend of a job's layers. MegatronError if the environment contradicts the flag.
 
     `auto` becomes the backend that TransformerEngine selects (get_attention_backend of v2.8): unfused for fp32 and for
     GPUs before Ampere, flash on Ampere, cuDNN's fused attention on Hopper and later, also in deterministic runs. Flash
-    attention and cuDNN 9 are assumed to be installed. The result is `auto` for an unknown GPU and for Megatron's own
-    layers.
-
-    Raises:
-        MegatronError: the flag is unknown, or Megatron would stop because the environment contradicts the flag.
-
+    attention and cuDNN 9 are assumed to be installed. For an unknown GPU and for Megatron's own layers, `auto` stays.
     """
     flag = arguments.choice("attention_backend", BACKENDS)
     if transformer_impl == "local":
@@ -261,12 +248,7 @@ def _attention_windows(arguments: Arguments) -> tuple[int, ...]:
 
 
 def _layer_pattern(arguments: Arguments, dest: str, *, may_be_longer: bool = False) -> int | tuple[int, ...]:
-    """Read a number of layers, or a list with 0 or 1 for each layer. Entries after the last layer have no effect.
-
-    Raises:
-        MegatronError: the value is neither a number nor a list, or the list has a wrong number of entries.
-
-    """
+    """Read a number of layers, or a list with 0 or 1 for each layer. Entries after the last layer have no effect."""
     num_layers, text = num_layers_of(arguments), str(arguments.get(dest))
     if " " in text:
         raise arguments.refusal("Megatron allows no spaces in a list; remove them", dest)

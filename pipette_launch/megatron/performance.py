@@ -33,8 +33,7 @@ _UNPRICED = (
 DESTS = {*_ITEM_TYPES, *_UNPRICED}
 """Destinations of the flags that `Job.performance_flags` contains."""
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables with allocator options, from old and new torch releases and ROCm. The first variable that is
-set counts, even if its text is empty."""
+"""Environment variables with allocator options. The first variable that is set counts, even if its text is empty."""
 EXPANDABLE = "expandable_segments"
 
 
@@ -66,17 +65,17 @@ def _options_of_job(flags: tuple[str, ...], version: str) -> PerformanceOptions:
 
 
 def options_of(arguments: Arguments) -> PerformanceOptions:
-    """Return the options of a command line.
-
-    An option that the release lacks has the default of `PerformanceOptions`.
-    """
+    """Return the options of a command line. An option that the release lacks has `PerformanceOptions`' default."""
     values: dict[str, Any] = {}
     for name, item_type in _ITEM_TYPES.items():
         value = arguments.get(name)
         if item_type and value is not None:
             # For the same option, one release takes a single value or a text, and another release takes several values
             # or a number.
-            value = tuple(map(item_type, value if isinstance(value, list) else [value]))
+            try:
+                value = tuple(map(item_type, value if isinstance(value, list) else [value]))
+            except ValueError:
+                raise arguments.refusal("each value must be a number", name) from None
         if value is not None:
             values[name] = value
     return PerformanceOptions(**values)
@@ -85,9 +84,7 @@ def options_of(arguments: Arguments) -> PerformanceOptions:
 def allocator_config(environment: Mapping[str, str]) -> str:
     """Return the allocator options of an environment, without white space. Empty if no variable sets options.
 
-    Raises:
-        MegatronError: torch would refuse the options at import.
-
+    MegatronError if torch would refuse the options at import.
     """
     name = next((variable for variable in VARIABLES if variable in environment), VARIABLES[0])
     config = "".join(environment.get(name, "").split())

@@ -55,7 +55,7 @@ class Pin(NamedTuple):
 
 
 def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the sorted layout fields that `--pipette-fix` names. UsageError for an unknown name."""
+    """Return the sorted layout fields that `--pipette-fix` names. OptionError for an unknown name."""
     found: set[str] = set()
     known = SHORT_NAMES | {field: (field,) for field in LAYOUT_FIELDS}
     for name in names:
@@ -113,20 +113,14 @@ UNTIMED = {
     "hybrid_override_pattern": _HYBRID,
     "is_hybrid_model": _HYBRID,
 }
-"""Reasons why no warm-up can time a job, by destination of a flag. Such jobs are planned only for described
-machines."""
+"""Reasons why no warm-up can time a job, by destination of a flag. `pipette plan --gpu` plans such jobs."""
 
 
 def check_planned(arguments: Arguments, *, for_prediction: bool = False, without_probes: bool = False) -> None:
     """Raise MegatronError, with flag and reason, for a job that is not planned.
 
-    The launcher then trains with the user's own configuration, as torchrun would, and shows the reason.
-
-    Args:
-        arguments: the job's flags.
-        for_prediction: if true, refuse only jobs that cannot be predicted.
-        without_probes: true if the plan uses no warm-up.
-
+    The launcher then trains with the user's own configuration, as torchrun would, and shows the reason. With
+    `for_prediction` only jobs that cannot be predicted are refused. `without_probes` = the plan uses no warm-up.
     """
     needs_warm_up = not for_prediction and not without_probes
     refused = REFUSED | ({} if for_prediction else UNPLANNED) | (UNTIMED if needs_warm_up else {})
@@ -181,8 +175,7 @@ def pins(arguments: Arguments, own: Layout, device_kind: str) -> Iterator[Pin]:
         yield from _expert_pins(arguments)
     kind = arguments.get("optimizer")
     if kind not in ELEMENTWISE:
-        # Muon and similar optimizers orthogonalise whole matrices, or the shards into which tensor parallelism cuts the
-        # matrices.
+        # Muon and similar optimizers orthogonalise whole matrices, or the matrices' tensor-parallel shards.
         note = " works on matrices: tp, etp and the distributed optimizer stay"
         yield _pin(arguments, (*OPTIMIZER_FIELDS, "etp", "tp"), "optimizer", note)
     elif kind != "adam":
@@ -221,8 +214,7 @@ def _data_pins(arguments: Arguments, own: Layout) -> Iterator[Pin]:
         # The smallest batches of a ramp-up must also divide among the replicas, and must fill an interleaved pipeline.
         held = ("dp", "micro_batch_size", "vpp") if own.vpp == 1 else ("dp", "micro_batch_size", "pp", "vpp")
         yield Pin(held, f"{arguments.shown('rampup_batch_size')} must divide at every step: {', '.join(held)} stay")
-    # The loss is a mean over means of micro-batches. If micro-batches have different numbers of tokens, the micro-batch
-    # size changes the loss.
+    # The loss is a mean over means of micro-batches, so the micro-batch size matters if tokens are masked.
     uneven = next((dest for dest in ("eod_mask_loss", "sft", "fim_data") if arguments.get(dest)), None)
     if uneven and not arguments.get("calculate_per_token_loss"):
         note = (

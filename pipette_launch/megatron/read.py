@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pipette_launch.errors import MegatronError
@@ -46,15 +46,15 @@ def read_job(
     """Read a job from the user's command line, with the layout fields that a plan must not change.
 
     If a checkpoint demands a layout, `Job.own` has the checkpoint's values instead of the flags' values. If the layers
-    do not divide among the stages, `Job.own` is a substitute layout (stand-in) that splits the layers unevenly. A note
-    reports the substitute.
+    do not divide among the stages, `Job.own` is a substitute layout that splits the layers unevenly, and a note reports
+    this. MegatronError if a flag is missing, contradicts another flag, or describes a job that is not planned.
 
     Args:
         arguments: the words after the script's name.
         world_size: ranks of the job.
         megatron_version: the release whose flags the script takes, such as `0.16.1`.
         device_kind: `cuda` or `cpu`.
-        fix: names from `--pipette-fix`.
+        fix: names from `--pipette-fix`. OptionError for a name that is not a layout field.
         for_prediction: if true, accept jobs that cannot be planned but whose memory and time can be predicted.
         without_probes: if true, accept jobs that a warm-up cannot time, for plans without a warm-up.
         for_planning: if true, accept a layout that Megatron refuses. A substitute then gets other degrees that divide
@@ -65,80 +65,29 @@ def read_job(
         device_name: name of the GPUs, on which the attention backend depends. Empty if unknown.
         capability: major number of the GPUs' compute capability. None = derive the number from `device_name`.
 
-    Raises:
-        MegatronError: a flag is missing, contradicts another flag, or describes a job that pipette-launch does not
-            plan.
-        OptionError: `fix` contains a name that is not a layout field.
-
     """
+    written = Arguments.parse(arguments, megatron_version)
     fixed = fixed_fields(fix)
-    purpose = _Purpose(for_prediction, without_probes, for_planning, is_launched)
-    workers = _Workers(device_kind, device_name, capability or compute_capability(device_name), environment or {})
-    return _job(Arguments.parse(arguments, megatron_version), purpose, workers, world_size=world_size, fixed=fixed)
-
-
-class _Purpose(NamedTuple):
-    """Arguments of `read_job` that state the caller's use of the job."""
-
-    for_prediction: bool
-    without_probes: bool
-    for_planning: bool
-    is_launched: bool
-
-    @property
-    def starts_nothing(self) -> bool:
-        """True if no script will check the flags."""
-        return (self.for_prediction or self.for_planning) and not self.is_launched
-
-
-class _Workers(NamedTuple):
-    """Devices and environment variables of the workers."""
-
-    device_kind: str
-    device_name: str
-    capability: int | None
-    environment: Mapping[str, str]
-
-
-def _job(written: Arguments, purpose: _Purpose, workers: _Workers, *, world_size: int, fixed: tuple[str, ...]) -> Job:
-    device_kind, device_name, capability, environment = workers
-    for_planning, starts_nothing = purpose.for_planning, purpose.starts_nothing
     given, checkpoint_note = with_checkpoint_arguments(written)
-    check_planned(given, for_prediction=purpose.for_prediction, without_probes=purpose.without_probes)
-    if starts_nothing:
-        check_words(given)
-    needless = check_required(given, starts_nothing=starts_nothing, cause=checkpoint_note)
-    vocabulary = read_vocabulary(given)
-    model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, capability=capability)
-    found = _flags_layout(given, world_size, fixed, for_prediction=purpose.for_prediction, for_planning=for_planning)
-    if starts_nothing:
-        # A launched script refuses flags itself, and may accept more flags than NVIDIA's script.
-        check_flags(given, found.layout)
-        if device_kind == "cuda":
-            check_formats(given, found.layout, device_name=device_name, capability=capability)
-    batch = _batch(given, found.layout)
-    own = _own_layout(given, found, fixed, device_kind=device_kind, num_layers=model.num_layers)
-    if own.doubt and for_planning and not purpose.is_launched:
-        raise MegatronError(own.doubt)
-    notes = [checkpoint_note, vocabulary.note, *own.notes, *_notes(given, own.layout, found.layout, own.refusal)]
-    notes += [needless, *unknown_note(given)] if starts_nothing else []
-    notes += [unseen_note(given)] if starts_nothing and for_planning else []
-    notes += [f"The plan keeps these parts of your layout, as you asked: {', '.join(fixed)}."] if fixed else []
-    job = Job(
-        model=model,
-        batch=batch,
-        own=own.layout,
-        own_refusal=str(own.refusal or ""),
-        allocator_config=allocator_config(environment) if device_kind == "cuda" else "",
-        pinned=tuple(sorted(own.pinned)),
-        notes=tuple(dict.fromkeys(filter(None, notes))),
-        **_training(given, batch, environment),
+    check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
+    reader = _Reader(
+        given=given,
+        checkpoint_note=checkpoint_note,
+        world_size=world_size,
+        fixed=fixed,
+        device_kind=device_kind,
+        device_name=device_name,
+        capability=capability or compute_capability(device_name),
+        environment=environment or {},
+        for_prediction=for_prediction,
+        for_planning=for_planning,
+        is_launched=is_launched,
     )
-    return job if for_planning else _checked(job, given, own.refusal, device_kind)
+    return reader.job()
 
 
 class _FlagsLayout(NamedTuple):
-    """Layout from the flags, or a substitute (stand-in) for a layout that Megatron refuses."""
+    """Layout from the flags, or a substitute for a layout that Megatron refuses."""
 
     layout: Layout
     refusal: MegatronError | None = None
@@ -157,63 +106,109 @@ class _OwnLayout(NamedTuple):
     refusal: MegatronError | None
 
 
-def _own_layout(
-    given: Arguments, found: _FlagsLayout, fixed: Collection[str], *, device_kind: str, num_layers: int
-) -> _OwnLayout:
-    """Apply the checkpoint's values. Raise the refusal if a substitute layout changed a field that must not change."""
-    demanded = demands(given, found.layout, num_layers=num_layers)
-    takes_sizes = demanded.own and given.get("use_mp_args_from_checkpoint_args")
-    refusal = None if takes_sizes else found.refusal
-    own = demanded.applied(found.layout)
-    # Megatron ignores --sequence-parallel at TP 1, and the checkpoint may have another TP than the flags.
-    own = replace(own, sequence_parallel=bool(given.get("sequence_parallel")) and own.tp > 1)
-    held = (*pins(given, own, device_kind), *demanded.pins)
-    pinned = {*fixed, *(name for pin in held for name in pin.fields)}
-    # On CPU cp is always 1, so a substitute with another cp changes nothing.
-    may_differ = {*demanded.own, *(("cp",) if device_kind == "cpu" else ())}
-    if refusal and (pinned & found.changed) - may_differ:
-        raise refusal
-    notes = (*demanded.notes, demanded.doubt, *(pin.note for pin in held))
-    return _OwnLayout(own, frozenset(pinned), notes, demanded.doubt, refusal)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reader:
+    """The arguments of `read_job`, with the flags that `--use-checkpoint-args` reads from a checkpoint."""
 
+    given: Arguments
+    checkpoint_note: str
+    world_size: int
+    fixed: tuple[str, ...]
+    device_kind: str
+    device_name: str
+    capability: int | None
+    environment: Mapping[str, str]
+    for_prediction: bool
+    for_planning: bool
+    is_launched: bool
 
-def _checked(job: Job, given: Arguments, refusal: MegatronError | None, device_kind: str) -> Job:
-    """Check the user's own layout. If a substitute breaks a rule, raise the refusal of the replaced layout."""
-    try:
-        faults = check_own(job, given, device_kind=device_kind)
-    except MegatronError as error:
-        raise refusal or error from None
-    return replace(job, notes=(*job.notes, *faults))
+    def job(self) -> Job:
+        given, environment, kind = self.given, self.environment, self.device_kind
+        starts_nothing = (self.for_prediction or self.for_planning) and not self.is_launched
+        if starts_nothing:
+            check_words(given)
+        needless = check_required(given, starts_nothing=starts_nothing, cause=self.checkpoint_note)
+        vocabulary = read_vocabulary(given)
+        model = read_model(given, vocabulary, device_kind=kind, environment=environment, capability=self.capability)
+        found = self._flags_layout()
+        if starts_nothing:
+            # A launched script refuses flags itself, and may accept more flags than NVIDIA's script.
+            check_flags(given, found.layout)
+            if kind == "cuda":
+                check_formats(given, found.layout, device_name=self.device_name, capability=self.capability)
+        batch = _batch(given, found.layout)
+        own = self._own_layout(found, num_layers=model.num_layers)
+        if own.doubt and self.for_planning and not self.is_launched:
+            raise MegatronError(own.doubt)
+        notes = [self.checkpoint_note, vocabulary.note, *own.notes]
+        notes += _notes(given, own.layout, found.layout, own.refusal)
+        notes += [needless, *unknown_note(given)] if starts_nothing else []
+        notes += [unseen_note(given)] if starts_nothing and self.for_planning else []
+        if self.fixed:
+            notes.append(f"The plan keeps these parts of your layout, as you asked: {', '.join(self.fixed)}.")
+        job = Job(
+            model=model,
+            batch=batch,
+            own=own.layout,
+            own_refusal=str(own.refusal or ""),
+            allocator_config=allocator_config(environment) if kind == "cuda" else "",
+            pinned=tuple(sorted(own.pinned)),
+            notes=tuple(dict.fromkeys(filter(None, notes))),
+            **_training(given, batch, environment),
+        )
+        if self.for_planning:
+            return job
+        try:
+            faults = check_own(job, given, device_kind=kind)
+        except MegatronError as error:
+            raise own.refusal or error from None
+        return replace(job, notes=(*job.notes, *faults))
+
+    def _flags_layout(self) -> _FlagsLayout:
+        """Return the layout of the flags, or a substitute if Megatron refuses the layout of the flags.
+
+        For a job that will start, a substitute only splits the layers anew, because the degrees may suit other hosts.
+        If flags name stages, Megatron itself checks the stages, because a later release may accept the stages.
+        """
+        given = self.given
+        try:
+            return _FlagsLayout(read_layout(given, world_size=self.world_size))
+        except MegatronError as error:
+            names_stages = given.get("pipeline_model_parallel_layout") is not None
+            # Megatron reads the checkpoint's sizes before it checks any size.
+            takes_sizes = given.get("use_mp_args_from_checkpoint_args") and checkpoint_folder(given)
+            if not takes_sizes and (self.for_prediction or (names_stages and not self.for_planning)):
+                raise
+            # Without a global batch size, the parallel degrees decide the number of samples per step.
+            keeps_degrees = not (self.for_planning or takes_sizes) or not given.is_given("global_batch_size")
+            found = read_stand_in(given, world_size=self.world_size, fixed=self.fixed, keeps_degrees=keeps_degrees)
+            if found is None:
+                raise
+            return _FlagsLayout(found[0], error, found[1])
+
+    def _own_layout(self, found: _FlagsLayout, *, num_layers: int) -> _OwnLayout:
+        """Apply the checkpoint's values. Raise the refusal if a substitute changed a field that must not change."""
+        given = self.given
+        demanded = demands(given, found.layout, num_layers=num_layers)
+        takes_sizes = demanded.own and given.get("use_mp_args_from_checkpoint_args")
+        refusal = None if takes_sizes else found.refusal
+        own = demanded.applied(found.layout)
+        # Megatron ignores --sequence-parallel at TP 1, and the checkpoint may have another TP than the flags.
+        own = replace(own, sequence_parallel=bool(given.get("sequence_parallel")) and own.tp > 1)
+        held = (*pins(given, own, self.device_kind), *demanded.pins)
+        pinned = {*self.fixed, *(name for pin in held for name in pin.fields)}
+        # On CPU cp is always 1, so a substitute with another cp changes nothing.
+        may_differ = {*demanded.own, *(("cp",) if self.device_kind == "cpu" else ())}
+        if refusal and (pinned & found.changed) - may_differ:
+            raise refusal
+        notes = (*demanded.notes, demanded.doubt, *(pin.note for pin in held))
+        return _OwnLayout(own, frozenset(pinned), notes, demanded.doubt, refusal)
 
 
 def global_batch_size(words: Sequence[str]) -> int | None:
     """Return the global batch size of a command line. None if the size depends on the layout."""
     given = Arguments.parse(words, newest_release())
     return int(given.get("global_batch_size")) if given.is_given("global_batch_size") else None
-
-
-def _flags_layout(
-    given: Arguments, world_size: int, fixed: Collection[str], *, for_prediction: bool, for_planning: bool
-) -> _FlagsLayout:
-    """Return the layout of the flags, or a substitute if Megatron refuses the layout of the flags.
-
-    For a job that will start, a substitute only splits the layers anew, because the degrees may suit other hosts. If
-    flags name stages, Megatron itself checks the stages, because a later release may accept the stages.
-    """
-    try:
-        return _FlagsLayout(read_layout(given, world_size=world_size))
-    except MegatronError as error:
-        names_stages = given.get("pipeline_model_parallel_layout") is not None
-        # Megatron reads the checkpoint's sizes before it checks any size.
-        takes_sizes = given.get("use_mp_args_from_checkpoint_args") and checkpoint_folder(given)
-        if not takes_sizes and (for_prediction or (names_stages and not for_planning)):
-            raise
-        # Without a global batch size, the parallel degrees decide the number of samples per step.
-        keeps_degrees = not (for_planning or takes_sizes) or not given.is_given("global_batch_size")
-        found = read_stand_in(given, world_size=world_size, fixed=fixed, keeps_degrees=keeps_degrees)
-        if found is None:
-            raise
-        return _FlagsLayout(found[0], error, found[1])
 
 
 def _batch(given: Arguments, own: Layout) -> Batch:

@@ -21,12 +21,8 @@ _BLACKWELL = 10
 def version_or_newest(given: str | None, script: str, environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Return the Megatron release by which flags are read, and a note if the release is a guess.
 
-    Args:
-        given: release as the user wrote it, `0.16.1` or a tag such as `core_v0.16.1`. None = the release that the
-            script imports.
-        script: path of the training script. The file need not exist.
-        environ: environment variables of the job's workers.
-
+    `given` is the release as the user wrote it, `0.16.1` or a tag such as `core_v0.16.1`. None = the release that the
+    script imports. The script need not exist.
     """
     if given is not None:
         return given.removeprefix("core_").removeprefix("v"), ()
@@ -43,11 +39,7 @@ def script_version(script: str, environ: Mapping[str, str]) -> str:
 
     The order is Python's order: beside the script (for a module: in the working directory), on PYTHONPATH, among the
     installed packages. The folders above the script come last, because some of NVIDIA's examples add these folders
-    themselves.
-
-    Raises:
-        MegatronError: no folder on this path contains Megatron.
-
+    themselves. MegatronError if no folder on this path contains Megatron.
     """
     path = Path(script)
     # If the script is a link, Python puts the folder of the link's target on the path.
@@ -68,10 +60,7 @@ def script_version(script: str, environ: Mapping[str, str]) -> str:
 
 
 def _checkout_version(folder: Path) -> str | None:
-    """Return the release of the megatron-core sources in a folder, without importing the sources.
-
-    None if the folder has no sources.
-    """
+    """Return the release of the megatron-core sources in a folder, or None. The sources are not imported."""
     try:
         text = (folder / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
     except OSError:
@@ -86,11 +75,8 @@ def environment(layout: Layout, *, device_kind: str, device_name: str) -> dict[s
     Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor or context parallelism before Blackwell. Megatron asserts
     the same on CPU, because the CPU backend reports a device without a compute capability.
     """
-    if layout.tp == 1 and layout.cp == 1:
-        return {}
-    if device_kind == "cuda" and (compute_capability(device_name) or 0) >= _BLACKWELL:
-        return {}
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    is_blackwell = device_kind == "cuda" and (compute_capability(device_name) or 0) >= _BLACKWELL
+    return {} if is_blackwell or layout.tp == layout.cp == 1 else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 WRITERS = (
@@ -110,8 +96,7 @@ WRITERS = (
 ENDS = ("adlr_autoresume", "exit_duration_in_mins", "exit_interval", r"exit_signal\w*")
 """Flags by which a script ends itself. A trial runs without these flags, because the launcher ends the trial."""
 GROWING = ("rampup_batch_size",)
-"""Flags of a batch size that grows during the training. A trial runs with the final batch size, which takes most of the
-training's time."""
+"""Flags of a growing batch size. A trial runs with the final batch size, which takes most of the training's time."""
 TAKEN_OUT = re.compile("|".join((*WRITERS, *ENDS, *GROWING)))
 REFUSED: tuple[tuple[str, str], ...] = (
     ("ckpt_convert_format", "the script converts a checkpoint and trains nothing"),
@@ -133,15 +118,8 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
     """Change a command line so that a short run prints every iteration and leaves no files.
 
     The launcher ends a trial after a number of iteration lines. `--train-iters` and all flags that depend on steps
-    stay, so learning rate, data and index files are the same as in the training.
-
-    Args:
-        arguments: the words after the script's name, with the layout to try.
-        version: the release whose flags the script takes, as `0.16.1`.
-
-    Raises:
-        MegatronError: a short run may leave files, or may train nothing.
-
+    stay, so learning rate, data and index files are the same as in the training. MegatronError if a short run may leave
+    files, or may train nothing.
     """
     given = Arguments.parse(arguments, version)
     unknown = [word for token in given.tokens if token.flag is None for word in token.words if word.startswith("-")]

@@ -21,11 +21,8 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 def snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
     """Return the folder of a model in this machine's Hugging Face cache. None if the cache lacks the model.
 
-    Args:
-        name: `ORG/NAME`, or only `NAME` for old models.
-        environ: environment variables of this process, which set the folder of the cache (huggingface_hub,
-            constants.py).
-
+    `name` is `ORG/NAME`, or only `NAME` for old models. The variables in `environ` set the folder of the cache
+    (huggingface_hub, constants.py).
     """
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         return None
@@ -46,9 +43,7 @@ def snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
 def hugging_face_tokens(path: Path) -> int | None:
     """Count the distinct tokens of a Hugging Face tokenizer, including tokens that its configuration adds.
 
-    Args:
-        path: folder of the tokenizer, or path of the tokenizer.json.
-
+    `path` is the folder of the tokenizer, or the path of tokenizer.json.
     """
     folder = path if path.is_dir() else path.parent
     try:
@@ -224,12 +219,8 @@ MODELS: tuple[tuple[str, int], ...] = (
 def known_tokens(named: str) -> tuple[str, int] | None:
     """Return the part of a hub name or path that names a public model, and the model's number of tokens, or None.
 
-    Parts that begin with a model's name are preferred to parts that contain a model's name. Later parts are preferred
-    to earlier parts.
-
-    Args:
-        named: `meta-llama/Llama-3.1-8B`, or `/lustre/models/my-Llama-3.1-8B/tokenizer.model` on another machine.
-
+    Parts that begin with a model's name are preferred to parts that contain a model's name, and later parts to earlier
+    parts. `named` may be a path on another machine: `/lustre/models/my-Llama-3.1-8B/tokenizer.model`.
     """
     parts = PurePosixPath(named).parts[::-1]
     # The hub's cache joins organisation and name by two dashes. Names of Megatron-Bridge have 2p5 for 2.5.
@@ -267,13 +258,7 @@ class Vocabulary:
 def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.environ) -> Vocabulary:
     """Read the vocabulary from flags, from the tokenizer's files, or from the name of a public model.
 
-    Args:
-        arguments: the user's own flags.
-        environ: environment variables of this process, which set the folder of the Hugging Face cache.
-
-    Raises:
-        MegatronError: the tokenizer is unknown and no flag gives a size.
-
+    MegatronError if the tokenizer is unknown and no flag gives a size.
     """
     if arguments.get("padded_vocab_size") is not None:
         return Vocabulary(size=arguments.size("padded_vocab_size"), divisible_by=1, is_certain=True)
@@ -333,12 +318,7 @@ def _counted(path: str, kind: str, environ: Mapping[str, str]) -> int | None:
 
 
 def _assumed_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the probable number of tokens, and a note that gives the reason.
-
-    Raises:
-        MegatronError: nothing indicates the number of tokens.
-
-    """
+    """Return the probable number of tokens, and a note that gives the reason. MegatronError if nothing indicates it."""
     path = arguments.get("tokenizer_model") or ""
     counted = _counted(path, kind, environ) if path else None
     if counted:

@@ -29,7 +29,7 @@ class Keep:
     """True if the candidate has completed training steps before."""
     restarts_left: int = 0
     reason: str = ""
-    """Reason why the workers start again; empty if only nodes on standby changed."""
+    """Reason why the workers start again. Empty = only nodes on standby changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,12 +107,13 @@ def decide(
 
     Args:
         records: one record for each agent of the new round whose host can train.
-        held: decision of the last round; None in the first round.
+        hosts: unique host name of each record.
+        held: decision of the last round. None in the first round.
         written: the user's own arguments of the script.
         lost: hosts that can no longer train, each with the reason.
 
     """
-    before = _hosts_of(held) if held else ()
+    before = (*held.hosts, *held.standby_hosts) if held else ()
     gone = tuple((host, (lost or {}).get(host, "")) for host in before if host not in hosts)
     if len(hosts) < least_nodes:
         left = f"{len(hosts)} {'node is' if len(hosts) == 1 else 'nodes are'} left"
@@ -142,10 +143,6 @@ def decide(
                 put_in=tuple(host for host in fitted.hosts if host in held.standby_hosts),
             )
     return _on_same_hosts(records, hosts, held, proven=proven, written=written)
-
-
-def _hosts_of(held: Decision) -> tuple[str, ...]:
-    return (*held.hosts, *held.standby_hosts)
 
 
 def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | None:
@@ -230,12 +227,9 @@ def _after_death(failures: Sequence[Failure], plan: Plan, held: Decision, writte
 def why_to_give_up(
     failures: Sequence[Failure], *, before: Sequence[Failure], written: Sequence[str], given: Sequence[str] | None
 ) -> str:
-    """Return why a script that died before its first iteration would die under every plan; empty if a plan may help.
+    """Return why a script that died before its first iteration would die under every plan. Empty = a plan may help.
 
-    Args:
-        written: the user's own arguments of the script.
-        given: arguments that the script got; None if the script got the user's own arguments.
-
+    `written` are the user's own arguments, and `given` the arguments that the script got (None = the user's own).
     """
     if any(failure.ran_out_of_memory for failure in failures):
         return ""

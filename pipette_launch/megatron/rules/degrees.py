@@ -293,13 +293,7 @@ def batch_faults(rules: Rules, dp: int, micro_batch_size: int) -> Broken:
 def schedule_faults(rules: Rules, pp: int, vpp: int, group_size: int, samples: int) -> Broken:
     """Check that every step has enough micro-batches for interleaving (schedules.py:996-1019).
 
-    Args:
-        rules: the rules of the job.
-        pp: pipeline ranks.
-        vpp: chunks of each pipeline rank.
-        group_size: micro-batches that run through a chunk at a time. 0 = one micro-batch for each pipeline rank.
-        samples: micro_batch_size*dp, the samples of one micro-batch of all replicas.
-
+    `group_size` micro-batches run through a chunk at a time (0 = `pp`). `samples` is micro_batch_size*dp.
     """
     if vpp == 1:
         return

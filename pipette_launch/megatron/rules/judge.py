@@ -52,9 +52,7 @@ def check_flags(arguments: Arguments, own: Layout) -> None:
 def check_own(job: Job, arguments: Arguments, *, device_kind: str) -> tuple[str, ...]:
     """Return sentences on rules that the user's own layout breaks, although Megatron starts with this layout.
 
-    Raises:
-        MegatronError: Megatron refuses the layout; the error has flags, values and a remedy.
-
+    MegatronError, with flags, values and a remedy, if Megatron refuses the layout.
     """
     found = [*_broken_rules(Rules.of(job, device_kind=device_kind), job.own)]
     for broken in found:
@@ -66,14 +64,8 @@ def check_own(job: Job, arguments: Arguments, *, device_kind: str) -> tuple[str,
 def check_formats(arguments: Arguments, own: Layout, *, device_name: str, capability: int | None) -> None:
     """Raise MegatronError if flags demand a number format that the GPUs are known to lack.
 
-    Transformer Engine would stop at the first step (quantization.py).
-
-    Args:
-        arguments: the user's command line.
-        own: the user's own layout.
-        device_name: name of the GPUs, from the driver or from `--gpu`.
-        capability: major number of the GPUs' compute capability, or None if unknown.
-
+    Transformer Engine would stop at the first step (quantization.py). `device_name` is the name from the driver or from
+    `--gpu`. `capability` is the major number of the GPUs' compute capability, or None if unknown.
     """
     names: tuple[str, ...]
     recipe = str(arguments.get("fp8_recipe"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import ClassVar, NamedTuple
@@ -13,58 +14,7 @@ from pipette_launch.facts.accelerators import DeviceSpec, Link, words_of
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.files import ADDED_LATER, check_numbers
 
-_SXM = "SXM DGX HGX"
-_WRITTEN = {
-    "V100-SXM2-32GB": ("V100", f"HBM2 {_SXM}"),
-    "V100-SXM2-16GB": ("V100", f"HBM2 {_SXM}"),
-    "V100-PCIe-32GB": ("V100", "HBM2"),
-    "V100-PCIe-16GB": ("V100", "HBM2"),
-    "A100-40GB": ("A100", f"SXM4 HBM2 {_SXM}"),
-    "A100-80GB": ("A100", f"SXM4 HBM2E {_SXM}"),
-    "A100-40GB-PCIe": ("A100", "HBM2"),
-    "A100-80GB-PCIe": ("A100", "HBM2E"),
-    "A800-40GB": ("A800", f"SXM4 HBM2 {_SXM}"),
-    "A800-80GB": ("A800", f"SXM4 HBM2E {_SXM}"),
-    "A800-80GB-PCIe": ("A800", "HBM2E"),
-    "H100-SXM": ("H100", f"SXM5 80GB HBM3 {_SXM}"),
-    "H100-PCIe": ("H100", "80GB HBM2E"),
-    "H100-NVL": ("H100", "94GB HBM3"),
-    "AWS-P5-H100": ("P5", "SXM SXM5 80GB 48XLARGE"),
-    "H200": ("H200", f"SXM5 141GB HBM3E {_SXM}"),
-    "H200-NVL": ("H200", "141GB HBM3E"),
-    "H800-SXM": ("H800", f"SXM5 80GB HBM3 {_SXM}"),
-    "H800-PCIe": ("H800", "80GB HBM2E"),
-    "H20": ("H20", f"SXM5 96GB HBM3 {_SXM}"),
-    "H20-3e": ("H20", f"SXM5 141GB HBM3E {_SXM}"),
-    "GH200-96GB": ("GH200", "480GB 120GB HBM3"),
-    "GH200-144GB": ("GH200", "HBM3E"),
-    "B200": ("B200", f"180GB 192GB HBM3E {_SXM}"),
-    "GB200-NVL72": ("GB200", "186GB 192GB HBM3E"),
-    "B300": ("B300", f"SXM6 AC 270GB 288GB HBM3E {_SXM}"),
-    "GB300-NVL72": ("GB300", "279GB 288GB HBM3E"),
-    "T4": ("T4", "16GB PCIE"),
-    "A30": ("A30", "24GB PCIE"),
-    "A40": ("A40", "48GB PCIE"),
-    "A10": ("A10", "24GB PCIE"),
-    "A10G": ("A10G", "24GB PCIE"),
-    "L4": ("L4", "24GB PCIE"),
-    "L20": ("L20", "48GB PCIE"),
-    "L40": ("L40", "48GB PCIE"),
-    "L40S": ("L40S", "48GB PCIE"),
-    "RTX-A6000": ("A6000", "48GB PCIE"),
-    "RTX-6000-Ada": ("6000 ADA", "48GB PCIE"),
-    "RTX-PRO-6000-Server": ("PRO 6000", "BLACKWELL EDITION 96GB PCIE"),
-    "RTX-PRO-6000-Workstation": ("PRO 6000", "BLACKWELL EDITION 96GB PCIE"),
-    "RTX-3090": ("3090", "24GB PCIE"),
-    "RTX-4090": ("4090", "24GB PCIE"),
-    "RTX-4090-48GB": ("4090 48GB", "PCIE"),
-    "RTX-5090": ("5090", "32GB PCIE"),
-}
-"""Words in the names of each device: words that every name has, and words that only some names have."""
-_USUAL = frozenset(
-    "V100-SXM2-32GB V100-SXM2-16GB A100-40GB A100-80GB A800-80GB H100-SXM "
-    "H200 H800-SXM GH200-96GB RTX-PRO-6000-Server".split()
-)
+_PREFERRED = frozenset(row["name"] for row in accelerators.ROWS if row["preferred"])
 """A name that fits several devices means the one of these devices, if the name fits only one of them."""
 _LEAST_LIKENESS, _LESS_LIKE = 0.52, 0.25
 """Least similarity (difflib) of a suggested name to the given name, and most distance from the most similar name."""
@@ -168,7 +118,7 @@ def _meant(name: str) -> tuple[DeviceSpec, ...]:
     words = words_of(name)
     exact = [device for device, names in _NAMES.items() if names.own == frozenset(words)]
     fitting = tuple(known_devices()[device] for device in exact) or _fitting(words)
-    usual = tuple(device for device in fitting if device.name in _USUAL)
+    usual = tuple(device for device in fitting if device.name in _PREFERRED)
     return usual if len(usual) == 1 else fitting
 
 
@@ -178,13 +128,12 @@ def _fitting(words: tuple[str, ...]) -> tuple[DeviceSpec, ...]:
     return tuple(device for name, device in known_devices().items() if name in fits)
 
 
-def _names_of(device: str) -> _Names:
-    own = words_of(device)
-    chip, others = _WRITTEN[device]
-    return _Names(frozenset(own), frozenset(chip.split()), frozenset((*own, *chip.split(), *others.split())))
+def _names_of(row: Mapping[str, str]) -> _Names:
+    own, chip = words_of(row["name"]), row["chip"].split()
+    return _Names(frozenset(own), frozenset(chip), frozenset((*own, *chip, *row["other_words"].split())))
 
 
-_NAMES = {device: _names_of(device) for device in _WRITTEN}
+_NAMES = {row["name"]: _names_of(row) for row in accelerators.ROWS}
 
 
 def _listed(names: list[str], word: str) -> str:

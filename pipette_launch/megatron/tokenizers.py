@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -131,89 +133,12 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 # of NVIDIA/NeMo (Llama, Mixtral, Nemotron). Figures of other models follow their published configurations and may
 # differ by a few special tokens.
 
-LLAMA_1_OR_2, LLAMA_3 = 32000, 128256
-MODELS: tuple[tuple[str, int], ...] = (
-    # The first pattern that matches counts. So a model distilled from one family into another comes before both
-    # families.
-    (r"deepseek-r1-distill-llama", LLAMA_3),
-    (r"deepseek-r1-distill-qwen", 151665),
-    (r"deepseek-r1-0528-qwen3", 151669),
-    (r"deepseek-v4", 129280),
-    (r"deepseek-?(v3|r1|prover-v2-671b)", 128815),
-    (r"deepseek-?(v2|coder-v2|prover-v1)", 100002),
-    (r"deepseek-coder", 32022),
-    (r"deepseek-(llm|moe|math)", 100015),
-    (r"code-?llama", 32016),
-    (r"(meta-)?llama-?(7|13|30|33|65)b", LLAMA_1_OR_2),
-    (r"(meta-)?llama-?(8|405)b", LLAMA_3),
-    (r"(meta-)?llama-?4(?!\d*b)", 201135),
-    (r"(meta-)?llama-?3(?!\d*b)", LLAMA_3),
-    (r"(meta-)?llama-?[12](?!\d*b)(?!\d)", LLAMA_1_OR_2),
-    (r"tinyllama|vicuna|open-?llama", LLAMA_1_OR_2),
-    (r"mistral-nemo|mistral-small-(24b|3|4)|ministral|magistral|devstral|pixtral|mistral-large-3", 131072),
-    (r"mistral-(large|small)|codestral|mathstral", 32768),
-    (r"mistral-7b-(instruct-)?v0-?3", 32768),
-    (r"mistral-7b|mistral-v0-?[12]", 32000),
-    (r"mixtral-8x22b-(instruct|v0-?3)", 32768),
-    (r"mixtral", 32000),
-    (r"qwen-?3-?[5-9](?!\d*b)", 248077),
-    (r"qwen-?3", 151669),
-    (r"qwen-?2-?5(?!\d*b)", 151665),
-    (r"qwen-?2-vl", 151657),
-    (r"qwen-?(1-?5|2)(?!\d)", 151646),
-    (r"(qwq|qvq)-", 151665),
-    (r"qwen-(1-8b|7b|14b|72b)", 151851),
-    (r"gemma-?[34]n?(?![\db])", 262145),
-    (r"(code|recurrent)?gemma", 256000),
-    (r"(distil)?gpt-?2|falcon-rw|gpt-neo-(125m|1-3b|2-7b)|dialogpt", 50257),
-    (r"gpt-j", 50400),
-    (r"gpt-neox|pythia|mamba2?-(130m|370m|780m|790m|1-3b|1-4b|2-7b|2-8b)|mpt-|redpajama-incite|dolly-v2", 50277),
-    (r"gpt-oss", 200019),
-    (r"phi-(1|1-5|2)$", 50295),
-    (r"phi-4-(mini|multimodal)", 200029),
-    (r"phi-4", 100352),
-    (r"phi-3-small", 100352),
-    (r"phi-3(-5)?-", 32011),
-    (r"(nvidia-)?nemotron-?(4|3-8b|3-22b|15b|340b)", 256000),
-    (r"(nvidia-)?nemotron-(h|nano|3|5)", 131072),
-    (r"minitron", 256000),
-    (r"kimi-(k2|vl|linear)|moonlight", 163840),
-    (r"glm-?5", 154880),
-    (r"glm-?4-?[5-9](?!\d*b)", 151365),
-    (r"glm-?4", 151343),
-    (r"chatglm3", 64798),
-    (r"falcon3", 131072),
-    (r"falcon-(7b|11b|40b|180b|2)", 65024),
-    (r"bloomz?(-|$)", 250680),
-    (r"granite-.*code|starcoder|smollm2?(-|$)", 49152),
-    (r"granite-4", 100352),
-    (r"granite-3", 49155),
-    (r"smollm3", LLAMA_3),
-    (r"olmo-?(2|3)", 100278),
-    (r"olmo", 50280),
-    (r"yi-(1-5-)?(6b|9b|34b)", 64000),
-    (r"baichuan-?2", 125696),
-    (r"baichuan", 64000),
-    (r"internlm2", 92544),
-    (r"opt-(iml-)?(125m|350m|1-3b|2-7b|6-7b|13b|30b|66b|175b)", 50265),
-    (r"(c4ai-)?command-[ar]|aya-(23|expanse)", 255029),
-    (r"stablelm-2", 100289),
-    (r"dbrx", 100277),
-    (r"ernie-4-5", 103424),
-    (r"exaone-(3|4|deep)", 102400),
-    (r"seed-oss", 155136),
-    (r"jamba", 65536),
-    (r"minimax", 200064),
-    (r"(ling|ring)-(mini|flash|1t)", 157184),
-    (r"(ling|ring)-(lite|plus)", 126464),
-    (r"mimo-(7b|v2)", 151680),
-    (r"longcat", 131072),
-    (r"hunyuan-a13b", 128167),
-    (r"zephyr-7b", 32000),
-    (r"(nemotron|mt-nlg-plus).*256k.*model$", 256000),
-    (r"grok-1|apertus", 131072),
-)
-"""Pattern for the beginning of a model's name (lower case, dashes for all signs), and the number of tokens."""
+_FILE = resources.files("pipette_launch.megatron").joinpath("data/vocabularies.csv")
+MODELS = tuple((name, int(tokens)) for name, tokens in list(csv.reader(_FILE.read_text("utf-8").splitlines()))[1:])
+"""Pattern for the beginning of a model's name (lower case, dashes for all signs), and the number of tokens.
+
+The first pattern that matches counts. So a model distilled from one family into another comes before both families.
+"""
 
 
 def known_tokens(named: str) -> tuple[str, int] | None:
@@ -234,7 +159,7 @@ def known_tokens(named: str) -> tuple[str, int] | None:
     return None
 
 
-GPT2_TOKENS = 50257
+GPT2_TOKENS, LLAMA_2_TOKENS = 50257, 32000
 TIKTOKEN_DEFAULT_TOKENS = 2**17
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer")
@@ -333,7 +258,7 @@ def _assumed_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) 
             f"{known[0]}; --vocab-size N corrects it"
         )
         return known[1], note
-    usual = {"GPT2BPETokenizer": GPT2_TOKENS, "Llama2Tokenizer": LLAMA_1_OR_2}.get(kind)
+    usual = {"GPT2BPETokenizer": GPT2_TOKENS, "Llama2Tokenizer": LLAMA_2_TOKENS}.get(kind)
     # Do not guess if the file exists but cannot be read.
     if usual and not (path and Path(path).exists()):
         return usual, f"assumed a vocabulary of {usual} tokens for {kind}; --vocab-size N corrects it"

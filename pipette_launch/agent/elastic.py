@@ -29,11 +29,13 @@ from torch.distributed.launcher import api as launcher
 from pipette_launch.agent import rendezvous, rendezvous_handler, signals, workers
 from pipette_launch.agent.controller import Controller, Node
 from pipette_launch.agent.membership import LEFT_OUT, Membership, Rejoin
-from pipette_launch.agent.phases import NEWS_S, Attempt, FirstIteration, PhasesBeforeTraining, run_nothing
+from pipette_launch.agent.phases import NEWS_S, Attempt, FirstIteration, PhaseBeforeTraining
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.rendezvous_handler import AgentStoreHandler, first_meeting
 from pipette_launch.agent.store import PEER_WAIT_S, RoundOver, RoundStore, await_all, say_goodbye
-from pipette_launch.agent.streams import Streams, WatchedLogs
+from pipette_launch.agent.streams import NoLogs, Streams, WatchedLogs
+from pipette_launch.agent.trial import TrialRun
+from pipette_launch.agent.warmup import Warmup
 from pipette_launch.agent.workers import DeviceBinding, StoppedWorkers, bindings, oom_kills, visible_devices
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.messages import Decision, Failure
@@ -88,8 +90,9 @@ class PipetteAgent(LocalElasticAgent):
         self._attempt = Attempt()
         self._stopped_workers = StoppedWorkers()
         self._starts = self._oom_kills = 0
-        self._first_iteration = FirstIteration()
-        self._before_training = PhasesBeforeTraining(controller, self._address)
+        self._first_iteration: FirstIteration | None = None
+        self._phase: PhaseBeforeTraining | None = None
+        """Warm-up or trial of this round; None during a training."""
         self._token = controller.begin(
             Node(
                 entrypoint=spec.entrypoint or sys.executable,
@@ -133,7 +136,7 @@ class PipetteAgent(LocalElasticAgent):
     def _meet(self) -> tuple[Decision, RoundStore]:
         """Describe this node to the other nodes, and receive the decision for all nodes."""
         last, ended = self._attempt, self._attempt.ended
-        if ended == "none" and self._first_iteration.has_trained():
+        if ended == "none" and self._first_iteration is not None and self._first_iteration.has_trained():
             ended = "after-first-iteration"
         record = self._controller.record(attempt=last.index, verdict=ended, failure=last.failure)
         met = self._membership.meet(
@@ -175,13 +178,17 @@ class PipetteAgent(LocalElasticAgent):
         decision, round_store = self._current()
         if decision.phase == "stop":
             raise _NothingToRun
-        self._before_training.begin(decision)
-        self._first_iteration.begin(round_store, proven=decision.proven)
+        self._drop_logs()
+        before_training = {"warmup": Warmup, "trial": TrialRun}.get(decision.phase)
+        self._phase = before_training and before_training(self._controller, round_store, decision, self._token)
+        self._first_iteration = FirstIteration(round_store, proven=decision.proven)
         if self._bindings:
             self._set_up(worker_group.spec, decision)
         else:
-            self._drop_logs()
-            self._logs_specs = run_nothing(worker_group.spec)
+            # torch starts zero workers, so that its agent installs its signal handlers. A program and not a function:
+            # torch starts functions in ways that need at least one worker.
+            worker_group.spec.entrypoint, worker_group.spec.args = sys.executable, ()
+            self._logs_specs = NoLogs()
         self._attempt = Attempt(index=decision.attempt if decision.phase == "train" else -1, began_s=time.monotonic())
         self._failed, self._is_called, self._oom_kills = None, False, oom_kills()
         # torch counts restarts of each node; the decision counts restarts of the job.
@@ -193,32 +200,32 @@ class PipetteAgent(LocalElasticAgent):
         """Set command, output and variables of the workers."""
         command = self._controller.command(decision)
         spec.entrypoint, spec.args = command.entrypoint, command.arguments
-        self._drop_logs()
-        if decision.phase == "train":
+        if self._phase is not None:
+            self._streams, self._logs_specs = self._phase.open_logs()
+        else:
             # torch opens the streams of a function (--run-path) as files and seeks in them, so no pipe can replace
             # them.
             self._streams = None if callable(command.entrypoint) else Streams(self._on_line)
             self._logs_specs = WatchedLogs(self._user_logs, self._streams, self._starts)
             self._starts += 1
-        else:
-            self._streams, self._logs_specs = self._before_training.open_logs(decision)
         if self._streams is not None:
             self._streams.start()
         order = visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), self._bindings)
         os.environ.clear()
         os.environ.update(self._base_environment | command.environment | order)
-        os.environ.update(self._before_training.variables(decision))
+        os.environ.update(self._phase.variables if self._phase else {})
 
     def _drop_logs(self, *, patience_s: float | None = None) -> None:
         self._close_streams(patience_s=patience_s)
-        self._before_training.drop_logs()
+        if self._phase is not None:
+            self._phase.drop_logs()
 
     def _close_streams(self, *, patience_s: float | None = None) -> None:
         if self._streams is not None:
             self._streams.close(patience_s=patience_s)
 
     def _on_line(self, line: str) -> None:
-        if self._controller.saw_line(line) is not None:
+        if self._controller.saw_line(line) is not None and self._first_iteration is not None:
             self._first_iteration.see()
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
@@ -236,43 +243,40 @@ class PipetteAgent(LocalElasticAgent):
         if not callable(worker_group.spec.entrypoint):
             self._stopped_workers.end(workers.processes(self._pcontext))
         result: RunResult = super()._monitor_workers(worker_group)
+        assert self._first_iteration is not None
         self._first_iteration.share()
         if result.state is WorkerState.HEALTHY and round_store.is_over():
             time.sleep(SETTLE_S)
             result = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._note_failure(result, round_store)
+            self._note_failure(result, round_store, self._first_iteration)
         return result
 
     def _monitor_before_training(self, worker_group: WorkerGroup) -> RunResult:
         """End the warm-up or trial on all nodes when the workers are done, fail or hang."""
-        decision, round_store = self._current()
-        processes = workers.processes(self._pcontext)
-        if not self._before_training.is_over(
-            round_store, decision, self._token, processes=processes, bindings=self._bindings
-        ):
+        assert self._phase is not None
+        if not self._phase.look(workers.processes(self._pcontext), self._bindings):
             return RunResult(state=WorkerState.HEALTHY)
-        absent = self._before_training.absent(decision)
+        absent = self._phase.absent
         if absent:
-            self._membership.leave_behind(decision.tokens_of(absent), "its agent does not answer")
+            self._membership.leave_behind(self._current()[0].tokens_of(absent), "its agent does not answer")
             raise RoundOver(f"{', '.join(absent)} did not answer")
         super()._stop_workers(worker_group)
         return self._succeeded(worker_group)
 
-    def _note_failure(self, result: RunResult, round_store: RoundStore) -> None:
+    def _note_failure(self, result: RunResult, round_store: RoundStore, first_iteration: FirstIteration) -> None:
         """Agree with all nodes whether the job died before its first iteration, and call them to a meeting."""
         self._failed = result
         # Raise torch's count, because the next decision of all nodes, and not torch's count, ends the job.
         self._remaining_restarts += 1
         # Read the last lines of output first, because these may report an iteration.
         self._close_streams()
-        trained = self._first_iteration.has_trained(wait_s=NEWS_S) or self._controller.trained(
+        trained = first_iteration.has_trained(wait_s=NEWS_S) or self._controller.trained(
             lived_s=time.monotonic() - self._attempt.began_s,
             exit_codes={failure.exitcode for failure in result.failures.values()},
         )
-        self._attempt = replace(
-            self._attempt, ended=self._first_iteration.settle(trained=trained), failure=self._describe(result)
-        )
+        ended = first_iteration.settle(trained=trained)
+        self._attempt = replace(self._attempt, ended=ended, failure=self._describe(result))
         round_store.say("alarm", "workers failed")
 
     def _describe(self, result: RunResult) -> Failure | None:
@@ -302,12 +306,12 @@ class PipetteAgent(LocalElasticAgent):
         while True:
             try:
                 result: RunResult = super()._invoke_run(*args, **kwargs)
-                decision, round_store = self._current()
                 if self._is_called:
                     continue
-                if decision.phase == "train":
+                if self.is_training:
                     return result
-                self._decision = self._before_training.following(round_store, decision, self._token)
+                assert self._phase is not None
+                self._decision = self._phase.following()
                 self._is_same_round = True
             except _NothingToRun:
                 return self._end(*self._current())

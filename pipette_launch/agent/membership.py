@@ -13,6 +13,7 @@ from torch.distributed import Store, TCPStore
 from pipette_launch.agent.peers import (
     GONE,
     SILENT,
+    LostFinder,
     PeerWatch,
     ReachSweep,
     answers,
@@ -40,77 +41,6 @@ Decide: TypeAlias = "Callable[[Sequence[NodeRecord], Decision | None, Mapping[st
 logger = logging.getLogger(__name__)
 
 
-class Gathering:
-    """Agents that have come to a meeting, and agents that are lost; only the first agent keeps this list."""
-
-    def __init__(
-        self, others: Sequence[Member], desk: AgentStore, lost: dict[str, str], reported: Callable[[Member, str], str]
-    ) -> None:
-        """Begin.
-
-        Args:
-            others: agents that are expected at the meeting.
-            desk: store where agents announce their arrival.
-            lost: reasons why agents are believed lost, by token; an agent that arrives is removed from this dictionary.
-            reported: returns a report of the last round about an agent, `left` or `lost`; empty without a report.
-
-        """
-        self.arrivals: dict[str, Arrival] = {}
-        self.lost = lost
-        self.surely_gone: set[str] = set()
-        """Lost agents that have surely ended, as reported by their kernels or by the agents themselves."""
-        self._others = others
-        self._desk = desk
-        self._reported = reported
-        self._missed_s: dict[str, float] = {}
-
-    def wait(self) -> None:
-        """Wait until each agent has come or is known to be lost."""
-        began_s = probed_s = time.monotonic()
-        for pause_s in growing_pauses():
-            self._receive()
-            missing = [one for one in self._others if one.token not in self.arrivals and one.token not in self.lost]
-            if not missing:
-                return
-            now_s = time.monotonic()
-            if now_s - began_s > PEER_WAIT_S:
-                self.lost.update({member.token: "its agent does not answer" for member in missing})
-            elif now_s - probed_s > PROBE_S:
-                probed_s = now_s
-                self._find_lost(missing)
-            time.sleep(pause_s)
-
-    def _receive(self) -> None:
-        for member in self._others:
-            text = None if member.token in self.arrivals else self._desk.peek(f"arrival/{member.token}")
-            if text is not None:
-                self._desk.drop(f"arrival/{member.token}")
-                self.arrivals[member.token] = files.loads(Arrival, text, f"record of {member.address}")
-                self.lost.pop(member.token, None)
-
-    def _find_lost(self, missing: Sequence[Member]) -> None:
-        with ThreadPoolExecutor(min(len(missing), 32)) as pool:
-            found = list(pool.map(self._look_for, missing))
-        now_s = time.monotonic()
-        for member, (why, lost) in zip(missing, found, strict=True):
-            left = self._reported(member, "left")
-            if why == GONE or left:
-                self.surely_gone.add(member.token)
-                self.lost[member.token] = left or why
-                continue
-            if not (why or lost):
-                self._missed_s.pop(member.token, None)
-                continue
-            if now_s - self._missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else HOST_SILENCE_S):
-                self.lost[member.token] = lost or why
-
-    def _look_for(self, member: Member) -> tuple[str, str]:
-        """Return why an agent cannot be reached, and why others believe it lost; both texts are empty if it answers."""
-        why, lost = why_unreachable(member, timeout_s=PROBE_S), self._reported(member, "lost")
-        # The kernel of a stopped process accepts connections; the store of a working agent also answers.
-        return why, lost if lost and (why or not answers(member, within_s=PROBE_S)) else ""
-
-
 class Rejoin(Exception):  # noqa: N818
     """The agent has to go through torch's rendezvous again."""
 
@@ -133,8 +63,8 @@ class Membership:
         self._leader_store: Store | None = None
         """Client of the store of the agent that decided last; None if this agent decided."""
         self._round_store: RoundStore | None = None
-        self._watch: PeerWatch | None = None
-        self._sweep: ReachSweep | None = None
+        self._finders: tuple[LostFinder, ...] = ()
+        """Threads that look for lost agents during the round."""
         self._out_of_reach: set[str] = set()
         """Tokens of agents to which this agent cannot connect."""
         self._num_meetings = 0
@@ -176,12 +106,7 @@ class Membership:
             self._round_store.say("alarm", why)
 
     def meet(
-        self,
-        record: NodeRecord,
-        held: Decision | None,
-        *,
-        decide: Decide,
-        is_awaited: Callable[[], bool],
+        self, record: NodeRecord, held: Decision | None, *, decide: Decide, is_awaited: Callable[[], bool]
     ) -> tuple[Decision, RoundStore]:
         """Meet the other agents; return the decision for all agents, and the store of the new round.
 
@@ -290,39 +215,80 @@ class Membership:
     # -- this agent decides ---------------------------------------------------------------------------------------
 
     def _lead(
-        self,
-        record: NodeRecord,
-        held: Decision | None,
-        decide: Decide,
-        is_awaited: Callable[[], bool],
+        self, record: NodeRecord, held: Decision | None, decide: Decide, is_awaited: Callable[[], bool]
     ) -> tuple[Decision, RoundStore]:
         if self._round_store is not None and self._leader == self._own:
             self._round_store.call_all("a meeting")
-        others = [member for member in self._members if member != self._own]
-        gathering = Gathering(others, self._desk, self._lost, self._reported)
-        gathering.wait()
-        self._surely_gone |= gathering.surely_gone
-        arrivals = gathering.arrivals
-        self._check_quorum(arrivals)
-        here = [member for member in self._members if member == self._own or member.token in arrivals]
-        generation = f"{self._own.token[:8]}-{self._num_meetings}"
+        arrivals = self._gather()
+        self._check_quorum(len(arrivals))
         if self._leader is not None and is_awaited():
             self._answer_all(arrivals, REJOIN)
             self._members = ()
             raise Rejoin(REJOIN)
+        here = tuple(member for member in self._members if member == self._own or member.token in arrivals)
         records = [record if member == self._own else arrivals[member.token].record for member in here]
         held = held or next((arrival.held for arrival in arrivals.values() if arrival.held), None)
         missed = {token: arrival.out_of_reach for token, arrival in arrivals.items()}
         cut = cut_links({**missed, self._own.token: tuple(self._out_of_reach)})
         lost = held.by_host(self._lost | out_of_reach(here, cut, standby=held.standby)) if held else {}
         decision = decide(records, held, lost)
-        self._desk.put(f"{generation}/decision", files.dumps(decision))
-        known = Members(generation=generation, members=tuple(here), cut=cut)
-        self._desk.put(f"{generation}/members", files.dumps(known))
-        self._desk.put("round", generation)
-        self._answer_all(arrivals, generation)
+        known = Members(generation=f"{self._own.token[:8]}-{self._num_meetings}", members=here, cut=cut)
+        self._desk.put(f"{known.generation}/decision", files.dumps(decision))
+        self._desk.put(f"{known.generation}/members", files.dumps(known))
+        self._desk.put("round", known.generation)
+        self._answer_all(arrivals, known.generation)
         self._leader, self._leader_store = self._own, None
         return decision, self._begin(known, self._server, leads=True)
+
+    def _gather(self) -> dict[str, Arrival]:
+        """Wait until each other agent has come or is known to be lost; return the arrivals by token."""
+        arrivals: dict[str, Arrival] = {}
+        missed_s: dict[str, float] = {}
+        began_s = probed_s = time.monotonic()
+        for pause_s in growing_pauses():
+            awaited = [one for one in self._members if one != self._own and one.token not in arrivals]
+            for member in awaited:
+                if (text := self._desk.peek(f"arrival/{member.token}")) is not None:
+                    self._desk.drop(f"arrival/{member.token}")
+                    arrivals[member.token] = files.loads(Arrival, text, f"record of {member.address}")
+                    self._lost.pop(member.token, None)
+            missing = [one for one in awaited if one.token not in arrivals and one.token not in self._lost]
+            if not missing:
+                break
+            now_s = time.monotonic()
+            if now_s - began_s > PEER_WAIT_S:
+                self.leave_behind([member.token for member in missing], "its agent does not answer")
+            elif now_s - probed_s > PROBE_S:
+                probed_s = now_s
+                self._probe(missing, missed_s)
+            time.sleep(pause_s)
+        return arrivals
+
+    def _probe(self, missing: Sequence[Member], missed_s: dict[str, float]) -> None:
+        """Connect to the missing agents, and mark those as lost that have not answered for long.
+
+        Args:
+            missed_s: time of the first connection without an answer, by token.
+
+        """
+        with ThreadPoolExecutor(min(len(missing), 32)) as pool:
+            found = list(pool.map(self._look_for, missing))
+        now_s = time.monotonic()
+        for member, (why, lost) in zip(missing, found, strict=True):
+            left = self._reported(member, "left")
+            if why == GONE or left:
+                self._surely_gone.add(member.token)
+                self._lost[member.token] = left or why
+            elif not (why or lost):
+                missed_s.pop(member.token, None)
+            elif now_s - missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else HOST_SILENCE_S):
+                self._lost[member.token] = lost or why
+
+    def _look_for(self, member: Member) -> tuple[str, str]:
+        """Return why an agent is out of reach, and why others believe the agent lost; empty texts if it answers."""
+        why, lost = why_unreachable(member, timeout_s=PROBE_S), self._reported(member, "lost")
+        # The kernel of a stopped process accepts connections; the store of a working agent also answers.
+        return why, lost if lost and (why or not answers(member, within_s=PROBE_S)) else ""
 
     def _reported(self, member: Member, what: str) -> str:
         """Return what agents reported about a member, if this agent led the round: `left` or `lost`; else empty."""
@@ -330,17 +296,11 @@ class Membership:
             return ""
         return self._round_store.peek(f"{what}/{member.token}") or ""
 
-    def _check_quorum(self, arrivals: Mapping[str, Arrival]) -> None:
-        """Let only one part of a divided network continue the job.
-
-        Raises:
-            ClusterError: the other part of the network may have more agents.
-
-        """
-        came = 1 + len(arrivals)
+    def _check_quorum(self, num_arrivals: int) -> None:
+        """Raise ClusterError unless this part of a divided network is the only part that may continue the job."""
+        came = 1 + num_arrivals
         possible = len(self._members) - len(self._surely_gone)
-        # Before the first meeting no agent has led. If the network is halved then, the half with the first agent goes
-        # on.
+        # Before the first meeting no agent has led. A halved network then goes on in the half with the first agent.
         keeps_store = self._own == (self._leader or self._members[0])
         if 2 * came > possible or (2 * came == possible and keeps_store):
             return
@@ -363,8 +323,7 @@ class Membership:
         # The watch observes the next agent after this agent, and the sweep visits all remaining agents in turn.
         turned = (*self._members[place + 1 :], *self._members[:place])
         others = [member for member in turned if member.token not in self._out_of_reach]
-        self._watch = PeerWatch(others[0]) if others else None
-        self._sweep = ReachSweep(others[1:])
+        self._finders = (PeerWatch(others[0]), ReachSweep(others[1:])) if others else ()
         self._round_store = RoundStore(
             store,
             place,
@@ -377,10 +336,7 @@ class Membership:
 
     def _find_lost(self) -> str:
         """Return which agent is gone or out of reach, and why; empty while all agents answer."""
-        for one in (self._watch, self._sweep):
-            if one is not None and one.lost and one.peer is not None:
-                return self._report_lost(one.peer, one.lost)
-        return ""
+        return next((self._report_lost(one.peer, one.lost) for one in self._finders if one.peer and one.lost), "")
 
     def _report_lost(self, peer: Member, why: str) -> str:
         if why == SILENT and peer.token not in self._out_of_reach:
@@ -391,10 +347,9 @@ class Membership:
         return f"the agent at {peer.address}: {why}"
 
     def _stop_watching(self) -> None:
-        """Stop watch and sweep, and keep the lost agents that they found but the round has not used."""
-        for one in (self._watch, self._sweep):
-            if one is not None:
-                one.stop()
-                if one.lost == SILENT and one.peer is not None:
-                    self._out_of_reach.add(one.peer.token)
-        self._watch = self._sweep = None
+        """Stop the threads that look for lost agents, and keep silent agents that the round has not noticed."""
+        for one in self._finders:
+            one.stop()
+            if one.lost == SILENT and one.peer is not None:
+                self._out_of_reach.add(one.peer.token)
+        self._finders = ()

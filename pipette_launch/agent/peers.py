@@ -8,6 +8,7 @@ is cut or the process is stopped. torch answers these requests in a separate thr
 from __future__ import annotations
 
 import errno
+import itertools
 import select
 import socket
 import threading
@@ -23,6 +24,7 @@ from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.facts.messages import Member
 
 PAUSE_S = 1.0
+"""Seconds between two requests to the watched agent."""
 RETRY_S = 0.05
 """Seconds between two attempts to connect, after a missing route or a fault of this process."""
 NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
@@ -33,33 +35,46 @@ SWEEP_S = 60.0
 LONGEST_PAUSE_S = 1.0
 
 
-class PeerWatch:
-    """Thread that watches one other agent."""
+class LostFinder(threading.Thread):
+    """Thread that looks for a lost agent, and ends after the first."""
 
-    def __init__(self, peer: Member) -> None:
-        self.peer = peer
+    def __init__(self, peers: Sequence[Member], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.peer = peers[0] if peers else None
+        """The agent that is lost or was checked last; None without agents."""
         self.lost = ""
-        """Reason why the watched agent is believed lost; empty while that agent answers."""
+        """Reason why the agent `peer` is believed lost; empty while all checked agents answer."""
+        self._peers = peers
         self._is_over = threading.Event()
         self._has_answer = threading.Event()
-        threading.Thread(target=self._watch, name=f"{STORE_THREAD}-watch", daemon=True).start()
+        self._has_answer.set()
+        if peers:
+            self.start()
 
     def stop(self) -> None:
-        """Stop watching after the pending request was answered or timed out."""
+        """Stop after the pending request was answered or timed out."""
         self._is_over.set()
         self._has_answer.wait(HOST_SILENCE_S)
 
-    def _watch(self) -> None:
+
+class PeerWatch(LostFinder):
+    """Watches one other agent by an open connection."""
+
+    def __init__(self, peer: Member) -> None:
+        super().__init__([peer], f"{STORE_THREAD}-watch")
+
+    def run(self) -> None:
+        """Watch the agent, also after faults of this process."""
         while not (self.lost or self._is_over.wait(RETRY_S)):
             self._has_answer.clear()
-            self.lost = self._why_connection_ended()
+            self.lost = self._why_connection_ended(self._peers[0])
         self._has_answer.set()
 
-    def _why_connection_ended(self) -> str:
+    def _why_connection_ended(self, peer: Member) -> str:
         """Keep a connection open until it ends; return why the agent is lost, or "" if the agent still runs."""
         try:
-            with socket.create_connection((self.peer.address, self.peer.port), timeout=HOST_SILENCE_S) as connection:
-                store = connected(self.peer, within_s=HOST_SILENCE_S)
+            with socket.create_connection((peer.address, peer.port), timeout=HOST_SILENCE_S) as connection:
+                store = connected(peer, within_s=HOST_SILENCE_S)
                 # Use poll(), because select() takes no descriptor above 1023 and the first agent has connections of all
                 # agents.
                 ended = select.poll()
@@ -74,8 +89,26 @@ class PeerWatch:
             return SILENT
         except (OSError, RuntimeError):
             # This process may be at fault, for example by too many open files.
-            return why_unreachable(self.peer, timeout_s=HOST_SILENCE_S)
+            return why_unreachable(peer, timeout_s=HOST_SILENCE_S)
         return ""
+
+
+class ReachSweep(LostFinder):
+    """Connects to the other agents in turn, until an agent is lost."""
+
+    def __init__(self, peers: Sequence[Member]) -> None:
+        super().__init__(peers, "pipette-reach")
+
+    def run(self) -> None:
+        """Connect to each agent about once in `SWEEP_S`."""
+        pause_s = min(LONGEST_PAUSE_S, SWEEP_S / len(self._peers))
+        for peer in itertools.cycle(self._peers):
+            if self.lost or self._is_over.wait(pause_s):
+                return
+            self._has_answer.clear()
+            # The neighbour of an agent notices the agent's end at once, unless the wire between the two agents is cut.
+            self.peer, self.lost = peer, why_unreachable(peer, timeout_s=HOST_SILENCE_S)
+            self._has_answer.set()
 
 
 def connected(peer: Member, *, within_s: float) -> Store:
@@ -122,43 +155,6 @@ def why_unreachable(peer: Member, *, timeout_s: float) -> str:
             return ""
 
 
-class ReachSweep:
-    """Thread that connects to the other agents in turn, until an agent is lost."""
-
-    def __init__(self, peers: Sequence[Member]) -> None:
-        self.peer: Member | None = None
-        """The lost agent."""
-        self.lost = ""
-        """Reason why the agent `peer` is believed lost; empty while all agents answer."""
-        self._peers = peers
-        self._is_over = threading.Event()
-        self._has_answer = threading.Event()
-        self._has_answer.set()
-        if peers:
-            threading.Thread(target=self._sweep, name="pipette-reach", daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop the sweep after the present attempt to connect has ended."""
-        self._is_over.set()
-        self._has_answer.wait(HOST_SILENCE_S)
-
-    def _sweep(self) -> None:
-        pause_s = min(LONGEST_PAUSE_S, SWEEP_S / len(self._peers))
-        while True:
-            for peer in self._peers:
-                if self._is_over.wait(pause_s):
-                    return
-                self._has_answer.clear()
-                # The neighbour of an agent notices the agent's end at once, unless the wire between the two agents is
-                # cut.
-                lost = why_unreachable(peer, timeout_s=HOST_SILENCE_S)
-                if lost:
-                    self.peer, self.lost = peer, lost
-                self._has_answer.set()
-                if lost:
-                    return
-
-
 def cut_links(missed: Mapping[str, Collection[str]]) -> tuple[tuple[str, str], ...]:
     """Return the pairs of agents without a working link; `missed` has the agents that each agent cannot reach.
 
@@ -173,7 +169,7 @@ def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> d
 
     Args:
         pairs: cut links, each as two tokens.
-        order: tokens of all agents; among agents with equally many cut links the last one is left out.
+        order: tokens of all agents; among agents with equally many cut links the last agent is left out.
 
     Returns:
         Token of each agent that is left out, with the token of the first agent that it cannot reach.
@@ -194,7 +190,7 @@ def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> d
 def out_of_reach(
     agents: Sequence[Member], cut: Collection[tuple[str, str]], *, standby: Collection[str]
 ) -> dict[str, str]:
-    """Return the tokens of the agents to leave out, each with a reason: the address that cannot reach it.
+    """Return the tokens of the agents to leave out, each with a reason: the address that cannot reach the agent.
 
     Args:
         agents: all agents at the meeting, beginning with the first agent.
@@ -202,7 +198,6 @@ def out_of_reach(
         standby: tokens of agents without workers. These agents are left out before agents with workers.
 
     """
-    order = sorted(agents, key=lambda agent: agent.token in standby)
     address = {agent.token: agent.address for agent in agents}
-    left_out = best_left_out(cut, [agent.token for agent in order])
+    left_out = best_left_out(cut, sorted(address, key=lambda token: token in standby))
     return {token: f"out of reach from {address[peer]}" for token, peer in left_out.items()}

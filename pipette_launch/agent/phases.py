@@ -1,30 +1,26 @@
-"""The phases of a round on one node: warm-up, trials, training, or standby without workers.
+"""Base class of the phases before the training, and the first iteration of an attempt at training.
 
-All nodes stay in one round. The store of the round may live in an agent that runs no workers, and a node on standby
-takes the place of a lost one.
+All nodes stay in one round during warm-up, trials and training. The store of the round may live in an agent that runs
+no workers, and a node on standby takes the place of a lost node.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
+import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from subprocess import Popen
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
+from pipette_launch.agent import workers
 from pipette_launch.agent.controller import Controller
-from pipette_launch.agent.store import MOST_BYTES, PEER_WAIT_S, RoundOver, RoundStore, pack, plan_of_first, unpack
+from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.streams import Streams
-from pipette_launch.agent.trial import TrialRun
-from pipette_launch.agent.warmup import Warmup
 from pipette_launch.agent.workers import DeviceBinding
-from pipette_launch.errors import ClusterError
-from pipette_launch.facts import files
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure
 
 NEWS_S = 1.0
@@ -32,7 +28,58 @@ NEWS_S = 1.0
 rank looks once per monitoring interval."""
 
 
-# -- an attempt at training ---------------------------------------------------------------------------------------
+class PhaseBeforeTraining(ABC):
+    """A warm-up or a trial on the node of one agent."""
+
+    def __init__(self, controller: Controller, round_store: RoundStore, decision: Decision, token: str) -> None:
+        """Begin; `token` names this agent."""
+        self._controller = controller
+        self._round_store = round_store
+        self._decision = decision
+        self._token = token
+        self._began_s, self._started_s = time.monotonic(), time.time()
+        self._logs = ""
+        """Folder of the workers' output; empty on a node without workers."""
+        self._has_ended = False
+        self.absent: tuple[str, ...] = ()
+        """Hosts that have left the round. If a host is gone, the round ends with the phase."""
+
+    @abstractmethod
+    def open_logs(self) -> tuple[Streams | None, LogsSpecs]:
+        """Return the reader of the workers' output (None if no reader is needed), and torch's log settings."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that the workers get in addition to the variables of the controller's command."""
+        return {}
+
+    @abstractmethod
+    def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:
+        """Return whether the phase is over on all nodes, also by a failure or a hang.
+
+        Args:
+            processes: workers of this node, by local rank.
+            bindings: ranks and devices of these workers, by local rank.
+
+        Raises:
+            RoundOver: another agent is lost.
+
+        """
+
+    @abstractmethod
+    def following(self) -> Decision:
+        """Return the next decision for all nodes."""
+
+    def drop_logs(self) -> None:
+        """Delete the folder of the workers' output."""
+        if self._logs:
+            shutil.rmtree(self._logs, ignore_errors=True)
+        self._logs = ""
+
+    def _kill(self, processes: Mapping[int, Popen[bytes]]) -> tuple[int, ...]:
+        """Kill the workers and all processes that they started; return the process ids that the kernel cannot end."""
+        # A node without workers has no output folder by which to recognise the workers' children.
+        return workers.end(processes, began_s=self._started_s, mark=self._logs) if self._logs else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,15 +96,10 @@ class Attempt:
 class FirstIteration:
     """First iteration of an attempt, seen by this agent or published by another agent."""
 
-    def __init__(self) -> None:
-        self._round_store: RoundStore | None = None
-        self._proven = False
-        self._seen = False
-        self._published = False
-
-    def begin(self, round_store: RoundStore, *, proven: bool) -> None:
+    def __init__(self, round_store: RoundStore, *, proven: bool) -> None:
         """Begin a new attempt; `proven` is true if this plan has trained before."""
-        self._round_store, self._proven, self._seen, self._published = round_store, proven, False, False
+        self._round_store, self._proven = round_store, proven
+        self._seen = self._published = False
 
     def see(self) -> None:
         """Note an iteration; called by the thread that reads the workers' output."""
@@ -65,7 +107,7 @@ class FirstIteration:
 
     def share(self) -> None:
         """Publish the first iteration if this node saw it; else read whether another node did."""
-        if self._published or self._round_store is None:
+        if self._published:
             return
         if self._seen:
             self._round_store.put("iterated", "yes")
@@ -74,13 +116,13 @@ class FirstIteration:
         self._published = self._seen
 
     def has_trained(self, *, wait_s: float = 0.0) -> bool:
-        """Return whether any node saw an iteration under this plan; wait up to `wait_s` for news."""
-        if self._proven or self._seen or self._round_store is None:
-            return self._proven or self._seen
+        """Return whether any node saw an iteration under this plan; wait up to `wait_s` for the news."""
         end = time.monotonic() + (wait_s if self._round_store.group_size > 1 else 0.0)
         # If the store is gone, only the observation of this node counts.
         with contextlib.suppress(RoundOver):
-            while not (known := self._round_store.has("iterated")) and time.monotonic() < end:
+            while not (known := self._proven or self._seen or self._round_store.has("iterated")):
+                if time.monotonic() >= end:
+                    break
                 time.sleep(0.1)
             return known
         return False
@@ -88,141 +130,8 @@ class FirstIteration:
     def settle(self, *, trained: bool) -> AttemptEnd:
         """Agree with all nodes on how the attempt ended; the answer of the first node counts."""
         mine: AttemptEnd = "after-first-iteration" if trained else "before-first-iteration"
-        if self._round_store is None:
-            return mine
         with contextlib.suppress(RoundOver):
             self.share()
             settled = self._round_store.settle("verdict", mine)
             return "before-first-iteration" if settled == "before-first-iteration" else "after-first-iteration"
         return mine
-
-
-# -- standby ------------------------------------------------------------------------------------------------------
-
-
-class NoLogs(LogsSpecs):
-    """Log settings of a node without workers."""
-
-    @property
-    def root_log_dir(self) -> str:
-        """Return the null device."""
-        return os.devnull
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:  # noqa: ARG002
-        """Name no file except the null device, which torch opens for lines filtered from all workers."""
-        destinations = LogsDest()
-        for name in ("filtered_stdout", "filtered_stderr"):
-            if hasattr(destinations, name):
-                setattr(destinations, name, os.devnull)
-        return destinations
-
-
-def run_nothing(spec: WorkerSpec) -> NoLogs:
-    """Let torch start zero workers, so that torch's agent installs its signal handlers."""
-    # A program and not a function: torch starts functions in ways that need at least one worker.
-    spec.entrypoint, spec.args = sys.executable, ()
-    return NoLogs()
-
-
-class Relay:
-    """Sends the measurements from the node of RANK 0 to a deciding node that ran no warm-up workers."""
-
-    def __init__(self, round_store: RoundStore, decision: Decision, token: str, controller: Controller) -> None:
-        self._round_store = round_store
-        self._decision = decision
-        self._controller = controller
-        self._stood_by = token in decision.standby
-        # The deciding node comes first in torchrun's order, unless it is on standby.
-        self._gives = not round_store.is_coordinator and token == decision.tokens[0]
-
-    def hand_over(self) -> None:
-        """Publish the measurements, if this node made them and another node decides."""
-        if not self._gives:
-            return
-        path = self._controller.measured_path
-        packed = pack(path.read_text() if path.exists() else "")
-        pieces = [packed[start : start + MOST_BYTES] for start in range(0, len(packed), MOST_BYTES)]
-        for index, piece in enumerate(pieces):
-            self._round_store.put(f"measured/{index}", piece)
-        self._round_store.put("measured", str(len(pieces)))
-
-    def plan(self, failure: str) -> Decision:
-        """Make the plan on the deciding node; `failure` is why the warm-up failed, or empty if not known."""
-        if self._stood_by:
-            failure = self._round_store.peek("warmup-failed") or self._take_over()
-        return self._controller.after_warmup(self._decision, failure)
-
-    def _take_over(self) -> str:
-        """Fetch the measurements from the store; return why the transfer failed, or an empty text."""
-        try:
-            what = "the measurements of the warm-up"
-            count = int(self._round_store.take("measured", what=what, deadline_s=PEER_WAIT_S))
-            text = unpack("".join(self._round_store.peek(f"measured/{index}") or "" for index in range(count)))
-        except (ClusterError, ValueError) as error:
-            return str(error)
-        if not text:
-            return "the first worker of the warm-up left no measurements"
-        files.write_text(self._controller.measured_path, text)
-        return ""
-
-
-# -- before the training ------------------------------------------------------------------------------------------
-
-
-class PhasesBeforeTraining:
-    """Warm-up and trials on the node of one agent."""
-
-    def __init__(self, controller: Controller, address: str) -> None:
-        self._controller = controller
-        self._warmup = Warmup(controller, address)
-        self._trial = TrialRun(controller)
-
-    def begin(self, decision: Decision) -> None:
-        """Forget an earlier trial; called on every node, with or without workers."""
-        if decision.phase == "trial":
-            self._trial.begin()
-
-    def open_logs(self, decision: Decision) -> tuple[Streams | None, LogsSpecs]:
-        """Return the reader of the workers' output (None if no reader is needed), and torch's log settings."""
-        return (None, self._warmup.begin()) if decision.phase == "warmup" else self._trial.open_logs()
-
-    def variables(self, decision: Decision) -> dict[str, str]:
-        """Return environment variables that workers of this phase get besides the variables in the decision."""
-        return self._trial.variables if decision.phase == "trial" else {}
-
-    def drop_logs(self) -> None:
-        """Delete the workers' output, except after a failed warm-up."""
-        self._warmup.drop_logs()
-        self._trial.drop_logs()
-
-    def is_over(
-        self,
-        round_store: RoundStore,
-        decision: Decision,
-        token: str,
-        *,
-        processes: Mapping[int, Popen[bytes]],
-        bindings: Sequence[DeviceBinding],
-    ) -> bool:
-        """Return whether the phase is over on all nodes, also by a failure or a hang."""
-        if decision.phase == "warmup":
-            return self._warmup.look(round_store, decision, token, processes) != "running"
-        return self._trial.look(round_store, decision, token, processes, bindings)
-
-    def absent(self, decision: Decision) -> tuple[str, ...]:
-        """Return the hosts that are gone. If a host is gone, the round ends with the phase."""
-        return self._warmup.absent if decision.phase == "warmup" else self._trial.absent
-
-    def following(self, round_store: RoundStore, decision: Decision, token: str) -> Decision:
-        """Return the next decision for all nodes."""
-        if decision.phase != "warmup":
-            if self._trial.following is None:
-                raise ClusterError("a trial ended without a decision on what comes next")
-            return self._trial.following
-        relay = Relay(round_store, decision, token, self._controller)
-        relay.hand_over()
-        return plan_of_first(
-            round_store,
-            make=lambda: relay.plan(self._warmup.failure),
-            deadline_s=PEER_WAIT_S + self._controller.warmup_deadline_s,
-        )

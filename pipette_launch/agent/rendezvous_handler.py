@@ -5,6 +5,7 @@ torch's own client waits in C++ without a message, and for ever if another progr
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import pwd
@@ -12,26 +13,20 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, api
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from pipette_launch.agent.peers import answers
 from pipette_launch.agent.rendezvous import ADDRESS, C10D_PORT, Endpoint, RendezvousSettings
-from pipette_launch.agent.store import StoreGone, TorchCall, growing_pauses, within
+from pipette_launch.agent.store import StoreGone, call_torch, growing_pauses, within
 from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Member
@@ -40,6 +35,7 @@ from pipette_launch.text import printable
 NAME_S = 5.0
 """Seconds for a name service to answer."""
 CONNECT_S = 3.0
+"""Seconds for one attempt to connect to the store of the rendezvous."""
 SAY_AFTER_S = 10.0
 """Seconds until a node prints that it waits for the host of the rendezvous."""
 FOREIGN_S = 30.0
@@ -51,6 +47,27 @@ LISTENS = "0A"
 """Code of a listening socket in /proc/net/tcp."""
 LAUNCHERS = ("pipette-launch", "pipette_launch", "torchrun", "torch.distributed")
 MOST_LETTERS = 120
+FIRST_LINE_S = 15.0
+"""Seconds until the first line about missing nodes."""
+LINE_GROWTH = 4
+"""Factor between the waiting times at which two successive lines are printed."""
+MOST_SPEAKERS = 8
+"""Largest number of nodes that all print the missing nodes. In larger jobs only the host of the rendezvous prints."""
+MOST_NAMES = 8
+STORE_ANSWER_S = 2.0
+ANSWER_S = 1.0
+"""Longest wait (s) for a call of torch's rendezvous. If the rendezvous host is silent, the call never returns."""
+PLACES_S = 90.0
+"""Longest time (s) for nodes to get their ranks. torch's own limit of a minute works only if the store answers."""
+HOST_GONE_S = 60.0
+"""Seconds without an answer after which the host of the rendezvous counts as gone, as in torch's own connects."""
+LOOK_S = 10.0
+"""Seconds between two checks that the host of the rendezvous answers."""
+GLANCE_S = 1.0
+"""Seconds between two looks at the state of torch's rendezvous, which lives in this process."""
+Answer = TypeVar("Answer")
+
+logger = logging.getLogger(__name__)
 
 
 def say(words: str) -> None:
@@ -83,7 +100,7 @@ def await_name(at: Endpoint, *, patience_s: float) -> None:
 
 
 def note_unknown_address(local_addr: str | None) -> None:
-    """Print that --local-addr has no address. A missing address is no error, because only some nodes need it."""
+    """Print if --local-addr has no address. A missing address is no error, because only some nodes need the address."""
     why = _unresolved(local_addr) if local_addr else ""
     if why:
         say(f"--local-addr {local_addr}: this node finds no address for that name ({why}), by which others reach it")
@@ -216,24 +233,12 @@ def _owners(port: int) -> set[str]:
             for line in Path(table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == LISTENS:
-                    found.add(_user(int(fields[7])))
+                    user = int(fields[7])
+                    try:
+                        found.add(pwd.getpwuid(user).pw_name)
+                    except KeyError:
+                        found.add(str(user))
     return found
-
-
-def _user(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return str(number)
-
-
-FIRST_LINE_S = 15.0
-LINE_GROWTH = 4
-"""Factor between the waiting times at which two successive lines are printed."""
-MOST_SPEAKERS = 8
-"""Largest number of nodes that all print the missing nodes. In larger jobs only the host of the rendezvous prints."""
-MOST_NAMES = 8
-STORE_ANSWER_S = 2.0
 
 
 class Waiting:
@@ -263,15 +268,21 @@ class Waiting:
             ClusterError: this is a second launcher of a job with one node, so it would wait in vain.
 
         """
-        state = self._state()
+        # Only torch's c10d rendezvous has a state.
+        state = getattr(getattr(self._inner, "_state_holder", None), "state", None)
         if state is None:
             return
-        settings, node = self._settings, getattr(self._inner, "_this_node", None)
+        settings = self._settings
         # Copy the participants in one step, because torch's thread adds participants meanwhile.
         self._names = sorted(one.addr for one in list(state.participants))
-        if node in state.redundancy_list and not self.is_spare:
+        if getattr(self._inner, "_this_node", None) in state.redundancy_list and not self.is_spare:
             self.is_spare = True
-            words = spare_words(self._names, settings)
+            nodes = "its one node" if settings.most_nodes == 1 else f"all its {settings.most_nodes} nodes"
+            words = (
+                f"the job at {settings.endpoint} with --rdzv-id {settings.run_id} already has {nodes} "
+                f"({_listed(self._names)}), so this launcher is one too many; raise --nnodes if it belongs to that "
+                f"job, or give another --rdzv-endpoint if it is another job"
+            )
             if settings.most_nodes == 1:
                 raise ClusterError(f"{words}{settings.advice}")
             say(f"{words}; waiting to take the place of a lost one{settings.advice}")
@@ -281,65 +292,27 @@ class Waiting:
             say(f"{self.missing(waited_s)}; waiting up to {settings.join_s:.0f} s{advice(settings, os.environ)}")
 
     def missing(self, waited_s: float) -> str:
-        """Return a sentence about the missing nodes."""
-        return missing_words(self._names, self._missing_ranks(), self._settings, waited_s)
-
-    def _missing_ranks(self) -> list[int]:
+        """Return a sentence about the missing nodes, by rank if the ranks are known, else by number."""
+        settings, least, most = self._settings, self._settings.least_nodes, self._settings.most_nodes
+        nodes = f"{least} nodes" if least == most else f"{least} to {most} nodes"
+        there = f" ({_listed(self._names)})" if self._names else ""
+        where = f"{len(self._names)} of {nodes} have come to {settings.endpoint} in {waited_s:.0f} s{there}"
         store = getattr(self._inner, "_store", None)
-        if store is None or self._settings.node_rank < 0:
-            return []
-        ranks = range(self._settings.most_nodes)
-        try:
-            return within(STORE_ANSWER_S, lambda: [rank for rank in ranks if not store.check([self._key(rank)])])
-        except (TimeoutError, RuntimeError):
-            return []
+        if store is not None and settings.node_rank >= 0:
+            with suppress(TimeoutError, RuntimeError):
+                keys = {str(rank): self._key(rank) for rank in range(most)}
+                ranks = within(STORE_ANSWER_S, lambda: [rank for rank, key in keys.items() if not store.check([key])])
+                if ranks:
+                    return f"{where}; missing: --node-rank {_listed(ranks)}"
+        return f"{where}; each needs the same --rdzv-endpoint and --rdzv-id ({settings.run_id})"
 
     def _key(self, node_rank: int) -> str:
         return f"pipette/{self._settings.run_id}/node-rank/{node_rank}"
-
-    def _state(self) -> Any:
-        """Return torch's state of the c10d rendezvous; None under another backend."""
-        return getattr(getattr(self._inner, "_state_holder", None), "state", None)
-
-
-def missing_words(names: Sequence[str], ranks: Collection[int], settings: RendezvousSettings, waited_s: float) -> str:
-    """Return a sentence about the missing nodes, by rank if the ranks are known, else by number."""
-    least, most = settings.least_nodes, settings.most_nodes
-    nodes = f"{least} nodes" if least == most else f"{least} to {most} nodes"
-    there = f" ({_listed(names)})" if names else ""
-    where = f"{len(names)} of {nodes} have come to {settings.endpoint} in {waited_s:.0f} s{there}"
-    if ranks:
-        return f"{where}; missing: --node-rank {_listed([str(rank) for rank in sorted(ranks)])}"
-    return f"{where}; each needs the same --rdzv-endpoint and --rdzv-id ({settings.run_id})"
-
-
-def spare_words(names: Sequence[str], settings: RendezvousSettings) -> str:
-    """Return a sentence for a launcher that comes when the job already has all its nodes."""
-    nodes = "its one node" if settings.most_nodes == 1 else f"all its {settings.most_nodes} nodes"
-    return (
-        f"the job at {settings.endpoint} with --rdzv-id {settings.run_id} already has {nodes} "
-        f"({_listed(names)}), so this launcher is one too many; raise --nnodes if it belongs to that job, or "
-        "give another --rdzv-endpoint if it is another job"
-    )
 
 
 def _listed(words: Sequence[str]) -> str:
     rest = len(words) - MOST_NAMES
     return ", ".join(words[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
-
-
-ANSWER_S = 1.0
-"""Longest wait (s) for a call of torch's rendezvous. If the rendezvous host is silent, the call never returns."""
-PLACES_S = 90.0
-"""Longest time (s) for nodes to get their ranks. torch's own limit of a minute works only if the store answers."""
-HOST_GONE_S = 60.0
-"""Seconds without an answer after which the host of the rendezvous counts as gone, as in torch's own connects."""
-LOOK_S = 10.0
-GLANCE_S = 1.0
-"""Seconds between two looks at the state of torch's rendezvous, which lives in this process."""
-Answer = TypeVar("Answer")
-
-logger = logging.getLogger(__name__)
 
 
 class AgentStoreHandler(RendezvousHandler):
@@ -374,10 +347,10 @@ class AgentStoreHandler(RendezvousHandler):
         began_s = time.monotonic()
         try:
             return self._met(began_s)
-        except RendezvousTimeoutError as error:
+        except api.RendezvousTimeoutError as error:
             missing = self._waiting.missing(time.monotonic() - began_s)
             raise ClusterError(f"the nodes cannot meet: {missing}") from error
-        except (RendezvousGracefulExitError, RendezvousClosedError, RendezvousConnectionError) as error:
+        except (api.RendezvousGracefulExitError, api.RendezvousClosedError, RendezvousConnectionError) as error:
             if self._waiting.is_spare:
                 raise ClusterError(
                     "the job has ended with its own nodes, and this launcher took no part in it"
@@ -390,9 +363,13 @@ class AgentStoreHandler(RendezvousHandler):
             ) from error
 
     def _met(self, began_s: float) -> RendezvousInfo:
-        call = TorchCall(self._join)
+        def join() -> RendezvousInfo:
+            self._waiting.announce()
+            return self._inner.next_rendezvous()
+
+        call = call_torch(join)
         answered_s = looked_s = began_s
-        while not call.returns_within(min(GLANCE_S, LOOK_S)):
+        while not concurrent.futures.wait([call], min(GLANCE_S, LOOK_S)).done:
             now_s = time.monotonic()
             self._waiting.look(now_s - began_s)
             if now_s - looked_s < LOOK_S:
@@ -404,13 +381,9 @@ class AgentStoreHandler(RendezvousHandler):
                 raise RendezvousConnectionError(
                     f"{self._host.address}:{self._host.port} was there, and has not answered for {HOST_GONE_S:.0f} s"
                 )
-        met = call.answer()
+        met = call.result()
         self._waiting.is_spare = False
         return met
-
-    def _join(self) -> RendezvousInfo:
-        self._waiting.announce()
-        return self._inner.next_rendezvous()
 
     def is_closed(self) -> bool:
         """Return True if the rendezvous is closed."""

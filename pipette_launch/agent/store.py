@@ -9,7 +9,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from torch.distributed import Store
 
@@ -19,12 +20,10 @@ from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision
 
-FIRST_POLL_S = 0.02
-LAST_POLL_S = 0.2
-"""Longest pause (s) between two polls. Pauses grow to this limit, so that hundreds of waiting nodes do not overload the
-store."""
+FIRST_POLL_S, LAST_POLL_S = 0.02, 0.2
+"""First and longest pause between two polls. Pauses grow, so that hundreds of waiting nodes do not overload a store."""
 MOST_BYTES = 4 << 20
-"""Most bytes of one part of a long text, because TCPStore accepts at most 8 MiB in one value."""
+"""Most bytes of one piece of a long text, because TCPStore accepts at most 8 MiB in one value."""
 BROKEN = "the connection to its store broke"
 PEER_WAIT_S = 120.0
 """Longest wait (s) for a message of another agent, which may need half a minute to end its workers."""
@@ -53,40 +52,26 @@ def growing_pauses() -> Iterator[float]:
         pause_s = min(1.5 * pause_s, LAST_POLL_S)
 
 
-class TorchCall(Generic[Answer]):
-    """A call of torch in a separate thread. If the call never returns, this thread never ends."""
+def call_torch(do: Callable[[], Answer]) -> Future[Answer]:
+    """Call a function of torch in a new thread. If the function never returns, the thread never ends."""
+    call: Future[Answer] = Future()
 
-    def __init__(self, do: Callable[[], Answer]) -> None:
-        self._answers: list[Answer] = []
-        self._errors: list[Exception] = []
-        self._do = do
-        self._thread = threading.Thread(target=self._run, name=f"{STORE_THREAD}-call", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._answers.append(self._do())
-        except Exception as error:  # noqa: BLE001, `answer` raises it again
-            self._errors.append(error)
+            call.set_result(do())
+        except Exception as error:  # noqa: BLE001, the future raises the error again
+            call.set_exception(error)
 
-    def returns_within(self, seconds: float) -> bool:
-        """Wait for the call; return True if it returned or raised."""
-        self._thread.join(seconds)
-        return bool(self._answers or self._errors)
-
-    def answer(self) -> Answer:
-        """Return the call's result, or raise its error."""
-        if self._errors:
-            raise self._errors[0]
-        return self._answers[0]
+    threading.Thread(target=run, name=f"{STORE_THREAD}-call", daemon=True).start()
+    return call
 
 
 def within(seconds: float, do: Callable[[], Answer]) -> Answer:
     """Return the result of a call, or raise TimeoutError if the call takes longer."""
-    call = TorchCall(do)
-    if not call.returns_within(seconds):
+    call = call_torch(do)
+    if not wait([call], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return call.answer()
+    return call.result()
 
 
 class AgentStore:
@@ -110,11 +95,8 @@ class AgentStore:
         self.check_is_there()
         try:
             return within(HOST_SILENCE_S, do)
-        except TimeoutError as error:
-            self.gone = f"silent for {HOST_SILENCE_S:.0f} s"
-            raise StoreGone(self.gone) from error
-        except RuntimeError as error:
-            self.gone = BROKEN
+        except (TimeoutError, RuntimeError) as error:
+            self.gone = f"silent for {HOST_SILENCE_S:.0f} s" if isinstance(error, TimeoutError) else BROKEN
             raise StoreGone(self.gone) from error
 
     def check_is_there(self) -> None:
@@ -131,7 +113,7 @@ class AgentStore:
         return bool(self._call(lambda: self._store.check([f"{self._prefix}/{key}"])))
 
     def peek(self, key: str) -> str | None:
-        """Return a text, or None before it is published; never blocks."""
+        """Return a text, or None before the text is published; never blocks."""
         return self._get(key) if self.has(key) else None
 
     def _get(self, key: str) -> str:
@@ -146,7 +128,7 @@ class AgentStore:
         return int(self._call(lambda: self._store.add(f"{self._prefix}/{key}", amount)))
 
     def take(self, key: str, *, what: str, deadline_s: float) -> str:
-        """Wait for a text, which errors call `what`.
+        """Wait for a text; error messages name the text by `what`.
 
         Raises:
             ClusterError: the text was not published in time.
@@ -163,7 +145,7 @@ class AgentStore:
         return self._get(key)
 
     def check_goes_on(self) -> None:
-        """Raise RoundOver if the text can no longer come."""
+        """Raise RoundOver if the awaited text can no longer come; the base class never raises."""
 
     def settle(self, key: str, text: str) -> str:
         """Publish a text unless another agent was first; return the first text. Works during a meeting, too."""
@@ -187,10 +169,9 @@ class RoundStore(AgentStore):
         """Begin a round.
 
         Args:
-            store: store of the coordinator.
             group_rank: index of this agent in the round.
             group_size: number of agents in the round.
-            is_coordinator: true if this agent decides for all and holds the store.
+            is_coordinator: true if this agent decides for all agents and holds the store.
             generation: name of the round.
             find_lost: returns which other agent is gone and why; empty if no agent is gone.
 
@@ -244,24 +225,8 @@ def unpack(packed: str) -> str:
     except (ValueError, zlib.error) as error:
         raise ClusterError(f"the message of another node cannot be unpacked ({error})") from error
     if not stream.eof:
-        raise ClusterError(
-            f"the message of another node is cut off, or has more than {files.MOST_BYTES} bytes unpacked"
-        )
+        raise ClusterError(f"the message of another node is cut off, or unpacks to more than {files.MOST_BYTES} bytes")
     return text
-
-
-def plan_of_first(round_store: RoundStore, *, make: Callable[[], Decision], deadline_s: float) -> Decision:
-    """Return the first node's plan: the first node calls `make`, and the other nodes wait.
-
-    Raises:
-        ClusterError: the plan did not come in time.
-        RoundOver: the plan will never come.
-
-    """
-    if round_store.is_coordinator:
-        round_store.put("plan", files.dumps(make()))
-    text = round_store.take("plan", what="the plan of the first node", deadline_s=deadline_s)
-    return files.loads(Decision, text, "plan of the first node")
 
 
 def reports(
@@ -270,14 +235,12 @@ def reports(
     """Collect the reports of a decision's agents; return the reports, and the hosts without a report.
 
     Args:
-        round_store: keys of this round.
-        decision: decision whose agents report.
         kind: class of a report.
         prefix: key of each report before the agent's token.
         patience_s: longest wait for all reports together.
 
     Raises:
-        RoundOver: one of the agents is lost.
+        RoundOver: an agent called a meeting.
 
     """
     ends_s = time.monotonic() + patience_s
@@ -286,10 +249,9 @@ def reports(
         left_s = max(ends_s - time.monotonic(), 0.0)
         try:
             text = round_store.take(f"{prefix}/{token}", what=f"a report of {host}", deadline_s=left_s)
+            found.append(files.loads(kind, text, f"report of {host}"))
         except ClusterError:
             absent.append(host)
-            continue
-        found.append(files.loads(kind, text, f"report of {host}"))
     return found, absent
 
 
@@ -307,8 +269,8 @@ def await_all(round_store: RoundStore, phase: str, *, num_nodes: int) -> bool:
         # Nodes on standby count nothing and wait for this key.
         round_store.put(f"over/{phase}", "yes")
     except StoreGone as error:
-        # The agent with the store has left. It leaves only after its work is done, so no wait is needed.
-        logger.info("exit barrier ended early: %s", error)
+        # The agent with the store leaves only after its work is done, so no wait is needed.
+        logger.info("the wait for the other nodes' end stops early: %s", error)
     return True
 
 

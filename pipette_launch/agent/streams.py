@@ -1,4 +1,4 @@
-"""Output of the workers: copied unchanged to the console, and read for iteration lines and last words."""
+"""Output of the workers: copied unchanged to the console, and read for iteration lines and the last lines of stderr."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs
 
 CHUNK_BYTES = 1 << 16
 FOLLOW_S = 0.2
@@ -29,6 +29,9 @@ TAIL_LINES = 60
 MOST_LINE_BYTES = 8192
 """Bytes of a line that the launcher parses; the console gets the whole line."""
 
+CONSOLE = ""
+"""Torch's name for the destination of a stream that is not redirected."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -36,19 +39,15 @@ logger = logging.getLogger(__name__)
 class _Source:
     """A stream of one worker, and the function that receives the lines of this stream."""
 
-    hear: Callable[[str], None]
+    hear: Callable[[str], object]
     copy_to: int | None = None
+    """Descriptor of the console that gets every byte; None for no console."""
     unfinished: bytes = b""
     held: bytes = b""
     """Start of a line that is not copied yet."""
     held_until_s: float = math.inf
-
-
-@dataclass(kw_only=True, slots=True)
-class _File(_Source):
-    """A stream into a file that torch creates when the worker starts."""
-
-    path: Path
+    path: Path = Path(os.devnull)
+    """File that torch creates when the worker starts; the null device if the stream is a pipe."""
     opened: IO[bytes] | None = None
 
 
@@ -64,28 +63,34 @@ class Streams:
         self._on_line = on_line
         self._selector = selectors.DefaultSelector()
         self._writers: dict[int, int] = {}
-        self._files: list[_File] = []
+        self._files: list[_Source] = []
         self._tails: dict[int, deque[str]] = {}
         self._bell, self._ring = os.pipe()
         self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._loop, name="pipette-streams", daemon=True)
         self._is_open = True
 
-    def lines_pipe(self, *, copy_to: int | None) -> str:
-        """Return the path of a pipe whose lines go to `on_line`; `copy_to` is a file descriptor for every byte."""
-        return self._pipe(_Source(hear=self._on_line, copy_to=copy_to))
+    def watch(self, path: str, *, console: int, local_rank: int | None = None) -> str:
+        """Watch a stream, and return the path to which the worker must write.
 
-    def tail_pipe(self, local_rank: int, *, copy_to: int | None) -> str:
-        """Return the path of a pipe whose last lines are kept for a worker."""
-        return self._pipe(_Source(hear=self._keep(local_rank), copy_to=copy_to))
+        Args:
+            path: torch's destination of the stream: a file, the null device, or empty for the console.
+            console: file descriptor of the console.
+            local_rank: worker whose last lines are kept; None sends the lines to `on_line`.
 
-    def lines_file(self, path: str) -> None:
-        """Send the lines of a file to `on_line`."""
-        self._files.append(_File(path=Path(path), hear=self._on_line))
-
-    def tail_file(self, local_rank: int, path: str) -> None:
-        """Keep the last lines of a file for a worker."""
-        self._files.append(_File(path=Path(path), hear=self._keep(local_rank)))
+        """
+        hear: Callable[[str], object] = self._on_line
+        if local_rank is not None:
+            hear = self._tails.setdefault(local_rank, deque(maxlen=TAIL_LINES)).append
+        if path not in (CONSOLE, os.devnull):
+            self._files.append(_Source(hear=hear, path=Path(path)))
+            return path
+        # This process keeps both ends open, so that the pipe does not end before a worker opens it.
+        reader, writer = os.pipe()
+        self._writers[reader] = writer
+        source = _Source(hear=hear, copy_to=None if path == os.devnull else console)
+        self._selector.register(reader, selectors.EVENT_READ, source)
+        return f"/proc/self/fd/{writer}"
 
     def start(self) -> None:
         """Start the reading thread; call this method before the workers start."""
@@ -117,16 +122,6 @@ class Streams:
             if file.opened:
                 file.opened.close()
 
-    def _keep(self, local_rank: int) -> Callable[[str], None]:
-        return self._tails.setdefault(local_rank, deque(maxlen=TAIL_LINES)).append
-
-    def _pipe(self, source: _Source) -> str:
-        """Open a pipe. This process keeps both ends open, so that the pipe does not end before a worker opens it."""
-        reader, writer = os.pipe()
-        self._writers[reader] = writer
-        self._selector.register(reader, selectors.EVENT_READ, source)
-        return f"/proc/self/fd/{writer}"
-
     def _hang_up(self, reader: int) -> None:
         self._selector.unregister(reader)
         os.close(reader)
@@ -156,7 +151,9 @@ class Streams:
     def _drain(self) -> None:
         """Read the bytes written up to now; a child that outlives its worker may write for ever."""
         for key in list(self._selector.get_map().values()):
-            left = _readable_bytes(key.fd) if key.fd != self._bell else 0
+            left = 0
+            if key.fd != self._bell:
+                (left,) = struct.unpack("i", fcntl.ioctl(key.fd, termios.FIONREAD, b"\0" * 4))
             while left > 0 and key.fd in self._writers:
                 left -= self._read_pipe(key.fd, key.data, min(left, CHUNK_BYTES))
         self._copy_begun_lines(math.inf)
@@ -198,7 +195,7 @@ class Streams:
         except OSError as error:
             logger.debug("the console takes no more: %s", error)
 
-    def _read_file(self, file: _File, size: int) -> int:
+    def _read_file(self, file: _Source, size: int) -> int:
         try:
             file.opened = file.opened or file.path.open("rb")
             data = file.opened.read(size)
@@ -218,11 +215,6 @@ class Streams:
             logger.exception("could not read a line of a worker")
 
 
-def _readable_bytes(reader: int) -> int:
-    size: int = struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, b"\0" * 4))[0]
-    return size
-
-
 def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
@@ -230,10 +222,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
             view = view[os.write(descriptor, view) :]
         if view:
             select.select([], [descriptor], [])
-
-
-CONSOLE = ""
-"""Torch's name for the destination of a stream that is not redirected."""
 
 
 class WatchedLogs(LogsSpecs):
@@ -260,26 +248,38 @@ class WatchedLogs(LogsSpecs):
         for rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = counted[rank].get("TORCHELASTIC_ERROR_FILE", "")
         if self._streams is not None:
-            self._watch(self._streams, destinations, _last_rank(envs))
+            for rank, env in envs.items():
+                # Megatron prints its iteration lines on the last rank.
+                if int(env["RANK"]) == int(env["WORLD_SIZE"]) - 1:
+                    destinations.stdouts[rank] = self._streams.watch(destinations.stdouts[rank], console=1)
+            for rank, path in destinations.stderrs.items():
+                destinations.stderrs[rank] = self._streams.watch(path, console=2, local_rank=rank)
         return destinations
 
-    def _watch(self, streams: Streams, destinations: LogsDest, talker: int | None) -> None:
-        if talker is not None:
-            path = destinations.stdouts[talker]
-            if path in (CONSOLE, os.devnull):
-                destinations.stdouts[talker] = streams.lines_pipe(copy_to=1 if path == CONSOLE else None)
-            else:
-                streams.lines_file(path)
-        for rank, path in destinations.stderrs.items():
-            if path in (CONSOLE, os.devnull):
-                destinations.stderrs[rank] = streams.tail_pipe(rank, copy_to=2 if path == CONSOLE else None)
-            else:
-                streams.tail_file(rank, path)
+
+class QuietLogs(DefaultLogsSpecs):
+    """Log settings that keep error files in a private folder, and discard the workers' output."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Choose where each worker writes."""
+        destinations = super().reify(envs)
+        for streams in (destinations.stdouts, destinations.stderrs):
+            streams.update(dict.fromkeys(streams, os.devnull))
+        return destinations
 
 
-def _last_rank(envs: Mapping[int, Mapping[str, str]]) -> int | None:
-    """Return the local rank of the worker that prints Megatron's iteration line: RANK = WORLD_SIZE - 1."""
-    for local_rank, env in envs.items():
-        if int(env["RANK"]) == int(env["WORLD_SIZE"]) - 1:
-            return local_rank
-    return None
+class NoLogs(LogsSpecs):
+    """Log settings of a node without workers."""
+
+    @property
+    def root_log_dir(self) -> str:
+        """Return the null device."""
+        return os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:  # noqa: ARG002
+        """Name no file except the null device, which torch opens for lines filtered from all workers."""
+        destinations = LogsDest()
+        for name in ("filtered_stdout", "filtered_stderr"):
+            if hasattr(destinations, name):
+                setattr(destinations, name, os.devnull)
+        return destinations

@@ -11,31 +11,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import shutil
 import signal
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import psutil
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
 
 from pipette_launch.agent import workers
 from pipette_launch.agent.controller import Controller
-from pipette_launch.agent.store import RoundOver, RoundStore, reports
+from pipette_launch.agent.phases import PhaseBeforeTraining
+from pipette_launch.agent.store import MOST_BYTES, PEER_WAIT_S, RoundOver, RoundStore, pack, reports, unpack
+from pipette_launch.agent.workers import DeviceBinding
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision, exit_words
-from pipette_launch.probe.messages import Sign
 
 logger = logging.getLogger(__name__)
 
-State = Literal["running", "done", "failed"]
 SAMPLE_S = 1.0
 BUSY_SHARE = 0.03
 """A worker that computes for more than this share of each second is slow but does not hang."""
@@ -62,7 +61,7 @@ _WAITS = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerState:
-    """State of one warm-up worker, as the agent of the worker's node observes it."""
+    """State of one warm-up worker, as observed by the agent of the worker's node."""
 
     slot: int
     name: str
@@ -140,19 +139,25 @@ def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: flo
     states = sorted((state for report in reports for state in report.workers), key=lambda state: state.slot)
     killed = [state for state in states if state.was_killed]
     guilty = killed if killed or absent else _guilty(states)
-    told = [_told(state, states) for state in guilty[:MOST_NAMED]]
+    causes = [_cause(state, states) for state in guilty[:MOST_NAMED]]
     if len(guilty) > MOST_NAMED:
-        told.append(f"the same with {len(guilty) - MOST_NAMED} more workers")
+        causes.append(f"the same with {len(guilty) - MOST_NAMED} more workers")
     if absent:
-        told.append(f"the launcher on {_listed(absent)} does not answer: it or its node is gone")
+        more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
+        listed = ", ".join(absent[:MOST_NAMED]) + more
+        causes.append(f"the launcher on {listed} does not answer: it or its node is gone")
     after = f"the warm-up failed after {waited_s:.1f} s"
-    if not told:
-        return WarmupFailure(words=f"{after}, its deadline: {_doing(states)}{_output(reports, states)}")
+    if not causes:
+        slowest = sorted(states, key=lambda state: state.advance)[:MOST_NAMED]
+        doing = "; ".join(
+            f"{state.name} (pid {state.pid}) is in phase {state.where}, in state {state.status}" for state in slowest
+        )
+        return WarmupFailure(words=f"{after}, its deadline: {doing}{_output(reports, states)}")
     named = {state.slot for state in guilty}
     waiting = sum(state.slot not in named and (state.is_victim or bool(state.waits_for)) for state in states)
     if waiting:
-        told.append(f"{waiting} other worker{'s' if waiting > 1 else ''} waited in vain")
-    return WarmupFailure(words=f"{after}: {'; '.join(told)}{_output(reports, guilty)}", absent=tuple(absent))
+        causes.append(f"{waiting} other worker{'s' if waiting > 1 else ''} waited in vain")
+    return WarmupFailure(words=f"{after}: {'; '.join(causes)}{_output(reports, guilty)}", absent=tuple(absent))
 
 
 def _guilty(states: Sequence[WorkerState]) -> list[WorkerState]:
@@ -182,7 +187,8 @@ def _least_far(states: Sequence[WorkerState]) -> list[WorkerState]:
     return [state for state in states if state.advance == least]
 
 
-def _told(state: WorkerState, states: Sequence[WorkerState]) -> str:
+def _cause(state: WorkerState, states: Sequence[WorkerState]) -> str:
+    """Say what happened to a worker that caused the failure."""
     who, where = f"{state.name} (pid {state.pid})", f"in phase {state.where}"
     if state.was_killed:
         return f"{who} was killed by {exit_words(state.exit_code or 0)} {where}"
@@ -200,22 +206,10 @@ def _told(state: WorkerState, states: Sequence[WorkerState]) -> str:
     return f"{who} was waited for in vain, {where}, in state {state.status}; {silent}{reason}"
 
 
-def _doing(states: Sequence[WorkerState]) -> str:
-    least_far = sorted(states, key=lambda state: state.advance)[:MOST_NAMED]
-    return "; ".join(
-        f"{state.name} (pid {state.pid}) is in phase {state.where}, in state {state.status}" for state in least_far
-    )
-
-
 def _output(reports: Sequence[NodeReport], guilty: Sequence[WorkerState]) -> str:
     slots = {state.slot for state in guilty[:1]}
     places = [report.output for report in reports if slots & {state.slot for state in report.workers}]
     return f"; its output is in {places[0]}" if places and places[0] else ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
 
 
 # -- the workers of this node -------------------------------------------------------------------------------------
@@ -225,66 +219,172 @@ class _Pulse(NamedTuple):
     """Last known activity of a worker."""
 
     sign_at_s: float
+    """Time of the last progress message, by the monotonic clock that progress messages use too."""
     computed_s: float
     alive_s: float
     """Time (s) of the worker's last progress message or computation, by the monotonic clock."""
 
 
-class WorkerHealth:
-    """Activity of the warm-up workers of one node, by the monotonic clock that progress messages use too."""
+class Warmup(PhaseBeforeTraining):
+    """The warm-up on the node of one agent."""
 
-    def __init__(
-        self,
-        processes: Mapping[int, Popen[bytes]],
-        *,
-        look_up: Callable[[int], tuple[Sign | None, str]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._processes = processes
-        self._look_up = look_up
-        self._clock = clock
-        self._looked_s = clock()
-        self._pulses = {local: _Pulse(0.0, 0.0, clock()) for local in processes}
-        self._overdue: frozenset[int] = frozenset()
-        self.is_hung = False
-        """True if a worker is overdue and does not report that it waits for other workers."""
+    def __init__(self, controller: Controller, round_store: RoundStore, decision: Decision, token: str) -> None:
+        super().__init__(controller, round_store, decision, token)
+        self._is_done = False
+        self._sampled_s = self._began_s
+        self._pulses: dict[int, _Pulse] = defaultdict(lambda: _Pulse(0.0, 0.0, time.monotonic()))
+        self._overdue: set[int] = set()
+        """Local ranks of the workers whose next progress message is late and that have hardly computed since."""
+        self._is_hung = False
+        """True if an overdue worker does not report that it waits for other workers."""
+        self.failure = ""
+        """Why the warm-up failed, the same on all nodes; empty unless the warm-up failed."""
 
-    def sample(self) -> None:
+    def open_logs(self) -> tuple[None, LogsSpecs]:
+        """Return the log settings of the workers, whose output no thread reads."""
+        self._logs = tempfile.mkdtemp(prefix="pipette_warmup_")
+        return None, DefaultLogsSpecs(log_dir=self._logs, redirects=Std.ALL)
+
+    def drop_logs(self) -> None:
+        """Delete the workers' output, unless the warm-up failed and the workers printed something."""
+        if not (self.failure and self._has_output()):
+            super().drop_logs()
+
+    def _has_output(self) -> bool:
+        return bool(self._logs) and any(path.is_file() and path.stat().st_size for path in Path(self._logs).rglob("*"))
+
+    def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:  # noqa: ARG002
+        """Return whether the warm-up is over on all nodes; see the base class."""
+        self._sample(processes)
+        self._controller.warmup_goes_on(leads=self._token == self._decision.tokens[0])
+        try:
+            failure = self._judge(processes)
+        except RoundOver:
+            self._end(processes)
+            raise
+        if failure is None and not self._is_done:
+            return False
+        left = self._end(processes)
+        if failure is not None:
+            self.failure, self.absent = "; ".join(filter(None, (failure.words, left))), failure.absent
+        elif left:
+            logger.warning("%s", left)
+        return True
+
+    def following(self) -> Decision:
+        """Return the plan of the deciding node, which needs the measurements of the node of RANK 0.
+
+        Raises:
+            ClusterError: the plan did not come in time.
+            RoundOver: the plan will never come.
+
+        """
+        store = self._round_store
+        # The deciding node comes first in torchrun's order, unless it is on standby.
+        if self._token == self._decision.tokens[0] and not store.is_coordinator:
+            self._hand_over()
+        if store.is_coordinator:
+            failure = self.failure
+            if self._token in self._decision.standby:
+                failure = store.peek("warmup-failed") or self._take_over()
+            store.put("plan", files.dumps(self._controller.after_warmup(self._decision, failure)))
+        deadline_s = PEER_WAIT_S + self._controller.warmup_deadline_s
+        text = store.take("plan", what="the plan of the first node", deadline_s=deadline_s)
+        return files.loads(Decision, text, "plan of the first node")
+
+    def _hand_over(self) -> None:
+        """Publish the measurements for a deciding node that ran no warm-up workers."""
+        path = self._controller.measured_path
+        packed = pack(path.read_text() if path.exists() else "")
+        pieces = [packed[start : start + MOST_BYTES] for start in range(0, len(packed), MOST_BYTES)]
+        for index, piece in enumerate(pieces):
+            self._round_store.put(f"measured/{index}", piece)
+        self._round_store.put("measured", str(len(pieces)))
+
+    def _take_over(self) -> str:
+        """Fetch the measurements from the store; return why the transfer failed, or an empty text."""
+        try:
+            what = "the measurements of the warm-up"
+            count = int(self._round_store.take("measured", what=what, deadline_s=PEER_WAIT_S))
+            text = unpack("".join(self._round_store.peek(f"measured/{index}") or "" for index in range(count)))
+        except (ClusterError, ValueError) as error:
+            return str(error)
+        if not text:
+            return "the first worker of the warm-up left no measurements"
+        files.write_text(self._controller.measured_path, text)
+        return ""
+
+    # -- the workers of this node ---------------------------------------------------------------------------------
+
+    def _sample(self, processes: Mapping[int, Popen[bytes]]) -> None:
         """Look for progress messages and computation of all workers, at most once a second."""
-        now_s = self._clock()
-        since_s = now_s - self._looked_s
+        now_s = time.monotonic()
+        since_s = now_s - self._sampled_s
         if since_s < SAMPLE_S:
             return
-        self._looked_s = now_s
-        overdue, hung = set(), set()
-        for local, process in self._processes.items():
-            sign, _ = self._look_up(local)
-            pulse = self._pulses[local] = self._feel(process, sign, self._pulses[local], now_s, since_s)
+        self._sampled_s = now_s
+        self._overdue, self._is_hung = set(), False
+        for local, process in processes.items():
+            sign, _ = self._controller.warmup_sign(local)
+            last = self._pulses[local]
+            sign_at_s, computed_s = sign.at_s if sign else 0.0, _computed_s(process.pid)
+            is_alive = sign_at_s > last.sign_at_s or computed_s - last.computed_s > BUSY_SHARE * since_s
+            alive_s = now_s if is_alive else last.alive_s + (since_s if since_s > AWAY_S else 0.0)
+            self._pulses[local] = _Pulse(sign_at_s, computed_s, alive_s)
             # Before its first progress message a worker starts an interpreter, maybe from a slow disk. Only the
             # deadline limits this start.
-            if sign is not None and process.poll() is None and now_s - pulse.alive_s > sign.limit_s:
-                overdue.add(local)
-                hung |= set() if sign.waits_for else {local}
-        self._overdue, self.is_hung = frozenset(overdue), bool(hung)
+            if sign is not None and process.poll() is None and now_s - alive_s > sign.limit_s:
+                self._overdue.add(local)
+                self._is_hung |= not sign.waits_for
 
-    def _feel(self, process: Popen[bytes], sign: Sign | None, last: _Pulse, now_s: float, since_s: float) -> _Pulse:
-        sign_at_s = sign.at_s if sign else 0.0
-        computed_s = _computed_s(process.pid)
-        alive = sign_at_s > last.sign_at_s or computed_s - last.computed_s > BUSY_SHARE * since_s
-        alive_s = now_s if alive else last.alive_s + (since_s if since_s > AWAY_S else 0.0)
-        return _Pulse(sign_at_s, computed_s, alive_s)
+    def _judge(self, processes: Mapping[int, Popen[bytes]]) -> WarmupFailure | None:
+        """Return why the warm-up failed; None while the warm-up runs and when all nodes are done."""
+        store = self._round_store
+        store.check_goes_on()
+        codes = [process.poll() for process in processes.values()]
+        waited_s = time.monotonic() - self._began_s
+        is_late = waited_s > self._controller.warmup_deadline_s
+        if any(codes) or self._is_hung or is_late or store.has("warmup-alarm"):
+            return self._find_out(processes, waited_s)
+        if all(code == 0 for code in codes):
+            # A node that is done still answers alarms. The phase ends when all nodes are done.
+            done = store.count("warmup-done", 0 if self._has_ended else 1)
+            self._has_ended = True
+            self._is_done = done == len(self._decision.tokens)
+        return None
 
-    def exit_codes(self) -> list[int | None]:
-        """Return the exit codes of all workers; None for a worker that runs."""
-        return [process.poll() for process in self._processes.values()]
+    def _end(self, processes: Mapping[int, Popen[bytes]]) -> str:
+        """Kill the workers and all processes that they started; return a sentence about processes that do not end."""
+        left = self._kill(processes)
+        self._controller.workers_are_gone()
+        return f"the kernel cannot end process {', '.join(map(str, left))} of the warm-up" if left else ""
 
-    def states(self, *, host: str, first_slot: int) -> tuple[WorkerState, ...]:
-        """Describe all workers, in the order of their slots."""
-        return tuple(self._state(local, host, first_slot) for local in sorted(self._processes))
+    def _find_out(self, processes: Mapping[int, Popen[bytes]], waited_s: float) -> WarmupFailure:
+        """Publish the state of this node's workers; return the verdict of the first agent."""
+        store, decision, token = self._round_store, self._decision, self._token
+        store.put("warmup-alarm", "yes")
+        time.sleep(SETTLE_S)
+        host = decision.hosts[decision.tokens.index(token)]
+        first_slot = min(decision.ranks_of(token))
+        report = NodeReport(
+            workers=tuple(self._state(local, processes[local], host, first_slot) for local in sorted(processes)),
+            output=f"{self._logs} on {host}" if self._has_output() else "",
+        )
+        store.put(f"warmup-report/{token}", files.dumps(report))
+        if token == decision.tokens[0]:
+            found = reports(store, decision, NodeReport, prefix="warmup-report", patience_s=REPORT_S)
+            failure = judge(*found, waited_s=waited_s)
+            store.put("warmup-failed", failure.words)
+            store.put("warmup-verdict", files.dumps(failure))
+            return failure
+        with contextlib.suppress(ClusterError):
+            text = store.take("warmup-verdict", what="why the warm-up failed", deadline_s=VERDICT_S)
+            return files.loads(WarmupFailure, text, "verdict of the first agent")
+        return judge([report], decision.hosts[:1], waited_s=waited_s)
 
-    def _state(self, local: int, host: str, first_slot: int) -> WorkerState:
-        process = self._processes[local]
-        sign, error = self._look_up(local)
+    def _state(self, local: int, process: Popen[bytes], host: str, first_slot: int) -> WorkerState:
+        sign, error = self._controller.warmup_sign(local)
+        now_s = time.monotonic()
         return WorkerState(
             slot=first_slot + local,
             name=f"{host}:{local}",
@@ -293,8 +393,8 @@ class WorkerHealth:
             status=workers.status_of(process.pid),
             where=sign.where() if sign else "start",
             advance=1000 * len(sign.ended) + sign.done if sign else 0,
-            silent_s=max(self._clock() - sign.at_s, 0.0) if sign else 0.0,
-            idle_s=max(self._clock() - self._pulses[local].alive_s, 0.0),
+            silent_s=max(now_s - sign.at_s, 0.0) if sign else 0.0,
+            idle_s=max(now_s - self._pulses[local].alive_s, 0.0),
             is_overdue=local in self._overdue,
             waits_for=sign.waits_for if sign else "",
             peers=sign.peers if sign else (),
@@ -308,113 +408,3 @@ def _computed_s(pid: int) -> float:
     except psutil.Error:
         return 0.0
     return float(times.user + times.system + times.children_user + times.children_system)
-
-
-class Warmup:
-    """The warm-up on the node of one agent."""
-
-    def __init__(self, controller: Controller, address: str) -> None:
-        self._controller = controller
-        self._address = address
-        self._logs = ""
-        self._began_s = self._started_s = 0.0
-        self._health: WorkerHealth | None = None
-        self._has_ended = False
-        self._is_done = False
-        self.failure = ""
-        """Why the warm-up failed, the same on all nodes; empty unless it failed."""
-        self.absent: tuple[str, ...] = ()
-        """Hosts that have left the round."""
-
-    def begin(self) -> LogsSpecs:
-        """Forget an earlier warm-up; return the log settings of the new workers."""
-        self.failure, self.absent, self._health = "", (), None
-        self._has_ended = self._is_done = False
-        self._began_s, self._started_s = time.monotonic(), time.time()
-        self._logs = tempfile.mkdtemp(prefix="pipette_warmup_")
-        return DefaultLogsSpecs(log_dir=self._logs, redirects=Std.ALL)
-
-    def drop_logs(self) -> None:
-        """Delete the workers' output, unless the warm-up failed and the workers printed something."""
-        if self._logs and not (self.failure and self._has_output()):
-            shutil.rmtree(self._logs, ignore_errors=True)
-        self._logs = ""
-
-    def _has_output(self) -> bool:
-        return any(path.is_file() and path.stat().st_size for path in Path(self._logs).rglob("*"))
-
-    def look(
-        self, round_store: RoundStore, decision: Decision, token: str, processes: Mapping[int, Popen[bytes]]
-    ) -> State:
-        """Return the state of the warm-up; a failure or a hang ends the warm-up on every node.
-
-        Args:
-            processes: workers of this node, by local rank.
-
-        Raises:
-            RoundOver: another agent is lost.
-
-        """
-        if self._health is None:
-            self._health = WorkerHealth(processes, look_up=self._controller.warmup_sign)
-        self._health.sample()
-        self._controller.warmup_goes_on(leads=token == decision.tokens[0])
-        try:
-            failure = self._judge(round_store, decision, token, self._health)
-        except RoundOver:
-            self._end(processes)
-            raise
-        if failure is None and not self._is_done:
-            return "running"
-        left = self._end(processes)
-        if failure is None:
-            if left:
-                logger.warning("%s", left)
-            return "done"
-        self.failure, self.absent = "; ".join(filter(None, (failure.words, left))), failure.absent
-        return "failed"
-
-    def _judge(
-        self, round_store: RoundStore, decision: Decision, token: str, watched: WorkerHealth
-    ) -> WarmupFailure | None:
-        """Return why the warm-up failed; None while the warm-up runs and when all nodes are done."""
-        round_store.check_goes_on()
-        codes = watched.exit_codes()
-        waited_s = time.monotonic() - self._began_s
-        is_late = waited_s > self._controller.warmup_deadline_s
-        if any(codes) or watched.is_hung or is_late or round_store.has("warmup-alarm"):
-            return self._find_out(round_store, decision, token, watched, waited_s)
-        if all(code == 0 for code in codes):
-            # A node that is done still answers alarms. The phase ends when all nodes are done.
-            done = round_store.count("warmup-done", 0 if self._has_ended else 1)
-            self._has_ended = True
-            self._is_done = done == len(decision.tokens)
-        return None
-
-    def _end(self, processes: Mapping[int, Popen[bytes]]) -> str:
-        """Kill the workers and all processes that they started; return a sentence about processes that do not end."""
-        left = workers.end(processes, began_s=self._started_s, mark=self._logs)
-        self._controller.workers_are_gone()
-        return f"the kernel cannot end process {', '.join(map(str, left))} of the warm-up" if left else ""
-
-    def _find_out(
-        self, round_store: RoundStore, decision: Decision, token: str, watched: WorkerHealth, waited_s: float
-    ) -> WarmupFailure:
-        """Publish the state of this node's workers; return the verdict of the first agent."""
-        round_store.put("warmup-alarm", "yes")
-        time.sleep(SETTLE_S)
-        states = watched.states(
-            host=decision.hosts[decision.tokens.index(token)], first_slot=min(decision.ranks_of(token))
-        )
-        report = NodeReport(workers=states, output=f"{self._logs} on {self._address}" if self._has_output() else "")
-        round_store.put(f"warmup-report/{token}", files.dumps(report))
-        if token == decision.tokens[0]:
-            found = reports(round_store, decision, NodeReport, prefix="warmup-report", patience_s=REPORT_S)
-            failure = judge(*found, waited_s=waited_s)
-            round_store.put("warmup-failed", failure.words)
-            round_store.put("warmup-verdict", files.dumps(failure))
-            return failure
-        with contextlib.suppress(ClusterError):
-            text = round_store.take("warmup-verdict", what="why the warm-up failed", deadline_s=VERDICT_S)
-            return files.loads(WarmupFailure, text, "verdict of the first agent")
-        return judge([report], decision.hosts[:1], waited_s=waited_s)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,12 @@ from agent.test_phases import await_files, await_store, ends
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from pipette_launch.agent import phases
+from pipette_launch.agent import warmup
 from pipette_launch.agent.elastic import PipetteAgent
 from pipette_launch.agent.membership import LEFT_OUT, REJOIN, Rejoin
 from pipette_launch.agent.phases import Attempt
 from pipette_launch.agent.store import RoundOver, RoundStore
+from pipette_launch.agent.warmup import Warmup
 from pipette_launch.facts.messages import Decision
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
@@ -221,7 +223,7 @@ class FakeController:
     """The controller of a node that has measurements, or receives those of another node."""
 
     def __init__(self, path: Path, text: str = "") -> None:
-        self.measured_path = path
+        self.measured_path, self.warmup_deadline_s = path, 10.0
         path.write_text(text)
         self.failure = "?"
 
@@ -240,14 +242,20 @@ def relays(folder: Path, measured: str, decision: Decision = WITHOUT_FIRST) -> t
     texts = ("", measured, "nobody asks")
     controllers = [FakeController(folder / str(rank), text) for rank, text in enumerate(texts)]
     return [
-        phases.Relay(
+        Warmup(
+            controller,  # type: ignore[arg-type]
             RoundStore(store, rank, 3, is_coordinator=rank == 0),
             decision,
             f"t{rank}",
-            controller,  # type: ignore[arg-type]
         )
         for rank, controller in enumerate(controllers)
     ], controllers
+
+
+def deliver(agents: list[Any]) -> None:
+    """Let all agents take the next decision at the same time."""
+    with ThreadPoolExecutor(len(agents)) as pool:
+        assert 1 == len({repr(decision) for decision in pool.map(Warmup.following, agents)})
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 22, 7])
@@ -255,12 +263,10 @@ def test_whoever_decides_learns_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
     """In pieces that the store takes."""
-    monkeypatch.setattr(phases, "MOST_BYTES", piece_bytes)
+    monkeypatch.setattr(warmup, "MOST_BYTES", piece_bytes)
     agents, controllers = relays(tmp_path, "gigabytes a second: äöü" * 50)
 
-    for agent in agents:
-        agent.hand_over()
-    agents[0].plan("")
+    deliver(agents)
 
     assert ("gigabytes a second: äöü" * 50, "") == (controllers[0].text, controllers[0].failure)
 
@@ -270,7 +276,7 @@ def test_a_failed_warmup_is_known_on_standby(tmp_path: Path) -> None:
     agents, controllers = relays(tmp_path, "half of it")
     agents[1]._round_store.put("warmup-failed", "rank 1 hangs")
 
-    agents[0].plan("")
+    agents[0].following()
 
     assert ("rank 1 hangs", "") == (controllers[0].failure, controllers[0].text)
 
@@ -278,8 +284,7 @@ def test_a_failed_warmup_is_known_on_standby(tmp_path: Path) -> None:
 def test_what_never_comes_is_no_plan(tmp_path: Path) -> None:
     """Nothing was measured: that is the reason, and the job trains without a plan."""
     agents, controllers = relays(tmp_path, "")
-    agents[1].hand_over()
-    agents[0].plan("")
+    deliver(agents)
 
     assert "left no measurements" in controllers[0].failure
 
@@ -290,16 +295,16 @@ def test_a_lost_node_ends_the_wait(tmp_path: Path) -> None:
     agents[1]._round_store.call_all("a node is lost")
 
     with pytest.raises(RoundOver):
-        agents[0].plan("")
+        agents[0].following()
 
 
 def test_a_node_that_measured_keeps_what_it_has(tmp_path: Path) -> None:
     """Where the one who decides took part itself, nothing goes through the store."""
     agents, controllers = relays(tmp_path, "x", DECISION.leaving_out(["c"]))
-    coordinator = phases.Relay(agents[0]._round_store, DECISION.leaving_out(["c"]), "t1", controllers[0])
+    coordinator = Warmup(controllers[0], agents[0]._round_store, DECISION.leaving_out(["c"]), "t1")  # type: ignore[arg-type]
 
-    coordinator.hand_over()
-    coordinator.plan("it hangs")
+    coordinator.failure = "it hangs"
+    coordinator.following()
 
     assert ("", "it hangs") == (controllers[0].text, controllers[0].failure)
     assert not agents[0]._round_store.has("measured")

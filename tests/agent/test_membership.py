@@ -14,7 +14,7 @@ from launch.worlds import records
 from torch.distributed import HashStore, TCPStore
 
 from pipette_launch.agent import membership
-from pipette_launch.agent.membership import LEFT_OUT, PROBE_S, PROOF_S, Gathering, Membership, Rejoin
+from pipette_launch.agent.membership import LEFT_OUT, PROBE_S, PROOF_S, Membership, Rejoin
 from pipette_launch.agent.peers import GONE, SILENT, why_unreachable
 from pipette_launch.agent.store import AgentStore, RoundStore
 from pipette_launch.errors import ClusterError
@@ -44,23 +44,19 @@ def ended() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("agent", "expected"), [(answering, ""), (stopped, SILENT), (ended, GONE)])
-def test_who_is_said_to_be_silent_is_asked(agent: type, expected: str) -> None:
+def test_who_is_said_to_be_silent_is_asked(agent: type, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its neighbour may not reach it for a cut wire; until its workers have ended it does not come itself."""
     with agent() as port:
         member = Member(token="t", address="127.0.0.1", port=port, node_rank=-1)  # noqa: S106, it is a name
-        lost: dict[str, str] = {}
-        gathering = Gathering(
-            [member],
-            AgentStore(HashStore(), "pipette", is_own=True),
-            lost,
-            lambda _, what: SILENT if what == "lost" else "",
-        )
+        leader = Membership("leader", "127.0.0.1", -1)
+        monkeypatch.setattr(leader, "_reported", lambda _, what: SILENT if what == "lost" else "")
+        missed_s: dict[str, float] = {}
         ends_s = time.monotonic() + 2 * PROOF_S + 2 * PROBE_S
-        while not lost and time.monotonic() < ends_s:
-            gathering._find_lost([member])
+        while not leader._lost and time.monotonic() < ends_s:
+            leader._probe([member], missed_s)
             time.sleep(PROBE_S)
 
-        assert ({"t": expected} if expected else {}) == lost
+        assert ({"t": expected} if expected else {}) == leader._lost
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]

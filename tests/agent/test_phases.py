@@ -21,14 +21,13 @@ from pipette_launch.agent.store import RoundStore
 def witnesses(count: int, *, proven: bool = False) -> list[FirstIteration]:
     """One for each node of a round."""
     store = HashStore()
-    made = [FirstIteration() for _ in range(count)]
-    for rank, witness in enumerate(made):
-        witness.begin(RoundStore(store, rank, count, is_coordinator=rank == 0), proven=proven)
-    return made
+    return [
+        FirstIteration(RoundStore(store, rank, count, is_coordinator=rank == 0), proven=proven) for rank in range(count)
+    ]
 
 
 def test_an_iteration_is_known_everywhere() -> None:
-    """The node that saw it tells the others; the next attempt begins with nothing seen."""
+    """The node that saw it tells the others."""
     first, second = witnesses(2)
     first.see()
 
@@ -37,8 +36,6 @@ def test_an_iteration_is_known_everywhere() -> None:
     first.share()
 
     assert (False, True, True) == (before, first.has_trained(), second.has_trained())
-    first.begin(RoundStore(HashStore(), 0, 2, is_coordinator=True), proven=False)
-    assert not first.has_trained()
 
 
 def test_waits_a_moment_for_the_news() -> None:
@@ -87,8 +84,7 @@ def test_a_lost_store_leaves_what_was_seen_here() -> None:
 
         check = add = set = compare_set = _raise  # type: ignore[assignment]
 
-    alone = FirstIteration()
-    alone.begin(RoundStore(Gone(), 1, 2, is_coordinator=False), proven=False)
+    alone = FirstIteration(RoundStore(Gone(), 1, 2, is_coordinator=False), proven=False)
     silent = alone.has_trained(wait_s=1)
     alone.see()
 

@@ -35,7 +35,7 @@ def test_a_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_BYTES", 1000)
 
     assert "x" * 1000 == unpack(pack("x" * 1000))
-    with pytest.raises(ClusterError, match="more than 1000 bytes unpacked"):
+    with pytest.raises(ClusterError, match="more than 1000 bytes"):
         unpack(pack("x" * 1001))
 
 

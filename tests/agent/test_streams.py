@@ -33,7 +33,7 @@ def test_copies_every_byte_and_reads_every_line() -> None:
     lines: list[str] = []
     reader, writer = os.pipe()
     streams = Streams(lines.append)
-    pipe = streams.lines_pipe(copy_to=writer)
+    pipe = streams.watch("", console=writer)
     streams.start()
     data = b"one\ntwo\r\n\xff" + b"x" * 3_000_000
 
@@ -55,7 +55,7 @@ def test_lines_of_two_workers_do_not_mix() -> None:
     """Each line reaches the console whole, though two workers' prints write word by word and in turn."""
     console, writer = os.pipe()
     streams = Streams(lambda line: None)
-    pipes = [streams.tail_pipe(rank, copy_to=writer) for rank in range(2)]
+    pipes = [streams.watch("", console=writer, local_rank=rank) for rank in range(2)]
     streams.start()
     workers = [open(pipe, "wb", buffering=0) for pipe in pipes]  # noqa: SIM115, PTH123
     for piece in (b"error", b" of ", b"rank", b"\n"):
@@ -75,7 +75,7 @@ def test_a_line_without_an_end_is_shown_soon() -> None:
     """A prompt and each step of a progress bar show while the worker waits, whatever else it wrote before."""
     console, writer = os.pipe()
     streams = Streams(lambda line: None)
-    pipe = streams.tail_pipe(0, copy_to=writer)
+    pipe = streams.watch("", console=writer, local_rank=0)
     streams.start()
 
     shown = []
@@ -97,7 +97,7 @@ def test_a_slow_console_loses_nothing() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     streams = Streams(lambda line: None)
-    pipe = streams.lines_pipe(copy_to=writer)
+    pipe = streams.watch("", console=writer)
     streams.start()
     write(pipe, b"x" * 60_000).join()
     write(pipe, b"y" * 60_000).join()
@@ -123,7 +123,7 @@ def test_a_console_that_takes_nothing_is_left_when_time_is_short() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"x" * CHUNK_BYTES)
     streams = Streams(lambda line: None)
-    pipe = streams.lines_pipe(copy_to=writer)
+    pipe = streams.watch("", console=writer)
     streams.start()
     write(pipe, b"more").join()
     began_s = time.monotonic()
@@ -142,7 +142,7 @@ def test_a_closed_console_closes_the_workers_stream() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     streams = Streams(lambda line: None)
-    pipe = streams.lines_pipe(copy_to=writer)
+    pipe = streams.watch("", console=writer)
     streams.start()
 
     def talk() -> None:
@@ -162,7 +162,7 @@ def test_a_child_that_goes_on_writing_does_not_hold_up_the_end() -> None:
     """What was written until the end is read; a process that never stops writing is not waited for."""
     lines: list[str] = []
     streams = Streams(lines.append)
-    pipe = streams.lines_pipe(copy_to=None)
+    pipe = streams.watch(os.devnull, console=1)
     stop = threading.Event()
 
     def chatter() -> None:
@@ -197,7 +197,7 @@ def test_a_line_that_nobody_understands_stops_nothing() -> None:
         lines.append(line)
 
     streams = Streams(hear)
-    pipe = streams.lines_pipe(copy_to=None)
+    pipe = streams.watch(os.devnull, console=1)
     streams.start()
     write(pipe, b"bad\n").join()
     time.sleep(0.1)
@@ -211,8 +211,8 @@ def test_tails_are_kept_for_each_worker() -> None:
     """The last lines of one worker's stderr are not crowded out by another's; an unfinished line is one of them."""
     streams = Streams(lambda line: None)
     streams.start()
-    write(streams.tail_pipe(0, copy_to=None), b"first\nlast").join()
-    write(streams.tail_pipe(1, copy_to=None), b"noise\n" * 1000).join()
+    write(streams.watch(os.devnull, console=2, local_rank=0), b"first\nlast").join()
+    write(streams.watch(os.devnull, console=2, local_rank=1), b"noise\n" * 1000).join()
     streams.close()
 
     assert ("first", "last") == streams.tail(0)
@@ -224,8 +224,8 @@ def test_files_are_followed(tmp_path: Path) -> None:
     """Lines of a file are heard as they come and to the end, though the file is made late."""
     lines: list[str] = []
     streams = Streams(lines.append)
-    streams.lines_file(str(tmp_path / "out"))
-    streams.tail_file(0, str(tmp_path / "err"))
+    streams.watch(str(tmp_path / "out"), console=1)
+    streams.watch(str(tmp_path / "err"), console=2, local_rank=0)
     streams.start()
     (tmp_path / "out").write_text("iteration 1\n" * 50_000)
     (tmp_path / "err").write_text("why")
@@ -240,7 +240,7 @@ def test_leaves_no_descriptor_open() -> None:
     before = sum(1 for _ in Path("/proc/self/fd").iterdir())
     streams = Streams(lambda line: None)
     for rank in range(3):
-        streams.tail_pipe(rank, copy_to=2)
+        streams.watch("", console=2, local_rank=rank)
     streams.start()
     streams.close()
     streams.close()

@@ -18,6 +18,7 @@ from pipette_launch.agent import trial
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.trial import TrialRun
 from pipette_launch.agent.workers import DeviceBinding
+from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages import Decision, TrialReport
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
@@ -96,15 +97,14 @@ class Node:
         monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
         self.round_store = RoundStore(store, index, 2, is_coordinator=index == 0)
         self.token, self.bindings, self.judge = HOSTS[index], (DeviceBinding(rank=index, device=0),), Judge()
-        self.trial = TrialRun(self.judge)  # type: ignore[arg-type]
-        self.trial.begin()
+        self.trial = TrialRun(self.judge, self.round_store, DECISION, self.token)  # type: ignore[arg-type]
         self.trial.open_logs()[0].start()
         self.trial._step_s = [0.1, 0.2]
         ends = f"sys.exit({code})" if code is not None else "time.sleep(600)"
         self.process = subprocess.Popen([sys.executable, "-c", f"import sys, time; {ends}"], start_new_session=True)
 
     def look(self) -> bool:
-        return self.trial.look(self.round_store, DECISION, self.token, {0: self.process}, self.bindings)
+        return self.trial.look({0: self.process}, self.bindings)
 
     def await_end(self) -> None:
         while not self.look():
@@ -135,7 +135,9 @@ def test_a_node_that_is_gone_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> 
 
     node.await_end()
 
-    assert (("node2",), None, []) == (node.trial.absent, node.trial.following, node.judge.reports)
+    assert (("node2",), []) == (node.trial.absent, node.judge.reports)
+    with pytest.raises(ClusterError, match="a trial ended without a decision"):
+        node.trial.following()
 
 
 def test_a_store_that_is_gone_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:

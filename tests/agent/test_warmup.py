@@ -228,8 +228,8 @@ class Node:
         self.round_store = RoundStore(store, index, 2, is_coordinator=index == 0)
         self.host = HOSTS[index]
         self.watcher = Watcher(folder / self.host)
-        self.warmup = Warmup(self.watcher, self.host)  # type: ignore[arg-type]
-        self.warmup.begin()
+        self.warmup = Warmup(self.watcher, self.round_store, DECISION, self.host)  # type: ignore[arg-type]
+        self.warmup.open_logs()
         self.processes: dict[int, subprocess.Popen[bytes]] = {
             local: subprocess.Popen(
                 [sys.executable, prober.__file__, str(self.watcher.folder), str(local), one],
@@ -242,13 +242,13 @@ class Node:
             )
             for local, one in enumerate(how)
         }
-        self.state = "running"
+        self.is_over = False
 
     def watch(self) -> None:
         """Look until the phase is over, as the agent's loop does."""
-        while self.state == "running":
+        while not self.is_over:
             time.sleep(0.05)
-            self.state = self.warmup.look(self.round_store, DECISION, self.host, self.processes)
+            self.is_over = self.warmup.look(self.processes, ())
 
 
 @contextmanager
@@ -306,7 +306,7 @@ def test_the_culprit_is_named_and_no_victim(tmp_path: Path, how: list[str], guil
 
     host, local = divmod(guilty, 2)
     name = f"{HOSTS[host]}:{local} (pid {made[host].processes[local].pid})"
-    assert ["failed", "failed"] == [node.state for node in made]
+    assert made[0].warmup.failure
     assert made[0].warmup.failure == made[1].warmup.failure
     assert f" s: {name} {told}" in made[0].warmup.failure
     assert 1 == made[0].warmup.failure.count("(pid ")
@@ -334,7 +334,7 @@ def test_a_slow_worker_is_waited_for(tmp_path: Path) -> None:
     with nodes(tmp_path, "well", "slow", "well child", "well") as made:
         watch(made, lambda: harass(psutil.Process(made[1].processes[1].pid)))
 
-    assert ["done", "done"] == [node.state for node in made]
+    assert all(node.is_over for node in made)
     assert ["", ""] == [node.warmup.failure for node in made]
     assert [] == left(tmp_path)
 
@@ -344,7 +344,7 @@ def test_those_who_are_done_hear_of_a_failure(tmp_path: Path) -> None:
     with nodes(tmp_path, "well", "well", "slow", "slow killed") as made:
         watch(made)
 
-    assert ["failed", "failed"] == [node.state for node in made]
+    assert all(node.warmup.failure for node in made)
     assert "node2:1 (pid " in made[0].warmup.failure
 
 
@@ -381,7 +381,7 @@ def test_a_store_that_is_gone_ends_the_round(tmp_path: Path) -> None:
     port = int(host.stdout.readline())
     with nodes(tmp_path, "waits", "waits", "well", "well") as made:
         made[1].round_store._store = TCPStore("127.0.0.1", port, wait_for_workers=False)
-        assert "running" == made[1].warmup.look(made[1].round_store, DECISION, HOSTS[1], made[1].processes)
+        assert not made[1].warmup.look(made[1].processes, ())
         host.kill()
         host.communicate()
         with pytest.raises(RoundOver):

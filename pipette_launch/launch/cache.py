@@ -49,10 +49,7 @@ def default_root() -> Path | None:
 
 
 def distrust(root: Path) -> str:
-    """Return in one line why a folder is not trusted.
-
-    The text is empty if the folder is trusted or does not exist yet.
-    """
+    """Return in one line why a folder is not trusted; empty if the folder is trusted or does not exist yet."""
     try:
         state = root.stat()
     except OSError:
@@ -111,7 +108,7 @@ class KeptFile(Generic[Kept]):
 
 
 class Cache:
-    """Cache folder of one plan key. The log reports each error once, and errors never stop the job."""
+    """Cache folder of one plan key. Errors are logged or returned as texts, and never stop the job."""
 
     def __init__(self, root: Path | None, key: str) -> None:
         self.key = key
@@ -120,10 +117,7 @@ class Cache:
         """Reason why the plan was not kept, and what to do. Empty after success, or if the job keeps no files."""
 
     def path(self, name: str) -> Path | None:
-        """Return the path of a file, or None if the job keeps no files.
-
-        Raises FileFormatError if the path leaves the cache.
-        """
+        """Return the path of a file; None if the job keeps no files. FileFormatError if the path leaves the cache."""
         return inside(self._root, self.key, name) if self._root else None
 
     def load(self, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
@@ -148,21 +142,16 @@ class Cache:
         """Return the outcomes of earlier jobs on machines like this host, newest last."""
         if self._root is None:
             return ()
-        machines = machines_of(host)
+        folder = self._root / OUTCOMES / machines_of(host)
         try:
-            paths = sorted(
-                (self._root / OUTCOMES / machines).glob("*.json"), key=lambda path: (path.stat().st_mtime, path.name)
-            )
+            paths = sorted(folder.glob("*.json"), key=lambda path: (path.stat().st_mtime, path.name))[-MOST_OUTCOMES:]
         except OSError:
             return ()
-        found = (KeptFile(Outcome, self._root, OUTCOMES, machines, path.name).load() for path in paths[-MOST_OUTCOMES:])
-        return tuple(outcome for outcome in found if outcome is not None)
+        kept = (KeptFile(Outcome, self._root, OUTCOMES, folder.name, path.name).load() for path in paths)
+        return tuple(filter(None, kept))
 
     def keep_outcome(self, outcome: Outcome, host: Host) -> str:
-        """Keep an outcome beside its plan, and for all jobs on this kind of machine.
-
-        Return the error, or an empty text.
-        """
+        """Keep an outcome beside its plan, and for all jobs on this kind of machine; return the error, or ""."""
         name = f"{outcome.key}-{files.digest(outcome.layout, list(outcome.placement))}.json"
         if outcome.features:
             trouble = "the outcome cannot be kept for later jobs"
@@ -200,9 +189,9 @@ class Cache:
 
 
 def machines_of(host: Host) -> str:
-    """Digest the hardware of a machine without its name, because a batch system gives each job different machines.
+    """Return a digest of the hardware of a machine, without the name, because each job gets different machines.
 
-    The digest leaves out the memory of CPU slots, because it depends on the number of slots that share a host.
+    The digest leaves out the memory of CPU slots, which depends on the number of slots that share a host.
     """
     return files.digest(
         [(device.kind, device.name, device.kind == "cuda" and device.memory_total_bytes) for device in host.devices],
@@ -211,10 +200,7 @@ def machines_of(host: Host) -> str:
 
 
 class MachineMeasurements(KeptFile[Measurements]):
-    """Last measurements of a set of hosts with given software versions and variables.
-
-    Jobs with any model share these measurements.
-    """
+    """Last measurements of a set of hosts with given software versions and variables, which all models share."""
 
     def __init__(
         self, root: Path | None, hosts: Sequence[Host], versions: Mapping[str, str], *, environ: Mapping[str, str]
@@ -223,10 +209,7 @@ class MachineMeasurements(KeptFile[Measurements]):
         super().__init__(Measurements, root, CLUSTERS, key, CLUSTER)
 
     def kept(self, measurements: Measurements) -> Measurements:
-        """Replace the last measurements.
-
-        Return the new measurements, completed by earlier measurements that are still valid.
-        """
+        """Replace the last measurements; return the new ones, with earlier times that are still valid."""
         # Imported here, because a start with a cached plan keeps no new measurements.
         from pipette_launch.cost.compute.carried_over import with_cached_times
 
@@ -244,37 +227,33 @@ class ShortageFile(KeptFile[Shortage]):
         key = files.digest(machines_of(host), memory_digest(job), job.megatron_version, dict(versions))
         super().__init__(Shortage, root, SHORTAGES, key, SHORTAGE)
 
-    def keep(self, shortage: Shortage) -> None:
-        """Replace the known shortage."""
-        self.write(shortage, f"that {shortage.sentence} cannot be kept for later jobs")
-
 
 # -- an earlier plan for this job ---------------------------------------------------------------------------------
 
 
 def named_plan(path: Path, hosts: Sequence[Host]) -> Plan:
-    """Read the plan file that the user named; raises UsageError if the file is missing or is for other hosts."""
+    """Read the plan file that the user named. Real hosts replace imagined hosts, in order.
+
+    Raises:
+        UsageError: the file is missing, or the plan is for other hosts.
+
+    """
     try:
-        plan = on_real_hosts(files.read(path, Plan), hosts)
+        plan = files.read(path, Plan)
+        if plan.provenance.source == "imagined" and plan.hosts == made_up_names(len(hosts)):
+            note = (
+                f"The plan was made for {len(hosts)} imagined hosts; {hosts[0].name} to {hosts[-1].name} replace them "
+                f"in torchrun's order, without regard to the links between them"
+            )
+            plan = replace(plan, hosts=tuple(host.name for host in hosts), notes=(*plan.notes, note))
         check_belongs(plan, hosts, str(path))
     except PipetteError as error:
         raise UsageError(f"--pipette-plan {error}") from error
     return plan
 
 
-def on_real_hosts(plan: Plan, hosts: Sequence[Host]) -> Plan:
-    """Replace the imagined, unnamed hosts of a plan by the same number of real hosts, in order."""
-    if plan.provenance.source != "imagined" or plan.hosts != made_up_names(len(hosts)):
-        return plan
-    note = (
-        f"The plan was made for {len(hosts)} imagined hosts; {hosts[0].name} to {hosts[-1].name} replace them in "
-        f"torchrun's order, without regard to the links between them"
-    )
-    return replace(plan, hosts=tuple(host.name for host in hosts), notes=(*plan.notes, note))
-
-
 def check_belongs(plan: Plan, hosts: Sequence[Host], source: str, *, key: str = "") -> None:
-    """Raise PlanError unless a plan is for these hosts and devices, and has `key` unless `key` is empty."""
+    """Raise PlanError unless a plan is for these hosts and devices, and has `key` if `key` is not empty."""
     if key and plan.provenance.key != key:
         raise PlanError(f"{source}: the plan has the key {plan.provenance.key}, its folder {key}; delete it")
     here = sorted(host.name for host in hosts)
@@ -282,22 +261,15 @@ def check_belongs(plan: Plan, hosts: Sequence[Host], source: str, *, key: str = 
         raise PlanError(
             f"{source}: the plan is for the hosts {', '.join(sorted(plan.hosts))}; this job runs on {', '.join(here)}"
         )
-    devices = len(hosts[0].devices)
+    devices, kind = len(hosts[0].devices), hosts[0].devices[0].kind
     if plan.devices_per_host != devices:
         raise PlanError(f"{source}: the plan is for {plan.devices_per_host} devices a host; this job has {devices}")
-    kind = hosts[0].devices[0].kind
     if plan.device_kind != kind:
         raise PlanError(f"{source}: the plan is for {plan.device_kind} devices; this job has {kind}")
 
 
 def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
-    """Turn a plan from a file into a plan of this job. Return the plan, and a note for the user or an empty text.
-
-    Raises:
-        PlanError: the plan changes an option that this job pins.
-
-
-    """
+    """Turn a plan from a file into a plan of this job as `suited` does; return it, and a note for the user or ""."""
     adopted = suited(plan, job, key, source)
     adopted = replace(adopted, provenance=replace(adopted.provenance, source="file"))
     if plan.provenance.key == key:
@@ -317,13 +289,15 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
             host.
 
     """
+
+    def changed_pins(choice: Choice) -> list[str]:
+        return [name for name in job.pinned if getattr(choice.layout, name) != getattr(job.own, name)]
+
     # The plan beside a checkpoint may keep the own configuration of the job that wrote the checkpoint. For another job,
     # the same configuration is an ordinary candidate.
     keeps_own = plan.keeps_own and plan.chosen.layout == job.own
     if not keeps_own:
-        changed = _changed_pins(plan.chosen, job)
-        if changed:
-            name = changed[0]
+        if name := next(iter(changed_pins(plan.chosen)), None):
             raise PlanError(
                 f"{source}: the plan has {name}={getattr(plan.chosen.layout, name)}, and this job pins "
                 f"{name}={getattr(job.own, name)}; pinned are {', '.join(job.pinned)}, because: "
@@ -332,15 +306,9 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
         plan = kept_together(plan, job, Domains(devices_per_host=plan.devices_per_host), source)
     own = plan.own
     if own.layout != job.own:
-        own = replace(
-            own,
-            layout=job.own,
-            placement=tuple(range(job.own.world_size)),
-            features={},
-            device_peak_bytes=(),
-            memory=None,
-        )
-    alternatives = tuple(choice for choice in plan.alternatives if not _changed_pins(choice, job))
+        order = tuple(range(job.own.world_size))
+        own = replace(own, layout=job.own, placement=order, features={}, device_peak_bytes=(), memory=None)
+    alternatives = tuple(choice for choice in plan.alternatives if not changed_pins(choice))
     # Trials of another job or of other plans do not prove this plan.
     is_same = plan.provenance.key == key and alternatives == plan.alternatives
     return replace(
@@ -353,10 +321,6 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
         own_fault="",  # The own layout of a running job is legal.
         provenance=replace(plan.provenance, key=key),
     )
-
-
-def _changed_pins(choice: Choice, job: Job) -> list[str]:
-    return [name for name in job.pinned if getattr(choice.layout, name) != getattr(job.own, name)]
 
 
 def kept_together(plan: Plan, job: Job, domains: Domains, source: str) -> Plan:

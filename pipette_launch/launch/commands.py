@@ -34,11 +34,6 @@ SCHEDULES = "schedules"
 # -- the warm-up --------------------------------------------------------------------------------------------------
 
 
-def warmup_order(decision: Decision) -> WarmupOrder:
-    """Return the options of the warm-up that a decision holds."""
-    return files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
-
-
 def probe_options(
     job: Job,
     hosts: tuple[Host, ...],
@@ -84,7 +79,11 @@ def probe_options(
         output=str(folder / CLUSTER),
         progress_dir=str(folder / "progress"),
         message_sizes_bytes=message_sizes_bytes(job, cases, kind),
-        adviser=adviser_command(options),
+        # Without its two files, and with the options by which the planner judges plans.
+        adviser=(
+            *(_python(), "-m", ADVISER, "--margin", str(options.margin)),
+            *("--memory-margin", str(options.memory_margin), "--seed", str(options.seed)),
+        ),
         known=str(known) if known and known.exists() else "",
         budget_s=options.budget_s,
         conditions=tuple(conditions),
@@ -109,13 +108,6 @@ def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["c
     high = min(max(*sent, 4 * low, least * LEAST_REACH), most)
     middle = 1 << round(math.log2(math.sqrt(low * high)))
     return tuple(sorted({TINY_BYTES, low, middle, high}))
-
-
-def adviser_command(options: Options) -> tuple[str, ...]:
-    """Return the adviser's command without its two files, with the options by which the planner judges plans."""
-    settings = {"--margin": options.margin, "--memory-margin": options.memory_margin, "--seed": options.seed}
-    words = [word for name, value in settings.items() for word in (name, str(value))]
-    return (_python(), "-m", ADVISER, *words)
 
 
 def warmup(options_file: Path) -> WorkerCommand:

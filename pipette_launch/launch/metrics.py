@@ -21,7 +21,7 @@ from pipette_launch import __version__
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages import Decision
-from pipette_launch.facts.outcome import LiveJob, Outcome
+from pipette_launch.facts.outcome import LiveJob
 from pipette_launch.launch.cache import Cache
 from pipette_launch.megatron.logs import Iteration
 from pipette_launch.probe.messages import Sign
@@ -45,10 +45,7 @@ FLUSH_MS = 5000
 
 
 class MetricsFile:
-    """Keeps the job's document and Prometheus file up to date.
-
-    A file error is logged once and does not stop the job.
-    """
+    """Keeps the job's document and Prometheus file up to date. The log reports an error once, and the job goes on."""
 
     def __init__(
         self, path: Path | None, *, script: str = "", keeps: bool = True, now: Callable[[], float] = time.time
@@ -87,10 +84,10 @@ class MetricsFile:
     def decided(self, decision: Decision, cache: Cache, *, decides: bool) -> None:
         """Note a decision. `cache` is the folder of the decision's plan, and `decides` is true on the deciding node."""
         self._decides = decides
-        known = self.known
+        known, plan = self.known, decision.plan
         phase = PHASES.get(decision.phase, known.phase) if decides else ""
         self._num_trainings += decision.phase == "train"
-        self.known = replace(
+        known = replace(
             known,
             host=decision.hosts[0] if decision.hosts else "",
             phase=phase,
@@ -106,60 +103,23 @@ class MetricsFile:
             printed_s=None,
             step_s=None,
             tokens_per_s=None,
-            **_plan_fields(decision),
         )
-        self._keep_in(cache)
-        self.refresh()
-
-    def warming_up(self, sign: Sign | None) -> None:
-        """Note the progress of a warm-up."""
-        if sign is not None:
-            self.known = replace(
-                self.known,
-                warmup_phase=sign.phase,
-                warmup_done=sign.done,
-                warmup_total=sign.total,
-                warmup_phase_s={one.phase: one.seconds for one in sign.ended},
+        if plan is not None:
+            choice = decision.choice or plan.own
+            rate, memory = choice.rate, choice.memory_shown
+            known = replace(
+                known,
+                key=plan.provenance.key,
+                layout=choice.layout.words(),
+                schedule=choice.schedule,
+                predicted_step_s=choice.step_time_s,
+                own_predicted_step_s=None if plan.own_fault else plan.own.step_time_s,
+                predicted_tokens_per_s=rate.tokens_per_s if rate else None,
+                memory_need_bytes=max(memory.need_bytes),
+                memory_limit_bytes=memory.limit_bytes,
+                gap=plan.gap,
             )
-
-    def planned(self, *, warmup_s: float, search_s: float) -> None:
-        """Note how long the warm-up and the search took."""
-        self.known = replace(self.known, warmup_s=warmup_s, search_s=search_s)
-
-    def lost(self, hosts: Collection[str]) -> None:
-        """Note lost hosts."""
-        self._lost.update(hosts)
-        self.known = replace(self.known, lost_nodes=len(self._lost))
-
-    def iterated(self, iteration: Iteration) -> None:
-        """Note a step that the training printed on this node."""
-        known, step_s = self.known, iteration.step_time_s
-        predicted, tokens = known.predicted_tokens_per_s, None
-        if predicted and known.predicted_step_s and step_s:
-            tokens = predicted * known.predicted_step_s / step_s
-        self.known = replace(
-            known,
-            iteration=iteration.iteration,
-            iterations=iteration.total,
-            step_s=step_s,
-            tokens_per_s=tokens,
-            printed_s=self._now(),
-        )
-
-    def measured(self, outcome: Outcome) -> None:
-        """Note the memory that a training needed."""
-        peak = outcome.fullest
-        self.known = replace(self.known, measured_memory_bytes=peak.measured_bytes if peak else None)
-
-    def ended(self, *, failed: bool) -> None:
-        """Note the end of the job."""
-        self._is_over.set()
-        phase = ("failed" if failed else "succeeded") if self._decides else ""
-        self.known = replace(self.known, phase=phase, phase_began_s=self._now())
-        self.refresh()
-
-    def _keep_in(self, cache: Cache) -> None:
-        """Write to the folder of another plan from now on, and delete the document in the last folder."""
+        self.known = known
         try:
             kept = cache.path(KEPT) if self._keeps else None
         except FileFormatError as error:
@@ -169,9 +129,47 @@ class MetricsFile:
             if self._kept is not None and kept != self._kept:
                 self._own(self._kept).unlink(missing_ok=True)
             self._kept = kept
+        self.refresh()
+
+    def warming_up(self, sign: Sign | None) -> None:
+        """Note the progress of a warm-up."""
+        if sign is not None:
+            ended = {one.phase: one.seconds for one in sign.ended}
+            self.note(warmup_phase=sign.phase, warmup_done=sign.done, warmup_total=sign.total, warmup_phase_s=ended)
+
+    def lost(self, hosts: Collection[str]) -> None:
+        """Note lost hosts."""
+        self._lost.update(hosts)
+        self.note(lost_nodes=len(self._lost))
+
+    def iterated(self, iteration: Iteration) -> None:
+        """Note a step that the training printed on this node."""
+        known, step_s = self.known, iteration.step_time_s
+        predicted, tokens = known.predicted_tokens_per_s, None
+        if predicted and known.predicted_step_s and step_s:
+            tokens = predicted * known.predicted_step_s / step_s
+        now_s = self._now()
+        self.note(
+            iteration=iteration.iteration,
+            iterations=iteration.total,
+            step_s=step_s,
+            tokens_per_s=tokens,
+            printed_s=now_s,
+        )
+
+    def note(self, **changes: Any) -> None:
+        """Change fields of the job's document. The next refresh writes the change."""
+        self.known = replace(self.known, **changes)
+
+    def ended(self, *, failed: bool) -> None:
+        """Note the end of the job."""
+        self._is_over.set()
+        phase = ("failed" if failed else "succeeded") if self._decides else ""
+        self.note(phase=phase, phase_began_s=self._now())
+        self.refresh()
 
     def _own(self, path: Path) -> Path:
-        """Return the path that this node writes in place of `path`, so that nodes never share a file."""
+        """Return the path that this node writes instead of `path`, so that nodes never share a file."""
         return path if self._decides else measured_beside(path)
 
     def refresh(self) -> None:
@@ -179,8 +177,9 @@ class MetricsFile:
         with self._lock:
             job, now_s = self.known, self._now()
             if not self._decides:
-                job = replace(LiveJob(read_s=0.0, written_s=0.0), **{name: getattr(job, name) for name in MEASURED})
-                if job == LiveJob(read_s=0.0, written_s=0.0):
+                empty = LiveJob(read_s=0.0, written_s=0.0)
+                job = replace(empty, **{name: getattr(job, name) for name in MEASURED})
+                if job == empty:
                     return
             if job == self._written[0] and now_s - self._written[1] < ALIVE_S:
                 return
@@ -210,111 +209,77 @@ def measured_beside(path: Path) -> Path:
     return path.with_suffix(f".measured{path.suffix}")
 
 
-def _plan_fields(decision: Decision) -> dict[str, Any]:
-    """Return the document's fields about a decision's plan.
-
-    Empty without a plan, so that the last plan's fields stay.
-    """
-    plan = decision.plan
-    if plan is None:
-        return {}
-    choice = decision.choice or plan.own
-    rate, memory = choice.rate, choice.memory_shown
-    return {
-        "key": plan.provenance.key,
-        "layout": choice.layout.words(),
-        "schedule": choice.schedule,
-        "predicted_step_s": choice.step_time_s,
-        "own_predicted_step_s": None if plan.own_fault else plan.own.step_time_s,
-        "predicted_tokens_per_s": rate.tokens_per_s if rate else None,
-        "memory_need_bytes": max(memory.need_bytes),
-        "memory_limit_bytes": memory.limit_bytes,
-        "gap": plan.gap,
-    }
-
-
 # -- Prometheus ---------------------------------------------------------------------------------------------------
 
 
 class Family(NamedTuple):
-    """A Prometheus metric with all samples, each with labels and a value.
-
-    Samples whose value is None are not written.
-    """
+    """A Prometheus metric with one value, or with samples that have labels. A value of None is not written."""
 
     name: str
     about: str
-    samples: Sequence[tuple[dict[str, str], float | None]]
+    value: float | None = None
+    samples: Sequence[tuple[dict[str, str], float | None]] = ()
 
 
 def metrics_text(job: LiveJob, *, decides: bool) -> str:
     """Return a job's state in Prometheus' text format. A node that does not decide writes only its measurements."""
     text = ""
-    for family in (*(_decided(job) if decides else ()), *_measured(job)):
-        samples = [(labels, value) for labels, value in family.samples if value is not None]
+    for name, about, value, labelled in (*(_decided(job) if decides else ()), *_measured(job)):
+        samples = [(labels, number) for labels, number in labelled or [({}, value)] if number is not None]
         if samples:
-            kind = "counter" if family.name.endswith("_total") else "gauge"
-            name = f"pipette_{family.name}"
-            text += f"# HELP {name} {family.about}\n# TYPE {name} {kind}\n"
-            text += "".join(f"{name}{_labels(labels)} {value!r}\n" for labels, value in samples)
+            kind = "counter" if name.endswith("_total") else "gauge"
+            text += f"# HELP pipette_{name} {about}\n# TYPE pipette_{name} {kind}\n"
+        for labels, number in samples:
+            inner = ",".join(f'{label}="{word.translate(ESCAPES)}"' for label, word in labels.items())
+            text += f"pipette_{name}{f'{{{inner}}}' if inner else ''} {number!r}\n"
     return text
 
 
 def _decided(job: LiveJob) -> Iterator[Family]:
     about = {"script": job.script, "host": job.host}
-    yield Family("job_info", "Training script, and first host.", [(about, 1)])
-    yield _figure("started_timestamp_seconds", "Start of the job.", job.began_s)
-    yield Family("phase_info", "Phase of the job.", [({"phase": job.phase}, 1 if job.phase else None)])
-    yield _figure("phase_started_timestamp_seconds", "Start of the phase.", job.phase_began_s)
+    yield Family("job_info", "Training script, and first host.", samples=[(about, 1)])
+    yield Family("started_timestamp_seconds", "Start of the job.", job.began_s)
+    yield Family("phase_info", "Phase of the job.", samples=[({"phase": job.phase}, 1 if job.phase else None)])
+    yield Family("phase_started_timestamp_seconds", "Start of the phase.", job.phase_began_s)
     if job.warmup_phase:
         part = {"phase": job.warmup_phase}
-        yield Family("warmup_steps_done", "Steps done in this part of the warm-up.", [(part, job.warmup_done)])
-        yield Family("warmup_steps", "All steps of this part; 0 if they are not counted.", [(part, job.warmup_total)])
+        yield Family("warmup_steps_done", "Steps done in this part of the warm-up.", samples=[(part, job.warmup_done)])
+        unknown = "All steps of this part; 0 if they are not counted."
+        yield Family("warmup_steps", unknown, samples=[(part, job.warmup_total)])
         seconds = [({"phase": name}, took) for name, took in job.warmup_phase_s.items()]
-        yield Family("warmup_phase_seconds", "Duration of a part of the warm-up.", seconds)
-    yield _figure("nodes", "Nodes that run ranks.", job.nodes)
-    yield _figure("restarts_total", "Trainings that were started after the first.", job.restarts)
-    yield _figure("lost_nodes_total", "Nodes that were lost.", job.lost_nodes)
-    yield _figure("warmup_seconds", "Duration of the measurements before the plan.", job.warmup_s)
-    yield _figure("search_seconds", "Duration of the search for the plan.", job.search_s)
+        yield Family("warmup_phase_seconds", "Duration of a part of the warm-up.", samples=seconds)
+    yield Family("nodes", "Nodes that run ranks.", job.nodes)
+    yield Family("restarts_total", "Trainings that were started after the first.", job.restarts)
+    yield Family("lost_nodes_total", "Nodes that were lost.", job.lost_nodes)
+    yield Family("warmup_seconds", "Duration of the measurements before the plan.", job.warmup_s)
+    yield Family("search_seconds", "Duration of the search for the plan.", job.search_s)
     if not job.layout:
         return
     about = {"layout": job.layout, "schedule": job.schedule, "version": __version__, "key": job.key}
-    yield Family("plan_info", "Configuration that runs.", [(about, 1)])
-    yield _figure("predicted_step_seconds", "Predicted time of a step.", job.predicted_step_s)
-    yield _figure("own_predicted_step_seconds", "The same for the user's own configuration.", job.own_predicted_step_s)
-    yield _figure("predicted_tokens_per_second", "Predicted tokens per second, all ranks.", job.predicted_tokens_per_s)
-    yield _figure("memory_need_bytes", "Predicted peak of the fullest device.", job.memory_need_bytes)
-    yield _figure("memory_limit_bytes", "Memory that a plan may use on a device.", job.memory_limit_bytes)
-    yield _figure("gap_ratio", "Largest possible gain of any other plan.", job.gap)
+    yield Family("plan_info", "Configuration that runs.", samples=[(about, 1)])
+    yield Family("predicted_step_seconds", "Predicted time of a step.", job.predicted_step_s)
+    own = "Predicted time of a step under the user's own configuration."
+    yield Family("own_predicted_step_seconds", own, job.own_predicted_step_s)
+    yield Family("predicted_tokens_per_second", "Predicted tokens per second, all ranks.", job.predicted_tokens_per_s)
+    yield Family("memory_need_bytes", "Predicted peak of the fullest device.", job.memory_need_bytes)
+    yield Family("memory_limit_bytes", "Memory that a plan may use on a device.", job.memory_limit_bytes)
+    yield Family("gap_ratio", "Largest possible gain of any other plan.", job.gap)
 
 
 def _measured(job: LiveJob) -> Iterator[Family]:
-    yield _figure("iteration", "Last printed iteration.", job.iteration)
-    yield _figure("iterations", "Planned number of iterations.", job.iterations)
-    yield _figure("iteration_timestamp_seconds", "Time at which it was printed.", job.printed_s)
-    yield _figure("measured_step_seconds", "Last printed time of a step.", job.step_s)
-    yield _figure("measured_tokens_per_second", "Tokens per second of all ranks at that time.", job.tokens_per_s)
-    yield _figure("measured_memory_bytes", "Peak of the fullest rank that was read.", job.measured_memory_bytes)
-
-
-def _figure(name: str, about: str, value: float | None) -> Family:
-    return Family(name, about, [({}, value)])
-
-
-def _labels(labels: dict[str, str]) -> str:
-    inner = ",".join(f'{name}="{value.translate(ESCAPES)}"' for name, value in labels.items())
-    return f"{{{inner}}}" if inner else ""
+    yield Family("iteration", "Last printed iteration.", job.iteration)
+    yield Family("iterations", "Planned number of iterations.", job.iterations)
+    yield Family("iteration_timestamp_seconds", "Time at which the last iteration was printed.", job.printed_s)
+    yield Family("measured_step_seconds", "Last printed time of a step.", job.step_s)
+    yield Family("measured_tokens_per_second", "Tokens per second of all ranks in the last step.", job.tokens_per_s)
+    yield Family("measured_memory_bytes", "Peak of the fullest rank that was read.", job.measured_memory_bytes)
 
 
 # -- OpenTelemetry ------------------------------------------------------------------------------------------------
 
 
 class Spans:
-    """Sends a span for each phase of the job.
-
-    Without an endpoint, nothing is sent, and OpenTelemetry is not imported.
-    """
+    """Sends a span for each phase of the job. Without an endpoint, OpenTelemetry is not imported."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._is_wanted = any(environ.get(name) for name in ENDPOINTS)
@@ -323,20 +288,21 @@ class Spans:
 
     def begin(self, phase: str, about: Mapping[str, str | int | float]) -> None:
         """End the last span, and begin the span of `phase` with the attributes `about`."""
-        if self._span is not None:
-            self._span.end()
-            self._span = None
+        self._end_span()
         if self._is_wanted and (self._provider is not None or self._connect()):
             attributes = {f"pipette.{name}": value for name, value in about.items()}
             self._span = self._provider.get_tracer("pipette_launch").start_span(phase, attributes=attributes)
 
     def end(self) -> None:
-        """End the last span, and send the remaining ones."""
+        """End the last span, and send all remaining spans."""
+        self._end_span()
+        if self._provider is not None:
+            self._provider.force_flush(FLUSH_MS)
+
+    def _end_span(self) -> None:
         if self._span is not None:
             self._span.end()
             self._span = None
-        if self._provider is not None:
-            self._provider.force_flush(FLUSH_MS)
 
     def _connect(self) -> bool:
         """Make a tracer provider that no other code of this process uses; return false if packages are missing."""
@@ -355,8 +321,6 @@ class Spans:
 
 def phase_attributes(decision: Decision) -> dict[str, str | int | float]:
     """Return the attributes of a phase's span."""
+    about: dict[str, str | int | float] = {"nodes": len(decision.hosts)}
     runs = decision.choice or (decision.plan.own if decision.plan else None)
-    if runs is None:
-        return {"nodes": len(decision.hosts)}
-    layout, seconds = runs.layout.words(), runs.step_time_s
-    return {"nodes": len(decision.hosts), "layout": layout, "predicted_step_s": seconds}
+    return about if runs is None else about | {"layout": runs.layout.words(), "predicted_step_s": runs.step_time_s}

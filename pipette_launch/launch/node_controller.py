@@ -32,7 +32,7 @@ from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, d
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.inventory import await_memory
-from pipette_launch.probe.messages import START_S, wait_s
+from pipette_launch.probe.messages import START_S, WarmupOrder, wait_s
 
 logger = logging.getLogger(__name__)
 
@@ -140,10 +140,10 @@ class NodeController(Controller):
             following = self._coordinator.after_warmup(decision, failure)
         finally:
             self._terminal.end()
-        measured, now_s = self._coordinator.measurements, time.monotonic()
+        measured, now_s = self._coordinator.planner.measurements, time.monotonic()
         if measured is not None and not failure:
             total_s = now_s - self._measured_from_s
-            self._metrics.planned(warmup_s=began_s - self._measured_from_s, search_s=now_s - began_s)
+            self._metrics.note(warmup_s=began_s - self._measured_from_s, search_s=now_s - began_s)
             self._terminal.say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
         return following
 
@@ -157,7 +157,7 @@ class NodeController(Controller):
         """Note a decision. Print the decision if `speaks`, on the deciding node."""
         self._terminal.end()
         self._begin_attempt(decision)
-        self._metrics.decided(decision, self._coordinator.cache if speaks else self._cache, decides=speaks)
+        self._metrics.decided(decision, self._coordinator.planner.cache if speaks else self._cache, decides=speaks)
         if not speaks:
             return
         self._spans.begin(decision.key, phase_attributes(decision))
@@ -165,7 +165,7 @@ class NodeController(Controller):
             path = self._cache.plan_path
             page = None if self._options.plan else existing_page(path)
             kept = Kept(plan=path, page=page, unsaved=self._cache.trouble)
-            self._terminal.tell(decision, self._coordinator.measurements, kept)
+            self._terminal.tell(decision, self._coordinator.planner.measurements, kept)
             if decision.phase == "trial":
                 asked = self._options.trials
                 self._terminal.begin(
@@ -197,8 +197,10 @@ class NodeController(Controller):
         self._running = runs, decision.ranks_of(self._token) if self._token in decision.tokens else ()
         self._step_time_s = runs.step_time_s
         self._saved_before = megatron.saved_iteration(self._options.script_arguments)
-        decided_here = self._coordinator.cache.key == plan.provenance.key
-        self._cache = self._coordinator.cache if decided_here else Cache(self._options.cache, plan.provenance.key)
+        decided_here = self._coordinator.planner.cache.key == plan.provenance.key
+        self._cache = (
+            self._coordinator.planner.cache if decided_here else Cache(self._options.cache, plan.provenance.key)
+        )
 
     def command(self, decision: Decision) -> WorkerCommand:
         """Return the command that this node's workers run under a decision."""
@@ -212,7 +214,7 @@ class NodeController(Controller):
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self.progress_folder.mkdir()
         path = self._folder / "probe-options.json"
-        order = commands.warmup_order(decision)
+        order = files.loads(WarmupOrder, decision.probe_options, "the order of the warm-up")
         files.write(path, replace(order, progress_dir=str(self.progress_folder), output=str(self.measured_path)))
         return commands.warmup(path)
 
@@ -243,7 +245,8 @@ class NodeController(Controller):
         return iteration.step_time_s
 
     def _keep_outcome(self, outcome: Outcome) -> None:
-        self._metrics.measured(outcome)
+        peak = outcome.fullest
+        self._metrics.note(measured_memory_bytes=peak.measured_bytes if peak else None)
         cache = self._cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
         self._terminal.say(report.outcome_line(outcome))

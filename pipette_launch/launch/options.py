@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -147,10 +147,6 @@ class Script:
     def words(self, job: Job, layout: Layout) -> tuple[str, ...]:
         """Return the script's arguments with the flags of a layout."""
         return megatron.write_arguments(self._options.script_arguments, job=job, layout=layout)
-
-    def trial_words(self, words: Sequence[str], job: Job) -> megatron.TrialWords:
-        """Adapt arguments to a trial; raises what `megatron.trial_arguments` does."""
-        return megatron.trial_arguments(words, job.megatron_version)
 
     def environment(self, layout: Layout, device_kind: str, *, is_own: bool) -> dict[str, str]:
         """Return the variables that a layout needs; the user's own layout keeps the user's own variables."""

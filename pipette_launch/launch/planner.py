@@ -25,6 +25,7 @@ from pipette_launch.launch.cache import (
     named_plan,
     suited,
 )
+from pipette_launch.launch.nodes import joined
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.plan_reports import page_path, trace_path, write_page, write_trace
 from pipette_launch.planning.plan_key import plan_key
@@ -41,14 +42,18 @@ class Planner:
     """The job and the measurements of its hosts, on the node that decides for all."""
 
     def __init__(self, options: Options, script: Script, environ: Mapping[str, str], *, least_nodes: int) -> None:
-        """Begin."""
         self._options = options
         self._script = script
         self._environ = environ
         self._least_nodes = least_nodes
+        self.batch: int | None = None
+        """Global batch size of the training so far, which does not change with the number of ranks; None at the start.
+
+        With a batch size, the user's own configuration may be illegal on the present number of ranks.
+        """
         self.versions: dict[str, str] = {}
         self.job: Job | None = None
-        """Job, as last read; None before the first reading and after a failed one."""
+        """Job, as last read; None before the first reading and after a failed reading."""
         self.patches: tuple[str, ...] = ()
         self.device_kind = ""
         self.cache = Cache(None, "")
@@ -63,26 +68,20 @@ class Planner:
 
     # -- the job, for given hosts ---------------------------------------------------------------------------------
 
-    def forget_job(self) -> None:
-        """Forget the job of an earlier decision."""
-        self.job = None
-
-    def read_job(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
+    def read_job(self, world_size: int, device_kind: str, *, batch: int | None = None) -> Job:
         """Read the job for `world_size` ranks; raises what `megatron.read_job` does.
 
-        `global_batch_size` is the batch size of the training so far. The user's own configuration may then be illegal
-        on `world_size` ranks.
+        `batch` replaces the global batch size of the training so far; None keeps the latter.
         """
-        self.job = job = self._script.read(world_size, device_kind, global_batch_size=global_batch_size)
+        self.job = job = self._script.read(world_size, device_kind, global_batch_size=batch or self.batch)
         self.device_kind = device_kind
         # The script uses Megatron, so without a GPU the script needs the CPU patch even if planning fails.
         self.patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
         return job
 
-    def read_keyed(self, hosts: Sequence[Host], *, global_batch_size: int | None = None) -> Job:
-        """Read the job for these hosts, and set `cache` to the folder of the job's plan."""
-        world_size, kind = len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind
-        job = self.read_job(world_size, kind, global_batch_size=global_batch_size)
+    def read_keyed(self, hosts: Sequence[Host], *, batch: int | None = None) -> Job:
+        """Read the job for these hosts as `read_job` does, and set `cache` to the folder of the job's plan."""
+        job = self.read_job(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind, batch=batch)
         settings = [*self._options.plan_settings]
         num_fallbacks = min(self._options.tolerate, len(hosts) - self._least_nodes)
         if num_fallbacks > 0:
@@ -92,20 +91,16 @@ class Planner:
         self._shortage_path, self.shortage = file.path, lower(self.shortage, file.load())
         return job
 
-    def read_with_spares(self, hosts: Sequence[Host], num_spares: int, *, global_batch_size: int | None) -> Job:
-        """Read the job for all hosts, including spares.
-
-        The user's own configuration may be illegal on this many hosts.
-        """
+    def read_with_spares(self, hosts: Sequence[Host], num_spares: int) -> Job:
+        """Read the job for all hosts, including spares, although the user's own configuration may be illegal on all."""
         num_spares = min(num_spares, len(hosts) - self._least_nodes)
         try:
-            return self.read_keyed(hosts, global_batch_size=global_batch_size)
+            return self.read_keyed(hosts)
         except MegatronError:
-            if num_spares < 1 or global_batch_size is not None:
+            if num_spares < 1 or self.batch is not None:
                 raise
-        size, kind = len(hosts[0].devices), hosts[0].devices[0].kind
-        training = self.read_job((len(hosts) - num_spares) * size, kind)
-        return self.read_keyed(hosts, global_batch_size=training.batch.global_batch_size)
+        training = self.read_job((len(hosts) - num_spares) * len(hosts[0].devices), hosts[0].devices[0].kind)
+        return self.read_keyed(hosts, batch=training.batch.global_batch_size)
 
     def why_not(self, hosts: Sequence[Host]) -> str:
         """Return why the job cannot run on these hosts; empty if the job can."""
@@ -171,27 +166,34 @@ class Planner:
         from pipette_launch.search.fallback_plans import FallbackNeeds
 
         self.job = job
-        words, size = self._options.script_arguments, measurements.cluster.devices_per_host
+        words, cluster, batch = self._options.script_arguments, measurements.cluster, job.batch.global_batch_size
+        size, kind = cluster.devices_per_host, cluster.device_kind
         needs = FallbackNeeds(
             tolerate=self._options.tolerate,
             least_hosts=self._least_nodes,
-            global_batch_size=job.batch.global_batch_size,
+            global_batch_size=batch,
             num_layers=job.model.num_layers,
-            job_of=lambda num_hosts: self._script.read(
-                num_hosts * size, measurements.cluster.device_kind, global_batch_size=job.batch.global_batch_size
-            ),
+            job_of=lambda num_hosts: self._script.read(num_hosts * size, kind, global_batch_size=batch),
             continuation_of=lambda layout: megatron.continuation(words, job, layout),
         )
-        told = self._margin_words()
-        outcomes = self.cache.outcomes(measurements.cluster.hosts[0])
+        lean = ""
+        if self.shortage is not None:
+            forget = ""
+            if self._shortage_path is not None:
+                forget = f" (to forget it, delete {self._shortage_path} and {self.cache.path(PLAN)})"
+            lean = (
+                f"{self.shortage.sentence}; so plans leave {self.options.memory_margin:.0%} of the memory free instead "
+                f"of {self._options.memory_margin:.0%}{forget}"
+            )
+        outcomes = self.cache.outcomes(cluster.hosts[0])
         options = self.options.search_options()
         try:
             plan = make_plan(job, measurements, outcomes, options=options, key=self.cache.key, needs=needs)
         except PlanError as error:
-            raise PlanError("; ".join(filter(None, (str(error), told)))) from error
+            raise PlanError(joined(str(error), lean)) from error
         source = f"measured at {measurements.taken_at}"
         plan = with_setting(plan, job, measurements, script=self._options.script, arguments=words, machines=source)
-        notes = (*plan.notes, f"{told[0].upper()}{told[1:]}.") if told else plan.notes
+        notes = (*plan.notes, f"{lean[0].upper()}{lean[1:]}.") if lean else plan.notes
         plan = replace(plan, other_hosts=tuple(spares), notes=notes)
         self.measurements, self.surveyed = measurements, surveyed
         self.keep(plan, job)
@@ -215,42 +217,36 @@ class Planner:
             # Only these exceptions, because a signal to the launcher also raises an exception, which must end the job.
             logger.exception("report or trace is missing beside %s; the job goes on with its plan", path)
 
-    def _margin_words(self) -> str:
-        """Return why new plans leave more memory free than the user asked, and the remedy.
-
-        Empty if the margin is unchanged.
-        """
-        if self.shortage is None:
-            return ""
-        forget = ""
-        if self._shortage_path is not None:
-            forget = f" (to forget it, delete {self._shortage_path} and {self.cache.path(PLAN)})"
-        return (
-            f"{self.shortage.sentence}; so plans leave {self.options.memory_margin:.0%} of the memory free instead of "
-            f"{self._options.memory_margin:.0%}{forget}"
-        )
-
     # -- after a failure or the loss of a host --------------------------------------------------------------------
 
-    def recall(self, held: Decision, records: Sequence[NodeRecord], *, global_batch_size: int | None) -> None:
+    def recall(self, held: Decision, records: Sequence[NodeRecord]) -> None:
         """Load the measurements of the plan in use, and record a shortage if the last attempt ran out of memory."""
-        if self.surveyed is None and held.plan is not None:
-            self.surveyed = Cache(self._options.cache, held.plan.provenance.key).measurements()
+        plan = held.plan
+        if self.surveyed is None and plan is not None:
+            self.surveyed = Cache(self._options.cache, plan.provenance.key).measurements()
         self.shortage = lower(self.shortage, held.shortage)
-        found = _shortage_of(held, records)
         # A plan file that the user named may have predictions for other machines.
-        if found is None or held.plan is None or self._options.plan is not None:
+        if held.phase != "train" or plan is None or self._options.plan is not None:
+            return
+        # A plan for GPUs predicts GPU memory only, so a host that ran out of RAM proves nothing.
+        kinds = ("out-of-memory",) if plan.device_kind == "cuda" else ("out-of-memory", "out-of-host-memory")
+        ended = [record.failure for record in records if record.failure and record.attempt == held.attempt]
+        short = next((failure for failure in ended if failure.kind in kinds), None)
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        found = Shortage.of(held.choice or plan.own, cause=short.sentence, noticed_at=now) if short else None
+        if found is None:
             return
         self.shortage = lower(self.shortage, found)
         host = next((record.host for record in records if record.host and record.token in held.tokens), None)
         if host is None or self.shortage is not found:
             return
         try:
-            job = self.read_job(sum(held.num_slots), held.plan.device_kind, global_batch_size=global_batch_size)
+            job = self.read_job(sum(held.num_slots), plan.device_kind)
         except PipetteError as error:
             logger.warning("that %s cannot be kept for later jobs: %s", found.sentence, error)
             return
-        ShortageFile(self._options.cache, host, job, self.versions).keep(found)
+        file = ShortageFile(self._options.cache, host, job, self.versions)
+        file.write(found, f"that {found.sentence} cannot be kept for later jobs")
 
     def surveyed_of(self, hosts: Sequence[str]) -> Measurements | None:
         """Return the measurements of these hosts; None if a host was not measured."""
@@ -259,14 +255,14 @@ class Planner:
         known = [host.name for host in self.surveyed.cluster.hosts]
         return without_hosts(self.surveyed, set(known) - set(hosts)) if set(hosts) <= set(known) else None
 
-    def fitted(self, step: UseFallback, hosts: Sequence[Host], *, global_batch_size: int | None) -> tuple[Job, Plan]:
+    def fitted(self, step: UseFallback, hosts: Sequence[Host]) -> tuple[Job, Plan]:
         """Turn a fallback plan into the plan of the remaining hosts, with ranks placed for the links of these hosts.
 
         Raises:
             PipetteError: the job cannot run with the fallback plan, or cannot load the checkpoint.
 
         """
-        job = self.read_keyed(hosts, global_batch_size=global_batch_size)
+        job = self.read_keyed(hosts)
         plan = suited(step.plan, job, self.cache.key, MADE_AHEAD)
         if self.shortage is not None:
             leaner = self.shortage.leaner(plan)
@@ -299,17 +295,3 @@ class Planner:
         gone = len(plan.templates) - len(left)
         note = f"{gone} of the plans for fewer hosts cannot load the checkpoints of {layout.words()} and are left out."
         return replace(plan, templates=left, notes=(*plan.notes, note))
-
-
-def _shortage_of(held: Decision, records: Sequence[NodeRecord]) -> Shortage | None:
-    """Return the memory shortage of an attempt whose plan was predicted to fit; None if memory did not run out."""
-    if held.phase != "train" or held.plan is None:
-        return None
-    # A plan for GPUs predicts GPU memory only, so a host that ran out of RAM proves nothing.
-    kinds = ("out-of-memory",) if held.plan.device_kind == "cuda" else ("out-of-memory", "out-of-host-memory")
-    ended = [record.failure for record in records if record.failure and record.attempt == held.attempt]
-    short = next((failure for failure in ended if failure.kind in kinds), None)
-    if short is None:
-        return None
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Shortage.of(held.choice or held.plan.own, cause=short.sentence, noticed_at=now)

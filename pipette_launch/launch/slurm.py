@@ -21,6 +21,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.rendezvous_handler import holder
@@ -106,10 +107,7 @@ class Step:
         return self.num_tasks
 
     def flags(self, address_of: Callable[[str], str]) -> dict[str, str]:
-        """Return torchrun's flags for the nodes of this step; empty on one node.
-
-        `address_of` returns a node's address.
-        """
+        """Return torchrun's flags for the nodes of this step; empty on one node."""
         if len(self.hosts) == 1:
             return {}
         return {
@@ -152,10 +150,7 @@ def current_step(environ: Mapping[str, str], expand: Callable[[str], tuple[str, 
 
 
 def tasks_on(index: int, words: str) -> int:
-    """Return the number of tasks of a node.
-
-    `2(x3),1` means 2 tasks on each of the first 3 nodes, and 1 on the fourth.
-    """
+    """Return the number of tasks of a node: `2(x3),1` is 2 tasks on each of the first 3 nodes, and 1 on the fourth."""
     counts: list[int] = []
     for word in words.split(","):
         count, _, repeats = word.partition("(x")
@@ -165,12 +160,9 @@ def tasks_on(index: int, words: str) -> int:
 
 def several_launchers(environ: Mapping[str, str]) -> str:
     """Return advice that ends a sentence if the step starts several launchers on the node; else an empty text."""
-    number = environ.get("SLURM_STEP_ID", "")
-    index = environ.get("SLURM_NODEID", "0")
-    if not number.isdigit() or int(number) >= LARGEST_STEP or not index.isdigit():
-        return ""
-    count = tasks_on(int(index), environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    if count == 1:
+    number, index = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_NODEID", "0")
+    count = tasks_on(int(index), environ.get("SLURM_STEP_TASKS_PER_NODE", "1")) if index.isdigit() else 1
+    if not number.isdigit() or int(number) >= LARGEST_STEP or count == 1:
         return ""
     return (
         f"; SLURM starts {count} tasks on this node, each with a launcher: start one per node with "
@@ -194,23 +186,18 @@ def parse(nodes: str) -> tuple[str, ...]:
     """Expand a list of nodes such as `a[1-3,07],b`; raises UsageError if the text has another format."""
     if not re.fullmatch(f"(?:{PART})+(?:,(?:{PART})+)*", nodes):
         raise UsageError(f"{nodes!r} is not a list of nodes that SLURM writes; give --nnodes and --rdzv-endpoint")
-    found: list[str] = []
-    for word in re.findall(f"(?:{PART})+", nodes):
-        names = [""]
-        for part in re.findall(PART, word):
-            choices = _numbers(part[1:-1]) if part.startswith("[") else [part]
-            names = [name + choice for name in names for choice in choices]
-        found += names
-    return tuple(found)
 
+    def choices(part: str) -> list[str]:
+        """Expand `[1-3,07]` to 1, 2, 3, 07. Each number has as many digits as the first number of its range."""
+        if not part.startswith("["):
+            return [part]
+        ranges = [one.partition("-") for one in part[1:-1].split(",")]
+        return [
+            str(number).zfill(len(low)) for low, _, high in ranges for number in range(int(low), int(high or low) + 1)
+        ]
 
-def _numbers(ranges: str) -> list[str]:
-    """Expand `1-3,07` to 1, 2, 3, 07. Each number has as many digits as the first number of its range."""
-    found = []
-    for one in ranges.split(","):
-        low, _, high = one.partition("-")
-        found += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
-    return found
+    words = re.findall(f"(?:{PART})+", nodes)
+    return tuple("".join(name) for word in words for name in product(*map(choices, re.findall(PART, word))))
 
 
 def _reachable(node: str) -> str:
@@ -252,20 +239,17 @@ def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, st
     if "rdzv_endpoint" in flags:
         if speaks:
             _check_port(step)
-        address = _own_address(flags["rdzv_endpoint"])
-        flags |= {"local_addr": address} if address else {}
+        meets = RendezvousSettings(endpoint=flags["rdzv_endpoint"], node_rank=-1, may_host_store=False)
+        address = meets.own_address()
+        # Otherwise this node's address towards the endpoint is unknown.
+        if address != socket.getfqdn() and not address.startswith("127."):
+            flags["local_addr"] = address
     taken = {name: value for name, value in flags.items() if name not in given}
     vars(args).update(taken)
     if taken and speaks:
         words = " ".join(f"--{name.replace('_', '-')}={value}" for name, value in taken.items())
         sys.stderr.write(f"pipette-launch: taken from SLURM step {step.job}.{step.step}: {words}\n")
     return step
-
-
-def _own_address(endpoint: str) -> str:
-    """Return this node's address towards the endpoint; empty if the address is unknown or a loopback address."""
-    found = RendezvousSettings(endpoint=endpoint, node_rank=-1, may_host_store=False).own_address()
-    return found if found != socket.getfqdn() and not found.startswith("127.") else ""
 
 
 def _check_port(step: Step) -> None:
@@ -322,27 +306,22 @@ class Siblings:
             self._met.append(peer)
         self._all_met.set()
 
-    def tell(self, code: int) -> None:
-        """Send the exit code to the other tasks."""
-        if self._door is None:
-            return
-        self._all_met.wait(LATE_S)
-        for peer in self._met:
-            with contextlib.suppress(OSError):
-                peer.sendall(str(code).encode())
-
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
         """Send the exit code to the other tasks at the end of the block; after an exception the code is 1."""
+        code = 1
         try:
             yield
+            code = 0
         except SystemExit as end:
-            self.tell(end.code if isinstance(end.code, int) else int(end.code is not None))
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
             raise
-        except BaseException:
-            self.tell(1)
-            raise
-        self.tell(0)
+        finally:
+            if self._door is not None:
+                self._all_met.wait(LATE_S)
+            for peer in self._met:
+                with contextlib.suppress(OSError):
+                    peer.sendall(str(code).encode())
 
 
 def await_agent(name: str, *, clock: Callable[[], float] = time.monotonic) -> int:

@@ -93,23 +93,24 @@ class ProgressLine:
         return bool(news)
 
 
-class Ticker:
-    """Shows a progress line again and again from its own thread, while the caller works."""
+class Ticker(Thread):
+    """Shows a progress line again and again, while the caller works."""
 
     def __init__(self, line: ProgressLine, running: Callable[[float], str]) -> None:
+        super().__init__(name="progress", daemon=True)
         self._line = line
         self._running = running
         self._is_over = Event()
-        self._thread = Thread(target=self._run, name="progress", daemon=True)
-        self._thread.start()
+        self.start()
 
     def stop(self) -> None:
         """Stop the thread, and clear the line."""
         self._is_over.set()
-        self._thread.join()
+        self.join()
         self._line.close()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Show the line until `stop`."""
         while not self._is_over.wait(REFRESH_S):
             self._line.show(self._running)
 
@@ -199,9 +200,8 @@ class Terminal:
             return  # The decision's reason names the plan, so a long screen would only delay the job.
         if decision.attempt > 0:
             choice = decision.choice
-            what = (
-                f"the next plan, {choice.layout.words()}" if choice else "your own configuration, in torchrun's order"
-            )
+            own = "your own configuration, in torchrun's order"
+            what = f"the next plan, {choice.layout.words()}" if choice else own
             self.warn(f"that plan cannot {'go on' if decision.iteration else 'start'}; going on with {what}")
         elif self._is_quiet:
             self.warn(report.chosen_line(plan))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
+from pipette_launch import megatron
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Samples
 from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
@@ -59,30 +60,28 @@ def passed(ended: Decision) -> Plan:
     plan, choice = ended.plan, ended.choice
     assert plan is not None
     assert choice is not None
-
-    def marked(one: Choice) -> Choice:
-        return replace(one, is_order_checked=True) if one == choice else one
-
-    alternatives = tuple(map(marked, plan.alternatives))
+    chosen, *alternatives = (
+        replace(one, is_order_checked=True) if one == choice else one for one in (plan.chosen, *plan.alternatives)
+    )
     reasons = (f"NCCL was checked with {order_words(ended)}: {CHECKED}.", *plan.reasons)
-    return replace(plan, chosen=marked(plan.chosen), alternatives=alternatives, reasons=reasons)
+    return replace(plan, chosen=chosen, alternatives=tuple(alternatives), reasons=reasons)
 
 
 def failed(ended: Decision, failure: Failure) -> tuple[Plan, str]:
     """Put all candidates of a plan and of its fallback plans into the default device order; return plan and reason."""
+
+    def in_order(plan: Plan) -> Plan:
+        chosen, *alternatives = (
+            replace(one, placement=tuple(in_device_order(one.placement, plan.devices_per_host).tolist()))
+            for one in (plan.chosen, *plan.alternatives)
+        )
+        return replace(plan, chosen=chosen, alternatives=tuple(alternatives))
+
     plan = ended.plan
     assert plan is not None
-    told = f"devices stay in order inside hosts: with {order_words(ended)} {failure.cause} ({SEE})"
-    fallbacks = tuple(map(_back_in_order, plan.templates))
-    reasons = (f"{told[0].upper()}{told[1:]}.", *plan.reasons)
-    return replace(_back_in_order(plan), templates=fallbacks, reasons=reasons), told
-
-
-def _back_in_order(plan: Plan) -> Plan:
-    def back(one: Choice) -> Choice:
-        return replace(one, placement=tuple(in_device_order(one.placement, plan.devices_per_host).tolist()))
-
-    return replace(plan, chosen=back(plan.chosen), alternatives=tuple(map(back, plan.alternatives)))
+    why = f"devices stay in order inside hosts: with {order_words(ended)} {failure.cause} ({SEE})"
+    reasons = (f"{why[0].upper()}{why[1:]}.", *plan.reasons)
+    return replace(in_order(plan), templates=tuple(map(in_order, plan.templates)), reasons=reasons), why
 
 
 # -- lines for the user --------------------------------------------------------------------------------------------
@@ -161,9 +160,9 @@ def outruns(plan: Trial, own: Trial, *, margin: float) -> bool:
 
 
 def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
-    """Return the index of the best trial; None if no trial finished.
+    """Return the index of the fastest plan that outruns the user's own configuration, else of the latter.
 
-    The fastest plan wins among the plans that outrun the user's own configuration.
+    None means that no trial finished.
     """
     own = next(run for run in runs if run.is_own)
     better = [index for index, run in enumerate(runs) if not run.is_own and outruns(run, own, margin=margin)]
@@ -196,6 +195,16 @@ def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
     others.sort(key=rank)
     # The own configuration ran in a trial, so running it is safer than running a plan that is only predicted.
     in_line = [one for one in others if rank(one)[0] <= (0 if own.step else 2)]
+    finished = sum(run.step is not None for run in trials.runs)
+    why = f"Settled by trials of {trials.iterations} iterations each, {finished} of {len(trials.runs)} ran: "
+    took = f"{won.layout.words()} took {seconds_text(won.median_s)} a step"
+    if won.is_own:
+        why += f"no plan was measured faster than your own configuration beyond noise and {margin:.0%}."
+    elif own.step is None:
+        why += f"{took}; your own configuration did not run: {own.failure}."
+    else:
+        gain = 1 - won.median_s / own.median_s
+        why += f"{took}, {gain:.1%} less than your own configuration with {seconds_text(own.median_s)}."
     reasons = plan.reasons
     if (won.layout, won.placement) != (plan.chosen.layout, plan.chosen.placement):
         reasons = (f"Predicted best, by the model alone, was {plan.chosen.layout.words()}.",)
@@ -205,37 +214,12 @@ def settle(plan: Plan, trials: Trials, *, margin: float) -> Plan:
         keeps_own=won.is_own,
         alternatives=tuple(others),
         num_in_line=len(in_line),
-        reasons=(_why(trials, won, own, margin=margin), *reasons),
+        reasons=(why, *reasons),
         trials=trials,
     )
 
 
-def _why(trials: Trials, won: Trial, own: Trial, *, margin: float) -> str:
-    finished = sum(run.step is not None for run in trials.runs)
-    head = f"Settled by trials of {trials.iterations} iterations each, {finished} of {len(trials.runs)} ran: "
-    if won.is_own:
-        return f"{head}no plan was measured faster than your own configuration beyond noise and {margin:.0%}."
-    took = f"{won.layout.words()} took {seconds_text(won.median_s)} a step"
-    if own.step is None:
-        return f"{head}{took}; your own configuration did not run: {own.failure}."
-    gain = 1 - won.median_s / own.median_s
-    return f"{head}{took}, {gain:.1%} less than your own configuration with {seconds_text(own.median_s)}."
-
-
 # -- the sequence of trials ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TrialsInProgress:
-    """Trials of one plan, with the results so far."""
-
-    job: Job
-    plan: Plan
-    num_plans: int
-    warm_ups: int
-    runs: tuple[Trial, ...] = ()
-    deaths: tuple[tuple[Layout, Failure], ...] = ()
-    """Layouts whose trial died early, with the failure of each."""
 
 
 class TrialsResult(NamedTuple):
@@ -254,7 +238,12 @@ class TrialCoordinator:
     def __init__(self, options: Options, script: Script) -> None:
         self._options = options
         self._script = script
-        self._in_progress: _TrialsInProgress | None = None
+        self._tried: tuple[Job, Plan] | None = None
+        """Job and plan whose trials run; None if no trials run."""
+        self._warm_ups = 0
+        self._runs: tuple[Trial, ...] = ()
+        self._deaths: list[tuple[Layout, Failure]] = []
+        """Layouts whose trial died early, with the failure of each."""
 
     def open(self, training: Decision, job: Job) -> Decision:
         """Return the first trial, or the training itself if the user wants no trials or no trial can run.
@@ -263,82 +252,71 @@ class TrialCoordinator:
             PlanError: no trial can run, and the user asked to stop after errors.
 
         """
-        plan = training.plan
-        if plan is None or not self._wants(plan):
+        plan, options = training.plan, self._options
+        if plan is None or not options.trials or options.only_looks:
+            return training
+        done = plan.trials
+        if done is not None and done.asked >= options.trials and done.iterations >= options.trial_iters:
             return training
         try:
-            warm_ups = self._check(training, job)
+            self._warm_ups = self._check(training, plan, job)
         except PipetteError as error:
             reason = f"plans are not tried: {error}"
-            if self._options.on_error == "fail":
+            if options.on_error == "fail":
                 raise PlanError(reason) from error
             return replace(training, reason=joined(training.reason, reason))
-        num_plans = min(self._options.trials, len(plan.contenders()))
-        self._in_progress = _TrialsInProgress(job=job, plan=plan, num_plans=num_plans, warm_ups=warm_ups)
-        return self._next(training, self._in_progress)
+        self._tried, self._runs, self._deaths = (job, plan), (), []
+        return self._next(training, job, plan)
 
     def judge(self, ended: Decision, report: TrialReport) -> Decision | TrialsResult:
         """Take the result of a trial; return the next trial, the final result, or the end of the job.
 
         The job ends if the script died of a cause that no plan can avoid. The training follows the same rule.
         """
-        progress, options = self._in_progress, self._options
-        assert progress is not None
+        options = self._options
+        assert self._tried is not None
+        job, plan = self._tried
         run = tried(
-            ended.choice or progress.plan.own,
+            ended.choice or plan.own,
             report,
             is_own=ended.choice is None,
-            warm_ups=progress.warm_ups,
+            warm_ups=self._warm_ups,
             iterations=options.trial_iters,
         )
-        deaths = progress.deaths
         if report.failure and run.step is None:
-            hopeless = "" if report.step_s else self._why_hopeless(ended, report.failure, run.layout, deaths)
-            if hopeless:
-                self._in_progress = None
+            # The layout is not the cause only if the script also dies under other layouts.
+            before = [earlier for layout, earlier in self._deaths if layout != run.layout]
+            written, given = options.script_arguments, ended.script_arguments
+            hopeless = why_to_give_up([report.failure], before=before, written=written, given=given)
+            if hopeless and not report.step_s:
+                self._tried = None
                 return replace(ended, phase="stop", plan=None, failed=True, reason=hopeless)
-            deaths = (*deaths, (run.layout, report.failure))
-        self._in_progress = progress = replace(progress, runs=(*progress.runs, run), deaths=deaths)
-        if len(progress.runs) <= progress.num_plans:
-            return self._next(replace(ended, reason=trial_line(run)), progress)
-        trials = Trials(asked=options.trials, iterations=options.trial_iters, runs=progress.runs)
-        settled = settle(progress.plan, trials, margin=options.margin)
+            self._deaths.append((run.layout, report.failure))
+        self._runs = (*self._runs, run)
+        if len(self._runs) <= min(options.trials, len(plan.contenders())):
+            return self._next(replace(ended, reason=trial_line(run)), job, plan)
+        self._tried = None
+        trials = Trials(asked=options.trials, iterations=options.trial_iters, runs=self._runs)
+        settled = settle(plan, trials, margin=options.margin)
         if settled.setting is not None:
-            words = self._script.words(progress.job, settled.chosen.layout)
+            words = self._script.words(job, settled.chosen.layout)
             settled = replace(settled, setting=replace(settled.setting, new_arguments=words))
-        self._in_progress = None
-        any_ran = any(one.step for one in progress.runs)
+        any_ran = any(one.step for one in self._runs)
         return TrialsResult(
-            job=progress.job,
+            job=job,
             plan=settled,
             reason=joined(trial_line(run), "" if any_ran else "no trial finished, so the predicted plan stays"),
             # The launcher never overwrites a plan file that the user named.
-            is_worth_keeping=any_ran and progress.plan.provenance.source != "file",
+            is_worth_keeping=any_ran and plan.provenance.source != "file",
         )
 
-    def _why_hopeless(
-        self, ended: Decision, failure: Failure, layout: Layout, deaths: Sequence[tuple[Layout, Failure]]
-    ) -> str:
-        # The layout is not the cause only if the script also dies under other layouts.
-        before = [earlier for other, earlier in deaths if other != layout]
-        written, given = self._options.script_arguments, ended.script_arguments
-        return why_to_give_up([failure], before=before, written=written, given=given)
-
-    def _wants(self, plan: Plan) -> bool:
-        """Return whether the user wants trials that have not run yet."""
-        if not self._options.trials or self._options.only_looks:
-            return False
-        done = plan.trials
-        return done is None or done.asked < self._options.trials or done.iterations < self._options.trial_iters
-
-    def _check(self, training: Decision, job: Job) -> int:
+    def _check(self, training: Decision, plan: Plan, job: Job) -> int:
         """Return the number of warm-up iterations of a trial; raise MegatronError if no trial can run."""
-        assert training.plan is not None
         if self._options.is_function:
             raise MegatronError("--run-path: the script runs as a function, whose iterations the launcher cannot see")
-        if not training.plan.contenders():
+        if not plan.contenders():
             raise MegatronError("there is no plan except your own configuration")
-        _, warm_ups = self._script.trial_words(training.script_arguments or (), job)
+        _, warm_ups = megatron.trial_arguments(training.script_arguments or (), job.megatron_version)
         needed = warm_ups + self._options.trial_iters
         if job.train_iters is not None and job.train_iters <= needed:
             raise MegatronError(
@@ -347,21 +325,12 @@ class TrialCoordinator:
             )
         return warm_ups
 
-    def _next(self, like: Decision, progress: _TrialsInProgress) -> Decision:
+    def _next(self, like: Decision, job: Job, plan: Plan) -> Decision:
         """Return the decision to run the next trial, on the nodes of the decision `like`."""
-        following = replace(
-            like,
-            phase="trial",
-            plan=progress.plan,
-            attempt=0,
-            trial=len(progress.runs),
-            iterations=progress.warm_ups + self._options.trial_iters,
-        )
+        iterations = self._warm_ups + self._options.trial_iters
+        following = replace(like, phase="trial", plan=plan, attempt=0, trial=len(self._runs), iterations=iterations)
         choice = following.choice
-        layout = choice.layout if choice else progress.job.own
-        words, _ = self._script.trial_words(self._script.words(progress.job, layout), progress.job)
-        return replace(
-            following,
-            script_arguments=words,
-            environment=self._script.environment(layout, progress.plan.device_kind, is_own=choice is None),
-        )
+        layout = choice.layout if choice else job.own
+        words, _ = megatron.trial_arguments(self._script.words(job, layout), job.megatron_version)
+        environment = self._script.environment(layout, plan.device_kind, is_own=choice is None)
+        return replace(following, script_arguments=words, environment=environment)

@@ -691,8 +691,8 @@ def test_keeps_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     file, off = ShortageFile(tmp_path, **SHORT), ShortageFile(None, **SHORT)
 
     assert file.load() is None
-    file.keep(FOUND)
-    off.keep(FOUND)
+    file.write(FOUND, "the shortage cannot be kept for later jobs")
+    off.write(FOUND, "the shortage cannot be kept for later jobs")
     assert (FOUND, None, None) == (ShortageFile(tmp_path, **SHORT).load(), off.load(), off.path)
     assert file.path is not None
     assert [file.path] == [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -736,7 +736,7 @@ def test_a_link_out_of_the_cache_is_not_followed(tmp_path: Path, caplog: pytest.
     file.path.parent.parent.mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
     file.path.parent.symlink_to(tmp_path / "elsewhere")
-    file.keep(FOUND)
+    file.write(FOUND, "the shortage cannot be kept for later jobs")
 
     assert file.load() is None
     assert [] == [*(tmp_path / "elsewhere").iterdir()]

@@ -65,7 +65,7 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     assert ("measured", "cached") == (made.plan.provenance.source, again.plan.provenance.source)
     of_job = [path for path in (tmp_path / "cache").glob("*/*") if path.is_file()]
     assert {PLAN, CLUSTER, PAGE, TRACE} == {path.name for path in of_job}
-    assert files.read(next((tmp_path / "cache" / "clusters").glob("*/*")), Measurements) == first.measurements
+    assert files.read(next((tmp_path / "cache" / "clusters").glob("*/*")), Measurements) == first.planner.measurements
     assert ("cpu_backend",) == made.patches
     if made.choice is not None:
         assert made.ranks_of("token-node1") == again.ranks_of("token-node1")
@@ -126,7 +126,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
             for iteration in range(1, 21):
                 outcome = tracker.add(Iteration(iteration=iteration, total=20, step_time_s=3.0, loss=None))
             assert outcome is not None
-            one.cache.keep_outcome(outcome, orders.hosts[0])
+            one.planner.cache.keep_outcome(outcome, orders.hosts[0])
 
     before, after = plans
     assert before is not None

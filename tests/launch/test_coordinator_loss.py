@@ -203,7 +203,7 @@ def test_a_spare_is_measured_and_waits(tmp_path: Path) -> None:
     assert "node2 stands by as a spare, because of --pipette-spares" in held.reason
     assert held.plan is not None
     assert ("node2",) == held.plan.other_hosts
-    assert one.cache.path("x") is not None
+    assert one.planner.cache.path("x") is not None
     assert ("train", {"node0", "node2"}) == (after.phase, {*after.hosts})
     assert after.reason.startswith("node1 is lost, node2 takes its place; going on with 2 of 3 nodes: ")
     assert after.plan is not None

@@ -51,7 +51,10 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     held = trained(one, 3)
     assert held.plan is not None
     templates = tuple(by_hand(template, 4) for template in held.plan.templates)
-    assert ("", 1) == (one.cache.save(PLAN, replace(by_hand(held.plan, 6), templates=templates)), len(templates))
+    assert ("", 1) == (
+        one.planner.cache.save(PLAN, replace(by_hand(held.plan, 6), templates=templates)),
+        len(templates),
+    )
     return folder / "cache"
 
 
@@ -143,7 +146,7 @@ def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
     limits = [plan.chosen.memory_shown.margin for plan in (after.plan, *after.plan.templates)]
     assert [margin, margin] == pytest.approx(limits)
     (note,) = (note for note in after.plan.notes if "ran out of memory" in note)
-    plan_path = one.cache.path(PLAN)
+    plan_path = one.planner.cache.path(PLAN)
     assert note.endswith(
         f"so plans leave 45% of the memory free instead of 8% (to forget it, delete {path} and {plan_path})."
     )
@@ -213,7 +216,7 @@ def test_the_users_own_configuration_teaches_too(folder: Path) -> None:
     """If it was the plan, the next job searches another plan."""
     one, held = job(folder)
     assert held.plan is not None
-    one.cache.save(PLAN, replace(held.plan, keeps_own=True, alternatives=(), chosen=held.plan.own))
+    one.planner.cache.save(PLAN, replace(held.plan, keeps_own=True, alternatives=(), chosen=held.plan.own))
     one, own = job(folder)
     ran_out(one, own)
 
@@ -247,7 +250,7 @@ def test_what_was_learned_earlier_stays_where_it_is_lower(folder: Path) -> None:
     ran_out(one, leaner)
     known = files.read(kept(folder)[0], Shortage)
     after = ran_out(one, held)
-    path = one.cache.path(PLAN)
+    path = one.planner.cache.path(PLAN)
 
     assert known == after.shortage == files.read(kept(folder)[0], Shortage)
     assert LEAN == known.need_bytes

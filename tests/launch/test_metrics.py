@@ -14,9 +14,9 @@ import pytest
 from launch.worlds import plan, records
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipette_launch.facts import Layout, Samples, files
+from pipette_launch.facts import Layout, files
 from pipette_launch.facts.messages import Decision
-from pipette_launch.facts.outcome import LiveJob, Outcome, PeakReading
+from pipette_launch.facts.outcome import LiveJob
 from pipette_launch.facts.plan import Rate
 from pipette_launch.launch import metrics as module
 from pipette_launch.launch.cache import Cache
@@ -59,25 +59,13 @@ def test_the_deciding_node_tells_all(tmp_path: Path) -> None:
     """It has phase, plan, predictions, measurements, restarts, lost nodes, and the duration of the start."""
     path = tmp_path / "pipette.prom"
     metrics = MetricsFile(path, script="pretrain_gpt.py", now=itertools.count(1000.0).__next__)
-    metrics.planned(warmup_s=20.0, search_s=2.5)
+    metrics.note(warmup_s=20.0, search_s=2.5)
     metrics.decided(TRAINING, NOWHERE, decides=True)
     metrics.lost(["node7", "node8"])
     metrics.lost(["node7"])
     metrics.decided(TRAINING, NOWHERE, decides=True)
     metrics.iterated(printed(30, 2 * RATED.chosen.step_time_s))
-    metrics.measured(
-        Outcome(
-            key="k",
-            layout=RATED.chosen.layout,
-            placement=RATED.chosen.placement,
-            predicted_step_s=1.0,
-            measured_step=Samples(values_s=(1.0,)),
-            first_iteration=1,
-            last_iteration=20,
-            losses=(),
-            peaks=(PeakReading(rank=0, pp_rank=0, predicted_bytes=90, measured_bytes=100, source="allocator"),),
-        )
-    )
+    metrics.note(measured_memory_bytes=100)
     metrics.refresh()
     found = parsed(path.read_text())
     chosen = RATED.chosen

@@ -18,7 +18,7 @@ from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.exchanges import exchanges
 from pipette_launch.cost.communication.groups import Groups
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.block import Collective
+from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Scale, chunk_share, num_steps, spanning_tree
 from pipette_launch.cost.communication.groups import group_sizes
-from pipette_launch.cost.layers.block import Collective
 from pipette_launch.cost.layers.parameters import experts_lie_in_stages
+from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.cost.step.work import LayoutWork
 from pipette_launch.facts.cluster import Links

@@ -12,9 +12,10 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 from newest import gap_since_019
 
-from pipette_launch.cost.layers import attention, mlp
+from pipette_launch.cost.layers.attention import Attention
 from pipette_launch.cost.layers.ends import depth_bytes, embedding_bytes
 from pipette_launch.cost.layers.kinds import kind_parameters
+from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.facts import Job, LatentAttention, Layout
 
@@ -169,9 +170,9 @@ def found() -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("name", EXPERT_CASES)
 def test_experts_save_what_the_closed_form_says(name: str, found: dict[str, dict[str, int]]) -> None:
     """To a few bytes for each expert and sequence: the losses' own counts and results."""
-    kept = mlp.expert_activations(EXPERT_CASES[name].job, LAYOUT)
+    job = EXPERT_CASES[name].job
 
-    assert pytest.approx(kept.routed + kept.shared, abs=32 * 4) == found[name]["saved"]
+    assert pytest.approx(sum(Experts(job.model, LAYOUT).kept(job)), abs=32 * 4) == found[name]["saved"]
 
 
 @pytest.mark.parametrize("name", EXPERT_CASES)
@@ -185,7 +186,7 @@ def test_latent_attention_is_what_the_closed_form_says(name: str, found: dict[st
     """Every parameter, and every byte but the statistics of the latents' norms."""
     model = LATENT_CASES[name].job.model
     assert model.latent_attention is not None
-    kept = attention.latent_bytes(model, model.latent_attention, LAYOUT, fused_rope=False)
+    kept = Attention(model, LAYOUT).latent_bytes(model.latent_attention, fused_rope=False)
     statistics = 2 * NORM_STATISTICS if model.qk_layernorm else 0
 
     assert kind_parameters(model, LAYOUT, "layer").count == found[name]["parameters"]

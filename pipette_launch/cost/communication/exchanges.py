@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.groups import Groups, group_sizes
-from pipette_launch.cost.layers.block import FP32_BYTES, Behind, Exchange, Group, Hiding, Parameters, tokens
+from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, Sizes
 from pipette_launch.cost.layers.ends import depth_exchanges
-from pipette_launch.cost.layers.kinds import BLOCKS, KINDS
+from pipette_launch.cost.layers.kinds import BLOCKS, KINDS, blocks_of
 from pipette_launch.cost.layers.parameters import (
     Sharding,
     by_rank,
@@ -35,6 +35,7 @@ from pipette_launch.cost.layers.parameters import (
     unit_parameters,
     word_embedding_parameters,
 )
+from pipette_launch.cost.layers.passes import Behind, Exchange, Group, Hiding
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.measurements import CollectiveKind
@@ -65,7 +66,8 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
     found += [*shard_exchanges(job, layout, counts), *_tensor_parallel(job, layout, counts)]
     for block in BLOCKS:
         once_S, again_S = counts.run({kind: blocks.count(block) for kind, blocks in KINDS.items()})
-        found += block.exchanges(job, layout, once_S, again_S, domain)
+        if once_S.any():
+            found += block(job.model, layout).exchanges(job, once_S, again_S, domain)
     return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
 
 
@@ -123,7 +125,7 @@ class LayerCounts:
     def run(self, blocks: Mapping[LayerKind, int]) -> tuple[Ints, Ints]:
         """Return the blocks in the forward, and the blocks that the backward runs again, on each stage."""
         once_S, again_S = (
-            sum((blocks[kind] * count_S for kind, count_S in layers.items() if blocks[kind]), 0 * self.head_S)
+            sum((blocks[kind] * count_S for kind, count_S in layers.items() if blocks.get(kind)), 0 * self.head_S)
             for layers in (self.layers_S, self.again_S)
         )
         return once_S, again_S
@@ -141,9 +143,9 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     """
     if layout.tp == 1:
         return
-    count = tokens(job.model, layout)
+    count = Sizes(job.model, layout).tokens
     size = job.model.dtype_bytes * count * job.model.hidden_size
-    cut = {kind: sum(block.is_cut_by_tp(job.model) for block in blocks) for kind, blocks in KINDS.items()}
+    cut = {kind: sum(block.is_cut_by_tp() for block in blocks_of(job.model, layout, kind)) for kind in counts.layers_S}
     once_S, again_S = counts.run(cut)
     embedding_S, head_S = counts.embedding_S, counts.head_S
     none_S = 0 * head_S

@@ -22,12 +22,12 @@ import numpy as np
 
 from pipette_launch.cost.communication.collectives import chunk_share, num_steps
 from pipette_launch.cost.communication.groups import group_sizes
-from pipette_launch.cost.layers.attention import core_loads, is_flash
-from pipette_launch.cost.layers.block import Collective, Load, PassLoads, Product
+from pipette_launch.cost.layers.attention import Attention, is_flash
 from pipette_launch.cost.layers.ends import depth_loads, embedding_loads, head_loads
 from pipette_launch.cost.layers.kinds import KINDS, kind_loads
-from pipette_launch.cost.layers.mlp import EXPERTS
+from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.cost.layers.parameters import shard_copies, step_bytes_per_parameter
+from pipette_launch.cost.layers.passes import Collective, Load, PassLoads, Product
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.cluster import Cluster, Device, Host, Links
@@ -210,7 +210,7 @@ def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) ->
         shares.setdefault((case_of(layout), layout.ep, layout.etp), layout)
     found = [time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds)]
     if job.model.num_experts and len(shares) > len(first):
-        with_experts = frozenset(kind for kind in kinds if EXPERTS in KINDS[kind])
+        with_experts = frozenset(kind for kind in kinds if Experts in KINDS[kind])
         for key in sorted(shares):
             times = _compute_times(job, device, shares[key], with_experts, only_experts=True)
             found += [replace(time, ep=key[1], etp=key[2]) for time in times]
@@ -305,7 +305,7 @@ def _compute_times(
         parts |= {
             "embedding": embedding_loads(job, layout),
             "head": head_loads(job, layout),
-            "core_attention": core_loads(job.model, layout),
+            "core_attention": Attention(job.model, layout).core_loads(),
         }
     for name, loads in parts.items():
         # Input gradient and weight gradient run as one pass, because the host launches one while the device runs the

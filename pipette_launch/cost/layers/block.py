@@ -1,8 +1,7 @@
-"""The blocks of layers, and the data types that describe the cost of a block.
+"""A block of a layer: sizes of its tensors, parameters, kept activations, work for the device, and exchanges.
 
-A layer kind is an entry of `kinds.KINDS`: one or two blocks, each behind a norm and beside a residual connection. A
-block is a class (`Attention`, `Mlp`, `Experts`, `Mamba`) that states its parameters, kept activations, work for the
-device, and exchanges between ranks. Every size is for one micro-batch on one rank.
+A layer kind is an entry of `kinds.KINDS`: one or two blocks, each behind a norm and beside a residual connection. Every
+size is for one micro-batch on one rank.
 """
 
 # S = stages (model chunks) in model order.
@@ -10,46 +9,22 @@ device, and exchanges between ranks. Every size is for one micro-batch on one ra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from pipette_launch.facts.job import ITERATION, Job, PerformanceOptions
+from pipette_launch.cost.layers.passes import Exchange, PassLoads
+from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
-from pipette_launch.facts.measurements import CollectiveKind
-from pipette_launch.facts.model import LayerKind, ModelSpec
+from pipette_launch.facts.model import ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 FP32_BYTES = 4
 MASK_BYTES = 1
-_GRADIENT_BYTES = 8
-"""Bytes moved for each weight in a micro-batch, because its fp32 gradient is read and written (gradient accumulation
-fusion)."""
-
-
-def tokens(model: ModelSpec, layout: Layout) -> int:
-    """Return T = s * b / cp, the tokens of a micro-batch on one rank before sequence parallelism splits them."""
-    return model.seq_length * layout.micro_batch_size // layout.cp
-
-
-def local_tokens(model: ModelSpec, layout: Layout) -> int:
-    """Return a rank's tokens in norms, router and dispatcher: T, or T / tp with sequence parallelism."""
-    return tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
 
 
 def residual_bytes(model: ModelSpec, layout: Layout) -> int:
     """Bytes of one T x h tensor, split over tp by sequence parallelism (Korthikanti et al. 2022, section 4.2)."""
-    return (
-        model.dtype_bytes * tokens(model, layout) * model.hidden_size // (layout.tp if layout.sequence_parallel else 1)
-    )
-
-
-def stream_bytes(job: Job, layout: Layout) -> int:
-    """Return the bytes of the tensor between layers: fp32 with `--fp32-residual-connection`, else the model's type."""
-    residual = residual_bytes(job.model, layout)
-    if not performance_options(job).fp32_residual_connection:
-        return residual
-    return residual * FP32_BYTES // job.model.dtype_bytes
+    return Sizes(model, layout).residual_bytes
 
 
 def computes_in_fp8(job: Job) -> bool:
@@ -62,9 +37,9 @@ def matrix_input_bytes(job: Job) -> int:
     return 1 if computes_in_fp8(job) else job.model.dtype_bytes
 
 
-def dropout_mask_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Bytes of the dropout mask behind one block."""
-    return residual_bytes(model, layout) // model.dtype_bytes * MASK_BYTES if model.hidden_dropout > 0 else 0
+def as_matrix_input(job: Job, size_bytes: int) -> int:
+    """Return the bytes of a tensor, given in the model's type, that is kept as the input of a matrix."""
+    return size_bytes // job.model.dtype_bytes if computes_in_fp8(job) else size_bytes
 
 
 def recompute_modules(layout: Layout) -> tuple[str, ...]:
@@ -84,11 +59,9 @@ class Parameters:
     """Number of parameters of experts, whose gradients are reduced over the expert data-parallel group."""
 
     def __add__(self, other: Parameters) -> Parameters:
-        """Add the parameters of two parts."""
         return Parameters(dense=self.dense + other.dense, expert=self.expert + other.expert)
 
     def __mul__(self, count: int) -> Parameters:
-        """Return the parameters of several equal parts."""
         return Parameters(dense=self.dense * count, expert=self.expert * count)
 
     @property
@@ -125,15 +98,8 @@ class Activations:
     has_experts: bool = False
 
     def __add__(self, other: Activations) -> Activations:
-        """Add the activations of two blocks of a layer."""
-        return Activations(
-            **{
-                name: getattr(self, name) | getattr(other, name)
-                if isinstance(getattr(self, name), bool)
-                else getattr(self, name) + getattr(other, name)
-                for name in self.__slots__
-            }
-        )
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
+        return Activations(**{name: a | b if isinstance(a, bool) else a + b for name, a, b in pairs})
 
     @property
     def total(self) -> int:
@@ -162,238 +128,76 @@ class Activations:
         return sum(saved_by_module.get(name, 0) for name in names)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
-    """`count` matrix products of m x k by k x n."""
+class Sizes:
+    """Sizes that a model and a layout decide."""
 
-    m: float
-    n: float
-    k: float
-    count: float = 1.0
-    is_linear: bool = False
-    """True for a linear of Transformer Engine, which can run in FP8 or FP4."""
-    rate: float = 1.0
-    """Speed relative to one large product; products of many experts have a rate below 1."""
+    def __init__(self, model: ModelSpec, layout: Layout) -> None:
+        self.model = model
+        self.layout = layout
+        self.tokens = model.seq_length * layout.micro_batch_size // layout.cp
+        """T = s * b / cp, the tokens of a rank before sequence parallelism splits them."""
+        shards = layout.tp if layout.sequence_parallel else 1
+        self.local_tokens = self.tokens // shards
+        """Tokens of a rank in norms, router and dispatcher: T, or T / tp with sequence parallelism."""
+        self.residual_bytes = model.dtype_bytes * self.tokens * model.hidden_size // shards
+        """Bytes of one T x h tensor, split over tp by sequence parallelism (Korthikanti et al. 2022, section 4.2)."""
+        self.dropout_mask_bytes = 0
+        """Bytes of the dropout mask behind one block."""
+        if model.hidden_dropout > 0:
+            self.dropout_mask_bytes = self.residual_bytes // model.dtype_bytes * MASK_BYTES
+        self.gates = 2 if model.gated_linear_unit else 1
+        """Number of tensors as wide as the MLP that its first matrix computes."""
+        self.uses_te = model.transformer_impl == "transformer_engine"
 
-    @property
-    def flops(self) -> float:
-        """Floating-point operations; a multiply-add counts as 2."""
-        return 2.0 * self.m * self.n * self.k * self.count
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """Work of one pass for the device."""
-
-    products: tuple[Product, ...] = ()
-    attention_flops: float = 0.0
-    """FLOPs of flash attention, which has a rate of its own."""
-    exponentials: float = 0.0
-    """Number of exponentials of flash attention's softmax: one for each score, computed again in the backward."""
-    moved_bytes: float = 0.0
-    """Bytes read and written by kernels that compute almost nothing."""
-    scan_bytes: float = 0.0
-    """Bytes read and written by the scan of Mamba-2, which has a rate of its own."""
-    cast_elements: float = 0.0
-    """Number of elements of inputs and gradients of linears, which are cast if the linears run in FP8 or FP4."""
-    kernels: float = 0.0
-
-    def __add__(self, other: Load) -> Load:
-        """Add the work of two parts that run one after the other."""
-        return Load(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+    def stream_bytes(self, job: Job) -> int:
+        """Bytes of the tensor between layers: fp32 with `--fp32-residual-connection`, else the model's type."""
+        wide = performance_options(job).fp32_residual_connection
+        return self.residual_bytes * FP32_BYTES // self.model.dtype_bytes if wide else self.residual_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassLoads:
-    """Work of a part's three passes: forward, input gradient, weight gradient."""
-
-    forward: Load = Load()
-    input_grad: Load = Load()
-    weight_grad: Load = Load()
-
-    def __add__(self, other: PassLoads) -> PassLoads:
-        """Add the work of two parts that run one after the other."""
-        return PassLoads(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
-
-    def without_launches(self, share: float) -> PassLoads:
-        """Remove the share of the kernels that a CUDA graph launches."""
-        if not share:
-            return self
-        loads = {each.name: getattr(self, each.name) for each in fields(self)}
-        return PassLoads(**{name: replace(load, kernels=(1 - share) * load.kernels) for name, load in loads.items()})
-
-
-def is_captured(options: PerformanceOptions, module: str) -> bool:
-    """Return True if a CUDA graph launches a module, or with `ITERATION` the whole step."""
-    graphs = options.graphs
-    if graphs.impl == ITERATION:
-        return module == ITERATION
-    # Names of modules from release 0.18 on are not priced, because predictions for NVIDIA's hybrid models became worse.
-    return graphs.impl != "none" and module in options.cuda_graph_scope
-
-
-def matrix(
-    rows: float, outputs: float, inputs: float, *, count: float = 1.0, is_linear: bool = True, rate: float = 1.0
-) -> PassLoads:
-    """Return the work of one weight matrix: y = xW forward; dx = dy W' and dW = x' dy backward, dW added up.
-
-    Args:
-        rows: rows of x, the tokens.
-        outputs: columns of W.
-        inputs: rows of W.
-        count: number of matrices of this shape, each with `rows` tokens.
-        is_linear: True for a linear of Transformer Engine, which can run in FP8 or FP4.
-        rate: speed relative to one large product.
-
-    """
-    shapes = ((rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows))
-    forward, input_grad, weight_grad = (
-        (Product(m=m, n=n, k=k, count=count, is_linear=is_linear, rate=rate),) for m, n, k in shapes
-    )
-    cast = count * rows if is_linear else 0.0
-    return PassLoads(
-        forward=Load(products=forward, cast_elements=cast * inputs, kernels=1.5),
-        input_grad=Load(products=input_grad, cast_elements=cast * outputs, kernels=1.5),
-        weight_grad=Load(products=weight_grad, moved_bytes=_GRADIENT_BYTES * outputs * inputs * count, kernels=2),
-    )
-
-
-Collective: TypeAlias = Literal[CollectiveKind, "send"]
-Group: TypeAlias = Literal["tp", "cp", "ep", "etp", "ep_etp", "shard", "expert_shard"]
-"""A field of `communication.groups.Groups`."""
-OfLayer: TypeAlias = tuple[Literal["forward", "backward"], LayerKind]
-Behind: TypeAlias = Literal["core_attention_s", "input_grad_s", "weight_grad_s", "forward_s", "other_layer_s"] | OfLayer
-"""Compute that hides a collective: a field of `Hiding`, or a pass of a whole layer of a kind."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hiding:
-    """Seconds of compute of one layer that can hide a collective."""
-
-    core_attention_s: float = 0.0
-    """Seconds of scores and context in the forward, which hide the rings of context parallelism."""
-    input_grad_s: float = 0.0
-    """Seconds of the input gradient of one column-parallel matrix."""
-    weight_grad_s: float = 0.0
-    """Seconds of the weight gradient of one column-parallel matrix."""
-    forward_s: float = 0.0
-    """Seconds of the forward of one column-parallel matrix, which hides chunks of `--tp-comm-overlap`."""
-    other_layer_s: float = 0.0
-    """Seconds of a quarter of a layer's forward and backward. A quarter hides one token exchange of another
-    micro-batch."""
-    layers_s: Mapping[OfLayer, float] = field(default_factory=dict)
-    """Seconds of one pass of a layer of each kind, the backward with recompute. This pass hides exchanges of the next
-    layer's weights and of the previous layer's gradients."""
-
-    def seconds(self, behind: Behind) -> float:
-        """Return the seconds that `behind` names; 0 if they were not given."""
-        return self.layers_s.get(behind, 0.0) if isinstance(behind, tuple) else float(getattr(self, behind))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
-    """One collective inside the passes of a micro-batch."""
-
-    kind: Collective
-    group: Group
-    size_bytes: float
-    """Bytes of the full tensor on one rank, defined as in `CollectiveTime`."""
-    forward: tuple[float, ...]
-    """Number of these collectives in the forward of each stage."""
-    backward: tuple[float, ...]
-    behind: Behind | None = None
-    """Compute that hides each of these collectives; None if no compute hides them."""
-    behind_share: float = 1.0
-    """Share of the compute `behind` that can hide this collective."""
-    hidden_s: float = 0.0
-    """Hidden seconds of each collective, filled in from a `Hiding`."""
-
-    @classmethod
-    def of(
-        cls,
-        kind: Collective,
-        group: Group,
-        size_bytes: float,
-        forward_S: Ints,
-        backward_S: Ints,
-        *,
-        behind: Behind | None = None,
-        share: float = 1.0,
-    ) -> Exchange:
-        """Return a collective from arrays of its counts on each stage; the fields explain the arguments."""
-        forward, backward = (tuple(map(float, each_S.tolist())) for each_S in (forward_S, backward_S))
-        return cls(
-            kind=kind,
-            group=group,
-            size_bytes=float(size_bytes),
-            forward=forward,
-            backward=backward,
-            behind=behind,
-            behind_share=share,
-        )
-
-    @property
-    def part(self) -> str:
-        """Name of the part of a step to which the collective belongs (`StepTime.breakdown_s`)."""
-        names = {"tp": "tensor_parallel", "cp": "context_parallel"}
-        return "data_parallel" if self.is_sharding else names.get(self.group, "expert_parallel")
-
-    @property
-    def is_sharding(self) -> bool:
-        """True if the collective moves weights or gradients, whose size does not grow with the micro-batch."""
-        return self.group in ("shard", "expert_shard")
-
-
-class Block(ABC):
-    """A block of a layer, without its norm unless a method says otherwise."""
+class Block(Sizes, ABC):
+    """A block of a layer, without its norm unless a method includes the norm; the methods' job has the same model."""
 
     graph_module = ""
     """Megatron's name of the block as a scope of CUDA graphs; empty if CUDA graphs have no scope for the block."""
 
     @abstractmethod
-    def parameters(self, model: ModelSpec, layout: Layout) -> Parameters:
+    def parameters(self) -> Parameters:
         """Count the parameters on one rank."""
 
-    def matrices(self, model: ModelSpec, layout: Layout) -> int:
+    def matrices(self) -> int:
         """Count the parameters of the linears, biases included, of which FP8 keeps copies."""
-        return self.parameters(model, layout).count
+        return self.parameters().count
 
     @abstractmethod
-    def shapes(self, model: ModelSpec, layout: Layout) -> set[tuple[int, int]]:
+    def shapes(self) -> set[tuple[int, int]]:
         """Return (outputs, inputs) of each linear for which TransformerEngine returns a dummy gradient."""
 
     @abstractmethod
-    def activations(self, job: Job, layout: Layout) -> Activations:
+    def activations(self, job: Job) -> Activations:
         """Count the bytes kept for the backward, with the norm, its input and the dropout mask."""
 
     @abstractmethod
-    def backward_bytes(self, job: Job, layout: Layout) -> int:
+    def backward_bytes(self, job: Job) -> int:
         """Count the bytes that the block's backward needs for a while, beyond the layer's kept activations."""
 
     @abstractmethod
-    def loads(self, job: Job, layout: Layout) -> PassLoads:
+    def loads(self, job: Job) -> PassLoads:
         """Return the work for the device."""
 
-    def module_flops(self, model: ModelSpec) -> dict[str, float]:  # noqa: ARG002
+    def module_flops(self) -> dict[str, float]:
         """Return the forward FLOPs per token of each module of the block that selective recompute can name."""
         return {}
 
-    @abstractmethod
-    def column_flops(self, model: ModelSpec) -> float:
-        """Return the forward FLOPs per token of one column-parallel matrix; 0 without one."""
+    def column_flops(self) -> float:
+        """Return the forward FLOPs per token of one column-parallel matrix; 0 without such a matrix."""
+        return 0.0
 
-    def is_cut_by_tp(self, model: ModelSpec) -> bool:  # noqa: ARG002
+    def is_cut_by_tp(self) -> bool:
         """Return True if tensor parallelism cuts the block, which costs one exchange a pass."""
         return True
 
-    def exchanges(
-        self,
-        job: Job,  # noqa: ARG002
-        layout: Layout,  # noqa: ARG002
-        once_S: Ints,  # noqa: ARG002
-        again_S: Ints,  # noqa: ARG002
-        domain: int,  # noqa: ARG002
-    ) -> Iterator[Exchange]:
+    def exchanges(self, _job: Job, _once_S: Ints, _again_S: Ints, _domain: int) -> Iterator[Exchange]:
         """Yield the collectives of the block, without the collectives of tensor parallelism.
 
         `once_S` counts the blocks of this class on each stage, and `again_S` counts the blocks that full recompute runs

@@ -12,17 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipette_launch.cost.layers.block import (
-    FP32_BYTES,
-    MASK_BYTES,
-    Exchange,
-    Load,
-    PassLoads,
-    local_tokens,
-    matrix,
-    residual_bytes,
-    tokens,
-)
+from pipette_launch.cost.layers.block import FP32_BYTES, MASK_BYTES, Sizes
+from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
 from pipette_launch.facts.model import ModelSpec
@@ -33,39 +24,30 @@ _TOKEN_ID_BYTES = 8
 
 def embedding_bytes(job: Job, layout: Layout) -> int:
     """Count token ids of one micro-batch and the embedding's dropout mask: 8*s*b + s*b*h."""
-    model = job.model
-    mask = local_tokens(model, layout) * model.hidden_size * MASK_BYTES if model.hidden_dropout > 0 else 0
-    return _TOKEN_ID_BYTES * tokens(model, layout) + mask
+    sizes = Sizes(job.model, layout)
+    return _TOKEN_ID_BYTES * sizes.tokens + sizes.dropout_mask_bytes
 
 
 def attention_mask_bytes(job: Job, layout: Layout) -> int:
     """Count the mask b * s/c * s of one byte that the first and the last pipeline rank load for a forward pass.
 
     Megatron's data loader makes the mask unless a flag forbids it, although causal attention does not use it (datasets/
-    gpt_dataset.py, _get_ltor_masks_and_position_ids). NVIDIA's golden values confirm the size: 128 MiB for 7B with
-    micro-batch 2 of 8192 tokens. Another test holds 4 MiB less without the mask, which is the size of the mask in this
-    test.
+    gpt_dataset.py, _get_ltor_masks_and_position_ids). NVIDIA's golden values confirm the size.
     """
     options = performance_options(job)
-    if not options.create_attention_mask_in_dataloader or options.dataloader_inter_document_masking:
-        return 0
-    return MASK_BYTES * tokens(job.model, layout) * job.model.seq_length
-
-
-def whole_mask_bytes(job: Job, layout: Layout) -> int:
-    """Count the mask b * s * s of a micro-batch as the data loader makes it, before context parallelism cuts it."""
-    return layout.cp * attention_mask_bytes(job, layout)
+    makes = options.create_attention_mask_in_dataloader and not options.dataloader_inter_document_masking
+    return MASK_BYTES * Sizes(job.model, layout).tokens * job.model.seq_length if makes else 0
 
 
 def loaded_mask_bytes(job: Job, layout: Layout) -> int:
-    """Count the bytes for loading a mask: the whole mask, and with context parallelism also this rank's part.
+    """Count the bytes for loading a mask: the whole mask b * s * s, and with context parallelism also this rank's part.
 
     Each rank of the first and of the last pipeline stage has the whole mask on its device before context parallelism
     copies the rank's part (training/utils.py, get_batch_on_this_tp_rank; MC utils.py, get_batch_on_this_cp_rank;
     core_v0.14 to 0.20).
     """
-    part = attention_mask_bytes(job, layout) if layout.cp > 1 else 0
-    return whole_mask_bytes(job, layout) + part
+    part = attention_mask_bytes(job, layout)
+    return layout.cp * part + (part if layout.cp > 1 else 0)
 
 
 def head_bytes(job: Job, layout: Layout) -> int:
@@ -74,12 +56,10 @@ def head_bytes(job: Job, layout: Layout) -> int:
     Each depth of multi-token prediction computes its own loss, which keeps a copy of the depth's logits. A variable
     also keeps the logits of one depth alive as long as the head's logits (GPT:611-660).
     """
-    model = job.model
+    sizes, depths, dtype = Sizes(job.model, layout), job.model.mtp_num_layers, job.model.dtype_bytes
     copy, gradient = loss_bytes_per_logit(job)
-    depths = model.mtp_num_layers
-    each = (1 + min(depths, 1)) * model.dtype_bytes + (1 + depths) * copy + gradient
-    norm = 2 * model.dtype_bytes * local_tokens(model, layout) * model.hidden_size
-    return norm + tokens(model, layout) * _vocabulary(model, layout) * each
+    each = (1 + min(depths, 1)) * dtype + (1 + depths) * copy + gradient
+    return 2 * sizes.residual_bytes + sizes.tokens * _vocabulary(job.model, layout) * each
 
 
 def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
@@ -106,11 +86,10 @@ def deferred_bytes(job: Job, layout: Layout) -> int:
     With `--defer-embedding-wgrad-compute` and several pipeline ranks these are the bytes of the head's input and of the
     logits' gradient (MC tensor_parallel/layers.py:509-511, 1003-1008).
     """
-    model = job.model
     if not performance_options(job).defer_embedding_wgrad_compute:
         return 0
-    logits = tokens(model, layout) * _vocabulary(model, layout)
-    return model.dtype_bytes * (local_tokens(model, layout) * model.hidden_size + logits)
+    sizes = Sizes(job.model, layout)
+    return sizes.residual_bytes + job.model.dtype_bytes * sizes.tokens * _vocabulary(job.model, layout)
 
 
 def deferred_microbatches(job: Job, num_microbatches: Ints) -> Ints:
@@ -121,7 +100,7 @@ def deferred_microbatches(job: Job, num_microbatches: Ints) -> Ints:
 
 def embedding_loads(job: Job, layout: Layout) -> PassLoads:
     """Return the work of the embedding: it copies rows in the forward and adds up their gradients in the backward."""
-    rows = residual_bytes(job.model, layout)
+    rows = Sizes(job.model, layout).residual_bytes
     dropout = 2.5 * rows if job.model.hidden_dropout > 0 else 0.0
     return PassLoads(
         forward=Load(moved_bytes=2 * rows + dropout, kernels=4),
@@ -137,15 +116,14 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
     place, and sum, then divide in place and scale. TE's cross-entropy reads the logits twice, and overwrites them with
     their gradients.
     """
-    model, options = job.model, performance_options(job)
-    vocabulary = _vocabulary(model, layout)
-    logits = tokens(model, layout) * vocabulary
-    norm = 2 * residual_bytes(model, layout)
-    forward = norm + logits * (model.dtype_bytes + 4 + 4 + 8 + 8 + 4 + 8)
-    backward = 2 * norm + logits * (8 + 4 + model.dtype_bytes)
+    model, options, sizes = job.model, performance_options(job), Sizes(job.model, layout)
+    vocabulary, dtype, norm = _vocabulary(model, layout), model.dtype_bytes, 2 * sizes.residual_bytes
+    logits = sizes.tokens * vocabulary
+    forward = norm + logits * (dtype + 4 + 4 + 8 + 8 + 4 + 8)
+    backward = 2 * norm + logits * (8 + 4 + dtype)
     if options.cross_entropy_loss_fusion and options.cross_entropy_fusion_impl == "te":
-        forward, backward = norm + 3 * logits * model.dtype_bytes, 2 * norm + 2 * logits * model.dtype_bytes
-    return matrix(tokens(model, layout), vocabulary, model.hidden_size, is_linear=False) + PassLoads(
+        forward, backward = norm + 3 * logits * dtype, 2 * norm + 2 * logits * dtype
+    return matrix(sizes.tokens, vocabulary, model.hidden_size, is_linear=False) + PassLoads(
         forward=Load(moved_bytes=forward, kernels=14),
         input_grad=Load(moved_bytes=backward, kernels=8),
         weight_grad=Load(kernels=1),
@@ -166,15 +144,13 @@ def depth_bytes(job: Job, layout: Layout) -> int:
     A depth keeps the inputs of three norms and both halves of the projection's input. It also keeps its part of the
     tensor that all heads read, and the bytes of an embedding.
     """
-    model = job.model
-    own = 6 * model.dtype_bytes * local_tokens(model, layout) * model.hidden_size
-    return own + embedding_bytes(job, layout)
+    return 6 * Sizes(job.model, layout).residual_bytes + embedding_bytes(job, layout)
 
 
 def depth_loads(job: Job, layout: Layout, layers: PassLoads) -> PassLoads:
     """Return the work of one depth: embedding, two norms, a projection from 2h to h, layers, a head and a loss."""
-    model, rows = job.model, residual_bytes(job.model, layout)
-    projection = matrix(tokens(model, layout), model.hidden_size // layout.tp, 2 * model.hidden_size)
+    hidden, sizes = job.model.hidden_size, Sizes(job.model, layout)
+    projection, rows = matrix(sizes.tokens, hidden // layout.tp, 2 * hidden), sizes.residual_bytes
     # Each of the two norms reads and writes T * h elements. Concatenating their outputs reads and writes 2 * T * h.
     joins = PassLoads(forward=Load(moved_bytes=8 * rows, kernels=3), input_grad=Load(moved_bytes=10 * rows, kernels=4))
     return embedding_loads(job, layout) + joins + projection + layers + head_loads(job, layout)
@@ -187,7 +163,7 @@ def depth_exchanges(job: Job, layout: Layout, depths_S: Ints) -> Iterator[Exchan
     """
     if layout.tp == 1:
         return
-    size = job.model.dtype_bytes * tokens(job.model, layout) * job.model.hidden_size
+    size = job.model.dtype_bytes * Sizes(job.model, layout).tokens * job.model.hidden_size
     none_S = 0 * depths_S
     yield Exchange.of("all_gather", "tp", size, depths_S, depths_S if layout.sequence_parallel else none_S)
     if layout.sequence_parallel:

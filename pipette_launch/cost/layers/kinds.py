@@ -10,67 +10,56 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipette_launch.cost.layers import attention, mlp
-from pipette_launch.cost.layers.attention import ATTENTION
-from pipette_launch.cost.layers.block import (
-    FP32_BYTES,
-    Activations,
-    Block,
-    Load,
-    Parameters,
-    PassLoads,
-    is_captured,
-    local_tokens,
-    matrix_input_bytes,
-    recompute_modules,
-    residual_bytes,
-    tokens,
-)
+from pipette_launch.cost.layers.attention import Attention
+from pipette_launch.cost.layers.block import Activations, Block, Parameters, matrix_input_bytes, recompute_modules
 from pipette_launch.cost.layers.ends import depth_bytes
-from pipette_launch.cost.layers.mamba import MAMBA
-from pipette_launch.cost.layers.mlp import EXPERTS, MLP
+from pipette_launch.cost.layers.mamba import Mamba
+from pipette_launch.cost.layers.mlp import Experts, Mlp
+from pipette_launch.cost.layers.passes import Load, PassLoads, is_captured
 from pipette_launch.facts.job import ITERATION, Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import TRANSFORMER_KINDS, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
-KINDS: dict[LayerKind, tuple[Block, ...]] = {
-    "layer": (ATTENTION, MLP),
-    "moe_layer": (ATTENTION, EXPERTS),
-    "mamba_layer": (MAMBA,),
-    "attention_layer": (ATTENTION,),
-    "mlp_layer": (MLP,),
-    "expert_layer": (EXPERTS,),
+KINDS: dict[LayerKind, tuple[type[Block], ...]] = {
+    "layer": (Attention, Mlp),
+    "moe_layer": (Attention, Experts),
+    "mamba_layer": (Mamba,),
+    "attention_layer": (Attention,),
+    "mlp_layer": (Mlp,),
+    "expert_layer": (Experts,),
 }
 """Blocks of each kind of layer, in order. The kinds with one block belong to hybrid models."""
-BLOCKS: tuple[Block, ...] = (MAMBA, ATTENTION, MLP, EXPERTS)
+BLOCKS: tuple[type[Block], ...] = (Mamba, Attention, Mlp, Experts)
 _KERNELS_PER_COLLECTIVE = 3.0
 """Host time for one collective of torch's process group, as a number of kernel launches."""
 
 
+def blocks_of(model: ModelSpec, layout: Layout, kind: LayerKind) -> list[Block]:
+    """Return the blocks of a layer."""
+    return [block(model, layout) for block in KINDS[kind]]
+
+
 def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
     """Count one layer on one rank, with a norm for each block; 0 for experts in a model without experts."""
-    blocks = KINDS[kind]
-    if EXPERTS in blocks and not model.num_experts:
+    if Experts in KINDS[kind] and not model.num_experts:
         return Parameters()
-    norms = Parameters(dense=len(blocks) * model.norm_parameters())
-    return sum((block.parameters(model, layout) for block in blocks), norms)
+    norms = Parameters(dense=len(KINDS[kind]) * model.norm_parameters())
+    return sum((block.parameters() for block in blocks_of(model, layout, kind)), norms)
 
 
 def kind_activations(job: Job, layout: Layout, kind: LayerKind) -> Activations:
     """Count the bytes that a layer keeps without recompute and offloading."""
-    return sum((block.activations(job, layout) for block in KINDS[kind]), Activations())
+    return sum((block.activations(job) for block in blocks_of(job.model, layout, kind)), Activations())
 
 
 def kept_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     """Count the bytes that a layer keeps if it is not fully recomputed."""
     modules, found = recompute_modules(layout), kind_activations(job, layout, kind)
     kept = found.total - found.recomputed(modules)
-    if ATTENTION in KINDS[kind] and "core_attn" in modules:
-        kept += attention.held_for_recompute_bytes(job.model, layout)
-    if kind in TRANSFORMER_KINDS:
-        kept -= offloaded(job, layout, kind).left
-    return kept
+    if Attention in KINDS[kind] and "core_attn" in modules:
+        kept += Attention(job.model, layout).held_for_recompute_bytes()
+    return kept - (offloaded(job, layout, kind).left if kind in TRANSFORMER_KINDS else 0)
 
 
 def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
@@ -81,13 +70,14 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     forward, before the MLP's tensors exist. Layers of one block count like a transformer layer, which is an upper
     bound.
     """
-    if MAMBA in KINDS[kind]:
-        return MAMBA.backward_bytes(job, layout)
-    behind = EXPERTS if EXPERTS in KINDS[kind] else MLP
-    kept, away = behind.activations(job, layout), offloaded(job, layout, kind)
+    if Mamba in KINDS[kind]:
+        return Mamba(job.model, layout).backward_bytes(job)
+    has_experts = Experts in KINDS[kind]
+    behind = (Experts if has_experts else Mlp)(job.model, layout)
+    kept, away = behind.activations(job), offloaded(job, layout, kind)
     freed = kept.total - kept.dropout_masks - away.mlp
-    peak = max(behind.backward_bytes(job, layout), ATTENTION.backward_bytes(job, layout) - freed)
-    if behind is EXPERTS and performance_options(job).overlap_moe_expert_parallel_comm:
+    peak = max(behind.backward_bytes(job), Attention(job.model, layout).backward_bytes(job) - freed)
+    if has_experts and performance_options(job).overlap_moe_expert_parallel_comm:
         # The next micro-batch's forward runs beside this backward, layer by layer, so one more layer keeps its
         # activations (megatron-core, pipeline_parallel/combined_1f1b.py).
         peak += kept_bytes(job, layout, "moe_layer")
@@ -100,7 +90,7 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
     if not model.mtp_num_layers:
         return 0
     if layout.recompute.granularity == "full":
-        layers = residual_bytes(model, layout) * len(model.prediction_kinds)
+        layers = Mlp(model, layout).residual_bytes * len(model.prediction_kinds)
     else:
         layers = sum(kept_bytes(job, layout, kind) for kind in model.prediction_kinds)
     return model.mtp_num_layers * (layers + depth_bytes(job, layout))
@@ -108,31 +98,27 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
 
 def kind_loads(job: Job, layout: Layout, kind: LayerKind) -> PassLoads:
     """Return the device's work for one layer; of communication only the kernel launches on the host count."""
-    options, (first, *others) = performance_options(job), KINDS[kind]
-    around = _around_blocks(job.model, layout, len(KINDS[kind]))
-    loads = (first.loads(job, layout) + around).without_launches(float(is_captured(options, first.graph_module)))
-    loads = sum((block.loads(job, layout) for block in others), loads)
+    options, (first, *others) = performance_options(job), blocks_of(job.model, layout, kind)
+    loads = first.loads(job) + _around_blocks(first, len(KINDS[kind]))
+    loads = loads.without_launches(float(is_captured(options, first.graph_module)))
+    loads = sum((block.loads(job) for block in others), loads)
     return loads.without_launches(float(is_captured(options, ITERATION)))
 
 
-def _around_blocks(model: ModelSpec, layout: Layout, blocks: int) -> PassLoads:
+def _around_blocks(block: Block, blocks: int) -> PassLoads:
     """Return the work of norms, residual connections, and the launches of tensor-parallel collectives.
 
     Each block has one norm and one bias-dropout-add over T * h elements, split over tp by sequence parallelism. The
     backward adds up the gradients of block and residual connection, and sums gradients of biases over tokens.
     """
-    one = residual_bytes(model, layout)
+    one, model, layout = block.residual_bytes, block.model, block.layout
     mask = 0.5 * one if model.hidden_dropout > 0 else 0.0
     biases = one if model.add_bias_linear else 0
-    forward, backward = ((2, 3) if layout.sequence_parallel else (1, 1)) if layout.tp > 1 else (0, 0)
+    collectives = ((2, 3) if layout.sequence_parallel else (1, 1)) if layout.tp > 1 else (0, 0)
+    forward, backward = (_KERNELS_PER_COLLECTIVE * count for count in collectives)
     return PassLoads(
-        forward=Load(
-            moved_bytes=blocks * (2 * one + 3 * one + mask), kernels=blocks * (3 + forward * _KERNELS_PER_COLLECTIVE)
-        ),
-        input_grad=Load(
-            moved_bytes=blocks * (3 * one + 2 * one + mask + 3 * one + biases),
-            kernels=blocks * (5 + backward * _KERNELS_PER_COLLECTIVE),
-        ),
+        forward=Load(moved_bytes=blocks * (5 * one + mask), kernels=blocks * (3 + forward)),
+        input_grad=Load(moved_bytes=blocks * (5 * one + mask + 3 * one + biases), kernels=blocks * (5 + backward)),
     )
 
 
@@ -158,7 +144,7 @@ def column_share(model: ModelSpec, kind: LayerKind) -> float:
     While the input gradient of such a matrix is computed, its input is gathered again. While its weight gradient is
     computed, the input's gradients are reduced (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
     """
-    columns = [flops for block in KINDS[kind] if (flops := block.column_flops(model))]
+    columns = [flops for block in blocks_of(model, Layout(), kind) if (flops := block.column_flops())]
     return sum(columns) / max(len(columns), 1) / model.kind_flops_per_token(kind)
 
 
@@ -168,7 +154,7 @@ def attention_core_share(model: ModelSpec, kind: LayerKind = "layer") -> float:
 
 
 def _module_flops(model: ModelSpec, kind: LayerKind) -> dict[str, float]:
-    return {name: flops for block in KINDS[kind] for name, flops in block.module_flops(model).items()}
+    return {name: flops for block in blocks_of(model, Layout(), kind) for name, flops in block.module_flops().items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +162,7 @@ class Offloaded:
     """Bytes of one layer that fine-grained activation offloading moves.
 
     Megatron copies the tensors that autograd saves within the modules of `--offload-modules`, and frees most of these
-    tensors on the device (megatron-core v0.16.1, pipeline_parallel/ fine_grained_activation_offload.py). The tensors of
+    tensors on the device (megatron-core v0.16.1, pipeline_parallel/fine_grained_activation_offload.py). The tensors of
     a chunk's last layer stay on the device if the layer's backward is next. Each later backward of a module brings back
     the tensors of the same module in the layer below. So the tensors of one layer are on the device at any time.
     """
@@ -212,12 +198,13 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
     options, model = performance_options(job), job.model
     if not options.fine_grained_activation_offloading or model.transformer_impl != "transformer_engine":
         return Offloaded()
-    sides = (_offloaded_attention(job, layout), _offloaded_experts(job, layout) if EXPERTS in KINDS[kind] else ())
+    block = Attention(model, layout)
+    sides = (_attention_tensors(job, block), _expert_tensors(job, layout) if Experts in KINDS[kind] else ())
     of_attention, of_mlp = (
         [tensor for tensor in side if tensor.elements >= options.min_offloaded_tensor_size] for side in sides
     )
     away, moved = (sum(getattr(tensor, name) for tensor in (*of_attention, *of_mlp)) for name in ("kept", "moved"))
-    scores = attention.core_bytes(job, layout) if model.attention_backend == "unfused" and moved else 0
+    scores = block.core_bytes(job) if model.attention_backend == "unfused" and moved else 0
     return Offloaded(
         attention=sum(tensor.kept for tensor in of_attention),
         mlp=sum(tensor.kept for tensor in of_mlp),
@@ -226,85 +213,66 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
     )
 
 
-def _hidden(job: Job, layout: Layout, *, is_stream: bool) -> _Tensor:
-    """Return a tensor of n * h elements: the tensor between layers if `is_stream`, else the output of a norm."""
-    elements = local_tokens(job.model, layout) * job.model.hidden_size
-    wide = is_stream and performance_options(job).fp32_residual_connection
-    size = elements * (FP32_BYTES if wide else job.model.dtype_bytes)
-    return _Tensor(elements, size, size)
+def _tensor(elements: int, element_bytes: int) -> _Tensor:
+    return _Tensor(elements, elements * element_bytes, elements * element_bytes)
 
 
-def _offloaded_attention(job: Job, layout: Layout) -> Iterator[_Tensor]:
+def _stream(job: Job, block: Block) -> _Tensor:
+    """Return the tensor between layers."""
+    return _Tensor(block.local_tokens * job.model.hidden_size, block.stream_bytes(job), block.stream_bytes(job))
+
+
+def _attention_tensors(job: Job, block: Attention) -> Iterator[_Tensor]:
     """Yield the tensors saved up to the output projection (MC transformer/attention.py, multi_latent_attention.py)."""
-    model, modules, recomputed = job.model, performance_options(job).offload_modules, recompute_modules(layout)
-    is_latent = model.latent_attention is not None
+    model, modules, recomputed = job.model, performance_options(job).offload_modules, recompute_modules(block.layout)
+    is_latent, output = model.latent_attention is not None, block.tokens * block.heads * block.value
     if is_latent and "attn_norm" in modules:
-        yield _hidden(job, layout, is_stream=True)
+        yield _stream(job, block)
     if "qkv_linear" in modules:
-        yield from _offloaded_projection(job, layout)
+        yield from _projection_tensors(job, block)
     if "core_attn" in modules and not {"core_attn", "mla_up_proj"} & set(recomputed):
-        yield from _offloaded_core(job, layout)
+        for channels in (block.heads * block.query, block.groups * block.query, block.groups * block.value):
+            yield _tensor(block.tokens * channels, model.dtype_bytes)
+        if model.attention_backend == "unfused":
+            # Without dropout, softmax and product save the same probabilities: two copies come back.
+            size, copies = block.core_bytes(job), 1 if model.attention_dropout > 0 else 2
+            yield _Tensor(block.tokens * block.heads * model.seq_length, size, copies * size)
+        else:
+            # The core and the output projection both save the core's output. If the projection offloads the output, its
+            # bytes are counted with the projection.
+            yield _Tensor(output, 0, output * model.dtype_bytes)
     if "attn_proj" in modules:
-        elements = _output_elements(model, layout)
-        in_fp8 = elements if matrix_input_bytes(job) == 1 and not is_latent else 0
-        yield _Tensor(elements, elements * model.dtype_bytes + in_fp8, in_fp8 or elements * model.dtype_bytes)
+        in_fp8 = output if matrix_input_bytes(job) == 1 and not is_latent else 0
+        yield _Tensor(output, output * model.dtype_bytes + in_fp8, in_fp8 or output * model.dtype_bytes)
 
 
-def _offloaded_projection(job: Job, layout: Layout) -> Iterator[_Tensor]:
+def _projection_tensors(job: Job, block: Block) -> Iterator[_Tensor]:
     """Yield the inputs of the query, key and value projections, and the norm's input if a projection includes it."""
-    model, latent, shard = job.model, job.model.latent_attention, local_tokens(job.model, layout)
+    model, latent, local = job.model, job.model.latent_attention, block.local_tokens
     if latent is None:
-        yield _hidden(job, layout, is_stream=True)
-        size = shard * model.hidden_size * matrix_input_bytes(job)
-        yield _Tensor(shard * model.hidden_size, size, size)
+        yield _stream(job, block)
+        yield _tensor(local * model.hidden_size, matrix_input_bytes(job))
         return
-    if "layernorm" not in recompute_modules(layout):
-        yield _hidden(job, layout, is_stream=False)
+    if "layernorm" not in recompute_modules(block.layout):
+        yield _tensor(local * model.hidden_size, model.dtype_bytes)
     query, key_value = latent.q_lora_rank or 0, latent.kv_lora_rank
     for width in (query, key_value + latent.qk_pos_emb_head_dim, *((query, key_value) if model.qk_layernorm else ())):
-        yield _Tensor(shard * width, shard * width * model.dtype_bytes, shard * width * model.dtype_bytes)
+        yield _tensor(local * width, model.dtype_bytes)
 
 
-def _offloaded_core(job: Job, layout: Layout) -> Iterator[_Tensor]:
-    """Yield query, key, value, other tensors of the core, and its output, which the output projection also keeps."""
-    model, latent = job.model, job.model.latent_attention
-    vectors, heads = tokens(model, layout), model.num_attention_heads // layout.tp
-    if latent is None:
-        groups = max(1, model.num_query_groups // layout.tp)
-        widths = [count * model.kv_channels for count in (heads, groups, groups)]
-    else:
-        widths = [heads * width for width in (latent.query_channels, latent.query_channels, latent.v_head_dim)]
-    for width in widths:
-        size = vectors * width * model.dtype_bytes
-        yield _Tensor(vectors * width, size, size)
-    if model.attention_backend == "unfused":
-        # Without dropout, softmax and product save the same probabilities: two copies come back.
-        size, copies = attention.core_bytes(job, layout), 1 if model.attention_dropout > 0 else 2
-        yield _Tensor(vectors * heads * model.seq_length, size, copies * size)
-        return
-    # The core and the output projection both save this tensor. If the projection offloads it, it is counted with the
-    # projection.
-    elements = _output_elements(model, layout)
-    yield _Tensor(elements, 0, elements * model.dtype_bytes)
-
-
-def _output_elements(model: ModelSpec, layout: Layout) -> int:
-    channels = model.latent_attention.v_head_dim if model.latent_attention else model.kv_channels
-    return tokens(model, layout) * (model.num_attention_heads // layout.tp) * channels
-
-
-def _offloaded_experts(job: Job, layout: Layout) -> Iterator[_Tensor]:
+def _expert_tensors(job: Job, layout: Layout) -> Iterator[_Tensor]:
     """Yield the tensors that grouped experts and the norm before them save (MC transformer/moe/experts.py)."""
     model, options, recomputed = job.model, performance_options(job), recompute_modules(layout)
+    block = Experts(model, layout)
     if "mlp_norm" in options.offload_modules:
-        yield _hidden(job, layout, is_stream=True)
+        yield _stream(job, block)
     if "moe" in recomputed or not options.moe_grouped_gemm:
         return
-    rows, routed = mlp.expert_rows(job, layout), mlp.expert_activations(job, layout)
+    rows, kept = block.rows(job), block.kept(job)
     if "expert_fc1" in options.offload_modules:
         # If this module is offloaded, FP8 saves the input in 16 bits (`set_save_original_input`).
-        yield _Tensor(rows * model.hidden_size, routed.inputs, rows * model.hidden_size * model.dtype_bytes)
+        yield _Tensor(rows * model.hidden_size, kept.inputs, rows * block.row_bytes)
     if "moe_act" in options.offload_modules:
         input_of_second = rows * model.moe_ffn_hidden_size // layout.etp * matrix_input_bytes(job)
-        between = 0 if "moe_act" in recomputed else routed.activation - input_of_second
-        yield _Tensor(routed.outputs // model.dtype_bytes, routed.outputs + between, routed.outputs + between)
+        size = kept.outputs + (0 if "moe_act" in recomputed else kept.activation - input_of_second)
+        yield _Tensor(kept.outputs // model.dtype_bytes, size, size)

@@ -10,25 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipette_launch.cost.layers.attention import norm_bytes
-from pipette_launch.cost.layers.block import (
-    FP32_BYTES,
-    Activations,
-    Block,
-    Exchange,
-    Load,
-    Parameters,
-    PassLoads,
-    computes_in_fp8,
-    dropout_mask_bytes,
-    matrix,
-    residual_bytes,
-    stream_bytes,
-    tokens,
-)
+from pipette_launch.cost.layers.block import FP32_BYTES, Activations, Block, Parameters, as_matrix_input
+from pipette_launch.cost.layers.passes import Exchange, Load, PassLoads, matrix
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
-from pipette_launch.facts.model import HybridLayers, ModelSpec
+from pipette_launch.facts.model import ModelSpec
 
 _CONVOLUTION = 4
 """Number of taps of the convolution, which no flag changes."""
@@ -43,46 +29,59 @@ class Mamba(Block):
 
     graph_module = "mamba"
 
-    def parameters(self, model: ModelSpec, layout: Layout) -> Parameters:
+    def __init__(self, model: ModelSpec, layout: Layout) -> None:
+        super().__init__(model, layout)
+        assert model.hybrid is not None
+        self.mixer = model.hybrid
+
+    def parameters(self) -> Parameters:
         """Count parameters of projections, convolution with bias, heads (3 numbers a head), and gated norm."""
-        mamba = _sizes(model)
-        count = mamba.mamba_matrices(model.hidden_size) // layout.tp
-        count += (_CONVOLUTION + 1) * mamba.mamba_convolved // layout.tp
-        return Parameters(dense=count + (_PER_HEAD * mamba.mamba_num_heads + mamba.mamba_channels) // layout.tp)
+        mixer, tp = self.mixer, self.layout.tp
+        count = self.matrices() + (_CONVOLUTION + 1) * mixer.mamba_convolved // tp
+        return Parameters(dense=count + (_PER_HEAD * mixer.mamba_num_heads + mixer.mamba_channels) // tp)
 
-    def matrices(self, model: ModelSpec, layout: Layout) -> int:
+    def matrices(self) -> int:
         """Count the parameters of both projections."""
-        return _sizes(model).mamba_matrices(model.hidden_size) // layout.tp
+        return self.mixer.mamba_matrices(self.model.hidden_size) // self.layout.tp
 
-    def shapes(self, model: ModelSpec, layout: Layout) -> set[tuple[int, int]]:
+    def shapes(self) -> set[tuple[int, int]]:
         """Return (outputs, inputs) of both projections."""
-        mamba, hidden = _sizes(model), model.hidden_size
-        return {(mamba.mamba_projected // layout.tp, hidden), (hidden, mamba.mamba_channels // layout.tp)}
+        hidden, tp = self.model.hidden_size, self.layout.tp
+        return {(self.mixer.mamba_projected // tp, hidden), (hidden, self.mixer.mamba_channels // tp)}
 
-    def activations(self, job: Job, layout: Layout) -> Activations:
-        """Count the activations of norm and mixer."""
-        model = job.model
+    def activations(self, job: Job) -> Activations:
+        """Count the norm's output, T*(2d + c + H) elements of the projection, and 3*T*d elements behind it.
+
+        The 3*T*d elements are the scan's output before its gate, the gated norm's input, and the output projection's
+        input. States of chunks are computed again in the backward. Between the projections context parallelism cuts
+        heads instead of tokens, so the number of elements is the same.
+        """
+        latent, mixer, tp = self.model.latent_attention, self.mixer, self.layout.tp
+        element = self.model.dtype_bytes * self.tokens
+        kept = element * (mixer.mamba_projected + 2 * mixer.mamba_channels) // tp
+        kept += as_matrix_input(job, element * mixer.mamba_channels // tp)
+        # The gated norm keeps one deviation for each group.
+        kept += FP32_BYTES * self.tokens * mixer.mamba_num_groups // tp
         return Activations(
-            layer_input=stream_bytes(job, layout),
-            attention_norm=norm_bytes(job, layout),
-            attention=mixer_bytes(model, layout, narrow=model.dtype_bytes if computes_in_fp8(job) else 1),
-            dropout_masks=dropout_mask_bytes(model, layout),
-            fuses_attention_norm=model.transformer_impl == "transformer_engine" and model.latent_attention is None,
+            layer_input=self.stream_bytes(job),
+            attention_norm=self.residual_bytes if latent else as_matrix_input(job, self.residual_bytes),
+            attention=kept,
+            dropout_masks=self.dropout_mask_bytes,
+            fuses_attention_norm=self.uses_te and not latent,
         )
 
-    def backward_bytes(self, job: Job, layout: Layout) -> int:
+    def backward_bytes(self, _job: Job) -> int:
         """Count the bytes that the scan's backward holds, and a gradient of the stream.
 
         The scan's backward holds the gradients of all its inputs, the convolved inputs again, the gradient of the
         scan's output and, for each chunk, states and their gradients.
         """
-        model, mamba = job.model, _sizes(job.model)
-        element = model.dtype_bytes * tokens(model, layout)
-        held = element * (mamba.mamba_projected + mamba.mamba_convolved + mamba.mamba_channels)
-        states = tokens(model, layout) // _SCAN_CHUNK * mamba.mamba_channels * mamba.mamba_state_dim
-        return (held + 2 * FP32_BYTES * states) // layout.tp + residual_bytes(model, layout)
+        mixer, element = self.mixer, self.model.dtype_bytes * self.tokens
+        held = element * (mixer.mamba_projected + mixer.mamba_convolved + mixer.mamba_channels)
+        states = self.tokens // _SCAN_CHUNK * mixer.mamba_channels * mixer.mamba_state_dim
+        return (held + 2 * FP32_BYTES * states) // self.layout.tp + self.residual_bytes
 
-    def loads(self, job: Job, layout: Layout) -> PassLoads:
+    def loads(self, _job: Job) -> PassLoads:
         """Return the work of both projections and of the scan.
 
         The scan's products are small compared with what its kernels read and write, in 16 bits and, for states and
@@ -91,63 +90,31 @@ class Mamba(Block):
         five of these again. A token has c convolved elements, d channels, g = groups * state, d * state / 128 elements
         of chunk states, and 128 scores for each group.
         """
-        model, mamba, one = job.model, _sizes(job.model), job.model.dtype_bytes
-        rows = tokens(model, layout)
-        projections = matrix(rows, mamba.mamba_projected / layout.tp, model.hidden_size)
-        projections += matrix(rows, model.hidden_size, mamba.mamba_channels / layout.tp)
-        d, c, g = mamba.mamba_channels, mamba.mamba_convolved, mamba.mamba_num_groups * mamba.mamba_state_dim
-        states, scores = d * mamba.mamba_state_dim / _SCAN_CHUNK, _SCAN_CHUNK * mamba.mamba_num_groups
+        mixer, one, rows, tp = self.mixer, self.model.dtype_bytes, self.tokens, self.layout.tp
+        projections = matrix(rows, mixer.mamba_projected / tp, self.model.hidden_size)
+        projections += matrix(rows, self.model.hidden_size, mixer.mamba_channels / tp)
+        d, c, g = mixer.mamba_channels, mixer.mamba_convolved, mixer.mamba_num_groups * mixer.mamba_state_dim
+        states, scores = d * mixer.mamba_state_dim / _SCAN_CHUNK, _SCAN_CHUNK * mixer.mamba_num_groups
         forward = one * (2 * c + 7 * d + 4 * g + 2 * states) + FP32_BYTES * (2 * states + 2 * scores)
         backward = one * (5 * c + 20 * d + 11 * g + 6 * states) + FP32_BYTES * (5 * states + 6 * scores)
         # The kernels need the batch dimension first, so with more than one sample inputs and outputs are copied.
-        turned = 2.0 * one * (mamba.mamba_projected + d) if layout.micro_batch_size > 1 else 0.0
-        share = rows / layout.tp
+        turned = 2.0 * one * (mixer.mamba_projected + d) if self.layout.micro_batch_size > 1 else 0.0
+        share = rows / tp
         return projections + PassLoads(
             forward=Load(scan_bytes=share * forward, moved_bytes=share * turned, kernels=14),
             input_grad=Load(scan_bytes=share * backward, moved_bytes=share * turned, kernels=28),
         )
 
-    def column_flops(self, model: ModelSpec) -> float:
+    def column_flops(self) -> float:
         """Return the FLOPs per token of the input projection."""
-        return 2.0 * model.hidden_size * _sizes(model).mamba_projected
+        return 2.0 * self.model.hidden_size * self.mixer.mamba_projected
 
-    def exchanges(
-        self,
-        job: Job,
-        layout: Layout,
-        once_S: Ints,
-        again_S: Ints,
-        domain: int,  # noqa: ARG002
-    ) -> Iterator[Exchange]:
+    def exchanges(self, _job: Job, once_S: Ints, again_S: Ints, _domain: int) -> Iterator[Exchange]:
         """Yield the all-to-alls from split tokens to split heads before the scan, and back after the scan.
 
         Source: mamba_context_parallel.py of core_v0.17.1.
         """
-        if layout.cp > 1 and job.model.hybrid:
-            turned = job.model.hybrid.mamba_projected + job.model.hybrid.mamba_channels
-            sent = job.model.dtype_bytes * tokens(job.model, layout) * turned / layout.tp
+        if self.layout.cp > 1:
+            turned = self.mixer.mamba_projected + self.mixer.mamba_channels
+            sent = self.model.dtype_bytes * self.tokens * turned / self.layout.tp
             yield Exchange.of("all_to_all", "cp", sent, once_S, once_S + again_S)
-
-
-MAMBA = Mamba()
-
-
-def mixer_bytes(model: ModelSpec, layout: Layout, *, narrow: int) -> int:
-    """Count the bytes that the mixer keeps: T*(2d + c + H) elements of the projection, and 3*T*d behind it.
-
-    The 3*T*d elements are the scan's output before its gate, the gated norm's input, and the output projection's input.
-    States of chunks are computed again in the backward. Between the projections context parallelism cuts heads instead
-    of tokens, so the number of elements is the same. `narrow` is the element size divided by the size of a kept matrix
-    input, above 1 in FP8.
-    """
-    mamba = _sizes(model)
-    element = model.dtype_bytes * tokens(model, layout)
-    kept = element * (mamba.mamba_projected + 2 * mamba.mamba_channels) // layout.tp
-    # The gated norm keeps one deviation for each group.
-    statistics = FP32_BYTES * tokens(model, layout) * mamba.mamba_num_groups // layout.tp
-    return kept + element * mamba.mamba_channels // layout.tp // narrow + statistics
-
-
-def _sizes(model: ModelSpec) -> HybridLayers:
-    assert model.hybrid is not None
-    return model.hybrid

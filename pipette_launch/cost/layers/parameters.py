@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, computes_in_fp8
 from pipette_launch.cost.layers.ends import depth_parameters
-from pipette_launch.cost.layers.kinds import KINDS, kind_parameters
+from pipette_launch.cost.layers.kinds import blocks_of, kind_parameters
 from pipette_launch.facts.job import OPTIMIZER_STATE_BYTES, SHARDS_GRADIENTS, Job
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
@@ -168,8 +168,8 @@ def fp8_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
     model = job.model
     if not computes_in_fp8(job) or performance_options(job).fp8_param_gather:
         return (0,) * layout.pp
-    matrices = {kind: sum(block.matrices(model, layout) for block in KINDS[kind]) for kind in {*model.layer_kinds}}
-    chunks = [sum(matrices[kind] for kind in kinds) for kinds, _ in chunk_kinds(model, layout)]
+    each = {kind: sum(one.matrices() for one in blocks_of(model, layout, kind)) for kind in {*model.layer_kinds}}
+    chunks = [sum(each[kind] for kind in kinds) for kinds, _ in chunk_kinds(model, layout)]
     return tuple(_FP8_COPIES * sum(chunks[rank :: layout.pp]) for rank in range(layout.pp))
 
 
@@ -183,12 +183,11 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     matrices of experts, which use the store from TE v2.12 on. `has_head` is True for the last pipeline rank.
     """
     model = job.model
-    release = tuple(int(part) for part in job.megatron_version.split(".")[:2] if part.isdigit())
     fused = performance_options(job).gradient_accumulation_fusion
-    if model.transformer_impl == "local" or release < _FIRST_DUMMY_RELEASE or not fused:
+    if model.transformer_impl == "local" or job.release < _FIRST_DUMMY_RELEASE or not fused:
         return 0
-    blocks = {block for kind in model.layer_kinds for block in KINDS[kind]}
-    shapes = {shape for block in blocks for shape in block.shapes(model, layout)}
+    blocks = (block for kind in {*model.layer_kinds} for block in blocks_of(model, layout, kind))
+    shapes = {shape for block in blocks for shape in block.shapes()}
     if has_head:
         shapes.add((model.padded_vocab_size(layout.tp) // layout.tp, model.hidden_size))
     return model.dtype_bytes * sum(rows * columns for rows, columns in shapes)

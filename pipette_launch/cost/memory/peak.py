@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost import Memo
 from pipette_launch.cost.layers import attention, ends, kinds
-from pipette_launch.cost.layers.block import recompute_modules, residual_bytes, stream_bytes
-from pipette_launch.cost.layers.mlp import gather_buffer_bytes
+from pipette_launch.cost.layers.block import Sizes, recompute_modules, residual_bytes
+from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.cost.layers.parameters import (
     buffered_parameters,
     dummy_gradient_bytes,
@@ -281,7 +281,11 @@ def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     has_linear = job.model.transformer_impl == "local" or has_head
     gathers = layout.sequence_parallel and layout.tp > 1 and has_linear
     gathered = residual_bytes(job.model, layout) * layout.tp if gathers else 0
-    return max(gathered, gather_buffer_bytes(job, layout), attention.scores_buffer_bytes(job.model, layout))
+    return max(
+        gathered,
+        Experts(job.model, layout).gather_buffer_bytes(job),
+        attention.Attention(job.model, layout).scores_buffer_bytes(),
+    )
 
 
 def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
@@ -309,7 +313,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
     return {
         **kept,
         "largest": max(kept.values()),
-        "stream": stream_bytes(job, layout),
+        "stream": Sizes(job.model, layout).stream_bytes(job),
         "prediction": kinds.prediction_bytes(job, layout),
         "recomputed": max(unit.recomputed(modules) for unit in units),
         "unit": max(unit.total for unit in units),
@@ -423,7 +427,7 @@ def without_mask(job: Job) -> Job | None:
     core_v0.16.1). No plan adds the flag against the mask, because attention of a user's script may read the mask.
     """
     reads = attention.is_local(job.model) or job.model.attention_backend == "unfused"
-    if not ends.whole_mask_bytes(job, job.own) or (reads and _RESET in job.performance_flags):
+    if not ends.attention_mask_bytes(job, job.own) or (reads and _RESET in job.performance_flags):
         return None
     return _with_no_mask(job)
 
@@ -434,7 +438,7 @@ def _with_no_mask(job: Job) -> Job:
 
 def mask_notes(job: Job, layout: Layout) -> tuple[str, ...]:
     """Return a sentence with the stage whose peak the mask raises, and the flag that prevents the mask."""
-    whole = ends.whole_mask_bytes(job, layout)
+    whole = layout.cp * ends.attention_mask_bytes(job, layout)
     if whole and performance_options(job).sft and job.release >= _SFT_ASSERTS:
         return (f"With --sft the first sample ends the job: its data set makes no attention mask; add {NO_MASK}.",)
     with_mask, without = ([part.total for part in peak_memory_bytes(one, layout)] for one in (job, _with_no_mask(job)))

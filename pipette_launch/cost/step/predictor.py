@@ -19,8 +19,8 @@ from pipette_launch.cost.communication.exchanges import loss_report_bytes
 from pipette_launch.cost.communication.groups import Groups, group_sizes
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.block import Collective
 from pipette_launch.cost.layers.parameters import OnceAStep, sharding_of
+from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.cost.pipeline.engine import Engine, StageTimes
 from pipette_launch.cost.pipeline.extra import StreamEngine
 from pipette_launch.cost.step.assemble import StepTime, stage_times, step_parts, totals_s_K

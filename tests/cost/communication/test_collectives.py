@@ -24,7 +24,7 @@ from pipette_launch.cost.communication.collectives import (
     num_steps,
     spread_over_hosts,
 )
-from pipette_launch.cost.layers.block import Collective
+from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Cluster, CollectiveTime, Links
 

@@ -21,10 +21,10 @@ from pipette_launch.cost.compute.device_model import (
     pass_s,
 )
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.attention import core_loads
-from pipette_launch.cost.layers.block import Load, Product
+from pipette_launch.cost.layers.attention import Attention
 from pipette_launch.cost.layers.ends import head_loads
 from pipette_launch.cost.layers.kinds import attention_core_share, kind_loads
+from pipette_launch.cost.layers.passes import Load, Product
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.cost.step.step_bounds import BoundColumns
 from pipette_launch.errors import FactError
@@ -402,7 +402,7 @@ def test_windows_take_scores_off_where_none_is_written(backend: str, share: floa
     """Flash attention skips the scores outside a window; unfused attention writes all scores."""
     whole = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", attention_backend=backend)
     model = replace(whole, attention_windows=(1, 0) * (whole.num_layers // 2))
-    all_of_it, seen = (core_loads(each, Layout()).forward for each in (whole, model))
+    all_of_it, seen = (Attention(each, Layout()).core_loads().forward for each in (whole, model))
     said = " ".join(imagined(tiny_job(model=model), GPU, num_hosts=1, devices_per_host=1, layouts=[Layout()]).notes)
 
     assert seen == all_of_it if share == 1 else seen.attention_flops / all_of_it.attention_flops == share

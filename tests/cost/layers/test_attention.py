@@ -3,16 +3,7 @@
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.layers.attention import (
-    ATTENTION,
-    core_backward_bytes,
-    core_bytes,
-    exchange_bytes,
-    held_for_recompute_bytes,
-    latent_bytes,
-    projected_bytes,
-    scores_buffer_bytes,
-)
+from pipette_launch.cost.layers.attention import Attention
 from pipette_launch.cost.layers.ends import depth_bytes, embedding_bytes
 from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.parameters import stage_parameters
@@ -26,6 +17,12 @@ def job(*flags: str, **changes: object) -> Job:
     """A bf16 GPT with fused attention."""
     model = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "attention_backend": "fused"}
     return tiny_job(model=tiny_model(**(model | changes)), performance_flags=flags)
+
+
+def of(name: str, work: Job, layout: Layout) -> int:
+    """Bytes that a method of the attention block counts."""
+    found: int = getattr(Attention(work.model, layout), name)(work)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -44,19 +41,19 @@ def job(*flags: str, **changes: object) -> Job:
 )
 def test_attention_core_by_backend(changes: dict[str, object], expected: int) -> None:
     """The bytes that autograd saves in attention, by backend."""
-    assert core_bytes(job(**changes), Layout()) == expected
+    assert of("core_bytes", job(**changes), Layout()) == expected
 
 
 def test_local_scores_are_written_to_one_buffer() -> None:
     """2as/h = 4 for all layers together, and nothing with other implementations."""
-    assert scores_buffer_bytes(job(transformer_impl="local").model, Layout()) == 4 * 2048
-    assert scores_buffer_bytes(job(transformer_impl="local").model, Layout(tp=2)) == 2 * 2048
-    assert scores_buffer_bytes(job(attention_backend="unfused").model, Layout()) == 0
+    assert Attention(job(transformer_impl="local").model, Layout()).scores_buffer_bytes() == 4 * 2048
+    assert Attention(job(transformer_impl="local").model, Layout(tp=2)).scores_buffer_bytes() == 2 * 2048
+    assert Attention(job(attention_backend="unfused").model, Layout()).scores_buffer_bytes() == 0
 
 
 def test_the_attention_core_is_split_over_heads() -> None:
     """Two of four heads, half the probabilities."""
-    assert core_bytes(job(attention_backend="unfused"), Layout(tp=2)) == 2 * 2048
+    assert of("core_bytes", job(attention_backend="unfused"), Layout(tp=2)) == 2 * 2048
 
 
 @pytest.mark.parametrize(
@@ -71,7 +68,7 @@ def test_the_attention_core_is_split_over_heads() -> None:
 )
 def test_local_softmax_in_fp32(flags: tuple[str, ...], changes: dict[str, object], expected: int) -> None:
     """Only where Megatron's own kernel does not run are the probabilities kept in fp32."""
-    assert core_bytes(job(*flags, transformer_impl="local", **changes), Layout()) == expected
+    assert of("core_bytes", job(*flags, transformer_impl="local", **changes), Layout()) == expected
 
 
 def test_long_sequences_have_no_fused_softmax() -> None:
@@ -84,34 +81,34 @@ def test_long_sequences_have_no_fused_softmax() -> None:
         max_position_embeddings=8192,
     )
 
-    assert core_bytes(long, Layout()) == 7 * 4 * 8192 * 8192
+    assert of("core_bytes", long, Layout()) == 7 * 4 * 8192 * 8192
 
 
 def test_query_key_value_and_context() -> None:
     """Four tensors of 2; with half as many groups as heads, key and value are half."""
-    assert projected_bytes(job(), Layout()) == 8 * 2048
-    assert projected_bytes(job(num_query_groups=2), Layout()) == 6 * 2048
-    assert projected_bytes(job(), Layout(tp=2)) == 4 * 2048
+    assert of("projected_bytes", job(), Layout()) == 8 * 2048
+    assert of("projected_bytes", job(num_query_groups=2), Layout()) == 6 * 2048
+    assert of("projected_bytes", job(), Layout(tp=2)) == 4 * 2048
 
 
 def test_a_query_group_is_whole_on_every_rank() -> None:
     """Two groups on four ranks: query and context 1/4, key and value one group of 16 channels each."""
-    assert projected_bytes(job(num_query_groups=2), Layout(tp=4)) == 4 * 16 * 32 * 2
+    assert of("projected_bytes", job(num_query_groups=2), Layout(tp=4)) == 4 * 16 * 32 * 2
 
 
 def test_flash_attention_copies_its_output_for_batches() -> None:
     """2 more for each sample of two; none with a single one, and none by cuDNN."""
     flash = job(attention_backend="flash")
 
-    assert projected_bytes(flash, Layout()) == 8 * 2048
-    assert projected_bytes(flash, Layout(micro_batch_size=2)) == 2 * 10 * 2048
-    assert projected_bytes(job(), Layout(micro_batch_size=2)) == 2 * 8 * 2048
+    assert of("projected_bytes", flash, Layout()) == 8 * 2048
+    assert of("projected_bytes", flash, Layout(micro_batch_size=2)) == 2 * 10 * 2048
+    assert of("projected_bytes", job(), Layout(micro_batch_size=2)) == 2 * 8 * 2048
 
 
 def test_norms_of_query_and_key() -> None:
     """Their inputs, 2 each, and two fp32 statistics of each of eight vectors a token; RMSNorm has one."""
-    assert projected_bytes(job(qk_layernorm=True), Layout()) == 12 * 2048 + 8 * 8 * 32
-    assert projected_bytes(job(qk_layernorm=True, normalization="RMSNorm"), Layout()) == 12 * 2048 + 4 * 8 * 32
+    assert of("projected_bytes", job(qk_layernorm=True), Layout()) == 12 * 2048 + 8 * 8 * 32
+    assert of("projected_bytes", job(qk_layernorm=True, normalization="RMSNorm"), Layout()) == 12 * 2048 + 4 * 8 * 32
 
 
 def test_unfused_rotary_embedding_keeps_its_angles() -> None:
@@ -119,14 +116,14 @@ def test_unfused_rotary_embedding_keeps_its_angles() -> None:
     plain, unfused = (job(*flags, position_embedding_type="rope") for flags in ((), ("--no-rope-fusion",)))
     layout = Layout(micro_batch_size=2)
 
-    assert projected_bytes(unfused, layout) - projected_bytes(plain, layout) == 4 * 2 * 32 * 16
-    assert projected_bytes(job("--no-rope-fusion"), layout) == projected_bytes(job(), layout)
+    assert of("projected_bytes", unfused, layout) - of("projected_bytes", plain, layout) == 4 * 2 * 32 * 16
+    assert of("projected_bytes", job("--no-rope-fusion"), layout) == of("projected_bytes", job(), layout)
 
 
 def test_backward() -> None:
     """Gradients of query, key, value and context; unfused one of the scores, 2as/h = 4, on top."""
-    assert core_backward_bytes(job(), Layout()) == 8 * 2048
-    assert core_backward_bytes(job(attention_backend="unfused"), Layout()) == 12 * 2048
+    assert of("core_backward_bytes", job(), Layout()) == 8 * 2048
+    assert of("core_backward_bytes", job(attention_backend="unfused"), Layout()) == 12 * 2048
 
 
 @pytest.mark.parametrize(
@@ -142,7 +139,7 @@ def test_backward() -> None:
 )
 def test_recompute_of_the_core_holds_what_query_key_and_value_lie_in(changes: dict[str, object], expected: int) -> None:
     """It keeps views, which hold the whole; as abstract execution of megatron-core found."""
-    assert held_for_recompute_bytes(job(**changes).model, Layout()) == expected
+    assert Attention(job(**changes).model, Layout()).held_for_recompute_bytes() == expected
 
 
 RING_OUT, RING_PAIR, RING_STATISTICS = 16 * 64 * 2, 2 * 16 * 64 * 2, 4 * 4 * 16
@@ -173,7 +170,7 @@ def test_a_ring_holds_the_steps_of_all_its_ranks(
     flags: tuple[str, ...], changes: dict[str, object], layout: Layout, expected: int
 ) -> None:
     """Keys, values, output and statistics of every step, for as long as one layer's attention runs."""
-    assert expected == exchange_bytes(job(*flags, **changes), layout)
+    assert expected == of("exchange_bytes", job(*flags, **changes), layout)
 
 
 def test_a_ring_of_latent_attention() -> None:
@@ -181,7 +178,7 @@ def test_a_ring_of_latent_attention() -> None:
     latent = LatentAttention(kv_lora_rank=16, q_lora_rank=None, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
     pairs, outputs = 32 * 4 * (24 + 12) * 2, 32 * 4 * 12 * 2
 
-    assert pairs + outputs + 32 * 4 * 4 == exchange_bytes(job(latent_attention=latent), Layout(cp=4))
+    assert pairs + outputs + 32 * 4 * 4 == of("exchange_bytes", job(latent_attention=latent), Layout(cp=4))
 
 
 LATENT = LatentAttention(q_lora_rank=48, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
@@ -219,21 +216,21 @@ def test_plain_attention_has_norms_of_one_head() -> None:
 def test_latents_are_split_over_the_sequence_and_heads_over_tp() -> None:
     """Compressed 48 + 40 channels for half the tokens; two of four heads with 24, 24 and 12 channels for all."""
     layout = Layout(tp=2, sequence_parallel=True)
-    kept = latent_bytes(model(), LATENT, layout, fused_rope=True)
+    kept = Attention(model(), layout).latent_bytes(LATENT, fused_rope=True)
 
     assert (2 * 16 * 88, 2 * 32 * 2 * 60, 2 * 32 * 2 * 12) == (kept.compressed, kept.projected, kept.context)
 
 
 def test_an_unfused_rotary_embedding_keeps_its_angles() -> None:
     """Sine and cosine for queries and keys, 8 channels of 2 bytes for each of 32 tokens."""
-    fused, unfused = (latent_bytes(model(), LATENT, Layout(), fused_rope=value) for value in (True, False))
+    fused, unfused = (Attention(model(), Layout()).latent_bytes(LATENT, fused_rope=value) for value in (True, False))
 
     assert unfused.compressed == fused.compressed + 4 * 2 * 32 * 8
 
 
 def latent_parameters(tp: int, **changes: object) -> int:
     """Parameters of one latent attention on one rank."""
-    return ATTENTION.parameters(model(latent_attention=LATENT, **changes), Layout(tp=tp)).dense
+    return Attention(model(latent_attention=LATENT, **changes), Layout(tp=tp)).parameters().dense
 
 
 def test_multi_token_prediction_copies_the_embedding_to_the_last_rank() -> None:

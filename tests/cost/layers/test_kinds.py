@@ -9,7 +9,7 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.layers import kinds
-from pipette_launch.cost.layers.block import residual_bytes, stream_bytes
+from pipette_launch.cost.layers.block import Sizes
 from pipette_launch.cost.layers.kinds import (
     Offloaded,
     attention_core_share,
@@ -20,7 +20,7 @@ from pipette_launch.cost.layers.kinds import (
     prediction_bytes,
     recompute_share,
 )
-from pipette_launch.cost.layers.mlp import EXPERTS
+from pipette_launch.cost.layers.mlp import Experts
 from pipette_launch.facts import HybridLayers, Job, LatentAttention, Layout, Recompute
 from pipette_launch.facts.model import LETTERS
 
@@ -213,7 +213,7 @@ def test_fp32_residual_stream() -> None:
     wide = tiny_job(model=job().model, performance_flags=("--fp32-residual-connection",))
 
     assert kept_bytes(wide, Layout(), "layer") == (32 + 4) * 2048 + LOG_SUM_EXP
-    assert stream_bytes(wide, Layout()) == 2 * residual_bytes(wide.model, Layout())
+    assert Sizes(wide.model, Layout()).stream_bytes(wide) == 2 * Sizes(wide.model, Layout()).residual_bytes
 
 
 def test_fp8_keeps_the_inputs_of_matrices_in_one_byte() -> None:
@@ -267,8 +267,8 @@ def test_the_backward_of_an_expert_layer() -> None:
     overlapped = replace(moe, performance_flags=("--overlap-moe-expert-parallel-comm",))
     plain = backward_bytes(moe, Layout(), "moe_layer")
 
-    assert plain == EXPERTS.backward_bytes(moe, Layout())
-    assert backward_bytes(long, Layout(), "moe_layer") > EXPERTS.backward_bytes(long, Layout())
+    assert plain == Experts(moe.model, Layout()).backward_bytes(moe)
+    assert backward_bytes(long, Layout(), "moe_layer") > Experts(long.model, Layout()).backward_bytes(long)
     assert backward_bytes(overlapped, Layout(), "moe_layer") == plain + kept_bytes(overlapped, Layout(), "moe_layer")
 
 

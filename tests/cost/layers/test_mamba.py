@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.layers.block import PassLoads, residual_bytes
+from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.kinds import kind_loads
-from pipette_launch.cost.layers.mamba import MAMBA, mixer_bytes
+from pipette_launch.cost.layers.mamba import Mamba
+from pipette_launch.cost.layers.passes import PassLoads
 from pipette_launch.facts import HybridLayers, Job, Layout
 
 SIZES = HybridLayers(pattern="MM*-", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16)
@@ -18,29 +19,35 @@ def test_parameters_are_those_of_the_mixer() -> None:
     """Projections in and out, 4 taps and a bias for each convolved channel, three a head, the gated norm."""
     expected = 64 * 336 + 128 * 64 + 5 * 192 + 3 * 16 + 128
 
-    assert expected == MAMBA.parameters(tiny_model(hybrid=SIZES), Layout()).dense
-    assert expected // 2 == MAMBA.parameters(tiny_model(hybrid=SIZES), Layout(tp=2)).dense
+    assert expected == Mamba(tiny_model(hybrid=SIZES), Layout()).parameters().dense
+    assert expected // 2 == Mamba(tiny_model(hybrid=SIZES), Layout(tp=2)).parameters().dense
+
+
+def mixer_bytes(layout: Layout, *flags: str) -> int:
+    """Bytes that the mixer of a layer keeps."""
+    this = job(*flags)
+    return Mamba(this.model, layout).activations(this).attention
 
 
 def test_kept_are_the_projection_and_three_times_its_channels() -> None:
     """Per token: gates, convolved channels and time steps, and scan, norm's and projection's inputs behind them."""
     per_token = 4 * (336 + 3 * 128) + 4 * 2
 
-    kept = mixer_bytes(tiny_model(hybrid=SIZES), Layout(), narrow=1)
+    kept = mixer_bytes(Layout())
 
     assert 32 * per_token == kept
-    assert kept // 2 == mixer_bytes(tiny_model(hybrid=SIZES), Layout(tp=2), narrow=1)
-    assert kept // 2 == mixer_bytes(tiny_model(hybrid=SIZES), Layout(cp=2), narrow=1)
-    assert kept - 32 * 3 * 128 == mixer_bytes(tiny_model(hybrid=SIZES), Layout(), narrow=4)
+    assert kept // 2 == mixer_bytes(Layout(tp=2))
+    assert kept // 2 == mixer_bytes(Layout(cp=2))
+    assert kept - 32 * 3 * 128 == mixer_bytes(Layout(), "--fp8-format hybrid")
 
 
 def test_the_backward_holds_gradients_and_states_of_chunks() -> None:
     """States are 4 bytes for each channel and state, once for every 128 tokens, and their gradients as many."""
     long = tiny_job(model=tiny_model(seq_length=256, max_position_embeddings=256, hybrid=SIZES))
 
-    assert 256 * 4 * (336 + 192 + 128) + 2 * 4 * 2 * 128 * 16 == MAMBA.backward_bytes(long, Layout()) - residual_bytes(
-        long.model, Layout()
-    )
+    assert 256 * 4 * (336 + 192 + 128) + 2 * 4 * 2 * 128 * 16 == Mamba(long.model, Layout()).backward_bytes(
+        long
+    ) - residual_bytes(long.model, Layout())
 
 
 def job(*flags: str) -> Job:
@@ -50,7 +57,7 @@ def job(*flags: str) -> Job:
 
 def loads(layout: Layout) -> PassLoads:
     """Work of one layer for the device."""
-    return MAMBA.loads(tiny_job(model=tiny_model(hybrid=SIZES)), layout)
+    return Mamba(tiny_model(hybrid=SIZES), layout).loads(tiny_job())
 
 
 def test_products_are_the_two_projections() -> None:

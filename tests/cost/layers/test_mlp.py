@@ -5,19 +5,10 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.layers.block import PassLoads, local_tokens
+from pipette_launch.cost.layers.block import Sizes
 from pipette_launch.cost.layers.kinds import kind_loads
-from pipette_launch.cost.layers.mlp import (
-    BIASED_TOUCHES,
-    EXPERTS,
-    ROUTED_KERNELS,
-    expert_activations,
-    expert_capacity,
-    expert_rows,
-    gather_buffer_bytes,
-    probability_bytes,
-    router_parameters,
-)
+from pipette_launch.cost.layers.mlp import BIASED_TOUCHES, ROUTED_KERNELS, ExpertActivations, Experts
+from pipette_launch.cost.layers.passes import PassLoads
 from pipette_launch.facts import Job, Layout
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
@@ -41,21 +32,30 @@ def job(*flags: str, **changes: object) -> Job:
 
 def rows(work: Job, layout: Layout) -> int:
     """Rows that the experts of one rank work on."""
-    return expert_rows(work, layout)
+    return Experts(work.model, layout).rows(work)
+
+
+def kept(work: Job, layout: Layout) -> ExpertActivations:
+    """Bytes that router and experts keep."""
+    return Experts(work.model, layout).kept(work)
 
 
 def router(*flags: str) -> int:
     """Bytes that the router keeps."""
-    return expert_activations(job(*flags), Layout()).router
+    return kept(job(*flags), Layout()).router
 
 
 def test_defaults_are_megatrons() -> None:
     """All-gather, no losses, no capacity, probabilities in the type of the model."""
-    assert probability_bytes(job()) == 2
-    assert expert_capacity(job(), Layout()) is None
+    assert kept(job(), Layout()).dispatch == 32 * 4 * (1 + 2) + 64 * (8 + 2)
+    assert Experts(job().model, Layout()).capacity(job()) is None
     assert router() == router("--moe-aux-loss-coeff 0")
     gathers = job("--moe-token-dispatcher-type allgather")
-    assert gather_buffer_bytes(job(), Layout(ep=2, dp=2)) == gather_buffer_bytes(gathers, Layout(ep=2, dp=2)) > 0
+    assert (
+        Experts(job().model, Layout(ep=2, dp=2)).gather_buffer_bytes(job())
+        == Experts(gathers.model, Layout(ep=2, dp=2)).gather_buffer_bytes(gathers)
+        > 0
+    )
 
 
 def test_flags_are_read() -> None:
@@ -65,8 +65,8 @@ def test_flags_are_read() -> None:
     assert router("--moe-aux-loss-coeff 0 1e-2", kinds) == router("--moe-aux-loss-coeff 1e-2") > router()
     assert router("--moe-aux-loss-coeff 0 0", kinds) == router()
     assert router("--moe-router-load-balancing-type sinkhorn") == 32 * 4 * (4 + 1)
-    assert expert_capacity(job("--moe-expert-capacity-factor -1"), Layout()) is None
-    assert probability_bytes(job("--moe-router-dtype fp64")) == 8
+    assert rows(job("--moe-expert-capacity-factor -1"), Layout()) == 64
+    assert kept(job("--moe-router-dtype fp64"), Layout()).dispatch == 32 * 4 * (1 + 8) + 64 * (8 + 8)
 
 
 def test_rows_of_a_rank() -> None:
@@ -93,8 +93,8 @@ def test_quantised_matrices_have_whole_blocks_of_rows() -> None:
 
 def test_fused_swiglu_keeps_input_and_output() -> None:
     """Three widths; unfused its output before the probability and both factors are three more."""
-    fused = expert_activations(job(gated_linear_unit=True), Layout())
-    unfused = expert_activations(job("--no-bias-swiglu-fusion", gated_linear_unit=True), Layout())
+    fused = kept(job(gated_linear_unit=True), Layout())
+    unfused = kept(job("--no-bias-swiglu-fusion", gated_linear_unit=True), Layout())
     width = 2 * 64 * 96
 
     assert (64 * ROW, 2 * width, width) == (fused.inputs, fused.outputs, fused.activation)
@@ -103,20 +103,20 @@ def test_fused_swiglu_keeps_input_and_output() -> None:
 
 def test_gelu_keeps_what_the_probability_multiplies() -> None:
     """First matrix's output, activation, and its product."""
-    kept = expert_activations(job(), Layout())
+    found = kept(job(), Layout())
 
-    assert (2 * 64 * 96, 2 * 2 * 64 * 96) == (kept.outputs, kept.activation)
+    assert (2 * 64 * 96, 2 * 2 * 64 * 96) == (found.outputs, found.activation)
 
 
 def test_the_legacy_kernel_is_fused() -> None:
     """It is compiled as one function, which computes the activation again."""
-    assert expert_activations(job("--moe-use-legacy-grouped-gemm"), Layout()).activation == 2 * 64 * 96
+    assert kept(job("--moe-use-legacy-grouped-gemm"), Layout()).activation == 2 * 64 * 96
 
 
 def test_fp8_halves_the_inputs_of_matrices() -> None:
     """Rows and second matrices' inputs in one byte; the first matrices' outputs stay in bf16."""
-    wide = expert_activations(job(gated_linear_unit=True), Layout())
-    narrow = expert_activations(job("--fp8-format hybrid", gated_linear_unit=True), Layout())
+    wide = kept(job(gated_linear_unit=True), Layout())
+    narrow = kept(job("--fp8-format hybrid", gated_linear_unit=True), Layout())
 
     assert (wide.inputs, wide.activation) == (2 * narrow.inputs, 2 * narrow.activation)
     assert (wide.outputs, wide.router, wide.dispatch) == (narrow.outputs, narrow.router, narrow.dispatch)
@@ -124,7 +124,7 @@ def test_fp8_halves_the_inputs_of_matrices() -> None:
 
 def test_fused_permutation_keeps_a_map() -> None:
     """Nine 4-byte entries a token for four experts, and a probability for each of its rows."""
-    assert expert_activations(job(ALLTOALL, "--moe-permute-fusion"), Layout()).dispatch == 4 * 9 * 32 + 2 * 64
+    assert kept(job(ALLTOALL, "--moe-permute-fusion"), Layout()).dispatch == 4 * 9 * 32 + 2 * 64
 
 
 def test_the_shared_expert_is_split_over_tp() -> None:
@@ -134,20 +134,20 @@ def test_the_shared_expert_is_split_over_tp() -> None:
     overlapped = job("--moe-shared-expert-overlap", moe_shared_expert_intermediate_size=48)
     gated = job("--moe-shared-expert-gate", moe_shared_expert_intermediate_size=48)
 
-    assert expert_activations(work, layout).shared == 2 * 2 * 32 * 24
-    assert expert_activations(overlapped, layout).shared == 2 * 2 * 32 * 24 + 32 * ROW
-    assert expert_activations(gated, layout).shared == 2 * 2 * 32 * 24 + 16 * (ROW + 2)
-    assert expert_activations(job(), layout).shared == 0
+    assert kept(work, layout).shared == 2 * 2 * 32 * 24
+    assert kept(overlapped, layout).shared == 2 * 2 * 32 * 24 + 32 * ROW
+    assert kept(gated, layout).shared == 2 * 2 * 32 * 24 + 16 * (ROW + 2)
+    assert kept(job(), layout).shared == 0
 
 
 def test_the_all_gather_dispatcher_gathers_into_the_global_buffer() -> None:
     """All tokens of the group; nothing for one rank or another dispatcher."""
     layout = Layout(dp=4, ep=4)
 
-    assert gather_buffer_bytes(job(), layout) == 4 * 32 * ROW
-    assert gather_buffer_bytes(job(), Layout()) == 0
-    assert gather_buffer_bytes(job(ALLTOALL), layout) == 0
-    assert gather_buffer_bytes(tiny_job(), Layout(dp=4)) == 0
+    assert Experts(job().model, layout).gather_buffer_bytes(job()) == 4 * 32 * ROW
+    assert Experts(job().model, Layout()).gather_buffer_bytes(job()) == 0
+    assert Experts(job(ALLTOALL).model, layout).gather_buffer_bytes(job(ALLTOALL)) == 0
+    assert Experts(tiny_job().model, Layout(dp=4)).gather_buffer_bytes(tiny_job()) == 0
 
 
 def test_the_backward_of_one_layer() -> None:
@@ -155,8 +155,10 @@ def test_the_backward_of_one_layer() -> None:
 
     Grouped: all experts' widths at once. With narrow experts two copies of the rows are more.
     """
-    assert EXPERTS.backward_bytes(job(), Layout()) == 2 * (2 * 64 * 64 + 2 * 32 * 64)
-    assert EXPERTS.backward_bytes(job("--moe-grouped-gemm"), Layout()) == 2 * (64 * 64 + 64 * 96 * 2 + 2 * 32 * 64)
+    assert Experts(job().model, Layout()).backward_bytes(job()) == 2 * (2 * 64 * 64 + 2 * 32 * 64)
+    assert Experts(job("--moe-grouped-gemm").model, Layout()).backward_bytes(job("--moe-grouped-gemm")) == 2 * (
+        64 * 64 + 64 * 96 * 2 + 2 * 32 * 64
+    )
 
 
 def test_wide_probabilities_widen_the_backward() -> None:
@@ -164,24 +166,28 @@ def test_wide_probabilities_widen_the_backward() -> None:
     plain, wide = job("--moe-grouped-gemm"), job("--moe-grouped-gemm", "--moe-router-dtype fp32")
     fused = job("--moe-grouped-gemm", "--moe-router-dtype fp32", gated_linear_unit=True)
 
-    assert EXPERTS.backward_bytes(wide, Layout()) - EXPERTS.backward_bytes(plain, Layout()) == 64 * 96 * (10 - 4)
-    assert EXPERTS.backward_bytes(fused, Layout()) == 2 * (64 * 64 + 64 * 96 * 3 + 2 * 32 * 64)
+    assert Experts(wide.model, Layout()).backward_bytes(wide) - Experts(plain.model, Layout()).backward_bytes(
+        plain
+    ) == 64 * 96 * (10 - 4)
+    assert Experts(fused.model, Layout()).backward_bytes(fused) == 2 * (64 * 64 + 64 * 96 * 3 + 2 * 32 * 64)
 
 
 def test_a_router_has_a_bias_where_the_model_has() -> None:
     """One row of h for each expert, and one more number with biases."""
-    assert (4 * 64, 4 * 65) == (router_parameters(job().model), router_parameters(job(add_bias_linear=True).model))
+    assert (4 * 64, 4 * 65) == tuple(
+        Experts(job(add_bias_linear=bias).model, Layout()).router_parameters() for bias in (False, True)
+    )
 
 
 @given(ep=st.sampled_from([1, 2, 4]), tp=st.sampled_from([1, 2, 4]), has_etp=st.booleans())
 def test_balanced_experts_keep_the_same_wherever_they_are(ep: int, tp: int, has_etp: bool) -> None:
     """Kept bytes of experts depend on the tokens of a rank, not on the rank that computes them."""
     layout = Layout(tp=tp, dp=4, ep=ep, etp=tp if has_etp else 1, sequence_parallel=tp > 1)
-    kept = expert_activations(job(ALLTOALL), layout)
-    tokens = local_tokens(job().model, layout)
+    found = kept(job(ALLTOALL), layout)
+    tokens = Sizes(job().model, layout).local_tokens
 
-    assert kept.outputs + kept.activation == 3 * 2 * 2 * tokens * 96
-    assert kept.inputs == layout.etp * 2 * tokens * ROW
+    assert found.outputs + found.activation == 3 * 2 * 2 * tokens * 96
+    assert found.inputs == layout.etp * 2 * tokens * ROW
 
 
 @pytest.mark.parametrize(
@@ -198,7 +204,7 @@ def test_balanced_experts_keep_the_same_wherever_they_are(ep: int, tp: int, has_
 )
 def test_the_router(flags: tuple[str, ...], expected: int) -> None:
     """Scores of 4 bytes, indices of 8, masks of 1, for four experts or the best two."""
-    assert expert_activations(job(*flags), Layout()).router == expected
+    assert kept(job(*flags), Layout()).router == expected
 
 
 TOKENS, HIDDEN, FFN = 32, 64, 256
@@ -223,7 +229,7 @@ def kernels(loads: PassLoads) -> float:
 
 def test_grouped_products_are_of_each_experts_own_tokens() -> None:
     """Two copies of 32 tokens over four local experts of two ranks: 32 rows each; the router sees every token once."""
-    router, first, second = EXPERTS.loads(moe_job(), Layout(dp=2, ep=2)).forward.products
+    router, first, second = Experts(moe_job().model, Layout(dp=2, ep=2)).loads(moe_job()).forward.products
 
     assert (TOKENS, 8, HIDDEN, False, 1.0) == (router.m, router.n, router.k, router.is_linear, router.rate)
     assert (2 * TOKENS * 2 / 8, FFN, HIDDEN, 4) == (first.m, first.n, first.k, first.count)
@@ -242,14 +248,17 @@ def test_grouped_products_are_of_each_experts_own_tokens() -> None:
 )
 def test_dispatchers_differ_in_how_often_they_touch_a_copy(flags: tuple[str, ...], touches: int) -> None:
     """The dispatcher touches two copies of 32 tokens; the activation reads and writes the experts' width."""
-    moved = EXPERTS.loads(moe_job(*flags), Layout()).forward.moved_bytes
+    moved = Experts(moe_job(*flags).model, Layout()).loads(moe_job(*flags)).forward.moved_bytes
 
     assert touches * 2 * TOKENS * HIDDEN * 2 + 2 * (2 * TOKENS * FFN * 2) == moved
 
 
 def test_biases_of_experts_are_kernels_of_their_own() -> None:
     """They cost memory passes over what both matrices give."""
-    plain, biased = (EXPERTS.loads(moe_job(add_bias_linear=bias), Layout()).forward for bias in (False, True))
+    plain, biased = (
+        Experts(moe_job(add_bias_linear=bias).model, Layout()).loads(moe_job(add_bias_linear=bias)).forward
+        for bias in (False, True)
+    )
 
     assert BIASED_TOUCHES * 2 * TOKENS * (FFN + HIDDEN) * 2 == biased.moved_bytes - plain.moved_bytes
 

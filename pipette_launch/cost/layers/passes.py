@@ -1,0 +1,192 @@
+"""Work of a layer's passes for the device, and the collectives inside these passes."""
+
+# S = stages (model chunks) in model order.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from pipette_launch.facts.job import ITERATION, PerformanceOptions
+from pipette_launch.facts.layout import Ints
+from pipette_launch.facts.measurements import CollectiveKind
+from pipette_launch.facts.model import LayerKind
+
+_GRADIENT_BYTES = 8
+"""Bytes moved for each weight in a micro-batch: gradient accumulation fusion reads and writes its fp32 gradient."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """`count` matrix products of m x k by k x n."""
+
+    m: float
+    n: float
+    k: float
+    count: float = 1.0
+    is_linear: bool = False
+    """True for a linear of Transformer Engine, which can run in FP8 or FP4."""
+    rate: float = 1.0
+    """Speed relative to one large product; products of many experts have a rate below 1."""
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations; a multiply-add counts as 2."""
+        return 2.0 * self.m * self.n * self.k * self.count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Work of one pass for the device."""
+
+    products: tuple[Product, ...] = ()
+    attention_flops: float = 0.0
+    """FLOPs of flash attention, which has a rate of its own."""
+    exponentials: float = 0.0
+    """Number of exponentials of flash attention's softmax: one for each score, computed again in the backward."""
+    moved_bytes: float = 0.0
+    """Bytes read and written by kernels that compute almost nothing."""
+    scan_bytes: float = 0.0
+    """Bytes read and written by the scan of Mamba-2, which has a rate of its own."""
+    cast_elements: float = 0.0
+    """Number of elements of inputs and gradients of linears, which are cast if the linears run in FP8 or FP4."""
+    kernels: float = 0.0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassLoads:
+    """Work of the three passes of a layer or of a part of the model."""
+
+    forward: Load = Load()
+    input_grad: Load = Load()
+    weight_grad: Load = Load()
+
+    def __add__(self, other: PassLoads) -> PassLoads:
+        return PassLoads(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+    def without_launches(self, share: float) -> PassLoads:
+        """Remove the share of the kernels that a CUDA graph launches."""
+        loads = {name: getattr(self, name) for name in self.__slots__}
+        return PassLoads(**{name: replace(load, kernels=(1 - share) * load.kernels) for name, load in loads.items()})
+
+
+def is_captured(options: PerformanceOptions, module: str) -> bool:
+    """Return True if a CUDA graph launches a module, or with `ITERATION` the whole step."""
+    if options.graphs.impl == ITERATION:
+        return module == ITERATION
+    # Names of modules from release 0.18 on are not priced, because predictions for NVIDIA's hybrid models became worse.
+    return options.graphs.impl != "none" and module in options.cuda_graph_scope
+
+
+def matrix(
+    rows: float, outputs: float, inputs: float, *, count: float = 1.0, is_linear: bool = True, rate: float = 1.0
+) -> PassLoads:
+    """Return the work of y = xW in the forward, and of dx = dy W' and dW = x' dy with accumulation in the backward.
+
+    Args:
+        rows: rows of x, the tokens.
+        outputs: columns of W.
+        inputs: rows of W.
+        count: number of matrices of this shape, each with `rows` tokens.
+        is_linear: True for a linear of Transformer Engine, which can run in FP8 or FP4.
+        rate: speed relative to one large product.
+
+    """
+    shapes = ((rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows))
+    forward, input_grad, weight_grad = (
+        (Product(m=m, n=n, k=k, count=count, is_linear=is_linear, rate=rate),) for m, n, k in shapes
+    )
+    cast = count * rows if is_linear else 0.0
+    return PassLoads(
+        forward=Load(products=forward, cast_elements=cast * inputs, kernels=1.5),
+        input_grad=Load(products=input_grad, cast_elements=cast * outputs, kernels=1.5),
+        weight_grad=Load(products=weight_grad, moved_bytes=_GRADIENT_BYTES * outputs * inputs * count, kernels=2),
+    )
+
+
+Collective: TypeAlias = Literal[CollectiveKind, "send"]
+Group: TypeAlias = Literal["tp", "cp", "ep", "etp", "ep_etp", "shard", "expert_shard"]
+"""A field of `communication.groups.Groups`."""
+OfLayer: TypeAlias = tuple[Literal["forward", "backward"], LayerKind]
+Behind: TypeAlias = Literal["core_attention_s", "input_grad_s", "weight_grad_s", "forward_s", "other_layer_s"] | OfLayer
+"""Compute that hides a collective: a field of `Hiding`, or a pass of a whole layer of a kind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hiding:
+    """Seconds of compute of one layer that can hide a collective."""
+
+    core_attention_s: float = 0.0
+    """Seconds of scores and context in the forward, which hide the rings of context parallelism."""
+    input_grad_s: float = 0.0
+    """Seconds of the input gradient of one column-parallel matrix."""
+    weight_grad_s: float = 0.0
+    """Seconds of the weight gradient of one column-parallel matrix."""
+    forward_s: float = 0.0
+    """Seconds of the forward of one column-parallel matrix, which hides chunks of `--tp-comm-overlap`."""
+    other_layer_s: float = 0.0
+    """A quarter of a layer's forward and backward seconds, which hides one token exchange of another micro-batch."""
+    layers_s: Mapping[OfLayer, float] = field(default_factory=dict)
+    """Seconds of one pass of a layer of each kind, the backward with recompute. The pass hides exchanges of the next
+    layer's weights and of the previous layer's gradients."""
+
+    def seconds(self, behind: Behind) -> float:
+        """Return the seconds that `behind` names; 0 if they were not given."""
+        return self.layers_s.get(behind, 0.0) if isinstance(behind, tuple) else float(getattr(self, behind))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """One collective inside the passes of a micro-batch."""
+
+    kind: Collective
+    group: Group
+    size_bytes: float
+    """Bytes of the full tensor on one rank, defined as in `CollectiveTime`."""
+    forward: tuple[float, ...]
+    """Number of these collectives in the forward of each stage."""
+    backward: tuple[float, ...]
+    """Number of these collectives in the backward of each stage."""
+    behind: Behind | None = None
+    """Compute that hides each of these collectives; None if no compute hides them."""
+    behind_share: float = 1.0
+    """Share of the compute `behind` that can hide this collective."""
+    hidden_s: float = 0.0
+    """Hidden seconds of each collective, filled in from a `Hiding`."""
+
+    @classmethod
+    def of(
+        cls,
+        kind: Collective,
+        group: Group,
+        size_bytes: float,
+        forward_S: Ints,
+        backward_S: Ints,
+        behind: Behind | None = None,
+        share: float = 1.0,
+    ) -> Exchange:
+        """Return a collective from arrays of its counts on each stage; the fields explain the arguments."""
+        return cls(
+            kind=kind,
+            group=group,
+            size_bytes=float(size_bytes),
+            forward=tuple(map(float, forward_S)),
+            backward=tuple(map(float, backward_S)),
+            behind=behind,
+            behind_share=share,
+        )
+
+    @property
+    def part(self) -> str:
+        """Name of the part of a step to which the collective belongs (`StepTime.breakdown_s`)."""
+        names = {"tp": "tensor_parallel", "cp": "context_parallel"}
+        return "data_parallel" if self.is_sharding else names.get(self.group, "expert_parallel")
+
+    @property
+    def is_sharding(self) -> bool:
+        """True if the collective moves weights or gradients, whose size does not grow with the micro-batch."""
+        return self.group in ("shard", "expert_shard")

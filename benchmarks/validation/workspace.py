@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipette_launch.cost.memory.overhead import overhead_of
@@ -35,7 +35,8 @@ class Residual:
 
 def stated_bytes(job: Job, gpu: str, environment: Mapping[str, str]) -> float:
     """Workspaces that the product states for a rank on this GPU, from the libraries' constants and the environment."""
-    overhead = overhead_of(job, job.own, device_kind="cuda", device_name=gpu, environment=environment)
+    job = replace(job, cublas_workspace_config=environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    overhead = overhead_of(job, job.own, device_kind="cuda", device_name=gpu)
     return overhead.workspace.value
 
 

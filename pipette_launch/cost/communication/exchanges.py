@@ -21,7 +21,6 @@ from pipette_launch.cost.layers.ends import depth_exchanges
 from pipette_launch.cost.layers.kinds import BLOCKS, KINDS, blocks_of
 from pipette_launch.cost.layers.parameters import (
     Sharding,
-    by_rank,
     chunk_kinds,
     chunk_parameters,
     end_parameters,
@@ -32,6 +31,7 @@ from pipette_launch.cost.layers.parameters import (
     resident_parameters,
     shard_copies,
     sharding_of,
+    stage_parameters,
     unit_parameters,
     word_embedding_parameters,
 )
@@ -281,7 +281,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     gradient, sharding, copies = gradient_bytes_per_parameter(job), sharding_of(job), shard_copies(job)
     chunks = chunk_parameters(job.model, layout)
     gathered = job.model.dtype_bytes if layout.use_distributed_optimizer else 0
-    ranks = [(part.dense, part.expert) for part in by_rank(chunks, layout.pp)]
+    ranks = [(part.dense, part.expert) for part in stage_parameters(job.model, layout)]
     if sharding and sharding.gradients:
         members, moved = group_sizes(layout, instances=copies), 2 * (copies - 1) / copies * gradient
         dense, expert = moved / members["shard"], moved / members["expert_shard"]

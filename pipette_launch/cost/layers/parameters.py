@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,16 +62,14 @@ def word_embedding_parameters(model: ModelSpec, tp: int) -> int:
 
 
 def has_two_embeddings(model: ModelSpec) -> bool:
-    """Return True if a second stage holds the word embedding, so that gradients are summed over both.
+    """Return True if a second stage holds the word embedding, so that gradients are summed over both stages.
 
-    A tied head and multi-token prediction need the word embedding on a second stage (MC
-    distributed/finalize_model_grads.py:146).
+    A tied head and multi-token prediction need the word embedding (MC distributed/finalize_model_grads.py:146).
     """
     return model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitParameters:
+class UnitParameters(NamedTuple):
     """Parameters on one rank of the units that make up chunks."""
 
     layers: dict[LayerKind, Parameters]
@@ -100,15 +98,10 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
         # Each depth has layers. A chunk that is not the first also has embeddings to look up, beside the head's copy of
         # a tied embedding (MC models/gpt/gpt_model.py:149-157, 240-254).
         depth = sum((layers[kind] for kind in model.prediction_kinds), Parameters())
-        own, copies = depth_parameters(model, layout), model.prediction_copies
-        copied = embedding if layout.pp > 1 else 0
-        prediction = Parameters(dense=copies * (depth.dense + own) + copied, expert=copies * depth.expert)
-    return UnitParameters(
-        layers=layers,
-        embedding=Parameters(dense=embedding),
-        head=Parameters(dense=model.norm_parameters() + (words if has_own_words else 0)),
-        prediction=prediction,
-    )
+        depth += Parameters(dense=depth_parameters(model, layout))
+        prediction = depth * model.prediction_copies + Parameters(dense=embedding if layout.pp > 1 else 0)
+    head = Parameters(dense=model.norm_parameters() + (words if has_own_words else 0))
+    return UnitParameters(layers, Parameters(dense=embedding), head, prediction)
 
 
 def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
@@ -116,13 +109,10 @@ def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]
 
     If the first of several chunks has the depths of multi-token prediction, the depths use this chunk's embedding.
     """
-    unit = unit_parameters(model, layout)
-    kinds = [kinds for kinds, _ in chunk_kinds(model, layout)]
-    sums = {
-        each: sum((unit.layers[kind] * count for kind, count in Counter(each).items()), Parameters())
-        for each in set(kinds)
-    }
-    chunks = [sums[each] for each in kinds]
+    unit, chunks = unit_parameters(model, layout), []
+    for kinds, _ in chunk_kinds(model, layout):
+        counts = Counter(kinds).items()
+        chunks.append(sum((unit.layers[kind] * count for kind, count in counts), Parameters()))
     if layout.pp == 1 or layout.mtp_chunk or not model.mtp_num_layers:
         chunks[0] += unit.embedding
     chunks[-1] += unit.head
@@ -142,12 +132,8 @@ def chunk_kinds(model: ModelSpec, layout: Layout) -> list[tuple[tuple[LayerKind,
 
 def stage_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
     """Count the parameters of all chunks of each pipeline rank."""
-    return by_rank(chunk_parameters(model, layout), layout.pp)
-
-
-def by_rank(chunks: tuple[Parameters, ...], pp: int) -> tuple[Parameters, ...]:
-    """Return the sum of the chunks' parameters for each pipeline rank."""
-    return tuple(sum(chunks[rank::pp], Parameters()) for rank in range(pp))
+    chunks = chunk_parameters(model, layout)
+    return tuple(sum(chunks[rank :: layout.pp], Parameters()) for rank in range(layout.pp))
 
 
 def end_parameters(model: ModelSpec, layout: Layout) -> tuple[int, int]:
@@ -193,8 +179,7 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     return model.dtype_bytes * sum(rows * columns for rows, columns in shapes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sharding:
+class Sharding(NamedTuple):
     """Data that FSDP splits over the data-parallel ranks: experts over their own ranks, the rest over dp * cp."""
 
     weights: bool
@@ -217,13 +202,8 @@ def sharding_of(job: Job) -> Sharding | None:
     options = performance_options(job)
     if options.use_megatron_fsdp:
         strategy = options.data_parallel_sharding_strategy
-        return Sharding(
-            weights=strategy == "optim_grads_params",
-            gradients=strategy in SHARDS_GRADIENTS,
-            states=strategy != "no_shard",
-            keeps_ends=True,
-            gathers_twice=True,
-        )
+        shards = (strategy == "optim_grads_params", strategy in SHARDS_GRADIENTS, strategy != "no_shard")
+        return Sharding(*shards, keeps_ends=True, gathers_twice=True)
     if options.use_torch_fsdp2:
         twice = options.torch_fsdp2_reshard_after_forward
         return Sharding(weights=True, gradients=True, states=True, keeps_ends=False, gathers_twice=twice)
@@ -255,7 +235,7 @@ class Whole:
     weights: int = 0
     """Bytes of the weights of running layers, of layers gathered ahead, and of embedding and head."""
     gradients: int = 0
-    """Bytes of gradients when the backward reaches the last layer: of this layer, of the head, and of a tied
+    """Bytes of gradients when the backward reaches the last layer: of the layer, of the head, and of a tied
     embedding."""
     layer_gradients: int = 0
     """Bytes of the gradients of one layer."""
@@ -276,23 +256,27 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
     keeps the weights of two layers and the gradients of two layers (FSDP param_and_grad_buffer.py:3084-3131, 3493-3560,
     651-800). A weight shared by embedding and head is reduced when the backward is over (megatron_fsdp.py:767). torch
     FSDP2 holds weights and gradients of two units.
+
+    If layers are not units of FSDP, gradients form buckets with overlap, else one bucket. Plans do not change the
+    overlap flag under FSDP. `--ddp-bucket-size`, `--ddp-num-buckets`, and the growth of buckets beyond 40 replicas are
+    left out.
     """
-    sharding = sharding_of(job)
+    sharding, options, model = sharding_of(job), performance_options(job), job.model
     if sharding is None or not sharding.gradients:
         return Whole()
-    options, model = performance_options(job), job.model
-    units = unit_parameters(model, layout)
-    layer = max(units.layers[kind].count for kind in model.layer_kinds)
-    embedding, head = end_parameters(model, layout)
-    _, gathered = layer_weight_bytes(job)
+    units, (embedding, head) = unit_parameters(model, layout), end_parameters(model, layout)
+    layer, gathered = max(units.layers[kind].count for kind in model.layer_kinds), layer_weight_bytes(job)[1]
     if not options.use_megatron_fsdp:
         both = layer + max(layer, head)
         return Whole(weights=both * gathered, gradients=both * gradient)
-    num_layers = model.num_layers + model.mtp_num_layers
+    num_layers, size = model.num_layers + model.mtp_num_layers, options.suggested_communication_unit_size
     if not sharding.weights:
-        return _whole_buckets(job, num_layers * layer + embedding + head, layer, gradient)
+        total = num_layers * layer + embedding + head
+        bucket = min(_BUCKET, total) if job.own.overlap_grad_reduce else total
+        waiting = min((1 + (size or _LEAST_UNIT) // bucket) * bucket, total - bucket)
+        return Whole(gradients=bucket * gradient, layer_gradients=layer * gradient, waiting=waiting // layer)
     last_ends = head if model.untie_embeddings_and_output_weights else head + embedding
-    size = options.suggested_communication_unit_size or max(_LEAST_UNIT, 2 * layer)
+    size = size or max(_LEAST_UNIT, 2 * layer)
     ahead, waiting, own = -(-(size // 2) // layer), 1 + max(0, size - head) // layer, 1
     if options.fsdp_double_buffer or options.nccl_ub:
         ahead, waiting, own = 1, 0, min(2, num_layers)
@@ -307,18 +291,6 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
         waiting=early,
         waiting_at_end=waiting - early,
     )
-
-
-def _whole_buckets(job: Job, total: int, layer: int, gradient: int) -> Whole:
-    """Count whole gradients if layers are not units of FSDP: buckets with overlap, else one bucket for all gradients.
-
-    Plans do not change the overlap flag under FSDP. `--ddp-bucket-size`, `--ddp-num-buckets`, and the growth of buckets
-    beyond 40 replicas are left out.
-    """
-    bucket = min(_BUCKET, total) if job.own.overlap_grad_reduce else total
-    size = performance_options(job).suggested_communication_unit_size or _LEAST_UNIT
-    waiting = min((1 + size // bucket) * bucket, total - bucket)
-    return Whole(gradients=bucket * gradient, layer_gradients=layer * gradient, waiting=waiting // layer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,13 +346,16 @@ def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     return np.where(layout.use_distributed_optimizer, parts, dense + expert)
 
 
-def shard(job: Job, counts: IntOrInts, num_shards: IntOrInts, *, across: bool = False) -> Ints:
-    """Return one rank's share of `counts` elements, rounded up.
+def shard(
+    job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns, *, across: bool = False
+) -> Ints:
+    """Return one rank's share of parameters, rounded up: dense over dp * cp, experts over their data-parallel group.
 
-    The elements are split over `num_shards` ranks if `across`, else over the ranks of one optimizer instance.
+    The parameters are split over all ranks of the group if `across`, else over the ranks of one optimizer instance.
     """
     instances = 1 if across else performance_options(job).num_distributed_optimizer_instances
-    return np.asarray(-(-counts // np.maximum(1, num_shards // instances)))
+    parts = ((dense, layout.dp * layout.cp), (expert, expert_dp(layout)))
+    return np.asarray(sum(-(-counts // np.maximum(1, ranks // instances)) for counts, ranks in parts))
 
 
 def weight_bytes(
@@ -393,31 +368,26 @@ def weight_bytes(
     sharding = sharding_of(job)
     if sharding is None or not sharding.weights:
         return buffered_parameters(job, dense, expert, layout) * job.model.dtype_bytes
-    replicas = layout.dp * layout.cp
-    layers = shard(job, dense - ends, replicas) + shard(job, expert, expert_dp(layout))
-    return layers * layer_weight_bytes(job)[0] + shard(job, ends, replicas) * job.model.dtype_bytes
+    layers = shard(job, dense - ends, expert, layout) * layer_weight_bytes(job)[0]
+    return layers + shard(job, ends, 0, layout) * job.model.dtype_bytes
 
 
 def held_gradients(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
     """Count the gradients that a rank keeps from micro-batch to micro-batch, without padding."""
     sharding = sharding_of(job)
-    if sharding is None or not sharding.gradients:
-        return np.asarray(dense + expert)
-    return shard(job, dense, layout.dp * layout.cp) + shard(job, expert, expert_dp(layout))
+    return shard(job, dense, expert, layout) if sharding and sharding.gradients else np.asarray(dense + expert)
 
 
 def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
-    """Count the parameters whose optimizer state one rank holds.
+    """Count the parameters whose optimizer state one rank holds; the distributed optimizer shards the states.
 
-    The distributed optimizer shards them over d*c, experts over their own data-parallel group. With
-    `--num-distributed-optimizer-instances` each instance of the optimizer holds all states, unless FSDP shards states
-    over all instances.
+    With `--num-distributed-optimizer-instances` each instance of the optimizer holds all states, unless FSDP shards
+    states over all instances.
     """
     sharding, options = sharding_of(job), performance_options(job)
     across = options.use_megatron_fsdp and options.outer_dp_sharding_strategy == "optim"
-    parts = shard(job, dense, layout.dp * layout.cp, across=across)
-    parts = parts + shard(job, expert, expert_dp(layout), across=across)
-    return np.where(sharding.states if sharding else layout.use_distributed_optimizer, parts, dense + expert)
+    is_sharded = sharding.states if sharding else layout.use_distributed_optimizer
+    return np.where(is_sharded, shard(job, dense, expert, layout, across=across), dense + expert)
 
 
 def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> tuple[Ints, Ints]:

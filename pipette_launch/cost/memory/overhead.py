@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.errors import FactError
@@ -19,7 +19,7 @@ from pipette_launch.facts.accelerators import compute_capability
 from pipette_launch.facts.job import RING, Job, flag_of
 from pipette_launch.facts.known_devices import capability_of_cluster
 from pipette_launch.facts.layout import Ints, Layout, LayoutColumns
-from pipette_launch.facts.measurements import DeviceOverhead, Measurements, MemoryNeed, StageReading, memory_digest
+from pipette_launch.facts.measurements import Measurements, MemoryNeed, StageReading, memory_digest
 from pipette_launch.megatron.performance import EXPANDABLE, VARIABLES, allocator_options, performance_options
 from pipette_launch.text import MIB
 
@@ -64,57 +64,41 @@ NATIVE = "native"
 UNCOUNTED_OPTIONS = ("backend", "max_split_size_mb", "per_process_memory_fraction", "roundup_power2_divisions")
 """Options of the allocator that change how much it reserves."""
 MEASURED = "measured by the warm-up"
-CPU_SOURCE = "a host has no context, no communicators and no workspaces on a device"
 
 
-def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[str, str]) -> int:
+def workspace_bytes(job: Job, *, capability: int) -> int:
     """Count the workspaces of matrix libraries that a rank holds from its first step on.
 
     Sizes are read from the libraries' sources. PyTorch gives each pair of thread and stream that multiplies matrices a
     cuBLAS workspace and never frees it. A training rank has two such workspaces, because the main thread runs forwards
-    and autograd's own thread runs backwards (ATen, CublasHandlePool.cpp). TransformerEngine adds one workspace
+    and autograd's own thread runs backwards (ATen, CublasHandlePool.cpp). As in PyTorch, a value of
+    CUBLAS_WORKSPACE_CONFIG without any `:SIZE:COUNT` is ignored. TransformerEngine adds one workspace
     (`get_cublas_workspace_size_bytes`), and four workspaces for grouped GEMMs, one for each stream
     (`get_multi_stream_cublas_workspace`). Megatron's golden values confirm PyTorch's and TransformerEngine's sizes to
     0.1 MiB at pp 1: 4 + 64 MiB in sum on A100 and 32 + 64 MiB on H100. The test with `--tp-comm-overlap` holds 64 MiB
     more.
 
     Args:
-        job: gives the implementation of the layers, and whether grouped GEMMs run.
-        compute_capability: the major number: 8 for A100 and RTX 4090, 9 for H100, 10 for B200.
-        environment: variables of the worker; CUBLAS_WORKSPACE_CONFIG counts, which deterministic runs must set.
+        job: decides the libraries and their environment.
+        capability: the major number of the compute capability: 8 for A100 and RTX 4090, 9 for H100, 10 for B200.
 
     """
-    total = NUM_CUBLAS_THREADS * cublas_workspace_bytes(compute_capability, environment)
+    options, is_hopper = performance_options(job), capability >= _HOPPER
+    pools = re.findall(r":(\d+):(\d+)", job.cublas_workspace_config)
+    cublas = _LARGE_BYTES if is_hopper else _SMALL_CUBLAS_BYTES
+    total = NUM_CUBLAS_THREADS * (sum(int(size) * int(count) * _KIB for size, count in pools) if pools else cublas)
     if job.model.transformer_impl == "transformer_engine":
-        own = _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_TE_BYTES
-        grouped = bool(job.model.num_experts) and performance_options(job).moe_grouped_gemm
-        streams = NUM_OVERLAP_STREAMS if performance_options(job).tp_comm_overlap else 1
-        total += own * (streams + (NUM_GROUPED_GEMM_STREAMS if grouped else 0))
+        streams = NUM_OVERLAP_STREAMS if options.tp_comm_overlap else 1
+        streams += NUM_GROUPED_GEMM_STREAMS if job.model.num_experts and options.moe_grouped_gemm else 0
+        total += (_LARGE_BYTES if is_hopper else _SMALL_TE_BYTES) * streams
     return total
 
 
-def cublas_workspace_bytes(compute_capability: int, environment: Mapping[str, str]) -> int:
-    """Return the size of PyTorch's cuBLAS workspace: 8.1 MiB, 32 MiB from Hopper on, or as the environment sets it.
-
-    As in PyTorch, a value without any `:SIZE:COUNT` is ignored.
-    """
-    pools = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if pools:
-        return sum(int(size) * int(count) * _KIB for size, count in pools)
-    return _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_CUBLAS_BYTES
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
+class Figure(NamedTuple):
     """One number, and a text that names its origin."""
 
     value: float
     source: str
-    is_measured: bool = False
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.value) and self.value >= 0):
-            raise FactError(f"an overhead cannot be negative or unbounded, got {self.value} ({self.source})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,10 +113,6 @@ class Overhead:
     """NCCL communicators of all groups of the rank."""
     reserve: Figure
     """Bytes that the allocator reserves at its peak, divided by the bytes it has allocated; at least 1."""
-
-    def __post_init__(self) -> None:
-        if self.reserve.value < 1:
-            raise FactError(f"the allocator reserves at least what it allocates, got a ratio of {self.reserve.value}")
 
     @property
     def outside_bytes(self) -> int:
@@ -158,15 +138,12 @@ class Overhead:
 
     def notes(self) -> tuple[str, ...]:
         """Return the origin of every figure that is not 0, one sentence each."""
-        named = (
-            ("Workspaces inside the allocator", self.workspace, f"{self.workspace.value / MIB:.0f} MiB"),
-            ("Context", self.context, f"{self.context.value / MIB:.0f} MiB"),
-            ("Communicators", self.communicators, f"{self.communicators.value / MIB:.0f} MiB"),
-            ("The allocator's reserve", self.reserve, f"{self.reserve.value:g} x what it allocates"),
-        )
-        return tuple(
-            f"{name}: {text}, {figure.source}." for name, figure, text in named if figure.value not in (0.0, 1.0)
-        )
+        named = {"Workspaces inside the allocator": self.workspace, "Context": self.context}
+        named["Communicators"] = self.communicators
+        notes = [f"{name}: {one.value / MIB:.0f} MiB, {one.source}." for name, one in named.items() if one.value]
+        if self.reserve.value != 1:
+            notes.append(f"The allocator's reserve: {self.reserve.value:g} x what it allocates, {self.reserve.source}.")
+        return tuple(notes)
 
 
 def uncounted(job: Job) -> tuple[str, ...]:
@@ -215,12 +192,9 @@ def overhead_of(
     device_kind: str,
     device_name: str = "",
     capability: int | None = None,
-    measured_bytes: int | None = None,
-    apart: DeviceOverhead | None = None,
-    readings: Sequence[StageReading] = (),
-    environment: Mapping[str, str] | None = None,
+    measured: Measurements | None = None,
 ) -> Overhead:
-    """Return the bytes that a rank of this layout holds beside the model.
+    """Return the bytes that a rank of this layout holds beside the model; measured figures replace defaults.
 
     Args:
         job: decides the allocator's reserve and the workspaces.
@@ -228,64 +202,44 @@ def overhead_of(
         device_kind: `cuda` or `cpu`.
         device_name: name from the driver or the user; decides the workspaces.
         capability: major number of the compute capability; None = the number that belongs to the name.
-        measured_bytes: `Measurements.overhead_bytes`, the bytes of context and communicators together in the warm-up's
-            workers. None for machines that were not measured. On a GPU 0 counts as None, because a context is never 0.
-        apart: `Measurements.overhead`, the measured bytes of context and communicators as two figures. If given, each
-            communicator of the layout counts as the mean communicator of the warm-up.
-        readings: `Measurements.stages`; readings of this job give the allocator's ratio of reserved to allocated bytes.
-        environment: variables of the worker that set workspace sizes; None = those the job was read with.
+        measured: measurements of the machines; None = machines that were not measured.
 
     """
+    measured_bytes = measured.overhead_bytes if measured else None
     if device_kind == "cpu":
-        nothing = Figure(value=0, source=CPU_SOURCE)
-        outside = Figure(value=measured_bytes, source=MEASURED, is_measured=True) if measured_bytes else nothing
-        reserve = Figure(value=1.0, source="a host's allocator keeps no reserve")
+        nothing = Figure(0, "a host has no context, no communicators and no workspaces on a device")
+        outside = Figure(measured_bytes, MEASURED) if measured_bytes else nothing
+        reserve = Figure(1.0, "a host's allocator keeps no reserve")
         return Overhead(workspace=nothing, context=outside, communicators=nothing, reserve=reserve)
-    context, communicators = _outside(job, layout, measured_bytes, apart)
-    if environment is None:
-        environment = {"CUBLAS_WORKSPACE_CONFIG": job.cublas_workspace_config}
-    capability = capability or compute_capability(device_name)
-    known = device_name if capability else "a GPU of unknown type, taken as of capability 9"
-    return Overhead(
-        workspace=Figure(
-            value=workspace_bytes(job, compute_capability=capability or UNKNOWN_CAPABILITY, environment=environment),
-            source=f"default: the libraries' own constants for {known}",
-        ),
-        context=context,
-        communicators=communicators,
-        reserve=_reserve(job, readings),
-    )
-
-
-def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> Overhead:
-    """Return the overhead of a rank, with measured figures if there are any."""
-    device = measurements.cluster.hosts[0].devices[0]
-    return overhead_of(
-        job,
-        layout,
-        device_kind=device.kind,
-        device_name=device.name,
-        capability=capability_of_cluster(measurements.cluster),
-        measured_bytes=measurements.overhead_bytes,
-        apart=measurements.overhead,
-        readings=measurements.stages,
-    )
-
-
-def _outside(
-    job: Job, layout: Layout, measured_bytes: int | None, apart: DeviceOverhead | None
-) -> tuple[Figure, Figure]:
-    """Return the bytes of a rank's CUDA context and of its communicators; `overhead_of` explains the arguments."""
+    apart = measured.overhead if measured else None
     if apart is not None and apart.communicator_bytes:
         needed = num_communicators(job, layout)
         source = f"{needed} of them, each as large as the {apart.num_communicators} {MEASURED} were on average"
-        context = Figure(value=apart.alone_bytes, source=MEASURED, is_measured=True)
-        return context, Figure(value=needed * apart.communicator_bytes, source=source, is_measured=True)
-    if measured_bytes:
-        context = Figure(value=measured_bytes, source=f"{MEASURED}, communicators included", is_measured=True)
-        return context, Figure(value=0, source="part of the measured context", is_measured=True)
-    communicators = Figure(value=COMMUNICATOR_BYTES * num_group_kinds(layout), source=COMMUNICATOR_SOURCE)
-    return Figure(value=CONTEXT_BYTES, source=CONTEXT_SOURCE), communicators
+        context = Figure(apart.alone_bytes, MEASURED)
+        communicators = Figure(needed * apart.communicator_bytes, source)
+    elif measured_bytes:  # a GPU's context is never 0, so 0 bytes were not measured
+        context = Figure(measured_bytes, f"{MEASURED}, communicators included")
+        communicators = Figure(0, "part of the measured context")
+    else:
+        context = Figure(CONTEXT_BYTES, CONTEXT_SOURCE)
+        communicators = Figure(COMMUNICATOR_BYTES * num_group_kinds(layout), COMMUNICATOR_SOURCE)
+    capability = capability or compute_capability(device_name)
+    known = device_name if capability else "a GPU of unknown type, taken as of capability 9"
+    workspace = workspace_bytes(job, capability=capability or UNKNOWN_CAPABILITY)
+    return Overhead(
+        workspace=Figure(workspace, f"default: the libraries' own constants for {known}"),
+        context=context,
+        communicators=communicators,
+        reserve=_reserve(job, measured.stages if measured else ()),
+    )
+
+
+def measured_overhead(job: Job, layout: Layout, measured: Measurements) -> Overhead:
+    """Return the overhead of a rank on measured machines."""
+    device, capability = measured.cluster.hosts[0].devices[0], capability_of_cluster(measured.cluster)
+    return overhead_of(
+        job, layout, device_kind=device.kind, device_name=device.name, capability=capability, measured=measured
+    )
 
 
 def _reserve(job: Job, readings: Sequence[StageReading]) -> Figure:
@@ -300,11 +254,11 @@ def _reserve(job: Job, readings: Sequence[StageReading]) -> Figure:
     ]
     if ratios:
         value = round(min(max(*ratios, 1.0), MOST_RESERVE), 4)
-        return Figure(value=value, source=f"{MEASURED} in {len(ratios)} of its runs of stages", is_measured=True)
+        return Figure(value, f"{MEASURED} in {len(ratios)} of its runs of stages")
     usual = MOE_RESERVE if job.model.num_experts else DENSE_RESERVE
     if not has_expandable_segments(job):
-        return Figure(value=usual, source=RESERVE_SOURCE)
-    return Figure(value=round(1 + EXPANDABLE_SHARE * (usual - 1), 3), source=EXPANDABLE_SOURCE)
+        return Figure(usual, RESERVE_SOURCE)
+    return Figure(round(1 + EXPANDABLE_SHARE * (usual - 1), 3), EXPANDABLE_SOURCE)
 
 
 def has_expandable_segments(job: Job) -> bool:
@@ -400,24 +354,18 @@ class MeasuredStages:
 
         If a stage ran out of memory, its peak is at least the device's memory.
         """
-        known = self._readings.get(layout)
-        if not known:
-            return tuple(predicted)
-        cluster = self._cluster
-        device = cluster.hosts[0].devices[0].name
-        overhead = overhead_of(self._job, layout, device_kind=cluster.device_kind, device_name=device)
-        peaks = list(predicted)
+        peaks, known, cluster = list(predicted), self._readings.get(layout, {}), self._cluster
+        device = cluster.hosts[0].devices[0]
         for rank, reading in known.items():
             if reading.ran_out:
                 peaks[rank] = max(peaks[rank], cluster.memory_bytes)
             else:
                 # Measured bytes include workspaces, but `limit_bytes` reserves memory for workspaces separately.
+                overhead = overhead_of(self._job, layout, device_kind=device.kind, device_name=device.name)
                 peaks[rank] = max(reading.allocator_peak_bytes - int(overhead.workspace.value), 1)
         return tuple(peaks)
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """Return a sentence about the stages of a layout that were run, if any."""
-        ranks = sorted(self._readings.get(layout, {}))
-        if not ranks:
-            return ()
-        return (f"Peak memory of stage {', '.join(map(str, ranks))} was measured by running it, not predicted.",)
+        ranks = ", ".join(map(str, sorted(self._readings.get(layout, {}))))
+        return (f"Peak memory of stage {ranks} was measured by running it, not predicted.",) if ranks else ()

@@ -74,7 +74,7 @@ def test_every_stage_of_llama_7b(stage: int, allocated_mib: float, peak_mib: flo
     # The log is of Megatron core_r0.10.
     job, layout = replace(llama_7b(), megatron_version="0.10.0"), LLAMA_LAYOUT
     parts = peak_memory_bytes(job, layout)[stage]
-    workspaces = workspace_bytes(job, compute_capability=8, environment={})
+    workspaces = workspace_bytes(job, capability=8)
     moments = parts.optimizer * 8 // 12
 
     allocated = parts.static + workspaces

@@ -9,13 +9,14 @@ sizes. numpy then copies the sizes to the stages of all layouts. A single layout
 """
 
 # N = layouts, S = stages (pipeline ranks) of all layouts, layout by layout, C = chunks of all layouts. R = stages of
-# chosen layouts: one of each group of layouts whose stages hold equal states.
+# chosen layouts: one of each group of layouts whose stages hold equal states. V = chunks of one stage, M = passes of a
+# stage's chunks in schedule order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -23,37 +24,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost import Memo
-from pipette_launch.cost.layers import attention, ends, kinds
-from pipette_launch.cost.layers.block import Sizes, recompute_modules, residual_bytes
+from pipette_launch.cost.layers import ends, kinds, parameters
+from pipette_launch.cost.layers.attention import Attention, is_flash
+from pipette_launch.cost.layers.block import recompute_modules
 from pipette_launch.cost.layers.mlp import Experts
-from pipette_launch.cost.layers.parameters import (
-    buffered_parameters,
-    dummy_gradient_bytes,
-    end_parameters,
-    fp8_weight_bytes,
-    gradient_bytes_per_parameter,
-    held_gradients,
-    optimizer_bytes,
-    sharding_of,
-    stage_parameters,
-    weight_bytes,
-    whole_beside_shards,
-)
-from pipette_launch.cost.memory.live_activations import (
-    LAYER,
-    Stages,
-    beyond_first_chunk,
-    chunk_bytes,
-    input_bytes,
-    live_bytes,
-)
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Field, Ints, Layout, LayoutColumns
+from pipette_launch.facts.known_schedules import num_warmup, schedule_table
+from pipette_launch.facts.layout import Field, Ints, Layout, LayoutColumns, codes_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.text import bytes_text, plural
 
 Bytes = TypeVar("Bytes", int, NDArray[np.int64])
 
+_LAYER: tuple[Field, ...] = ("tp", "cp", "ep", "etp", "micro_batch_size", "sequence_parallel", "recompute")
+"""Fields of a layout that decide the bytes of a layer and of the model's ends."""
 _PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk", "chunks_after_mtp")
 """Fields of a layout that decide the number of parameters of a stage."""
 _SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
@@ -185,44 +169,8 @@ class MemoryColumns:
 
 
 def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
-    """Predict every pipeline rank's peak for one layout.
-
-    Raises:
-        LayoutError: the layout divides the layers or the batch unevenly.
-
-    """
+    """Predict every pipeline rank's peak; raises LayoutError if the layout divides layers or batch unevenly."""
     return peak_memory_columns(job, LayoutColumns.of([layout])).of(0)
-
-
-def kept_by_chunk(job: Job, layout: Layout) -> tuple[int, ...]:
-    """Count the bytes of activations that each chunk keeps for one micro-batch, in model order."""
-    columns = LayoutColumns.of([layout])
-    _, bytes_C = chunk_bytes(job, columns, _by_layer(job, columns))
-    return tuple(bytes_C.tolist())
-
-
-def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[MemoryParts, ...]:
-    """Predict each pipeline rank's peak in a V placement: two equal chunks a rank, both model ends on the first rank.
-
-    Args:
-        job: the training job.
-        layout: a layout with at least three pipeline ranks, so that under Megatron's placement some rank has no end of
-            the model.
-        live_bytes: activations of all live micro-batches on each rank.
-
-    Raises:
-        LayoutError: the layout divides the layers or the batch unevenly.
-
-    """
-    first, middle, *_, last = peak_memory_bytes(job, layout)
-    held = {
-        kind: getattr(first, kind) + getattr(last, kind) - getattr(middle, kind)
-        for kind in ("weights", "gradients", "optimizer", "dummy_gradients", "optimizer_step")
-    }
-    held |= {kind: max(getattr(first, kind), getattr(last, kind)) for kind in ("shared_buffer", "loading")}
-    held["embedding"] = first.embedding
-    ranks = ({**asdict(last), **held}, *(asdict(middle) for _ in live_bytes[1:]))
-    return tuple(MemoryParts(**{**parts, "activations": live}) for parts, live in zip(ranks, live_bytes, strict=True))
 
 
 def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
@@ -235,40 +183,126 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     if not len(layouts):
         nothing = np.zeros(0, dtype=np.int64)
         return MemoryColumns(starts_N=nothing, parts_S=PeakParts(**dict.fromkeys(_PARTS, nothing)))
-    stages = Stages.of(job, layouts)
-    layer = _by_layer(job, layouts)
-    none = np.zeros_like(layouts.pp)
+    stages, layer = _Stages(job, layouts), _by_layer(job, layouts)
     # Without virtual stages the last stage runs each backward directly after its forward.
     waiting = np.maximum(layer["backward"], layer["forward"])
     deferred = layer["deferred"] * ends.deferred_microbatches(job, stages.microbatches_N)
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
-    chunks = chunk_bytes(job, layouts, layer)
+    chunks, mask, has_pipeline = _chunk_bytes(job, layouts, layer), layer["mask"], layouts.pp > 1
     all_chunks_load = job.release < _ENDS_LOAD
-    beyond = none if all_chunks_load else beyond_first_chunk(stages, *chunks)
+    beyond = np.zeros_like(mask) if all_chunks_load else _beyond_first_chunk(stages, *chunks)
     parts = PeakParts(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         shared_buffer=stages.spread(layer["shared"], last=layer["shared_last"]),
         dummy_gradients=stages.spread(layer["dummies"], last=layer["dummies_last"]),
-        activations=live_bytes(stages, *chunks),
-        embedding=input_bytes(stages, layer, all_chunks_load=all_chunks_load),
+        activations=_live_bytes(stages, *chunks),
+        embedding=_input_bytes(stages, layer, all_chunks_load=all_chunks_load),
         recompute=stages.spread(_recompute(job, layouts, layer)),
         backward=stages.spread(waiting, last=np.where(layouts.vpp > 1, waiting, layer["backward"])),
-        mask=stages.spread(
-            none, first=np.maximum(layer["mask"] - beyond, 0), last=layer["mask"], prediction=layer["mask"]
-        ),
+        mask=stages.spread(0, first=np.maximum(mask - beyond, 0), last=mask, prediction=mask),
         loading=_loading(stages, layer, beyond, *chunks),
-        head=stages.spread(none, last=layer["head"]),
-        deferred=stages.spread(none, last=np.where(layouts.pp > 1, deferred, 0)),
+        head=stages.spread(0, last=layer["head"]),
+        deferred=stages.spread(0, last=np.where(has_pipeline, deferred, 0)),
         # Three tensors: the received tensor, the sent tensor, and the tensor sent before. torch holds a sent tensor
         # until NCCL's watchdog has seen the end of the send. NVIDIA's golden values with a pipeline have one or two
-        # such tensors, of 4 and of 64 MiB, beside the first two tensors.
-        buffers=stages.spread(np.where(layouts.pp > 1, 3 * layer["stream"], 0)),
+        # sent tensors, of 4 and of 64 MiB.
+        buffers=stages.spread(np.where(has_pipeline, 3 * layer["stream"], 0)),
         optimizer_step=optimizer_step,
         whole=stages.spread(_whole(layouts, layer)),
     )
     return MemoryColumns(starts_N=stages.starts_N, parts_S=parts)
+
+
+class _Stages:
+    """All stages of several layouts in one row; raises LayoutError if a layout divides the batch unevenly."""
+
+    def __init__(self, job: Job, layouts: LayoutColumns) -> None:
+        self.layouts = layouts
+        self.microbatches_N, rest = np.divmod(job.batch.global_batch_size, layouts.micro_batch_size * layouts.dp)
+        for row in np.flatnonzero(rest)[:1]:
+            layouts.layout(int(row)).num_microbatches(job.batch.global_batch_size)
+        self.starts_N: Ints = np.cumsum(layouts.pp) - layouts.pp
+        self.last_N: Ints = self.starts_N + layouts.pp - 1
+        self.row_S: Ints = np.repeat(np.arange(len(layouts)), layouts.pp)
+        """Layout of each stage."""
+        self.stage_S: Ints = np.arange(len(self.row_S)) - self.starts_N[self.row_S]
+
+    def spread(
+        self, size_N: Ints | int, *, first: Ints | None = None, last: Ints | None = None, prediction: Ints | None = None
+    ) -> Ints:
+        """Give all stages of a layout one size, except its first, last and multi-token prediction's stage.
+
+        If a layout has a single stage, the stage gets `last`.
+        """
+        pp = self.layouts.pp
+        size_S: Ints = np.repeat(size_N + 0 * pp, pp)
+        if prediction is not None:
+            size_S[self.last_N - self.layouts.chunks_after_mtp % pp] = prediction
+        if first is not None:
+            size_S[self.starts_N] = first
+        if last is not None:
+            size_S[self.last_N] = last
+        return size_S
+
+    def walked(self, some: Ints, sizes: Iterable[tuple[int, ...]]) -> Ints:
+        """Count the peak bytes of some stages by walking through their schedules, given the bytes of their chunks."""
+        layouts, row = self.layouts, self.row_S[some]
+        shapes = layouts.pp[row], layouts.vpp[row], layouts.microbatch_group_size[row]
+        columns = (*shapes, self.stage_S[some], self.microbatches_N[row])
+        rows = zip(*(column.tolist() for column in columns), sizes, strict=True)
+        return np.array([peak_live_bytes(*figures) for figures in rows], dtype=np.int64)
+
+
+def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
+    """Return a column of N values for each figure that depends only on the fields `_LAYER`."""
+    groups = layouts.groups(*_LAYER)
+    known = _LAYERS.get(job, Memo)
+    figures = [
+        known.get(attrgetter(*_LAYER)(layout), partial(_layer_figures, job, layout))
+        for layout in map(layouts.layout, groups.first_U.tolist())
+    ]
+    table = np.array([list(each.values()) for each in figures], dtype=np.int64)
+    return dict(zip(figures[0], table.T[:, groups.group_N], strict=True))
+
+
+def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
+    """Return the bytes of one layer and of the model's ends."""
+    own, modules = sorted({*job.model.layer_kinds}), recompute_modules(layout)
+    units = [kinds.kind_activations(job, layout, kind) for kind in own]
+    away = [kinds.offloaded(job, layout, kind) for kind in own]
+    kept: dict[str, int] = {kind: kinds.kept_bytes(job, layout, kind) for kind in own}
+    whole = parameters.whole_beside_shards(job, layout, parameters.gradient_bytes_per_parameter(job))
+    # Recompute of layers, or of the attention core alone, keeps all arguments for every live micro-batch, also the mask
+    # (megatron-core, tensor_parallel/random.py, CheckpointFunction.forward).
+    keeps_mask = layout.recompute.granularity == "full" or "core_attn" in modules
+    mask = ends.attention_mask_bytes(job, layout)
+    return {
+        **kept,
+        "largest": max(kept.values()),
+        "stream": Attention(job.model, layout).stream_bytes(job),
+        "prediction": kinds.prediction_bytes(job, layout),
+        "recomputed": max(unit.recomputed(modules) for unit in units),
+        "unit": max(unit.total for unit in units),
+        "forward": max(each.in_forward for each in away),
+        "backward": max(kinds.backward_bytes(job, layout, kind) for kind in own),
+        "embedding": ends.embedding_bytes(job, layout),
+        "mask": 0 if keeps_mask else mask,
+        "kept_mask": mask if keeps_mask else 0,
+        "loaded": ends.loaded_mask_bytes(job, layout),
+        "head": ends.head_bytes(job, layout) + max(each.left for each in away),
+        "deferred": ends.deferred_bytes(job, layout),
+        "shared_last": shared_buffer_bytes(job, layout, has_head=True),
+        "shared": shared_buffer_bytes(job, layout, has_head=False),
+        "dummies_last": parameters.dummy_gradient_bytes(job, layout, has_head=True),
+        "dummies": parameters.dummy_gradient_bytes(job, layout, has_head=False),
+        "whole": whole.weights + whole.gradients,
+        "whole_gradients": whole.layer_gradients,
+        "whole_weights": whole.layer_weights,
+        "waiting": whole.waiting,
+        "waiting_at_end": whole.waiting_at_end,
+    }
 
 
 def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
@@ -278,91 +312,13 @@ def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     only the head is such a layer. The all-gather dispatcher stores gathered tokens, and local attention stores scores.
     `has_head` is True for the last pipeline rank.
     """
-    has_linear = job.model.transformer_impl == "local" or has_head
-    gathers = layout.sequence_parallel and layout.tp > 1 and has_linear
-    gathered = residual_bytes(job.model, layout) * layout.tp if gathers else 0
-    return max(
-        gathered,
-        Experts(job.model, layout).gather_buffer_bytes(job),
-        attention.Attention(job.model, layout).scores_buffer_bytes(),
-    )
+    block = Attention(job.model, layout)
+    gathers = layout.sequence_parallel and layout.tp > 1 and (job.model.transformer_impl == "local" or has_head)
+    gathered = block.residual_bytes * layout.tp if gathers else 0
+    return max(gathered, Experts(job.model, layout).gather_buffer_bytes(job), block.scores_buffer_bytes())
 
 
-def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
-    """Return a column of N values for each figure that depends only on the fields `LAYER`."""
-    groups = layouts.groups(*LAYER)
-    known = _LAYERS.get(job, Memo)
-    figures = [
-        known.get(attrgetter(*LAYER)(layout), partial(_layer_figures, job, layout))
-        for layout in map(layouts.layout, groups.first_U.tolist())
-    ]
-    table = np.array([list(each.values()) for each in figures], dtype=np.int64)
-    return dict(zip(figures[0], table.T[:, groups.group_N], strict=True))
-
-
-def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
-    """Return the bytes of one layer and of the model's ends."""
-    own = sorted({*job.model.layer_kinds})
-    units = [kinds.kind_activations(job, layout, kind) for kind in own]
-    modules = recompute_modules(layout)
-    keeps_mask = layout.recompute.granularity == "full" or "core_attn" in modules
-    mask = ends.attention_mask_bytes(job, layout)
-    away = [kinds.offloaded(job, layout, kind) for kind in own]
-    kept: dict[str, int] = {kind: kinds.kept_bytes(job, layout, kind) for kind in own}
-    whole = whole_beside_shards(job, layout, gradient_bytes_per_parameter(job))
-    return {
-        **kept,
-        "largest": max(kept.values()),
-        "stream": Sizes(job.model, layout).stream_bytes(job),
-        "prediction": kinds.prediction_bytes(job, layout),
-        "recomputed": max(unit.recomputed(modules) for unit in units),
-        "unit": max(unit.total for unit in units),
-        "forward": max(each.in_forward for each in away),
-        "backward": max(kinds.backward_bytes(job, layout, kind) for kind in own),
-        "embedding": ends.embedding_bytes(job, layout),
-        # Recompute of layers, or of the attention core alone, keeps all arguments for every live micro-batch. The mask
-        # is such an argument (megatron-core, tensor_parallel/random.py, CheckpointFunction.forward).
-        "mask": 0 if keeps_mask else mask,
-        "kept_mask": mask if keeps_mask else 0,
-        "loaded": ends.loaded_mask_bytes(job, layout),
-        "head": ends.head_bytes(job, layout) + max(each.left for each in away),
-        "deferred": ends.deferred_bytes(job, layout),
-        "shared_last": shared_buffer_bytes(job, layout, has_head=True),
-        "shared": shared_buffer_bytes(job, layout, has_head=False),
-        "dummies_last": dummy_gradient_bytes(job, layout, has_head=True),
-        "dummies": dummy_gradient_bytes(job, layout, has_head=False),
-        "whole": whole.weights + whole.gradients,
-        "whole_gradients": whole.layer_gradients,
-        "whole_weights": whole.layer_weights,
-        "waiting": whole.waiting,
-        "waiting_at_end": whole.waiting_at_end,
-    }
-
-
-def _loading(stages: Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count the bytes for loading a mask, minus the bytes of the next forward pass and minus `beyond_first_chunk`."""
-    layouts = stages.layouts
-    last = chunk_N + layouts.pp * layouts.vpp - 1
-    begun, predicting, ended = (
-        np.maximum(layer["loaded"] - layer["kept_mask"] - bytes_C[chunk], 0)
-        for chunk in (chunk_N, last - layouts.chunks_after_mtp, last)
-    )
-    first = np.maximum(begun - layer["embedding"] - beyond, 0)
-    # A single stage also keeps the token ids, so it counts as a first stage.
-    last = np.where(layouts.pp == 1, first, ended)
-    return stages.spread(np.zeros_like(first), first=first, last=last, prediction=predicting)
-
-
-def _stage_counts(job: Job, layout: Layout) -> Ints:
-    """Count each stage's dense and expert parameters, bytes of FP8 copies, and parameters outside its layers."""
-    counts, copies = stage_parameters(job.model, layout), fp8_weight_bytes(job, layout)
-    rows = np.array([(each.dense, each.expert, copy, 0) for each, copy in zip(counts, copies, strict=True)])
-    # A single stage has embedding and head; `np.add.at` adds both to the same row.
-    np.add.at(rows[:, -1], [0, -1], end_parameters(job.model, layout))
-    return rows.astype(np.int64)
-
-
-def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...]:
+def _states(job: Job, layouts: LayoutColumns, stages: _Stages) -> tuple[Ints, ...]:
     """Return columns of S: weights, gradients, optimizer states and the optimizer step's temporaries."""
     groups = layouts.groups(*_PARAMETERS, *_SHARDS)
     chosen = layouts.take(groups.first_U)
@@ -373,20 +329,27 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...
         for layout in map(chosen.layout, cut.first_U.tolist())
     ]
     starts = np.cumsum([0, *map(len, counts)])[cut.group_N]
-    table = np.concatenate(counts)
     row_R = np.repeat(np.arange(len(chosen)), chosen.pp)
     firsts = np.cumsum(chosen.pp) - chosen.pp
-    dense, expert, copies, outside = table[starts[row_R] + np.arange(len(row_R)) - firsts[row_R]].T
-    each = chosen.take(row_R)
-    sharding = sharding_of(job)
-    gradients = held_gradients if sharding and sharding.gradients else buffered_parameters
+    dense, expert, copies, outside = np.concatenate(counts)[starts[row_R] + np.arange(len(row_R)) - firsts[row_R]].T
+    each, sharding = chosen.take(row_R), parameters.sharding_of(job)
+    held = parameters.held_gradients if sharding and sharding.gradients else parameters.buffered_parameters
     figures = (
-        weight_bytes(job, dense, expert, outside, each) + copies,
-        gradients(job, dense, expert, each) * gradient_bytes_per_parameter(job),
-        *optimizer_bytes(job, dense, expert, each),
+        parameters.weight_bytes(job, dense, expert, outside, each) + copies,
+        held(job, dense, expert, each) * parameters.gradient_bytes_per_parameter(job),
+        *parameters.optimizer_bytes(job, dense, expert, each),
     )
     place_S = np.repeat(firsts[groups.group_N], layouts.pp) + stages.stage_S
     return tuple(figure[place_S] for figure in figures)
+
+
+def _stage_counts(job: Job, layout: Layout) -> Ints:
+    """Count each stage's dense and expert parameters, bytes of FP8 copies, and parameters outside its layers."""
+    stages, copies = parameters.stage_parameters(job.model, layout), parameters.fp8_weight_bytes(job, layout)
+    rows = np.array([(each.dense, each.expert, copy, 0) for each, copy in zip(stages, copies, strict=True)])
+    # A single stage has embedding and head; `np.add.at` adds both to the same row.
+    np.add.at(rows[:, -1], [0, -1], parameters.end_parameters(job.model, layout))
+    return rows.astype(np.int64)
 
 
 def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
@@ -409,13 +372,216 @@ def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints
     """
     even = job.model.num_layers // (layouts.pp * layouts.vpp)
     sizes = np.array([[max(cut, default=0), min(filter(None, cut), default=0)] for cut in layouts.cuts])
-    largest, smallest = sizes[layouts.layers_per_chunk].T
-    largest, smallest = np.where(largest > 0, largest, even), np.where(smallest > 0, smallest, even)
-    flags = [(each.method == "uniform", each.method == "block", each.num_layers) for each in layouts.recomputes]
-    is_uniform, is_block, size = np.array(flags, dtype=np.int64)[layouts.recompute].T
+    largest, smallest = (np.where(size > 0, size, even) for size in sizes[layouts.layers_per_chunk].T)
+    is_uniform, is_block, is_selective, size = _recompute_fields(layouts)
     units = np.where(is_uniform, np.minimum(size, largest), is_block * (size >= smallest))
-    is_selective = np.array([each.granularity == "selective" for each in layouts.recomputes])[layouts.recompute]
     return np.asarray(units * layer["unit"] + is_selective * layer["recomputed"], dtype=np.int64)
+
+
+def _recompute_fields(layouts: LayoutColumns) -> Ints:
+    """Return 4 columns of N: method `uniform`, method `block`, selective recompute, and number of layers."""
+    fields_of = [
+        (each.method == "uniform", each.method == "block", each.granularity == "selective", each.num_layers)
+        for each in layouts.recomputes
+    ]
+    return np.asarray(np.array(fields_of, dtype=np.int64)[layouts.recompute].T)
+
+
+def _chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tuple[Ints, Ints]:
+    """Return the index of each layout's first chunk (N), and the bytes that each chunk's layers keep (C).
+
+    The bytes are for one micro-batch. The other chunks of a layout follow its first chunk in model order. Layouts with
+    equal figures share their chunks. Full recompute keeps only the input of each unit. With method `uniform` a unit is
+    k layers. With method `block` each of a chunk's first k layers is a unit, and the chunk's other layers keep all
+    activations.
+    """
+    groups = layouts.groups(*_LAYER, "pp", "vpp", "layers_per_chunk", "chunks_after_mtp")
+    layouts, layer = layouts.take(groups.first_U), {name: each[groups.first_U] for name, each in layer.items()}
+    counts = layouts.pp * layouts.vpp
+    starts, rows = np.cumsum(counts) - counts, np.repeat(np.arange(len(layouts)), counts)
+    layers = (job.model.num_layers // np.maximum(counts, 1))[rows]
+    for index, cut in enumerate(layouts.cuts):
+        mine = np.flatnonzero(layouts.layers_per_chunk == index)
+        # `chunk_layers` raises LayoutError for a division of layers that is not allowed, or for the first uneven
+        # division.
+        for row in mine[:1] if cut else mine[job.model.num_layers % counts[mine] != 0][:1]:
+            layouts.layout(int(row)).chunk_layers(job.model.num_layers)
+        if cut:
+            layers[np.isin(rows, mine)] = np.tile(np.array(cut, dtype=np.int64), len(mine))
+    # Number of layers before each chunk in the chunk's own layout.
+    before = np.cumsum(layers) - layers
+    before -= before[starts][rows]
+    is_uniform, is_block, _, size = _recompute_fields(layouts)[:, rows]
+    first = np.minimum(np.maximum(size, 1), layers)
+    again = np.where(is_uniform, layers, np.where(is_block, first, 0))
+    inputs = np.where(is_uniform, -(-layers // np.maximum(size, 1)), np.where(is_block, first, 0))
+    size_C = inputs * layer["stream"][rows]
+    kind_of_layer = np.array(job.model.layer_kinds)
+    for kind in set(job.model.layer_kinds):
+        ahead = np.concatenate(([0], np.cumsum(kind_of_layer == kind, dtype=np.int64)))
+        size_C += (ahead[before + layers] - ahead[before + again]) * layer[kind][rows]
+    size_C[starts + counts - 1 - layouts.chunks_after_mtp] += layer["prediction"]
+    return starts[groups.group_N], size_C
+
+
+def kept_by_chunk(job: Job, layout: Layout) -> tuple[int, ...]:
+    """Count the bytes of activations that each chunk keeps for one micro-batch, in model order."""
+    columns = LayoutColumns.of([layout])
+    return tuple(_chunk_bytes(job, columns, _by_layer(job, columns))[1].tolist())
+
+
+def _live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microbatches: Ints) -> Ints:
+    """Count the most forward passes of a stage's chunks whose backward has not run; group size 0 means `pp`.
+
+    1F1B has min(m, p - r) of m micro-batches on rank r of p (Narayanan et al. 2021, section 2.2). The interleaved
+    schedule has the passes of the warm-up and one more pass, but at most all passes (megatron-core,
+    pipeline_parallel/schedules.py:762-786 of core_v0.16.1).
+    """
+    ahead = num_warmup(pp, vpp, np.where(group_size > 0, group_size, pp), stage)
+    one_chunk = np.minimum(num_microbatches, pp - stage)
+    return np.asarray(np.where(vpp > 1, np.minimum(ahead + 1, num_microbatches * vpp), one_chunk))
+
+
+def _have_equal_chunks(pp: Ints, vpp: Ints, first: Ints, bytes_C: Ints) -> NDArray[np.bool_]:
+    """Return True for stages whose chunks all keep the same bytes; `first` = index of each stage's first chunk."""
+    equal = np.ones(len(first), dtype=bool)
+    for turn in range(1, int(vpp.max(initial=1))):
+        some = np.flatnonzero(equal & (vpp > turn))
+        equal[some] = bytes_C[first[some] + turn * pp[some]] == bytes_C[first[some]]
+    return equal
+
+
+def _live_bytes(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
+    """Count the bytes of all live micro-batches on each stage; `chunk_N` and `bytes_C` come from `_chunk_bytes`."""
+    layouts, row = stages.layouts, stages.row_S
+    pp, vpp = layouts.pp[row], layouts.vpp[row]
+    own = chunk_N[row] + stages.stage_S
+    group_size, microbatches = layouts.microbatch_group_size[row], stages.microbatches_N[row]
+    kept: Ints = _live_passes(pp, vpp, group_size, stages.stage_S, microbatches) * bytes_C[own]
+    uneven = np.flatnonzero(~_have_equal_chunks(pp, vpp, own, bytes_C))
+    if len(uneven):
+        all_bytes, first = bytes_C.tolist(), own[uneven].tolist()
+        shapes = zip(first, pp[uneven].tolist(), vpp[uneven].tolist(), strict=True)
+        kept[uneven] = stages.walked(
+            uneven, [tuple(all_bytes[at : at + ranks * chunks : ranks]) for at, ranks, chunks in shapes]
+        )
+    return kept
+
+
+def _beyond_first_chunk(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
+    """Count the bytes by which a first stage's peak in a later chunk exceeds its peak in its first chunk (N).
+
+    With few micro-batches all forwards of the first chunk run early in the warm-up of an interleaved schedule, when
+    less memory is in use. The difference is counted only if all chunks keep the same bytes, else 0.
+    """
+    layouts, microbatches = stages.layouts, stages.microbatches_N
+    pp, vpp = layouts.pp, layouts.vpp
+    size = np.where(layouts.microbatch_group_size > 0, layouts.microbatch_group_size, pp)
+    most = _live_passes(pp, vpp, size, 0 * pp, microbatches)
+    before_last_group = (-(-microbatches // size) - 1) * size
+    # Passes that have run when the first chunk has run its last micro-batch.
+    own_last = before_last_group * vpp + microbatches - before_last_group
+    equal = (vpp > 1) & _have_equal_chunks(pp, vpp, chunk_N, bytes_C)
+    return np.where(equal, np.maximum(most - own_last, 0) * bytes_C[chunk_N], 0)
+
+
+@lru_cache(maxsize=1 << 16)
+def peak_live_bytes(
+    pp: int, vpp: int, group_size: int, stage: int, num_microbatches: int, chunk_bytes_V: tuple[int, ...]
+) -> int:
+    """Count the most bytes that a stage's chunks hold for micro-batches whose backward has not run.
+
+    A chunk runs `group_size` micro-batches in a row (0 means `pp`), and keeps `chunk_bytes_V` for each micro-batch.
+    """
+    if vpp == 1:
+        return min(num_microbatches, pp - stage) * chunk_bytes_V[0]
+    group_size = group_size or pp
+    ahead = num_warmup(pp, vpp, group_size, stage)
+    # Whole groups in the middle are left out, because after the warm-up all groups reach the same peak.
+    groups, rest = divmod(num_microbatches, group_size)
+    repeating = min(groups, -(-ahead // (vpp * group_size)) + 2) * group_size + rest
+    chunks_M = _chunk_order(vpp, repeating, group_size)
+    weights_V = np.array(chunk_bytes_V, dtype=np.int64)
+    forward = np.cumsum(weights_V[chunks_M])
+    backward = np.concatenate(([0], np.cumsum(weights_V[vpp - 1 - chunks_M])))
+    done = np.maximum(np.arange(len(forward)) - ahead, 0)
+    return int((forward - backward[done]).max())
+
+
+@lru_cache(maxsize=1024)
+def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> Ints:
+    return np.array([chunk for _, chunk in schedule_table(vpp, num_microbatches, group_size)], dtype=np.int64)
+
+
+def _input_bytes(stages: _Stages, layer: dict[str, Ints], *, all_chunks_load: bool) -> Ints:
+    """Count bytes of the model's inputs, for all live micro-batches of the chunks that load them.
+
+    The first rank keeps token ids and the embedding's dropout mask. Recompute keeps the attention mask, because it
+    keeps all arguments of its layers. The mask exists in the first chunk, in the last chunk, and in the chunk of
+    multi-token prediction. If `all_chunks_load`, as in releases before core_v0.15, the mask exists in all chunks of the
+    first and of the last rank.
+    """
+    layouts, mask = stages.layouts, layer["kept_mask"]
+    zero, last_chunk = np.zeros_like(layouts.pp), layouts.vpp - 1
+    prediction = layouts.pp * layouts.vpp - 1 - layouts.chunks_after_mtp
+    kept = np.zeros(len(stages.row_S), dtype=np.int64)
+    kept[stages.starts_N] = layer["embedding"] * _chunk_live(stages, stages.starts_N, zero)
+    loaders = (
+        (stages.starts_N, zero - all_chunks_load, layouts.pp > 0),
+        (stages.last_N, zero - 1 if all_chunks_load else last_chunk, layouts.pp > 1),
+        (stages.starts_N + prediction % layouts.pp, prediction // layouts.pp, layouts.chunks_after_mtp > 0),
+    )
+    for place_N, chunk_N, loads_N in loaders:
+        rows = np.flatnonzero(loads_N & (mask > 0))
+        kept[place_N[rows]] += mask[rows] * _chunk_live(stages, place_N[rows], chunk_N[rows])
+    return kept
+
+
+def _chunk_live(stages: _Stages, some: Ints, chunk: Ints) -> Ints:
+    """Count the most micro-batches that some stages hold at once, of chunk number `chunk`, or of all chunks if -1."""
+    layouts, rows = stages.layouts, stages.row_S[some]
+    shape = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
+    codes = codes_of((*shape, stages.stage_S[some], chunk + 1))
+    _, first, group = np.unique(codes, return_index=True, return_inverse=True)
+    turns = zip(layouts.vpp[rows][first].tolist(), chunk[first].tolist(), strict=True)
+    sizes = [tuple(int(own in (turn, -1)) for turn in range(vpp)) for vpp, own in turns]
+    return stages.walked(some[first], sizes)[group.reshape(-1)]
+
+
+def _loading(stages: _Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Ints, bytes_C: Ints) -> Ints:
+    """Count the bytes for loading a mask, minus the bytes of the next forward pass and minus `_beyond_first_chunk`."""
+    layouts = stages.layouts
+    last = chunk_N + layouts.pp * layouts.vpp - 1
+    begun, predicting, ended = (
+        np.maximum(layer["loaded"] - layer["kept_mask"] - bytes_C[chunk], 0)
+        for chunk in (chunk_N, last - layouts.chunks_after_mtp, last)
+    )
+    first = np.maximum(begun - layer["embedding"] - beyond, 0)
+    # A single stage also keeps the token ids, so it counts as a first stage.
+    return stages.spread(0, first=first, last=np.where(layouts.pp == 1, first, ended), prediction=predicting)
+
+
+def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[MemoryParts, ...]:
+    """Predict each pipeline rank's peak in a V placement: two equal chunks a rank, both model ends on the first rank.
+
+    Args:
+        job: the training job.
+        layout: a layout with at least three pipeline ranks, so that under Megatron's placement some rank has no end of
+            the model.
+        live_bytes: activations of all live micro-batches on each rank.
+
+    Raises:
+        LayoutError: the layout divides the layers or the batch unevenly.
+
+    """
+    first, middle, *_, last = peak_memory_bytes(job, layout)
+    held = {
+        kind: getattr(first, kind) + getattr(last, kind) - getattr(middle, kind)
+        for kind in ("weights", "gradients", "optimizer", "dummy_gradients", "optimizer_step")
+    }
+    held |= {kind: max(getattr(first, kind), getattr(last, kind)) for kind in ("shared_buffer", "loading")}
+    ranks = ({**asdict(last), **held, "embedding": first.embedding}, *(asdict(middle) for _ in live_bytes[1:]))
+    return tuple(MemoryParts(**{**parts, "activations": live}) for parts, live in zip(ranks, live_bytes, strict=True))
 
 
 def without_mask(job: Job) -> Job | None:
@@ -426,8 +592,7 @@ def without_mask(job: Job) -> Job | None:
     documents (TE v2.8, dot_product_attention/utils.py, get_full_mask; megatron/core fusions/fused_softmax.py of
     core_v0.16.1). No plan adds the flag against the mask, because attention of a user's script may read the mask.
     """
-    reads = attention.is_local(job.model) or job.model.attention_backend == "unfused"
-    if not ends.attention_mask_bytes(job, job.own) or (reads and _RESET in job.performance_flags):
+    if not ends.attention_mask_bytes(job, job.own) or (not is_flash(job.model) and _RESET in job.performance_flags):
         return None
     return _with_no_mask(job)
 

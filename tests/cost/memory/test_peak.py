@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from pipette_launch.cost.layers.kinds import kind_parameters
 from pipette_launch.cost.layers.parameters import dummy_gradient_bytes, fp8_weight_bytes, stage_parameters
-from pipette_launch.cost.memory.live_activations import peak_live_bytes
 from pipette_launch.cost.memory.peak import (
     NO_MASK,
     MemoryParts,
     folded_peaks,
     kept_by_chunk,
     mask_notes,
+    peak_live_bytes,
     peak_memory_bytes,
     peak_memory_columns,
     shared_buffer_bytes,

@@ -295,7 +295,7 @@ def peak_live_bytes(
     """Return the most bytes that each rank's stages hold for micro-batches whose backward is not done.
 
     Only the order of passes matters: F takes its stage's bytes, B frees these bytes, and I frees all but the bytes that
-    W needs. For schedules of stock Megatron the result equals `cost.memory.live_activations.peak_live_bytes` on every
+    W needs. For schedules of stock Megatron the result equals `cost.memory.peak.peak_live_bytes` on every
     rank.
 
     Args:

@@ -16,7 +16,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from schedule_words import peak_live, splits_backward
 
-from pipette_launch.cost.memory import live_activations as closed_form
+from pipette_launch.cost.memory import peak as closed_form
 from pipette_launch.cost.pipeline import engine
 from pipette_launch.cost.pipeline.engine import Engine, StageTimes, critical_counts, simulate
 from pipette_launch.cost.pipeline.extra import SCHEDULES, StreamEngine, named_schedule, peak_live_bytes
@@ -156,7 +156,7 @@ def test_times_of_another_pipeline_are_refused() -> None:
 def test_stock_schedules_hold_what_the_closed_form_says(
     pp: int, vpp: int, rounds: int, extra: int, rng: random.Random
 ) -> None:
-    """Each rank's peak equals `cost.memory.live_activations.peak_live_bytes`, for all sizes of chunks."""
+    """Each rank's peak equals `cost.memory.peak.peak_live_bytes`, for all sizes of chunks."""
     group = pp + extra
     layout = Layout(pp=pp, vpp=vpp if pp > 1 else 1, microbatch_group_size=group if vpp > 1 and pp > 1 else 0)
     sizes = tuple(rng.randint(0, 9) for _ in range(layout.num_chunks))

@@ -21,8 +21,7 @@ from pipette_launch.facts import Samples
 from pipette_launch.facts.measurements import CollectiveKind
 from pipette_launch.facts.messages import Dimension
 from pipette_launch.probe.instruments import QueuedCalls, await_device
-from pipette_launch.probe.links.pairs import slowest_of_all
-from pipette_launch.probe.lockstep import Budget, Lockstep
+from pipette_launch.probe.lockstep import Budget, Clock, Lockstep
 from pipette_launch.probe.messages import GroupSamples, WarmupOrder, WorkerResult
 
 COLLECTIVES_SHARE = 0.9  # After this share of the budget no further dimension (set of equal groups) begins
@@ -193,6 +192,15 @@ class _Timer:
         affordable = int(known_bytes * allowed_s / samples.median_s)
         reach = min(most_bytes, affordable, REACH_LIMIT_BYTES[self._options.device_kind])
         return reach if reach >= REACH_LEAST * known_bytes else 0
+
+
+def slowest_of_all(seconds: float, device_kind: str, timeout_s: float, clock: Clock = time.perf_counter) -> float:
+    """Return the largest of all ranks' numbers, by a one-element all-reduce; on a GPU, TimeoutError at the deadline."""
+    largest = torch.tensor([seconds], dtype=torch.float64, device=device_kind)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    if device_kind == "cuda":
+        await_device(timeout_s, clock)
+    return float(largest)
 
 
 def _action(kind: CollectiveKind, elements: int, size: int, *, group: dist.ProcessGroup, device: str) -> Call:

@@ -24,10 +24,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from typing import TypeAlias
 
 import numpy as np
@@ -47,21 +47,18 @@ from pipette_launch.probe.messages import MIN_SIZES, TINY_BYTES, LinkSamples, Wa
 Group: TypeAlias = tuple[Pair, ...]
 """Pairs of slots that are measured together: all rails of a pair of hosts, or one pair of devices in the same host."""
 FIRST_BYTES = 64 << 10  # Larger messages are sent only after a message of this size was timed
-EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20
-"""A value on a GPU is the mean of 8 exchanges in a row, or of fewer exchanges if 8 would exceed 1 MiB."""
+EXCHANGES, EXCHANGED_BYTES = 8, 1 << 20  # Most exchanges, and most bytes of several exchanges, in a value on a GPU
 LEAD_S = 2e-3  # Time before each value on a GPU, in which the device is kept busy while the host queues the exchanges
 GROWTH = 16  # A size is sent only after a size at least 1/16 as large was timed
 TINY_REPEATS = 4  # Factor by which tiny messages are repeated more often, because their times scatter most
 WARM_BYTES = 256 << 10
 MAX_WARMUPS = 4
-MIN_VALUES = 3
-MAX_VALUES = 24
+MIN_VALUES, MAX_VALUES = 3, 24
 TARGET_SPREAD = 0.04
-"""Values with a smaller relative spread are not repeated: even if three of five are disturbed, the result is at most 9
-% too slow."""
+"""Values with a smaller relative spread are not repeated: even if three of five values are disturbed, the result is at
+most 9 % too slow."""
 PARTNER_SHARE = 0.8
-"""Share of the deadline within which a rank's partner must answer, so that the rank that can name the silent partner
-fails first."""
+"""Share of the deadline in which a partner must answer. A rank that can name the silent partner then fails first."""
 LINKS_SHARE = 0.7  # Links may be timed until this share of the budget is spent; the rest is for collectives
 MAX_DECISIONS = 32  # Most checks by rank 0 whether time is left; each check is a store access of every rank
 LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
@@ -81,25 +78,18 @@ def num_exchanges(size_bytes: int) -> int:
     return max(1, min(EXCHANGES, EXCHANGED_BYTES // size_bytes))
 
 
-def in_passes(counts: Sequence[int]) -> Iterator[int]:
-    """Yield the index of each size `counts` times: in passes over all sizes, the largest first.
-
-    With passes, a disturbance of a second affects a value or two of every size, not all values of one size.
-    """
-    regular = counts[1:] if any(counts[1:]) else counts
-    passes = max(regular, default=0)
-    for turn in range(passes):
-        for index in reversed(range(len(counts))):
-            for _ in range(counts[index] * (turn + 1) // passes - counts[index] * turn // passes):
-                yield index
-
-
 def sending_order(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the order of `in_passes` as (size, count), with only the tiny messages in a row."""
+    """Return (index of a size, messages in a row) in passes over all sizes, the largest first.
+
+    With passes, a disturbance of a second affects one or two values of every size, instead of all values of one size.
+    Only tiny messages (index 0) follow each other in a row.
+    """
+    passes = max(counts[1:], default=0) or 1
     found: list[tuple[int, int]] = []
-    for index, run in groupby(in_passes(counts)):
-        count = len(list(run))
-        found += [(index, count)] if index == 0 else [(index, 1)] * count
+    for turn in range(passes):
+        for index, wanted in reversed([*enumerate(counts)]):
+            count = wanted * (turn + 1) // passes - wanted * turn // passes
+            found += [(index, 1)] * count if index or not count else [(index, count)]
     return found
 
 
@@ -129,27 +119,18 @@ def condensed(samples: Samples) -> Samples:
     medians was up to half larger, and the fastest value is too fast if a queue was empty. Three values are kept
     because, with 64 hosts of 8 devices, all values of all links would be 50 MB of text on rank 0.
     """
-    values = samples.values_s
-    quartile = statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
+    quartile = float(np.quantile(samples.values_s, 0.25))
     away = quartile * samples.spread
-
-    def rounded(seconds: float) -> float:
-        return float(f"{seconds:.6g}")
-
-    return Samples(
-        values_s=tuple(map(rounded, (max(quartile - away, 0.0), quartile, quartile + away))),
-        warmup_s=tuple(map(rounded, samples.warmup_s[-1:])),
-    )
+    kept = (max(quartile - away, 0.0), quartile, quartile + away), samples.warmup_s[-1:]
+    values_s, warmup_s = (tuple(float(f"{seconds:.6g}") for seconds in one) for one in kept)
+    return Samples(values_s=values_s, warmup_s=warmup_s)
 
 
 def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
     """Subtract the acknowledgement from each round trip: half of the tiny message's round trip, the first entry."""
     back_s = round_trips[0].median_s / 2
     return tuple(
-        Samples(
-            values_s=tuple(max(value - back_s, min(value, back_s)) for value in samples.values_s),
-            warmup_s=samples.warmup_s,
-        )
+        replace(samples, values_s=tuple(max(value - back_s, min(value, back_s)) for value in samples.values_s))
         for samples in round_trips
     )
 
@@ -199,16 +180,15 @@ class Tally:
 
     def samples(self, *, own: bool = False) -> tuple[tuple[int, ...], tuple[Samples, ...]]:
         """Return sizes and times, until all rails had finished; with `own`, the times of this rail alone."""
-        values_s = self.own_s if own else self.values_s
-        kept = [index for index, values in enumerate(values_s) if values]
-        samples = tuple(
-            Samples(
-                values_s=tuple(undisturbed(values_s[i]) if self.sizes[i] == TINY_BYTES else values_s[i]),
-                warmup_s=tuple(self.warm_s[i]),
+        timed = zip(self.sizes, self.own_s if own else self.values_s, self.warm_s, strict=True)
+        kept = {
+            size: Samples(
+                values_s=tuple(undisturbed(values_s) if size == TINY_BYTES else values_s), warmup_s=tuple(warm_s)
             )
-            for i in kept
-        )
-        return tuple(self.sizes[index] for index in kept), samples
+            for size, values_s, warm_s in timed
+            if values_s
+        }
+        return tuple(kept), tuple(kept.values())
 
     def _num_warmups(self, index: int) -> int:
         return max(1, self.warmups, min(MAX_WARMUPS, WARM_BYTES // self.sizes[index]))
@@ -236,8 +216,7 @@ class Tally:
             return self._more(lacking, max(MIN_VALUES, self._affordable(lacking, self.repeats)))
         unsure = [index for index in kept if quartile_spread(self.values_s[index]) > TARGET_SPREAD]
         if any(self.sizes[index] != TINY_BYTES for index in unsure):
-            # Repeat all sizes, because a disturbance may have slowed all values of another size equally, without
-            # scatter.
+            # Repeat all sizes, because a disturbance may have slowed all values of a size equally, without scatter.
             unsure = kept
         had = max((len(self.values_s[index]) // self._factor(index) for index in unsure), default=MAX_VALUES)
         count = self._affordable(unsure, min(had, MAX_VALUES - had))
@@ -323,41 +302,34 @@ class LinkMeter:
     def _round(self, groups: Sequence[Group]) -> list[LinkSamples]:
         """Measure both directions of all pairs; the lower slots send first. Returns this rank's samples as a sender."""
         mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self._rank in pair), None)
-        with self._deadline("the others"):
-            # All ranks return from this call together.
-            slowest_of_all(0.0, self.options.device_kind, self.options.wait_s(), self.clock)
+        # All ranks return from this call together.
+        self.largest(0.0)
+        tally = Tally(
+            sizes=self.sizes,
+            repeats=self.options.repeats,
+            warmups=self.options.warmups,
+            bound_s=self.bound_s,
+            is_queued=self._queued is not None,
+        )
+        if mine is not None:
+            # The first message opens connections, which training does only once, so this message is not timed.
+            self._swap(self._ack, self._ack.clone(), mine[1], sends_first=self._rank == mine[1][0])
+        for place in range(2):
+            self._direction(groups, mine, tally if mine is not None and self._rank == mine[1][place] else None)
         if mine is None:
-            for _ in range(2):
-                self._direction(groups, None, None)
             return []
         index, pair = mine
-        # The first message opens connections, which training does only once, so this message is not timed.
-        self._swap(self._ack, self._ack.clone(), pair, sends_first=self._rank == pair[0])
-        found = []
-        for sender, receiver in (pair, pair[::-1]):
-            if self._rank != sender:
-                self._direction(groups, mine, None)
-                continue
-            tally = Tally(
-                sizes=self.sizes,
-                repeats=self.options.repeats,
-                warmups=self.options.warmups,
-                bound_s=self.bound_s,
-                is_queued=self._queued is not None,
+        sizes, own = tally.samples(own=True)
+        together = tally.samples()[1] if len(groups[index]) > 1 else ()
+        return [
+            LinkSamples(
+                source=self._rank,
+                target=sum(pair) - self._rank,
+                sizes_bytes=sizes,
+                samples=tuple(map(condensed, one_way(own))),
+                together=tuple(map(condensed, one_way(together))) if together else (),
             )
-            self._direction(groups, mine, tally)
-            sizes, own = tally.samples(own=True)
-            _, together = tally.samples()
-            found.append(
-                LinkSamples(
-                    source=sender,
-                    target=receiver,
-                    sizes_bytes=sizes,
-                    samples=tuple(map(condensed, one_way(own))),
-                    together=tuple(map(condensed, one_way(together))) if len(groups[index]) > 1 else (),
-                )
-            )
-        return found
+        ]
 
     def _direction(self, groups: Sequence[Group], mine: tuple[int, Pair] | None, tally: Tally | None) -> None:
         """Let all senders of one direction send, step by step, until no sender wants more.
@@ -392,8 +364,7 @@ class LinkMeter:
                 slowest = self._largest(times) if has_rails else times.tolist()
                 if mine is not None and tally is not None:
                     for seconds in own_s:
-                        # The time of a tiny message is all latency, so sharing the wire with other rails does not slow
-                        # it.
+                        # A shared wire does not slow a tiny message, because its time is all latency.
                         tally.add(index, seconds, slowest[mine[0]][0] if index else seconds)
 
     def _largest(self, wishes: torch.Tensor) -> list[list[float]]:
@@ -414,7 +385,7 @@ class LinkMeter:
             before_s = self.clock()
             self._swap(*self._ends(index, is_sender=is_sender), pair, sends_first=is_sender)
             return self.clock() - before_s
-        peer = pair[0] + pair[1] - self._rank
+        peer = sum(pair) - self._rank
 
         def exchange(index: int) -> None:
             for operation in _operations(*self._ends(index, is_sender=is_sender), peer, sends_first=is_sender):
@@ -437,7 +408,7 @@ class LinkMeter:
 
     def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, pair: Pair, *, sends_first: bool) -> None:
         """Send one message and receive one, and wait until the device has done both; `sends_first` gives the order."""
-        peer = pair[0] + pair[1] - self._rank
+        peer = sum(pair) - self._rank
         with self._deadline(self.options.slot_name(peer)):
             for operation in _operations(outgoing, incoming, peer, sends_first=sends_first):
                 self._finish(dist.batch_isend_irecv([operation]), PARTNER_SHARE * self.options.wait_s())
@@ -470,15 +441,6 @@ def _operations(
     send = dist.P2POp(dist.isend, outgoing, peer)
     receive = dist.P2POp(dist.irecv, incoming, peer)
     return (send, receive) if sends_first else (receive, send)
-
-
-def slowest_of_all(seconds: float, device_kind: str, timeout_s: float, clock: Clock = time.perf_counter) -> float:
-    """Return the largest of all ranks' numbers, by a one-element all-reduce; on a GPU, TimeoutError at the deadline."""
-    largest = torch.tensor([seconds], dtype=torch.float64, device=device_kind)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    if device_kind == "cuda":
-        await_device(timeout_s, clock)
-    return float(largest)
 
 
 def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
@@ -528,7 +490,8 @@ def measure(
         else:
             found += meter.measure([pairs], first=number, of=len(within), within=True)
     else:
-        again = suspect_rounds(options, lockstep.rank, found)
+        if len(options.hosts) > 1:
+            again = rounds_of(suspect_links(shared_bandwidth_HH(options, lockstep.rank, found)))
         if again and not has_time():
             left = sum(map(len, again))
             notes = (f"links: {left} suspect pairs of hosts were not measured again, because the budget was spent",)
@@ -539,16 +502,18 @@ def measure(
     )
 
 
-def in_turns(between: Sequence[Round], within: Sequence[Round]) -> Iterator[tuple[bool, int, Round]]:
-    """Alternate rounds between hosts and within them: (whether between, number from 1, pairs).
+def in_turns(between: Sequence[Round], within: Sequence[Round]) -> list[tuple[bool, int, Round]]:
+    """Alternate rounds between hosts and within hosts: (whether between hosts, number from 1, pairs).
 
     If the budget runs out, both kinds then have some measurements.
     """
-    for number, (outer, inner) in enumerate(zip_longest(between, within), start=1):
-        if outer is not None:
-            yield True, number, outer
-        if inner is not None:
-            yield False, number, inner
+    turns = enumerate(zip_longest(between, within), start=1)
+    each = (
+        (is_between, number, pairs)
+        for number, both in turns
+        for is_between, pairs in zip((True, False), both, strict=True)
+    )
+    return [(is_between, number, pairs) for is_between, number, pairs in each if pairs is not None]
 
 
 def settled(
@@ -576,13 +541,6 @@ def settled(
         if largest(max([1.0, *(seconds_per_byte(one) / seconds_per_byte(two) for one, two in pairs)])) <= AGREE:
             break
     return tuple(min(links, key=seconds_per_byte) for links in zip(*found, strict=True))
-
-
-def suspect_rounds(options: WarmupOrder, rank: int, links: Sequence[LinkSamples]) -> tuple[Round, ...]:
-    """Return the pairs of hosts that look slow, in rounds; the result is the same on every rank."""
-    if len(options.hosts) < 2:
-        return ()
-    return rounds_of(suspect_links(shared_bandwidth_HH(options, rank, links)))
 
 
 def shared_bandwidth_HH(options: WarmupOrder, rank: int, links: Sequence[LinkSamples]) -> NDArray[np.float64]:

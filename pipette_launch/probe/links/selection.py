@@ -10,8 +10,8 @@ Then the adviser plans again.
 Links that were not measured are estimated. The first plans use optimistic estimates, so these plans try links that may
 be fast, and such links are then measured. The last plan uses likely estimates, so this plan mostly uses measured links.
 
-A round is a set of disjoint pairs of hosts, because a clean measurement occupies both hosts.
-`search/placement/tiers.py` also finds near hosts, but needs the links of all pairs.
+A round is a set of disjoint pairs of hosts, because a clean measurement occupies both hosts. The planner finds near
+hosts in another way (`search/near_hosts.py`), which needs the links of all pairs.
 """
 
 # H = hosts, C = groups of one tier, N = measured pairs; row sends to column; nan = not measured; log = ln(bytes/s).
@@ -51,23 +51,20 @@ Advise = Callable[[Links], Sequence[Pair]]
 """Function that plans with given links, and returns the host pairs that the plans use, most important first."""
 
 MOST_ROUNDS = 30  # Most blind, scouting and plan rounds together
-PASS_ROUNDS = 5
-"""Most plan rounds before the adviser plans again. A ring and a path through every host need 4 links of each host."""
+PASS_ROUNDS = 5  # Most plan rounds between two plans: a ring and a path through every host need 4 links of each host
 LEAST_ROUNDS = 2  # With fewer rounds left, the adviser does not plan again
-SCOUTING_SHARE = 0.8  # Scouting rounds take at most this share of the rounds that are left after the blind ones
-LEAST_SCOUTS = 0.05  # Scouting ends when fewer than this share of hosts are in an untested pair
-BLIND_SCOUTING_ROUNDS = 4
-"""Most scouting rounds that measure random pairs because no groups of near hosts are visible yet."""
+SCOUTING_SHARE = 0.8  # Scouting rounds take at most this share of the rounds that are left after the blind rounds
+LEAST_SCOUTS = 0.05  # Scouting ends if fewer than this share of the hosts are in an untested pair
+BLIND_SCOUTING_ROUNDS = 4  # Most scouting rounds with random pairs, while no groups of near hosts are visible
 CHANGED = 0.10  # A cached link has changed if its time per byte differs by more than this share
 STALE, STALE_LEAST = 0.25, 2
 """All cached links are discarded if more than 25 % of the links measured again have changed, and at least 2 links. A
 single changed link says nothing about other links."""
 
 GRID, BLUR = 0.005, 0.01
-"""Step of the histogram of links, and width of the kernel that smooths it, in log bandwidth. A few percent of noise
-must not look like a tier of switches."""
-VALLEY = 0.5
-"""Two tiers are distinct if the density between them is below this share of the lower peak (less its uncertainty)."""
+"""Step of the histogram of links and width of its smoothing kernel, in log bandwidth. A few percent of noise must not
+look like a tier of switches."""
+VALLEY = 0.5  # Largest density between two tiers, as a share of the lower peak (less its uncertainty)
 LEAST_LINKS, LEAST_SEEN = 6, 200  # Fewest links of a tier, and fewest links in total for inferring tiers
 FAR_SHARE = 0.1  # A group is split only if more than this share of the links inside the group are far
 MOST_LEVELS = 3
@@ -91,10 +88,9 @@ def all_pairs(hosts: Sequence[int]) -> tuple[Round, ...]:
     if len(hosts) < 2:
         return ()
     # The first host keeps its position and the other hosts rotate. The partner of -1 is idle in the round.
-    ring = [*hosts, *([] if len(hosts) % 2 == 0 else [-1])]
-    rounds = []
-    for _ in range(len(ring) - 1):
-        half = len(ring) // 2
+    ring = [*hosts, *([-1] if len(hosts) % 2 else [])]
+    half, rounds = len(ring) // 2, []
+    for _ in ring[1:]:
         pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
         rounds.append(tuple(sorted(ordered(pair) for pair in pairs if -1 not in pair)))
         ring = [ring[0], ring[-1], *ring[1:-1]]
@@ -111,42 +107,41 @@ def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round,
     busy: list[set[int]] = []
     for pair in dict.fromkeys(ordered(pair) for pair in pairs if pair[0] != pair[1]):
         number = next((number for number, hosts in enumerate(busy) if hosts.isdisjoint(pair)), len(rounds))
-        if number == most:
-            continue
-        if number == len(rounds):
+        if number == len(rounds) != most:
             rounds.append([])
             busy.append(set())
-        rounds[number].append(pair)
-        busy[number].update(pair)
+        if number != most:
+            rounds[number].append(pair)
+            busy[number].update(pair)
     return tuple(tuple(sorted(one)) for one in rounds)
 
 
 def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.random.Generator) -> tuple[Round, ...]:
-    """Draw rounds before anything is measured; no pair comes twice.
+    """Draw at most `count` rounds before anything is measured; no pair comes twice.
 
     If switches are known, every other round stays below the innermost switches, because plans use near links most. The
     rounds between take the higher tiers in turn. If switches are unknown, pairs are random, or neighbours in the order
     of the hosts, because host names often follow the racks. Then only half of the rounds are drawn, because scouting
     rounds choose better pairs.
-
-    Few hosts may have fewer than `count` rounds.
     """
     groups = switch_groups(num_hosts, places)
     tier_HH = tiers_between(num_hosts, groups)
     if not groups and num_hosts > FULL_HOSTS:
         count = -(-count // 2)
-    host_H = np.arange(num_hosts)
-    apart_HH = np.abs(host_H[:, None] - host_H)
+    order_H = np.arange(num_hosts)
+    apart_HH = np.abs(order_H[:, None] - order_H)
     free_HH = apart_HH > 0
     rounds: list[Round] = []
     # A turn is empty if all pairs of its tier were drawn before.
     for turn in range(4 * count):
         if len(rounds) == count or not free_HH.any():
             break
-        score_HH = rng.random((num_hosts, num_hosts)) if turn % 2 == 0 or groups else 1 / np.maximum(apart_HH, 1)
-        tier = 1 + turn // 2 % len(groups) if groups and turn % 2 else 0
-        order_H = rng.permutation(num_hosts) if turn % 2 == 0 or groups else host_H
-        pairs = _matching(np.where(free_HH & (tier_HH == tier), score_HH, 0.0), order_H)
+        score_HH, turn_order_H, tier = 1 / np.maximum(apart_HH, 1), order_H, 0
+        if groups or turn % 2 == 0:
+            score_HH, turn_order_H = rng.random((num_hosts, num_hosts)), rng.permutation(num_hosts)
+        if groups and turn % 2:
+            tier = 1 + turn // 2 % len(groups)
+        pairs = _matching(np.where(free_HH & (tier_HH == tier), score_HH, 0.0), turn_order_H)
         for one, other in pairs:
             free_HH[one, other] = free_HH[other, one] = False
         rounds += [pairs] if pairs else []
@@ -282,28 +277,22 @@ def _pairs(lines: Lines) -> tuple[Ints, Ints, Floats]:
 
 def _grouped(num_hosts: int, one_N: Ints, other_N: Ints, near_N: NDArray[np.bool_], log_N: Floats) -> Ints:
     """Join groups along near links, fastest first, if the links between the two groups are near by majority."""
-    group_H = list(range(num_hosts))
-    members = {host: [host] for host in range(num_hosts)}
+    group_H, size_H = np.arange(num_hosts), np.ones(num_hosts, dtype=np.int64)
     # Number of near links minus number of far links between two groups.
-    votes: dict[int, dict[int, int]] = {host: {} for host in range(num_hosts)}
-    for one, other, near in zip(one_N.tolist(), other_N.tolist(), near_N.tolist(), strict=True):
-        for a, b in ((one, other), (other, one)):
-            votes[a][b] = votes[a].get(b, 0) + (1 if near else -1)
-    order = np.argsort(-log_N, kind="stable")
-    for index in order[near_N[order]].tolist():
+    votes_HH = np.zeros((num_hosts, num_hosts), dtype=np.int64)
+    np.add.at(votes_HH, (one_N, other_N), np.where(near_N, 1, -1))
+    votes_HH += votes_HH.T
+    order_N = np.argsort(-log_N, kind="stable")
+    for index in order_N[near_N[order_N]].tolist():
         kept, gone = group_H[one_N[index]], group_H[other_N[index]]
-        if len(members[kept]) < len(members[gone]):
+        if size_H[kept] < size_H[gone]:
             kept, gone = gone, kept
-        needed = SURE if len(members[gone]) >= SEVERAL else 1
-        if kept == gone or votes[kept].get(gone, 0) < needed:
-            continue
-        for host in members[gone]:
-            group_H[host] = kept
-        members[kept] += members.pop(gone)
-        for other, vote in votes.pop(gone).items():
-            del votes[other][gone]
-            if other != kept:
-                votes[kept][other] = votes[other][kept] = votes[kept].get(other, 0) + vote
+        needed = SURE if size_H[gone] >= SEVERAL else 1
+        if kept != gone and votes_HH[kept, gone] >= needed:
+            group_H[group_H == gone] = kept
+            size_H[kept] += size_H[gone]
+            votes_HH[kept] += votes_HH[gone]
+            votes_HH[:, kept] = votes_HH[kept]
     return np.unique(group_H, return_inverse=True)[1].astype(np.int64)
 
 
@@ -328,14 +317,11 @@ def _with_small_groups_dissolved(group_H: Ints, outer_H: Ints, one_N: Ints, othe
     return home_H
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Estimate:
-    """Links of all pairs of hosts, measured or estimated."""
+class Estimate(NamedTuple):
+    """Measured links, and estimates of all other links between hosts: likely and optimistic."""
 
     links: Links
     optimistic: Links
-    """Links of all pairs, with optimistic estimates for unmeasured links."""
-    measured_HH: NDArray[np.bool_]
 
 
 def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Estimate:
@@ -358,17 +344,10 @@ def estimate(num_hosts: int, lines: Lines, places: Sequence[Place] = ()) -> Esti
     fits = [_as_slower_end(log_HH, tier_HH), _as_product(log_HH, tier_HH)]
     likely_HH = min(fits, key=lambda fit_HH: float(np.nanmedian(np.abs(log_HH - fit_HH))))
     optimistic_HH = likely_HH + _by_tier(log_HH - likely_HH, tier_HH, OPTIMISTIC_QUANTILE)
-    filled_HH = np.where(measured_HH, latency_HH, _by_tier(latency_HH, tier_HH, 0.5))
-    np.fill_diagonal(filled_HH, 0.0)
-    off_diagonal_HH = ~np.eye(num_hosts, dtype=bool)
-    links, optimistic = (
-        Links(
-            latency_s=filled_HH,
-            bandwidth_bytes_per_s=np.exp(np.where(measured_HH, log_HH, guess_HH)) * off_diagonal_HH,
-        )
-        for guess_HH in (likely_HH, optimistic_HH)
-    )
-    return Estimate(links=links, optimistic=optimistic, measured_HH=measured_HH)
+    is_link_HH = ~np.eye(num_hosts, dtype=bool)
+    filled_HH = np.where(measured_HH, latency_HH, _by_tier(latency_HH, tier_HH, 0.5)) * is_link_HH
+    rates = (np.exp(np.where(measured_HH, log_HH, guess_HH)) * is_link_HH for guess_HH in (likely_HH, optimistic_HH))
+    return Estimate(*(Links(latency_s=filled_HH, bandwidth_bytes_per_s=rates_HH) for rates_HH in rates))
 
 
 def _as_slower_end(log_HH: Floats, tier_HH: Ints) -> Floats:
@@ -445,7 +424,7 @@ class Survey:
 
     @property
     def rounds(self) -> int:
-        """Number of scouting and plan rounds."""
+        """Number of scouting and plan rounds, without blind rounds."""
         return sum(one.rounds for one in self.passes)
 
     def estimate(self) -> Estimate:
@@ -486,8 +465,8 @@ class Survey:
                 pairs = tuple(sorted(pair for pair in drawn if pair not in self._done))
             if 2 * len(pairs) < LEAST_SCOUTS * self.num_hosts or not allows():
                 return taken
-            is_sparse = 4 * len(pairs) < self.num_hosts
-            hope = self.estimate().optimistic if is_sparse else None
+            # If most hosts would be idle, they measure links that may be fast.
+            hope = self.estimate().optimistic if 4 * len(pairs) < self.num_hosts else None
             self.take(pairs, 1, measure, hope=hope, is_scouting=True)
         return most
 
@@ -505,17 +484,15 @@ class Survey:
             rounds = rounds if hope is None else _filled(rounds, hope, self._done)
             measured = measure(rounds)
             now = {pair for one in rounds for pair in one}
-            self.changed += [pair for pair in pairs if pair in now and self._has_changed(pair, measured)]
+            different = {
+                ordered(way)
+                for way, line in measured.items()
+                if way in self.lines and abs(self.lines[way].seconds_per_byte / line.seconds_per_byte - 1) > CHANGED
+            }
+            self.changed += [pair for pair in pairs if pair in different]
             self.lines.update(measured)
             self._done |= now
         return len(rounds)
-
-    def _has_changed(self, pair: Pair, measured: Lines) -> bool:
-        return any(
-            abs(self.lines[way].seconds_per_byte / measured[way].seconds_per_byte - 1) > CHANGED
-            for way in (pair, pair[::-1])
-            if way in self.lines and way in measured
-        )
 
 
 def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tuple[Round, ...]:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from pipette_launch.facts import Links
 from pipette_launch.probe.links.selection import (
-    Estimate,
     Line,
     Lines,
     Measure,
@@ -267,10 +266,16 @@ def seen(rates_HH: Floats, count: int, places: list[Place], seed: int = 0) -> di
     }
 
 
-def errors(found: Estimate, rates_HH: Floats) -> Floats:
-    """Return the relative errors of the estimated links."""
-    estimated_HH = ~found.measured_HH & ~np.eye(NUM_HOSTS, dtype=bool)
-    return np.abs(found.links.bandwidth_bytes_per_s / rates_HH - 1)[estimated_HH]
+def errors(lines: Lines, rates_HH: Floats) -> Floats:
+    """Return the relative errors of the links estimated from these lines."""
+    return np.abs(estimate(NUM_HOSTS, lines, PLACES).links.bandwidth_bytes_per_s / rates_HH - 1)[estimated_HH(lines)]
+
+
+def estimated_HH(lines: Lines) -> NDArray[np.bool_]:
+    """Return whether each link has no line."""
+    found_HH = ~np.eye(NUM_HOSTS, dtype=bool)
+    found_HH[tuple(zip(*lines, strict=True))] = False
+    return found_HH
 
 
 @settings(max_examples=20)
@@ -283,7 +288,7 @@ def test_a_fabric_of_tiers_and_slow_hosts_is_recovered(count: int, seed: int, ba
     """If tier and slower end decide, few rounds estimate 90 % of the links to 1 %."""
     speed_H = np.array([0.5 if host in bad else 1.0 for host in range(NUM_HOSTS)])
     rates_HH = in_tiers(np.minimum(speed_H[:, None], speed_H))
-    off = errors(estimate(NUM_HOSTS, seen(rates_HH, count, PLACES, seed), PLACES), rates_HH)
+    off = errors(seen(rates_HH, count, PLACES, seed), rates_HH)
 
     assert np.quantile(off, 0.9) <= 0.01
     # With a few links of a slow host measured, it is not quite believed to be as slow as it seems.
@@ -306,20 +311,19 @@ def test_ends_are_told_either_way(ends: Callable[[Floats], Floats]) -> None:
     rng = np.random.default_rng(3)
     speed_H = rng.choice([0.5, 1.0], NUM_HOSTS) if ends is of_slower_end else rng.uniform(0.5, 1.0, NUM_HOSTS)
     rates_HH = in_tiers(ends(speed_H))
-    off = errors(estimate(NUM_HOSTS, seen(rates_HH, 16, PLACES), PLACES), rates_HH)
+    off = errors(seen(rates_HH, 16, PLACES), rates_HH)
 
     assert np.median(off) <= 0.03
 
 
 def test_what_was_measured_stays_as_it_is() -> None:
-    """Measured links are kept for each direction, and only they are marked as measured."""
+    """Measured links are kept for each direction."""
     lines = {(0, 1): Line(1e-6, 1e-9), (1, 0): Line(2e-6, 2e-9), (2, 3): Line(1e-6, 1e-9)}
     found = estimate(4, lines)
 
     assert found.links.bandwidth_bytes_per_s[0, 1] == pytest.approx(1e9)
     assert found.links.bandwidth_bytes_per_s[1, 0] == pytest.approx(5e8)
     assert 2e-6 == found.links.latency_s[1, 0]
-    assert sorted(lines) == [(int(i), int(j)) for i, j in np.argwhere(found.measured_HH)]
 
 
 def test_latencies_are_those_of_the_tier() -> None:
@@ -339,13 +343,14 @@ def test_hope_is_above_what_is_likely_and_only_for_what_was_not_measured() -> No
     """An optimistic estimate is higher than the likely one; measured links are equal in both."""
     rng = np.random.default_rng(5)
     rates_HH = in_tiers(1 - np.minimum(np.abs(rng.normal(0, 0.08, (NUM_HOSTS, NUM_HOSTS))), 0.5))
-    found = estimate(NUM_HOSTS, seen(rates_HH, 12, PLACES), PLACES)
+    lines = seen(rates_HH, 12, PLACES)
+    found = estimate(NUM_HOSTS, lines, PLACES)
 
     above_HH = found.optimistic.bandwidth_bytes_per_s / (found.links.bandwidth_bytes_per_s + np.eye(NUM_HOSTS))
-    assert above_HH[found.measured_HH] == pytest.approx(1.0)
-    estimated_HH = ~found.measured_HH & ~np.eye(NUM_HOSTS, dtype=bool)
-    assert 1.02 < above_HH[estimated_HH].min()
-    assert above_HH[estimated_HH].max() < 1.3
+    guessed_HH = estimated_HH(lines)
+    assert above_HH[~guessed_HH & ~np.eye(NUM_HOSTS, dtype=bool)] == pytest.approx(1.0)
+    assert 1.02 < above_HH[guessed_HH].min()
+    assert above_HH[guessed_HH].max() < 1.3
 
 
 def test_a_tier_without_a_measurement_is_like_its_neighbour() -> None:

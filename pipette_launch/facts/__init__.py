@@ -17,30 +17,7 @@ from pipette_launch.facts.measurements import (
 from pipette_launch.facts.model import HybridLayers, LatentAttention, ModelSpec
 from pipette_launch.facts.plan import Choice, Plan, Provenance, Setting
 
-__all__ = [
-    "Batch",
-    "Cell",
-    "Choice",
-    "Cluster",
-    "CollectiveTime",
-    "ComputeCase",
-    "ComputeTime",
-    "Device",
-    "DeviceOverhead",
-    "Host",
-    "HybridLayers",
-    "Job",
-    "LatentAttention",
-    "Layout",
-    "Links",
-    "LoadingTime",
-    "Measurements",
-    "MemoryReading",
-    "ModelSpec",
-    "Plan",
-    "Provenance",
-    "Recompute",
-    "Samples",
-    "Setting",
-    "StageReading",
-]
+__all__ = ["Batch", "Cell", "Choice", "Cluster", "CollectiveTime", "ComputeCase", "ComputeTime", "Device"]
+__all__ += ["DeviceOverhead", "Host", "HybridLayers", "Job", "LatentAttention", "Layout", "Links", "LoadingTime"]
+__all__ += ["Measurements", "MemoryReading", "ModelSpec", "Plan", "Provenance", "Recompute", "Samples", "Setting"]
+__all__ += ["StageReading"]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import resources
 from typing import NamedTuple
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.files import check_numbers
+from pipette_launch.facts.files import check_numbers, table
 from pipette_launch.text import GIB
 
 
@@ -293,7 +291,6 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
     )
 
 
-_FILE = resources.files("pipette_launch.facts").joinpath("data/devices.csv")
-ROWS = tuple(csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines()))
+ROWS = table("pipette_launch.facts", "devices")
 """Table of NVIDIA's devices. Column `chip` has the words of every name, and `other_words` the words of some names."""
 NVIDIA_DEVICES = tuple(map(_device, ROWS))

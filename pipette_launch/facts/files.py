@@ -7,6 +7,7 @@ unknown kind, version, field or type, and the message names file and field.
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 import errno
 import functools
@@ -21,6 +22,7 @@ import time
 import types
 import typing
 import uuid
+from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -148,7 +150,12 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
     for folder in (*reversed(path.parents),) if not path.parent.exists() else ():
         if not folder.exists():
             folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
-    _remove_leftovers(path.parent, glob.escape(path.name) if shared else "*")
+    # Temporary files of writers that were killed. Clocks of two hosts differ by less than one day.
+    names = glob.escape(path.name) if shared else "*"
+    for leftover in path.parent.glob(f".{names}.{'[0-9a-f]' * 8}"):
+        with contextlib.suppress(OSError):
+            if time.time() - leftover.lstat().st_mtime > LEFTOVER_S:
+                leftover.unlink()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     # mkstemp would ignore the umask and always make a private file.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if shared else 0o600)
@@ -161,14 +168,6 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _remove_leftovers(folder: Path, names: str) -> None:
-    # Remove temporary files of writers that were killed. Clocks of two hosts differ by less than one day.
-    for one in folder.glob(f".{names}.{'[0-9a-f]' * 8}"):
-        with contextlib.suppress(OSError):
-            if time.time() - one.lstat().st_mtime > LEFTOVER_S:
-                one.unlink()
 
 
 def check_writable(path: Path) -> None:
@@ -204,6 +203,12 @@ def kind_of(path: Path) -> str:
     except FileFormatError:
         return ""
     return str(plain.get("kind", "")) if isinstance(plain, dict) else ""
+
+
+def table(package: str, name: str) -> tuple[dict[str, str], ...]:
+    """Return the rows of the file `data/NAME.csv` of a package, each by the heads of the columns."""
+    text = resources.files(package).joinpath(f"data/{name}.csv").read_text(encoding="utf-8")
+    return tuple(csv.DictReader(text.splitlines()))
 
 
 def digest(*facts: Any) -> str:

@@ -298,18 +298,17 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
     left_over.sort(key=lambda host: host not in plan.hosts)
     stand_ins = iter(left_over)
     placed = tuple(host if host in hosts else next(stand_ins) for host in taken.hosts)
+    not_taken = fallback_plans(one for one in plans if one is not taken)
+    if placed != taken.hosts:
+        # A device order that was checked on other hosts counts as not checked.
+        chosen, *others = (replace(one, is_order_checked=False) for one in (taken.chosen, *taken.alternatives))
+        taken = replace(taken, chosen=chosen, alternatives=tuple(others))
     return replace(
-        taken if placed == taken.hosts else _unchecked(taken),
+        taken,
         hosts=placed,
-        templates=fallback_plans(one for one in plans if one is not taken),
+        templates=not_taken,
         other_hosts=tuple(host for host in known if host not in placed),
     )
-
-
-def _unchecked(plan: Plan) -> Plan:
-    """Mark the device orders of all choices as not checked, because the hosts have changed."""
-    chosen, *others = (replace(one, is_order_checked=False) for one in (plan.chosen, *plan.alternatives))
-    return replace(plan, chosen=chosen, alternatives=tuple(others))
 
 
 def from_candidate(plan: Plan, attempt: int) -> Plan:

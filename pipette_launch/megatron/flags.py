@@ -99,10 +99,8 @@ def known_release(version: str) -> str:
 @functools.cache
 def flag_defaults(version: str) -> Mapping[str, Any]:
     """Return the defaults of a release by destination."""
-    defaults: dict[str, Any] = {}
-    for flag in flag_table(version).values():
-        defaults.setdefault(flag.dest, flag.default)
-    return defaults
+    # Several flags may set one destination: the first default counts.
+    return {flag.dest: flag.default for flag in [*flag_table(version).values()][::-1]}
 
 
 @functools.cache

@@ -206,7 +206,7 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
     # The softmax includes the padding. So the padded vocabulary keeps the size that follows from the user's own flags.
     rows = job.model.padded_vocab_size(given.size(TP))
     is_kept = rows == job.model.padded_vocab_size(layout.tp)
-    if not is_kept and rows % layout.tp == 0 and read_vocabulary(given).is_certain:
+    if not is_kept and rows % layout.tp == 0 and not read_vocabulary(given).note:
         written = written.with_value("padded_vocab_size", rows)
     if not written.is_given("global_batch_size"):
         written = written.with_value("global_batch_size", job.batch.global_batch_size)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any, NamedTuple
 
+from pipette_launch.facts import files
 from pipette_launch.facts.messages import Failure, FailureKind
 from pipette_launch.text import MIB
 
@@ -26,8 +27,7 @@ RERUN_EXIT_CODES = (16, 17)
 """Exit codes of Megatron's rerun state machine: 16 = start again with the same layout, 17 = a result was wrong."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Iteration:
+class Iteration(NamedTuple):
     """One iteration line of Megatron's training log, which the last rank prints."""
 
     iteration: int
@@ -43,20 +43,13 @@ def parse_iteration(line: str) -> Iteration | None:
 
     Releases add and remove fields of the line, so the parser searches each field by name.
     """
-    iteration, step_time = ITERATION.search(line), STEP_TIME.search(line)
+    iteration, step_time, loss = ITERATION.search(line), STEP_TIME.search(line), LOSS.search(line)
     if not iteration or not step_time:
         return None
-    loss = LOSS.search(line)
-    return Iteration(
-        iteration=int(iteration[1]),
-        total=int(iteration[2]),
-        step_time_s=float(step_time[1]) / 1e3,
-        loss=loss[1] if loss else None,
-    )
+    return Iteration(int(iteration[1]), int(iteration[2]), float(step_time[1]) / 1e3, loss[1] if loss else None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryLine:
+class MemoryLine(NamedTuple):
     """Memory of torch's allocator on one rank, from a memory line of Megatron. Megatron's MB has 2^20 bytes."""
 
     rank: int
@@ -72,95 +65,13 @@ def parse_memory(line: str) -> MemoryLine | None:
     found = MEMORY.search(line)
     if not found:
         return None
-    allocated, max_allocated, reserved, max_reserved = (round(float(text) * MIB) for text in found.groups()[2:])
-    return MemoryLine(
-        rank=int(found[1]),
-        iteration=int(found[2]),
-        allocated_bytes=allocated,
-        max_allocated_bytes=max_allocated,
-        reserved_bytes=reserved,
-        max_reserved_bytes=max_reserved,
-    )
+    rank, iteration, *sizes = found.groups()
+    return MemoryLine(int(rank), int(iteration), *(round(float(text) * MIB) for text in sizes))
 
 
 OUT_OF_MEMORY = "out of memory"
-RANK_MONITORS = "a rank monitor beside each rank, which only ft_launcher starts, not pipette-launch or torchrun"
-KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
-    (
-        "out-of-memory",
-        r"torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|cudaErrorMemoryAllocation",
-        f"{OUT_OF_MEMORY}: torch's allocator could not get the GPU memory it asked for",
-    ),
-    (
-        "out-of-memory",
-        r"NCCL WARN Cuda failure.*out of memory|ncclUnhandledCudaError.*out of memory",
-        f"{OUT_OF_MEMORY}: NCCL's buffers",
-    ),
-    (
-        "out-of-memory",
-        r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
-        f"{OUT_OF_MEMORY}: a CUDA library's workspace",
-    ),
-    (
-        "out-of-host-memory",
-        r"DefaultCPUAllocator: can't allocate memory|\bMemoryError\b|Cannot allocate memory|std::bad_alloc",
-        f"{OUT_OF_MEMORY}: the host's memory is exhausted",
-    ),
-    # oneDNN prints no cause when it cannot allocate the buffer of a new kernel.
-    (
-        "out-of-host-memory",
-        r"RuntimeError: could not create a primitive\s*$",
-        f"{OUT_OF_MEMORY}: a kernel of oneDNN got no buffer",
-    ),
-    (
-        "out-of-host-memory",
-        r"Memory cgroup out of memory|oom-kill|oom_kill|Out of memory: Killed process|OOM Killed",
-        f"{OUT_OF_MEMORY}: the kernel or the batch system killed a process",
-    ),
-    ("other", r"No space left on device", "no space is left on the disk that it writes to"),
-    # torch's checkpoint writer prints no cause.
-    (
-        "other",
-        r"inline_container\.cc[^\n]*(?:unexpected pos|write failed)",
-        "a checkpoint could not be written; its disk may be full",
-    ),
-    (
-        "other",
-        r"\(TP, PP\) mismatch after resume",
-        "the plan does not fit the checkpoint: its optimizer state cannot change TP or PP; fix tp and pp",
-    ),
-    (
-        "other",
-        r"Number of unpadded elements in each bucket need to be the same",
-        "the plan does not fit the checkpoint: its optimizer state was saved with other gradient buckets",
-    ),
-    (
-        "other",
-        r"CUDA_DEVICE_MAX_CONNECTIONS to 1|FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS",
-        "CUDA_DEVICE_MAX_CONNECTIONS does not suit this configuration",
-    ),
-    (
-        "other",
-        r"not divisible by micro batch|contiguous micro-batches in a|dependency bubbles|without also enabling sequence",
-        "Megatron refuses this configuration: the plan is illegal, which is a defect of the planner",
-    ),
-    (
-        "missing",
-        r"FT_RANK_MONITOR_IPC_SOCKET env var",
-        f"--enable-ft-package needs {RANK_MONITORS} (docs/reliability.md)",
-    ),
-    (
-        "missing",
-        r"checkpointing save dir must be set to enable fault tolerance",
-        "--enable-ft-package needs --save, where it keeps its time-outs",
-    ),
-    ("other", r"torch distributed is already initialized", "torch.distributed was initialised before Megatron"),
-    ("unknown-flags", r"error: unrecognized arguments: (?P<what>.+)", "the script does not know the flags {what}"),
-    ("refused-flag", r"error: argument (?P<what>.+)", "the script refuses a flag: {what}"),
-    ("other", r"(?:NCCL|ncclSystemError|ncclRemoteError|ncclInternalError)[^\n]*(?:error|Error)", "NCCL failed"),
-    ("other", r"Watchdog caught collective operation timeout", "a collective operation timed out"),
-)
-"""Kind, pattern and explanation of known failures, the most specific first. The pattern's group replaces `{what}`."""
+KNOWN_FAILURES = files.table("pipette_launch.megatron", "failures")
+"""Kind, cause and pattern of known failures, the most specific first. The pattern's group `what` replaces `{what}`."""
 EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
 """Line of a traceback that names the exception. torch prints the rank at the beginning of the line."""
 MISSING = re.compile(
@@ -186,18 +97,18 @@ def exception_in(text: str) -> str:
 
 def explain_failure(text: str) -> Failure | None:
     """Return the cause of a worker's failure, from the worker's output. None if the output shows no known failure."""
-    for kind, pattern, meaning in KNOWN_FAILURES:
-        found = re.search(pattern, text, re.MULTILINE)
-        if found:
-            named = {name: value.strip() for name, value in found.groupdict().items()}
-            what = named.get("what", "")
-            flags: tuple[str, ...] = ()
-            # argparse names flags in the form `--typo 3 --other` or `--seed/-s: invalid int value`.
-            if kind == "unknown-flags":
-                flags = tuple(word for word in what.split() if word.startswith("--"))
-            elif kind == "refused-flag":
-                flags = tuple(what.partition(":")[0].split("/"))
-            return Failure(cause=meaning.format(**named), kind=kind, flags=flags)
+    for row in KNOWN_FAILURES:
+        found = re.search(row["pattern"], text, re.MULTILINE)
+        if not found:
+            continue
+        what = str(found.groupdict().get("what", "")).strip()
+        # argparse names flags in the form `--typo 3 --other` or `--seed/-s: invalid int value`.
+        flags = {
+            "unknown-flags": [word for word in what.split() if word.startswith("--")],
+            "refused-flag": what.partition(":")[0].split("/"),
+        }
+        kind: Any = row["kind"]
+        return Failure(cause=row["cause"].format(what=what), kind=kind, flags=tuple(flags.get(kind, ())))
     return None
 
 

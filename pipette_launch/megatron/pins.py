@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from pipette_launch.errors import OptionError
-from pipette_launch.facts import Layout
+from pipette_launch.facts import Layout, files
 from pipette_launch.facts.layout import OVERLAPS
 from pipette_launch.megatron.chunks import HYBRID_SPECS, hybrid_pattern
 from pipette_launch.megatron.flags import Arguments, release_of
@@ -67,52 +67,16 @@ def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-REFUSED = {
-    "yaml_cfg": "the file overrides the command line, but a plan rewrites only the command line; use flags instead",
-    "experimental_attention_variant": "this attention is not modelled",
-    "linear_attention_freq": "linear attention is not modelled",
-    "heterogeneous_layers_config_path": "layers of different shapes are not modelled",
-    "heterogeneous_layers_config_encoded_json": "layers of different shapes are not modelled",
-    "moe_latent_size": "latent experts are not modelled",
-    "enable_mhc_connections": "hyper-connections are not modelled",
-    "use_legacy_models": "only Megatron-Core's models are modelled",
-    "decoder_num_layers": "encoder-decoder models are not modelled",
-    "decoder_seq_length": "encoder-decoder models are not modelled",
-    "vision_pretraining": "vision models are not modelled",
-    "img_h": "vision models are not modelled",
-    "retro_project_dir": "retrieval models are not modelled",
-    "ict_head_size": "biencoders are not modelled",
-    "perform_rl_step": "reinforcement learning steps are not modelled",
-    "skip_train": "nothing is trained, so there is nothing to plan",
-    "fake_process_group": "one process plays all ranks, so there is nothing to place",
-    "hybrid_context_parallel": "dynamic context parallelism is not modelled",
-    "tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
-    "expert_tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
-    "batch_size": "no longer valid in Megatron; use --micro-batch-size",
-    "checkpoint_activations": "no longer valid in Megatron; use --recompute-activations",
-    "model_parallel_size": "no longer valid in Megatron; use --tensor-model-parallel-size",
-    "megatron_fsdp_version=2": "this version of Megatron-FSDP is not modelled",
-    "transformer_impl=inference_optimized": "layers that only infer are not modelled",
-    "position_embedding_type=relative": "these position embeddings are not modelled",
-    "position_embedding_type=mrope": "these position embeddings are not modelled",
-}
+def _reasons(when: str) -> dict[str, str]:
+    rows = files.table("pipette_launch.megatron", "refused_jobs")
+    return {row["flag"]: row["reason"] for row in rows if row["refused"] == when}
+
+
+REFUSED = _reasons("always")
 """Reasons why a job is neither planned nor predicted, by destination of a flag that is set, or by the flag's value."""
-UNPLANNED = {
-    "local_rank": "the launcher chooses the device of a rank; remove it, and read LOCAL_RANK from the environment",
-    "step_batch_size_schedule": "a global batch size that changes by a schedule cannot be pinned",
-    "inprocess_restart": "a restart inside the process assigns ranks anew and would lose the placement",
-    "non_persistent_ckpt_type=local": "local checkpoints need the same rank on the same host at every start",
-    "dataloader_type=external": "the samples that an external data loader gives to each rank are unknown",
-}
+UNPLANNED = _reasons("if planned")
 """Reasons why a job is predicted but not planned, by destination of a flag."""
-_SHARDED = "the warm-up runs nothing that torch shards; use `pipette predict` or `pipette plan --gpu`"
-_HYBRID = "the warm-up cannot time layers of hybrid models; use `pipette predict` or `pipette plan --gpu`"
-UNTIMED = {
-    "use_torch_fsdp2": _SHARDED,
-    "hybrid_layer_pattern": _HYBRID,
-    "hybrid_override_pattern": _HYBRID,
-    "is_hybrid_model": _HYBRID,
-}
+UNTIMED = _reasons("if measured")
 """Reasons why no warm-up can time a job, by destination of a flag. `pipette plan --gpu` plans such jobs."""
 
 
@@ -137,7 +101,7 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
     if not hybrid_pattern(arguments):
         return
     if needs_warm_up:
-        raise arguments.refusal(_HYBRID, "spec")
+        raise arguments.refusal(UNTIMED["hybrid_layer_pattern"], "spec")
     _check_hybrid(arguments)
 
 

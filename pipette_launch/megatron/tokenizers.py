@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipette_launch.errors import FileFormatError, MegatronError
 from pipette_launch.facts import files
@@ -133,8 +130,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 # of NVIDIA/NeMo (Llama, Mixtral, Nemotron). Figures of other models follow their published configurations and may
 # differ by a few special tokens.
 
-_FILE = resources.files("pipette_launch.megatron").joinpath("data/vocabularies.csv")
-MODELS = tuple((name, int(tokens)) for name, tokens in list(csv.reader(_FILE.read_text("utf-8").splitlines()))[1:])
+MODELS = tuple((row["name"], int(row["tokens"])) for row in files.table("pipette_launch.megatron", "vocabularies"))
 """Pattern for the beginning of a model's name (lower case, dashes for all signs), and the number of tokens.
 
 The first pattern that matches counts. So a model distilled from one family into another comes before both families.
@@ -166,18 +162,15 @@ HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer")
 NOT_GPT = ("BertWordPieceLowerCase", "BertWordPieceCase", "MultimodalTokenizer", "NullMultimodalTokenizer")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Vocabulary:
+class Vocabulary(NamedTuple):
     """Number of tokens of a tokenizer, and the padding of this number."""
 
     size: int
     """Number of tokens before padding."""
     divisible_by: int
     """Megatron pads `size` to a multiple of `divisible_by` times TP."""
-    is_certain: bool
-    """True if Megatron's tokenizer is known to count exactly `size` tokens."""
     note: str = ""
-    """Assumption about the number of tokens, for the user. Empty if the number is certain."""
+    """Assumption about the number of tokens, for the user. Empty = Megatron counts exactly `size` tokens."""
 
 
 def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.environ) -> Vocabulary:
@@ -186,21 +179,18 @@ def read_vocabulary(arguments: Arguments, environ: Mapping[str, str] = os.enviro
     MegatronError if the tokenizer is unknown and no flag gives a size.
     """
     if arguments.get("padded_vocab_size") is not None:
-        return Vocabulary(size=arguments.size("padded_vocab_size"), divisible_by=1, is_certain=True)
-    divisible_by = arguments.size("make_vocab_size_divisible_by", default=128)
-    if arguments.get("pad_vocab_size") is False:
-        divisible_by = 1
+        return Vocabulary(arguments.size("padded_vocab_size"), divisible_by=1)
+    is_padded = arguments.get("pad_vocab_size") is not False
+    divisible_by = arguments.size("make_vocab_size_divisible_by", default=128) if is_padded else 1
     kind = arguments.get("tokenizer_type")
     if kind is None and arguments.get("vocab_file") is None and arguments.get("vocab_size") is not None:
         # The script has its own tokenizer, and only `--vocab-size` describes it.
-        return Vocabulary(size=arguments.size("vocab_size"), divisible_by=divisible_by, is_certain=True)
-    # This is the default of NVIDIA's pretrain_gpt.py.
-    kind = kind or "GPT2BPETokenizer"
-    size = _exact_count(arguments, kind, environ)
-    if size is not None:
-        return Vocabulary(size=size, divisible_by=divisible_by, is_certain=True)
-    size, note = _assumed_count(arguments, kind, environ)
-    return Vocabulary(size=size, divisible_by=divisible_by, is_certain=False, note=note)
+        return Vocabulary(arguments.size("vocab_size"), divisible_by)
+    kind = kind or "GPT2BPETokenizer"  # the default of NVIDIA's pretrain_gpt.py
+    size, note = _exact_count(arguments, kind, environ), ""
+    if size is None:
+        size, note = _assumed_count(arguments, kind, environ)
+    return Vocabulary(size, divisible_by, note)
 
 
 def _exact_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) -> int | None:

@@ -225,7 +225,9 @@ def _prediction(
     layout, capacity, samples = job.own, machines.capacity_bytes, job.batch.global_batch_size
     verdict = _verdict(counted.stages, capacity, margin)
     step, rate, step_notes = _step(job, machines)
-    notes = (*_rank_note(layout, rank), *machines.notes, *job.notes, *_memory_notes(job, counted), *step_notes)
+    cell = layout.cell_of(rank or 0)
+    which = [] if rank is None else [f"Rank {rank} is pp {cell.pp}, dp {cell.dp}, cp {cell.cp}, tp {cell.tp}."]
+    notes = (*which, *machines.notes, *job.notes, *_memory_notes(job, counted), *step_notes)
     return Prediction(
         script=script,
         layout=layout,
@@ -284,13 +286,6 @@ def _pp_ranks(layout: Layout, *, rank: int | None, stage: int | None) -> tuple[i
         raise OptionError("stage", f"must be between 0 and {layout.pp - 1} for pp {layout.pp}, got {stage}")
     shown = stage if rank is None else layout.cell_of(rank).pp
     return tuple(range(layout.pp)) if shown is None else (shown,)
-
-
-def _rank_note(layout: Layout, rank: int | None) -> tuple[str, ...]:
-    if rank is None:
-        return ()
-    cell = layout.cell_of(rank)
-    return (f"Rank {rank} is pp {cell.pp}, dp {cell.dp}, cp {cell.cp}, tp {cell.tp}.",)
 
 
 def _memory_notes(job: Job, counted: CountedStages) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def test_twenty_iterations_make_an_outcome(logged: list[int], num_warm_ups: int,
 def test_an_outcome_rests_on_ten_seconds_where_the_run_is_so_long(step_time_s: float, total: int, last: int) -> None:
     """Steps of 0.125 s count until 80 of them are steady, or to the last iteration; longer ones to the twentieth."""
     tracker = OutcomeTracker("key", CHOICE)
-    lines = [replace(line(iteration, step_time_s), total=total) for iteration in range(1, total + 1)]
+    lines = [line(iteration, step_time_s)._replace(total=total) for iteration in range(1, total + 1)]
 
     found = [tracker.add(one) for one in lines]
 

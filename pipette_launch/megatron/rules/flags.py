@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from pipette_launch.facts.job import ENGINE, ITERATION, LOCAL
@@ -178,23 +179,14 @@ TABLE = (
     excludes("use_torch_fsdp2 fp16"),
     needs("use_megatron_fsdp", "--ckpt-format fsdp_dtensor"),
     # Rules on steps and learning rates.
-    excludes(
-        "train_iters lr_decay_samples", "training counts iterations; use --lr-decay-iters", when=lambda f: f.train_iters
-    ),
-    excludes(
-        "train_iters lr_warmup_samples",
-        "training counts iterations; use --lr-warmup-iters",
-        when=lambda f: f.train_iters,
-    ),
-    excludes(
-        "train_samples lr_decay_iters",
-        "training counts samples; use --lr-decay-samples",
-        when=lambda f: f.train_samples,
-    ),
-    excludes(
-        "train_samples lr_warmup_iters",
-        "training counts samples; use --lr-warmup-samples",
-        when=lambda f: f.train_samples,
+    *(
+        excludes(
+            f"train_{mine} lr_{change}_{other}",
+            f"training counts {words}; use --lr-{change}-{mine}",
+            when=attrgetter(f"train_{mine}"),
+        )
+        for mine, other, words in (("iters", "samples", "iterations"), ("samples", "iters", "samples"))
+        for change in ("decay", "warmup")
     ),
     excludes("lr_warmup_fraction lr_warmup_iters"),
     excludes("lr_warmup_fraction lr_warmup_samples"),

@@ -18,7 +18,7 @@ EXAMPLE_ARGS = (
     "--bf16"
 )
 """Script flags of a GPT with 7 billion parameters, for the examples of help texts."""
-EXIT_CODES = "0 there is an answer, good or bad; 1 the work failed; 2 the command line or a file is wrong"
+EXIT_CODES = "0 the command printed an answer; 1 it found no answer; 2 the command line or a file is wrong"
 OTHER_NAMES = {
     "num_hosts": "nodes",
     "devices_per_host": "gpus-per-node",
@@ -40,7 +40,8 @@ class Subcommand(NamedTuple):
     """Command lines for the help text; `$ARGS` stands for `EXAMPLE_ARGS`."""
     exit_codes: str = EXIT_CODES
     pass_on: Callable[[Sequence[str]], None] | None = None
-    """Function for another program's words: gets the unparsed words after the command, and does not return."""
+    """Function that replaces this process by another program, and gets the unparsed words after the subcommand. None =
+    `pipette` parses the words."""
 
 
 def flag_of(option: str) -> str:
@@ -78,7 +79,7 @@ def _number(text: str) -> float:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Turn an OSError in the block into an error that names the flag and the flag's file."""
+    """Turn an OSError of the `with` block into an error that names the flag and the flag's file."""
     try:
         yield
     except OSError as error:
@@ -99,16 +100,18 @@ def add_machine_flags(parser: ArgumentParser) -> None:
     machines.add_argument(
         "--gpu",
         metavar="NAME|FILE",
-        help="imagine hosts with this device, such as h100-sxm; pipette devices lists names and writes files",
+        help="hosts with this device, such as h100-sxm, without measurements; pipette devices lists the names",
     )
     add_size_flags(
-        parser, nodes="hosts of the job", gpus="devices and ranks of each host (default: usual for --gpu, else 8)"
+        parser,
+        nodes="hosts of the job",
+        gpus="devices and ranks of each host (default: usual number of the device, else 8)",
     )
     parser.add_argument(
-        "--world-size", metavar="N", type=int, help="ranks of the job; can replace --nodes or --gpus-per-node"
+        "--world-size", metavar="N", type=int, help="number of ranks; can replace --nodes or --gpus-per-node"
     )
     parser.add_argument(
-        "--fabric", metavar="FILE|NAME", help="network between hosts of --gpu: a file, uniform, fat-tree-2:1 or similar"
+        "--fabric", metavar="FILE|NAME", help="network between the hosts of --gpu: a file, uniform, or fat-tree-N:1"
     )
 
 
@@ -121,7 +124,7 @@ def add_search_flags(parser: ArgumentParser) -> None:
         dest="budget_s",
         type=seconds,
         default=SEARCH_BUDGET_S,
-        help=f"most processor time of the search (default {SEARCH_BUDGET_S:g})",
+        help=f"limit of the search in seconds of processor time (default {SEARCH_BUDGET_S:g})",
     )
     add(
         "--schedules",
@@ -135,7 +138,7 @@ def add_search_flags(parser: ArgumentParser) -> None:
         metavar="FRACTION",
         type=fraction,
         default=MARGIN,
-        help=f"share of your step that another plan must save to replace your own (default {MARGIN:g})",
+        help=f"share of your step that a plan must save to replace your configuration (default {MARGIN:g})",
     )
     add(
         "--fix",
@@ -158,14 +161,14 @@ def add_reading_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--megatron-version",
         metavar="V",
-        help="Megatron release that reads the script's flags, such as 0.16.1 (default: the one SCRIPT would import)",
+        help="Megatron release whose flags are read, such as 0.16.1 (default: the release that SCRIPT would import)",
     )
 
 
 def add_script(parser: ArgumentParser) -> None:
     """Add the arguments for the script and the script's flags."""
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for torchrun")
-    parser.add_argument("script", metavar="SCRIPT", help="as in the job's own command; the file need not exist here")
+    parser.add_argument("script", metavar="SCRIPT", help="script of the job; the file need not exist on this machine")
     parser.add_argument(
         "arguments", metavar="ARGS", nargs=REMAINDER, help="the script's own flags, exactly as in the job"
     )

@@ -58,7 +58,7 @@ DOCTOR = Subcommand(
     add_arguments=_add_doctor_arguments,
     run=_doctor,
     examples=("pipette doctor", "pipette doctor --device cpu --gpus-per-node 2 --json"),
-    exit_codes="0 nothing would stop a job; 1 something would, or cannot be checked; 2 the flags are wrong",
+    exit_codes="0 no problem stops a job; 1 a problem stops a job, or a check failed; 2 the flags are wrong",
 )
 
 
@@ -71,13 +71,13 @@ def _add_probe_arguments(parser: ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="SCRIPT",
-        help="flags, script and its arguments as for pipette-launch, on every node of the job: they name the nodes "
-        "and the layers to time",
+        help="flags, script and arguments of the script, as for pipette-launch; run the command on every node of the "
+        "job",
     )
 
 
 def _refuse_probe(args: Namespace) -> int:
-    raise UsageError(f"no script: pipette probe needs the same words as pipette-launch, not {args.words}")
+    raise UsageError(f"no script in {args.words}: pipette probe needs the flags and the script of pipette-launch")
 
 
 def _become_launcher(words: Sequence[str]) -> None:
@@ -149,7 +149,7 @@ def _show_screen(watched: Watched) -> int:
 
 
 def _print_changes(watched: Watched, *, is_once: bool, as_json: bool) -> int:
-    """Print a line at each change of the job until the job ends; `is_once` prints one screen."""
+    """Print a line at each change of the job until the job ends. With `is_once`, print one screen."""
     from pipette_launch.facts import files
     from pipette_launch.report.live import live_line, live_screen
 
@@ -175,5 +175,5 @@ WATCH = Subcommand(
     add_arguments=_add_watch_arguments,
     run=_watch,
     examples=("pipette watch --once", "pipette watch /scratch/me/cache --json"),
-    exit_codes="0 the job succeeded, or you stopped watching; 1 it failed; 2 the command line is wrong",
+    exit_codes="0 the job succeeded, or you stopped watching; 1 the job failed; 2 the command line is wrong",
 )

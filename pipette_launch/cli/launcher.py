@@ -59,13 +59,13 @@ def parser() -> ArgumentParser:
 
 def _add_choices(add: Callable[..., object]) -> None:
     """Add the flags that choose the plan and the reaction to failures."""
-    add("--pipette-plan", metavar="FILE", type=_path, help="use this plan.json; measure and plan nothing")
+    add("--pipette-plan", metavar="FILE", type=_path, help="run the plan in this file, without measuring or planning")
     add(
         "--pipette-probe",
         metavar="FILE",
         type=_absolute,
         dest="pipette_probe_to",
-        help="only measure: write the measurements to FILE, print them, and stop",
+        help="measure, write the measurements to FILE, print them, and stop",
     )
     add("--pipette-dry-run", action="store_true", help="measure, plan, print the plan, and stop before training")
     add(
@@ -102,19 +102,29 @@ def _add_choices(add: Callable[..., object]) -> None:
         help="if steps become slower during training: print a warning (default), measure again and restart from the "
         "last checkpoint with a new plan, or do nothing",
     )
-    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the job")
+    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="kind of device that trains")
 
 
 def _add_amounts_and_files(add: Callable[..., object]) -> None:
     trials = "run the best K plans and your own configuration for some iterations, and train with the fastest"
     for name, metavar, default, text in (
-        ("budget", "SECONDS", defaults.WARMUP_BUDGET_S, "most seconds that the warm-up may measure"),
-        ("margin", "FRACTION", defaults.MARGIN, "share of your step that another plan must save"),
-        ("memory-margin", "FRACTION", defaults.MEMORY_MARGIN, "share of device memory to keep free"),
-        ("watch-limit", "FRACTION", defaults.WATCH_LIMIT, "how much slower steps must be for --pipette-watch"),
+        ("budget", "SECONDS", defaults.WARMUP_BUDGET_S, "time limit of the warm-up's measurements"),
+        (
+            "margin",
+            "FRACTION",
+            defaults.MARGIN,
+            "share of your step that a plan must save to replace your configuration",
+        ),
+        ("memory-margin", "FRACTION", defaults.MEMORY_MARGIN, "share of device memory that a plan leaves free"),
+        (
+            "watch-limit",
+            "FRACTION",
+            defaults.WATCH_LIMIT,
+            "relative increase of the step time at which --pipette-watch reacts",
+        ),
         ("trials", "K", defaults.TRIALS, trials),
         ("trial-iters", "N", defaults.TRIAL_ITERS, "timed iterations of each trial"),
-        ("spares", "K", defaults.SPARES, "keep K more nodes measured and ready to replace lost nodes"),
+        ("spares", "K", defaults.SPARES, "keep K measured nodes without workers, to replace lost nodes"),
     ):
         dest = f"pipette_{name.replace('-', '_')}{'_s' if name == 'budget' else ''}"
         about = f"{text} (default {default:g})"
@@ -123,13 +133,13 @@ def _add_amounts_and_files(add: Callable[..., object]) -> None:
         "--pipette-tolerate",
         metavar="F",
         type=int,
-        help="make plans ahead for the loss of up to F nodes, to continue at once "
+        help="make plans in advance for the loss of up to F nodes, so that the job continues at once "
         f"(default {defaults.TOLERATE} if --nnodes MIN:MAX allows it, else 0)",
     )
     add(
         "--pipette-cache",
         metavar="DIR",
-        help="folder of kept plans (default: pipette-launch in your cache folder); `off` keeps none",
+        help="folder in which plans are kept (default: pipette-launch in your cache folder), or `off` for no cache",
     )
     add(
         "--pipette-metrics-file",
@@ -206,7 +216,7 @@ def check_own_flags(whole: ArgumentParser, argv: Sequence[str]) -> None:
     for word in argv:
         name = word.split("=")[0]
         if name.startswith(PREFIX) and not any(option.startswith(name) for option in known):
-            # Compared without the common prefix, which would make all flags similar.
+            # The names are compared without the common prefix, which would make all flags similar.
             near = nearest_word(name[len(PREFIX) :], [option[len(PREFIX) :] for option in known])
             hint = f"; did you mean {PREFIX}{near}?" if near else f"; known flags are {', '.join(sorted(known))}"
             raise UsageError(f"unknown flag {name}{hint}")
@@ -234,7 +244,7 @@ def parsed(whole: ArgumentParser, words: Sequence[str]) -> Namespace:
 def options_from(args: Namespace, *, advice: str = "") -> Options:
     """Turn parsed flags into the launcher's options; raises UsageError for a wrong value.
 
-    `advice` ends an error about a number of launchers that does not fit the number of nodes.
+    `advice` is the last part of an error message about more launchers than nodes.
     """
     from pipette_launch.agent.rendezvous import check_meeting
     from pipette_launch.facts.known_schedules import schedule_names
@@ -245,7 +255,9 @@ def options_from(args: Namespace, *, advice: str = "") -> Options:
     check_meeting(args, advice=advice)
     late = [word for word in args.training_script_args if word.startswith(PREFIX)]
     if late:
-        raise UsageError(f"{late[0]} is after the script's name, where flags are the script's own; put it before")
+        raise UsageError(
+            f"{late[0]} is after the script's name, so it is a flag of the script; put it before the script"
+        )
     fixed_fields(args.pipette_fix)
     own = {name.removeprefix("pipette_"): value for name, value in vars(args).items() if name.startswith("pipette_")}
     own |= {
@@ -284,7 +296,7 @@ def _checked_sizes(args: Namespace) -> int:
         num_slots, why = 0, f" ({error})"
     if num_slots < 1:
         raise UsageError(
-            f"--nproc-per-node needs a number above 0, or auto, cpu, gpu or xpu if there is such a device, got "
+            f"--nproc-per-node needs a number above 0, or auto, cpu, gpu or xpu for devices of this machine, got "
             f"{args.nproc_per_node!r}{why}"
         )
     if args.max_restarts < 0:
@@ -300,7 +312,9 @@ def _cache(text: str | None) -> Path | None:
     if text == "off":
         return None
     root = Path(text) if text else default_root()
-    trouble = distrust(root) if root else "there is no home folder, so no plan is kept; name one with --pipette-cache"
+    trouble = (
+        distrust(root) if root else "there is no home folder, so no plan is kept; name a folder with --pipette-cache"
+    )
     if trouble:
         sys.stderr.write(f"pipette-launch: {printable(trouble)}\n")
         return None

@@ -31,13 +31,14 @@ from pipette_launch.text import bytes_text
 PYTHON = SpecifierSet(">=3.10,<3.14")
 NEEDED = {"torch": SpecifierSet(">=2.6"), "megatron-core": SpecifierSet(">=0.14")}
 KNOWN = {"torch": SpecifierSet("<2.16"), "megatron-core": SpecifierSet("<0.21")}
-"""Tested releases of Python and packages. Later releases may work."""
+"""Tested releases of the packages. Later releases may work."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own, not a temporary file of ours
 LEAST_SHARED_BYTES = 64 << 20
 """Shared memory for each device: NCCL's buffers for peers on the same host, and batches of data loaders."""
 ENOUGH_SHARED_BYTES = 1 << 30
 ENOUGH_FILES = 4096
-"""Open files that a process needs: a rank connects to all ranks of its groups, the first agent to every rank."""
+"""Number of open files that a process may need: a rank connects to all ranks of its groups, and the first agent to all
+ranks."""
 
 VersionOf = Callable[[str], "str | None"]
 
@@ -80,7 +81,7 @@ def python(version: str | None = None) -> Iterator[Finding]:
     if Version(here) in PYTHON:
         yield _found("fine", "Python", here)
     else:
-        yield _found("slows", "Python", f"{here}, tested is {PYTHON}", "use a tested release")
+        yield _found("slows", "Python", f"{here}, but only {PYTHON} is tested", "use a tested release")
 
 
 def packages(version_of: VersionOf = installed) -> Iterator[Finding]:
@@ -90,17 +91,17 @@ def packages(version_of: VersionOf = installed) -> Iterator[Finding]:
         try:
             version = None if found is None else Version(found)
         except InvalidVersion:
-            yield _found("slows", name, f"{found} is not a version number", "install a release")
+            yield _found("slows", name, f"{found} is not a version number", "install a released version")
             continue
         if version is None:
             # A Megatron checkout beside the script, or on PYTHONPATH, works as well.
             hint = "" if name == "torch" else ", or keep a checkout of Megatron-LM beside the script"
             yield _found("stops" if name == "torch" else "slows", name, "not installed", f"{install}{hint}")
         elif not needed.contains(version, prereleases=True):
-            yield _found("stops", name, f"{found}, needed is {needed}", install)
+            yield _found("stops", name, f"{found}, but {needed} is required", install)
         elif not KNOWN[name].contains(version, prereleases=True):
-            value = f"{found}, newer than tested ({KNOWN[name]})"
-            yield _found("slows", name, value, "plans may be refused; update pipette-launch")
+            value = f"{found}, but only {KNOWN[name]} is tested"
+            yield _found("slows", name, value, "update pipette-launch, which may refuse to plan with this release")
         else:
             yield _found("fine", name, str(found))
 
@@ -124,13 +125,13 @@ def _host(args: Namespace, found: list[Finding]) -> Host | None:
         found += [_found("slows", "GPUs", sentence) for sentence in inventory.lost_gpus()]
     elif args.device == "auto":
         advice = "if there are GPUs, check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
-        found.append(_found("slows", "GPUs", "NVML finds none, jobs run on CPU", advice))
+        found.append(_found("slows", "GPUs", "NVML finds no GPU, so jobs run on CPU", advice))
     for verdict in judge([host], [conditions]):
         value = verdict.figure + (f", its peers {verdict.peers}" if verdict.peers else "")
         found.append(_found("slows" if verdict.is_sick else "fine", f"device {verdict.device}", value, verdict.advice))
     forgotten = sum(one.persistence_mode is False for one in conditions)
     if forgotten:
-        value = f"off on {forgotten} of {len(conditions)} GPUs; every start waits for the driver"
+        value = f"off on {forgotten} of {len(conditions)} GPUs; every start of a job waits for the driver"
         found.append(_found("slows", "persistence mode", value, "nvidia-smi -pm 1"))
     return host
 
@@ -169,7 +170,7 @@ def shared_memory(num_devices: int, folder: Path = SHARED_MEMORY) -> Iterator[Fi
     try:
         space = os.statvfs(folder)
     except OSError as error:
-        yield _found("stops", str(folder), f"not there ({error.strerror})", "mount a tmpfs there")
+        yield _found("stops", str(folder), f"cannot be read ({error.strerror})", f"mount a tmpfs at {folder}")
         return
     free = space.f_bavail * space.f_frsize
     value = f"{bytes_text(free)} free for {num_devices} devices"
@@ -220,10 +221,10 @@ def host_name(
     if environ.get("GLOO_SOCKET_IFNAME"):
         yield _found("fine", what, f"{value}, and GLOO_SOCKET_IFNAME={environ['GLOO_SOCKET_IFNAME']}")
     elif not found:
-        advice = "add it to /etc/hosts, or export GLOO_SOCKET_IFNAME"
+        advice = "add the name to /etc/hosts, or export GLOO_SOCKET_IFNAME"
         yield _found("stops" if num_nodes > 1 else "slows", what, f"{name} cannot be resolved", advice)
     elif num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in found):
-        value = f"{value}; on every other node this address is that node itself"
+        value = f"{value}; other nodes use this address for themselves"
         advice = "export GLOO_SOCKET_IFNAME with the interface to use, or correct /etc/hosts"
         yield _found("stops", what, value, advice)
     else:
@@ -246,18 +247,21 @@ def interfaces(environ: Mapping[str, str], present: Collection[str] | None = Non
         wanted = environ.get(variable, "")
         missing = _missing(wanted, present, is_prefix=variable.startswith("NCCL"))
         if missing:
-            value = f"no interface {', '.join(missing)} is up here (up are {', '.join(sorted(present))})"
-            yield _found("stops", variable, value, "unset it, or name one of these")
+            value = f"no interface {', '.join(missing)} is up (only {', '.join(sorted(present))})"
+            yield _found("stops", variable, value, "unset the variable, or name an interface that is up")
         elif wanted:
             yield _found("fine", variable, wanted)
 
 
 def _missing(wanted: str, present: Collection[str], *, is_prefix: bool) -> list[str]:
-    """Return the names without a matching interface. NCCL's names are prefixes, `=` starts full names, `^` excludes."""
+    """Return the names without a matching interface.
+
+    In NCCL's variable, names are prefixes. After `=` they are full names, and after `^` they name excluded interfaces.
+    """
     if is_prefix and wanted.startswith("^"):
         return []
     whole = not is_prefix or wanted.startswith("=")
-    # NCCL allows name:port.
+    # NCCL also accepts name:port.
     names = [part.strip().partition(":")[0] for part in wanted.removeprefix("=").split(",") if part.strip()]
     found = [name for name in names if any(name == one if whole else one.startswith(name) for one in present)]
     # NCCL needs only one matching name.
@@ -265,7 +269,7 @@ def _missing(wanted: str, present: Collection[str], *, is_prefix: bool) -> list[
 
 
 def port(number: int) -> Iterator[Finding]:
-    """Try to bind the port at which agents meet."""
+    """Try to bind the port of the rendezvous."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -279,7 +283,7 @@ def port(number: int) -> Iterator[Finding]:
 
 def folders(cache: Path | None) -> Iterator[Finding]:
     """Try to write to the cache of plans and to the folder of temporary files."""
-    again = "every start measures again"
+    again = "every start of a job measures again"
     advice = f"{again}; name a folder with --pipette-cache"
     if cache is None:
         yield _found("slows", "cache", "there is no home folder", advice)

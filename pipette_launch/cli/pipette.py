@@ -91,7 +91,7 @@ def parser() -> ArgumentParser:
     """Return the parser of all subcommands."""
     whole = ArgumentParser(
         prog="pipette",
-        description="The parts of pipette-launch one by one; `pipette-launch` itself replaces torchrun.",
+        description="Measures, predicts and plans in separate commands; the command pipette-launch replaces torchrun.",
         epilog="pipette COMMAND --help shows examples and exit codes.",
         allow_abbrev=False,
     )

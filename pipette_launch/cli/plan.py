@@ -31,8 +31,8 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the plan's document instead of a screen")
     detail = parser.add_mutually_exclusive_group()
-    detail.add_argument("-q", "--quiet", action="store_true", help="print one line: the choice and what it saves")
-    detail.add_argument("-v", "--verbose", action="store_true", help="print everything, including all notes")
+    detail.add_argument("-q", "--quiet", action="store_true", help="print one line with the choice and its saving")
+    detail.add_argument("-v", "--verbose", action="store_true", help="print the whole screen, with all notes")
     flags.add_script(parser)
 
 
@@ -86,7 +86,7 @@ def _write_plan(out: Path, plan: Plan, problem: PlanProblem) -> Path | None:
 
 
 PLAN = Subcommand(
-    summary="Choose the fastest layout and rank order on these machines, and print how sure the choice is.",
+    summary="Choose the fastest layout and rank order for described machines, and print bounds on every other layout.",
     add_arguments=_add_plan_arguments,
     run=_plan,
     examples=(
@@ -100,8 +100,8 @@ PLAN = Subcommand(
 def _add_predict_arguments(parser: ArgumentParser) -> None:
     flags.add_machine_flags(parser)
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--rank", metavar="R", type=int, help="show only the stage of this RANK")
-    shown.add_argument("--stage", metavar="S", type=int, help="show only this pipeline rank, from 0")
+    shown.add_argument("--rank", metavar="R", type=int, help="show only the pipeline stage of this RANK")
+    shown.add_argument("--stage", metavar="S", type=int, help="show only this pipeline stage (the first is 0)")
     parser.add_argument(
         "--method",
         choices=("closed", "abstract"),
@@ -113,7 +113,7 @@ def _add_predict_arguments(parser: ArgumentParser) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device of the job, if neither --cluster nor --gpu is given",
+        help="kind of device that trains, if neither --cluster nor --gpu is given",
     )
     parser.add_argument("--json", action="store_true", help="print a document of kind `prediction` instead of a screen")
     flags.add_script(parser)
@@ -149,7 +149,7 @@ def _predict(args: Namespace) -> int:
 
 
 PREDICT = Subcommand(
-    summary="Predict whether exactly this configuration fits in memory, and how long its step is.",
+    summary="Predict whether the configuration of the script's flags fits in memory, and the duration of its step.",
     add_arguments=_add_predict_arguments,
     run=_predict,
     examples=(

@@ -28,11 +28,10 @@ def _add_report_arguments(parser: ArgumentParser) -> None:
         "--profile",
         metavar="DIR",
         type=Path,
-        help="add to --trace the passes that torch's profiler recorded: the --tensorboard-dir of a job with --profile "
-        "--use-pytorch-profiler",
+        help="--tensorboard-dir of a job with --profile --use-pytorch-profiler; --trace adds its measured passes",
     )
-    add("--cluster", metavar="FILE", type=Path, help="measurements of the plan (default: cluster.json beside it)")
-    add("-q", "--quiet", action="store_true", help="print one line for a plan: the choice and what it saves")
+    add("--cluster", metavar="FILE", type=Path, help="measurements of the plan (default: cluster.json beside the plan)")
+    add("-q", "--quiet", action="store_true", help="print one line with a plan's choice and its saving")
     add("--json", action="store_true", help="check the file and print its document instead of a screen")
 
 
@@ -43,12 +42,12 @@ def _report(args: Namespace) -> int:
     from pipette_launch.report import chosen_line, measured_screen, plan_file_screen
 
     if args.profile is not None and args.trace is None:
-        raise UsageError("--profile adds to a trace; name the trace's file with --trace")
+        raise UsageError("--profile adds measured passes to a trace; name the trace's file with --trace")
     if args.html is not None or args.trace is not None:
         _write(args)
         return 0
     if args.cluster is not None:
-        raise UsageError("--cluster is only for the page and the trace; add --html FILE or --trace FILE")
+        raise UsageError("--cluster works only with the report and the trace; add --html FILE or --trace FILE")
     is_measured = files.kind_of(args.file) == Measurements.KIND
     if args.json:
         sys.stdout.write(files.dumps(files.read(args.file, Measurements if is_measured else Plan)) + "\n")
@@ -90,8 +89,8 @@ def _add_explain_arguments(parser: ArgumentParser) -> None:
         "words",
         metavar="KEY",
         nargs="*",
-        help="a label or number of a screen, such as gap or data parallel; a plan file after it adds the value; "
-        "without words, all keys are listed",
+        help="a label or number of a screen, such as gap or data parallel; a plan file after KEY adds its value; "
+        "without KEY, the command lists all labels",
     )
     parser.add_argument("--json", action="store_true", help="print a document of kind `explained` instead of sentences")
 
@@ -171,7 +170,7 @@ def _value_of(plan: Plan, key: str) -> str:
 
 
 EXPLAIN = Subcommand(
-    summary="Explain a number on the screens: meaning, formula, and its value in a plan.",
+    summary="Explain a word or number on the screens: meaning, formula, and the value in a plan.",
     add_arguments=_add_explain_arguments,
     run=_explain,
     examples=("pipette explain", "pipette explain mfu", "pipette explain gap a.plan.json"),
@@ -183,7 +182,7 @@ def _add_devices_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print a document instead: of kind `device`, which --gpu reads, or without NAME of kind `devices`",
+        help="print a document instead of a table: of kind `device`, for --gpu FILE, or without NAME of kind `devices`",
     )
 
 
@@ -225,7 +224,7 @@ def _row(name: str, *columns: str) -> str:
 
 
 DEVICES = Subcommand(
-    summary="List the devices that --gpu knows by name, or print one as a file to describe another.",
+    summary="List the devices that --gpu accepts by name, or print one device as a file.",
     add_arguments=_add_devices_arguments,
     run=_devices,
     examples=(

@@ -36,10 +36,7 @@ class WorkerCommand:
 
 
 class Controller(ABC):
-    """Decides for the job, and chooses what this node runs. Subclasses must define the six abstract hooks.
-
-    Every node has a controller. `decide`, `after_warmup` and `after_trial` run on the deciding node only.
-    """
+    """Decides what each node runs. `decide`, `after_warmup` and `after_trial` run on the deciding node only."""
 
     progress_folder: Path
     """Folder where the warm-up's workers of this node write their progress."""

@@ -110,14 +110,11 @@ class Membership:
     ) -> tuple[Decision, RoundStore]:
         """Meet the other agents; return the decision for all agents, and the store of the new round.
 
-        Args:
-            record: description of this node.
-            held: this node's decision of the last round.
-            decide: called only on the first agent, with the records of all nodes and the reasons why hosts are lost.
-            is_awaited: true if another node waits in torch's rendezvous; called only on the first agent.
+        `held` is this node's decision of the last round. Only the first agent calls `decide`, with all nodes and the
+        reasons why hosts are lost, and `is_awaited`, which is true if another node waits in torch's rendezvous.
 
         Raises:
-            Rejoin: all agents go through torch's rendezvous again, or the other agents went on without this one.
+            Rejoin: all agents go through torch's rendezvous again, or the other agents went on without this agent.
             ClusterError: too few agents can be reached.
 
         """
@@ -265,12 +262,7 @@ class Membership:
         return arrivals
 
     def _probe(self, missing: Sequence[Member], missed_s: dict[str, float]) -> None:
-        """Connect to the missing agents, and mark those as lost that have not answered for long.
-
-        Args:
-            missed_s: time of the first connection without an answer, by token.
-
-        """
+        """Mark missing agents as lost that have not answered for long; `missed_s` has the time of the first failure."""
         with ThreadPoolExecutor(min(len(missing), 32)) as pool:
             found = list(pool.map(self._look_for, missing))
         now_s = time.monotonic()

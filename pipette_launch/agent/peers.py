@@ -114,10 +114,8 @@ class ReachSweep(LostFinder):
 def connected(peer: Member, *, within_s: float) -> Store:
     """Return a client of an agent's store.
 
-    Raises:
-        TimeoutError: the store did not answer. torch itself would wait for ever for a stopped process.
-        RuntimeError: no store listens at this address.
-
+    Raises TimeoutError if the store does not answer, for which torch itself would wait for ever if the process is
+    stopped. Raises RuntimeError if no store listens at this address.
     """
     return within(within_s, lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
 
@@ -156,10 +154,7 @@ def why_unreachable(peer: Member, *, timeout_s: float) -> str:
 
 
 def cut_links(missed: Mapping[str, Collection[str]]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of agents without a working link; `missed` has the agents that each agent cannot reach.
-
-    Agents that reported no list are ignored.
-    """
+    """Return the pairs of agents without a working link; `missed` has the agents that an agent cannot reach."""
     pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
     return tuple(sorted(pairs))
 
@@ -169,7 +164,7 @@ def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> d
 
     Args:
         pairs: cut links, each as two tokens.
-        order: tokens of all agents; among agents with equally many cut links the last agent is left out.
+        order: tokens of all agents. Among agents with equally many cut links, the last agent is left out.
 
     Returns:
         Token of each agent that is left out, with the token of the first agent that it cannot reach.
@@ -192,11 +187,7 @@ def out_of_reach(
 ) -> dict[str, str]:
     """Return the tokens of the agents to leave out, each with a reason: the address that cannot reach the agent.
 
-    Args:
-        agents: all agents at the meeting, beginning with the first agent.
-        cut: cut links between these agents, each as two tokens.
-        standby: tokens of agents without workers. These agents are left out before agents with workers.
-
+    Agents on `standby`, which have no workers, are left out before other agents. `cut` has pairs of tokens.
     """
     address = {agent.token: agent.address for agent in agents}
     left_out = best_left_out(cut, sorted(address, key=lambda token: token in standby))

@@ -57,13 +57,7 @@ class PhaseBeforeTraining(ABC):
     def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:
         """Return whether the phase is over on all nodes, also by a failure or a hang.
 
-        Args:
-            processes: workers of this node, by local rank.
-            bindings: ranks and devices of these workers, by local rank.
-
-        Raises:
-            RoundOver: another agent is lost.
-
+        `processes` and `bindings` describe the workers of this node by local rank. Raises RoundOver if another agent is lost.
         """
 
     @abstractmethod

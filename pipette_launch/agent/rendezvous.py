@@ -25,8 +25,9 @@ FALSE_WORDS = ("0", "false", "f", "no", "n")
 STATIC_PORT = 29500
 C10D_PORT = 29400
 """Default ports of torch."""
-STATIC_JOIN_S = 900
-"""Default seconds that torch's static rendezvous waits for the nodes and for its store."""
+STATIC_JOIN_S, STATIC_READ_S = 900, 300
+"""Default seconds that torch's static rendezvous waits for the nodes and for its store; seconds for each answer of the
+store."""
 C10D_JOIN_S, C10D_READ_S = 600, 60
 """Default seconds that torch's c10d rendezvous waits for the nodes, and for its store."""
 ADDRESS, ENDPOINT = "--master-addr", "--rdzv-endpoint"
@@ -67,27 +68,13 @@ def endpoint_of(args: Namespace) -> Endpoint:
         port = STATIC_PORT if args.master_port is None else args.master_port
         flag, text = ADDRESS, f"{args.master_addr}:{port}"
     try:
-        host, port = parse_rendezvous_endpoint(text, default_port=C10D_PORT)
+        return Endpoint(*parse_rendezvous_endpoint(text, default_port=C10D_PORT), flag)
     except ValueError as error:
         raise UsageError(_refused(args, flag, text, str(error))) from error
-    return Endpoint(host, port, flag)
-
-
-def connect_seconds(args: Namespace) -> int:
-    """Return the seconds for which torch tries to reach the store of the rendezvous."""
-    is_static = args.rdzv_backend == "static"
-    return whole_seconds(args, *(("timeout", STATIC_JOIN_S) if is_static else ("read_timeout", C10D_READ_S)))
-
-
-def whole_seconds(args: Namespace, name: str, default: int) -> int:
-    """Return a time limit of --rdzv-conf."""
-    text = conf_of(args).get(name, str(default))
-    if not text.isdigit() or not int(text):
-        raise UsageError(f"--rdzv-conf {name}={text}: a whole number of seconds above 0 is needed")
-    return int(text)
 
 
 def _refused(args: Namespace, flag: str, text: str, error: str) -> str:
+    """Return a sentence about an endpoint that torch refuses with `error`."""
     if flag == ADDRESS:
         if "port number" in error:
             return f"--master-port {args.master_port}: a port is a number from 1 to 65535"
@@ -102,6 +89,20 @@ def _refused(args: Namespace, flag: str, text: str, error: str) -> str:
     if "://" in text:
         return f"{flag} {text}: leave out {text.partition('://')[0]}://, the host alone is needed"
     return f"{flag} {text}: {error}"
+
+
+def connect_seconds(args: Namespace) -> int:
+    """Return the seconds for which torch tries to reach the store of the rendezvous."""
+    is_static = args.rdzv_backend == "static"
+    return _whole_seconds(args, *(("timeout", STATIC_JOIN_S) if is_static else ("read_timeout", C10D_READ_S)))
+
+
+def _whole_seconds(args: Namespace, name: str, default: int) -> int:
+    """Return a time limit of --rdzv-conf."""
+    text = conf_of(args).get(name, str(default))
+    if not text.isdigit() or not int(text):
+        raise UsageError(f"--rdzv-conf {name}={text}: a whole number of seconds above 0 is needed")
+    return int(text)
 
 
 def check_meeting(args: Namespace, *, advice: str = "") -> None:
@@ -119,10 +120,14 @@ def check_meeting(args: Namespace, *, advice: str = "") -> None:
     if host.lower() not in (*TRUE_WORDS, *FALSE_WORDS):
         raise UsageError(f"--rdzv-conf is_host={host}: true or false is needed")
     least, most = parse_min_max_nnodes(args.nnodes)
-    meets_here_only = becomes_standalone(args)
-    if args.rdzv_backend == "static" and not meets_here_only:
-        _check_rank(args, most, advice)
-        least = most
+    if args.rdzv_backend == "static" and not becomes_standalone(args):
+        rank, least = int(args.node_rank), most
+        if not 0 <= rank < most:
+            ranks = "its only node has rank 0" if most == 1 else f"node ranks go from 0 to {most - 1}"
+            raise UsageError(
+                f"--node-rank {rank} in a job of --nnodes {args.nnodes}: {ranks}; give --nnodes the number of "
+                f"launchers, or start fewer{advice}"
+            )
     if args.standalone and least > 1:
         raise UsageError(
             f"--standalone is a job of one node, and --nnodes {args.nnodes} needs {least}; give one of them"
@@ -132,20 +137,6 @@ def check_meeting(args: Namespace, *, advice: str = "") -> None:
             f"{at.flag} with port 0 takes any free port, which the other nodes of --nnodes {args.nnodes} cannot know; "
             f"give a port"
         )
-
-
-def _check_rank(args: Namespace, most: int, advice: str) -> None:
-    rank = int(args.node_rank)
-    if 0 <= rank < most:
-        return
-    ranks = "its only node has rank 0" if most == 1 else f"node ranks go from 0 to {most - 1}"
-    raise UsageError(
-        f"--node-rank {rank} in a job of --nnodes {args.nnodes}: {ranks}; give --nnodes the number of launchers, or "
-        f"start fewer{advice}"
-    )
-
-
-STATIC_READ_S = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,16 +166,21 @@ class RendezvousSettings:
     advice: str = ""
     """End of an error about too many launchers, if SLURM may have started these launchers; else empty."""
 
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """Host and port of the endpoint."""
+        return parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
+
     def store_elsewhere(self) -> Member | None:
         """Return the address of torch's c10d store; None if this agent may hold the store."""
-        host, port = parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
+        host, port = self.host_and_port
         if self.may_host_store or not port:
             return None
         return Member(token="rendezvous", address=host, port=port, node_rank=-1)  # noqa: S106  a name, no secret
 
     def own_address(self) -> str:
         """Return the address of this node's interface towards the endpoint, by which other nodes reach this node."""
-        host, port = parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
+        host, port = self.host_and_port
         if _is_loopback(host):
             return "127.0.0.1"
         try:
@@ -205,9 +201,7 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
     A static rendezvous cannot form a second round and reuses its keys at each restart. So a static rendezvous runs as
     c10d with the store on node 0, and agents are ordered by --node-rank.
     """
-    at = endpoint_of(args)
-    node_rank = -1
-    connect_s = connect_seconds(args)
+    at, node_rank, connect_s = endpoint_of(args), -1, connect_seconds(args)
     if args.rdzv_backend == "static" and not becomes_standalone(args):
         node_rank = int(args.node_rank)
         args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{at.port}"
@@ -215,18 +209,25 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
         # Static waits for all nodes even if MIN is lower, and torch warns about a node rank under c10d.
         args.nnodes, args.node_rank = args.nnodes.split(":")[-1], 0
         _set(args, is_host=str(node_rank == 0).lower(), join_timeout=connect_s, read_timeout=STATIC_READ_S)
-    torchs = _torch_guess(at.host)
-    here = torchs or _is_here(at.host)
+    try:
+        torchs_guess: bool | None = _matches_machine_hostname(at.host)
+    except (OSError, UnicodeError):  # This machine's name has no address.
+        torchs_guess = None
+    here = torchs_guess or _is_here(at.host)
     is_tcp = args.rdzv_backend == "c10d" and not args.standalone and not is_file(args)
-    if is_tcp and torchs != here:
+    if is_tcp and torchs_guess != here:
         # Set is_host only if torch would guess wrongly, because torch retries as a client after a right guess. The port
         # is taken if another agent of this machine was faster.
         _set(args, is_host=str(here and _can_bind(at.port)).lower())
     given = conf_of(args).get("is_host")
     is_host = here and _can_bind(at.port) if given is None else given.lower() in TRUE_WORDS
-    least, most = (int(word) for word in (args.nnodes.split(":")[0], args.nnodes.split(":")[-1]))
+    if is_file(args):
+        endpoint = f"{socket.gethostname()}:0"  # A store in a file counts as a store of this host.
+    else:
+        endpoint = f"{at.host}:{at.port}" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
+    least, most = parse_min_max_nnodes(args.nnodes)
     return RendezvousSettings(
-        endpoint=_endpoint(args, at),
+        endpoint=endpoint,
         node_rank=node_rank,
         may_host_store=node_rank == 0 or (node_rank < 0 and here),
         least_nodes=least,
@@ -236,16 +237,9 @@ def settle(args: Namespace, *, advice: str = "") -> RendezvousSettings:
         is_here=here,
         is_client=is_tcp and not is_host,
         connect_s=connect_s,
-        join_s=whole_seconds(args, "join_timeout", C10D_JOIN_S),
+        join_s=_whole_seconds(args, "join_timeout", C10D_JOIN_S),
         advice=advice,
     )
-
-
-def _endpoint(args: Namespace, at: Endpoint) -> str:
-    """Return the endpoint in torch's notation; a store in a file counts as a store of this host."""
-    if is_file(args):
-        return f"{socket.gethostname()}:0"
-    return f"{at.host}:{at.port}" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
 
 
 def _set(args: Namespace, **settings: object) -> None:
@@ -266,20 +260,10 @@ def _can_bind(port: int) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _torch_guess(host: str) -> bool | None:
-    """Return True if torch takes this machine for the host; None if this machine's name has no address."""
-    try:
-        return _matches_machine_hostname(host)
-    except (OSError, UnicodeError):
-        return None
 
 
 def _is_here(host: str) -> bool:

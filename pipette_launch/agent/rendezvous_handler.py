@@ -22,10 +22,9 @@ import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, api
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from pipette_launch.agent.peers import answers
-from pipette_launch.agent.rendezvous import ADDRESS, C10D_PORT, Endpoint, RendezvousSettings
+from pipette_launch.agent.rendezvous import ADDRESS, Endpoint, RendezvousSettings
 from pipette_launch.agent.store import StoreGone, call_torch, growing_pauses, within
 from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
@@ -77,12 +76,7 @@ def say(words: str) -> None:
 
 
 def await_name(at: Endpoint, *, patience_s: float) -> None:
-    """Wait until the endpoint's host name has an address, and print at once if the name has no address yet.
-
-    Raises:
-        ClusterError: the name had no address for `patience_s`.
-
-    """
+    """Wait until the endpoint's host name has an address; after `patience_s` raise ClusterError."""
     began_s = time.monotonic()
     why = _unresolved(at.host)
     if not why:
@@ -118,13 +112,12 @@ def _unresolved(host: str) -> str:
 
 
 def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.environ) -> None:
-    """Wait until the store of the rendezvous answers, if another process holds it, and print that this node waits.
+    """Wait until another process's rendezvous store answers, and print that this node waits.
 
-    Raises:
-        ClusterError: no answer for as long as torch would wait, or another program of this machine holds the port.
-
+    Raises ClusterError if the store does not answer for as long as torch would wait, or if another program of this
+    machine holds the port.
     """
-    host, port = parse_rendezvous_endpoint(settings.endpoint, default_port=C10D_PORT)
+    host, port = settings.host_and_port
     if not settings.is_client:
         if settings.node_rank == 0 and not settings.is_here:
             say(
@@ -168,7 +161,7 @@ def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
 
 def advice(settings: RendezvousSettings, environ: Mapping[str, str]) -> str:
     """Return further possible reasons why the nodes do not meet, as text to append to an error message."""
-    host = parse_rendezvous_endpoint(settings.endpoint, default_port=C10D_PORT)[0]
+    host, _ = settings.host_and_port
     found = []
     if host in ("localhost", "127.0.0.1", "::1") and settings.most_nodes > 1:
         found.append(
@@ -262,12 +255,7 @@ class Waiting:
                 store.set(self._key(self._settings.node_rank), "here")
 
     def look(self, waited_s: float) -> None:
-        """Print the missing nodes, if a line is due.
-
-        Raises:
-            ClusterError: this is a second launcher of a job with one node, so it would wait in vain.
-
-        """
+        """Print the missing nodes, if a line is due; raise ClusterError in a second launcher of a job with one node."""
         # Only torch's c10d rendezvous has a state.
         state = getattr(getattr(self._inner, "_state_holder", None), "state", None)
         if state is None:
@@ -339,10 +327,8 @@ class AgentStoreHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join torch's rendezvous. torch's own call never returns if a wire is cut during the call.
 
-        Raises:
-            RendezvousConnectionError: the store did not answer for `HOST_GONE_S`.
-            ClusterError: too few nodes came in time, or the job ended without this node.
-
+        Raises ClusterError if too few nodes came in time, or the job ended without this node. Raises
+        RendezvousConnectionError if the store did not answer for `HOST_GONE_S`.
         """
         began_s = time.monotonic()
         try:
@@ -424,9 +410,7 @@ class AgentStoreHandler(RendezvousHandler):
 def first_meeting(assign: Callable[[], Answer], join: Callable[[], None]) -> Answer:
     """Let torch assign ranks to the nodes, then let the agents exchange addresses.
 
-    Raises:
-        ClusterError: the store of torch's rendezvous is lost meanwhile. torch alone would wait for ever.
-
+    Raises ClusterError if the store of torch's rendezvous is lost meanwhile. torch alone would wait for ever.
     """
     try:
         places = within(PLACES_S, assign)

@@ -51,12 +51,7 @@ LIMIT_S = 5.0
 
 
 def scontrol(*words: str) -> str:
-    """Return the output of `scontrol`.
-
-    Raises:
-        OSError: scontrol is not installed. subprocess.SubprocessError: scontrol failed, or took too long.
-
-    """
+    """Return the output of `scontrol`; raises OSError or subprocess.SubprocessError if scontrol is missing or fails."""
     done = subprocess.run(
         ["scontrol", *words],  # noqa: S607 - clusters install it in different folders
         capture_output=True,
@@ -116,16 +111,11 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 @contextmanager
 def passed_on(is_training: Callable[[], bool], workers: Callable[[], Collection[int] | None]) -> Iterator[None]:
-    """While the block runs, forward SIGUSR1 and SIGUSR2 to the workers of the training.
+    """While the block runs, forward SIGUSR1 and SIGUSR2 to the workers of the training, but not to their children.
 
     Before the training these signals end the launcher and its workers, as SIGTERM does, because there is nothing to
-    save. Only workers get the signal, not their child processes. An ignored signal stays ignored. torch handles a
-    signal of --signals-to-handle after the first start of workers.
-
-    Args:
-        is_training: returns True if the workers run the training.
-        workers: returns the workers' process ids; None before the first start.
-
+    save. An ignored signal stays ignored. torch handles a signal of --signals-to-handle after the first start of
+    workers. `workers` returns the workers' process ids; None before the first start.
     """
     if threading.current_thread() is not threading.main_thread():
         # Python sets handlers in the main thread only.

@@ -75,10 +75,7 @@ def within(seconds: float, do: Callable[[], Answer]) -> Answer:
 
 
 class AgentStore:
-    """Keys with one prefix, in the store of this agent or of another agent.
-
-    Every method raises StoreGone if another agent holds the store and does not answer.
-    """
+    """Keys with one prefix in an agent's store. Methods raise StoreGone if another agent's store does not answer."""
 
     def __init__(self, store: Store, prefix: str, *, is_own: bool) -> None:
         """Use a store; `is_own` is true if this process holds the store, so that the store always answers."""
@@ -130,10 +127,7 @@ class AgentStore:
     def take(self, key: str, *, what: str, deadline_s: float) -> str:
         """Wait for a text; error messages name the text by `what`.
 
-        Raises:
-            ClusterError: the text was not published in time.
-            RoundOver: the text will never be published.
-
+        Raises ClusterError if the text was not published in time. Raises RoundOver if the text will never be published.
         """
         end = time.monotonic() + deadline_s
         pauses_s = growing_pauses()
@@ -166,15 +160,10 @@ class RoundStore(AgentStore):
         generation: str = "round",
         find_lost: Callable[[], str] = lambda: "",
     ) -> None:
-        """Begin a round.
+        """Begin a round; the coordinator decides for all agents and holds the store.
 
-        Args:
-            group_rank: index of this agent in the round.
-            group_size: number of agents in the round.
-            is_coordinator: true if this agent decides for all agents and holds the store.
-            generation: name of the round.
-            find_lost: returns which other agent is gone and why; empty if no agent is gone.
-
+        `group_rank` is the index of this agent in the round, and `generation` is the name of the round. `find_lost`
+        returns which other agent is gone and why; empty if no agent is gone.
         """
         super().__init__(store, f"pipette/{generation}", is_own=is_coordinator)
         self.generation = generation
@@ -234,14 +223,8 @@ def reports(
 ) -> tuple[list[Report], list[str]]:
     """Collect the reports of a decision's agents; return the reports, and the hosts without a report.
 
-    Args:
-        kind: class of a report.
-        prefix: key of each report before the agent's token.
-        patience_s: longest wait for all reports together.
-
-    Raises:
-        RoundOver: an agent called a meeting.
-
+    `prefix` is the key of each report before the agent's token, and `patience_s` limits the wait for all reports.
+    Raises RoundOver if an agent called a meeting.
     """
     ends_s = time.monotonic() + patience_s
     found, absent = [], []

@@ -103,8 +103,7 @@ class Streams:
     def close(self, *, patience_s: float | None = None) -> None:
         """Read the bytes written so far, then close all pipes; later output of a worker's child is lost.
 
-        If the console accepts no more bytes, as a waiting pager does, the call waits at most `patience_s` seconds, or
-        without limit if None.
+        A console that accepts no bytes, such as a waiting pager, delays the call by at most `patience_s`.
         """
         if not self._is_open:
             return
@@ -238,10 +237,9 @@ class WatchedLogs(LogsSpecs):
         return self._inner.root_log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose the destination of each worker's streams.
+        """Choose the destination of each worker's streams, in a folder with Pipette's own attempt number.
 
-        The folder of an attempt has Pipette's own attempt number in its name. torchrun's number does not change between
-        plans, so the next attempt would delete the logs of the last attempt.
+        torchrun's number does not change between plans, so the next attempt would delete the logs of the last attempt.
         """
         counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": str(self._attempt)} for rank, env in envs.items()}
         destinations = self._inner.reify(counted)

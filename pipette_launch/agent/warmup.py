@@ -129,13 +129,7 @@ class WarmupFailure:
 
 
 def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: float) -> WarmupFailure:
-    """Name the cause of a failed warm-up in one sentence.
-
-    Args:
-        reports: reports of all agents that answered.
-        absent: hosts of the agents that did not answer.
-
-    """
+    """Name the cause of a failed warm-up in one sentence; `absent` has the hosts of the agents that did not answer."""
     states = sorted((state for report in reports for state in report.workers), key=lambda state: state.slot)
     killed = [state for state in states if state.was_killed]
     guilty = killed if killed or absent else _guilty(states)
@@ -274,10 +268,7 @@ class Warmup(PhaseBeforeTraining):
     def following(self) -> Decision:
         """Return the plan of the deciding node, which needs the measurements of the node of RANK 0.
 
-        Raises:
-            ClusterError: the plan did not come in time.
-            RoundOver: the plan will never come.
-
+        Raises ClusterError if the plan did not come in time. Raises RoundOver if the plan will never come.
         """
         store = self._round_store
         # The deciding node comes first in torchrun's order, unless it is on standby.

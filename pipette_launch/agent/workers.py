@@ -64,8 +64,7 @@ def bindings(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[Devic
 def visible_devices(inherited: str | None, bound: Sequence[DeviceBinding]) -> dict[str, str]:
     """Return CUDA_VISIBLE_DEVICES such that LOCAL_RANK i finds its device at index i; empty if nothing changes.
 
-    The inherited list names the devices. A list with fewer entries than workers stays unchanged, because on a CPU the
-    slots are not devices.
+    An inherited list with fewer entries than workers stays unchanged, because on a CPU the slots are not devices.
     """
     order = [one.device for one in bound]
     if order == list(range(len(order))):
@@ -100,20 +99,16 @@ def end_children(context: PContext | None) -> None:
 def end(
     processes: Mapping[int, Popen[bytes]], *, began_s: float, mark: str, within_s: float = END_S
 ) -> tuple[int, ...]:
-    """Kill the workers of a warm-up or trial, and every process that they started.
+    """Kill the workers of a warm-up or trial and their children; return process ids that the kernel could not end.
 
     SIGKILL, because a stopped process takes no other signal and a warm-up has nothing to save. SIGTERM would not
     protect other clients of CUDA's MPS: NVIDIA's manual asks for synchronised GPU work before any signal, and after a
     failure that work may never end. Each worker leads its own session, so a worker's children can be found after the
-    worker's death. A child that left the session is found by its environment, which names the output folder.
+    worker's death. A child that left the session is found by its environment.
 
     Args:
-        processes: the workers, by local rank.
         began_s: start of the workers, by `time.time`.
-        mark: output folder of these workers; no other process has it in its environment.
-
-    Returns:
-        Process ids that the kernel could not end.
+        mark: folder of these workers' output, which only their environments name.
 
     """
     leaders = {process.pid for process in processes.values()}
@@ -214,10 +209,7 @@ def as_oom_kill(failure: Failure | None, *, kills: int) -> Failure | None:
 def first_failure(result: RunResult, ranks: Sequence[int], tail: Callable[[int], Sequence[str]]) -> Failure | None:
     """Return why the first worker of a node died; None if no worker died.
 
-    Args:
-        ranks: RANK of each worker, by LOCAL_RANK.
-        tail: last lines of stderr of the worker with a given LOCAL_RANK.
-
+    `ranks` has each worker's RANK by LOCAL_RANK, and `tail` returns the last lines of stderr of one LOCAL_RANK.
     """
     if not result.failures:
         return None

@@ -189,7 +189,7 @@ class Cache:
 
 
 def machines_of(host: Host) -> str:
-    """Return a digest of the hardware of a machine, without the name, because each job gets different machines.
+    """Return a digest of a machine's hardware without its name, because each job gets other machines of a cluster.
 
     The digest leaves out the memory of CPU slots, which depends on the number of slots that share a host.
     """
@@ -232,12 +232,7 @@ class ShortageFile(KeptFile[Shortage]):
 
 
 def named_plan(path: Path, hosts: Sequence[Host]) -> Plan:
-    """Read the plan file that the user named. Real hosts replace imagined hosts, in order.
-
-    Raises:
-        UsageError: the file is missing, or the plan is for other hosts.
-
-    """
+    """Read the user's plan file, with real hosts for imagined hosts; UsageError for a missing file or other hosts."""
     try:
         plan = files.read(path, Plan)
         if plan.provenance.source == "imagined" and plan.hosts == made_up_names(len(hosts)):
@@ -284,10 +279,7 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
 def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
     """Turn an earlier plan into a plan of this job: use the job's own configuration, drop candidates the job excludes.
 
-    Raises:
-        PlanError: the plan changes an option that this job pins, or splits ranks that the job's flags demand inside one
-            host.
-
+    Raises PlanError if the plan changes an option that this job pins, or splits ranks that the job needs inside one host.
     """
 
     def changed_pins(choice: Choice) -> list[str]:
@@ -326,12 +318,7 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
 def kept_together(plan: Plan, job: Job, domains: Domains, source: str) -> Plan:
     """Remove alternatives that split ranks which the job's flags demand inside one host or NVLink domain.
 
-    Args:
-        plan: the plan, whose hosts have the order of `domains`.
-
-    Raises:
-        PlanError: the plan itself splits such ranks.
-
+    `domains` follow the order of the plan's hosts. Raises PlanError if the plan itself splits such ranks.
     """
     if plan.device_kind != "cuda":
         return plan

@@ -47,7 +47,6 @@ def probe_options(
     """Return the options of a warm-up.
 
     Args:
-        hosts: hosts with equal numbers of devices, in order.
         folder: private folder where the first worker leaves the measurements.
         known: file of earlier measurements on these hosts, which may be missing; None for no such file.
         conditions: drivers' reports on the devices, in slot order; empty if unknown.
@@ -142,11 +141,8 @@ def training(
 ) -> WorkerCommand:
     """Run the user's script under a decision.
 
-    Args:
-        entrypoint: program or function that torchrun would start as each worker.
-        arguments: arguments that torchrun would pass to `entrypoint`, with the script's arguments last.
-        folder: private folder of this node, for the pipeline schedule of a patched script.
-
+    `arguments` are torchrun's arguments of `entrypoint` and end with the script's arguments. `folder` is a private
+    folder of this node, for the pipeline schedule of a patched script.
     """
     given = len(options.script_arguments)
     head = list(arguments[: len(arguments) - given])

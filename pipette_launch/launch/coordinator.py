@@ -81,10 +81,8 @@ class Coordinator:
     ) -> Decision:
         """Decide the next phase of all nodes.
 
-        Args:
-            held: decision of the last round; None in the first round.
-            lost: reason for each host that cannot train: the host is gone, or other hosts cannot reach the host.
-
+        `held` is the decision of the last round; None in the first round. `lost` has the reason for each host that
+        cannot train, because the host is gone or out of reach of other hosts.
         """
         self._is_start = held is None
         self._keep_batch(held)

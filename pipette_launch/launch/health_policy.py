@@ -41,10 +41,7 @@ WhyNot: TypeAlias = Callable[[tuple[str, ...]], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """The user's settings for sick hosts and spares.
-
-    Methods get hosts in torchrun's order, and verdicts of all hosts.
-    """
+    """The user's settings for sick hosts and spares. Methods get all hosts' names in torchrun's order."""
 
     on_sick: OnSick
     spares: int = 0
@@ -116,18 +113,14 @@ def measured(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
 
 
 def small_holders(verdicts: Sequence[Verdict]) -> tuple[str, ...]:
-    """Name processes that hold a little memory of a device.
-
-    The device is not sick, but training may lack this memory.
-    """
+    """Name processes that hold a little memory of a healthy device, which training may lack."""
     return tuple(verdict.words() for verdict in verdicts if verdict.kind == "busy" and not verdict.is_sick)
 
 
 def hosts_to_leave(sick: Sequence[Verdict], hosts: Sequence[str]) -> tuple[str, ...]:
-    """Return the fewest hosts whose absence removes all these faults. Leaving out one end removes a slow link.
+    """Return few hosts whose absence removes all these faults. Leaving out one end removes a slow link.
 
-    Ends of slow links are chosen greedily: the next host has most of the remaining slow links. Among equal hosts, the
-    last host in torchrun's order is chosen.
+    The next host is always the host with most of the remaining slow links; among equals the last in torchrun's order.
     """
     out = {verdict.host for verdict in sick if not verdict.other_host}
     links = [(verdict.host, verdict.other_host) for verdict in sick if verdict.other_host]

@@ -56,10 +56,7 @@ def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
 
 
 def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[], float]) -> Advice:
-    """Search plans for a short time.
-
-    Return the links, groups and stages of the shortlisted plans, or an error's reason.
-    """
+    """Search plans for a short time; return the links, groups and stages of the best plans, or an error's reason."""
     job = question.job
     try:
         measured = with_extrapolated_times(job, question.measurements)
@@ -83,10 +80,7 @@ def shortlisted(plan: Plan) -> tuple[Choice, ...]:
 
 
 def host_pairs(job: Job, shortlist: Sequence[Choice], devices_per_host: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of hosts that exchange data in a plan, first the first plan's pairs.
-
-    The lower host comes first.
-    """
+    """Return the pairs (lower host, higher host) that exchange data in a plan, the first plan's pairs first."""
     found: dict[tuple[int, int], None] = {}
     for choice in shortlist:
         slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))

@@ -50,14 +50,9 @@ class MetricsFile:
     def __init__(
         self, path: Path | None, *, script: str = "", keeps: bool = True, now: Callable[[], float] = time.time
     ) -> None:
-        """Begin.
+        """Begin; `path` is the Prometheus file that the user named, or None. `now` returns seconds since 1970.
 
-        Args:
-            path: Prometheus file that the user named; None if there is no such file.
-            keeps: whether to write into the job's folder of the cache. False for a job that only measures, which would
-                overwrite the document of a training.
-            now: seconds since 1970.
-
+        `keeps` is false for a job that only measures, because its document would replace a training's document.
         """
         self._path = path
         self._keeps = keeps

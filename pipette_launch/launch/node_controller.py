@@ -221,10 +221,7 @@ class NodeController(Controller):
     # -- output of the workers -------------------------------------------------------------------------------------
 
     def saw_line(self, line: str) -> float | None:
-        """Read a line of the last rank's stdout.
-
-        Return the step time (s) if the line reports an iteration, else None.
-        """
+        """Read a line of the last rank's stdout; return its step time (s) if it reports an iteration, else None."""
         iteration = megatron.parse_iteration(line)
         if iteration is None:
             memory = megatron.parse_memory(line)

@@ -65,10 +65,7 @@ def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
 def unique_names(records: Sequence[NodeRecord], held: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return a unique name for each host; equal names get the address or a number.
 
-    Args:
-        held: names of the last round, by token. These names stay, so that the loss of a host does not rename other
-            hosts.
-
+    Names `held` in the last round, by token, stay, so that the loss of a host does not rename other hosts.
     """
     here = {record.token for record in records}
     names = {token: name for token, name in (held or {}).items() if token in here}
@@ -93,10 +90,8 @@ def unique_names(records: Sequence[NodeRecord], held: Mapping[str, str] | None =
 def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host, ...]:
     """Return the job's hosts under unique names.
 
-    Raises:
-        ClusterError: the nodes differ in a way that no plan allows.
-        UsageError: a flag asks for something that a node does not have.
-
+    Raises ClusterError if the nodes differ in a way that no plan allows, and UsageError if a node lacks something
+    that a flag needs.
     """
     for record, name in zip(records, names, strict=True):
         if record.trouble:
@@ -141,10 +136,7 @@ def _check_shared_gpus(hosts: Sequence[Host]) -> None:
 
 
 def _share(host: Host, num_agents: int) -> Host:
-    """Divide a machine's memory among its agents, because each agent reported the whole memory.
-
-    GPUs are never shared.
-    """
+    """Divide a machine's CPU memory among its agents, because each agent reported the whole memory."""
     return replace(
         host,
         devices=tuple(

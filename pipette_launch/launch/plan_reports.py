@@ -108,8 +108,7 @@ class FoundFiles:
 def found_files(path: Path, cluster: Path | None) -> FoundFiles:
     """Read a plan file, and `cluster.json` and `outcome.json` beside it.
 
-    Args:
-        cluster: file of the measurements behind the plan; None for `cluster.json` beside the plan, if this file exists.
+    `cluster` names the file of measurements; None takes `cluster.json` beside the plan, if this file exists.
 
     Raises:
         FileFormatError: a file cannot be read.
@@ -145,14 +144,9 @@ def page_of(found: FoundFiles) -> str:
 
 
 def trace_of(found: FoundFiles, profile: Path | None = None) -> str:
-    """Return the trace as JSON.
+    """Return the trace as JSON; `profile` is the folder of torch's profiler traces, or None for no measured passes.
 
-    Args:
-        profile: folder of the traces that torch's profiler left of the plan's training; None for no measured passes.
-
-    Raises:
-        PipetteError: the profile cannot be read or belongs to another configuration, or the plan has no timeline.
-
+    Raises PipetteError if the profile cannot be read or is of another configuration, or the plan has no timeline.
     """
     from pipette_launch.report.trace import trace_text
 
@@ -193,10 +187,7 @@ def _picture(plan: Plan, measured: Measurements) -> Picture:
 def read_profile(folder: Path) -> tuple[ProfiledRank, ...]:
     """Read all traces in a folder, in the order of ranks. If a rank has several traces, the newest trace counts.
 
-    Raises:
-        MegatronError: the folder has no traces, or too many.
-        FileFormatError: a trace cannot be read, or has no passes.
-
+    Raises MegatronError for no or too many traces, and FileFormatError for a trace that has no passes or is damaged.
     """
     paths = sorted(folder.glob("*.pt.trace.json"), key=lambda path: path.stat().st_mtime)
     if not 0 < len(paths) <= MOST_RANKS:

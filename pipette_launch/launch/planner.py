@@ -69,10 +69,7 @@ class Planner:
     # -- the job, for given hosts ---------------------------------------------------------------------------------
 
     def read_job(self, world_size: int, device_kind: str, *, batch: int | None = None) -> Job:
-        """Read the job for `world_size` ranks; raises what `megatron.read_job` does.
-
-        `batch` replaces the global batch size of the training so far; None keeps the latter.
-        """
+        """Read the job for `world_size` ranks as `megatron.read_job` does. `batch` replaces the batch size so far."""
         self.job = job = self._script.read(world_size, device_kind, global_batch_size=batch or self.batch)
         self.device_kind = device_kind
         # The script uses Megatron, so without a GPU the script needs the CPU patch even if planning fails.
@@ -155,10 +152,7 @@ class Planner:
     def solve(self, job: Job, measurements: Measurements, *, surveyed: Measurements, spares: Sequence[str]) -> Plan:
         """Search for a plan, and keep the plan in the cache; raises PlanError if there is no plan.
 
-        Args:
-            surveyed: measurements of all hosts of the warm-up, including spares.
-            spares: hosts of the warm-up that stand by.
-
+        `surveyed` are the measurements of all hosts of the warm-up, including the hosts that stand by (`spares`).
         """
         # Imported here, because a start with a cached plan searches nothing.
         from pipette_launch.planning.measured_plan import make_plan
@@ -258,9 +252,7 @@ class Planner:
     def fitted(self, step: UseFallback, hosts: Sequence[Host]) -> tuple[Job, Plan]:
         """Turn a fallback plan into the plan of the remaining hosts, with ranks placed for the links of these hosts.
 
-        Raises:
-            PipetteError: the job cannot run with the fallback plan, or cannot load the checkpoint.
-
+        Raises PipetteError if the job cannot run with the fallback plan, or cannot load the checkpoint.
         """
         job = self.read_keyed(hosts)
         plan = suited(step.plan, job, self.cache.key, MADE_AHEAD)
@@ -283,10 +275,7 @@ class Planner:
         return job, kept_together(plan, job, Domains.of(measurements.cluster), MADE_AHEAD)
 
     def without_what_cannot_load(self, plan: Plan, job: Job) -> Plan:
-        """Remove fallback plans that cannot load the chosen candidate's checkpoints.
-
-        A note counts the removed plans.
-        """
+        """Remove fallback plans that cannot load the chosen candidate's checkpoints, with a note about their number."""
         layout = plan.chosen.layout
         saved = megatron.continuation(self._options.script_arguments, job, layout)
         left = tuple(one for one in plan.templates if saved.can_load(layout, one.chosen.layout))

@@ -90,9 +90,7 @@ class Step:
     def processes(self) -> int | None:
         """Return the number of workers: one per task, or one per GPU of a lone task. None means torchrun's default.
 
-        Raises:
-            UsageError: the task that starts all workers sees fewer GPUs than there are tasks.
-
+        Raises UsageError if the task that starts all workers sees fewer GPUs than there are tasks.
         """
         if self.num_tasks == 1:
             return self.num_gpus

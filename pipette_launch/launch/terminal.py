@@ -54,10 +54,7 @@ class ProgressLine:
     def show(self, running: Callable[[float], str], ended: Sequence[str] = ()) -> None:
         """Show the progress now or soon; cheap to call often.
 
-        Args:
-            running: function that returns the line for a number of elapsed seconds.
-            ended: lines of the ended parts, in order. A log prints the ended parts instead of the running part.
-
+        `running` returns the line for a number of elapsed seconds. A log prints the lines of the `ended` parts instead.
         """
         now_s = self._clock()
         if now_s - self._shown_s < (REFRESH_S if self._is_terminal else LOG_S):

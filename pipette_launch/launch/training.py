@@ -125,11 +125,9 @@ class OutcomeTracker:
 
 
 def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakReading, ...]:
-    """Compare used device memory with the prediction. Used memory is the peak: torch's allocator keeps reserved memory.
+    """Compare the memory (bytes) that each RANK's device holds for this job with the prediction.
 
-    Args:
-        used_bytes: memory that each RANK's device holds for this job.
-
+    Used memory is the peak, because torch's allocator keeps reserved memory.
     """
     if not choice.device_peak_bytes:
         return ()
@@ -185,12 +183,7 @@ class Slowdown:
     """Compares the last step times of an attempt with its first step times."""
 
     def __init__(self, limit: float, *, restarts: bool) -> None:
-        """Begin.
-
-        Args:
-            limit: fraction by which steps may become longer.
-
-        """
+        """Begin; `limit` is the fraction by which steps may become longer."""
         self._limit = limit
         self._restarts = restarts
         self.wants_restart = ""
@@ -231,11 +224,8 @@ def has_trained(
 ) -> bool:
     """Return whether a job that died without printing an iteration counts as trained, so that its plan is kept.
 
-    Args:
-        lived_s: time from the workers' start to the first worker's death.
-        saved_before: newest checkpoint at the workers' start.
-        saved_now: newest checkpoint after the workers' death.
-
+    `lived_s` is the time from the workers' start to the first worker's death. `saved_before` and `saved_now` name the
+    newest checkpoint at these two times.
     """
     return (
         saved_now != saved_before

@@ -123,13 +123,7 @@ def trial_line(run: Trial) -> str:
 
 
 def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, iterations: int) -> Trial:
-    """Return the result of one trial.
-
-    Args:
-        warm_ups: number of first iterations that the result skips.
-        iterations: number of iterations after the warm-up that the result covers.
-
-    """
+    """Return the result of a trial: `iterations` steps after the first `warm_ups` steps, or the failure."""
     steps_s = report.step_s[: warm_ups + iterations]
     is_whole = len(steps_s) == warm_ups + iterations
     short = f"it ended after {len(steps_s)} of {warm_ups + iterations} iterations"
@@ -160,7 +154,7 @@ def outruns(plan: Trial, own: Trial, *, margin: float) -> bool:
 
 
 def winner(runs: Sequence[Trial], *, margin: float) -> int | None:
-    """Return the index of the fastest plan that outruns the user's own configuration, else of the latter.
+    """Return the index of the fastest plan that outruns the user's own configuration, else the index of the latter.
 
     None means that no trial finished.
     """
@@ -248,9 +242,7 @@ class TrialCoordinator:
     def open(self, training: Decision, job: Job) -> Decision:
         """Return the first trial, or the training itself if the user wants no trials or no trial can run.
 
-        Raises:
-            PlanError: no trial can run, and the user asked to stop after errors.
-
+        Raises PlanError if no trial can run, and the user asked to stop after errors.
         """
         plan, options = training.plan, self._options
         if plan is None or not options.trials or options.only_looks:

@@ -17,15 +17,7 @@ MOST_STEPS = 40
 
 
 def read_job(path: Path, now_s: float) -> LiveJob:
-    """Read the state of a job.
-
-    Args:
-        path: document of the deciding node. The measurements of another node may lie in the same folder.
-
-    Raises:
-        FileFormatError: the file is missing or damaged.
-
-    """
+    """Read the state of a job from the deciding node's document and the measurements beside the document."""
     job = replace(files.read(path, LiveJob), read_s=now_s, written_s=_written_s(path) or now_s)
     beside = measured_beside(path)
     measured_s = _written_s(beside)
@@ -85,14 +77,9 @@ class Watched:
 
 
 def document_at(where: Path | None) -> Path:
-    """Return the document of a job.
+    """Return the document of a job; raises UsageError if there is none, or other users may write to its folder.
 
-    Args:
-        where: folder of a job, a cache, a plan.json, or the Prometheus file of a job; None for the usual cache.
-
-    Raises:
-        UsageError: there is no job, or other users may write to the folder.
-
+    `where` is the folder of a job, a cache, a plan.json, or a Prometheus file; None is the usual cache.
     """
     root = where or default_root()
     if root is None:

@@ -57,7 +57,8 @@ class PhaseBeforeTraining(ABC):
     def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:
         """Return whether the phase is over on all nodes, also by a failure or a hang.
 
-        `processes` and `bindings` describe the workers of this node by local rank. Raises RoundOver if another agent is lost.
+        `processes` and `bindings` describe the workers of this node by local rank. Raises RoundOver if another agent is
+        lost.
         """
 
     @abstractmethod

@@ -33,7 +33,6 @@ STOPPED_S = 30.0
 collective."""
 LOOK_S = 1.0
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
-ROOT = Path("/")
 MOST_CHARACTERS = 300
 
 
@@ -175,27 +174,21 @@ class StoppedWorkers:
 # -- why a worker died --------------------------------------------------------------------------------------------
 
 
-def oom_kills(root: Path = ROOT) -> int:
+def oom_kills(root: Path = Path("/")) -> int:
     """Count the processes that the kernel has killed for lack of memory, in this cgroup or else on this machine."""
-    groups = root / "sys/fs/cgroup"
+    groups, files = root / "sys/fs/cgroup", []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
             if kinds in ("", "memory"):
                 name = "memory.events" if kinds == "" else "memory.oom_control"
                 # Inside a container the cgroup of the container is mounted as the root.
-                for folder in (groups / kinds / path.lstrip("/"), groups / kinds):
-                    if (found := _count(folder / name)) is not None:
-                        return found
-    return _count(root / "proc/vmstat") or 0
-
-
-def _count(file: Path) -> int | None:
-    try:
-        match = OOM_KILLS.search(file.read_text())
-    except OSError:
-        return None
-    return int(match.group(1)) if match else None
+                files += [groups / kinds / path.lstrip("/") / name, groups / kinds / name]
+    for file in (*files, root / "proc/vmstat"):
+        with contextlib.suppress(OSError):
+            if match := OOM_KILLS.search(file.read_text()):
+                return int(match[1])
+    return 0
 
 
 def as_oom_kill(failure: Failure | None, *, kills: int) -> Failure | None:
@@ -213,17 +206,13 @@ def first_failure(result: RunResult, ranks: Sequence[int], tail: Callable[[int],
     """
     if not result.failures:
         return None
-    first = root_cause(result)
+    # The earliest failure, because torch then ends the other workers by SIGTERM.
+    first = min(result.failures.values(), key=lambda one: (one.exitcode == -signal.SIGTERM, one.timestamp))
     lines = tail(first.local_rank)
     # A killed worker cannot report the cause, so its last line is ignored.
     said = "" if first.exitcode == -signal.SIGKILL else first_line(first) or last_words(lines)
     why = megatron.explain_failure("\n".join(lines)) or megatron.failure_of(said)
     return replace(why, rank=ranks[first.local_rank], exit_code=first.exitcode)
-
-
-def root_cause(result: RunResult) -> ProcessFailure:
-    """Return the earliest failure, because torch then ends the other workers by SIGTERM."""
-    return min(result.failures.values(), key=lambda one: (one.exitcode == -signal.SIGTERM, one.timestamp))
 
 
 def first_line(failure: ProcessFailure) -> str:

@@ -279,7 +279,7 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
 def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
     """Turn an earlier plan into a plan of this job: use the job's own configuration, drop candidates the job excludes.
 
-    Raises PlanError if the plan changes an option that this job pins, or splits ranks that the job needs inside one host.
+    Raises PlanError if the plan changes an option that this job pins, or splits ranks that need to share a host.
     """
 
     def changed_pins(choice: Choice) -> list[str]:

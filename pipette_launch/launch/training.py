@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from pipette_launch import megatron
 from pipette_launch.facts import Choice
@@ -66,10 +66,8 @@ class OutcomeTracker:
             self._steady_s += line.step_time_s * (line.iteration - before)
         num_iterations = line.iteration - self._before_first()
         is_long = self._steady_s >= STEADY_S or line.iteration >= line.total
-        if not self._steady or num_iterations < ITERATIONS or not is_long:
-            return None
-        self._is_done = True
-        return self._outcome()
+        self._is_done = bool(self._steady) and num_iterations >= ITERATIONS and is_long
+        return self._outcome() if self._is_done else None
 
     def _before_first(self) -> int:
         """Return the iteration before the first logged line's iterations.
@@ -103,25 +101,15 @@ class OutcomeTracker:
         )
 
     def _allocator_peaks(self) -> tuple[PeakReading, ...]:
-        choice = self._choice
-        before = self._before_first()
-        last = {line.rank: line for line in self._memory if line.iteration - before >= COMPLETE}
-        readings = []
-        for rank, line in sorted(last.items()):
-            # The memory line has 0 if the CPU patch replaces torch's CUDA allocator.
-            if line.max_allocated_bytes == 0 or rank >= choice.layout.world_size:
-                continue
-            stage = choice.layout.cell_of(rank).pp
-            readings.append(
-                PeakReading(
-                    rank=rank,
-                    pp_rank=stage,
-                    predicted_bytes=round(choice.peak_memory_bytes[stage] / choice.memory_correction),
-                    measured_bytes=line.max_allocated_bytes,
-                    source="allocator",
-                )
-            )
-        return tuple(readings)
+        choice, before = self._choice, self._before_first()
+        # The memory line has 0 if the CPU patch replaces torch's CUDA allocator.
+        peaks = {
+            line.rank: line.max_allocated_bytes
+            for line in self._memory
+            if line.iteration - before >= COMPLETE and line.rank < choice.layout.world_size
+        }
+        predicted = [round(peak / choice.memory_correction) for peak in choice.peak_memory_bytes]
+        return _readings(choice, peaks, predicted, "allocator")
 
 
 def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakReading, ...]:
@@ -129,19 +117,27 @@ def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakRea
 
     Used memory is the peak, because torch's allocator keeps reserved memory.
     """
-    if not choice.device_peak_bytes:
-        return ()
-    stages = {rank: choice.layout.cell_of(rank).pp for rank in sorted(used_bytes)}
+    predicted = choice.device_peak_bytes
+    return _readings(choice, used_bytes, predicted, "device") if predicted else ()
+
+
+def _readings(
+    choice: Choice,
+    used_bytes: Mapping[int, int],
+    predicted_bytes: Sequence[int],
+    source: str,
+) -> tuple[PeakReading, ...]:
+    """Return a reading of each RANK with used memory; `predicted_bytes` has a figure for each pipeline stage."""
+    stages = {rank: choice.layout.cell_of(rank).pp for rank, used in sorted(used_bytes.items()) if used > 0}
     return tuple(
         PeakReading(
             rank=rank,
             pp_rank=stage,
-            predicted_bytes=choice.device_peak_bytes[stage],
+            predicted_bytes=predicted_bytes[stage],
             measured_bytes=used_bytes[rank],
-            source="device",
+            source=source,
         )
         for rank, stage in stages.items()
-        if used_bytes[rank] > 0
     )
 
 

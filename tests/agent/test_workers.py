@@ -27,7 +27,6 @@ from pipette_launch.agent.workers import (
     first_line,
     last_words,
     oom_kills,
-    root_cause,
     visible_devices,
 )
 from pipette_launch.facts.messages import Failure
@@ -253,7 +252,10 @@ def test_the_workers_that_torch_ended_are_no_cause(tmp_path: Path) -> None:
     """A SIGTERM that came after the first death is torch's own."""
     dead = {0: failure(tmp_path, -15, "earlier", 0), 1: failure(tmp_path, 1, None, 1)}
 
-    assert 1 == root_cause(RunResult(state=WorkerState.FAILED, failures=dead)).local_rank
+    why = first_failure(RunResult(state=WorkerState.FAILED, failures=dead), [6, 7], lambda _local: ())
+
+    assert why is not None
+    assert (7, 1) == (why.rank, why.exit_code)
 
 
 def test_last_words() -> None:

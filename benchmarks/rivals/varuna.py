@@ -154,11 +154,10 @@ def _one_forward_one_backward_s(times: PipelineTimes, microbatches: int) -> floa
     """Megatron's order: full recompute on every stage."""
     again = [forward + backward for forward, backward in zip(times.forward_s, times.backward_s, strict=True)]
     engine = engine_of(Layout(pp=len(again)), microbatches)
-    return engine.makespan_s(
-        StageTimes(
-            forward_s=times.forward_s, backward_s=tuple(again), forward_hop_s=times.hop_s, backward_hop_s=times.hop_s
-        )
+    stages = StageTimes(
+        forward_s=times.forward_s, backward_s=tuple(again), forward_hop_s=times.hop_s, backward_hop_s=times.hop_s
     )
+    return engine.timeline(stages).makespan_s
 
 
 def ranking_by(priority: Priority, *, every_size: bool = False) -> Ranking:

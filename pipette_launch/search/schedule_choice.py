@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators
 from pipette_launch.cost.memory.peak import MemoryParts, folded_peaks, kept_by_chunk
-from pipette_launch.cost.pipeline.extra import SCHEDULES, Counts, most_kept, named_schedule, peak_live_bytes
+from pipette_launch.cost.pipeline.extra import SCHEDULES, most_kept, named_schedule, peak_live_bytes
 from pipette_launch.cost.step.predictor import Floats, Ints, PlacementCost
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
@@ -198,13 +198,8 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
         if known.placement == "v" and not can_fold:
             continue
         for group_size in (layout.pp, -(-layout.pp // 2)) if known.has_groups else (None,):
-            counts = Counts(
-                pp=layout.pp,
-                vpp=layout.vpp,
-                num_microbatches=memory.num_microbatches,
-                group_size=group_size or layout.pp,
-            )
-            most_bytes = most_kept(name, counts, memory.kept_bytes)
+            counts = layout.pp, layout.vpp, memory.num_microbatches, group_size or layout.pp
+            most_bytes = most_kept(name, memory.kept_bytes, *counts)
             if max(memory.peaks(known.placement, list(map(math.floor, most_bytes)))) <= memory.limit_bytes:
                 found.append(_Way(name, group_size))
     return found

@@ -7,31 +7,25 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.known_schedules import check_interleaving, num_warmup, schedule_of
-from pipette_launch.facts.layout import Ints, Layout
+from pipette_launch.facts.known_schedules import check_interleaving, num_warmup
+from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Columns, PassTimes, Schedule, positions
 from pipette_launch.installed import compiled
-
-Floats = NDArray[np.float64]
 
 NANOSECOND_S = 1e-9
 NO_ACTION = -1
 _IN_C = compiled("cost.pipeline._longest_path")
-_ACTIONS_OF_A_LEVEL = 40
-"""Number of actions that a loop prices in the time that numpy needs for one level of actions (measured: 0.13 us an
-action, 5 us a level)."""
 _ENDS_AT_ONCE = 1 << 21
-"""Number of actions, 16 MB, that a block of pipelines priced together has at most, ..."""
+"""Most actions (16 MB) of the pipelines that are priced together, if these are over `_FEWEST_AT_ONCE` pipelines."""
 _FEWEST_AT_ONCE = 64
-"""... unless the block would have fewer pipelines than this number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +37,7 @@ class StageTimes:
     backward_s: tuple[float, ...]
     """Seconds of the whole backward of one micro-batch on each stage, without recompute."""
     forward_hop_s: tuple[float, ...]
-    """Seconds of a message from stage s to s + 1: S - 1 entries. The entry is not used if both stages are on one rank,
-    as in the middle of a V placement."""
+    """Seconds of a message from stage s to s + 1 (S - 1 entries); ignored if both stages are on one rank."""
     backward_hop_s: tuple[float, ...]
     """Seconds of a message from stage s + 1 to s: S - 1 entries."""
     first_forward_s: tuple[float, ...] = ()
@@ -123,11 +116,9 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The schedule of stock Megatron for given pp, vpp and micro-batches, stored as columns instead of objects.
+    """The schedule of stock Megatron for given pp, vpp and micro-batches, as columns instead of objects.
 
-    Raises:
-        LayoutError: Megatron would refuse pp, vpp, group size and micro-batches.
-
+    Raises LayoutError if Megatron would refuse the numbers.
     """
 
     pp: int
@@ -147,9 +138,14 @@ class Order:
             check_interleaving(pp=self.pp, vpp=self.vpp, microbatches=self.num_microbatches, group_size=self.group_size)
 
     @property
+    def layout(self) -> Layout:
+        """A layout whose schedule this is."""
+        return Layout(pp=self.pp, vpp=self.vpp, microbatch_group_size=self.group_size if self.vpp > 1 else 0)
+
+    @property
     def name(self) -> str:
         """Name of the schedule, equal to `Schedule.name`."""
-        return self._layout.schedule_name
+        return self.layout.schedule_name
 
     @property
     def num_stages(self) -> int:
@@ -167,15 +163,6 @@ class Order:
         if self.vpp == 1:
             return np.arange(self.pp - 1, -1, -1)
         return np.array([num_warmup(self.pp, self.vpp, self.group_size, rank) for rank in range(self.pp)])
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """The equal `Schedule`, which has an object for each action."""
-        return schedule_of(self._layout, self.num_microbatches)
-
-    @property
-    def _layout(self) -> Layout:
-        return Layout(pp=self.pp, vpp=self.vpp, microbatch_group_size=self.group_size if self.vpp > 1 else 0)
 
     @cached_property
     def columns(self) -> Columns:
@@ -220,11 +207,9 @@ class Order:
         return np.where(is_forward_A, number_A <= ahead_A, number_A > forwards - ahead_A)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dependencies:
+class Graph(NamedTuple):
     """Dependency graph of a schedule's actions, numbered rank after rank in the order in which each rank runs them."""
 
-    columns: Columns
     previous_A: Ints
     """Index of the previous action on the same rank; -1 for a rank's first action."""
     cause_A: Ints
@@ -234,36 +219,25 @@ class Dependencies:
     level_A: Ints
     """Length of the longest chain of actions that must run before each action."""
 
-    @classmethod
-    def of(cls, schedule: Schedule | Order) -> Dependencies:
-        """Return the dependency graph of a schedule; raises FactError if the schedule deadlocks."""
-        columns = schedule.columns
-        count = len(columns.rank_A)
-        first_A = np.concatenate(([True], columns.rank_A[1:] != columns.rank_A[:-1]))
-        place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
-        back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
-        nothing_1M = np.full((1, schedule.num_microbatches), NO_ACTION)
-        forward_cause_SM = np.concatenate((nothing_1M, place_SKM[:-1, FORWARD]))
-        backward_cause_SM = np.concatenate((back_SM[1:], place_SKM[-1:, FORWARD]))
-        _, stage_A, kind_A, microbatch_A = columns
-        where = (stage_A, microbatch_A)
-        backward_A = np.where(kind_A == WEIGHT, NO_ACTION, backward_cause_SM[where])
-        cause_A = np.where(kind_A == FORWARD, forward_cause_SM[where], backward_A)
-        bounds_P = np.concatenate((np.flatnonzero(first_A), [count]))
-        return cls(
-            columns=columns,
-            previous_A=np.where(first_A, NO_ACTION, np.arange(count) - 1),
-            cause_A=cause_A,
-            level_A=_levels(cause_A, bounds_P, columns, schedule.name),
-        )
 
-    def target_A(self, rank_S: Ints) -> Ints:
-        """Return the rank that needs each action's result; the action's own rank if no other rank needs it."""
-        _, stage_A, kind_A, _ = self.columns
-        last = len(rank_S) - 1
-        sends_on_A = (kind_A == FORWARD) & (stage_A < last)
-        sends_back_A = ((kind_A == BACKWARD) | (kind_A == INPUT)) & (stage_A > 0)
-        return np.asarray(rank_S[stage_A + sends_on_A - sends_back_A])
+def _graph_of(schedule: Schedule | Order) -> Graph:
+    columns = schedule.columns
+    rank_A, stage_A, kind_A, microbatch_A = columns
+    is_first_A = np.concatenate(([True], rank_A[1:] != rank_A[:-1]))
+    place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
+    back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
+    nothing_1M = np.full((1, schedule.num_microbatches), NO_ACTION)
+    forward_cause_SM = np.concatenate((nothing_1M, place_SKM[:-1, FORWARD]))
+    backward_cause_SM = np.concatenate((back_SM[1:], place_SKM[-1:, FORWARD]))
+    where = (stage_A, microbatch_A)
+    backward_A = np.where(kind_A == WEIGHT, NO_ACTION, backward_cause_SM[where])
+    cause_A = np.where(kind_A == FORWARD, forward_cause_SM[where], backward_A)
+    bounds_P = np.concatenate((np.flatnonzero(is_first_A), [len(rank_A)]))
+    return Graph(
+        previous_A=np.where(is_first_A, NO_ACTION, np.arange(len(rank_A)) - 1),
+        cause_A=cause_A,
+        level_A=_levels(cause_A, bounds_P, columns, schedule.name),
+    )
 
 
 def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
@@ -271,8 +245,7 @@ def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
     count = len(cause_A)
     level_A = np.full(count + 1, count)
     level_A[NO_ACTION] = NO_ACTION
-    next_P = bounds_P[:-1].copy()
-    end_P = bounds_P[1:].copy()
+    next_P, end_P = bounds_P[:-1].copy(), bounds_P[1:].copy()
     step = 0
     while len(next_P):
         runs_P = level_A[cause_A[next_P]] < step
@@ -298,22 +271,19 @@ class Engine:
     that receives nothing waits there for the end of its own send. The order of the actions depends on the schedule
     only, so the engine sorts them once. Each pricing is one pass over the actions: O(pp * vpp * n).
 
-    Raises:
-        FactError: the schedule deadlocks.
-
+    Raises FactError if the schedule deadlocks.
     """
 
     def __init__(self, schedule: Schedule | Order) -> None:
         self._order = schedule
-        # Megatron's own schedules never deadlock. The actions of any other schedule are sorted now, so that a deadlock
-        # raises an error now.
+        # Megatron's own schedules never deadlock. Others are sorted now, so that a deadlock raises an error now.
         if not isinstance(schedule, Order):
-            assert len(self.dependencies.level_A)
+            assert self.graph
 
     @cached_property
-    def dependencies(self) -> Dependencies:
-        """The graph of the schedule."""
-        return Dependencies.of(self._order)
+    def graph(self) -> Graph:
+        """Dependency graph of the schedule."""
+        return _graph_of(self._order)
 
     @property
     def meets_receivers(self) -> bool:
@@ -328,7 +298,7 @@ class Engine:
     @property
     def num_prepared(self) -> int:
         """Number of actions whose order is in memory."""
-        return len(self.dependencies.level_A) if "dependencies" in self.__dict__ else 0
+        return len(self.graph.level_A) if "graph" in self.__dict__ else 0
 
     @cached_property
     def place_A(self) -> Ints:
@@ -348,62 +318,48 @@ class Engine:
         The hop is the message from the cause to the action. The wait comes between the rank's previous action and this
         action.
         """
-        order_A = self._order_A
-        graph = self.dependencies
-        previous_A, cause_A = (self.place_A[column[order_A]] for column in (graph.previous_A, graph.cause_A))
-        hop_A, duration_A = self._hop_A(), self._duration_A()
-        return previous_A, cause_A, hop_A[order_A], self._wait_A(hop_A)[order_A], duration_A[order_A]
+        previous_A, cause_A, _ = self.graph
+        hop_A, order_A = self._hop_A(), self._order_A
+        own_columns = hop_A[order_A], self._wait_A(hop_A)[order_A], self._duration_A()[order_A]
+        return self.place_A[previous_A[order_A]], self.place_A[cause_A[order_A]], *own_columns
 
     @cached_property
     def last_backward_S(self) -> Ints:
         """Index of each stage's last backward in the engine's own order."""
-        _, stage_A, kind_A, _ = self.dependencies.columns
+        _, stage_A, kind_A, _ = self.columns
         ends_A = np.flatnonzero((kind_A != FORWARD) & (kind_A != INPUT))
         last_S = np.zeros(self._order.num_stages, dtype=np.int64)
         np.maximum.at(last_S, stage_A[ends_A], ends_A)
         return np.asarray(self.place_A[last_S])
 
-    def drain_s(self, times: StageTimes) -> list[float]:
-        """Return the end of each stage's last backward, after which the stage's gradients can be reduced."""
-        ends = self._ends(times)
-        return [ends[place] for place in self.last_backward_S.tolist()]
-
-    def makespan_s(self, times: StageTimes) -> float:
-        """Return the end of the last backward."""
-        return max(self.drain_s(times))
-
     def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
-        """Return `drain_s` of several pipelines, with exactly the same floating-point results.
+        """Return the end of each stage's last backward, after which the stage's gradients can be reduced.
+
+        The digits do not depend on the other pipelines.
 
         Args:
             durations_R: `StageTimes.durations_s`, one column for each pipeline.
             hops_R: `StageTimes.hops_s`, one column for each pipeline.
 
         """
-        self._check(len(durations_R))
         return self.ends_at(self.last_backward_S, durations_R, hops_R)
 
     def ends_at(self, places_X: Ints, durations_R: Floats, hops_R: Floats) -> Floats:
         """Return the ends of the actions at indices `places_X` of the engine's order, one column for each pipeline."""
-        pipelines = durations_R.shape[1]
-        found = np.empty((len(places_X), pipelines))
-        if _IN_C or len(self._level_A) * pipelines > _ACTIONS_OF_A_LEVEL * (int(self._level_A[-1]) + 1):
-            block = max(_ENDS_AT_ONCE // len(self._level_A), _FEWEST_AT_ONCE)
-            for first in range(0, pipelines, block):
-                some = slice(first, first + block)
-                found[:, some] = self.ends_AR(durations_R[:, some], hops_R[:, some])[places_X]
-            return found
-        places = places_X.tolist()
-        for pipeline in range(pipelines):
-            ends = self._run(durations_R[:, pipeline].tolist(), hops_R[:, pipeline].tolist())
-            found[:, pipeline] = [ends[place] for place in places]
+        stages = self._order.num_stages
+        if len(hops_R) != 2 * stages - 1 or len(durations_R) not in (3 * stages, 5 * stages):
+            raise FactError(f"times of {(len(hops_R) + 1) // 2} stages for a schedule of {stages}")
+        if len(durations_R) < 5 * stages and self.splits_backward:
+            raise FactError(f"{self._order.name} splits the backward: give input_s and weight_s of each stage")
+        at_once = max(_ENDS_AT_ONCE // len(self._level_A), _FEWEST_AT_ONCE)
+        found = np.empty((len(places_X), durations_R.shape[1]))
+        for first in range(0, durations_R.shape[1], at_once):
+            some = slice(first, first + at_once)
+            found[:, some] = self.ends_AR(durations_R[:, some], hops_R[:, some])[places_X]
         return found
 
     def ends_AR(self, durations_R: Floats, hops_R: Floats) -> Floats:
-        """Return the ends of all actions of several pipelines, in the engine's own order, followed by a row of 0.
-
-        The result has A * R numbers. The method `ends_at` needs less memory, because it keeps only the requested ends.
-        """
+        """Return the ends of all actions of several pipelines, in the engine's own order, followed by a row of 0."""
         ends = np.zeros((len(self._level_A) + 1, durations_R.shape[1]))
         durations_R = self.row_durations(durations_R)
         if _IN_C:
@@ -426,37 +382,27 @@ class Engine:
 
     def timeline(self, times: StageTimes) -> Timeline:
         """Return every action's start and end."""
-        ends = self._ends(times)
-        durations = times.durations_s
-        end_A = [ends[place] for place in self.place_A[:-1].tolist()]
-        duration_A = self._duration_A().tolist()
-        start_A = [end - durations[duration] for end, duration in zip(end_A, duration_A, strict=True)]
-        bounds = np.cumsum([0, *np.bincount(self.dependencies.columns.rank_A).tolist()]).tolist()
-
-        def by_rank(values_A: list[float]) -> tuple[tuple[float, ...], ...]:
-            return tuple(tuple(values_A[start:stop]) for start, stop in itertools.pairwise(bounds))
-
-        return Timeline(start_s=by_rank(start_A), end_s=by_rank(end_A))
-
-    @cached_property
-    def _steps(self) -> list[tuple[int, int, int, int, int]]:
-        """(previous, cause, hop, wait, duration) of each action, in the engine's own order."""
-        return list(zip(*(column.tolist() for column in self.table_A), strict=True))
+        durations, hops_J = np.array(times.durations_s), np.array(times.hops_s)
+        end_A = self.ends_at(self.place_A[:-1], durations[:, None], hops_J[:, None])[:, 0]
+        start_A = end_A - durations[self._duration_A()]
+        bounds = np.cumsum(np.bincount(self.columns.rank_A))[:-1]
+        starts, ends = (tuple(tuple(each.tolist()) for each in np.split(way_A, bounds)) for way_A in (start_A, end_A))
+        return Timeline(start_s=starts, end_s=ends)
 
     @cached_property
     def _order_A(self) -> Ints:
-        return np.argsort(self.dependencies.level_A, kind="stable")
+        return np.argsort(self.graph.level_A, kind="stable")
 
     @cached_property
     def splits_backward(self) -> bool:
         """True if some weight gradients are separate from input gradients."""
         # Megatron's own schedules never split the backward, so their actions need not be listed here.
-        return not isinstance(self._order, Order) and bool((self.dependencies.columns.kind_A == WEIGHT).any())
+        return not isinstance(self._order, Order) and bool((self.columns.kind_A == WEIGHT).any())
 
     @cached_property
     def _level_A(self) -> Ints:
         """Levels in the engine's own order."""
-        return np.sort(self.dependencies.level_A)
+        return np.sort(self.graph.level_A)
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints, Ints]]:
@@ -470,7 +416,7 @@ class Engine:
 
     def _duration_A(self) -> Ints:
         """Return the place of each action's time in `StageTimes.durations_s`."""
-        _, stage_A, kind_A, microbatch_A = self.dependencies.columns
+        _, stage_A, kind_A, microbatch_A = self.columns
         # Block of durations for each kind of `KINDS` (F, B, I, W); the first forward has its own block.
         block_A = np.array([0, 1, 3, 4])[kind_A]
         block_A[(kind_A == FORWARD) & (microbatch_A == 0)] = 2
@@ -478,7 +424,7 @@ class Engine:
 
     def _hop_A(self) -> Ints:
         """Return the place of the time of each action's incoming hop in `StageTimes.hops_s`."""
-        _, stage_A, kind_A, _ = self.dependencies.columns
+        _, stage_A, kind_A, _ = self.columns
         stages = self._order.num_stages
         rank_S = np.array(self._order.rank_S)
         none = 2 * (stages - 1)
@@ -498,63 +444,29 @@ class Engine:
         if not isinstance(self._order, Order) or not self.meets_receivers:
             return np.full(len(hop_A), none)
         if not self._order.rendezvous:
-            previous_A = self.dependencies.previous_A
-            # Hop of each action's result; no hop if the action's own rank needs the result.
-            rank_A, stage_A, kind_A, _ = self.dependencies.columns
-            stays_A = self.dependencies.target_A(np.array(self._order.rank_S)) == rank_A
+            previous_A = self.graph.previous_A
+            rank_A, stage_A, kind_A, _ = self.columns
+            # Stage that needs each action's result: the action's own stage for the results of a step's ends.
+            step_A = np.where(kind_A == FORWARD, 1, -1)
+            target_A = np.clip(stage_A + step_A, 0, self._order.num_stages - 1)
+            stays_A = np.array(self._order.rank_S)[target_A] == rank_A
             way_A = np.where(kind_A == FORWARD, stage_A, self._order.num_stages - 2 + stage_A)
             sent_A = np.where(previous_A < 0, none, np.where(stays_A, none, way_A)[previous_A])
             hop_A = np.where(hop_A == none, sent_A, hop_A)
         return np.where(self._order.blocked_A, hop_A, none)
 
-    def _check(self, num_durations: int) -> None:
-        stages = self._order.num_stages
-        if num_durations not in (3 * stages, 5 * stages):
-            raise FactError(f"times of {num_durations // 3} stages for a schedule of {stages}")
-        if num_durations < 5 * stages and self.splits_backward:
-            raise FactError(f"{self._order.name} splits the backward: give input_s and weight_s of each stage")
-
-    def _ends(self, times: StageTimes) -> list[float]:
-        if len(times.forward_s) != self._order.num_stages:
-            raise FactError(f"times of {len(times.forward_s)} stages for a schedule of {self._order.num_stages}")
-        durations = times.durations_s
-        self._check(len(durations))
-        return self._run(durations, times.hops_s)
-
-    def _run(self, durations: list[float], hops: list[float]) -> list[float]:
-        """Return the ends in the engine's own order, followed by a 0."""
-        ends = [0.0] * (len(self._level_A) + 1)
-        # The loop uses comparisons, because max() would double its time.
-        for place, (previous, cause, hop, wait, duration) in enumerate(self._steps):
-            ready, free = ends[cause] + hops[hop], ends[previous] + hops[wait]
-            ends[place] = (free if free > ready else ready) + durations[duration]  # noqa: FURB136
-        return ends
-
 
 def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
-    """Price one pipeline, action by action.
-
-    Raises:
-        FactError: the schedule deadlocks, or the times belong to another schedule.
-
-    """
+    """Price one pipeline, action by action; raises FactError for a deadlock, or times of another schedule."""
     return Engine(schedule).timeline(times)
 
 
 def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Floats]:
-    """Count how often each duration and each hop is on the longest path of each pipeline.
+    """Count how often each duration and each hop is on the longest path of each pipeline; arguments as in `drain_s_SR`.
 
     The makespan is the maximum, over all paths, of a sum of durations and hops. So the makespan is convex in these
-    times and the counts are a subgradient: for any other times the makespan is at least counts * times.
-
-    Args:
-        engine: the schedule.
-        durations_R: `StageTimes.durations_s`, one column for each pipeline.
-        hops_R: `StageTimes.hops_s`, one column for each pipeline.
-
-    Returns:
-        Counts in the shapes of `durations_R` and `hops_R`; the last hop, which stands for no hop, counts 0.
-
+    times and the counts are a subgradient: for any other times the makespan is at least counts * times. The last hop,
+    which stands for no hop, counts 0.
     """
     previous_A, cause_A, hop_A, wait_A, duration_A = engine.table_A
     ends = engine.ends_AR(durations_R, hops_R)

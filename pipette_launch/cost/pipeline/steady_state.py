@@ -19,8 +19,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from pipette_launch.cost.pipeline.engine import Engine, Floats, Order
-from pipette_launch.facts.layout import Ints, Layout
+from pipette_launch.cost.pipeline.engine import Engine, Order
+from pipette_launch.facts.layout import Floats, Ints, Layout
 
 _ROUNDING = 1e-13
 """Two delays count as equal if they differ by less than this share of the time since the start of the step."""
@@ -113,8 +113,7 @@ class _Start(Engine):
         order = self._shape
         interleaved = order.vpp > 1
         warmup_P = order.warmup_P
-        # A last group of micro-batches that is not full differs from the full groups, so it counts to the end of the
-        # step.
+        # A last group of micro-batches that is not full counts to the end of the step, as in `SteadyEngine`.
         full = order.num_microbatches // self.turn * self.turn * order.vpp
         last = full - int(warmup_P[0]) - 1
         rounds = order.group_size - order.pp + 1 if interleaved else 1
@@ -134,16 +133,11 @@ class _Start(Engine):
 def engine_of(
     layout: Layout, num_microbatches: int, *, rendezvous: bool = False, blocking_ends: bool = False
 ) -> Engine:
-    """Return the engine of the schedule that stock Megatron runs for a layout, made once for each shape.
-
-    `num_microbatches` counts the micro-batches of one replica in a step. `rendezvous` and `blocking_ends` are arguments
-    of `Order`.
-    """
-    group = (layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1
+    """Return the engine of the schedule that stock Megatron runs for a layout; made once for each `Order`."""
     order = Order(
         pp=layout.pp,
         vpp=layout.vpp,
-        group_size=group,
+        group_size=(layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1,
         num_microbatches=num_microbatches,
         rendezvous=rendezvous,
         blocking_ends=blocking_ends,

@@ -28,6 +28,7 @@ from pipette_launch.facts.known_schedules import (
     interleaved_zero_bubble,
     no_pipelining,
     one_forward_one_backward,
+    schedule_of,
 )
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.schedule import Schedule
@@ -70,7 +71,7 @@ def test_1f1b_equals_the_exact_form(stages: int) -> None:
             )
             times = equal_stages(stages, forward_s=forward_s, backward_s=backward_s, hop_s=hop_s)
 
-            assert expected == engine.makespan_s(times), (stages, microbatches, forward_s, backward_s, hop_s)
+            assert expected == engine.timeline(times).makespan_s, (stages, microbatches, forward_s, backward_s, hop_s)
 
 
 @pytest.mark.parametrize(
@@ -81,16 +82,16 @@ def test_1f1b_equals_what_was_simulated_elsewhere(
     stages: int, microbatches: int, hop_s: float, expected: float
 ) -> None:
     """The makespans of an independent simulation come out."""
-    makespan_s = Engine(one_forward_one_backward(stages, microbatches)).makespan_s(equal_stages(stages, hop_s=hop_s))
+    timeline = simulate(one_forward_one_backward(stages, microbatches), equal_stages(stages, hop_s=hop_s))
 
-    assert makespan_s == pytest.approx(expected, abs=1e-9)
+    assert timeline.makespan_s == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize(("vpp", "expected"), [(2, 0.099), (4, 0.052)])
 def test_interleaving_divides_the_bubble(vpp: int, expected: float) -> None:
     """With p 8, n 32, F = B = W, no hop: the bubbles of an independent simulation."""
     times = equal_stages(8 * vpp, forward_s=1.0 / vpp, backward_s=2.0 / vpp)
-    makespan_s = Engine(interleaved(8, vpp, 32, 8)).makespan_s(times)
+    makespan_s = Engine(interleaved(8, vpp, 32, 8)).timeline(times).makespan_s
 
     assert round(1 - 32 * 3 / makespan_s, 3) == expected
 
@@ -187,7 +188,8 @@ def test_many_pipelines_at_once_give_the_same_digits(count: int) -> None:
 
     drained_SR = engine.drain_s_SR(durations_R, hops_R)
 
-    assert [engine.drain_s(times) for times in pipelines] == drained_SR.T.tolist()
+    alone = [engine.drain_s_SR(durations_R[:, [one]], hops_R[:, [one]])[:, 0].tolist() for one in range(count)]
+    assert alone == drained_SR.T.tolist()
 
 
 def test_a_schedule_that_cannot_run_is_named() -> None:
@@ -201,7 +203,7 @@ def test_a_schedule_that_cannot_run_is_named() -> None:
 def test_times_of_another_pipeline_are_refused() -> None:
     """Three stages' times do not price two stages."""
     with pytest.raises(FactError, match="3 stages"):
-        Engine(one_forward_one_backward(2, 2)).makespan_s(equal_stages(3))
+        Engine(one_forward_one_backward(2, 2)).timeline(equal_stages(3))
 
 
 def test_stage_times_check_their_hops() -> None:
@@ -264,8 +266,9 @@ def test_a_message_that_meets_its_receiver_is_a_part_of_the_pass_behind_it(
 
     timeline = Engine(order).timeline(meeting)
 
-    assert Engine(order.schedule).makespan_s(longer) == pytest.approx(timeline.makespan_s)
-    assert Engine(order.schedule).makespan_s(meeting) <= timeline.makespan_s * (1 + 1e-12)
+    schedule = schedule_of(order.layout, microbatches)
+    assert simulate(schedule, longer).makespan_s == pytest.approx(timeline.makespan_s)
+    assert simulate(schedule, meeting).makespan_s <= timeline.makespan_s * (1 + 1e-12)
 
 
 def chunked(group_size: int, microbatches: int, *, blocking_ends: bool) -> Order:
@@ -295,7 +298,8 @@ def test_what_blocking_ends_cost_depends_on_the_group_and_not_on_the_number_of_m
     def more_s(size: int, microbatches: int) -> float:
         """Increase of the step."""
         longer, shorter = (
-            Engine(chunked(size, microbatches, blocking_ends=blocking)).makespan_s(times) for blocking in (True, False)
+            Engine(chunked(size, microbatches, blocking_ends=blocking)).timeline(times).makespan_s
+            for blocking in (True, False)
         )
         return longer - shorter
 

@@ -12,6 +12,7 @@ from pipette_launch.cost.pipeline.engine import Engine, Order
 from pipette_launch.cost.pipeline.steady_state import engine_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Layout
+from pipette_launch.facts.known_schedules import schedule_of
 
 
 @st.composite
@@ -33,7 +34,7 @@ def orders(draw: st.DrawFn) -> Order:
 @given(orders())
 def test_columns_are_those_of_the_schedule(order: Order) -> None:
     """Action by action, as the schedule that is made of objects."""
-    made = order.schedule
+    made = schedule_of(order.layout, order.num_microbatches)
 
     assert (made.name, made.num_stages, made.rank_S) == (order.name, order.num_stages, order.rank_S)
     for mine, its in zip(order.columns, made.columns, strict=True):
@@ -93,7 +94,7 @@ def test_engines_are_forgotten_when_they_are_many(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(steady_state, "_CACHED_ACTIONS", 100)
     engines = [engine_of(Layout(pp=2), 10 + extra) for extra in range(5)]
     for engine in engines:
-        assert 40 <= len(engine.dependencies.level_A)
+        assert 40 <= len(engine.graph.level_A)
 
     assert engine_of(Layout(pp=2), 14) is engines[4]
     assert engine_of(Layout(pp=2), 30) is not None

@@ -5,9 +5,8 @@ its order, and an entry in `SCHEDULES`. The function belongs to `facts.known_sch
 order, and to `drafts` if the stages' times do.
 """
 
-# A = actions of all ranks, S = stages.
-# A = passes of all ranks, S = stages, R = pipelines that are priced side by side. Rows are passes and starts of
-# messages, in an order in which every cause comes before its effect.
+# A = actions (passes) of all ranks, S = stages, P = pipeline ranks, R = pipelines that are priced together. Rows are
+# passes and starts of messages, in an order in which every cause comes before its effect.
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from pipette_launch.cost.pipeline.engine import Engine, Floats, StageTimes
+from pipette_launch.cost.pipeline.engine import Engine, StageTimes
 from pipette_launch.cost.pipeline.extra.drafts import (
     SchedulingProblem,
     one_forward_one_backward_v,
@@ -36,13 +35,8 @@ from pipette_launch.facts.known_schedules import (
     interleaved_zero_bubble,
     one_forward_one_backward,
 )
-from pipette_launch.facts.layout import Ints
+from pipette_launch.facts.layout import Floats, Ints
 from pipette_launch.facts.schedule import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    KINDS,
-    WEIGHT,
     Action,
     Message,
     Placement,
@@ -58,27 +52,14 @@ Chunks = Literal["one", "two", "several"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
-    """Numbers that decide a schedule whose order does not depend on the stages' times."""
-
-    pp: int
-    vpp: int
-    num_microbatches: int
-    group_size: int
-    """Number of micro-batches that a rank runs through one chunk before its next chunk."""
-    extra: int | None = None
-    """Number of additional warm-up forwards, compared with 1F1B; None = the schedule's own number."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class NamedSchedule:
     """A schedule with a name, and the function that makes it from counts or from the stages' times."""
 
-    sentence: str
     peak: Callable[[int, int, int], float]
     """Function from (pp, vpp, group size) to the most micro-batches that a rank keeps. A micro-batch whose W has not
     run counts in full."""
-    by_counts: Callable[[Counts], Schedule] | None = None
+    by_counts: Callable[[int, int, int, int], Schedule] | None = None
+    """Function of (pp, vpp, micro-batches, group size)."""
     by_times: Callable[[SchedulingProblem], Schedule] | None = None
     chunks: Chunks = "one"
     """Number of chunks that the schedule allows on each rank."""
@@ -88,79 +69,63 @@ class NamedSchedule:
     """True if the schedule's weight gradients (W) are placed again when times are given."""
     has_groups: bool = False
     """True if the size of the micro-batch groups can be chosen."""
-    has_extra: bool = False
-    """True if the number of forwards ahead can be chosen."""
 
 
 SCHEDULES: dict[str, NamedSchedule] = {
+    # All forwards, then all backwards.
     "gpipe": NamedSchedule(
-        sentence="all forwards, then all backwards",
-        peak=lambda _p, _v, _g: float("inf"),
-        by_counts=lambda at: gpipe(at.pp, at.num_microbatches),
-        splits_backward=False,
+        peak=lambda _p, _v, _g: float("inf"), by_counts=lambda p, _v, n, _g: gpipe(p, n), splits_backward=False
     ),
+    # One forward and one backward in turn.
     "1f1b": NamedSchedule(
-        sentence="one forward and one backward in turn",
         peak=lambda p, _v, _g: p,
-        by_counts=lambda at: one_forward_one_backward(at.pp, at.num_microbatches),
+        by_counts=lambda p, _v, n, _g: one_forward_one_backward(p, n),
         splits_backward=False,
     ),
+    # 1F1B with up to twice the forwards ahead.
     "eager-1f1b": NamedSchedule(
-        sentence="1F1B with up to twice the forwards ahead",
         peak=lambda p, _v, _g: 2 * p - 1,
-        by_counts=lambda at: eager_one_forward_one_backward(at.pp, at.num_microbatches, at.extra),
+        by_counts=lambda p, _v, n, _g: eager_one_forward_one_backward(p, n),
         splits_backward=False,
-        has_extra=True,
     ),
+    # Megatron's interleaved schedule of virtual stages.
     "interleaved-1f1b": NamedSchedule(
-        sentence="Megatron's interleaved schedule of virtual stages",
         peak=lambda p, v, g: (2 * (p - 1) + (v - 1) * g + 1) / v,
-        by_counts=lambda at: interleaved(at.pp, at.vpp, at.num_microbatches, at.group_size),
+        by_counts=interleaved,
         chunks="several",
         splits_backward=False,
         has_groups=True,
     ),
+    # Interleaved groups, a short warm-up, W after I. Groups may be as small as half the pipeline.
     "gis": NamedSchedule(
-        sentence="interleaved groups, a short warm-up, W after I; groups may be as small as half the pipeline",
         peak=lambda p, v, g: (g * (v - 1) + p) / v,
-        by_counts=lambda at: grouped_split(at.pp, at.vpp, at.num_microbatches, at.group_size),
+        by_counts=grouped_split,
         chunks="several",
         refills=True,
         has_groups=True,
     ),
-    "zb-h1": NamedSchedule(
-        sentence="1F1B with W delayed by a count for each rank",
-        peak=lambda p, _v, _g: p,
-        by_counts=lambda at: interleaved_zero_bubble(at.pp, 1, at.num_microbatches),
-    ),
+    # 1F1B with W delayed by a count for each rank.
+    "zb-h1": NamedSchedule(peak=lambda p, _v, _g: p, by_counts=lambda p, _v, n, _g: interleaved_zero_bubble(p, 1, n)),
+    # Interleaved groups, a short warm-up, W delayed.
     "interleaved-zb": NamedSchedule(
-        sentence="interleaved groups, a short warm-up, W delayed",
         peak=lambda p, _v, _g: p,
-        by_counts=lambda at: interleaved_zero_bubble(at.pp, at.vpp, at.num_microbatches),
+        by_counts=lambda p, v, n, _g: interleaved_zero_bubble(p, v, n),
         chunks="several",
         refills=True,
     ),
-    "zb-1p": NamedSchedule(
-        sentence="zero bubble within 1F1B's memory",
-        peak=lambda p, _v, _g: p,
-        by_times=lambda problem: zero_bubble("zb-1p", problem),
-    ),
-    "zb-2p": NamedSchedule(
-        sentence="zero bubble within twice 1F1B's memory",
-        peak=lambda p, _v, _g: 2 * p,
-        by_times=lambda problem: zero_bubble("zb-2p", problem),
-    ),
+    # Zero bubble within the memory of 1F1B, and within twice this memory.
+    "zb-1p": NamedSchedule(peak=lambda p, _v, _g: p, by_times=lambda problem: zero_bubble("zb-1p", problem)),
+    "zb-2p": NamedSchedule(peak=lambda p, _v, _g: 2 * p, by_times=lambda problem: zero_bubble("zb-2p", problem)),
+    # V placement within the memory of 1F1B. If passes are half a period apart from rank to rank, all ranks run the same
+    # order, so no bubble repeats in any period.
     "v-zb": NamedSchedule(
-        sentence="V placement within 1F1B's memory",
         peak=lambda p, _v, _g: p,
-        # If passes are half a period apart from rank to rank, all ranks run the same order, so no bubble repeats in any
-        # period.
         by_times=lambda problem: v_schedule("v-zb", problem, ((3, 3, 3, 3),)),
         chunks="two",
         placement="v",
     ),
+    # V placement within half of the memory of 1F1B, and within a third.
     "v-half": NamedSchedule(
-        sentence="V placement within half of 1F1B's memory",
         peak=lambda p, _v, _g: (p + 2) // 2,
         by_times=lambda problem: v_schedule(
             "v-half", problem, ((2, 1, 1, 2), (1, 2, 1, 2), (2, 1, 2, 1), (1, 2, 2, 1))
@@ -169,14 +134,13 @@ SCHEDULES: dict[str, NamedSchedule] = {
         placement="v",
     ),
     "v-min": NamedSchedule(
-        sentence="V placement within a third of 1F1B's memory",
         peak=lambda p, _v, _g: (p + 4) // 3,
         by_times=lambda problem: v_schedule("v-min", problem, ((1, 1, 1, 1),)),
         chunks="two",
         placement="v",
     ),
+    # V placement with whole backwards, within two thirds of the memory of 1F1B.
     "1f1b-v": NamedSchedule(
-        sentence="V placement, whole backwards, two thirds of 1F1B's memory",
         peak=lambda p, _v, _g: (2 * p + 2) // 3,
         by_times=one_forward_one_backward_v,
         chunks="two",
@@ -194,12 +158,8 @@ def named_schedule(
     vpp: int = 1,
     num_microbatches: int,
     group_size: int | None = None,
-    extra: int | None = None,
     times: StageTimes | None = None,
     held_S: Sequence[float] | None = None,
-    w_share: float = 1.0,
-    limit_P: Sequence[float] | None = None,
-    objective: Literal["makespan", "span"] = "makespan",
 ) -> Schedule:
     """Return a schedule by its name.
 
@@ -209,83 +169,70 @@ def named_schedule(
         vpp: chunks of each rank.
         num_microbatches: micro-batches of one step.
         group_size: micro-batches that a rank runs through one chunk before its next chunk; None = pp.
-        extra: additional warm-up forwards, compared with 1F1B (eager-1f1b); None = the schedule's own number.
         times: times of the stages, with input and weight gradients separate. None = equal times, for schedules whose
             order depends on times. If times are given, gis and interleaved-zb place their weight gradients (W) again.
         held_S: memory of each stage for one micro-batch, in any unit; None = equal parts of one micro-batch.
-        w_share: share of `held_S` that a weight gradient (W) still needs.
-        limit_P: most memory of each rank, in the unit of `held_S`; None = the schedule's known peak.
-        objective: time to minimize. `span` needs zero bubble's post-validation.
 
     Raises:
         LayoutError: no such schedule exists for these numbers; the message gives the reason.
-        FactError: times, sizes or limits contradict each other, or the limits allow no order.
+        FactError: times or sizes contradict each other, or no order runs within the schedule's known peak.
 
     """
-    group = pp if group_size is None else group_size
-    counts = Counts(pp=pp, vpp=vpp, num_microbatches=num_microbatches, group_size=group, extra=extra)
-    known = _checked(name, counts, chooses_group=group_size is not None)
+    known = _checked(name, pp, vpp, num_microbatches, group_size)
+    counts = pp, vpp, num_microbatches, pp if group_size is None else group_size
     if known.by_counts and not (known.refills and times is not None):
-        if limit_P is not None:
-            raise LayoutError(f"the order of {name} is fixed and takes no memory limit")
-        return known.by_counts(counts)
-    held = tuple(held_S) if held_S is not None else (1 / vpp,) * (pp * vpp)
+        return known.by_counts(*counts)
+    stages = pp * vpp
+    one, hops = (1.0,) * stages, (0.0,) * (stages - 1)
+    equal = StageTimes(
+        forward_s=one, backward_s=(2.0,) * stages, input_s=one, weight_s=one, forward_hop_s=hops, backward_hop_s=hops
+    )
+    held = tuple(held_S) if held_S is not None else (1 / vpp,) * stages
     problem = SchedulingProblem(
         pp=pp,
         vpp=vpp,
         placement=known.placement,
         num_microbatches=num_microbatches,
-        times=times if times is not None else _equal_times(pp * vpp),
+        times=times if times is not None else equal,
         held_S=held,
-        w_share=w_share,
-        limit_P=tuple(limit_P) if limit_P is not None else most_kept(name, counts, held),
-        objective=objective,
+        limit_P=most_kept(name, held, *counts),
     )
     if known.splits_backward and not problem.times.input_s:
         raise FactError(f"{name} splits the backward: give input_s and weight_s of each stage")
     if known.by_counts:
-        return refilled(known.by_counts(counts), problem)
+        return refilled(known.by_counts(*counts), problem)
     assert known.by_times
     return known.by_times(problem)
 
 
-def _checked(name: str, counts: Counts, *, chooses_group: bool) -> NamedSchedule:
-    """Return a schedule by its name; raise LayoutError if the name is unknown or refuses the counts."""
+def _checked(name: str, pp: int, vpp: int, num_microbatches: int, group_size: int | None) -> NamedSchedule:
     if name not in SCHEDULES:
         hint = did_you_mean(name.lower(), SCHEDULES, otherwise=f"there are {', '.join(SCHEDULES)}")
         raise LayoutError(f"no schedule is called {name!r}; {hint}")
     known = SCHEDULES[name]
-    pp, vpp = counts.pp, counts.vpp
-    if min(pp, vpp, counts.num_microbatches) < 1:
-        raise LayoutError(f"{name}: pp={pp}, vpp={vpp} and {counts.num_microbatches} micro-batches must be positive")
+    if min(pp, vpp, num_microbatches) < 1:
+        raise LayoutError(f"{name}: pp={pp}, vpp={vpp} and {num_microbatches} micro-batches must be positive")
     if not {"one": vpp == 1, "two": vpp == 2, "several": vpp > 1}[known.chunks]:
         raise LayoutError(f"{name} has {known.chunks} chunks on each rank, got vpp={vpp}")
     if known.chunks != "one" and pp == 1:
         raise LayoutError(f"{name} needs a pipeline, got pp=1")
-    if chooses_group and not known.has_groups:
-        raise LayoutError(f"{name} has no micro-batch groups to choose, got group_size={counts.group_size}")
-    if counts.extra is not None and not known.has_extra:
-        raise LayoutError(f"{name} has no forwards more ahead to choose; extra={counts.extra} is eager-1f1b's")
+    if group_size is not None and not known.has_groups:
+        raise LayoutError(f"{name} has no micro-batch groups to choose, got group_size={group_size}")
     return known
 
 
-def _equal_times(stages: int) -> StageTimes:
-    one, hops = (1.0,) * stages, (0.0,) * (stages - 1)
-    return StageTimes(
-        forward_s=one, backward_s=(2.0,) * stages, input_s=one, weight_s=one, forward_hop_s=hops, backward_hop_s=hops
-    )
-
-
-def most_kept(name: str, counts: Counts, held_S: Sequence[float]) -> tuple[float, ...]:
+def most_kept(
+    name: str, held_S: Sequence[float], pp: int, vpp: int, num_microbatches: int, group_size: int
+) -> tuple[float, ...]:
     """Return the known peak memory of each rank under a named schedule, in the unit of `held_S`.
 
     `held_S` is the memory of each stage for one micro-batch.
     """
     known = SCHEDULES[name]
-    held_P = [0.0] * counts.pp
-    for stage, held in enumerate(held_S[: counts.pp * counts.vpp]):
-        held_P[rank_of(stage, pp=counts.pp, placement=known.placement)] += held
-    most = min(known.peak(counts.pp, counts.vpp, counts.group_size), counts.num_microbatches)
+    held_P = [0.0] * pp
+    for stage, held in enumerate(held_S[: pp * vpp]):
+        held_P[rank_of(stage, pp=pp, placement=known.placement)] += held
+    most = min(known.peak(pp, vpp, group_size), num_microbatches)
     return tuple(most * held for held in held_P)
 
 
@@ -305,9 +252,6 @@ def peak_live_bytes(
             34 + 5as/h bytes of a layer in Korthikanti et al. 2022, equation 1 (a fully recomputed layer keeps 2);
             None = all of `chunk_bytes`.
 
-    Raises:
-        FactError: the number of stages is wrong, or a size is negative.
-
     """
     waiting_bytes = chunk_bytes if waiting_bytes is None else waiting_bytes
     for sizes in (chunk_bytes, waiting_bytes):
@@ -316,13 +260,9 @@ def peak_live_bytes(
         if min(sizes) < 0:
             raise FactError(f"bytes must not be negative, got {min(sizes)}")
     kept_S, for_weight_S = np.array(chunk_bytes, dtype=np.int64), np.array(waiting_bytes, dtype=np.int64)
-    change_KS = np.zeros((len(KINDS), schedule.num_stages), dtype=np.int64)
-    change_KS[FORWARD] = kept_S
-    change_KS[BACKWARD] = -kept_S
-    change_KS[INPUT] = for_weight_S - kept_S
-    change_KS[WEIGHT] = -for_weight_S
-    columns = schedule.columns
-    delta_A = change_KS[columns.kind_A, columns.stage_A]
+    # Rows in the order of `facts.schedule.KINDS`: F, B, I, W.
+    change_KS = np.array([kept_S, -kept_S, for_weight_S - kept_S, -for_weight_S])
+    delta_A = change_KS[schedule.columns.kind_A, schedule.columns.stage_A]
     first_P = np.cumsum([len(actions) for actions in schedule.ranks])[:-1]
     return tuple(int(np.cumsum(delta).max()) for delta in np.split(delta_A, first_P))
 
@@ -351,7 +291,7 @@ class StreamEngine(Engine):
     @cached_property
     def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Return `Engine.table_A` with 3 more rows for each message: sender ready, receiver ready, message start."""
-        order, place = self._rows_by_level, self._place_of_row
+        order, place = self._order_A, self._place_of_row
         previous, cause, hop, duration = np.array(self._rows.table, dtype=np.int64).reshape(-1, 4)[order].T
         no_hop = np.full(len(order), self._no_hop)
         return place[previous], place[cause], np.ascontiguousarray(hop), no_hop, np.ascontiguousarray(duration)
@@ -366,24 +306,21 @@ class StreamEngine(Engine):
         """Put the duration 0 of message starts before the durations of passes."""
         return np.concatenate([np.zeros((1, durations_R.shape[1])), durations_R])
 
-    def _run(self, durations: list[float], hops: list[float]) -> list[float]:
-        return super()._run([0.0, *durations], hops)
-
     @property
     def _no_hop(self) -> int:
         return 2 * (self._schedule.num_stages - 1)
 
     @cached_property
-    def _rows_by_level(self) -> Ints:
+    def _order_A(self) -> Ints:
         """Rows sorted by their levels."""
         return np.argsort(self._rows.level, kind="stable")
 
     @cached_property
     def _place_of_row(self) -> Ints:
         """Index of each row in the order of levels, followed by the index that means "no row"."""
-        place = np.empty(len(self._rows_by_level) + 1, dtype=np.int64)
-        place[self._rows_by_level] = np.arange(len(self._rows_by_level))
-        place[_NOTHING] = len(self._rows_by_level)
+        place = np.empty(len(self._order_A) + 1, dtype=np.int64)
+        place[self._order_A] = np.arange(len(self._order_A))
+        place[_NOTHING] = len(self._order_A)
         return place
 
     @cached_property
@@ -402,12 +339,7 @@ class StreamEngine(Engine):
 class _Rows:
     """Rows for passes and starts of messages; each row waits for at most two earlier rows.
 
-    Args:
-        programs: programs of all ranks.
-        rank_S: pipeline rank of each stage.
-        duration_of: index of each pass's time among the durations.
-        no_hop: index of the 0 among the hops.
-
+    `duration_of` is the index of each pass's time among the durations, and `no_hop` the index of the 0 among the hops.
     """
 
     def __init__(

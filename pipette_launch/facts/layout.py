@@ -227,12 +227,12 @@ _CODE_LIMIT = 1 << 62
 
 
 class LayoutGroups(NamedTuple):
-    """Groups of layouts that have equal values in some columns."""
+    """Groups of rows that have equal values in some columns."""
 
     first_U: Ints
-    """Index of the first layout of each group."""
+    """Index of the first row of each group."""
     group_N: Ints
-    """Group index of each layout."""
+    """Group index of each row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,12 +330,17 @@ class LayoutColumns:
 
     def groups(self, *fields: Field) -> LayoutGroups:
         """Group rows that have equal values in these fields."""
-        if len(self) == 1:  # np.unique would take most of the time of a single layout
+        if len(self) == 1:
+            # Skip np.unique for a single layout, because np.unique would take most of the time.
             only = np.zeros(1, dtype=np.int64)
-            return LayoutGroups(first_U=only, group_N=only)
-        codes = codes_of([getattr(self, name) for name in fields])
-        _, first, group = np.unique(codes, return_index=True, return_inverse=True)
-        return LayoutGroups(first_U=first.astype(np.int64), group_N=group.reshape(-1).astype(np.int64))
+            return LayoutGroups(only, only)
+        return grouped(*(getattr(self, name) for name in fields))
+
+
+def grouped(*columns: Ints) -> LayoutGroups:
+    """Group rows that have equal numbers in every column."""
+    _, first, group = np.unique(codes_of(columns), return_index=True, return_inverse=True)
+    return LayoutGroups(first.astype(np.int64), group.reshape(-1).astype(np.int64))
 
 
 def codes_of(columns: Sequence[Ints]) -> Ints:

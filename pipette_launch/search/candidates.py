@@ -15,7 +15,7 @@ from pipette_launch.cost.memory.overhead import measured_overhead, num_communica
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Cluster, Job, Layout, Measurements, files
 from pipette_launch.facts.co_location import Domains, RankBlock, blocks_of
-from pipette_launch.facts.layout import LayoutColumns, codes_of
+from pipette_launch.facts.layout import LayoutColumns, grouped
 from pipette_launch.facts.measurements import MemoryNeed
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement import ROUNDS, begin, exchange_devices, improve, settled
@@ -178,8 +178,7 @@ def limits_N(job: Job, columns: LayoutColumns, limit: Callable[[Layout], int]) -
     """Return the memory limit of each layout; limits depend only on the number of communicators."""
     if len(columns) == 1:
         return np.array([limit(columns.layout(0))])
-    codes = codes_of([num_communicators(job, columns), num_group_kinds(columns)])
-    _, first_U, group_N = np.unique(codes, return_index=True, return_inverse=True)
+    first_U, group_N = grouped(num_communicators(job, columns), num_group_kinds(columns))
     limits = [limit(columns.layout(row)) for row in first_U.tolist()]
     return np.array(limits, dtype=np.int64)[group_N]
 

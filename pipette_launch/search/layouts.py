@@ -4,8 +4,8 @@ A base layout has degrees, layer split and micro-batch. Its variants add memory 
 parallelism, distributed optimizer and overlap.
 """
 
-# D = combinations (such as degrees), N = base layouts, M = layouts (variants), G, H = groups of base layouts with equal
-# keys for flags (G) or for recompute (H).
+# D = combinations (such as degrees), N = base layouts, M = variants, G, H = groups of base layouts with equal keys for
+# flags (G) or for recompute (H).
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -29,7 +30,7 @@ from pipette_launch.facts.layout import (
     Ints,
     LayoutColumns,
     MemoryOptions,
-    codes_of,
+    grouped,
 )
 from pipette_launch.megatron.rules.broken import Broken, Rules
 from pipette_launch.megatron.rules.degrees import (
@@ -49,14 +50,12 @@ from pipette_launch.search.layout_axes import LayerSeconds, by_flops, by_parts
 
 K = TypeVar("K", bound=Hashable)
 
-Build = Callable[[K, "Counter[str]"], Iterable[tuple[int, ...]]]
-"""Function that yields the rows (tuples of field values) of a key, and counts refused rows by reason."""
-
 
 class SharedLists(Generic[K]):
     """Lists of rows (tuples of field values) by key. Each list is built once and shared; refused rows are counted."""
 
-    def __init__(self, build: Build[K], *, width: int) -> None:
+    def __init__(self, build: Callable[[K, Counter[str]], Iterable[tuple[int, ...]]], *, width: int) -> None:
+        """Take a function that yields the rows of a key, and counts refused rows by reason."""
         self._build = build
         self._width = width
         self._places: dict[K, int] = {}
@@ -66,11 +65,9 @@ class SharedLists(Generic[K]):
     def place(self, key: K) -> int:
         """Return the index of a key's list; the list is built at the first call."""
         if key not in self._places:
-            faults: Counter[str] = Counter()
-            rows = list(self._build(key, faults))
-            self._places[key] = len(self._rows)
-            self._rows.append(rows)
-            self._faults.append(faults)
+            self._faults.append(Counter())
+            self._rows.append(list(self._build(key, self._faults[-1])))
+            self._places[key] = len(self._rows) - 1
         return self._places[key]
 
     def places(self, keys: Iterable[K]) -> Ints:
@@ -96,31 +93,26 @@ class SharedLists(Generic[K]):
         total: Counter[str] = Counter()
         uses = np.bincount(place_D, minlength=len(self._faults)).tolist()
         for faults, times in zip(self._faults, uses, strict=True):
-            if times:
-                total.update({reason: count * times for reason, count in faults.items()})
+            total.update({reason: count * times for reason, count in faults.items() if times})
         return total
 
     def spread(self, place_D: Ints) -> tuple[Ints, Ints]:
         """Repeat each combination for each row of its list; return the combinations' indices (N) and the rows."""
-        lengths = self.lengths
-        starts = np.cumsum(lengths) - lengths
-        counts_D = lengths[place_D] if len(place_D) else np.zeros(0, dtype=np.int64)
-        firsts_D = np.cumsum(counts_D) - counts_D
+        # Empty lists of places need the type of indices.
+        place_D, lengths = place_D.astype(np.int64), np.array([len(rows) for rows in self._rows], dtype=np.int64)
+        counts_D = lengths[place_D]
         row_N = np.repeat(np.arange(len(place_D)), counts_D)
-        at_N = np.arange(len(row_N)) - firsts_D[row_N] + (starts[place_D] if len(place_D) else counts_D)[row_N]
+        # Position of each row in its own list.
+        inside_N = np.arange(len(row_N)) - (np.cumsum(counts_D) - counts_D)[row_N]
         table = np.array([row for rows in self._rows for row in rows], dtype=np.int64).reshape(-1, self._width)
-        return row_N.astype(np.int64), table[at_N]
+        return row_N.astype(np.int64), table[(np.cumsum(lengths) - lengths)[place_D][row_N] + inside_N]
 
 
 UNTIMED = "compute is timed with sequence parallelism wherever that is possible"
 
 
-class _FlagKey(NamedTuple):
-    """Fields that decide the legal flags: sequence parallelism, distributed optimizer and overlaps."""
-
-    tp: int
-    cp: int
-    has_replicas: bool
+_Flags: TypeAlias = tuple[int, ...]
+"""Sequence parallelism, distributed optimizer and overlaps of a layout, 0 or 1 each."""
 
 
 class _Depth(NamedTuple):
@@ -132,7 +124,7 @@ class _Depth(NamedTuple):
     """1 without tensor parallelism, 2 for any larger TP."""
 
 
-_Pair = tuple[tuple[tuple[int, ...], ...], _Depth]
+_Pair: TypeAlias = tuple[tuple[_Flags, ...], _Depth]
 """Legal flags of a base layout, and the fields that decide recompute."""
 
 
@@ -142,14 +134,14 @@ class MemoryOptionTables:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._numbers: dict[Recompute, int] = {NO_RECOMPUTE: 0}
-        self._flags: SharedLists[_FlagKey] = SharedLists(self._build_flags, width=len(FLAG_WORDS))
+        self._flags: SharedLists[tuple[int, int, bool]] = SharedLists(self._build_flags, width=len(FLAG_WORDS))
         self._depths: SharedLists[tuple[_Depth, bool]] = SharedLists(self._build_depths, width=1)
         self._pairs: SharedLists[_Pair] = SharedLists(self._build_pairs, width=len(MemoryOptions._fields))
         self._lean: SharedLists[_Pair] = SharedLists(self._build_lean, width=len(MemoryOptions._fields))
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """Kinds of recompute. Rows contain the index of a kind in this tuple."""
+        """Kinds of recompute, in the order of their numbers in rows."""
         return tuple(self._numbers)
 
     def first(self, columns: LayoutColumns) -> tuple[LayoutColumns, Ints, Counter[str]]:
@@ -176,32 +168,29 @@ class MemoryOptionTables:
 
     def _places(self, columns: LayoutColumns, lists: SharedLists[_Pair]) -> tuple[Ints, Ints]:
         """Return the index of each base layout's list of flags, and of its list of flags with recompute."""
-        key_G, group_N = self._flag_keys(columns)
-        depth_H, depth_N = self._depths_of(columns)
-        flag_G = self._flags.places(key_G)
-        flags_G = [tuple(self._flags.rows(place)) for place in flag_G.tolist()]
-        first, pair_N = _grouped(group_N, depth_N)
-        keys = ((flags_G[group_N[row]], depth_H[depth_N[row]]) for row in first.tolist())
-        return flag_G[group_N], lists.places(keys)[pair_N]
-
-    def _flag_keys(self, columns: LayoutColumns) -> tuple[list[_FlagKey], Ints]:
         expert_dp = columns.tp * columns.cp * columns.dp // (columns.etp * columns.ep)
         has_replicas = ((columns.dp * columns.cp > 1) | (expert_dp > 1)).astype(np.int64)
-        first, group_N = _grouped(columns.tp, columns.cp, has_replicas)
-        keys = zip(columns.tp[first].tolist(), columns.cp[first].tolist(), has_replicas[first].tolist(), strict=True)
-        return [_FlagKey(tp, cp, bool(replicas)) for tp, cp, replicas in keys], group_N
-
-    def _depths_of(self, columns: LayoutColumns) -> tuple[list[_Depth], Ints]:
+        first, group_N = grouped(columns.tp, columns.cp, has_replicas)
+        key_G = zip(
+            *(each[first].tolist() for each in (columns.tp, columns.cp, has_replicas.astype(bool))), strict=True
+        )
+        flag_G = self._flags.places(key_G)
+        flags_G = [tuple(self._flags.rows(place)) for place in flag_G.tolist()]
+        # The even split stands for chunks of the same number of layers at any number of chunks.
         even = self._rules.job.model.num_layers // (columns.pp * columns.vpp)
         has_tp = np.minimum(columns.tp, 2)
         is_even = np.array([not layers for layers in columns.cuts])[columns.layers_per_chunk]
-        first, depth_N = _grouped(columns.layers_per_chunk, np.where(is_even, even, 0), has_tp)
-        rows = zip(columns.layers_per_chunk[first].tolist(), even[first].tolist(), has_tp[first].tolist(), strict=True)
-        return [_Depth(frozenset(columns.cuts[split] or (layers,)), tp) for split, layers, tp in rows], depth_N
+        first, depth_N = grouped(columns.layers_per_chunk, np.where(is_even, even, 0), has_tp)
+        fields = zip(*(each[first].tolist() for each in (columns.layers_per_chunk, even, has_tp)), strict=True)
+        depth_H = [_Depth(frozenset(columns.cuts[split] or (layers,)), tp) for split, layers, tp in fields]
+        first, pair_N = grouped(group_N, depth_N)
+        pairs = ((flags_G[group_N[row]], depth_H[depth_N[row]]) for row in first.tolist())
+        return flag_G[group_N], lists.places(pairs)[pair_N]
 
-    def _build_flags(self, key: _FlagKey, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
-        states = layout_axes.memory_flags(self._rules, key.tp, has_replicas=key.has_replicas)
-        legal = [state for state in states if not drops(state_faults(self._rules, key.tp, key.cp, state), dropped)]
+    def _build_flags(self, key: tuple[int, int, bool], dropped: Counter[str]) -> Iterator[_Flags]:
+        tp, cp, has_replicas = key
+        states = layout_axes.memory_flags(self._rules, tp, has_replicas=has_replicas)
+        legal = [state for state in states if not drops(state_faults(self._rules, tp, cp, state), dropped)]
         # Megatron can distribute saved activations over ranks only without sequence parallelism.
         distributes = self._rules.options.distribute_saved_activations
         is_timed = any(state.sequence_parallel for state in legal) and not distributes
@@ -237,6 +226,7 @@ class MemoryOptionTables:
             parallel, sharded, *overlaps, number = row
             recompute = recomputes[number]
             again = ("none", "selective", "full").index(recompute.granularity)
+            # Uniform recompute needs less memory than block recompute.
             layers = -recompute.num_layers if recompute.method == "uniform" else recompute.num_layers - (1 << 20)
             return again, layers, len(recompute.modules), sharded, parallel, *(-on for on in overlaps)
 
@@ -249,12 +239,6 @@ def drops(faults: Broken, dropped: Counter[str]) -> bool:
     if broken:
         dropped[broken.reason] += 1
     return broken is not None
-
-
-def _grouped(*columns: Ints) -> tuple[Ints, Ints]:
-    """Group rows that agree in some columns; return a row of each group, and the group of each row."""
-    _, first, group = np.unique(codes_of(columns), return_index=True, return_inverse=True)
-    return first.astype(np.int64), group.reshape(-1).astype(np.int64)
 
 
 MOST = 1 << 17
@@ -340,9 +324,9 @@ def base_layouts(
     """
     rules = Rules.of(job, device_kind=device_kind, rooms=domains or Domains(devices_per_host=devices_per_host))
     dropped: Counter[str] = Counter()
-    grids, chunks_and_batches = _ExpertGrids(rules), _ChunksAndBatches(rules, table)
+    chunks_and_batches = _ChunksAndBatches(rules, table)
     dense_D4 = np.array([*_dense_degrees(rules, world_size, dropped)], dtype=np.int64).reshape(-1, 4)
-    row_D, expert_D3 = grids.spread(dense_D4, dropped)
+    row_D, expert_D3 = _expert_degrees(rules, dense_D4, dropped)
     degrees_D7 = np.concatenate([dense_D4[row_D], expert_D3], axis=1)
     places_D = chunks_and_batches.places(dense_D4)[row_D]
     kept_D = _thinned(job, degrees_D7, chunks_and_batches.lists.lengths, places_D, devices_per_host, dropped)
@@ -408,36 +392,30 @@ def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iter
                     yield tp, pp, dp, cp
 
 
-class _ExpertGrids:
-    """Lists of legal EP, ETP and rank order for dense degrees."""
+def _expert_degrees(rules: Rules, dense_D4: Ints, dropped: Counter[str]) -> tuple[Ints, Ints]:
+    """Repeat dense degrees for each legal EP, ETP and rank order; return the rows of `dense_D4`, and these values."""
+    job = rules.job
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-        self._lists: SharedLists[tuple[int, int, int, int]] = SharedLists(self._rows, width=3)
-
-    def spread(self, dense_D4: Ints, dropped: Counter[str]) -> tuple[Ints, Ints]:
-        """Repeat dense degrees for each set of legal expert degrees."""
-        job = self._rules.job
-        # The list depends on the ranks of a stage; on TP only if ETP equals TP; on DP only in the tp-pp-dp rank order.
-        follows, asks = not job.model.num_experts, any(layout_axes.rank_orders(job))
-        keys = (
-            (pp, tp * dp * cp, tp if follows else 1, dp if asks else tp * dp * cp // (tp if follows else 1))
-            for tp, pp, dp, cp in dense_D4.tolist()
-        )
-        places = self._lists.places(keys)
-        dropped += self._lists.dropped(places)
-        return self._lists.spread(places)
-
-    def _rows(self, key: tuple[int, int, int, int], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
+    def legal(key: tuple[int, int, int, int], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         pp, ranks, tp, dp = key
-        job = self._rules.job
         for ep in layout_axes.expert_sizes(job):
             for etp in layout_axes.expert_tensor_sizes(job, tp):
                 for swapped in layout_axes.rank_orders(job):
                     degrees = Degrees(tp, pp, dp, ranks // (tp * dp), ep, etp, swapped)
-                    if not drops(expert_faults(self._rules, degrees), dropped):
+                    if not drops(expert_faults(rules, degrees), dropped):
                         yield ep, etp, int(swapped)
                         break
+
+    lists = SharedLists(legal, width=3)
+    # The list depends on the ranks of a stage; on TP only if ETP equals TP; on DP only in the tp-pp-dp rank order.
+    follows, asks = not job.model.num_experts, any(layout_axes.rank_orders(job))
+    keys = (
+        (pp, tp * dp * cp, tp if follows else 1, dp if asks else tp * dp * cp // (tp if follows else 1))
+        for tp, pp, dp, cp in dense_D4.tolist()
+    )
+    places = lists.places(keys)
+    dropped += lists.dropped(places)
+    return lists.spread(places)
 
 
 class _ChunksAndBatches:
@@ -449,35 +427,31 @@ class _ChunksAndBatches:
         """Rows with the fields `_REST`. The layers per chunk are given as an index into `layers`."""
         self._rules = rules
         self._table = table
-        self._seconds: dict[int, tuple[LayerSeconds, ...]] = {}
-        self._chunks: dict[tuple[int, int], tuple[_Split, ...]] = {}
+        self._seconds_of = cache(self._new_seconds)
+        self._chunks_of = cache(self._new_chunks)
 
     def places(self, dense_D4: Ints) -> Ints:
         """Return the index of the list of each row of dense degrees."""
         return self.lists.places((dp, pp, self._chunks_of(tp, pp)) for tp, pp, dp, _ in dense_D4.tolist())
 
-    def _chunks_of(self, tp: int, pp: int) -> tuple[_Split, ...]:
-        if (tp, pp) not in self._chunks:
-            chunks = (layout_axes.layer_splits(self._rules.job, pp, seconds) for seconds in self._seconds_of(tp))
-            self._chunks[tp, pp] = tuple(
-                (vpp, self.layers.setdefault(layers, len(self.layers)), after)
-                for vpp, layers, after in dict.fromkeys(chain(*chunks))
-            )
-        return self._chunks[tp, pp]
+    def _new_chunks(self, tp: int, pp: int) -> tuple[_Split, ...]:
+        chunks = (layout_axes.layer_splits(self._rules.job, pp, seconds) for seconds in self._seconds_of(tp))
+        return tuple(
+            (vpp, self.layers.setdefault(layers, len(self.layers)), after)
+            for vpp, layers, after in dict.fromkeys(chain(*chunks))
+        )
 
-    def _seconds_of(self, tp: int) -> tuple[LayerSeconds, ...]:
+    def _new_seconds(self, tp: int) -> tuple[LayerSeconds, ...]:
         """Return times of the model's parts at this TP, for the user's micro-batch and for a large micro-batch.
 
         The host launches many kernels for a layer and few for the head. With small micro-batches, launches limit the
         speed, so the head costs as much time as fewer layers than with large micro-batches.
         """
-        if tp not in self._seconds:
-            job = self._rules.job
-            own = ComputeCase(tp=tp, cp=job.own.cp, micro_batch_size=job.own.micro_batch_size)
-            cases = (own, replace(own, micro_batch_size=MANY_TIMES * own.micro_batch_size)) if self._table else ()
-            found = [parts for case in cases if self._table and (parts := self._table.part_seconds(case))]
-            self._seconds[tp] = tuple(by_parts(job.model, parts) for parts in found) or (by_flops(job.model),)
-        return self._seconds[tp]
+        job = self._rules.job
+        own = ComputeCase(tp=tp, cp=job.own.cp, micro_batch_size=job.own.micro_batch_size)
+        cases = (own, replace(own, micro_batch_size=MANY_TIMES * own.micro_batch_size))
+        found = [parts for case in cases if self._table and (parts := self._table.part_seconds(case))]
+        return tuple(by_parts(job.model, parts) for parts in found) or (by_flops(job.model),)
 
     def _rows(self, key: tuple[int, int, tuple[_Split, ...]], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         dp, pp, chunks = key
@@ -517,9 +491,8 @@ def _thinned(
         if count_D.sum() <= MOST or name in job.pinned:
             continue
         aside = is_aside_D[kept]
-        number = int(count_D[aside].sum())
-        if number:
-            dropped[f"set aside, as there are more than {MOST}: {words}"] += number
+        if count_D[aside].sum():
+            dropped[f"set aside, as there are more than {MOST}: {words}"] += int(count_D[aside].sum())
         kept = kept[~aside]
     return kept
 

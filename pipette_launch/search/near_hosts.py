@@ -12,7 +12,7 @@ import numpy as np
 
 from pipette_launch.cost.communication.collectives import spanning_tree
 from pipette_launch.facts import Links
-from pipette_launch.search.assignment.problem import Floats, Ints
+from pipette_launch.facts.layout import Floats, Ints
 
 TYPICAL_MESSAGE_BYTES = 4 << 20
 """Message size that defines the distance of two hosts; latency and bandwidth both matter at this size."""

@@ -19,10 +19,8 @@ import numpy as np
 from pipette_launch.cost.step.assemble import totals_s_K
 from pipette_launch.cost.step.predictor import PlacementCost, best_prices
 from pipette_launch.cost.step.work import LayoutWork, Prices
-from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.search.ring_bounds import (
-    Floats,
-    Ints,
     Places,
     Ring,
     Tour,
@@ -68,7 +66,7 @@ def steps_s_K(work: LayoutWork, trials: Prices) -> Floats:
 
 def num_trials(trials: Prices) -> int:
     """Return the number of trials."""
-    return len(trials.embedding_s)
+    return len(trials.embedding_s_K)
 
 
 def _each_array(change: Callable[..., Floats], *trials: Prices) -> Prices:
@@ -184,8 +182,8 @@ class BoundArguments:
             self._exchange(trial, name, tour, tour.thresholds_s[0], own_rank=False)
         for ring in self._rings:
             reduce_S, gather_S = ring.more_s_S(ring.tour.thresholds_s[0])
-            trial.reduce_s_S[:] += reduce_S[:, None]
-            trial.gather_s_S[:] += gather_S[:, None]
+            trial.reduce_s_SK[:] += reduce_S[:, None]
+            trial.gather_s_SK[:] += gather_S[:, None]
         return trial
 
     @cached_property
@@ -204,7 +202,7 @@ class BoundArguments:
         if self._is_tied:
             # Each place of the first or last stage reduces the embedding with a partner, at best over its best link.
             best_H = np.sort(self._ties_s_HH.min(axis=1))
-            trial.embedding_s[:] = np.maximum(trial.embedding_s, best_H[2 * len(self.places) // self._pp - 1])
+            trial.embedding_s_K[:] = np.maximum(trial.embedding_s_K, best_H[2 * len(self.places) // self._pp - 1])
         return trial
 
     @cached_property
@@ -258,7 +256,7 @@ class BoundArguments:
             self._exchange(trials, name, tour, float(tour.through_s_H[place]), own_rank=True)
         if self._is_tied:
             for stage in (0, pp - 1):
-                trials.embedding_s[stage] = max(trials.embedding_s[stage], self._ties_s_HH[place].min())
+                trials.embedding_s_K[stage] = max(trials.embedding_s_K[stage], self._ties_s_HH[place].min())
         if self._all_hops_cross:
             out_s, in_s = (float(way_H[place]) for way_H in self._hops[1:])
             for stage in range(pp):
@@ -320,7 +318,7 @@ class BoundArguments:
         back = returning_splits(self._pp, longest, most=_SPLITS)
         trials = self._with_hops(self._mean, pipeline_splits(self._pp, longest, most=_SPLITS), hop_s)
         if self._model.work.traffic.embedding_bytes and back is not None:
-            trials.embedding_s[:] = np.maximum(trials.embedding_s, cheapest_between(self._ties_s_HH, part_H))
+            trials.embedding_s_K[:] = np.maximum(trials.embedding_s_K, cheapest_between(self._ties_s_HH, part_H))
             if back:
                 yield self._with_hops(self._mean, back, hop_s)
         yield trials
@@ -344,7 +342,7 @@ class BoundArguments:
         more = ring.more_s_S(slowest_s)
         done = ring.more_s_S(ring.tour.thresholds_s[0]) if has_best else tuple(np.zeros_like(each) for each in more)
         stages = np.arange(len(more[0]))
-        for target_SK, more_S, done_S in zip((trials.reduce_s_S, trials.gather_s_S), more, done, strict=True):
+        for target_SK, more_S, done_S in zip((trials.reduce_s_SK, trials.gather_s_SK), more, done, strict=True):
             target_SK[stages, stages % self._pp] += np.maximum(more_S - done_S, 0.0)
 
     def _exchange(self, trials: Prices, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:

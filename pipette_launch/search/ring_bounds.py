@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Scale, chunk_share, num_steps, spanning_tree
 from pipette_launch.cost.communication.groups import group_sizes
@@ -25,9 +24,7 @@ from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.cost.step.work import LayoutWork
 from pipette_launch.facts.cluster import Links
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from pipette_launch.facts.layout import Floats, Ints
 
 
 def best_ways(cost_HH: Floats) -> tuple[Floats, Floats]:

@@ -17,12 +17,12 @@ from typing import NamedTuple, TypeVar
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators
 from pipette_launch.cost.memory.peak import MemoryParts, folded_peaks, kept_by_chunk
 from pipette_launch.cost.pipeline.extra import SCHEDULES, most_kept, named_schedule, peak_live_bytes
-from pipette_launch.cost.step.predictor import Floats, Ints, PlacementCost
+from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.job import flag_of
 from pipette_launch.facts.known_schedules import FOLDING_RELEASE, RELEASES, schedule_of
-from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.layout import NO_RECOMPUTE, Floats, Ints
 from pipette_launch.facts.schedule import PassTimes, Placement, Schedule, ScheduleFile
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, Promising, SearchInputs, price

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.facts import Cluster, Layout
 from pipette_launch.facts.co_location import Domains, RankBlock
-from pipette_launch.search.assignment.problem import Floats, Ints
+from pipette_launch.facts.layout import Floats, Ints
 from pipette_launch.search.near_hosts import Tiers, tiers_of
 
 Placement = tuple[int, ...]

@@ -22,10 +22,11 @@ import numpy as np
 from pipette_launch.cost.communication.collectives import chunk_share, links_together, num_steps, spread_over_hosts
 from pipette_launch.cost.layers.passes import Collective, Exchange
 from pipette_launch.cost.pipeline.engine import critical_counts
-from pipette_launch.cost.step.assemble import StepEnd, gathers_in_forward, pipelines, step_end, total_s
+from pipette_launch.cost.step.assemble import StepEnd, gathers_in_forward, pipelines, step_end, totals_s_K
 from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.cost.step.work import LayoutWork, Prices
-from pipette_launch.search.assignment.problem import Floats, Flows, Ints, ProblemBuilder
+from pipette_launch.facts.layout import Floats, Ints
+from pipette_launch.search.assignment.problem import Flows, ProblemBuilder
 
 NUDGE = 0.05
 """To find the critical path through a slow stage, the stage is slowed by at least this share of its time."""
@@ -57,23 +58,13 @@ class OnHosts(NamedTuple):
     """Smallest number of members on one host, over groups on several hosts; 1 if no group spans several hosts."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LinksBetweenHosts:
+class LinksBetweenHosts(NamedTuple):
     """Directed links between hosts. A link appears once for each pipeline rank whose groups use the link."""
 
     spread: OnHosts
     stage_L: Ints
     sender_L: Ints
     receiver_L: Ints
-
-    def __len__(self) -> int:
-        return len(self.stage_L)
-
-    def worst_P(self, seconds_L: Floats, pp: int) -> Floats:
-        """Return the longest time of the links of each pipeline rank; 0 for a rank without links."""
-        worst = np.zeros(pp)
-        np.maximum.at(worst, self.stage_L, seconds_L)
-        return worst
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,19 +117,13 @@ class View:
             zero if self.crosses(item.group) else seconds
             for item, seconds in zip(self.model.work.exchanges, self.prices.exchange_s_PD, strict=True)
         )
-        gather_s_S = np.zeros_like(self.prices.gather_s_S) if self.gathers_first else self.prices.gather_s_S
-        return replace(self.prices, exchange_s_PD=exchange_s_PD, gather_s_S=gather_s_S)
+        gather_s_SK = np.zeros_like(self.prices.gather_s_SK) if self.gathers_first else self.prices.gather_s_SK
+        return replace(self.prices, exchange_s_PD=exchange_s_PD, gather_s_SK=gather_s_SK)
 
     def crosses(self, name: str) -> bool:
         """Return whether some group of this name spans several hosts."""
         host_GK = self.host_W[getattr(self.model.groups, name)]
         return bool((host_GK != host_GK[:, :1]).any())
-
-    def inside_s(self, size_bytes: float) -> float:
-        """Return the seconds of a send inside a host."""
-        if self.model.fabric.cluster.devices_per_host == 1:
-            return 0.0
-        return self.model.fabric.seconds("send", (0, 1), size_bytes)
 
     def seconds_HH(self, kind: Collective, spread: OnHosts, size_bytes: float) -> Floats:
         """Return the seconds of a collective, like `Fabric.seconds_G`, for each link between hosts as the slowest."""
@@ -168,8 +153,7 @@ class View:
             codes.append(np.unique(code_GK[host_GK != receiver_GK]))
         code_L = np.unique(np.concatenate(codes)) if codes else np.zeros(0, dtype=np.int64)
         rest_L, receiver_L = np.divmod(code_L, self.num_hosts)
-        stage_L, sender_L = np.divmod(rest_L, self.num_hosts)
-        return LinksBetweenHosts(spread=spread, stage_L=stage_L, sender_L=sender_L, receiver_L=receiver_L)
+        return LinksBetweenHosts(spread, *np.divmod(rest_L, self.num_hosts), receiver_L)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,14 +170,8 @@ class Tangents:
     most_B: Floats
     """Largest count of each pass over all paths that were found, including paths that were left out."""
 
-    @property
-    def size(self) -> int:
-        """Number of tangents."""
-        return int(self.duration_BK.shape[1])
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """Range of the times of a pipeline over the hosts that it may lie on."""
 
     slowness: float
@@ -279,12 +257,6 @@ class Crossing:
     exposed_s_IHH: Floats
     """Exposed seconds of one collective, for each link between hosts as the slowest link."""
 
-    @property
-    def longer_s(self) -> float:
-        """Seconds that the passes of a stage take longer over the slowest link than over the median link."""
-        spread_I = self.exposed_s_IHH.max(axis=(1, 2)) - np.median(self.exposed_s_IHH, axis=(1, 2))
-        return float((spread_I @ (self.forward_IS + self.backward_IS)).max())
-
     def add(self, builder: ProblemBuilder, view: View, tangents: Tangents) -> None:
         """Add one family (a maximum over groups of terms) with a group for each link.
 
@@ -301,7 +273,7 @@ class Crossing:
         typical_I = np.median(self.exposed_s_IHH, axis=(1, 2)) + np.finfo(float).tiny
         share_P = typical_I @ weight_IP / (typical_I @ weight_IP[:, most])
         kind = builder.add_type(np.tensordot(weight_IP[:, most], self.exposed_s_IHH, axes=1))
-        group_L = builder.add_family(np.zeros(len(self.links)))
+        group_L = builder.add_family(np.zeros(len(self.links.stage_L)))
         builder.add_flows(kind, self.links.sender_L, self.links.receiver_L, share_P[self.links.stage_L], group_L)
 
 
@@ -333,22 +305,18 @@ def crossings_of(view: View) -> list[Crossing]:
 
 def _add_step_end(builder: ProblemBuilder, view: View, tangents: Tangents) -> None:
     """Add families for gradient reduction and parameter gathers."""
-    end = _end_now(view)
-    _add_reductions(builder, view, end)
-    if view.gathers_first and view.model.work.aligns_gathers:
-        _add_aligned_gathers(builder, view)
-    elif view.gathers_first:
-        _add_first_gathers(builder, view, tangents)
-    elif view.model.work.layout.use_distributed_optimizer:
-        # Add one family (a maximum) with a group for each pipeline rank: optimizer step and gathers.
-        _add_rings(builder, list(_rings(view, gathers=True)), end.update_s_PN[:, 0], np.ones(view.model.work.layout.pp))
-
-
-def _end_now(view: View) -> StepEnd:
     work, prices = view.model.work, view.prices
     durations_BD, hops_JD = pipelines(work, prices)
     drain_S1 = work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=1, keepdims=True)
-    return step_end(work, prices, drain_S1, durations_BD)
+    end = step_end(work, prices, drain_S1, durations_BD)
+    _add_reductions(builder, view, end)
+    if view.gathers_first and work.aligns_gathers:
+        _add_aligned_gathers(builder, view)
+    elif view.gathers_first:
+        _add_first_gathers(builder, view, tangents)
+    elif work.layout.use_distributed_optimizer:
+        # Add one family (a maximum) with a group for each pipeline rank: optimizer step and gathers.
+        _add_rings(builder, list(_rings(view, gathers=True)), end.update_s_PN[:, 0], np.ones(work.layout.pp))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -356,61 +324,54 @@ class _Rings:
     """Data-parallel rings of dense or of expert parameters, priced for each link."""
 
     links: LinksBetweenHosts
-    matrices: list[Floats]
+    matrix_MHH: Floats
+    """Seconds of a ring by its slowest link, in M versions."""
     matrix_P: Ints
+    """Version of each pipeline rank."""
     share_P: Floats
     """Factor of each pipeline rank on the matrix of seconds."""
 
     def now_L(self) -> Floats:
         """Return the seconds of a ring, for each link as the slowest link, at the current placement."""
-        seconds = np.zeros(len(self.links))
-        for index, matrix in enumerate(self.matrices):
-            chosen = self.matrix_P[self.links.stage_L] == index
-            seconds[chosen] = matrix[self.links.sender_L[chosen], self.links.receiver_L[chosen]]
-        return seconds * self.share_P[self.links.stage_L]
+        stage_L = self.links.stage_L
+        seconds_L = self.matrix_MHH[self.matrix_P[stage_L], self.links.sender_L, self.links.receiver_L]
+        return np.asarray(seconds_L * self.share_P[stage_L])
 
     def add(self, builder: ProblemBuilder, group_L: Ints, weight_L: Floats) -> None:
         """Add a flow (a linear term) for each link."""
-        links = self.links
-        for index, matrix in enumerate(self.matrices):
-            chosen = self.matrix_P[links.stage_L] == index
-            weight = (weight_L * self.share_P[links.stage_L])[chosen]
-            builder.add_flows(
-                builder.add_type(matrix), links.sender_L[chosen], links.receiver_L[chosen], weight, group_L[chosen]
-            )
+        links, weight_L = self.links, weight_L * self.share_P[self.links.stage_L]
+        for index, matrix_HH in enumerate(self.matrix_MHH):
+            some = self.matrix_P[links.stage_L] == index
+            kind = builder.add_type(matrix_HH)
+            builder.add_flows(kind, links.sender_L[some], links.receiver_L[some], weight_L[some], group_L[some])
 
 
 def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
-    """Yield the rings of dense parameters and of expert parameters that span several hosts."""
-    work, groups = view.model.work, view.model.groups
+    """Yield the rings of dense parameters and of expert parameters that span several hosts.
+
+    The chunks of each pipeline rank are priced together. If too many sizes differ, several ranks share a matrix.
+    """
+    work, groups, num_hosts = view.model.work, view.model.groups, view.num_hosts
     kind = work.gather_kind if gathers else work.reduce_kind
     sizes_S2 = work.parameter_bytes_S2 if gathers else work.gradient_bytes_S2
     for ranks_GK, column in ((groups.dp_cp, 0), (groups.expert_dp, 1)):
         links = view.links(kind, ranks_GK)
-        if not len(links) or not sizes_S2[:, column].any():
+        if not len(links.stage_L) or not sizes_S2[:, column].any():
             continue
-        yield _priced(view, kind, links, sizes_S2[:, column].reshape(-1, work.layout.pp))
-
-
-def _priced(view: View, kind: Collective, links: LinksBetweenHosts, size_bytes_CP: Floats) -> _Rings:
-    """Price the chunks of each pipeline rank together. If too many sizes differ, several ranks share a matrix."""
-    total_P = size_bytes_CP.sum(axis=0)
-    sizes = np.array(sorted(set(map(tuple, size_bytes_CP.T.tolist())))).T
-    most = MOST_MATRICES if view.num_hosts <= MANY_HOSTS else 2
-    by_total = sizes[:, np.argsort(sizes.sum(axis=0), kind="stable")]
-    kept = by_total[:, np.unique(np.linspace(0, by_total.shape[1] - 1, most).round().astype(int))]
-    matrices = [
-        sum(
-            (view.seconds_HH(kind, links.spread, size) for size in column if size),
-            np.zeros((view.num_hosts, view.num_hosts)),
-        )
-        for column in kept.T
-    ]
-    apart = np.abs(np.log(np.maximum(total_P, 1.0))[:, None] - np.log(np.maximum(kept.sum(axis=0), 1.0)))
-    matrix_P = apart.argmin(axis=1)
-    of_matrix_P = kept.sum(axis=0)[matrix_P]
-    share_P = np.divide(total_P, of_matrix_P, out=np.zeros_like(total_P), where=of_matrix_P > 0)
-    return _Rings(links=links, matrices=matrices, matrix_P=matrix_P, share_P=share_P)
+        size_bytes_CP = sizes_S2[:, column].reshape(-1, work.layout.pp)
+        sizes = np.array(sorted(set(map(tuple, size_bytes_CP.T.tolist())))).T
+        most = MOST_MATRICES if num_hosts <= MANY_HOSTS else 2
+        by_total = sizes[:, np.argsort(sizes.sum(axis=0), kind="stable")]
+        kept_CM = by_total[:, np.unique(np.linspace(0, by_total.shape[1] - 1, most).round().astype(int))]
+        matrix_MHH = np.zeros((kept_CM.shape[1], num_hosts, num_hosts))
+        for index, column_C in enumerate(kept_CM.T):
+            for size_bytes in column_C[column_C > 0]:
+                matrix_MHH[index] += view.seconds_HH(kind, links.spread, size_bytes)
+        total_P, total_M = size_bytes_CP.sum(axis=0), kept_CM.sum(axis=0)
+        apart_PM = np.abs(np.log(np.maximum(total_P, 1.0))[:, None] - np.log(np.maximum(total_M, 1.0)))
+        matrix_P = apart_PM.argmin(axis=1)
+        share_P = np.divide(total_P, total_M[matrix_P], out=np.zeros_like(total_P), where=total_M[matrix_P] > 0)
+        yield _Rings(links=links, matrix_MHH=matrix_MHH, matrix_P=matrix_P, share_P=share_P)
 
 
 def _add_reductions(builder: ProblemBuilder, view: View, end: StepEnd) -> None:
@@ -420,29 +381,20 @@ def _add_reductions(builder: ProblemBuilder, view: View, end: StepEnd) -> None:
     a backward hides part of the reduction.
     """
     work, prices = view.model.work, view.prices
-    step_s = _STEP * float(prices.reduce_s_S.max()) or 1e-6
+    step_s = _STEP * float(prices.reduce_s_SK.max()) or 1e-6
     end_P = end.reduced_s_PN[:, 0]
     later = replace(end, reduce_s_VPN=end.reduce_s_VPN + step_s)
     slope_P = (later.reduced_s_PN[:, 0] - end_P) / (step_s * work.layout.vpp)
     late_P = end_P - end.drain_s_VPN.max()
-    late_P[[0, -1]] += prices.embedding_s
+    late_P[[0, -1]] += prices.embedding_s_K
     _add_rings(builder, list(_rings(view, gathers=False)), late_P, slope_P)
-    if work.traffic.embedding_bytes:
-        _add_embedding(builder, view)
-
-
-def _add_embedding(builder: ProblemBuilder, view: View) -> None:
-    """Add one family: the change of the tied embedding's seconds. `_add_reductions` contains the current seconds."""
     pairs = view.links("send", view.model.groups.embedding)
-    if not len(pairs):
-        return
-    kind = builder.add_type(view.seconds_HH("all_reduce", OnHosts(2, 2), view.model.work.traffic.embedding_bytes))
-    group = builder.add_family(np.full(2 * len(pairs), -view.prices.embedding_s))
-    sender, receiver = (
-        np.concatenate([pairs.sender_L, pairs.receiver_L]),
-        np.concatenate([pairs.receiver_L, pairs.sender_L]),
-    )
-    builder.add_flows(kind, sender, receiver, 1.0, group)
+    if work.traffic.embedding_bytes and len(pairs.stage_L):
+        # Add one family: the change of the tied embedding's seconds. `late_P` contains the current seconds.
+        kind = builder.add_type(view.seconds_HH("all_reduce", OnHosts(2, 2), work.traffic.embedding_bytes))
+        group = builder.add_family(np.full(2 * len(pairs.stage_L), -prices.embedding_s_K[0]))
+        ends_2L = pairs.sender_L, pairs.receiver_L
+        builder.add_flows(kind, np.concatenate(ends_2L), np.concatenate(ends_2L[::-1]), 1.0, group)
 
 
 def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
@@ -457,7 +409,7 @@ def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
     ahead_P = np.concatenate([[0.0], on_way_PD.min(axis=1)])
     bytes_VP = work.parameter_bytes_S2.sum(axis=1).reshape(-1, pp)
     share_P = bytes_VP[0] / bytes_VP.sum(axis=0)
-    _add_rings(builder, list(_rings(view, gathers=True)), view.prices.gather_s_S[:pp] - ahead_P, share_P)
+    _add_rings(builder, list(_rings(view, gathers=True)), view.prices.gather_s_SK[:pp, 0] - ahead_P, share_P)
 
 
 def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slope_P: Floats) -> None:
@@ -473,14 +425,16 @@ def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slop
     offsets = []
     is_still_P = np.ones(len(end_P), dtype=bool)
     for one in rings:
-        worst_P = one.links.worst_P(one.now_L(), len(end_P))
+        worst_P = np.zeros(len(end_P))
+        np.maximum.at(worst_P, one.links.stage_L, one.now_L())
         offsets.append((end_P - slope_P * worst_P)[one.links.stage_L])
         is_still_P[one.links.stage_L] = False
     group_G = builder.add_family(np.concatenate([*offsets, end_P[is_still_P]]))
     first = 0
     for one in rings:
-        one.add(builder, group_G[first : first + len(one.links)], slope_P[one.links.stage_L])
-        first += len(one.links)
+        num_links = len(one.links.stage_L)
+        one.add(builder, group_G[first : first + num_links], slope_P[one.links.stage_L])
+        first += num_links
 
 
 def _add_first_gathers(builder: ProblemBuilder, view: View, tangents: Tangents) -> None:
@@ -493,13 +447,12 @@ def _add_first_gathers(builder: ProblemBuilder, view: View, tangents: Tangents) 
         for rank in np.flatnonzero(weight_P):
             chosen = np.flatnonzero(one.links.stage_L == rank)
             group = builder.add_family(np.zeros(len(chosen)))
-            kind = builder.add_type(one.matrices[one.matrix_P[rank]])
+            kind = builder.add_type(one.matrix_MHH[one.matrix_P[rank]])
             weight = float(weight_P[rank] * one.share_P[rank])
             builder.add_flows(kind, one.links.sender_L[chosen], one.links.receiver_L[chosen], weight, group)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LinearModel:
+class LinearModel(NamedTuple):
     """A block assignment problem of the step time, and the critical paths (tangents) of the pipelines."""
 
     flows: Flows
@@ -507,15 +460,10 @@ class LinearModel:
 
 
 def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: Tangents | None = None) -> LinearModel:
-    """Make the linear model at a placement.
+    """Make the linear model of a layout's step time at a placement (RANK of each slot).
 
     Seat q of the problem is the set of ranks that host q holds now. If no seat moves, the cost is the step time.
-
-    Args:
-        model: step time of the layout as a function of the placement.
-        placement: RANK of each slot.
-        known: tangents from other placements, which make the model more exact far from `placement`.
-
+    `known` are tangents from other placements, which make the model more exact far from `placement`.
     """
     view = View.of(model, np.asarray(placement, dtype=np.int64))
     builder = ProblemBuilder(view.num_hosts)
@@ -528,8 +476,8 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: T
     flows = builder.flows()
     # The last family has one group: the difference between step time and model at this placement.
     offset_G = flows.offset_G.copy()
-    offset_G[-1] = total_s(model.work, view.prices) - flows.cost(np.arange(view.num_hosts))
-    return LinearModel(flows=replace(flows, offset_G=offset_G), tangents=tangents)
+    offset_G[-1] = totals_s_K(model.work, view.prices)[0] - flows.cost(np.arange(view.num_hosts))
+    return LinearModel(replace(flows, offset_G=offset_G), tangents)
 
 
 def _add_pipelines(
@@ -549,10 +497,14 @@ def _add_pipelines(
     compute_B = np.concatenate([work.forward_s_S, work.backward_s_S + work.recompute_s_S, work.forward_s_S])
     slowness_S = view.prices.slowness_PD[work.rank_S, worst]
     fixed_K = (durations_BD[:, worst] - compute_B * np.tile(slowness_S, 3)) @ tangents.duration_BK
-    compute_PK = _by_rank(view, compute_B[:, None] * tangents.duration_BK)
-    forward_PK, backward_PK = _hops(view, tangents)
+    pp, num_hops, fabric = work.layout.pp, len(work.rank_S) - 1, view.model.fabric
+    compute_PK = _by_rank(pp, np.tile(work.rank_S, 3), compute_B[:, None] * tangents.duration_BK)
+    # Counts on the hop from each pipeline rank to the next (cyclic), and back.
+    forward_PK = _by_rank(pp, work.rank_S[:-1], tangents.hop_JK[:num_hops])
+    backward_PK = _by_rank(pp, work.rank_S[:-1], tangents.hop_JK[num_hops : 2 * num_hops])
     stays_PR = (path_PR == next_PR).astype(np.float64)
-    offset_KR = fixed_K[:, None] + view.inside_s(work.hop_bytes) * ((forward_PK + backward_PK).T @ stays_PR)
+    inside_s = fabric.seconds("send", (0, 1), work.hop_bytes) if fabric.cluster.devices_per_host > 1 else 0.0
+    offset_KR = fixed_K[:, None] + inside_s * ((forward_PK + backward_PK).T @ stays_PR)
     differ = view.num_hosts > 1 and bool((view.slowness_H != view.slowness_H[0]).any())
     if not differ:
         offset_KR += compute_PK.sum(axis=0)[:, None] * view.slowness_H[0]
@@ -582,29 +534,17 @@ def _spread(view: View, hop_HH: Floats, durations_B: Floats, crossings: Sequence
     stages = len(view.model.work.rank_S)
     shortest_s = float((durations_B[:stages] + durations_B[stages : 2 * stages]).min())
     slowness = float(view.slowness_H.max() / np.median(view.slowness_H))
-    longer_s = sum(one.longer_s for one in crossings)
-    return Spread(
-        slowness=slowness + (longer_s / shortest_s if shortest_s else 0.0),
-        typical_hop_s=float(np.median(between)),
-        slowest_hop_s=float(between.max()),
-    )
+    # Seconds that the passes of a stage take longer over the slowest link than over the median link.
+    longer_s = 0.0
+    for one in crossings:
+        range_I = one.exposed_s_IHH.max(axis=(1, 2)) - np.median(one.exposed_s_IHH, axis=(1, 2))
+        longer_s += float((range_I @ (one.forward_IS + one.backward_IS)).max())
+    slowness += longer_s / shortest_s if shortest_s else 0.0
+    return Spread(slowness, typical_hop_s=float(np.median(between)), slowest_hop_s=float(between.max()))
 
 
-def _by_rank(view: View, values_BK: Floats) -> Floats:
-    """Return the sum over the durations of each pipeline rank: shape (P, K)."""
-    work = view.model.work
-    sums = np.zeros((work.layout.pp, values_BK.shape[1]))
-    np.add.at(sums, np.tile(work.rank_S, 3), values_BK)
-    return sums
-
-
-def _hops(view: View, tangents: Tangents) -> tuple[Floats, Floats]:
-    """Return the counts of each tangent on the hop from each pipeline rank to the next (cyclic), and back."""
-    work = view.model.work
-    count = len(work.rank_S) - 1
-    found = []
-    for way_KJ in (tangents.hop_JK[:count], tangents.hop_JK[count : 2 * count]):
-        sums = np.zeros((work.layout.pp, tangents.size))
-        np.add.at(sums, work.rank_S[:-1], way_KJ)
-        found.append(sums)
-    return found[0], found[1]
+def _by_rank(pp: int, rank_X: Ints, values_XK: Floats) -> Floats:
+    """Return the sum over the rows of each pipeline rank: shape (P, K)."""
+    sums_PK = np.zeros((pp, values_XK.shape[1]))
+    np.add.at(sums_PK, rank_X, values_XK)
+    return sums_PK

@@ -7,17 +7,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.pipeline.engine import StageTimes
-from pipette_launch.cost.step.work import Array, LayoutWork, Prices, exposed_s, pass_s
-from pipette_launch.facts.layout import Layout, LayoutColumns
-
-Ints = NDArray[np.int64]
+from pipette_launch.cost.step.work import LayoutWork, Prices, exposed_s, pass_s
+from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns
 
 _FEW_REPLICAS = 16
 """Largest number of replicas for which comparing all pairs costs less than simulating every replica."""
@@ -42,47 +40,51 @@ class StepEnd:
 
     layout: Layout | LayoutColumns
     """Layout or layouts with the overlap flags."""
-    drain_s_VPN: Array
+    drain_s_VPN: Floats
     """Time at which the last backward of each chunk ends."""
-    backward_s_VPN: Array
+    backward_s_VPN: Floats
     """Seconds of the last backward of each chunk on the fastest replica. Gradient buckets can be sent during it."""
     num_buckets_VPN: NDArray[np.int64]
-    reduce_s_VPN: Array
-    gather_s_VPN: Array
-    optimizer_s_PN: Array
-    embedding_s_N: Array
+    reduce_s_VPN: Floats
+    gather_s_VPN: Floats
+    optimizer_s_PN: Floats
+    embedding_s_N: Floats
     """Seconds of the reduction of tied embedding gradients between the first and the last stage."""
     is_tied: bool = False
     """True if the first and the last stage share a tied embedding."""
     loss_s: float = 0.0
 
     @cached_property
-    def reduced_s_PN(self) -> Array:
+    def reduced_s_PN(self) -> Floats:
         """Time at which each pipeline rank has reduced its gradients.
 
         Without overlap, all reductions follow the last backward of the rank. With overlap, each chunk is reduced after
         its own last backward, one chunk after the other. The buckets of a chunk are sent during this backward, at equal
         intervals.
         """
-        return _chosen(self.layout.overlap_grad_reduce, self._reduced_with_overlap, self._reduced_after_backward)
+        return _chosen(
+            self.layout.overlap_grad_reduce,
+            self._reduced_with_overlap,
+            lambda: np.asarray(sum(self.reduce_s_VPN) + self.drain_s_VPN.max(axis=0)),
+        )
 
     @cached_property
-    def finish_s_N(self) -> Array:
+    def finish_s_N(self) -> Floats:
         """Time at which the last pipeline rank has reduced its gradients."""
         return np.asarray(self.reduced_s_PN.max(axis=0))
 
     @cached_property
-    def tied_s_N(self) -> Array:
+    def tied_s_N(self) -> Floats:
         """Time at which the first and the last stage have reduced the tied embedding."""
         return np.asarray(np.maximum(self.reduced_s_PN[0], self.reduced_s_PN[-1]) + self.embedding_s_N)
 
     @cached_property
-    def more_embedding_s_N(self) -> Array:
+    def more_embedding_s_N(self) -> Floats:
         """Seconds that the tied embedding adds to the step."""
         return exposed_s(self.tied_s_N, self.finish_s_N)
 
     @cached_property
-    def more_loss_s_N(self) -> float | Array:
+    def more_loss_s_N(self) -> float | Floats:
         """Seconds that the loss reduction adds: the last stage runs it after its gradient reductions (train_step)."""
         if not self.loss_s:
             return 0.0
@@ -90,34 +92,25 @@ class StepEnd:
         return exposed_s(self.loss_s - (np.maximum(self.tied_s_N, self.finish_s_N) - last_s_N), 0.0)
 
     @cached_property
-    def gather_after_s_PN(self) -> Array:
+    def gather_after_s_PN(self) -> Floats:
         """Parameter gathers after the optimizer; zero if the next step's forwards hide them."""
-        return _chosen(self.layout.overlap_param_gather, lambda: np.zeros_like(self.optimizer_s_PN), self._all_gathers)
+        return _chosen(
+            self.layout.overlap_param_gather,
+            lambda: np.zeros_like(self.optimizer_s_PN),
+            lambda: np.asarray(sum(self.gather_s_VPN)),
+        )
 
     @cached_property
-    def update_s_PN(self) -> Array:
+    def update_s_PN(self) -> Floats:
         """Seconds of optimizer and gathers of each pipeline rank. All ranks start together, after the gradient norm."""
         return np.asarray(self.optimizer_s_PN + self.gather_after_s_PN)
 
     @property
-    def total_s_N(self) -> Array:
+    def total_s_N(self) -> Floats:
         """Seconds of the whole step."""
         return np.asarray(self.finish_s_N + self.more_embedding_s_N + self.update_s_PN.max(axis=0) + self.more_loss_s_N)
 
-    def _all_gathers(self) -> Array:
-        seconds_PN = np.zeros_like(self.optimizer_s_PN)
-        for chunk_s_PN in self.gather_s_VPN:
-            seconds_PN += chunk_s_PN
-        return seconds_PN
-
-    def _reduced_after_backward(self) -> Array:
-        seconds_PN = np.zeros(self.drain_s_VPN.shape[1:])
-        for chunk_s_PN in self.reduce_s_VPN:
-            seconds_PN += chunk_s_PN
-        seconds_PN += self.drain_s_VPN.max(axis=0)
-        return seconds_PN
-
-    def _reduced_with_overlap(self) -> Array:
+    def _reduced_with_overlap(self) -> Floats:
         drain_VPN, buckets_VPN = self.drain_s_VPN, self.num_buckets_VPN
         ready_VPN = drain_VPN - self.backward_s_VPN * (buckets_VPN - 1) / buckets_VPN
         chunks = [ready_VPN, self.reduce_s_VPN, drain_VPN + self.reduce_s_VPN / buckets_VPN]
@@ -133,7 +126,7 @@ class StepEnd:
         return done_PN
 
 
-def _chosen(flag: bool | Ints, if_set: Callable[[], Array], otherwise: Callable[[], Array]) -> Array:
+def _chosen(flag: bool | Ints, if_set: Callable[[], Floats], otherwise: Callable[[], Floats]) -> Floats:
     """Compute one of two arrays for a layout; for columns of layouts, compute both and choose for each column."""
     if isinstance(flag, np.ndarray):
         return np.where(flag > 0, if_set(), otherwise())
@@ -145,7 +138,7 @@ def gathers_in_forward(layout: Layout | LayoutColumns) -> bool | NDArray[np.bool
     return np.logical_and(layout.use_distributed_optimizer, layout.overlap_param_gather)
 
 
-def gather_waits_s(gather_s: Array, forward_s: Array, num_buckets: int | Ints) -> Array:
+def gather_waits_s(gather_s: Floats, forward_s: Floats, num_buckets: int | Ints) -> Floats:
     """Return the wait of each first forward that starts its own gather; shapes broadcast.
 
     A forward waits for the whole first bucket. It waits for a later bucket only as far as the gather of this bucket
@@ -159,13 +152,13 @@ def gather_waits_s(gather_s: Array, forward_s: Array, num_buckets: int | Ints) -
 class Forwards:
     """Forward and hop times of R pipelines, without waits."""
 
-    forward_s_SR: Array
-    hop_s_SR: Array
+    forward_s_SR: Floats
+    hop_s_SR: Floats
     """Seconds of the hop from each stage to the next: S - 1 rows."""
     rendezvous: bool = False
     """True if a send waits for its receiver in the warm-up (`Order.rendezvous`)."""
 
-    def arrival_s(self, stage: int, sent_s_R: Array, free_s_R: Array) -> Array:
+    def arrival_s(self, stage: int, sent_s_R: Floats, free_s_R: Floats) -> Floats:
         """Return the start of a stage if the input is sent at `sent_s_R` and the rank is free at `free_s_R`."""
         hop_s_R = self.hop_s_SR[stage - 1]
         if self.rendezvous:
@@ -174,12 +167,10 @@ class Forwards:
 
     def take(self, some_R: Ints) -> Forwards:
         """Return some of the pipelines."""
-        return Forwards(
-            forward_s_SR=self.forward_s_SR[:, some_R], hop_s_SR=self.hop_s_SR[:, some_R], rendezvous=self.rendezvous
-        )
+        return replace(self, forward_s_SR=self.forward_s_SR[:, some_R], hop_s_SR=self.hop_s_SR[:, some_R])
 
 
-def aligned_waits_s(layout: Layout, gather_s_SR: Array, forwards: Forwards) -> Array:
+def aligned_waits_s(layout: Layout, gather_s_SR: Floats, forwards: Forwards) -> Floats:
     """Return the wait of each first forward if gathers start on all pipeline ranks at once.
 
     A rank gathers the parameters of chunk c during the forwards of chunk c - 1, or earlier. If these forwards take
@@ -197,7 +188,7 @@ def aligned_waits_s(layout: Layout, gather_s_SR: Array, forwards: Forwards) -> A
     return waits_SR
 
 
-def _first_chunk_waits_s(gather_s_PR: Array, forwards: Forwards) -> Array:
+def _first_chunk_waits_s(gather_s_PR: Floats, forwards: Forwards) -> Floats:
     """Return the waits of first chunks, as micro-batch 0 reaches one pipeline rank after another."""
     waits_PR = np.empty_like(gather_s_PR)
     zero_R = end_R = np.zeros(gather_s_PR.shape[1])
@@ -208,7 +199,7 @@ def _first_chunk_waits_s(gather_s_PR: Array, forwards: Forwards) -> Array:
     return waits_PR
 
 
-def _all_chunk_waits_s(gather_s_SR: Array, forwards: Forwards, *, pp: int, group: int) -> Array:
+def _all_chunk_waits_s(gather_s_SR: Floats, forwards: Forwards, *, pp: int, group: int) -> Floats:
     """Simulate the forwards of each rank up to the first forward of its last chunk, before any backward.
 
     In turn t, rank r runs forward number t - r of this rank. The input comes from turn t - 1, or from an earlier turn
@@ -223,7 +214,7 @@ def _all_chunk_waits_s(gather_s_SR: Array, forwards: Forwards, *, pp: int, group
     gathered_VPR[:2] = gather_VPR[:2].cumsum(axis=0)
     zero_R = np.zeros(pipelines)
     end_PR = np.zeros((pp, pipelines))
-    last_rank_ends: list[Array] = []
+    last_rank_ends: list[Floats] = []
     for turn in range(last + pp):
         dispatched = turn // group + 1 if turn % group == 0 else 0
         before_PR = end_PR.copy()
@@ -245,22 +236,17 @@ def _all_chunk_waits_s(gather_s_SR: Array, forwards: Forwards, *, pp: int, group
     return waits_SR
 
 
-def total_s(work: LayoutWork, prices: Prices) -> float:
-    """Return the seconds of the step."""
-    return float(totals_s_K(work, prices)[0])
-
-
-def totals_s_K(work: LayoutWork, prices: Prices) -> Array:
-    """Return the seconds of the step for K placements at once, with the same digits as `total_s` for each."""
+def totals_s_K(work: LayoutWork, prices: Prices) -> Floats:
+    """Return the seconds of the step for each of K placements; the digits do not depend on the other placements."""
     durations_R, hops_R = pipelines(work, prices)
-    placements = prices.reduce_s_S.size // len(work.rank_S)
+    placements = prices.reduce_s_SK.shape[1]
     chosen, alike_R, placement_R = deciding_replicas(np.concatenate([durations_R, hops_R]), placements)
     drain_SR = work.engine.drain_s_SR(durations_R[:, chosen], hops_R[:, chosen])[:, alike_R]
     drain_SK = np.maximum.reduceat(drain_SR, np.flatnonzero(np.diff(placement_R, prepend=-1)), axis=1)
     return step_end(work, prices, drain_SK, durations_R).total_s_N
 
 
-def step_end(work: LayoutWork, prices: Prices, drain_SK: Array, durations_R: Array) -> StepEnd:
+def step_end(work: LayoutWork, prices: Prices, drain_SK: Floats, durations_R: Floats) -> StepEnd:
     """Return the part of the step that follows the last passes of the pipelines, for K placements."""
     pp, (stages, placements) = work.layout.pp, drain_SK.shape
     shape = (-1, pp, placements)
@@ -273,16 +259,16 @@ def step_end(work: LayoutWork, prices: Prices, drain_SK: Array, durations_R: Arr
         drain_s_VPN=drain_SK[by_chunk].reshape(shape),
         backward_s_VPN=backward_SK[by_chunk].reshape(shape),
         num_buckets_VPN=np.array(work.traffic.num_buckets).reshape(-1, pp, 1),
-        reduce_s_VPN=prices.reduce_s_S.reshape(shape),
-        gather_s_VPN=prices.gather_s_S.reshape(shape),
+        reduce_s_VPN=prices.reduce_s_SK.reshape(shape),
+        gather_s_VPN=prices.gather_s_SK.reshape(shape),
         optimizer_s_PN=work.optimizer_s_P[:, None] * prices.slowness_PD.reshape(pp, placements, -1).max(axis=2),
-        embedding_s_N=prices.embedding_s,
+        embedding_s_N=prices.embedding_s_K,
         is_tied=bool(work.traffic.embedding_bytes),
         loss_s=work.loss_s,
     )
 
 
-def pipelines(work: LayoutWork, prices: Prices) -> tuple[Array, Array]:
+def pipelines(work: LayoutWork, prices: Prices) -> tuple[Floats, Floats]:
     """Return the durations and hops of the pipeline of every replica, in the order of `StageTimes`."""
     rank_S = work.rank_S
     slowness_SD = prices.slowness_PD[rank_S]
@@ -306,7 +292,7 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Array, Array]:
     return durations_D, hops_D
 
 
-def _hops_s(rank_S: Ints, prices: Prices) -> tuple[Array, Array]:
+def _hops_s(rank_S: Ints, prices: Prices) -> tuple[Floats, Floats]:
     """Return the seconds of the hop from each stage to the next, and back; 0 between stages of one rank."""
     here, there = rank_S[:-1], rank_S[1:]
     # In the second half of a V, outputs go the way of gradients. With two ranks, they use the link from last to first.
@@ -317,24 +303,21 @@ def _hops_s(rank_S: Ints, prices: Prices) -> tuple[Array, Array]:
     return np.where(stays, 0.0, forward_SD), np.where(stays, 0.0, backward_SD)
 
 
-def _first_waits_s(work: LayoutWork, prices: Prices, forward_SD: Array, hops_D: Array) -> Array:
+def _first_waits_s(work: LayoutWork, prices: Prices, forward_SD: Floats, hops_D: Floats) -> Floats:
     """Return the wait of each first forward for its parameters."""
     stages = len(forward_SD)
-    gather_SK = prices.gather_s_S.reshape(stages, -1)
-    gather_SR = np.repeat(gather_SK, forward_SD.shape[1] // gather_SK.shape[1], axis=1)
+    gather_SR = np.repeat(prices.gather_s_SK, forward_SD.shape[1] // prices.gather_s_SK.shape[1], axis=1)
     if not work.aligns_gathers:
         return gather_waits_s(gather_SR, forward_SD, np.array(work.traffic.num_buckets)[:, None])
     forwards = Forwards(forward_s_SR=forward_SD, hop_s_SR=hops_D[: stages - 1], rendezvous=work.engine.meets_receivers)
     return aligned_waits_s(work.layout, gather_SR, forwards)
 
 
-def deciding_replicas(times_R: Array, placements: int) -> tuple[Ints, Ints, Ints]:
+def deciding_replicas(times_R: Floats, placements: int) -> tuple[Ints, Ints, Ints]:
     """Find the replicas that can decide the step time of their placement, and which of these are equal.
 
-    Returns:
-        Columns of `times_R` that differ; for each deciding replica, the index of its column among these; and the
-        placement of each deciding replica, in rising order.
-
+    Returns columns of `times_R` that differ; for each deciding replica, the index of its column among these; and the
+    placement of each deciding replica, in rising order.
     """
     replicas = times_R.shape[1] // placements
     # Times that are equal in all replicas do not distinguish replicas.
@@ -355,7 +338,7 @@ def deciding_replicas(times_R: Array, placements: int) -> tuple[Ints, Ints, Ints
     return (placement_R * replicas + replica_R)[first], alike_R, placement_R
 
 
-def undominated(times_D: Array) -> Ints:
+def undominated(times_D: Floats) -> Ints:
     """Return replicas unless another is at least as slow in every time; of equal replicas, return the first."""
     replicas = times_D.shape[1]
     if replicas > _FEW_REPLICAS:

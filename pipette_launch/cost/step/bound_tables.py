@@ -39,11 +39,9 @@ from pipette_launch.cost.layers.passes import Exchange, Hiding
 from pipette_launch.cost.step.work import exposed_s, pass_s
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Field, Layout, LayoutColumns, codes_of
+from pipette_launch.facts.layout import Field, Floats, Ints, Layout, LayoutColumns, grouped
 from pipette_launch.facts.measurements import Measurements
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 T = TypeVar("T")
 GroupsLie = Literal["anywhere", "inside hosts", "tensor across hosts", "experts across hosts"]
 """Assumption about the groups inside layers. `inside hosts`: each tensor-parallel group lies on one host if it fits,
@@ -85,7 +83,7 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
         ]
     )
     parts_RX = parts_CSX.reshape(-1, parts_CSX.shape[-1])
-    _, first, kind = np.unique(codes_of([*parts_RX.T]), return_index=True, return_inverse=True)
+    first, kind = grouped(*parts_RX.T)
     return Content(split_N=splits.group_N, kind_CVP=kind.reshape(shape), parts_KX=parts_RX[first])
 
 
@@ -231,10 +229,9 @@ class Tables:
             Group of each layout (N); dense and expert parameters of each part on one rank, for each group (U, 2, X).
 
         """
-        codes_N = codes_of([columns.tp, columns.ep, columns.etp, (columns.pp > 1).astype(np.int64)])
-        _, first_U, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
+        first_U, group_N = grouped(columns.tp, columns.ep, columns.etp, (columns.pp > 1).astype(np.int64))
         found = _each(columns, first_U, ("tp", "ep", "etp", "pp"), self._parameters, self._parameters_of)
-        return group_N.reshape(-1), np.array(found, dtype=np.int64)
+        return group_N, np.array(found, dtype=np.int64)
 
     def _parameters_of(self, layout: Layout) -> list[list[float]]:
         unit = unit_parameters(self.job.model, layout)

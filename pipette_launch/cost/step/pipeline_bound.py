@@ -17,10 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from pipette_launch.facts.layout import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Fabric, Routes
 from pipette_launch.cost.communication.exchanges import loss_report_bytes
@@ -27,13 +26,10 @@ from pipette_launch.cost.step.assemble import StepTime, stage_times, step_parts,
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import RING, Job, flag_of
-from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout import Floats, Ints, Layout
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.schedule import Schedule
 from pipette_launch.megatron.performance import performance_options
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 _SLOTS_AT_ONCE = 1 << 18
 """Placements are priced in batches of at most this number of slots, so that each array takes some MB."""
@@ -55,8 +51,6 @@ class PlacementCost:
 
     def times(self, factor: float) -> PlacementCost:
         """Return a copy with another learned factor."""
-        if factor == self.factor:
-            return self
         same = copy.copy(self)
         same.factor = factor
         return same
@@ -75,22 +69,18 @@ class PlacementCost:
         """Return the predicted seconds of a step for each placement (row), with the same digits as `cost`."""
         block = max(1, _SLOTS_AT_ONCE // len(self._slots))
         blocks = [placement_KW[first : first + block] for first in range(0, len(placement_KW), block)]
-        seconds = [totals_s_K(self.work, self._prices(self._slot_KW(some))) for some in blocks]
+        seconds = [totals_s_K(self.work, self._prices(some)) for some in blocks]
         return (np.concatenate(seconds) if seconds else np.zeros(0)) * self.factor
 
     def prices(self, placement: Sequence[int] | Ints) -> Prices:
         """Return the seconds of each group's exchanges under a placement, without `factor`."""
-        prices = self._prices(self._slot_KW(np.asarray(placement, dtype=np.int64)[None]))
-        return replace(prices, reduce_s_S=prices.reduce_s_S[:, 0], gather_s_S=prices.gather_s_S[:, 0])
+        return self._prices(np.asarray(placement, dtype=np.int64)[None])
 
-    def _slot_KW(self, placement_KW: Ints) -> Ints:
-        """Return the slot of each RANK."""
-        slot_KW = np.empty(placement_KW.shape, dtype=np.int64)
-        slot_KW[np.arange(len(placement_KW))[:, None], placement_KW] = self._slots
-        return slot_KW
-
-    def _prices(self, slot_KW: Ints) -> Prices:
+    def _prices(self, placement_KW: Ints) -> Prices:
         work, groups = self.work, self.groups
+        # Slot of each RANK.
+        slot_KW = np.empty_like(placement_KW)
+        slot_KW[np.arange(len(placement_KW))[:, None], placement_KW] = self._slots
         forward_s, backward_s = self._hops_PR(slot_KW)
         reduce_s, gather_s = self._once_a_step_SK(slot_KW)
         embedding_s_K = np.zeros(len(slot_KW))
@@ -98,15 +88,14 @@ class PlacementCost:
             pairs = _placed(slot_KW, groups.embedding)
             seconds_G = self.fabric.seconds_G("all_reduce", pairs, work.traffic.embedding_bytes)
             embedding_s_K = seconds_G.reshape(len(slot_KW), -1).max(axis=1)
-        slowness_KPD = self.slowness_W[slot_KW][:, groups.grid_PDCT].max(axis=(3, 4))
         return Prices(
-            slowness_PD=_columns(slowness_KPD),
+            slowness_PD=_columns(self.slowness_W[slot_KW][:, groups.grid_PDCT].max(axis=(3, 4))),
             exchange_s_PD=self._exchange_s_PR(slot_KW),
             forward_hop_s_PD=forward_s,
             backward_hop_s_PD=backward_s,
-            reduce_s_S=reduce_s,
-            gather_s_S=gather_s,
-            embedding_s=embedding_s_K,
+            reduce_s_SK=reduce_s,
+            gather_s_SK=gather_s,
+            embedding_s_K=embedding_s_K,
         )
 
     def _exchange_s_PR(self, slot_KW: Ints) -> tuple[Floats, ...]:
@@ -188,11 +177,7 @@ class PlacementCost:
 def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices:
     """Price every group over the best links (`Fabric.bound_s`): no placement of the layout has lower prices.
 
-    Args:
-        work: work of one replica of the layout.
-        fabric: links between slots.
-        slowness_PK: 1 / speed of the slot of each pipeline rank, one column for each priced step.
-
+    `slowness_PK` is 1 / speed of the slot of each pipeline rank, one column for each priced step.
     """
     layout, cases = work.layout, (1, slowness_PK.shape[1])
     sizes = group_sizes(layout, instances=work.shard_copies)
@@ -212,9 +197,9 @@ def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices
         exchange_s_PD=tuple(np.full(slowness_PK.shape, seconds) for seconds in exchange_s),
         forward_hop_s_PD=hop_PK,
         backward_hop_s_PD=hop_PK,
-        reduce_s_S=once_a_step_SK(work.reduce_kind, work.gradient_bytes_S2),
-        gather_s_S=once_a_step_SK(work.gather_kind, work.parameter_bytes_S2),
-        embedding_s=np.array([fabric.bound_s("all_reduce", 2, tied) if tied else 0.0]),
+        reduce_s_SK=once_a_step_SK(work.reduce_kind, work.gradient_bytes_S2),
+        gather_s_SK=once_a_step_SK(work.gather_kind, work.parameter_bytes_S2),
+        embedding_s_K=np.array([fabric.bound_s("all_reduce", 2, tied) if tied else 0.0]),
     )
 
 
@@ -276,7 +261,9 @@ class Predictor:
         """Seconds of collectives and sends between slots."""
         self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)
         self._work = lru_cache(_CACHED_LAYOUTS)(self._new_work)
-        self._placement_cost = lru_cache(_CACHED_LAYOUTS)(self._new_placement_cost)
+        self._placement_cost = lru_cache(_CACHED_LAYOUTS)(
+            lambda layout: PlacementCost(self._work(layout), self.fabric, self._slowness_W)
+        )
 
     def can_price(self, layout: Layout) -> bool:
         """Return whether compute times of this layout were measured or can be scaled; `notes` reports scaling."""
@@ -367,9 +354,6 @@ class Predictor:
         loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, report_bytes) if report_bytes else 0.0
         once, domain = OnceAStep.of(self._measurements), self.fabric.domain_slots
         return LayoutWork.of(self._job, layout, self.compute, once, loss_s=loss_s, domain=domain)
-
-    def _new_placement_cost(self, layout: Layout) -> PlacementCost:
-        return PlacementCost(self._work(layout), self.fabric, self._slowness_W)
 
 
 def _unpriced(job: Job) -> Iterator[str]:

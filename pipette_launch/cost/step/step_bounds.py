@@ -35,11 +35,8 @@ from pipette_launch.cost.step.bound_tables import Content, GroupsLie, Tables, Un
 from pipette_launch.cost.step.pipeline_bound import Drains, Pipelines, drains
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout, LayoutColumns, codes_of
+from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns, codes_of, grouped
 from pipette_launch.facts.measurements import Measurements
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _ROUNDING = 1e-9
 """Relative reduction of every bound, to allow for rounding: sums run in another order than for one layout."""
@@ -164,8 +161,7 @@ class _Passes:
         If `crossing` is given, at least one rank of each pipeline takes at least its times; which rank is unknown.
         """
         microbatches_N = tables.microbatches_N(columns)
-        codes_N = codes_of([unit.group_N, content.split_N, microbatches_N, columns.microbatch_group_size])
-        _, first_U, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
+        first_U, group_N = grouped(unit.group_N, content.split_N, microbatches_N, columns.microbatch_group_size)
         kinds_UVP = content.kind_CVP[content.split_N[first_U]]
         rows_U = unit.group_N[first_U]
         group_size_U = np.where(columns.microbatch_group_size > 0, columns.microbatch_group_size, columns.pp)[first_U]
@@ -194,7 +190,7 @@ class _Passes:
         if meets_receivers(tables.job, int(columns.vpp[0]), tables.compute.device_kind):
             by_paths, slow_by_paths = _with_hops_in_passes(fast), _with_hops_in_passes(slow)
         return cls(
-            group_N=group_N.reshape(-1),
+            group_N=group_N,
             drains=drains(by_paths, slow=slow_by_paths if slow is not fast else None),
             first_forward_s_U=fast.forward_s_UVP[:, 0, 0],
             first_backward_s_U=slowest.backward_s_UVP[:, 0, 0],
@@ -255,8 +251,7 @@ class _UpdatePrices:
         """
         job, (unit_N, parameters_R2X) = tables.job, unit
         fields = [columns.dp, columns.cp, columns.ep, columns.etp, columns.use_distributed_optimizer]
-        codes_N = codes_of([unit_N, content.split_N, *fields])
-        _, first_T, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
+        first_T, group_N = grouped(unit_N, content.split_N, *fields)
         groups = columns.take(first_T)
         kinds_TVP = content.kind_CVP[content.split_N[first_T]]
         rows_T11 = unit_N[first_T][:, None, None]
@@ -271,7 +266,7 @@ class _UpdatePrices:
             held_gradients(job, dense_PT, expert_PT, groups) * gradient_bytes_per_parameter(job),
         )
         return cls(
-            group_N=group_N.reshape(-1),
+            group_N=group_N,
             reduce_s_TVP=reduce_s,
             gather_s_TVP=gather_s,
             slow_groups=tuple(slow),

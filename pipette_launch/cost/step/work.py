@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.exchanges import (
     StepTraffic,
@@ -24,9 +23,7 @@ from pipette_launch.cost.layers.passes import Collective, Exchange
 from pipette_launch.cost.pipeline.engine import Engine
 from pipette_launch.cost.pipeline.steady_state import engine_of
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-
-Array = NDArray[np.float64]
+from pipette_launch.facts.layout import Floats, Ints, Layout
 
 _PASSES = ("forward_s", "backward_s", "recompute_s", "weight_grad_s", "forward_idle_s", "backward_idle_s")
 
@@ -38,21 +35,21 @@ class LayoutWork:
     layout: Layout
     num_microbatches: int
     engine: Engine
-    forward_s_S: Array
+    forward_s_S: Floats
     """Compute seconds of the forward of one micro-batch on a slot of speed 1."""
-    backward_s_S: Array
-    recompute_s_S: Array
-    weight_grad_s_S: Array
+    backward_s_S: Floats
+    recompute_s_S: Floats
+    weight_grad_s_S: Floats
     """Seconds of the weight gradients in the backward, which a schedule may postpone."""
-    forward_idle_s_S: Array
+    forward_idle_s_S: Floats
     """Seconds of the forward in which the device waits for the host. Exchanges can run in this time."""
-    backward_idle_s_S: Array
+    backward_idle_s_S: Floats
     exchanges: tuple[Exchange, ...]
     hop_bytes: int
     traffic: StepTraffic
-    gradient_bytes_S2: Array
+    gradient_bytes_S2: Floats
     """Bytes of dense and of expert gradients."""
-    parameter_bytes_S2: Array
+    parameter_bytes_S2: Floats
     reduce_kind: Collective
     gather_kind: Collective
     aligns_gathers: bool
@@ -62,9 +59,9 @@ class LayoutWork:
     expert_dp: int
     shard_copies: int
     """Argument `instances` of `Groups.of`."""
-    optimizer_s_P: Array
+    optimizer_s_P: Floats
     """Seconds of gradient scaling, optimizer and host work in one step, on a slot of speed 1."""
-    rank_S: NDArray[np.int64]
+    rank_S: Ints
     """Pipeline rank of each stage."""
 
     @classmethod
@@ -106,31 +103,27 @@ class LayoutWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Seconds that the work of a layout takes on the slots of its ranks.
+    """Seconds that the work of a layout takes under K placements; axis D has the replicas of one after another."""
 
-    If K placements are priced at once, axis D holds the replicas of one placement after another. Arrays over S then
-    have a second axis K.
-    """
-
-    slowness_PD: Array
+    slowness_PD: Floats
     """1 / speed of the slowest slot of each pipeline rank of each replica."""
-    exchange_s_PD: tuple[Array, ...]
+    exchange_s_PD: tuple[Floats, ...]
     """Seconds of each exchange in `LayoutWork.exchanges`, including the time that compute hides."""
-    forward_hop_s_PD: Array
+    forward_hop_s_PD: Floats
     """Seconds of the hop from pipeline rank p to p + 1; the last entry is the hop from the last rank to rank 0."""
-    backward_hop_s_PD: Array
+    backward_hop_s_PD: Floats
     """Seconds of the hop from pipeline rank p + 1 to p; the last entry is the hop from rank 0 to the last rank."""
-    reduce_s_S: Array
-    gather_s_S: Array
-    embedding_s: Array
-    """Seconds of the tied embedding's reduction, one entry for each placement."""
+    reduce_s_SK: Floats
+    gather_s_SK: Floats
+    embedding_s_K: Floats
+    """Seconds of the tied embedding's reduction."""
 
 
-def exposed_s(seconds: Array, hidden_s: float | Array) -> Array:
+def exposed_s(seconds: Floats, hidden_s: float | Floats) -> Floats:
     """Return the seconds of an exchange that compute does not hide."""
     return np.asarray(np.maximum(seconds - hidden_s, 0.0))
 
 
-def pass_s(compute_s: Array, exchanged_s: Array, idle_s: Array) -> Array:
+def pass_s(compute_s: Floats, exchanged_s: Floats, idle_s: Floats) -> Floats:
     """Return the seconds of a pass: compute, plus exchanges beyond the idle time of the device."""
     return compute_s + exposed_s(exchanged_s, idle_s)

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.facts.layout import Floats, Ints
 from pipette_launch.installed import compiled
-from pipette_launch.search.assignment.problem import Arrangement, Floats, Flows, Ints
+from pipette_launch.search.assignment.problem import Arrangement, Flows
 
 IN_C = compiled("search.assignment._swaps")
 

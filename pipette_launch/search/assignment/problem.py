@@ -15,8 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from pipette_launch.facts.layout import Floats, Ints
 
 AT_ONCE = 1 << 21
 """Largest number of flows that one numpy call prices; each of a few arrays then takes about 16 MiB."""

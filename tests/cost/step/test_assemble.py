@@ -21,11 +21,12 @@ from pipette_launch.cost.step.assemble import (
     gather_waits_s,
     step_end,
     step_parts,
-    total_s,
+    totals_s_K,
     undominated,
 )
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts import Batch, Layout
+from pipette_launch.facts.known_schedules import schedule_of
 
 
 def test_undominated_replicas_by_hand() -> None:
@@ -82,13 +83,14 @@ def column(*values: float) -> Floats:
 def megatron_waits_s(order: Order, times: StageTimes, gather_s_S: list[float]) -> list[float]:
     """Apply Megatron's rules to the simulated schedule until no wait changes."""
     stages, pp, group = order.num_stages, order.pp, order.group_size
+    schedule = schedule_of(order.layout, order.num_microbatches)
     waits = [0.0] * stages
     while True:
         first = tuple(forward + wait for forward, wait in zip(times.forward_s, waits, strict=True))
         timeline = Engine(order).timeline(replace(times, first_forward_s=first))
         found = [0.0] * stages
         for rank in range(pp):
-            actions = zip(order.schedule.ranks[rank], timeline.start_s[rank], strict=True)
+            actions = zip(schedule.ranks[rank], timeline.start_s[rank], strict=True)
             start_N = [start for action, start in actions if action.kind == "F"]
             gathered = 0.0
             for chunk in range(order.vpp):
@@ -195,11 +197,16 @@ def prices(this: LayoutWork, **changes: object) -> Prices:
         exchange_s_PD=tuple(np.zeros(shape) for _ in this.exchanges),
         forward_hop_s_PD=np.zeros(shape),
         backward_hop_s_PD=np.zeros(shape),
-        reduce_s_S=np.zeros(len(this.rank_S)),
-        gather_s_S=np.zeros(len(this.rank_S)),
-        embedding_s=0.0,
+        reduce_s_SK=np.zeros((len(this.rank_S), 1)),
+        gather_s_SK=np.zeros((len(this.rank_S), 1)),
+        embedding_s_K=np.zeros(1),
     )
     return replace(free, **changes)  # type: ignore[arg-type]
+
+
+def total_s(this: LayoutWork, given: Prices) -> float:
+    """Seconds of the step under one placement."""
+    return float(totals_s_K(this, given)[0])
 
 
 def test_the_slowest_replica_sets_the_step() -> None:
@@ -215,9 +222,9 @@ def test_gradients_of_a_rank_wait_for_its_own_pipeline_only() -> None:
     this = work(Layout(pp=2))
     free_s = total_s(this, prices(this))
 
-    assert total_s(this, prices(this, reduce_s_S=np.array([0.0, 4.2e-3]))) == pytest.approx(free_s)
-    assert total_s(this, prices(this, reduce_s_S=np.array([0.0, 5.2e-3]))) == pytest.approx(free_s + 1e-3)
-    assert total_s(this, prices(this, reduce_s_S=np.array([1e-3, 0.0]))) == pytest.approx(free_s + 1e-3)
+    assert total_s(this, prices(this, reduce_s_SK=np.array([0.0, 4.2e-3])[:, None])) == pytest.approx(free_s)
+    assert total_s(this, prices(this, reduce_s_SK=np.array([0.0, 5.2e-3])[:, None])) == pytest.approx(free_s + 1e-3)
+    assert total_s(this, prices(this, reduce_s_SK=np.array([1e-3, 0.0])[:, None])) == pytest.approx(free_s + 1e-3)
 
 
 def test_a_transfer_that_is_not_critical_costs_nothing() -> None:
@@ -233,7 +240,7 @@ def test_a_transfer_that_is_not_critical_costs_nothing() -> None:
 def test_optimizer_and_gather_follow_the_slowest_rank() -> None:
     """A gather that is not overlapped starts when the rank has stepped."""
     this = work(Layout(pp=2, dp=2, use_distributed_optimizer=True), optimizer_s=1e-8)
-    parts = step_parts(this, prices(this, gather_s_S=np.array([0.0, 1.0])))
+    parts = step_parts(this, prices(this, gather_s_SK=np.array([0.0, 1.0])[:, None]))
 
     assert parts.breakdown_s["parameter_gather"] == 1.0
     assert parts.breakdown_s["optimizer"] == pytest.approx(this.optimizer_s_P[1])
@@ -243,8 +250,10 @@ def test_an_overlapped_gather_delays_the_first_forward() -> None:
     """One bucket: the first forward of each stage waits for the whole of it, one stage after the other."""
     plain = Layout(pp=2, dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True)
     overlapped = replace(plain, overlap_param_gather=True)
-    gather_s_S = np.array([1e-3, 1e-3])
-    before, after = (total_s(work(each), prices(work(each), gather_s_S=gather_s_S)) for each in (plain, overlapped))
+    gather_s_SK = np.full((2, 1), 1e-3)
+    before, after = (
+        total_s(work(each), prices(work(each), gather_s_SK=gather_s_SK)) for each in (plain, overlapped)
+    )
 
     assert after - before == pytest.approx(1e-3)
 
@@ -253,7 +262,7 @@ def test_aligned_gathers_of_virtual_stages_delay_the_step_once() -> None:
     """All stages gather at once: the first chunk's gather alone is waited for, and the part says so."""
     plain = Layout(pp=2, vpp=2, dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True)
     this = work(replace(plain, overlap_param_gather=True))
-    free, priced = (step_parts(this, prices(this, gather_s_S=np.full(4, seconds))) for seconds in (0.0, 1e-3))
+    free, priced = (step_parts(this, prices(this, gather_s_SK=np.full((4, 1), seconds))) for seconds in (0.0, 1e-3))
 
     assert 1e-3 == pytest.approx(priced.total_s - free.total_s)
     assert 1e-3 == pytest.approx(priced.breakdown_s["parameter_gather"])
@@ -266,7 +275,7 @@ def test_gathers_that_are_not_aligned_delay_every_stage() -> None:
         pp=2, vpp=2, dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
     )
     this = replace(work(layout), aligns_gathers=False)
-    free, priced = (step_parts(this, prices(this, gather_s_S=np.full(4, seconds))) for seconds in (0.0, 1e-3))
+    free, priced = (step_parts(this, prices(this, gather_s_SK=np.full((4, 1), seconds))) for seconds in (0.0, 1e-3))
 
     assert 3.9e-3 == pytest.approx(priced.total_s - free.total_s)
     assert 3.9e-3 == pytest.approx(priced.breakdown_s["parameter_gather"])
@@ -276,7 +285,7 @@ def test_gathers_that_are_not_aligned_delay_every_stage() -> None:
 def reduced_s(this: LayoutWork, reduce_s_S: np.ndarray, drain_S: np.ndarray, backward_S: np.ndarray) -> np.ndarray:
     """When each pipeline rank has reduced its gradients."""
     durations_S1 = np.concatenate([np.zeros_like(backward_S), backward_S])[:, None]
-    end = step_end(this, prices(this, reduce_s_S=reduce_s_S), drain_S[:, None], durations_S1)
+    end = step_end(this, prices(this, reduce_s_SK=reduce_s_S[:, None]), drain_S[:, None], durations_S1)
     return end.reduced_s_PN[:, 0]
 
 

@@ -128,7 +128,8 @@ class SearchInputs:
 
     def limit_bytes(self, layout: Layout) -> int:
         """Return the bytes that a rank's tensors may need: free memory, less margin and overhead."""
-        return memory_limit_bytes(self.job, layout, self.measurements, memory_margin=self.memory_margin)
+        overhead = measured_overhead(self.job, layout, self.measurements)
+        return overhead.limit_bytes(self.cluster.memory_bytes, memory_margin=self.memory_margin)
 
     def memory_need(self, layout: Layout, peaks_bytes: tuple[int, ...]) -> MemoryNeed:
         """Return the total bytes that devices need at these tensor peaks, and the bytes that devices offer."""
@@ -168,12 +169,6 @@ class SearchInputs:
         return None if max(self.predictor.peaks(self.job.own)) <= self.limit_bytes(self.job.own) else OVER_MEMORY
 
 
-def memory_limit_bytes(job: Job, layout: Layout, measurements: Measurements, *, memory_margin: float) -> int:
-    """Return the bytes that a rank's tensors may need: free memory of the fullest device, less margin and overhead."""
-    overhead = measured_overhead(job, layout, measurements)
-    return overhead.limit_bytes(measurements.cluster.memory_bytes, memory_margin=memory_margin)
-
-
 def limits_N(job: Job, columns: LayoutColumns, limit: Callable[[Layout], int]) -> NDArray[np.int64]:
     """Return the memory limit of each layout; limits depend only on the number of communicators."""
     if len(columns) == 1:
@@ -205,20 +200,11 @@ def price(
 ) -> Candidate | Promising:
     """Price a layout in torchrun's order and at its best start placement.
 
-    If the layout cannot beat `beat_s`, return only its bound.
-
-    Args:
-        inputs: job, machines and predictor.
-        one: layout to price.
-        is_late: ends the pricing of start placements.
-        beat_s: step time that the layout must beat.
-        carried: placement of another layout, which is priced instead of start placements.
-
+    If the layout cannot beat the step time `beat_s`, return only its bound. `carried` is the placement of another
+    layout, which is priced instead of start placements.
     """
     layout = one.layout
-    bound_s = inputs.predictor.bound_s(layout)
-    if math.isfinite(one.least_s):
-        bound_s = max(bound_s, one.least_s)
+    bound_s = max(inputs.predictor.bound_s(layout), one.least_s if math.isfinite(one.least_s) else 0.0)
     beaten = replace(one, least_s=bound_s)
     if bound_s >= beat_s:
         return beaten

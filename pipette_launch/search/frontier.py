@@ -8,7 +8,7 @@ import bisect
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import FLAG_WORDS, NO_RECOMPUTE, Floats, Ints, LayoutColumns, codes_of
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Promising, SearchInputs, limits_N
 from pipette_launch.search.layouts import BaseLayouts
+from pipette_launch.search.slots import IsLate
 
 BEATEN = "its bound shows that no placement of it can win"
 UNPROMISING = "layouts of the same degrees with lower bounds look slower than the best"
@@ -55,12 +56,12 @@ class Frontier:
 
     def __init__(self, inputs: SearchInputs, base: BaseLayouts, bounds: BoundColumns) -> None:
         """Bound all base layouts roughly."""
-        self._inputs = inputs
-        self._base = base
-        self._bounds = bounds
-        self._is_late: Callable[[], bool] = lambda: False
+        self._inputs, self._base, self._bounds = inputs, base, bounds
+        self._is_late: IsLate = lambda: False
         self.dropped: Counter[str] = Counter()
-        rough_N = _rough_N(base.columns, bounds) * inputs.predictor.step_factor
+        bare = base.columns.without_recompute()
+        with_and_without = (replace(bare, sequence_parallel=np.full(len(bare), flag)) for flag in (0, 1))
+        rough_N = np.fmin(*map(bounds.rough_of_columns, with_and_without)) * inputs.predictor.step_factor
         unknown = np.flatnonzero(np.isnan(rough_N))
         if len(unknown):
             self.dropped[NOT_MEASURED] = len(base.variants(unknown)[0])
@@ -76,7 +77,7 @@ class Frontier:
         self._lean: list[Layout] = []
         self._limits: dict[tuple[int, int], int] = {}
 
-    def hurry_when(self, is_late: Callable[[], bool]) -> None:
+    def hurry_when(self, is_late: IsLate) -> None:
         """List no variants of further base layouts after `is_late` returns true."""
         self._is_late = is_late
 
@@ -95,9 +96,7 @@ class Frontier:
 
     def take(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
         """Return the next layouts, at most `count`, whose bounds are below a step time."""
-        while self._next_rough_s < min(below_s, self._ready[0].least_s if self._ready else math.inf):
-            if self._is_late():
-                break
+        while self._next_rough_s < min(below_s, self._next_ready_s) and not self._is_late():
             hopeful = bisect.bisect_left(self._rough, below_s)
             stop = min(self._num_opened + OPENED_AT_ONCE, hopeful)
             first_unsure = bisect.bisect_left(self._rough, RARELY_RULED_OUT * below_s, self._num_opened, stop)
@@ -105,23 +104,21 @@ class Frontier:
             could_fit_N = self._could_fit_N(rows)
             is_sure_N = np.arange(self._num_opened, stop) < first_unsure
             self._num_opened = stop
-            perhaps = self._could_win(rows[could_fit_N & ~is_sure_N], below_s)
+            perhaps = rows[could_fit_N & ~is_sure_N]
+            if len(perhaps):
+                perhaps = perhaps[self._fastest_bounds_s(perhaps) < below_s]
             self._open(np.concatenate([rows[could_fit_N & is_sure_N], perhaps]), below_s)
         taken: list[_Ready] = []
-        while len(taken) < count and self._ready and self._ready[0].least_s < below_s:
+        while len(taken) < count and self._next_ready_s < below_s:
             taken.append(heapq.heappop(self._ready))
-        peaks = self._inputs.predictor.all_peaks([one.layout for one in taken]) if taken else ()
-        return [
-            Promising(least_s=one.least_s, number=one.number, layout=one.layout, peak_bytes=peak_bytes)
-            for one, peak_bytes in zip(taken, peaks, strict=True)
-        ]
+        return self._promising(taken)
 
     def neighbours(self, layout: Layout, *, below_s: float) -> list[Promising]:
         """Return layouts that differ in one choice, fit, and have a bound below `below_s`; by rising bound."""
         columns = self._base.neighbours(layout)
         if not len(columns):
             return []
-        least_M = self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
+        least_M = self._bounds_s(columns)
         order = np.argsort(least_M, kind="stable")
         order = order[least_M[order] < below_s]
         return self._with_peaks([columns.layout(row) for row in order.tolist()])
@@ -140,14 +137,9 @@ class Frontier:
         order_N = self._order_N[self._base.columns.vpp[self._order_N] > 1]
         _, columns = self._base.variants(order_N[:OPENED_AT_ONCE])
         columns = columns.take(np.flatnonzero(~self._fits_N(columns) & self._fits_N(columns, live=live)))
-        least_N = self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
+        least_N = self._bounds_s(columns)
         order = np.argsort(least_N, kind="stable")[:LOOKED_THROUGH].tolist()
-        layouts = [columns.layout(row) for row in order]
-        peaks = self._inputs.predictor.all_peaks(layouts) if layouts else ()
-        return [
-            Promising(least_s=float(least_N[row]), number=row, layout=layout, peak_bytes=peak_bytes)
-            for row, layout, peak_bytes in zip(order, layouts, peaks, strict=True)
-        ]
+        return self._promising([_Ready(float(least_N[row]), row, columns.layout(row)) for row in order])
 
     def find_any(self) -> bool:
         """Return whether some layout fits and can be priced; if none fits, count all as over the limit."""
@@ -162,11 +154,26 @@ class Frontier:
     @property
     def least_s(self) -> float:
         """Lower bound in seconds over all layouts that `take` has not returned yet."""
-        return min(self._ready[0].least_s if self._ready else math.inf, self._next_rough_s)
+        return min(self._next_ready_s, self._next_rough_s)
+
+    @property
+    def _next_ready_s(self) -> float:
+        return self._ready[0].least_s if self._ready else math.inf
 
     @property
     def _next_rough_s(self) -> float:
         return self._rough[self._num_opened] if self._num_opened < len(self._rough) else math.inf
+
+    def _bounds_s(self, columns: LayoutColumns) -> Floats:
+        return self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
+
+    def _promising(self, found: Sequence[_Ready]) -> list[Promising]:
+        """Add the predicted peaks to layouts."""
+        peaks = self._inputs.predictor.all_peaks([one.layout for one in found]) if found else ()
+        return [
+            Promising(least_s=one.least_s, number=one.number, layout=one.layout, peak_bytes=peak_bytes)
+            for one, peak_bytes in zip(found, peaks, strict=True)
+        ]
 
     def _could_fit_N(self, rows: Ints) -> NDArray[np.bool_]:
         """Return whether base layouts fit without activations. If not, their variants count as over the limit.
@@ -180,23 +187,28 @@ class Frontier:
             self.dropped[OVER_MEMORY] += len(self._base.variants(rows[~fits_N])[0])
         return fits_N
 
-    def _could_win(self, rows: Ints, below_s: float) -> Ints:
-        if not len(rows):
-            return rows
-        return rows[_least_N(self._base, rows, self._bounds) * self._inputs.predictor.step_factor < below_s]
+    def _fastest_bounds_s(self, rows: Ints) -> Floats:
+        """Bound base layouts by their fastest flags without recompute, which only adds time."""
+        least_N = np.full(len(rows), np.inf)
+        place_M, columns = self._base.variants(rows)
+        # Overlapped reductions never raise a bound. So of two variants that differ only in this flag, one is enough.
+        order = np.argsort(-columns.overlap_grad_reduce, kind="stable")
+        others = [getattr(columns, name) for name in FLAG_WORDS if name != "overlap_grad_reduce"]
+        first = order[np.unique(codes_of([place_M, *others])[order], return_index=True)[1]]
+        np.fmin.at(least_N, place_M[first], self._bounds_s(columns.take(first).without_recompute()))
+        return least_N
 
     def _open(self, rows: Ints, below_s: float) -> None:
         """List the variants of base layouts, and keep variants that fit and could beat a step time."""
         if not len(rows):
             return
-        predictor = self._inputs.predictor
         _, columns = self._base.variants(rows)
-        least_M = self._bounds.of_columns(columns) * predictor.step_factor
+        least_M = self._bounds_s(columns)
         hopeful = np.flatnonzero(least_M < below_s)
         fits = self._fits_N(columns.take(hopeful))
         self.dropped[OVER_MEMORY] += int((~fits).sum())
         fitting = hopeful[fits]
-        sharper = self._bounds.sharpened(columns.take(fitting)) * predictor.step_factor
+        sharper = self._bounds.sharpened(columns.take(fitting)) * self._inputs.predictor.step_factor
         least_M[fitting] = np.fmax(least_M[fitting], sharper)
         for row in fitting[np.argsort(least_M[fitting], kind="stable")].tolist():
             if least_M[row] < below_s:
@@ -227,7 +239,7 @@ class Frontier:
             # Check memory first, because bounds cost more, and few layouts remain if memory is short.
             columns = columns.take(np.flatnonzero(self._fits_N(columns)))
             if not leanest:
-                least_N = self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
+                least_N = self._bounds_s(columns)
                 order = np.argsort(least_N, kind="stable")
                 columns = columns.take(order[least_N[order] < below_s])
             first_of_degrees = columns.groups(*_DEGREES).first_U.tolist() if len(columns) else ()
@@ -249,19 +261,13 @@ class Frontier:
 
     def _with_peaks(self, layouts: Sequence[Layout]) -> list[Promising]:
         """Return the layouts that fit in memory, with predicted peaks and without bounds."""
-        layouts = list(dict.fromkeys(layouts))
-        peaks = self._inputs.predictor.all_peaks(layouts) if layouts else ()
-        return [
-            Promising(least_s=math.inf, number=number, layout=layout, peak_bytes=peak_bytes)
-            for number, (layout, peak_bytes) in enumerate(zip(layouts, peaks, strict=True))
-            if max(peak_bytes) <= self._limit(layout)
-        ]
+        found = [_Ready(math.inf, number, layout) for number, layout in enumerate(dict.fromkeys(layouts))]
+        return [one for one in self._promising(found) if max(one.peak_bytes) <= self._limit(one.layout)]
 
     def _fits_N(self, columns: LayoutColumns, *, live: float = 1.0) -> NDArray[np.bool_]:
         """Return whether each layout fits in memory with the share `live` of its activations."""
         fullest_N = self._inputs.predictor.fullest_N(columns, live=live)
-        fits_N: NDArray[np.bool_] = fullest_N <= limits_N(self._inputs.job, columns, self._limit)
-        return fits_N
+        return np.asarray(fullest_N <= limits_N(self._inputs.job, columns, self._limit))
 
     def _limit(self, layout: Layout) -> int:
         # Only the communicators of a layout change its limit.
@@ -277,24 +283,3 @@ def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:
     for layout in layouts:
         first.setdefault(attrgetter(*_DEGREES)(layout), layout)
     return list(dict.fromkeys([*first.values(), *layouts]))[:count]
-
-
-def _rough_N(columns: LayoutColumns, bounds: BoundColumns) -> Floats:
-    """Bound base layouts roughly, by the lower of the bounds with and without sequence parallelism."""
-    bare = columns.without_recompute()
-    with_and_without = (replace(bare, sequence_parallel=np.full(len(bare), flag)) for flag in (0, 1))
-    rough_N: Floats = np.fmin(*(bounds.rough_of_columns(each) for each in with_and_without))
-    return rough_N
-
-
-def _least_N(base: BaseLayouts, rows: Ints, bounds: BoundColumns) -> Floats:
-    """Bound base layouts by their fastest flags without recompute, which only adds time."""
-    least_N = np.full(len(rows), np.inf)
-    place_M, columns = base.variants(rows)
-    # Overlapped reductions never raise a bound. So of two variants that differ only in this flag, one is enough.
-    order = np.argsort(-columns.overlap_grad_reduce, kind="stable")
-    others = [getattr(columns, name) for name in FLAG_WORDS if name != "overlap_grad_reduce"]
-    codes_M = codes_of([place_M, *others])
-    first = order[np.unique(codes_M[order], return_index=True)[1]]
-    np.fmin.at(least_N, place_M[first], bounds.of_columns(columns.take(first).without_recompute()))
-    return least_N

@@ -65,10 +65,8 @@ def by_flops(model: ModelSpec) -> LayerSeconds:
 def stage_seconds(seconds: LayerSeconds, chunks: Sequence[int], pp: int) -> tuple[float, ...]:
     """Return the seconds of each pipeline rank for one micro-batch: the sum of its chunks, embedding and head."""
     stages_s = [0.0] * pp
-    first = 0
-    for chunk, size in enumerate(chunks):
+    for chunk, (first, size) in enumerate(zip(accumulate(chunks, initial=0), chunks, strict=False)):
         stages_s[chunk % pp] += sum(seconds.layers_s[first : first + size])
-        first += size
     stages_s[0] += seconds.first_s
     stages_s[-1] += seconds.last_s
     return tuple(stages_s)
@@ -90,26 +88,27 @@ def balanced_chunks(seconds: LayerSeconds, *, pp: int, vpp: int) -> tuple[int, .
     The memory of a stage is its number of layers times the number of micro-batches that it holds at once. The stage
     with most memory counts. Later stages hold fewer micro-batches, so they take more layers if no time is lost. Without
     interleaving, the split is optimal. With interleaving, the time is optimal if all layers are equal. Unequal layers
-    are split into chunks of nearly equal time. Single layers then move between neighbouring chunks.
-
-    Returns:
-        Layers of each of the `pp * vpp` chunks in model order; some chunks may be empty.
-
+    are split into chunks of nearly equal time, and single layers then move between neighbouring chunks. The result has
+    the layers of each of the `pp * vpp` chunks in model order; some chunks may be empty.
     """
-    if vpp == 1:
-        return _contiguous(seconds, live_weights(pp, vpp))
-    if len(set(seconds.layers_s)) == 1:
-        return _interleaved(seconds, pp, vpp)
-    return _improved(seconds, [*_contiguous(seconds, (1,) * (pp * vpp))], pp)
+    if len(set(seconds.layers_s)) > 1 and vpp > 1:
+        return _improved(seconds, [*_contiguous(seconds, (1,) * (pp * vpp))], pp)
+    chunks = [0] * (pp * vpp)
+    # Split the layers among the ranks, and spread the layers of each rank over its chunks.
+    for rank, layers in enumerate(_contiguous(seconds, live_weights(pp, vpp))):
+        for turn in range(vpp):
+            # Larger chunks come first, except on the first rank, whose first chunk has the embedding.
+            place = vpp - 1 - turn if rank == 0 else turn
+            chunks[place * pp + rank] = (layers + vpp - 1 - turn) // vpp
+    return tuple(chunks)
 
 
 @lru_cache(maxsize=1 << 12)
 def _contiguous(seconds: LayerSeconds, weights: tuple[int, ...]) -> tuple[int, ...]:
     """Split the layers into runs that minimise the time of the slowest run, then the largest layers x weight."""
-    layers = len(seconds.layers_s)
     sums_s = (0.0, *accumulate(seconds.layers_s))
     limit_s = _least_limit_s(seconds, len(weights)) * (1 + SLACK)
-    few, many = 0, max(weights) * layers
+    few, many = 0, max(weights) * len(seconds.layers_s)
     while many - few > 1:
         middle = (few + many) // 2
         if _filled(sums_s, seconds, [middle // weight for weight in weights], limit_s):
@@ -153,21 +152,9 @@ def _filled(sums_s: Sequence[float], seconds: LayerSeconds, most: Sequence[int],
     return (end, *reversed(sizes))
 
 
-def _interleaved(seconds: LayerSeconds, pp: int, vpp: int) -> tuple[int, ...]:
-    """Split equal layers: find each rank's layers without interleaving, and spread these over the rank's chunks."""
-    chunks = [0] * (pp * vpp)
-    for rank, layers in enumerate(_contiguous(seconds, live_weights(pp, vpp))):
-        for turn in range(vpp):
-            # Larger chunks come first, except on the first rank, whose first chunk has the embedding.
-            place = vpp - 1 - turn if rank == 0 else turn
-            chunks[place * pp + rank] = (layers + vpp - 1 - turn) // vpp
-    return tuple(chunks)
-
-
 def _improved(seconds: LayerSeconds, chunks: list[int], pp: int) -> tuple[int, ...]:
     """Move single layers between neighbouring chunks while each move makes the slower of the two stages faster."""
     stages_s = [*stage_seconds(seconds, chunks, pp)]
-    # First layer of each chunk.
     starts = [0, *accumulate(chunks)][:-1]
     moved = True
     while moved:
@@ -209,7 +196,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def expert_sizes(job: Job) -> tuple[int, ...]:
     """Return the values of EP: every divisor of the number of experts."""
-    return values(job, "ep", divisors(job.model.num_experts) if job.model.num_experts else (1,))
+    return values(job, "ep", divisors(job.model.num_experts or 1))
 
 
 def expert_tensor_sizes(job: Job, tp: int) -> tuple[int, ...]:
@@ -264,14 +251,12 @@ def layer_splits(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[Split]:
     own, layers = job.own, job.model.num_layers
     own_split = Split(own.vpp, own.layers_per_chunk, own.chunks_after_mtp)
     has_own = pp == own.pp and own.layers_per_chunk
-    if "layers_per_chunk" in job.pinned:
-        if has_own:
-            yield own_split
-        elif not own.layers_per_chunk:
-            yield from map(Split, virtual_stages(job, pp))
-        return
     if has_own:
         yield own_split
+    if "layers_per_chunk" in job.pinned:
+        if not own.layers_per_chunk:
+            yield from map(Split, virtual_stages(job, pp))
+        return
     for vpp in virtual_stages(job, pp) if pp <= layers else ():
         even_s = float("inf")
         if layers % (pp * vpp) == 0:
@@ -325,10 +310,10 @@ def module_sets(job: Job) -> Iterator[Recompute]:
     Each set has only modules whose bytes and seconds are predicted, and whose recompute frees memory. Recompute of the
     whole expert layer includes its activation and the shared experts.
     """
-    model, chosen = job.model, list[str]()
-    for module in (*cheap_modules(job), *(("shared_experts",) if model.moe_shared_expert_intermediate_size else ())):
-        chosen.append(module)
-        yield Recompute(granularity="selective", modules=tuple(chosen))
+    model = job.model
+    chosen = [*cheap_modules(job), *(["shared_experts"] if model.moe_shared_expert_intermediate_size else [])]
+    for count in range(1, len(chosen) + 1):
+        yield Recompute(granularity="selective", modules=tuple(chosen[:count]))
     light = [module for module in chosen if module in ("layernorm", "core_attn", "mla_up_proj")]
     if {"layer", "mlp_layer"} & {*model.layer_kinds} and not model.add_bias_linear:
         light.append("mlp")
@@ -340,18 +325,15 @@ def module_sets(job: Job) -> Iterator[Recompute]:
 def cheap_modules(job: Job) -> Iterator[str]:
     """Yield modules whose recompute takes little time and frees memory."""
     model = job.model
-    if model.transformer_impl == "transformer_engine" and (model.num_experts or model.latent_attention):
+    has_engine = model.transformer_impl == "transformer_engine"
+    if has_engine and (model.num_experts or model.latent_attention):
         # In other models Transformer Engine computes the norms inside the matrix products.
         yield "layernorm"
     if selective_recompute_matters(model):
         yield "core_attn"
-    if (
-        model.transformer_impl == "transformer_engine"
-        and model.num_experts
-        and performance_options(job).moe_grouped_gemm
-    ):
+    if has_engine and model.num_experts and performance_options(job).moe_grouped_gemm:
         yield "moe_act"
-    if model.transformer_impl == "transformer_engine" and model.latent_attention:
+    if has_engine and model.latent_attention:
         yield "mla_up_proj"
 
 

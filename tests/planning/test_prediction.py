@@ -25,7 +25,7 @@ from pipette_launch.megatron import read_job
 from pipette_launch.planning.machines import ITS_OWN_MODEL
 from pipette_launch.planning.predict import predict
 from pipette_launch.report.prediction import prediction_screen
-from pipette_launch.search.candidates import memory_limit_bytes
+from pipette_launch.search.candidates import SearchInputs
 
 PIPELINE = (*SMALL, "--pipeline-model-parallel-size", "4")
 MISTRAL = (
@@ -96,7 +96,7 @@ def test_the_planner_and_the_prediction_follow_one_rule(memory: int, overhead: i
     local = [*PIPELINE, "--transformer-impl", "local"]
     found = predict(local, cluster=cluster, memory_margin=margin, megatron_version="0.16.1")
     job = read_job(local, world_size=8, megatron_version="0.16.1", device_kind="cuda", device_name="test cpu")
-    limit = memory_limit_bytes(job, job.own, cluster, memory_margin=margin)
+    limit = SearchInputs.of(job, cluster, memory_margin=margin).limit_bytes(job.own)
     needed = max(parts.total for parts in peak_memory_bytes(job, job.own))
 
     assert (needed <= limit) == found.fits

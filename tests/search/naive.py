@@ -100,7 +100,7 @@ def degrees_hold(case: Case, layout: Layout) -> Iterator[bool]:
     model, tp, cp = job.model, layout.tp, layout.cp
     replicates = job.megatron_version != "0.14.0" and tp % model.num_query_groups == 0
     yield model.num_attention_heads % tp == 0
-    yield model.ffn_hidden_size % tp == 0
+    yield model.ffn_hidden_size % tp == 0 or (model.num_experts is not None and all(model.moe_layer_freq))
     yield model.num_query_groups % tp == 0 or replicates
     yield model.moe_shared_expert_intermediate_size % tp == 0
     yield cp == 1 or (

@@ -17,7 +17,6 @@ from pipette_launch.search.candidates import (
     SearchInputs,
     doublings_apart,
     limits_N,
-    memory_limit_bytes,
     price,
     with_better_placement,
 )
@@ -29,20 +28,20 @@ def test_the_limit_leaves_margin_and_overhead() -> None:
     """A quarter of 8 GiB stays free, and communicators and context take 1 GiB."""
     measurements = replace(tiny_measurements(tiny_cluster(memory_bytes=8 * GIB)), overhead_bytes=GIB)
 
-    assert memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.25) == 5 * GIB
+    assert SearchInputs.of(tiny_job(), measurements, memory_margin=0.25).limit_bytes(Layout(dp=4)) == 5 * GIB
 
 
 def test_memory_that_another_process_holds_is_not_ours() -> None:
     """The device with least free memory sets the limit for all."""
     measurements = tiny_measurements(with_one_full(tiny_cluster(memory_bytes=8 * GIB), 3 * GIB))
 
-    assert memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.25) == 2.25 * GIB
+    assert SearchInputs.of(tiny_job(), measurements, memory_margin=0.25).limit_bytes(Layout(dp=4)) == 2.25 * GIB
 
 
 def test_on_gpus_the_limit_leaves_the_allocators_reserve_too() -> None:
     """1 GiB of 8 GiB is context; the rest is divided by 1.03, and 64 MiB are workspaces."""
     measurements = replace(tiny_measurements(on_gpus(tiny_cluster(memory_bytes=8 * GIB))), overhead_bytes=GIB)
-    limit = memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.0)
+    limit = SearchInputs.of(tiny_job(), measurements, memory_margin=0.0).limit_bytes(Layout(dp=4))
 
     assert int(7 * GIB / 1.03) - (64 << 20) == limit
 
@@ -60,7 +59,7 @@ def test_many_limits_are_those_of_each_layout() -> None:
     ]
 
     def limit(layout: Layout) -> int:
-        return memory_limit_bytes(tiny_job(), layout, measurements, memory_margin=0.0)
+        return SearchInputs.of(tiny_job(), measurements, memory_margin=0.0).limit_bytes(layout)
 
     found = limits_N(tiny_job(), LayoutColumns.of(layouts), limit).tolist()
 

@@ -22,7 +22,7 @@ from pipette_launch.cost.learned import CorrectedPredictor
 from pipette_launch.cost.pipeline.extra import SCHEDULES, named_schedule
 from pipette_launch.facts import Layout, Provenance, files
 from pipette_launch.facts.schedule import Schedule, ScheduleFile
-from pipette_launch.search.candidates import memory_limit_bytes
+from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.solve import SolveOptions, solve
 from pipette_launch.text import bytes_text
 
@@ -162,7 +162,7 @@ def _fitting(case: Case) -> tuple[int, list[Run]]:
     layout = Layout(pp=NUM_HOSTS, micro_batch_size=MICRO_BATCH)
     cluster = case.measurements.cluster
     predictor = CorrectedPredictor(case.job, case.measurements)
-    room_bytes = memory_limit_bytes(case.job, layout, case.measurements, memory_margin=0.0)
+    room_bytes = SearchInputs.of(case.job, case.measurements, memory_margin=0.0).limit_bytes(layout)
     limit_bytes = int(LIMIT * max(predictor.peaks(layout)))
     free_bytes = cluster.memory_bytes - (room_bytes - limit_bytes)
     hosts = tuple(

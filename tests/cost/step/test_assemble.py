@@ -251,9 +251,7 @@ def test_an_overlapped_gather_delays_the_first_forward() -> None:
     plain = Layout(pp=2, dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True)
     overlapped = replace(plain, overlap_param_gather=True)
     gather_s_SK = np.full((2, 1), 1e-3)
-    before, after = (
-        total_s(work(each), prices(work(each), gather_s_SK=gather_s_SK)) for each in (plain, overlapped)
-    )
+    before, after = (total_s(work(each), prices(work(each), gather_s_SK=gather_s_SK)) for each in (plain, overlapped))
 
     assert after - before == pytest.approx(1e-3)
 

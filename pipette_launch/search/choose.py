@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
-from typing import TypedDict
 
 from pipette_launch.cost.learned import Uncertainty, features_of
 from pipette_launch.errors import LayoutError
@@ -58,14 +57,8 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
     scatter and from times that were measured at other sizes. The third, for other degrees, is the usual error between
     their predictions. Comparisons between candidates also count these doubts. Among equally fast layouts, the simplest
     wins: fewest kinds of parallelism, then nearest to the user's own layout. Among equally fast placements, torchrun's
-    order wins. With margin 0 every gain counts.
-
-    Args:
-        inputs: job and machines.
-        candidates: priced layouts.
-        margin: share of the user's own step that another plan must save.
-        num_alternatives: number of other choices to return.
-
+    order wins. `margin` is the share of the user's own step that another plan must save; with margin 0 every gain
+    counts.
     """
     own, basis = _own_choice(inputs, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
@@ -123,14 +116,10 @@ class _Judge:
 
     def __init__(self, inputs: SearchInputs, own: Choice | None, own_priced: Layout, margin: float) -> None:
         """Take the user's own configuration (None if it cannot run), and the layout that was priced for it."""
-        self._inputs = inputs
-        self._own = own
-        self._own_priced = own_priced
-        self._margin = margin
+        self._inputs, self._own, self._own_priced, self._margin = inputs, own, own_priced, margin
         self._doubt = Uncertainty(inputs.job, inputs.predictor.compute, inputs.measurements)
         self._parts: dict[int, tuple[Candidate, Mapping[str, float]]] = {}
-        """Breakdown of each candidate by `id`. The candidate is stored too, so that no other object gets the same
-        id."""
+        """Breakdown of each candidate by `id`; the candidate is stored too, so that its id is not used again."""
         self._own_carried_s = 0.0
         if own and self._doubt.differs:
             self._own_carried_s = self._doubt.carried_s(own_priced, own.placement, own.breakdown_s)
@@ -206,13 +195,11 @@ def num_axes(layout: Layout) -> int:
 
 def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[Choice, Layout | None]:
     """Describe the user's own configuration in torchrun's order, by the nearest candidate if it has no price."""
-    own = inputs.job.own
+    own, basis = inputs.job.own, None
     placement = host_order(inputs.cluster.num_slots)
-    if inputs.can_price_own:
-        priced, basis = own, None
-    else:
-        nearest = min(candidates, key=lambda one: (doublings_apart(one.layout, own), one.host_order_s))
-        priced = basis = nearest.layout
+    if not inputs.can_price_own:
+        basis = min(candidates, key=lambda one: (doublings_apart(one.layout, own), one.host_order_s)).layout
+    priced = basis or own
     known = {one.layout: (one.bound_s, one.bound_reason) for one in candidates}
     bound = known.get(priced) or (inputs.predictor.bound_s(priced), "")
     try:
@@ -226,13 +213,6 @@ def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[
 def _to_choice(inputs: SearchInputs, one: Candidate) -> Choice:
     bound = (one.bound_s, one.bound_reason)
     return choice_of(inputs, one.layout, one.placed.placement, priced=one.layout, peaks=one.peak_bytes, bound=bound)
-
-
-class _Evidence(TypedDict, total=False):
-    step_correction: float
-    memory_correction: float
-    device_peak_bytes: tuple[int, ...]
-    features: dict[str, float]
 
 
 def choice_of(
@@ -250,16 +230,8 @@ def choice_of(
     If `priced` differs, or the schedule is not Megatron's own, the choice has no features to learn from later.
     """
     step = inputs.predictor.step_time(priced, placement, schedule.schedule() if schedule else None)
-    evidence: _Evidence = {}
-    if priced == layout and schedule is None:
-        evidence = {
-            "step_correction": inputs.predictor.step_factor,
-            "memory_correction": inputs.predictor.memory_correction(layout),
-            "device_peak_bytes": inputs.device_peaks(layout),
-            "features": features_of(inputs.job, layout, devices_per_host=inputs.cluster.devices_per_host),
-        }
     bound_s, bound_reason = bound
-    return Choice(
+    choice = Choice(
         layout=layout,
         placement=placement,
         schedule=schedule.name if schedule else layout.schedule_name,
@@ -272,7 +244,15 @@ def choice_of(
         bound_s=bound_s,
         bound_reason=bound_reason,
         rate=Rate.of(inputs.job, layout, step.total_s, inputs.cluster),
-        **evidence,
+    )
+    if priced != layout or schedule is not None:
+        return choice
+    return replace(
+        choice,
+        step_correction=inputs.predictor.step_factor,
+        memory_correction=inputs.predictor.memory_correction(layout),
+        device_peak_bytes=inputs.device_peaks(layout),
+        features=features_of(inputs.job, layout, devices_per_host=inputs.cluster.devices_per_host),
     )
 
 

@@ -80,10 +80,7 @@ class SearchLoop:
 
     def __init__(self, inputs: SearchInputs, frontier: Frontier, *, seed: int, is_late: IsLate) -> None:
         """Begin without priced layouts; `seed` decides all random numbers, `is_late` ends the search."""
-        self._inputs = inputs
-        self._frontier = frontier
-        self._seed = seed
-        self._is_late = is_late
+        self._inputs, self._frontier, self._seed, self._is_late = inputs, frontier, seed, is_late
         self._pool: dict[Layout, Candidate] = {}
         self._beaten: dict[Layout, Promising] = {}
         self._surrounded: set[tuple[Layout, Placement]] = set()
@@ -97,13 +94,20 @@ class SearchLoop:
 
     def run(self) -> Searched:
         """Search to the end or to the deadline."""
-        self._price_own()
+        # The user's own layout is priced even after the deadline, because the choice compares every plan with it.
+        inputs, own = self._inputs, self._inputs.job.own
+        if inputs.own_fault is None and inputs.own_dropped is None:
+            first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=inputs.predictor.peaks(own))]
+        else:
+            first = (self._frontier.dive(1) or self._frontier.take(1))[:1]
+        for one in first:
+            self._keep(price(inputs, one, is_late=self._is_late))
         self._frontier.hurry_when(self._is_late)
         if not self._is_late():
             self._price(self._frontier.dive(FIRST_BATCH, below_s=self._best_s()))
             self._surround()
             self._place(WHILE_PRICING)
-        size = FIRST_BATCH if self._inputs.cluster.num_slots <= MANY_SLOTS else FIRST_BATCH_MANY
+        size = FIRST_BATCH if inputs.cluster.num_slots <= MANY_SLOTS else FIRST_BATCH_MANY
         while batch := self._frontier.take(size, below_s=self._best_s()):
             self._price(batch, beat_s=self._best_s())
             self._surround()
@@ -111,7 +115,7 @@ class SearchLoop:
             size = min(size + size // 2, MOST_AT_ONCE)
             if self._is_late():
                 break
-        for width in next(widths for most, widths in AFTER_PRICING if self._inputs.cluster.num_slots <= most):
+        for width in next(widths for most, widths in AFTER_PRICING if inputs.cluster.num_slots <= most):
             self._place(width)
         self._anneal()
         self._exhaust()
@@ -127,16 +131,6 @@ class SearchLoop:
             is_cut_short=self._is_late(),
         )
 
-    def _price_own(self) -> None:
-        """Price the user's own layout even after the deadline, because the choice compares every plan with it."""
-        inputs, own = self._inputs, self._inputs.job.own
-        if inputs.own_fault is None and inputs.own_dropped is None:
-            first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=inputs.predictor.peaks(own))]
-        else:
-            first = (self._frontier.dive(1) or self._frontier.take(1))[:1]
-        for one in first:
-            self._keep(price(inputs, one, is_late=self._is_late))
-
     def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
         """Price the new layouts of a batch. Layouts are set aside only if there is a step time to beat."""
         for one in batch:
@@ -150,12 +144,10 @@ class SearchLoop:
             else:
                 found = price(self._inputs, one, beat_s=beat_s, is_late=self._is_late)
                 self._keep(found)
-                if isinstance(found, Candidate) and self._may_be_in_vain(found.layout):
+                may_be_in_vain = self._inputs.cluster.num_slots > MANY_SLOTS
+                if isinstance(found, Candidate) and may_be_in_vain and degrees != DEGREES(self._inputs.job.own):
                     excess = found.promise_s / beat_s - 1
                     self._in_vain[degrees] = self._in_vain[degrees] + excess if excess > 0 else 0.0
-
-    def _may_be_in_vain(self, layout: Layout) -> bool:
-        return self._inputs.cluster.num_slots > MANY_SLOTS and DEGREES(layout) != DEGREES(self._inputs.job.own)
 
     def _keep(self, found: Candidate | Promising) -> None:
         self._aside.pop(found.layout, None)
@@ -220,16 +212,16 @@ class SearchLoop:
 
     def _anneal(self) -> None:
         """Let single ranks of the fastest layouts change hosts if the bounds allow a gain."""
-        inputs, is_late = self._inputs, self._is_late
-        if inputs.cluster.num_slots not in ANNEALED_SLOTS:
+        if self._inputs.cluster.num_slots not in ANNEALED_SLOTS:
             return
         for fast in sorted(self._pool.values(), key=lambda one: one.placed.cost_s)[:ANNEALED]:
             best_s = self._best_s()
-            if is_late() or fast.placed.cost_s > best_s * (1 + ANNEALED_NEAR):
+            if self._is_late() or fast.placed.cost_s > best_s * (1 + ANNEALED_NEAR):
                 break
             one = self._sharpened(fast)
             if one.bound_s < best_s * (1 - ANNEALED_FOR):
-                self._pool[one.layout] = with_devices_exchanged(inputs, one, seed=self._seed, is_late=is_late)
+                better = with_devices_exchanged(self._inputs, one, seed=self._seed, is_late=self._is_late)
+                self._pool[one.layout] = better
         self._surround()
 
     def _exhaust(self) -> None:
@@ -247,18 +239,15 @@ class SearchLoop:
 
         Layouts near the user's own layout are chosen if too little was measured for the fastest layout.
         """
-        near = [*sorted(self._beaten.values())[:RUNNERS_UP], *self._near_own()]
+        near = sorted(self._beaten.values())[:RUNNERS_UP]
+        own = self._pool.get(self._inputs.job.own)
+        if own:
+            near_own = self._frontier.neighbours(own.layout, below_s=own.host_order_s)
+            near += [one for one in near_own if one.layout not in self._pool][:RUNNERS_UP]
         for one in near:
             self._beaten.pop(one.layout, None)
         most_bytes = LEANER * max(self._leader().peak_bytes)
         self._price([*near, *self._frontier.runners_up(RUNNERS_UP, most_bytes=most_bytes)])
-
-    def _near_own(self) -> list[Promising]:
-        own = self._pool.get(self._inputs.job.own)
-        if own is None:
-            return []
-        near = self._frontier.neighbours(own.layout, below_s=own.host_order_s)
-        return [one for one in near if one.layout not in self._pool][:RUNNERS_UP]
 
     def _prove(self) -> None:
         """Sharpen the bound of the best layout, then the lowest bounds while the floor (least of all bounds) can rise.
@@ -323,15 +312,7 @@ def solve(
 
     Arguments and seed decide each step of the search, and the budget only ends the search. So equal inputs give equal
     plans unless the budget runs out, and a larger budget never finds a slower step. The plan may still take another
-    layout that counts as equally fast (`choose.EQUAL`).
-
-    Args:
-        job: model, batch, the user's own layout and its pins.
-        measurements: measurements of the allocation.
-        options: effort and rules.
-        clock: returns seconds that never decrease, such as `time.monotonic`.
-        provenance: record that is copied into the plan.
-        corrections: corrections learned from earlier outcomes on these machines.
+    layout that counts as equally fast (`choose.EQUAL`). `clock` returns seconds that never decrease.
 
     Raises:
         PlanError: no layout is legal, fits or can be priced; the error names the reason and possible remedies.
@@ -356,7 +337,12 @@ def solve(
 
     frontier = _frontier(inputs, base, options, is_late)
     searched = SearchLoop(inputs, frontier, seed=options.seed, is_late=is_late).run()
-    dropped = _dropped(base, frontier, searched)
+    # The number of layouts that were ruled out, by reason, most frequent reason first.
+    dropped = Counter(base.dropped) + frontier.dropped
+    if not searched.is_cut_short:
+        outdone = len(frontier.outdone.difference(one.layout for one in searched.candidates))
+        beaten = base.num_layouts - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
+        dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
         # Schedules get a budget of their own, because schedules of long pipelines can take ten seconds to build.
@@ -366,19 +352,9 @@ def solve(
         plan,
         reasons=(*plan.reasons, *explanations.kept_order(inputs, plan.chosen)),
         num_layouts=base.num_layouts,
-        dropped=dropped,
+        dropped=dict(dropped.most_common()),
         solve_s=clock() - started_s,
     )
-
-
-def _dropped(base: BaseLayouts, frontier: Frontier, searched: Searched) -> dict[str, int]:
-    """Count the layouts that were ruled out, by reason, most frequent reason first."""
-    dropped = Counter(base.dropped) + frontier.dropped
-    if not searched.is_cut_short:
-        outdone = len(frontier.outdone.difference(one.layout for one in searched.candidates))
-        beaten = base.num_layouts - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
-        dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
-    return dict(dropped.most_common())
 
 
 def _frontier(inputs: SearchInputs, base: BaseLayouts, options: SolveOptions, is_late: IsLate) -> Frontier:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from pipette_launch.cost.memory.overhead import has_expandable_segments, measure
 from pipette_launch.cost.memory.peak import NO_MASK, mask_notes, without_mask
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import Choice, Job, Layout
+from pipette_launch.facts import Choice, Job
 from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, doublings_apart, limits_N
 from pipette_launch.search.choose import EQUAL, Chosen
@@ -47,12 +48,8 @@ _PRINTS_AS_ZERO = 0.0005
 def reasons(inputs: SearchInputs, chosen: Chosen, *, floor_s: float, margin: float) -> tuple[str, ...]:
     """Explain the choice of this plan, and how much faster any other plan could be.
 
-    Args:
-        inputs: job and machines.
-        chosen: the chosen plan and the plans that it was compared with.
-        floor_s: lower bound over all legal layouts that fit.
-        margin: share of the user's own step that another plan had to save.
-
+    `floor_s` is the lower bound over all legal layouts that fit, and `margin` the share of the user's own step that
+    another plan had to save.
     """
     why = _why_own(chosen, margin) if chosen.keeps_own else _why_other(inputs, chosen)
     return (*why, *_runner_up(chosen), _bound(chosen), _floor(chosen, floor_s))
@@ -72,7 +69,11 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     found += [block.sentence for block in inputs.blocks(chosen.choice.layout)]
     if inputs.own_split is not None:
         found.append(f"The user's own configuration, {own.layout.words()}, is not kept: {inputs.own_split}.")
-    found += _memory_in_use(inputs)
+    devices = [(host.name, device) for host in inputs.cluster.hosts for device in host.devices]
+    name, fullest = min(devices, key=lambda pair: pair[1].memory_free_bytes)
+    if fullest.kind == "cuda" and fullest.memory_free_bytes < (1 - DRIVERS_SHARE) * fullest.memory_total_bytes:
+        free, total = bytes_text(fullest.memory_free_bytes), bytes_text(fullest.memory_total_bytes)
+        found.append(f"Only {free} of {total} are free on {fullest.uuid} of {name}; every rank is planned for that.")
     found += [
         f"{len(host.devices)} slots share the {host.cores} cores of {host.name}: steps may be slower than predicted."
         for host in inputs.cluster.hosts
@@ -139,18 +140,24 @@ def _why_own(chosen: Chosen, margin: float) -> list[str]:
 def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     choice, own = chosen.choice, chosen.own
     takes = f"{seconds_text(choice.step_time_s)} a step."
-    found = []
     if inputs.own_cannot_run:
-        found.append(f"{choice.layout.words()} takes {takes}")
+        found = [f"{choice.layout.words()} takes {takes}"]
     elif not own.fits:
-        shown = own.memory_shown
-        need = _need_text(shown.need_bytes, shown.limit_bytes)
-        found.append(f"The user's own layout {own.layout.words()} {need}.")
-        found.append(f"{choice.layout.words()} fits, and takes {takes}")
+        need = _need_text(own.memory_shown.need_bytes, own.memory_shown.limit_bytes)
+        found = [
+            f"The user's own layout {own.layout.words()} {need}.",
+            f"{choice.layout.words()} fits, and takes {takes}",
+        ]
     else:
-        found.append(_gain(choice, own))
-        found += _saving(choice, own)
-    return found + _passed_over(chosen) + _placement(chosen)
+        found = _saving(choice, own)
+    best = chosen.best
+    saved = 1 - best.placed.cost_s / best.host_order_s
+    if not (choice.is_host_order or best.layout == own.layout or saved < _PRINTS_AS_ZERO):
+        before = seconds_text(best.host_order_s)
+        placed = [f"Placing its ranks by the links saves {saved:.1%}; in torchrun's order it would take {before}."]
+    else:
+        placed = []
+    return found + _passed_over(chosen) + placed
 
 
 def _need_text(need_bytes: tuple[int, ...], limit_bytes: int) -> str:
@@ -175,33 +182,21 @@ def _passed_over(chosen: Chosen) -> list[str]:
     return [f"{faster}, but it may be off by {off} more: {why} ({MEASURE_BOTH})."]
 
 
-def _gain(choice: Choice, own: Choice) -> str:
+def _saving(choice: Choice, own: Choice) -> list[str]:
+    """Report the saved share of the step, and the part of the step that shrinks most."""
     gain = 1 - choice.step_time_s / own.step_time_s
     same = choice.layout == own.layout
     theirs = "in torchrun's order" if same else f"{own.layout.words()}, the user's own,"
     ours = f"{choice.layout.words()}{', placed by the links,' if same else ''}"
     times = seconds_text(choice.step_time_s), seconds_text(own.step_time_s)
-    return f"{ours} takes {times[0]} a step, {gain:.1%} less than {theirs} with {times[1]}."
-
-
-def _saving(choice: Choice, own: Choice) -> list[str]:
-    """Name the part of the step that shrinks most."""
+    found = [f"{ours} takes {times[0]} a step, {gain:.1%} less than {theirs} with {times[1]}."]
     parts = sorted(set(own.breakdown_s) | set(choice.breakdown_s))
     saved_s = {part: own.breakdown_s.get(part, 0.0) - choice.breakdown_s.get(part, 0.0) for part in parts}
     part = max(parts, key=lambda name: saved_s[name], default="")
-    if not part or saved_s[part] <= 0:
-        return []
-    times = [seconds_text(which.breakdown_s.get(part, 0.0)) for which in (choice, own)]
-    return [f"It saves most on {PART_NAMES.get(part, part.replace('_', ' '))}: {times[0]} instead of {times[1]}."]
-
-
-def _placement(chosen: Chosen) -> list[str]:
-    best = chosen.best
-    saved = 1 - best.placed.cost_s / best.host_order_s
-    if chosen.choice.is_host_order or best.layout == chosen.own.layout or saved < _PRINTS_AS_ZERO:
-        return []
-    before = seconds_text(best.host_order_s)
-    return [f"Placing its ranks by the links saves {saved:.1%}; in torchrun's order it would take {before}."]
+    if part and saved_s[part] > 0:
+        now, before = (seconds_text(which.breakdown_s.get(part, 0.0)) for which in (choice, own))
+        found.append(f"It saves most on {PART_NAMES.get(part, part.replace('_', ' '))}: {now} instead of {before}.")
+    return found
 
 
 def _runner_up(chosen: Chosen) -> list[str]:
@@ -211,11 +206,9 @@ def _runner_up(chosen: Chosen) -> list[str]:
     behind = second.step_time_s / chosen.choice.step_time_s - 1
     runner_up = f"The runner-up, {second.layout.words()},"
     if behind < -_PRINTS_AS_ZERO:
-        if chosen.passed_over and chosen.passed_over.layout == second.layout:
-            return []
-        return [
-            f"{runner_up} is predicted {-behind:.1%} faster, less than both predictions may be off ({MEASURE_BOTH})."
-        ]
+        is_known = chosen.passed_over and chosen.passed_over.layout == second.layout
+        less = f"{-behind:.1%} faster, less than both predictions may be off ({MEASURE_BOTH})"
+        return [] if is_known else [f"{runner_up} is predicted {less}."]
     if behind < _PRINTS_AS_ZERO:
         return [f"{runner_up} is predicted to be as fast."]
     return [f"{runner_up} takes {seconds_text(second.step_time_s)}, {behind:.1%} more."]
@@ -227,11 +220,9 @@ def _bound(chosen: Chosen) -> str:
     if gap <= _ROUNDING:
         return "No placement of this layout can be faster: it meets the bound."
     proven = best.placed.is_optimal and best.placed.placement == choice.placement and best.layout == choice.layout
-    tried = (
-        "All placements of this layout were tried, this is the fastest; a bound is"
-        if proven
-        else "No placement can be faster than"
-    )
+    tried = "No placement can be faster than"
+    if proven:
+        tried = "All placements of this layout were tried, this is the fastest; a bound is"
     return f"{tried} {seconds_text(choice.bound_s)}, a gap of {gap:.1%}: {choice.bound_reason or BEST_LINKS}."
 
 
@@ -242,16 +233,6 @@ def _floor(chosen: Chosen, floor_s: float) -> str:
     if gap == float("inf"):
         return "How much faster another layout could be is not known."
     return f"No legal layout that fits takes less than {seconds_text(floor_s)} in any placement: a gap of {gap:.1%}."
-
-
-def _memory_in_use(inputs: SearchInputs) -> list[str]:
-    """Name the GPU on which other programs use most memory, if they use more than `DRIVERS_SHARE`."""
-    devices = [(host.name, device) for host in inputs.cluster.hosts for device in host.devices]
-    name, fullest = min(devices, key=lambda pair: pair[1].memory_free_bytes)
-    if fullest.kind != "cuda" or fullest.memory_free_bytes >= (1 - DRIVERS_SHARE) * fullest.memory_total_bytes:
-        return []
-    free, total = bytes_text(fullest.memory_free_bytes), bytes_text(fullest.memory_total_bytes)
-    return [f"Only {free} of {total} are free on {fullest.uuid} of {name}; every rank is planned for that."]
 
 
 def _changed_numbers(inputs: SearchInputs, chosen: Chosen) -> list[str]:
@@ -277,12 +258,10 @@ def _changed_numbers(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     return found
 
 
-def nothing_left(
-    inputs: SearchInputs, *, dropped: Mapping[str, int], memory_margin: float, is_late: IsLate
-) -> PlanError:
+def nothing_left(inputs: SearchInputs, *, dropped: Mapping[str, int], is_late: IsLate) -> PlanError:
     """Return the error if no legal layout can be priced; the search for ways to help ends at `is_late`."""
     if dropped.get(OVER_MEMORY):
-        return _nothing_fits(inputs, memory_margin, is_late)
+        return _nothing_fits(inputs, is_late)
     if dropped.get(NOT_MEASURED):
         cases = ", ".join(
             f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in inputs.measurements.compute_cases()
@@ -295,17 +274,23 @@ def nothing_left(
 
 
 def _nothing_legal(inputs: SearchInputs, is_late: IsLate) -> PlanError:
-    job, slots = inputs.job, inputs.cluster.num_slots
+    job, cluster = inputs.job, inputs.cluster
     pins = f" with {', '.join(job.pinned)} fixed" if job.pinned else ""
     broken = f"; the user's own {job.own.words()} breaks: {inputs.own_fault}" if inputs.own_fault else ""
     if job.own_refusal:
         broken = f"; the user's own configuration is refused: {job.own_refusal}"
-    ways = [*_released(inputs, must_fit=False, is_late=is_late), *_fewer_hosts(inputs)]
-    return PlanError(f"no layout is legal for {slots} ranks{pins}{broken}. {_help(ways)}")
+    ways = [*_released(inputs, must_fit=False, is_late=is_late)]
+    # Propose the largest smaller number of hosts that has a legal layout.
+    for hosts in range(len(cluster.hosts) - 1, 0, -1):
+        ranks = hosts * cluster.devices_per_host
+        if len(_legal(job, inputs, ranks)):
+            ways.append(f"use {hosts} {plural('host', hosts)} ({ranks} ranks)")
+            break
+    return PlanError(f"no layout is legal for {cluster.num_slots} ranks{pins}{broken}. {_help(ways)}")
 
 
-def _nothing_fits(inputs: SearchInputs, memory_margin: float, is_late: IsLate) -> PlanError:
-    cluster = inputs.cluster
+def _nothing_fits(inputs: SearchInputs, is_late: IsLate) -> PlanError:
+    cluster, memory_margin = inputs.cluster, inputs.memory_margin
     found = _legal(inputs.job, inputs, cluster.num_slots)
     lean = found.tables.leanest(found.columns)
     fullest_N = inputs.predictor.fullest_N(lean)
@@ -319,9 +304,16 @@ def _nothing_fits(inputs: SearchInputs, memory_margin: float, is_late: IsLate) -
         *_without_mask(inputs),
         *_released(inputs, must_fit=True, is_late=is_late),
         *_more_hosts(inputs, is_late),
-        *_less_margin(inputs, leanest, need),
-        f"use devices with {bytes_text(_more_memory(inputs, leanest, need))} more memory each",
     ]
+    if memory_margin > 0 and need <= replace(inputs, memory_margin=0.0).limit_bytes(leanest):
+        ways.append(f"leave less memory free than {memory_margin:.0%}")
+    overhead = measured_overhead(inputs.job, leanest, inputs.measurements)
+    more_bytes = bisect_left(
+        range(1 << 50),
+        need,
+        key=lambda more: overhead.limit_bytes(cluster.memory_bytes + more, memory_margin=memory_margin),
+    )
+    ways.append(f"use devices with {bytes_text(more_bytes)} more memory each")
     late = ". The budget ended before all ways to help were tried" if is_late() else ""
     return PlanError(
         f"no layout fits in memory: the leanest of {found.num_layouts}, {leanest.words()}, "
@@ -341,26 +333,6 @@ def _without_mask(inputs: SearchInputs) -> Iterator[str]:
         yield f"pass {NO_MASK} ({count} {plural('layout', count)})"
 
 
-def _less_margin(inputs: SearchInputs, leanest: Layout, need: int) -> Iterator[str]:
-    """Propose a smaller memory margin if the leanest layout fits without a margin."""
-    if inputs.memory_margin > 0 and need <= replace(inputs, memory_margin=0.0).limit_bytes(leanest):
-        yield f"leave less memory free than {inputs.memory_margin:.0%}"
-
-
-def _more_memory(inputs: SearchInputs, layout: Layout, need: int) -> int:
-    """Return the additional bytes of memory that every device needs so that a layout fits."""
-    overhead = measured_overhead(inputs.job, layout, inputs.measurements)
-    free = inputs.cluster.memory_bytes
-    low, high = 0, 1 << 50
-    while low < high:
-        middle = (low + high) // 2
-        if overhead.limit_bytes(free + middle, memory_margin=inputs.memory_margin) >= need:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 def _help(ways: list[str]) -> str:
     if not ways:
         return "No single released flag and no smaller number of hosts would help"
@@ -378,15 +350,6 @@ def _released(inputs: SearchInputs, *, must_fit: bool, is_late: IsLate) -> Itera
         count = _num_fitting(inputs, others) if must_fit else others.num_layouts
         if count:
             yield f"let {pin} change ({count} {plural('layout', count)})"
-
-
-def _fewer_hosts(inputs: SearchInputs) -> Iterator[str]:
-    """Propose the largest smaller number of hosts that has a legal layout."""
-    devices = inputs.cluster.devices_per_host
-    for hosts in range(len(inputs.cluster.hosts) - 1, 0, -1):
-        if len(_legal(inputs.job, inputs, hosts * devices)):
-            yield f"use {hosts} {plural('host', hosts)} ({hosts * devices} ranks)"
-            return
 
 
 def _more_hosts(inputs: SearchInputs, is_late: IsLate) -> Iterator[str]:

@@ -55,27 +55,17 @@ def rough_step(num_devices: int, *, devices_per_host: int, samples: int, layers:
     """Estimate the relative step time on `num_devices` devices; infinite if the model has fewer layers than stages.
 
     The number of replicas divides the batch. If devices and batch have few common factors, pipelines are deep. Deep
-    pipelines wait while they fill, and their stage with most layers is the slowest.
-
-    Args:
-        num_devices: devices that train.
-        devices_per_host: devices of a host; TP is the largest common divisor of this number and a replica's devices.
-        samples: samples of a step.
-        layers: layers of the model.
-        least_devices: smallest number of devices of a replica that fits in memory.
-
+    pipelines wait while they fill, and their stage with most layers is the slowest. TP is the largest common divisor of
+    a host's devices and a replica's devices. A replica fits in memory on at least `least_devices` devices.
     """
     most_replicas = math.gcd(num_devices, samples)
     best = math.inf
     for replicas in range(1, most_replicas + 1):
         devices = num_devices // replicas
-        if most_replicas % replicas or devices < least_devices:
-            continue
         depth = devices // math.gcd(devices, devices_per_host)
-        if depth > layers:
-            continue
-        fills = 1 + (depth - 1) * replicas / samples
-        best = min(best, fills * math.ceil(layers / depth) * depth / layers / num_devices)
+        if most_replicas % replicas == 0 and devices >= least_devices and depth <= layers:
+            fills = 1 + (depth - 1) * replicas / samples
+            best = min(best, fills * math.ceil(layers / depth) * depth / layers / num_devices)
     return best
 
 
@@ -92,9 +82,7 @@ def keeping(job: Job, before: Layout, names: Sequence[str]) -> Job:
         fields = (*Split._fields, "microbatch_group_size", "ep", "etp", "sequence_parallel")
         values = {name: getattr(before, name) for name in fields} | values
     world_size = job.own.world_size
-    model_size = 1
-    for name in ("tp", "pp", "cp"):
-        model_size *= values.get(name, getattr(job.own, name))
+    model_size = math.prod(values.get(name, getattr(job.own, name)) for name in ("tp", "pp", "cp"))
     if world_size % model_size:
         raise LayoutError(
             f"tp{before.tp} pp{before.pp} cp{values.get('cp', job.own.cp)} do not divide {world_size} ranks"
@@ -118,16 +106,8 @@ def with_fallback_plans(
     """Add to a plan fallback plans for the loss of one host, two hosts, and so on.
 
     A fallback plan must be able to load the checkpoints of the plan. If the checkpoint format fixes a layout that does
-    not suit fewer hosts, a candidate with a suitable layout is chosen if the candidate is nearly as fast.
-
-    Args:
-        plan: plan for all hosts.
-        measurements: measurements of these hosts.
-        needs: number of hosts that may be lost, and rules for fallback plans.
-        options: options of the search that found the plan; the time budget is replaced.
-        clock: returns seconds that never decrease.
-        corrections: corrections learned from earlier runs.
-
+    not suit fewer hosts, a candidate with a suitable layout is chosen if the candidate is nearly as fast. `options` are
+    those of the search that found the plan, but with a time budget of `MOST_S` seconds for all fallback plans.
     """
     if not needs.tolerate:
         return plan
@@ -139,7 +119,16 @@ def with_fallback_plans(
         short = (f"{made}. After more losses the job waits for other hosts.",)
     if not sizes:
         return replace(plan, notes=(*plan.notes, *short))
-    maker = _Maker(plan, measurements, needs, options, clock, clock() + MOST_S, corrections)
+    # Search only Megatron's own schedules, because a search for other schedules doubles the time.
+    maker = _Maker(
+        plan=plan,
+        measurements=measurements,
+        needs=needs,
+        options=replace(options, schedules=()),
+        clock=clock,
+        deadline_s=clock() + MOST_S,
+        corrections=corrections,
+    )
     best = first = maker.covered(plan.chosen)
     if first.gaps and len(needs.continuation_of(plan.chosen.layout).kept) > 1:
         others = (maker.covered(choice) for choice in _nearly_as_fast(plan))
@@ -189,34 +178,25 @@ class _Covered:
     gaps: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Maker:
     """Searches for fallback plans until the deadline."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        measurements: Measurements,
-        needs: FallbackNeeds,
-        options: SolveOptions,
-        clock: Callable[[], float],
-        deadline_s: float,
-        corrections: Corrections,
-    ) -> None:
-        self._plan = plan
-        self._measurements = measurements
-        self._needs = needs
-        # Search only Megatron's own schedules, because a search for other schedules doubles the time.
-        self._options = replace(options, schedules=())
-        self._clock = clock
-        self._deadline_s = deadline_s
-        self._corrections = corrections
+    plan: Plan
+    """Plan for all hosts."""
+    measurements: Measurements
+    needs: FallbackNeeds
+    options: SolveOptions
+    clock: Callable[[], float]
+    deadline_s: float
+    corrections: Corrections
 
     def covered(self, choice: Choice) -> _Covered:
         """Make the fallback plans that can load the checkpoints of one choice."""
         tried: dict[int, Plan | str] = {}
         made: dict[int, Plan] = {}
         gaps = []
-        for size in self._needs.sizes(len(self._plan.hosts)):
+        for size in self.needs.sizes(len(self.plan.hosts)):
             if not made or size < min(made):
                 fastest = self._fastest(size, choice, tried)
                 if fastest is not None:
@@ -229,7 +209,7 @@ class _Maker:
 
     def _gap(self, size: int, smaller: int, why: str) -> str:
         """Explain why no plan uses `size` hosts; the next smaller plan is for `smaller` hosts (0 = no plan)."""
-        num_hosts = len(self._plan.hosts)
+        num_hosts = len(self.plan.hosts)
         does = "the job waits for other hosts"
         if smaller:
             does = f"{smaller} train and {size - smaller} {'stands' if size - smaller == 1 else 'stand'} by"
@@ -243,9 +223,10 @@ class _Maker:
         hosts may be faster. Numbers of hosts are tried in the order of a rough estimate until the deadline.
         """
         best: Plan | None = None
-        for size in sorted(range(self._needs.least_hosts, most + 1), key=lambda one: (self._rough_step(one), -one)):
-            is_late = size not in tried and self._clock() >= self._deadline_s
-            if best and (is_late or not self._may_be_faster(size, choice, best)):
+        for size in sorted(range(self.needs.least_hosts, most + 1), key=lambda one: (self._rough_step(one), -one)):
+            is_late = size not in tried and self.clock() >= self.deadline_s
+            # These hosts would be slower even if each host were as fast as in the plan for all hosts.
+            if best and (is_late or size * best.chosen.step_time_s <= len(self.plan.hosts) * choice.step_time_s):
                 continue
             if size not in tried:
                 tried[size] = self._plan_for(size, choice.layout)
@@ -255,27 +236,27 @@ class _Maker:
         return best
 
     def _rough_step(self, size: int) -> float:
-        needs, layout, devices = self._needs, self._plan.chosen.layout, self._plan.devices_per_host
-        least = min(layout.tp * layout.pp * layout.cp, size * devices)
-        shape = {"devices_per_host": devices, "samples": needs.global_batch_size, "layers": needs.num_layers}
-        return rough_step(size * devices, least_devices=least, **shape)
-
-    def _may_be_faster(self, size: int, choice: Choice, best: Plan) -> bool:
-        """Return whether `size` hosts would beat `best` if each host were as fast as in the plan for all hosts."""
-        return size * best.chosen.step_time_s > len(self._plan.hosts) * choice.step_time_s
+        needs, layout, devices = self.needs, self.plan.chosen.layout, self.plan.devices_per_host
+        return rough_step(
+            size * devices,
+            devices_per_host=devices,
+            samples=needs.global_batch_size,
+            layers=needs.num_layers,
+            least_devices=min(layout.tp * layout.pp * layout.cp, size * devices),
+        )
 
     def _plan_for(self, size: int, before: Layout) -> Plan | str:
         """Return the plan for the first `size` hosts, or the reason that no plan exists; use half of the time left.
 
         The lost hosts are not known in advance. If one of the first `size` hosts is lost, a later host replaces it.
         """
-        kept = self._needs.continuation_of(before)
-        ends_s = self._clock() + max(self._deadline_s - self._clock(), 0.0) / 2
+        kept = self.needs.continuation_of(before)
+        ends_s = self.clock() + max(self.deadline_s - self.clock(), 0.0) / 2
         try:
-            job = self._needs.job_of(size)
+            job = self.needs.job_of(size)
             # The smaller search runs first, so that the larger search gets the time that the smaller search saves.
             same = self._with_same_sizes(size, job, before, kept, ends_s)
-            found = self._solved(size, keeping(job, before, kept.kept), ends_s - self._clock())
+            found = self._solved(size, keeping(job, before, kept.kept), ends_s - self.clock())
         except PipetteError as error:
             return _reason(error)
         keeps_sizes = (found.chosen.layout.tp, found.chosen.layout.pp) == (before.tp, before.pp)
@@ -288,11 +269,11 @@ class _Maker:
 
     def _fault(self, size: int, before: Layout) -> str:
         """Return the reason that `size` hosts have no legal layout; empty if a layout is legal or time is up."""
-        if self._clock() >= self._deadline_s:
+        if self.clock() >= self.deadline_s:
             return ""
         try:
-            job = keeping(self._needs.job_of(size), before, self._needs.continuation_of(before).kept)
-            with_cases_of(job, without_hosts(self._measurements, self._plan.hosts[size:]))
+            job = keeping(self.needs.job_of(size), before, self.needs.continuation_of(before).kept)
+            with_cases_of(job, without_hosts(self.measurements, self.plan.hosts[size:]))
         except PipetteError as error:
             return _reason(error)
         return ""
@@ -302,30 +283,27 @@ class _Maker:
         if {"tp", "pp"} <= set(kept.kept):
             return None
         try:
-            return self._solved(size, keeping(job, before, (*kept.kept, "tp", "pp")), (ends_s - self._clock()) / 2)
+            return self._solved(size, keeping(job, before, (*kept.kept, "tp", "pp")), (ends_s - self.clock()) / 2)
         except PipetteError:
             return None
 
     def _solved(self, size: int, job: Job, budget_s: float) -> Plan:
-        measurements = without_hosts(self._measurements, self._plan.hosts[size:])
+        measurements = without_hosts(self.measurements, self.plan.hosts[size:])
         return solve(
             job,
             with_extrapolated_times(job, with_cases_of(job, measurements)),
-            options=replace(self._options, budget_s=max(budget_s, 0.0)),
-            clock=self._clock,
-            provenance=self._plan.provenance,
-            corrections=self._corrections,
+            options=replace(self.options, budget_s=max(budget_s, 0.0)),
+            clock=self.clock,
+            provenance=self.plan.provenance,
+            corrections=self.corrections,
         )
 
 
 def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
     """Add the compute cases of a job on these hosts that the warm-up did not measure.
 
-    Fewer hosts use other micro-batch sizes, whose times are extrapolated from measured times.
-
-    Raises:
-        LayoutError: no layout of the job is legal on these hosts.
-
+    Fewer hosts use other micro-batch sizes, whose times are extrapolated from measured times. Raises LayoutError if no
+    layout of the job is legal on these hosts.
     """
     cluster = measurements.cluster
     found = base_layouts(

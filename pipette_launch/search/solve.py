@@ -335,7 +335,7 @@ def solve(
     def is_late() -> bool:
         return clock() >= deadline_s
 
-    frontier = _frontier(inputs, base, options, is_late)
+    frontier = _frontier(inputs, base, is_late)
     searched = SearchLoop(inputs, frontier, seed=options.seed, is_late=is_late).run()
     # The number of layouts that were ruled out, by reason, most frequent reason first.
     dropped = Counter(base.dropped) + frontier.dropped
@@ -357,7 +357,7 @@ def solve(
     )
 
 
-def _frontier(inputs: SearchInputs, base: BaseLayouts, options: SolveOptions, is_late: IsLate) -> Frontier:
+def _frontier(inputs: SearchInputs, base: BaseLayouts, is_late: IsLate) -> Frontier:
     """Bound the base layouts; raises PlanError if no layout can be chosen, not even the user's own."""
     bounds = BoundColumns.of(inputs.job, inputs.measurements, inputs.predictor)
     frontier = Frontier(inputs, base, bounds)
@@ -365,9 +365,7 @@ def _frontier(inputs: SearchInputs, base: BaseLayouts, options: SolveOptions, is
     if own_dropped:
         frontier.dropped[own_dropped] += 1
     if (base.own_fault or own_dropped) and not frontier.find_any():
-        raise explanations.nothing_left(
-            inputs, dropped=frontier.dropped, memory_margin=options.memory_margin, is_late=is_late
-        )
+        raise explanations.nothing_left(inputs, dropped=frontier.dropped, is_late=is_late)
     return frontier
 
 

@@ -67,8 +67,17 @@ def tiers_of(links: Links) -> Tiers:
     distance_HH = distances_s(links)
     joints = spanning_tree(_without_bad_hosts(distance_HH))
     lengths = np.array([seconds for seconds, _, _ in joints])
-    order_H, snapshots = _join(joints, distance_HH, _gaps(lengths))
-    rows = [_numbered(snapshots[gap], order_H) for gap in sorted(_clear_gaps(snapshots, lengths))]
+    # Numbers of joining links before each of the widest gaps between the sorted lengths.
+    ratios = lengths[1:] / np.maximum(lengths[:-1], _TINY)
+    widest = np.argsort(-ratios, kind="stable")[:_MOST_GAPS]
+    gaps = [int(index) + 1 for index in widest if ratios[index] >= LEAST_RATIO]
+    order_H, snapshots = _join(joints, distance_HH, gaps)
+    rows = []
+    for gap in sorted(_clear_gaps(snapshots, lengths)):
+        # Number the groups along the order, in which each group is contiguous.
+        along_H, group_H = snapshots[gap][order_H], np.empty_like(order_H)
+        group_H[order_H] = np.concatenate(([0], np.cumsum(along_H[1:] != along_H[:-1])))
+        rows.append(group_H)
     return Tiers(
         order_H=order_H,
         by_speed=_by_speed(distance_HH),
@@ -78,9 +87,8 @@ def tiers_of(links: Links) -> Tiers:
 
 def distances_s(links: Links) -> Floats:
     """Return the seconds of a typical message between two hosts, mean of both directions (H x H, diagonal 0)."""
-    one_way_HH = np.asarray(links.latency_s) + TYPICAL_MESSAGE_BYTES * links.seconds_per_byte
-    symmetric: Floats = (one_way_HH + one_way_HH.T) / 2
-    return symmetric
+    one_way_HH = np.asarray(links.latency_s) + TYPICAL_MESSAGE_BYTES * links.seconds_per_byte()
+    return np.asarray((one_way_HH + one_way_HH.T) / 2)
 
 
 @lru_cache(maxsize=4)
@@ -104,8 +112,7 @@ def _without_bad_hosts(distance_HH: Floats) -> Floats:
     quantile_HK = others_HO[:, np.round(np.array(_QUANTILES) * (size - 2)).astype(np.int64)]
     typical_K = np.maximum(np.median(quantile_HK, axis=0), _TINY)
     badness_H = np.maximum((quantile_HK / typical_K).min(axis=1), 1.0)
-    corrected: Floats = distance_HH / np.maximum(badness_H[:, None], badness_H[None, :])
-    return corrected
+    return np.asarray(distance_HH / np.maximum(badness_H[:, None], badness_H[None, :]))
 
 
 def _by_speed(distance_HH: Floats) -> tuple[Ints, ...]:
@@ -118,15 +125,6 @@ def _by_speed(distance_HH: Floats) -> tuple[Ints, ...]:
         among_HH = distance_HH[np.ix_(hosts, hosts)]
         orders.append(hosts[_join(spanning_tree(_without_bad_hosts(among_HH)), among_HH, [])[0]])
     return tuple(orders)
-
-
-def _gaps(lengths: Floats) -> list[int]:
-    """Return the number of joining links before each of the widest gaps between their sorted lengths."""
-    if len(lengths) < 2:
-        return []
-    ratios = lengths[1:] / np.maximum(lengths[:-1], _TINY)
-    widest = np.argsort(-ratios, kind="stable")[:_MOST_GAPS]
-    return [int(index) + 1 for index in widest if ratios[index] >= LEAST_RATIO]
 
 
 def _join(
@@ -170,10 +168,7 @@ def _joined(near: Ints, far: Ints, lengths_HH: Floats, reach_H: Floats) -> Ints:
 
 
 def _clear_gaps(snapshots: dict[int, Ints], lengths: Floats) -> list[int]:
-    """Return the gaps that make tiers, widest first.
-
-    A tier has two groups or more, and at most half of the hosts alone.
-    """
+    """Return the gaps that make tiers, widest first: two groups or more, and at most half of the hosts alone."""
     chosen = []
     for gap, name_H in snapshots.items():
         sizes = np.bincount(name_H)
@@ -181,11 +176,3 @@ def _clear_gaps(snapshots: dict[int, Ints], lengths: Floats) -> list[int]:
             chosen.append(gap)
     chosen.sort(key=lambda gap: (-lengths[gap] / max(lengths[gap - 1], _TINY), gap))
     return chosen[:MOST_TIERS]
-
-
-def _numbered(name_H: Ints, order_H: Ints) -> Ints:
-    """Number groups along an order in which each group is contiguous."""
-    along_H = name_H[order_H]
-    group_H = np.empty_like(along_H)
-    group_H[order_H] = np.concatenate(([0], np.cumsum(along_H[1:] != along_H[:-1])))
-    return group_H

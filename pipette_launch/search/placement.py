@@ -22,7 +22,6 @@ from pipette_launch.facts import Layout, Links
 from pipette_launch.facts.cluster import in_device_order, shared_order
 from pipette_launch.facts.layout import Ints
 from pipette_launch.search.assignment.descent import descend
-from pipette_launch.search.assignment.problem import Arrangement, Flows
 from pipette_launch.search.near_hosts import distances_s, nearest, tiers_of
 from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProblem, Slots, faster, starts
 from pipette_launch.search.step_model import linearise
@@ -60,19 +59,11 @@ def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]
 
 
 def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.Random, is_late: IsLate) -> Placed:
-    """Search one round for a placement that is better than the best so far.
+    """Search one round for a placement that is better than the best so far; `turn` is the number of earlier rounds.
 
     First, whole hosts exchange their ranks. On few slots, simulated annealing then moves single ranks. Round 0 begins
     at the best placement. Later rounds begin in turn at the best placement with some hosts exchanged, and at another
     start placement, to find other minima.
-
-    Args:
-        problem: the layout and its slots.
-        best: best placement so far.
-        turn: number of earlier rounds.
-        rng: random numbers.
-        is_late: ends the round early.
-
     """
     slots = problem.slots
     start = _start(problem, best, turn, rng)
@@ -151,7 +142,10 @@ def ordered(problem: PlacementProblem, placed: Placed, *, is_late: IsLate, thoro
         here = shared_order(best.placement, devices)
         if here is None or is_late():
             break
-        found = _best_order(problem, [here, *_swapped(here)], best.placement)
+        swapped = [list(here) for _ in combinations(here, 2)]
+        for order, (first, second) in zip(swapped, combinations(range(devices), 2), strict=True):
+            order[first], order[second] = order[second], order[first]
+        found = _best_order(problem, [here, *map(tuple, swapped)], best.placement)
         if found.cost_s >= best.cost_s:
             break
         best = found
@@ -161,12 +155,10 @@ def ordered(problem: PlacementProblem, placed: Placed, *, is_late: IsLate, thoro
 @lru_cache(maxsize=4)
 def are_uneven(within_host: tuple[Links, ...]) -> bool:
     """Return whether the links inside any host differ by more than noise."""
-    return within_host[0].size > 2 and any(_ratio(links) > UNEVEN for links in set(within_host))
-
-
-def _ratio(links: Links) -> float:
-    one_way = distances_s(links)[np.triu_indices(links.size, 1)]
-    return float(one_way.max() / one_way.min()) if one_way.min() > 0 else 1.0
+    devices = within_host[0].size
+    upper = np.triu_indices(devices, 1)
+    times = [distances_s(links)[upper] for links in set(within_host)] if devices > 2 else []
+    return any(0 < one_way.min() * UNEVEN < one_way.max() for one_way in times)
 
 
 def _best_order(problem: PlacementProblem, orders: list[tuple[int, ...] | None], placement: Placement) -> Placed:
@@ -179,15 +171,6 @@ def _best_order(problem: PlacementProblem, orders: list[tuple[int, ...] | None],
     least = int(costs_s.argmin())
     chosen = least if costs_s[least] < costs_s[0] * (1 - LEAST_GAIN) else 0
     return problem.placed(tuple(placement_KW[chosen].tolist()), float(costs_s[chosen]))
-
-
-def _swapped(order: tuple[int, ...]) -> list[tuple[int, ...]]:
-    found = []
-    for first, second in combinations(range(len(order)), 2):
-        swapped = list(order)
-        swapped[first], swapped[second] = swapped[second], swapped[first]
-        found.append(tuple(swapped))
-    return found
 
 
 @lru_cache(maxsize=4)
@@ -294,16 +277,8 @@ of Pipette ignores the size of a change, so a loss of 0.1 % is as likely to be a
 def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: random.Random, is_late: IsLate) -> Placed:
     """Improve a placement by simulated annealing, and return the best placement seen.
 
-    A faster neighbour is always accepted, and a slower neighbour sometimes. The result depends only on the arguments
-    and `rng`. The deadline only ends the annealing, so more time never gives a worse placement.
-
-    Args:
-        problem: the layout and its slots.
-        start: first placement.
-        steps: number of steps over which the temperature falls geometrically.
-        rng: random numbers.
-        is_late: ends the annealing early.
-
+    A faster neighbour is always accepted, and a slower neighbour sometimes, while the temperature falls geometrically.
+    The deadline only ends the annealing, so more time never gives a worse placement.
     """
     here = best = start
     found_at, slots = 0, problem.slots
@@ -315,20 +290,14 @@ def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: rando
         neighbours = [neighbour(here.placement, slots, rng) for _ in range(WIDTH)]
         there = problem.best_of(in_device_order(neighbours, devices, order_D))
         temperature = START_TEMPERATURE * math.pow(END_TEMPERATURE / START_TEMPERATURE, step / steps)
-        if _accepts(there.cost_s - here.cost_s, temperature * (start.cost_s - problem.bound_s), rng):
+        rise_s, scale_s = there.cost_s - here.cost_s, temperature * (start.cost_s - problem.bound_s)
+        # Metropolis' rule. Always draw the number, so that rounding of costs cannot change later random numbers.
+        chance = rng.random()
+        if rise_s <= 0 or (scale_s > 0 and chance < math.exp(-rise_s / scale_s)):
             here = there
             if here.cost_s < best.cost_s:
                 best, found_at = here, step
     return best
-
-
-def _accepts(rise_s: float, temperature_s: float, rng: random.Random) -> bool:
-    """Return whether to accept a slower placement, by Metropolis' rule.
-
-    The random number is always drawn, so that rounding of costs cannot change later random numbers.
-    """
-    chance = rng.random()
-    return rise_s <= 0 or (temperature_s > 0 and chance < math.exp(-rise_s / temperature_s))
 
 
 def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placement:
@@ -338,12 +307,10 @@ def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placeme
     differ modulo the devices. The result decides the ranks of each host, but not the device of each rank.
     """
     line = _line(placement, slots, rng)
-    order = _rearranged(len(line), rng)
     changed = list(placement)
-    for target, source in enumerate(order):
-        if target != source:
-            for to, origin in zip(line[target], line[source], strict=True):
-                changed[to] = placement[origin]
+    for target, source in enumerate(_rearranged(len(line), rng)):
+        for to, origin in zip(line[target], line[source], strict=True):
+            changed[to] = placement[origin]
     return tuple(changed)
 
 
@@ -356,9 +323,14 @@ def _line(placement: Placement, slots: Slots, rng: random.Random) -> Sequence[Se
         return [slots.host(host) for host in hosts]
     if not slots.keeps_residues:
         return [(slot,) for slot in range(slots.num_slots)]
-    if kind == "units":
-        return _unit_slots(placement, slots, slots.ranks_of_a_unit, range(slots.num_hosts), rng)
-    return _unit_slots(placement, slots, slots.ranks_of_a_host_unit, hosts, rng)
+    # Take one unit of consecutive ranks on each host, with equal first ranks modulo devices.
+    size = slots.ranks_of_a_unit if kind == "units" else slots.ranks_of_a_host_unit
+    chosen = set(range(slots.num_hosts) if kind == "units" else hosts)
+    apart = math.lcm(size, slots.devices_per_host)
+    first = size * rng.randrange(apart // size)
+    slot_of = {rank: slot for slot, rank in enumerate(placement)}
+    units = [tuple(slot_of[rank] for rank in range(one, one + size)) for one in range(first, len(placement), apart)]
+    return sorted(unit for unit in units if unit[0] // slots.devices_per_host in chosen)
 
 
 def _line_kinds(slots: Slots) -> list[str]:
@@ -370,18 +342,6 @@ def _line_kinds(slots: Slots) -> list[str]:
     if slots.domain_H and slots.num_slots >= 2 * apart and slots.num_slots % apart == 0:
         kinds.append("units")
     return kinds
-
-
-def _unit_slots(
-    placement: Placement, slots: Slots, size: int, hosts: Sequence[int], rng: random.Random
-) -> Sequence[Sequence[int]]:
-    """Return the slots of one unit of `size` ranks on each host, for units with equal first ranks modulo devices."""
-    apart = math.lcm(size, slots.devices_per_host)
-    first = size * rng.randrange(apart // size)
-    slot_of = {rank: slot for slot, rank in enumerate(placement)}
-    units = [tuple(slot_of[rank] for rank in range(one, one + size)) for one in range(first, len(placement), apart)]
-    chosen = set(hosts)
-    return sorted(unit for unit in units if unit[0] // slots.devices_per_host in chosen)
 
 
 def _rearranged(length: int, rng: random.Random) -> list[int]:
@@ -441,7 +401,23 @@ def rearranged(
             break
         linear = linearise(model, np.array(best.placement), known=known)
         known = linear.tangents
-        arranged = _arranged(linear.flows, problem.cluster.between_hosts, slots, chance, is_late)
+        flows, near_HK = linear.flows, nearest(problem.cluster.between_hosts, NEAR)
+        group_H = np.asarray(slots.domain_H, dtype=np.int64) if slots.domain_H else None
+        arranged = min(
+            (
+                descend(
+                    flows,
+                    np.arange(num_hosts),
+                    near_HK=near_HK,
+                    group_H=group_H,
+                    steps=DESCENT_STEPS,
+                    rng=chance,
+                    is_late=is_late,
+                )
+                for _ in range(DESCENTS if num_hosts <= MANY_HOSTS else 1)
+            ),
+            key=lambda found: found.cost_s,
+        )
         if arranged.cost_s >= linear.flows.cost(np.arange(num_hosts)) - WORTH * best.cost_s:
             break
         placement = moved(best.placement, arranged.place_Q)
@@ -471,16 +447,6 @@ def _orders(placement: Placement, slots: Slots) -> Iterator[Placement]:
         for domains in permutations(groups):
             there_HD[np.ravel(groups)] = ranks_HD[np.ravel(domains)]
             yield tuple(there_HD.ravel().tolist())
-
-
-def _arranged(flows: Flows, links: Links, slots: Slots, rng: np.random.Generator, is_late: IsLate) -> Arrangement:
-    start_Q, near_HK = np.arange(flows.num_seats), nearest(links, NEAR)
-    group_H = np.asarray(slots.domain_H, dtype=np.int64) if slots.domain_H else None
-    descents = (
-        descend(flows, start_Q, near_HK=near_HK, group_H=group_H, steps=DESCENT_STEPS, rng=rng, is_late=is_late)
-        for _ in range(DESCENTS if flows.num_seats <= MANY_HOSTS else 1)
-    )
-    return min(descents, key=lambda found: found.cost_s)
 
 
 def moved(placement: Placement, place_Q: Ints) -> Placement:

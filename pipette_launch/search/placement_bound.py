@@ -39,13 +39,6 @@ _ACTIONS_AT_ONCE = 1 << 22
 """One call simulates at most this number of passes, which take some tens of MB."""
 
 
-def best_trial(model: PlacementCost) -> Prices:
-    """Return one trial step with the best link and the fastest slot everywhere; arguments then raise some prices."""
-    work = model.work
-    prices = best_prices(work, model.fabric, np.full((work.layout.pp, 1), model.slowness_W.min()))
-    return replace(prices, backward_hop_s_PD=prices.backward_hop_s_PD.copy())
-
-
 def copies(trial: Prices, count: int) -> Prices:
     """Return `count` copies of one trial, side by side."""
     return _each_array(lambda *arrays: np.repeat(arrays[0], count, axis=-1), trial)
@@ -59,14 +52,9 @@ def side_by_side(trials: Sequence[Prices]) -> Prices:
 def steps_s_K(work: LayoutWork, trials: Prices) -> Floats:
     """Return the seconds of each trial step."""
     at_once = max(1, _ACTIONS_AT_ONCE // (2 * len(work.rank_S) * work.num_microbatches))
-    blocks = [slice(first, first + at_once) for first in range(0, num_trials(trials), at_once)]
+    blocks = [slice(first, first + at_once) for first in range(0, len(trials.embedding_s_K), at_once)]
     parts = [_each_array(lambda *arrays, block=block: arrays[0][..., block], trials) for block in blocks]
     return np.concatenate([totals_s_K(work, part) for part in parts])
-
-
-def num_trials(trials: Prices) -> int:
-    """Return the number of trials."""
-    return len(trials.embedding_s_K)
 
 
 def _each_array(change: Callable[..., Floats], *trials: Prices) -> Prices:
@@ -115,11 +103,18 @@ class BoundArguments:
         yield BoundArgument(words=BEST_LINKS, trials=self.best)
         if len(self.places) > 1:
             yield from self._of_places()
-            yield from self._of_rings()
-            yield from self._of_exchanges()
+            yield from self._of_groups()
             yield from self._of_parts()
             yield from self._of_pipelines()
-        yield from self._of_slots()
+        slowness_W = self._model.slowness_W
+        slot = int(slowness_W.argmax())
+        if slowness_W[slot] > slowness_W.min():
+            # Some stage must use the slowest slot.
+            trials = copies(self._one, self._pp)
+            _at_own_rank(trials.slowness_PD, float(slowness_W[slot]))
+            name = self._model.fabric.cluster.slot_name(slot)
+            words = f"some stage has {name}, whose speed is {1 / float(slowness_W[slot]):.2f} of the median's"
+            yield BoundArgument(words=words, trials=trials)
 
     def crossing(self, names: tuple[str, ...]) -> BoundArgument:
         """Return the argument for placements in which a group with one of these names spans several places."""
@@ -154,7 +149,7 @@ class BoundArguments:
     def _all_rings(self) -> list[Ring]:
         return rings_of(self.places, self.unit)
 
-    @property
+    @cached_property
     def _rings(self) -> list[Ring]:
         return [ring for ring in self._all_rings if ring.tour.leaves_places]
 
@@ -209,24 +204,12 @@ class BoundArguments:
     def _ties_s_HH(self) -> Floats:
         """Seconds of the tied embedding's reduction over each pair of places."""
         pair_HH = self.places.link_s_HH("all_reduce", 2, self._model.work.traffic.embedding_bytes)
-        both_HH: Floats = np.maximum(pair_HH, pair_HH.T)
-        return both_HH
+        return np.asarray(np.maximum(pair_HH, pair_HH.T))
 
     @property
     def _is_tied(self) -> bool:
         """True if each place of the first stage reduces the tied embedding with another place, of the last stage."""
         return self._all_hops_cross and self._model.work.traffic.embedding_bytes > 0
-
-    def _of_slots(self) -> Iterator[BoundArgument]:
-        """Return the argument that some stage must use the slowest slot."""
-        slowness_W = self._model.slowness_W
-        slot = int(slowness_W.argmax())
-        if slowness_W[slot] > slowness_W.min():
-            trials = copies(self._one, self._pp)
-            _at_own_rank(trials.slowness_PD, float(slowness_W[slot]))
-            name = self._model.fabric.cluster.slot_name(slot)
-            words = f"some stage has {name}, whose speed is {1 / float(slowness_W[slot]):.2f} of the median's"
-            yield BoundArgument(words=words, trials=trials)
 
     def _of_places(self) -> Iterator[BoundArgument]:
         """Return arguments that some stage lies on a place with slow links, which its groups (or sends) must use."""
@@ -242,7 +225,10 @@ class BoundArguments:
             for place in np.argsort(-seconds_H, kind="stable")[:_WORST].tolist():
                 if place not in done and seconds_H[place] > cost_s_HH.min():
                     done.add(place)
-                    words = f"some {name} must use a link of {self._place_words(place)}"
+                    rates = self.places.links.bandwidth_bytes_per_s
+                    best = min(float(np.delete(way, place).max()) for way in (rates[place], rates[:, place]))
+                    own = f"{self.places.names[place]}, whose best is {rate_text(best)}"
+                    words = f"some {name} must use a link of {own}"
                     yield BoundArgument(words=words, trials=self._with_place(place))
 
     def _with_place(self, place: int) -> Prices:
@@ -265,20 +251,17 @@ class BoundArguments:
                     trials.backward_hop_s_PD[hop, stage] = max(trials.backward_hop_s_PD[hop, stage], backward_s)
         return trials
 
-    def _of_rings(self) -> Iterator[BoundArgument]:
-        """Return arguments that some stage has the slowest of all data-parallel rings."""
+    def _of_groups(self) -> Iterator[BoundArgument]:
+        """Return arguments that some stage has the slowest of all data-parallel rings, or group of another kind."""
         for ring in self._rings:
-            trials = copies(self._mean, self._pp)
             last_s = ring.tour.thresholds_s[-1]
+            trials = copies(self._mean, self._pp)
             self._add_ring(trials, ring, last_s, has_best=True)
-            words = f"some gradient ring needs a link no better than {self._link_words(ring.tour.cost_s_HH, last_s)}"
-            yield BoundArgument(words=words, trials=trials)
-
-    def _of_exchanges(self) -> Iterator[BoundArgument]:
-        """Return arguments that some stage has the slowest group of a kind, for each kind of exchange."""
+            link = self._link_words(ring.tour.cost_s_HH, last_s)
+            yield BoundArgument(words=f"some gradient ring needs a link no better than {link}", trials=trials)
         for name, tour in self._tours.items():
-            trials = copies(self._one, self._pp)
             last_s = tour.thresholds_s[-1]
+            trials = copies(self._one, self._pp)
             self._exchange(trials, name, tour, last_s, own_rank=True)
             link = self._link_words(tour.cost_s_HH, last_s)
             words = f"some {GROUP_NAMES[name]} group needs a link no better than {link}"
@@ -366,11 +349,6 @@ class BoundArguments:
             _raise(one, hops=chosen, seconds=seconds)
         return side_by_side(trials)
 
-    def _place_words(self, place: int) -> str:
-        rates = self.places.links.bandwidth_bytes_per_s
-        best = min(float(np.delete(way, place).max()) for way in (rates[place], rates[:, place]))
-        return f"{self.places.names[place]}, whose best is {rate_text(best)}"
-
     def _link_words(self, cost_HH: Floats, seconds: float) -> str:
         sender, receiver = divmod(int(np.abs(cost_HH - seconds).argmin()), len(self.places))
         rate = float(self.places.links.bandwidth_bytes_per_s[sender, receiver])
@@ -406,7 +384,10 @@ class Bound:
 
 def placement_bound_s(model: PlacementCost) -> Bound:
     """Bound the step time of a layout over all its placements."""
-    best, places = best_trial(model), Places.of(model)
+    # One trial step has the best link and the fastest slot everywhere. Arguments then raise some of its prices.
+    slowness_P1 = np.full((model.work.layout.pp, 1), model.slowness_W.min())
+    best, places = best_prices(model.work, model.fabric, slowness_P1), Places.of(model)
+    best = replace(best, backward_hop_s_PD=best.backward_hop_s_PD.copy())
     cases: list[list[BoundArgument]] = []
     for block in blocks(model.work.layout, places.devices):
         arguments = BoundArguments(places=places, best=best, unit=block.unit)
@@ -415,18 +396,16 @@ def placement_bound_s(model: PlacementCost) -> Bound:
             cases[-1] += [arguments.crossing(names) for names in block.breaks]
     every = [argument for case in cases for argument in case]
     seconds_K = steps_s_K(model.work, side_by_side([argument.trials for argument in every]))
-    ends = np.cumsum([num_trials(argument.trials) for argument in every])
-    least = iter([float(seconds_K[start:end].min()) for start, end in zip([0, *ends[:-1]], ends, strict=True)])
-    least_s, words = min(
-        (_largest([(next(least), one.words) for one in case]) for case in cases), key=lambda pair: pair[0]
-    )
+    firsts = np.cumsum([0, *(len(argument.trials.embedding_s_K) for argument in every[:-1])])
+    least = iter(np.minimum.reduceat(seconds_K, firsts).tolist())
+    found = []
+    for case in cases:
+        bounds = [(next(least), argument.words) for argument in case]
+        most_s = max(seconds for seconds, _ in bounds)
+        # Name the first argument that gives the largest bound.
+        found.append((most_s, next(words for seconds, words in bounds if seconds >= most_s * (1 - _EQUAL))))
+    least_s, words = min(found, key=lambda pair: pair[0])
     return Bound(seconds=least_s * (1 - _ROUNDING) * model.factor, words=words)
-
-
-def _largest(bounds: list[tuple[float, str]]) -> tuple[float, str]:
-    """Return the largest bound, with the reason of the first argument that gives it."""
-    most_s = max(seconds for seconds, _ in bounds)
-    return most_s, next(words for seconds, words in bounds if seconds >= most_s * (1 - _EQUAL))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,9 +30,7 @@ from pipette_launch.facts.layout import Floats, Ints
 def best_ways(cost_HH: Floats) -> tuple[Floats, Floats]:
     """Return the costs of the best link out of each host and the best link into each host; rows of `cost_HH` send."""
     cost = _without_own(cost_HH)
-    out_H: Floats = cost.min(axis=1)
-    in_H: Floats = cost.min(axis=0)
-    return out_H, in_H
+    return cost.min(axis=1), cost.min(axis=0)
 
 
 def through(cost_HH: Floats, *, visits_once: bool) -> Floats:
@@ -58,15 +56,8 @@ def ring_thresholds(
 
     The links up to a cost join the hosts to parts, and a ring of only these links lies inside one part. If m hosts of a
     part can lie on a ring of these links, the part holds at most floor(m * units_per_host / ring_units) rings, and no
-    ring if m is below `fewest`. A ring that fits on one host costs 0.
-
-    Args:
-        cost_HH: seconds of a ring whose slowest link leads from the row's host to the column's host.
-        units_per_host: units on each host.
-        ring_units: units of a ring.
-        fewest: smallest number of hosts of a ring.
-        through_H: least seconds of a ring through each host.
-
+    ring if m is below `fewest`, the smallest number of hosts of a ring. A ring that fits on one host costs 0.
+    `through_H` are the least seconds of a ring through each host.
     """
     hosts = len(cost_HH)
     rings = hosts * units_per_host // ring_units
@@ -218,14 +209,7 @@ class Places:
     def link_s_HH(self, kind: Collective, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
         """Return the least seconds of a collective whose slowest link leads from the row's to the column's place.
 
-        The diagonal is infinite.
-
-        Args:
-            kind: kind of the collective.
-            size: members of the group.
-            size_bytes: bytes of the message.
-            fewest: smallest number of places that the group spans.
-
+        The diagonal is infinite. The group has `size` members on at least `fewest` places.
         """
         latency_factor, extra_s, bytes_factor = self.factors(kind, size, fewest)
         steps = num_steps(kind, size)

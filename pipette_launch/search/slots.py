@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.facts import Cluster, Layout
 from pipette_launch.facts.co_location import Domains, RankBlock
-from pipette_launch.facts.layout import Floats, Ints
+from pipette_launch.facts.layout import Degrees, Floats, Ints
 from pipette_launch.search.near_hosts import Tiers, tiers_of
 
 Placement = tuple[int, ...]
@@ -159,18 +159,13 @@ def faster(one: Placed, other: Placed) -> Placed:
     return min(one, other, key=lambda placed: placed.cost_s)
 
 
-_DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "use_tp_pp_dp_mapping")
-"""Fields of a layout that decide the groups of ranks."""
-
-
 def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlock, ...] = ()) -> Ints:
-    """Return up to `most` different start placements, the most promising first.
+    """Return up to `most` different start placements, the most promising first; the array (K, W) is read-only.
 
-    Near hosts get the ranks that exchange most data.
-
-    Torchrun's order comes first if the rules allow this order. The array (a placement in each row) is read-only.
+    Near hosts get the ranks that exchange most data. Torchrun's order comes first if the rules allow this order.
     """
-    degrees = Layout(**{name: getattr(layout, name) for name in _DEGREES})
+    # Only the degrees decide the groups of ranks.
+    degrees = Layout(**Degrees.of(layout)._asdict())
     return _starts(degrees, Slots.of(cluster, blocks), tiers_of(cluster.between_hosts), most)
 
 
@@ -197,8 +192,7 @@ def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
     if unit > 1 and packed.tolist() != tiers.order_H.tolist():
         orders.insert(0, packed)
     if tiers.by_speed:
-        # The first and the last stage often wait longest for their links, so fast hosts get one or both of these
-        # stages.
+        # The first and the last stage often wait longest for their links, so fast hosts get one of them, or both.
         fast, slow = tiers.by_speed
         half = -(-len(fast) // 2)
         orders += [np.concatenate([fast, slow]), np.concatenate([fast[:half], slow, fast[half:]])]
@@ -236,22 +230,19 @@ def _packed(tiers: Tiers, unit: int) -> Ints:
     for tier in range(tiers.num_tiers):
         runs = tiers.runs(tier)
         if max(len(run) for run in runs) >= unit:
-            full = [len(run) // unit * unit for run in runs]
-            whole = [run[:size] for run, size in zip(runs, full, strict=True)]
-            return np.concatenate(whole + [run[size:] for run, size in zip(runs, full, strict=True)])
+            halves = [np.split(run, [len(run) // unit * unit]) for run in runs]
+            return np.concatenate([*(full for full, _ in halves), *(rest for _, rest in halves)])
     return tiers.order_H
 
 
 def _sequences(layout: Layout, block_HD: Ints, tiers: Tiers, unit: int) -> Iterator[Ints]:
     """Yield orders of the blocks: by pipeline rank, by replica, or in tiles of both that fill a host group."""
-    stage_W = np.empty(layout.world_size, dtype=np.int64)
-    stage_W[rank_grid(layout)] = np.arange(layout.pp)[:, None, None, None]
-    stage_Q = stage_W[block_HD[:, 0]]
+    stage_Q = np.array([layout.cell_of(rank).pp for rank in block_HD[:, 0].tolist()])
     # Number of earlier blocks with the same pipeline rank.
     replica_Q = np.empty_like(stage_Q)
     for stage in range(layout.pp):
-        held = stage_Q == stage
-        replica_Q[held] = np.arange(int(held.sum()))
+        held = np.flatnonzero(stage_Q == stage)
+        replica_Q[held] = np.arange(len(held))
     squares = [(1, int(replica_Q.max()) + 1), (layout.pp, unit)]
     for tier in range(tiers.num_tiers):
         size = int(np.median([len(run) for run in tiers.runs(tier)]))

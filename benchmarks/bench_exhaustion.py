@@ -111,7 +111,7 @@ def try_all(job: Job, measured: Measurements, plan: Plan) -> tuple[int, float, L
         table=inputs.predictor.compute,
         domains=inputs.domains,
     )
-    frontier = Frontier(inputs, found, BoundColumns.of(job, measured, inputs.predictor))
+    frontier = Frontier(inputs, found, BoundColumns(job, measured, inputs.predictor))
     least_s, fastest = plan.chosen.step_time_s, plan.chosen.layout
     layouts = [job.own] if inputs.own_dropped is None else []
     while batch := frontier.take(64, below_s=plan.chosen.step_time_s):

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
-from operator import add
 from typing import NamedTuple, TypeVar
 
 from pipette_launch.cost.memory.overhead import measured_overhead, num_communicators
-from pipette_launch.cost.memory.peak import MemoryParts, folded_peaks, kept_by_chunk
+from pipette_launch.cost.memory.peak import folded_peaks, kept_by_chunk
 from pipette_launch.cost.pipeline.extra import SCHEDULES, most_kept, named_schedule, peak_live_bytes
 from pipette_launch.cost.step.predictor import PlacementCost
 from pipette_launch.errors import FactError, LayoutError
@@ -58,25 +57,16 @@ def unsupported(job: Job, cluster: Cluster) -> str:
     if not RELEASES[0] <= job.release < RELEASES[1]:
         known = "from {}.{} on and before {}.{}".format(*RELEASES[0], *RELEASES[1])
         return f"they run with megatron-core {known}, and the job has {job.megatron_version}"
-    fault = _unsupported(job)
-    return f"they do not run with {fault}" if fault else ""
-
-
-def _unsupported(job: Job) -> str:
-    """Name a feature of the job that the patch `schedules` cannot run; empty if the patch can run the job."""
     options = performance_options(job)
-    for name in _ONLY_STOCK:
-        if getattr(options, name):
-            return flag_of(name)
+    faults = [flag_of(name) for name in _ONLY_STOCK if getattr(options, name)]
     if options.graphs.impl != "none":
-        return f"{flag_of('cuda_graph_impl')} {options.graphs.impl}"
-    if options.cpu_offloading_num_layers:
-        return flag_of("cpu_offloading_num_layers")
-    if options.rampup_batch_size:
-        return flag_of("rampup_batch_size")
+        faults.append(f"{flag_of('cuda_graph_impl')} {options.graphs.impl}")
+    faults += [flag_of(name) for name in ("cpu_offloading_num_layers", "rampup_batch_size") if getattr(options, name)]
     if job.model.hybrid:
-        return "hybrid models"
-    return "multi-token prediction" if job.model.mtp_num_layers else ""
+        faults.append("hybrid models")
+    if job.model.mtp_num_layers:
+        faults.append("multi-token prediction")
+    return f"they do not run with {faults[0]}" if faults else ""
 
 
 class _Way(NamedTuple):
@@ -118,25 +108,15 @@ class _LayoutMemory:
         """Megatron's own schedule of the layout."""
         return schedule_of(self.layout, self.num_microbatches)
 
-    @cached_property
-    def _in_a_loop(self) -> tuple[int, ...]:
-        live_bytes = peak_live_bytes(self.stock, self.kept_bytes)
-        return tuple(peak - live for peak, live in zip(self.stock_peaks, live_bytes, strict=True))
-
-    @cached_property
-    def _folded(self) -> tuple[MemoryParts, ...]:
-        return folded_peaks(self.inputs.job, self.layout, [0] * self.layout.pp)
-
     def peaks(self, placement: Placement, live_bytes: Sequence[int]) -> tuple[int, ...]:
         """Predict the peak bytes of each pipeline rank from the bytes of its live activations."""
         if placement == "loop":
-            return tuple(map(add, self._in_a_loop, live_bytes))
+            stock_bytes = peak_live_bytes(self.stock, self.kept_bytes)
+            each = zip(self.stock_peaks, stock_bytes, live_bytes, strict=True)
+            return tuple(peak - stock + live for peak, stock, live in each)
         factor = self.inputs.predictor.memory_factor
-        ranks = (
-            MemoryParts(**{**asdict(parts), "activations": live})
-            for parts, live in zip(self._folded, live_bytes, strict=True)
-        )
-        return tuple(math.ceil(parts.total * factor) for parts in ranks)
+        folded = folded_peaks(self.inputs.job, self.layout, live_bytes)
+        return tuple(math.ceil(parts.total * factor) for parts in folded)
 
 
 def best_scheduled(
@@ -158,7 +138,7 @@ def best_scheduled(
         chosen: the best choice under Megatron's own schedules.
         names: names of schedules, from `facts.known_schedules.EXECUTABLE`.
         seed: seed of all random numbers.
-        is_late: returns true once the search must end.
+        is_late: ends the search.
 
     """
     pipelined = [one for one in sorted(candidates, key=lambda one: one.placed.cost_s) if one.layout.pp > 1]
@@ -177,9 +157,11 @@ def best_scheduled(
     for one, ways in chain(islice(ways_of(pipelined), MOST_LAYOUTS), priced):
         if isinstance(one, Candidate):
             found += _choices(inputs, one, ways, is_late)
-    best = min(found, key=lambda choice: choice.step_time_s, default=None)
-    best = _better_placed(inputs, best, random.Random(seed), is_late) if best else None
-    return best if best and best.step_time_s <= (1 - GAIN) * chosen.step_time_s else None
+    if not found:
+        return None
+    best = min(found, key=lambda choice: choice.step_time_s)
+    best = _better_placed(inputs, best, random.Random(seed), is_late)
+    return best if best.step_time_s <= (1 - GAIN) * chosen.step_time_s else None
 
 
 def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], names: Sequence[str]) -> list[_Way]:
@@ -235,7 +217,12 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
         live_bytes = peak_live_bytes(schedule, kept_bytes, waiting_bytes)
         peaks = memory.peaks(schedule.placement, live_bytes)
         if max(peaks) <= memory.limit_bytes:
-            checks = fits_as_stock and _draws_as(schedule, memory.stock)
+            # If both schedules run each rank's forwards in the same order, dropout draws the same numbers.
+            ours, stock = (
+                [[action for action in actions if action.kind == "F"] for actions in each.ranks]
+                for each in (schedule, memory.stock)
+            )
+            checks = fits_as_stock and ours == stock
             yield choice_of(
                 inputs,
                 layout,
@@ -293,9 +280,3 @@ def _times(inputs: SearchInputs, layout: Layout, placement: Sequence[int], sched
     if inputs.cluster.device_kind != "cuda":
         return None
     return inputs.predictor.stage_times(layout, placement, schedule).expected
-
-
-def _draws_as(one: Schedule, other: Schedule) -> bool:
-    """Return whether both schedules run each rank's forwards in the same order, so dropout draws the same numbers."""
-    orders = ([[each for each in actions if each.kind == "F"] for actions in which.ranks] for which in (one, other))
-    return next(orders) == next(orders)

@@ -359,7 +359,7 @@ def solve(
 
 def _frontier(inputs: SearchInputs, base: BaseLayouts, is_late: IsLate) -> Frontier:
     """Bound the base layouts; raises PlanError if no layout can be chosen, not even the user's own."""
-    bounds = BoundColumns.of(inputs.job, inputs.measurements, inputs.predictor)
+    bounds = BoundColumns(inputs.job, inputs.measurements, inputs.predictor)
     frontier = Frontier(inputs, base, bounds)
     own_dropped = None if base.own_fault else inputs.own_dropped
     if own_dropped:

@@ -31,7 +31,7 @@ def opened(
     measurements = measurements or tiny_measurements(tiny_cluster())
     found = base_layouts(job, world_size=4, devices_per_host=2, device_kind="cpu")
     inputs = SearchInputs.of(job, measurements, memory_margin=memory_margin)
-    return Frontier(inputs, found, BoundColumns.of(job, measurements)), found, inputs
+    return Frontier(inputs, found, BoundColumns(job, measurements)), found, inputs
 
 
 def every_layout(job: Job, inputs: SearchInputs) -> list[Layout]:

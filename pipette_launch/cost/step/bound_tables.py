@@ -139,13 +139,10 @@ class Tables:
     """Times and sizes that many layouts share, each computed once."""
 
     def __init__(self, job: Job, measurements: Measurements, compute: ComputeTable, fabric: Fabric) -> None:
-        self.job = job
-        self.compute = compute
+        self.job, self.compute, self.fabric, cluster = job, compute, fabric, measurements.cluster
         self.once_a_step = OnceAStep.of(measurements)
-        self.fabric = fabric
-        slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
+        slowness = [1.0 / speed for speed in cluster.slot_speed]
         self.fastest, self.slowest = min(slowness), max(slowness)
-        cluster = measurements.cluster
         self._num_slots, self.devices, self.num_hosts = cluster.num_slots, cluster.devices_per_host, len(cluster.hosts)
         shared_by: tuple[Field, ...] = ("ep", "etp") if compute.knows_shares else ()
         self._share_fields: tuple[Field, ...] = (
@@ -158,7 +155,6 @@ class Tables:
         self._hiding: Memo[Hiding] = Memo()
         self._networks: dict[tuple[object, ...], Floats] = {}
         self._parameters: Memo[list[list[float]]] = Memo()
-        self._embedding_s: Memo[float] = Memo()
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         self._shard_fields: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
         """Further fields that decide exchanges under FSDP: replicas, and recompute, which hides some exchanges."""
@@ -167,7 +163,13 @@ class Tables:
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Return, for each layout, whether compute times are known and its degrees divide batch, layers and slots."""
         cases = columns.groups("tp", "cp", "micro_batch_size")
-        known_U = _each(columns, cases.first_U, ("tp", "cp", "micro_batch_size"), self._can_compute, self._computes)
+        known_U = _each(
+            columns,
+            cases.first_U,
+            ("tp", "cp", "micro_batch_size"),
+            self._can_compute,
+            lambda layout: self.compute.source(case_of(layout)) is not None,
+        )
         fields = ("pp", "vpp", "layers_per_chunk")
         splits = columns.groups(*fields)
         splits_U = _each(columns, splits.first_U, fields, self._can_split, self._splits)
@@ -199,14 +201,26 @@ class Tables:
 
     def unit_times(self, columns: LayoutColumns, groups_lie: GroupsLie = "anywhere") -> UnitTimes:
         """Return the seconds of each part of a chunk, for each group of layouts."""
-        columns = _recomputes_merged(columns)
+        # The number of layers that full recompute repeats does not change the time of one layer.
+        kinds = [replace(one, num_layers=1) if one.granularity == "full" else one for one in columns.recomputes]
+        place = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
+        merged = np.array([place[kind] for kind in kinds])[columns.recompute]
+        columns = replace(columns, recompute=merged, recomputes=(*place,))
         computed_by = ("tp", "cp", "micro_batch_size", "recompute", *self._share_fields)
         sent_by = ("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._shard_fields)
         kernels, networks = columns.groups(*computed_by), columns.groups(*sent_by)
         both_N = networks.group_N * len(kernels.first_U) + kernels.group_N
         codes_U, group_N = np.unique(both_N, return_inverse=True)
         network_U, kernel_U = np.divmod(codes_U, len(kernels.first_U))
-        passes = np.array(_each(columns, kernels.first_U, computed_by, self._passes, self._unit_passes))
+
+        def passes_4X(layout: Layout) -> Floats:
+            rows: list[tuple[float, ...]] = [
+                (one.forward_s, one.backward_s + one.recompute_s, one.forward_idle_s, one.backward_idle_s)
+                for one in self.compute.unit_passes(layout)
+            ]
+            return np.asarray(np.array(rows).T)
+
+        passes = np.array(_each(columns, kernels.first_U, computed_by, self._passes, passes_4X))
         keys = [(groups_lie, *key) for key in columns.values(networks.first_U, *sent_by)]
         new = [place for place, key in enumerate(keys) if key not in self._networks]
         if new:
@@ -223,24 +237,17 @@ class Tables:
         )
 
     def unit_parameters(self, columns: LayoutColumns) -> tuple[Ints, Ints]:
-        """Count the parameters of the parts of the layouts' chunks.
-
-        Returns:
-            Group of each layout (N); dense and expert parameters of each part on one rank, for each group (U, 2, X).
-
-        """
+        """Return the group of each layout (N), and dense and expert parameters of each part on one rank (U, 2, X)."""
         first_U, group_N = grouped(columns.tp, columns.ep, columns.etp, (columns.pp > 1).astype(np.int64))
-        found = _each(columns, first_U, ("tp", "ep", "etp", "pp"), self._parameters, self._parameters_of)
+
+        def of_parts(layout: Layout) -> list[list[float]]:
+            unit = unit_parameters(self.job.model, layout)
+            layers = (each for each in unit.layers.values() for _ in range(2))
+            parts = (*layers, unit.embedding, unit.head, unit.prediction)
+            return [[part.dense for part in parts], [part.expert for part in parts]]
+
+        found = _each(columns, first_U, ("tp", "ep", "etp", "pp"), self._parameters, of_parts)
         return group_N, np.array(found, dtype=np.int64)
-
-    def _parameters_of(self, layout: Layout) -> list[list[float]]:
-        unit = unit_parameters(self.job.model, layout)
-        layers = (each for each in unit.layers.values() for _ in range(2))
-        parts = (*layers, unit.embedding, unit.head, unit.prediction)
-        return [[part.dense for part in parts], [part.expert for part in parts]]
-
-    def _computes(self, layout: Layout) -> bool:
-        return self.compute.source(case_of(layout)) is not None
 
     def _splits(self, layout: Layout) -> bool:
         with contextlib.suppress(LayoutError):
@@ -268,20 +275,11 @@ class Tables:
         # Without a second stage there may be a single slot, for which the fabric has no best link.
         if not has_two_embeddings(self.job.model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
-        seconds = [self._embedding_s.get(tp, partial(self._embedding_s_of, tp)) for tp in columns.tp.tolist()]
-        return np.array(seconds) * (columns.pp > 1)
-
-    def _embedding_s_of(self, tp: int) -> float:
-        size_bytes = word_embedding_parameters(self.job.model, tp) * gradient_bytes_per_parameter(self.job)
-        return float(self.fabric.bounds_s("all_reduce", 2, np.array([float(size_bytes)]))[0])
-
-    def _unit_passes(self, layout: Layout) -> Floats:
-        rows = [
-            (one.forward_s, one.backward_s + one.recompute_s, one.forward_idle_s, one.backward_idle_s)
-            for one in self.compute.unit_passes(layout)
-        ]
-        passes_4X: Floats = np.array(rows).T
-        return passes_4X
+        each_bytes = gradient_bytes_per_parameter(self.job)
+        tp_U, group_N = np.unique(columns.tp, return_inverse=True)
+        bytes_U = [float(word_embedding_parameters(self.job.model, tp) * each_bytes) for tp in tp_U.tolist()]
+        seconds_U = self.fabric.bounds_s("all_reduce", 2, np.array(bytes_U))
+        return np.asarray(seconds_U[group_N.reshape(-1)] * (columns.pp > 1))
 
     def _exchange_s_U3X(self, columns: LayoutColumns, groups_lie: GroupsLie) -> Floats:
         """Return the exposed seconds of exchanges in forward and backward by part, then the seconds of a send.
@@ -302,9 +300,13 @@ class Tables:
             if one not in self._exchanges:
                 self._exchanges[one] = exchanges_of(self.job, one, self._one_of_each, self.fabric.domain_slots)
             members = group_sizes(one, instances=shard_copies(self.job))
+            across: tuple[str, ...] = ("tp",) if groups_lie == "tensor across hosts" else ()
+            if groups_lie == "experts across hosts":
+                # With etp above 1, the ranks of one expert may span hosts, or the ranks with equal parts of experts.
+                across = ("ep_etp", "ep") if one.etp == 1 else ("ep_etp",)
             for item in self._exchanges[one]:
                 sizes = item.size_bytes * (np.ones_like(samples) if item.is_sharding else samples)
-                fewest = 2 if item.group in _across_hosts(groups_lie, one) else 1
+                fewest = 2 if item.group in across else 1
                 seconds = self.fabric.bounds_s(item.kind, members[item.group], sizes, fewest=fewest)
                 if item.behind:
                     hidden_s = [hiding_U[case].seconds(item.behind) for case in cases.group_N[rows].tolist()]
@@ -318,15 +320,6 @@ class Tables:
         return found
 
 
-def _recomputes_merged(columns: LayoutColumns) -> LayoutColumns:
-    """Merge full recompute of any number of layers: the number does not change the time of one layer."""
-    kinds = [replace(one, num_layers=1) if one.granularity == "full" else one for one in columns.recomputes]
-    place = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
-    return replace(
-        columns, recompute=np.array([place[kind] for kind in kinds])[columns.recompute], recomputes=(*place,)
-    )
-
-
 def _each(
     columns: LayoutColumns, rows: Ints, fields: tuple[Field, ...], known: Memo[T], make: Callable[[Layout], T]
 ) -> list[T]:
@@ -336,14 +329,6 @@ def _each(
         known.get(key, lambda: make(columns.layout(row)))  # noqa: B023 - called at once
         for key, row in zip(keys, rows.tolist(), strict=True)
     ]
-
-
-def _across_hosts(groups_lie: GroupsLie, layout: Layout) -> tuple[str, ...]:
-    """Return names of groups, of which at least one group spans several hosts."""
-    if groups_lie == "experts across hosts":
-        # With etp above 1, the ranks of one expert may span hosts, or the ranks with equal parts of experts.
-        return ("ep_etp", "ep") if layout.etp == 1 else ("ep_etp",)
-    return ("tp",) if groups_lie == "tensor across hosts" else ()
 
 
 def split_by_code(codes_N: Ints) -> list[Ints]:

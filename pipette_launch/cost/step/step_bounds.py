@@ -12,7 +12,6 @@ of a simulation. Data-parallel groups that are too large for a host span slow ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -35,7 +34,7 @@ from pipette_launch.cost.step.bound_tables import Content, GroupsLie, Tables, Un
 from pipette_launch.cost.step.pipeline_bound import Drains, Pipelines, drains
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Floats, Ints, Layout, LayoutColumns, codes_of, grouped
+from pipette_launch.facts.layout import Floats, Ints, LayoutColumns, codes_of, grouped
 from pipette_launch.facts.measurements import Measurements
 
 _ROUNDING = 1e-9
@@ -47,21 +46,13 @@ _AT_ONCE = 1 << 16
 class BoundColumns:
     """Bounds the step time of layouts of one job on one allocation."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-
-    @classmethod
-    def of(cls, job: Job, measurements: Measurements, predictor: Predictor | None = None) -> BoundColumns:
+    def __init__(self, job: Job, measurements: Measurements, predictor: Predictor | None = None) -> None:
         """Prepare the tables of a job, with the compute times of a predictor if one is given."""
         predictor = predictor or Predictor(job, measurements)
-        return cls(Tables(job, measurements, predictor.compute, predictor.fabric))
-
-    def seconds_N(self, layouts: Sequence[Layout]) -> Floats:
-        """Return a lower bound over all placements of each layout; nan if the layout cannot be priced."""
-        return self.of_columns(LayoutColumns.of(layouts))
+        self._tables = Tables(job, measurements, predictor.compute, predictor.fabric)
 
     def of_columns(self, columns: LayoutColumns) -> Floats:
-        """Return `seconds_N` of layouts in columns."""
+        """Return a lower bound over all placements of each layout; nan if the layout cannot be priced."""
         return self._bounds_N(columns, "anywhere")
 
     def rough_of_columns(self, columns: LayoutColumns) -> Floats:
@@ -79,9 +70,8 @@ class BoundColumns:
         unit, n_N = self._tables.unit_times(columns), self._tables.microbatches_N(columns)
         for rows in split_by_code(codes_of([columns.pp, columns.vpp])):
             content, here = contents_of(self._tables.job, columns.take(rows)), unit.take(rows)
-            codes_U, group_N = np.unique(here.group_N * len(content.kind_CVP) + content.split_N, return_inverse=True)
-            unit_U, split_U = np.divmod(codes_U, len(content.kind_CVP))
-            kinds_UVP = content.kind_CVP[split_U]
+            first_U, group_N = grouped(here.group_N, content.split_N)
+            unit_U, kinds_UVP = here.group_N[first_U], content.kind_CVP[content.split_N[first_U]]
             fast_UVP, slow_UVP = (
                 np.add(*here.chunk_times(content.parts_KX, slow=slow))[unit_U[:, None, None], kinds_UVP]
                 for slow in (False, True)
@@ -103,15 +93,14 @@ class BoundColumns:
         seconds_N = np.zeros(len(columns))
         tensor_N, experts_N = self._tables.tensor_fits_hosts(columns), self._tables.experts_fit_hosts(columns)
         whole_N = ((columns.ep * columns.etp) % columns.tp == 0) & (columns.use_tp_pp_dp_mapping == 0)
-        kinds: tuple[tuple[GroupsLie, NDArray[np.bool_]], ...] = (
+        cases: tuple[tuple[GroupsLie, NDArray[np.bool_]], ...] = (
+            ("inside hosts", tensor_N | experts_N),
             ("tensor across hosts", tensor_N & ~(experts_N & whole_N)),
             ("experts across hosts", experts_N),
         )
-        inside = np.flatnonzero(tensor_N | experts_N)
-        if len(inside):
-            seconds_N[inside] = self._bounds_N(columns.take(inside), "inside hosts")
-        for groups_lie, fits_N in kinds:
-            rows = np.flatnonzero(fits_N)
+        seconds_N[tensor_N | experts_N] = np.inf
+        for groups_lie, holds_N in cases:
+            rows = np.flatnonzero(holds_N)
             if len(rows):
                 seconds_N[rows] = np.minimum(seconds_N[rows], self._bounds_N(columns.take(rows), groups_lie))
         return seconds_N
@@ -241,13 +230,7 @@ class _UpdatePrices:
     ) -> _UpdatePrices:
         """Price the exchanges and updates of layouts with the same pp and vpp.
 
-        Args:
-            tables: tables of the job.
-            columns: layouts to price.
-            unit: group of each layout by parameters, and parameters of the parts of a chunk for each group.
-            content: parts of the chunks.
-            groups_lie: assumption about the hosts of the groups inside layers.
-
+        `unit` has the group of each layout by parameters, and the parameters of a chunk's parts for each group.
         """
         job, (unit_N, parameters_R2X) = tables.job, unit
         fields = [columns.dp, columns.cp, columns.ep, columns.etp, columns.use_distributed_optimizer]
@@ -297,13 +280,8 @@ def _exchange_s(
 ) -> tuple[Floats, Floats]:
     """Return the seconds of gradient reduction and of parameter gathers for every stage.
 
-    Args:
-        tables: tables of the job.
-        groups: layouts to price.
-        counts: dense and expert parameters of each chunk.
-        slots: slots that dense and expert groups need on their hosts.
-        among: number of hosts with the slowest links; each group has a slot on at least one of them.
-
+    `counts` are dense and expert parameters of each chunk, and `slots` the slots that dense and expert groups need on
+    their hosts. Each group has a slot on at least one of the `among` hosts with the slowest links.
     """
     job, sharding = tables.job, sharding_of(tables.job)
     # FSDP exchanges gradients and weights in the passes. The FSDP gather of embedding and head is left out.

@@ -32,6 +32,7 @@ from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.accelerators import DeviceSpec, Efficiency, Link
 from pipette_launch.facts.fabric import UNIFORM, FabricSpec, Tier
 from pipette_launch.facts.known_devices import capability_of_cluster, known_devices, spec_of_cluster
+from pipette_launch.facts.layout import LayoutColumns
 from pipette_launch.facts.measurements import Measurements, without_hosts
 from pipette_launch.facts.model import LatentAttention
 
@@ -347,7 +348,7 @@ def test_a_layout_takes_as_long_beside_others_as_alone(mtp_num_layers: int) -> N
         return imagined(moe, quick_host, num_hosts=2, devices_per_host=2, layouts=imagined_ones)
 
     all_of_them = Predictor(moe, measured(*layouts))
-    bounds_s = BoundColumns.of(moe, measured(*layouts)).seconds_N(layouts)
+    bounds_s = BoundColumns(moe, measured(*layouts)).of_columns(LayoutColumns.of(layouts))
     passes = [all_of_them.compute.chunk_passes(one)[0].backward_s for one in layouts]
 
     assert passes[0] > passes[1] > passes[2]

@@ -179,7 +179,7 @@ def test_no_column_is_above_the_bound_of_its_layout(
     measured = measurements_of(cluster, rng, fits=fits)
     predictor = Predictor(this, measured)
 
-    seconds = BoundColumns.of(this, measured).seconds_N(rows).tolist()
+    seconds = BoundColumns(this, measured).of_columns(LayoutColumns.of(rows)).tolist()
 
     for layout, bound_s in zip(rows, seconds, strict=True):
         expected_s = bound_of(predictor, layout)
@@ -214,7 +214,7 @@ def test_no_placement_is_below_its_column(
     slower = np.asarray(links.bandwidth_bytes_per_s) * np.minimum(share_H[:, None], share_H[None, :])
     cluster = replace(cluster, between_hosts=replace(links, bandwidth_bytes_per_s=slower))
     measured = measurements_of(cluster, rng, fits=fits)
-    predictor, bounds = Predictor(this, measured), BoundColumns.of(this, measured)
+    predictor, bounds = Predictor(this, measured), BoundColumns(this, measured)
     columns = LayoutColumns.of(rows)
 
     seconds, rough = bounds.of_columns(columns), bounds.rough_of_columns(columns)
@@ -245,8 +245,8 @@ def test_slow_hosts_are_met() -> None:
     predictor = Predictor(this, here)
     least_s = [predictor.step_time(layout, tuple(range(8))).total_s for layout in rows]
 
-    found = BoundColumns.of(this, here).seconds_N(rows).tolist()
-    on_equal = BoundColumns.of(this, tiny_measurements(cluster)).seconds_N(rows).tolist()
+    found = BoundColumns(this, here).of_columns(LayoutColumns.of(rows)).tolist()
+    on_equal = BoundColumns(this, tiny_measurements(cluster)).of_columns(LayoutColumns.of(rows)).tolist()
 
     assert found[:2] == pytest.approx(least_s[:2], rel=2e-2)
     assert found[2] < least_s[2]
@@ -265,11 +265,11 @@ def test_overlapped_reductions_raise_no_bound(
 ) -> None:
     """So a cut is bounded by its states with them alone, where it has these."""
     measured = measurements_of(drawn_cluster(rng, hosts=4, devices=2), rng, fits=True)
-    bounds = BoundColumns.of(job_of(model, flags), measured)
+    bounds = BoundColumns(job_of(model, flags), measured)
     bare = [replace(layout, overlap_grad_reduce=False, overlap_param_gather=False) for layout in rows]
     overlapped = [replace(layout, overlap_grad_reduce=True) for layout in bare]
 
-    bare_s, overlapped_s = bounds.seconds_N(bare), bounds.seconds_N(overlapped)
+    bare_s, overlapped_s = bounds.of_columns(LayoutColumns.of(bare)), bounds.of_columns(LayoutColumns.of(overlapped))
 
     known = ~np.isnan(bare_s)
     assert (overlapped_s[known] <= bare_s[known] * (1 + 1e-12)).all()
@@ -295,7 +295,7 @@ def test_equal_machines_are_met() -> None:
     ]
     predictor = Predictor(this, measured)
 
-    found = BoundColumns.of(this, measured).seconds_N(rows).tolist()
+    found = BoundColumns(this, measured).of_columns(LayoutColumns.of(rows)).tolist()
 
     assert found == pytest.approx([predictor.bound_s(layout) for layout in rows], rel=1e-3)
 
@@ -312,20 +312,20 @@ def test_what_cannot_be_priced_is_nan() -> None:
         Layout(pp=4, dp=2, vpp=2, microbatch_group_size=3),
     ]
 
-    found = BoundColumns.of(this, measured).seconds_N([Layout(dp=8), *bad]).tolist()
+    found = BoundColumns(this, measured).of_columns(LayoutColumns.of([Layout(dp=8), *bad])).tolist()
 
     assert [False, True, True, True, True, True] == np.isnan(found).tolist()
 
 
 def test_no_layouts() -> None:
     """Nothing in, nothing out."""
-    assert BoundColumns.of(job_of({}), tiny_measurements(tiny_cluster())).seconds_N([]).tolist() == []
+    assert BoundColumns(job_of({}), tiny_measurements(tiny_cluster())).of_columns(LayoutColumns.of([])).tolist() == []
 
 
 def test_one_slot_alone_is_met() -> None:
     """It has no links to anybody: computing and the optimizer are all there is, also with tied embeddings."""
     this, measured = job_of({}), tiny_measurements(tiny_cluster(1, 1))
 
-    (found_s,) = BoundColumns.of(this, measured).seconds_N([Layout()]).tolist()
+    (found_s,) = BoundColumns(this, measured).of_columns(LayoutColumns.of([Layout()])).tolist()
 
     assert found_s == pytest.approx(Predictor(this, measured).bound_s(Layout()))

@@ -89,24 +89,14 @@ class SwapPrices:
         largest_N = np.full(self.flows.num_families, -np.inf)
         np.maximum.at(largest_N, family_G, position.group_seconds_G)
         height_G = np.exp((position.group_seconds_G - largest_N[family_G]) / softness_s)
-        share_G: Floats = height_G / np.bincount(family_G, weights=height_G)[family_G]
-        return share_G
+        return np.asarray(height_G / np.bincount(family_G, weights=height_G)[family_G])
 
     def rises(self, position: Position, one_P: Ints, two_P: Ints, share_G: Floats, softness_s: float) -> Floats:
-        """Return the rise of the sum of soft maxima if one swap is made, for each swap, with float32 precision.
+        """Return the seconds by which each swap of two seats raises the sum of soft maxima, with float32 precision.
 
-        A soft maximum also reflects swaps that do not touch the largest group.
-
-        Args:
-            position: current assignment.
-            one_P: first seat of each swap.
-            two_P: second seat of each swap.
-            share_G: `shares` of this position and softness.
-            softness_s: softness of the maximum, in seconds; the soft maximum of a single group is the group itself.
-
-        Returns:
-            Seconds for each swap; a family's rise is limited to 80 times the softness, and its fall to 27 times.
-
+        A soft maximum also reflects swaps that do not touch the largest group. The soft maximum of a single group is
+        the group itself. A family's rise is limited to 80 times the softness, and its fall to 27 times. `share_G` are
+        the `shares` of this position and softness.
         """
         log_share_G = np.log(np.maximum(share_G, 1e-300))
         if IN_C is None:
@@ -132,9 +122,8 @@ class SwapPrices:
         at_PS = np.arange(len(groups_PS))[:, None] * families + family_G[groups_PS]
         change_PN = np.bincount(at_PS.ravel(), weights=change_PS.ravel(), minlength=len(groups_PS) * families)
         soft_PN = np.log1p(np.maximum(change_PN, LEAST - 1.0)).reshape(-1, families)
-        alone_P: Floats = np.where(alone_G[groups_PS], terms_PS, 0.0).sum(axis=1)
-        rise_P: Floats = alone_P + softness_s * soft_PN.sum(axis=1)
-        return rise_P
+        alone_P = np.where(alone_G[groups_PS], terms_PS, 0.0).sum(axis=1)
+        return np.asarray(alone_P + softness_s * soft_PN.sum(axis=1))
 
     def apart(self, one_A: Ints, two_A: Ints) -> Ints:
         """Return swaps that do not change each other's price; earlier swaps have priority.

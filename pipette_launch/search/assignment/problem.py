@@ -57,8 +57,7 @@ class Flows:
             object.__setattr__(self, name, _frozen(getattr(self, name), np.float64))
             if not np.isfinite(getattr(self, name)).all():
                 raise ValueError(f"{name} holds numbers that are not finite")
-        self._check_shapes()
-        self._check_indices()
+        self._check()
 
     @property
     def num_seats(self) -> int:
@@ -69,11 +68,6 @@ class Flows:
     def num_flows(self) -> int:
         """Number of flows."""
         return len(self.sender_F)
-
-    @property
-    def num_groups(self) -> int:
-        """Number of groups."""
-        return len(self.offset_G)
 
     @cached_property
     def num_families(self) -> int:
@@ -87,30 +81,26 @@ class Flows:
     def costs(self, place_KQ: ArrayLike) -> Floats:
         """Return the seconds of each of K assignments."""
         places_KQ = np.asarray(place_KQ, dtype=np.int64)
-        step = max(1, AT_ONCE // max(1, self.num_flows + self.num_groups))
+        step = max(1, AT_ONCE // (self.num_flows + len(self.offset_G)))
         pieces = [self.largest(self.group_seconds(places_KQ[at : at + step])) for at in range(0, len(places_KQ), step)]
         return np.concatenate(pieces) if pieces else np.zeros(0)
 
     def largest(self, group_seconds_KG: Floats) -> Floats:
         """Return the sum over families of the seconds of the largest group, for K assignments."""
-        largest_KN = np.maximum.reduceat(group_seconds_KG[:, self._by_family_G], self._family_starts_N, axis=1)
+        starts_N = np.searchsorted(self.family_G[self._by_family_G], np.arange(self.num_families))
+        largest_KN = np.maximum.reduceat(group_seconds_KG[:, self._by_family_G], starts_N, axis=1)
         # Add one family after another, because the order of additions must not depend on K.
-        total_K = np.zeros(len(group_seconds_KG))
-        for largest_K in largest_KN.T:
-            total_K += largest_K
-        return total_K
+        return np.asarray(sum(largest_KN.T))
 
     def group_seconds(self, place_KQ: Ints) -> Floats:
         """Return the seconds of every group under K assignments: shape (K, G)."""
-        count = len(place_KQ)
-        base_K1 = np.arange(count)[:, None] * self.num_groups
+        count, groups = len(place_KQ), len(self.offset_G)
+        base_K1 = np.arange(count)[:, None] * groups
         at_KF = place_KQ[:, self.sender_F] * self.num_seats + place_KQ[:, self.receiver_F]
         value_KF = self.weight_F * self.seconds_THH.take(self.matrix_F + at_KF)
         # `bincount` adds in the order of its input, which does not depend on K.
-        sums_KG = np.bincount(
-            (base_K1 + self.group_F).ravel(), weights=value_KF.ravel(), minlength=count * self.num_groups
-        ).reshape(count, self.num_groups)
-        return self.offset_G + sums_KG
+        sums = np.bincount((base_K1 + self.group_F).ravel(), weights=value_KF.ravel(), minlength=count * groups)
+        return self.offset_G + sums.reshape(count, groups)
 
     @cached_property
     def matrix_F(self) -> Ints:
@@ -121,30 +111,20 @@ class Flows:
     def _by_family_G(self) -> Ints:
         return np.argsort(self.family_G, kind="stable")
 
-    @cached_property
-    def _family_starts_N(self) -> Ints:
-        return np.searchsorted(self.family_G[self._by_family_G], np.arange(self.num_families))
-
-    def _check_shapes(self) -> None:
+    def _check(self) -> None:
         if self.seconds_THH.ndim != 3 or self.seconds_THH.shape[1] != self.seconds_THH.shape[2]:
             raise ValueError(f"seconds_THH has shape {self.seconds_THH.shape}, which is not (types, places, places)")
         names = ("sender_F", "receiver_F", "type_F", "weight_F", "group_F")
-        flows = {name: getattr(self, name).shape for name in names}
-        if len(set(flows.values())) > 1 or self.sender_F.ndim != 1:
-            raise ValueError(f"the flows' arrays differ in shape: {flows}")
-        if self.offset_G.shape != self.family_G.shape or self.offset_G.ndim != 1 or not self.num_groups:
+        shapes = {name: getattr(self, name).shape for name in names}
+        if len(set(shapes.values())) > 1 or self.sender_F.ndim != 1:
+            raise ValueError(f"the flows' arrays differ in shape: {shapes}")
+        if self.offset_G.shape != self.family_G.shape or self.offset_G.ndim != 1 or not len(self.offset_G):
             raise ValueError(
                 f"offset_G {self.offset_G.shape} and family_G {self.family_G.shape} must agree, and not be empty"
             )
-
-    def _check_indices(self) -> None:
-        for name, limit in (
-            ("sender_F", self.num_seats),
-            ("receiver_F", self.num_seats),
-            ("type_F", len(self.seconds_THH)),
-            ("group_F", self.num_groups),
-            ("family_G", self.num_groups),
-        ):
+        seats, groups = self.num_seats, len(self.offset_G)
+        limits = (seats, seats, len(self.seconds_THH), groups, groups)
+        for name, limit in zip(("sender_F", "receiver_F", "type_F", "group_F", "family_G"), limits, strict=True):
             indices = getattr(self, name)
             if indices.size and not (indices.min() >= 0 and indices.max() < limit):
                 raise ValueError(f"{name} must be at least 0 and below {limit}, got {indices.min()} to {indices.max()}")

@@ -32,17 +32,8 @@ from pipette_launch.facts.layout import (
     MemoryOptions,
     grouped,
 )
+from pipette_launch.megatron.rules import degrees
 from pipette_launch.megatron.rules.broken import Broken, Rules
-from pipette_launch.megatron.rules.degrees import (
-    batch_faults,
-    chunks_faults,
-    context_faults,
-    expert_faults,
-    pipeline_faults,
-    replicas_faults,
-    schedule_faults,
-    tensor_faults,
-)
 from pipette_launch.megatron.rules.judge import broken_rule
 from pipette_launch.megatron.rules.memory_options import recompute_faults, state_faults
 from pipette_launch.search import layout_axes
@@ -379,16 +370,17 @@ def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iter
     """Yield the legal TP, PP, DP and CP; each degree is checked before values of the next degree are listed."""
     job = rules.job
     for tp in layout_axes.values(job, "tp", layout_axes.divisors(world_size)):
-        if world_size % tp or drops(tensor_faults(rules, tp), dropped):
+        if world_size % tp or drops(degrees.tensor_faults(rules, tp), dropped):
             continue
         for pp in layout_axes.values(job, "pp", layout_axes.divisors(world_size // tp)):
-            if world_size % (tp * pp) or drops(pipeline_faults(rules, pp), dropped):
+            if world_size % (tp * pp) or drops(degrees.pipeline_faults(rules, pp), dropped):
                 continue
             for cp in layout_axes.values(job, "cp", layout_axes.divisors(world_size // (tp * pp))):
                 dp, rest = divmod(world_size, tp * pp * cp)
                 if rest or dp not in layout_axes.values(job, "dp", (dp,)):
                     continue
-                if not drops(chain(context_faults(rules, tp, cp), replicas_faults(rules, dp, cp)), dropped):
+                faults = chain(degrees.context_faults(rules, tp, cp), degrees.replicas_faults(rules, dp, cp))
+                if not drops(faults, dropped):
                     yield tp, pp, dp, cp
 
 
@@ -401,8 +393,8 @@ def _expert_degrees(rules: Rules, dense_D4: Ints, dropped: Counter[str]) -> tupl
         for ep in layout_axes.expert_sizes(job):
             for etp in layout_axes.expert_tensor_sizes(job, tp):
                 for swapped in layout_axes.rank_orders(job):
-                    degrees = Degrees(tp, pp, dp, ranks // (tp * dp), ep, etp, swapped)
-                    if not drops(expert_faults(rules, degrees), dropped):
+                    found = Degrees(tp, pp, dp, ranks // (tp * dp), ep, etp, swapped)
+                    if not drops(degrees.expert_faults(rules, found), dropped):
                         yield ep, etp, int(swapped)
                         break
 
@@ -460,16 +452,16 @@ class _ChunksAndBatches:
         sizes = layout_axes.values(
             job, "micro_batch_size", layout_axes.micro_batch_sizes(samples, own=job.own.micro_batch_size)
         )
-        legal = [size for size in sizes if not drops(batch_faults(rules, dp, size), dropped)]
+        legal = [size for size in sizes if not drops(degrees.batch_faults(rules, dp, size), dropped)]
         if not chunks:
             dropped[f"more pipeline ranks than num_layers={job.model.num_layers}"] += 1
         layers_of = list(self.layers)
         for vpp, split, after in chunks:
-            if drops(chunks_faults(rules, pp, vpp, layers_of[split]), dropped):
+            if drops(degrees.chunks_faults(rules, pp, vpp, layers_of[split]), dropped):
                 continue
             for size in legal:
                 for group in layout_axes.group_sizes(job, pp, vpp, samples // size):
-                    if not drops(schedule_faults(rules, pp, vpp, group, size * dp), dropped):
+                    if not drops(degrees.schedule_faults(rules, pp, vpp, group, size * dp), dropped):
                         yield vpp, group, split, after, size
 
 

@@ -20,19 +20,7 @@ from pipette_launch.cost.step.assemble import totals_s_K
 from pipette_launch.cost.step.predictor import PlacementCost, best_prices
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts.layout import Floats, Ints, Layout
-from pipette_launch.search.ring_bounds import (
-    Places,
-    Ring,
-    Tour,
-    best_ways,
-    cheapest_between,
-    exchange_tours,
-    group_shapes,
-    partitions,
-    pipeline_splits,
-    returning_splits,
-    rings_of,
-)
+from pipette_launch.search import ring_bounds
 from pipette_launch.text import rate_text
 
 _ACTIONS_AT_ONCE = 1 << 22
@@ -94,7 +82,7 @@ class BoundArgument:
 class BoundArguments:
     """Arguments for placements that put each aligned block of `unit` ranks of one stage on one host (place)."""
 
-    places: Places
+    places: ring_bounds.Places
     best: Prices
     unit: int
 
@@ -120,7 +108,7 @@ class BoundArguments:
         """Return the argument for placements in which a group with one of these names spans several places."""
         found = []
         used = [name for name in names if any(item.group == name for item in self._model.work.exchanges)]
-        shapes = group_shapes(self._model.work)
+        shapes = ring_bounds.group_shapes(self._model.work)
         for name in used:
             trials = copies(self._one, self._pp)
             for index, item in enumerate(self._model.work.exchanges):
@@ -146,22 +134,22 @@ class BoundArguments:
         return self._model.work.layout.pp
 
     @cached_property
-    def _all_rings(self) -> list[Ring]:
-        return rings_of(self.places, self.unit)
+    def _all_rings(self) -> list[ring_bounds.Ring]:
+        return ring_bounds.rings_of(self.places, self.unit)
 
     @cached_property
-    def _rings(self) -> list[Ring]:
+    def _rings(self) -> list[ring_bounds.Ring]:
         return [ring for ring in self._all_rings if ring.tour.leaves_places]
 
     @cached_property
-    def _tours(self) -> dict[str, Tour]:
-        return exchange_tours(self.places, self.unit)
+    def _tours(self) -> dict[str, ring_bounds.Tour]:
+        return ring_bounds.exchange_tours(self.places, self.unit)
 
     @cached_property
     def _hops(self) -> tuple[Floats, Floats, Floats]:
         """Seconds of a hop (a send between stages) between two places, and of the best hop from and to each place."""
         send_s_HH = self.places.link_s_HH("send", 2, self._model.work.hop_bytes)
-        return (send_s_HH, *best_ways(send_s_HH))
+        return (send_s_HH, *ring_bounds.best_ways(send_s_HH))
 
     @property
     def _all_hops_cross(self) -> bool:
@@ -277,7 +265,7 @@ class BoundArguments:
             return
         units = dense.tour.units if dense else 1
         cost_s_HH = dense.tour.cost_s_HH if dense else self._hops[0]
-        for part_H, cross_s in partitions(cost_s_HH, most=_PARTITIONS):
+        for part_H, cross_s in ring_bounds.partitions(cost_s_HH, most=_PARTITIONS):
             fits = np.bincount(part_H) * self._per_place // units
             longest = int(fits.max())
             trials = []
@@ -297,11 +285,12 @@ class BoundArguments:
         In some trials, the tied embedding is reduced between parts. In the others, the last stage lies in the part of
         the first stage.
         """
-        hop_s = cheapest_between(self._hops[0], part_H)
-        back = returning_splits(self._pp, longest, most=_SPLITS)
-        trials = self._with_hops(self._mean, pipeline_splits(self._pp, longest, most=_SPLITS), hop_s)
+        hop_s = ring_bounds.cheapest_between(self._hops[0], part_H)
+        back = ring_bounds.returning_splits(self._pp, longest, most=_SPLITS)
+        trials = self._with_hops(self._mean, ring_bounds.pipeline_splits(self._pp, longest, most=_SPLITS), hop_s)
         if self._model.work.traffic.embedding_bytes and back is not None:
-            trials.embedding_s_K[:] = np.maximum(trials.embedding_s_K, cheapest_between(self._ties_s_HH, part_H))
+            between_s = ring_bounds.cheapest_between(self._ties_s_HH, part_H)
+            trials.embedding_s_K[:] = np.maximum(trials.embedding_s_K, between_s)
             if back:
                 yield self._with_hops(self._mean, back, hop_s)
         yield trials
@@ -314,10 +303,11 @@ class BoundArguments:
             )
         if 1 < self._per_place < self._pp:
             hop_s = float(self._hops[0].min())
-            trials = self._with_hops(self._one, pipeline_splits(self._pp, self._per_place, most=_SPLITS), hop_s)
+            splits = ring_bounds.pipeline_splits(self._pp, self._per_place, most=_SPLITS)
+            trials = self._with_hops(self._one, splits, hop_s)
             yield BoundArgument(words=f"pipelines of {self._pp} stages leave their hosts", trials=trials)
 
-    def _add_ring(self, trials: Prices, ring: Ring, slowest_s: float, *, has_best: bool) -> None:
+    def _add_ring(self, trials: Prices, ring: ring_bounds.Ring, slowest_s: float, *, has_best: bool) -> None:
         """In trial k, raise the price of the rings of pipeline rank k to a slow link, which takes `slowest_s`.
 
         `has_best` is true if the trials already contain the price of the ring on its best link.
@@ -328,7 +318,7 @@ class BoundArguments:
         for target_SK, more_S, done_S in zip((trials.reduce_s_SK, trials.gather_s_SK), more, done, strict=True):
             target_SK[stages, stages % self._pp] += np.maximum(more_S - done_S, 0.0)
 
-    def _exchange(self, trials: Prices, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:
+    def _exchange(self, trials: Prices, name: str, tour: ring_bounds.Tour, slowest_s: float, *, own_rank: bool) -> None:
         """Raise the price of the groups of a name to a slow link, on which the largest collective takes `slowest_s`.
 
         With `own_rank`, trial k changes only the groups of pipeline rank k; otherwise it changes all ranks.
@@ -386,7 +376,7 @@ def placement_bound_s(model: PlacementCost) -> Bound:
     """Bound the step time of a layout over all its placements."""
     # One trial step has the best link and the fastest slot everywhere. Arguments then raise some of its prices.
     slowness_P1 = np.full((model.work.layout.pp, 1), model.slowness_W.min())
-    best, places = best_prices(model.work, model.fabric, slowness_P1), Places.of(model)
+    best, places = best_prices(model.work, model.fabric, slowness_P1), ring_bounds.Places.of(model)
     best = replace(best, backward_hop_s_PD=best.backward_hop_s_PD.copy())
     cases: list[list[BoundArgument]] = []
     for block in blocks(model.work.layout, places.devices):

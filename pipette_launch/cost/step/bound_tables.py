@@ -23,19 +23,8 @@ from pipette_launch.cost.communication.exchanges import LayerCounts, exchanges_o
 from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.block import residual_bytes
-from pipette_launch.cost.layers.parameters import (
-    OnceAStep,
-    chunk_kinds,
-    experts_lie_in_stages,
-    gradient_bytes_per_parameter,
-    has_two_embeddings,
-    shard_copies,
-    sharding_of,
-    unit_parameters,
-    word_embedding_parameters,
-)
-from pipette_launch.cost.layers.passes import Exchange, Hiding
+from pipette_launch.cost.layers import parameters
+from pipette_launch.cost.layers.block import Exchange, Hiding, residual_bytes
 from pipette_launch.cost.step.work import exposed_s, pass_s
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
@@ -89,7 +78,7 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
 
 def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
     layout, rows = columns.layout(row), []
-    chunks = chunk_kinds(job.model, layout)
+    chunks = parameters.chunk_kinds(job.model, layout)
     for stage, (kinds, again) in enumerate(chunks):
         pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
         # The prediction part counts its own embedding. On the first chunk, both share one table, so count it once.
@@ -140,7 +129,7 @@ class Tables:
 
     def __init__(self, job: Job, measurements: Measurements, compute: ComputeTable, fabric: Fabric) -> None:
         self.job, self.compute, self.fabric, cluster = job, compute, fabric, measurements.cluster
-        self.once_a_step = OnceAStep.of(measurements)
+        self.once_a_step = parameters.OnceAStep.of(measurements)
         slowness = [1.0 / speed for speed in cluster.slot_speed]
         self.fastest, self.slowest = min(slowness), max(slowness)
         self._num_slots, self.devices, self.num_hosts = cluster.num_slots, cluster.devices_per_host, len(cluster.hosts)
@@ -156,7 +145,7 @@ class Tables:
         self._networks: dict[tuple[object, ...], Floats] = {}
         self._parameters: Memo[list[list[float]]] = Memo()
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
-        self._shard_fields: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
+        self._shard_fields: tuple[Field, ...] = ("dp", "recompute") if parameters.sharding_of(job) else ()
         """Further fields that decide exchanges under FSDP: replicas, and recompute, which hides some exchanges."""
         self._one_of_each = LayerCounts.one_of_each(job.model)
 
@@ -194,7 +183,7 @@ class Tables:
 
     def experts_fit_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Return whether the ranks that share experts fit on one host; false if ep is 1 or there is only one host."""
-        return self._fits_hosts(columns.ep * columns.etp) & (columns.ep > 1) & experts_lie_in_stages(columns)
+        return self._fits_hosts(columns.ep * columns.etp) & (columns.ep > 1) & parameters.experts_lie_in_stages(columns)
 
     def _fits_hosts(self, ranks: Ints) -> NDArray[np.bool_]:
         return np.asarray((ranks > 1) & (self.devices % ranks == 0) & (self.num_hosts > 1))
@@ -241,7 +230,7 @@ class Tables:
         first_U, group_N = grouped(columns.tp, columns.ep, columns.etp, (columns.pp > 1).astype(np.int64))
 
         def of_parts(layout: Layout) -> list[list[float]]:
-            unit = unit_parameters(self.job.model, layout)
+            unit = parameters.unit_parameters(self.job.model, layout)
             layers = (each for each in unit.layers.values() for _ in range(2))
             parts = (*layers, unit.embedding, unit.head, unit.prediction)
             return [[part.dense for part in parts], [part.expert for part in parts]]
@@ -273,11 +262,11 @@ class Tables:
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
         """Return the seconds to reduce the gradients of the word embedding that the first and the last stage share."""
         # Without a second stage there may be a single slot, for which the fabric has no best link.
-        if not has_two_embeddings(self.job.model) or not (columns.pp > 1).any():
+        if not parameters.has_two_embeddings(self.job.model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
-        each_bytes = gradient_bytes_per_parameter(self.job)
+        each_bytes = parameters.gradient_bytes_per_parameter(self.job)
         tp_U, group_N = np.unique(columns.tp, return_inverse=True)
-        bytes_U = [float(word_embedding_parameters(self.job.model, tp) * each_bytes) for tp in tp_U.tolist()]
+        bytes_U = [float(parameters.word_embedding_parameters(self.job.model, tp) * each_bytes) for tp in tp_U.tolist()]
         seconds_U = self.fabric.bounds_s("all_reduce", 2, np.array(bytes_U))
         return np.asarray(seconds_U[group_N.reshape(-1)] * (columns.pp > 1))
 
@@ -299,7 +288,7 @@ class Tables:
             samples = columns.micro_batch_size[rows].astype(np.float64)
             if one not in self._exchanges:
                 self._exchanges[one] = exchanges_of(self.job, one, self._one_of_each, self.fabric.domain_slots)
-            members = group_sizes(one, instances=shard_copies(self.job))
+            members = group_sizes(one, instances=parameters.shard_copies(self.job))
             across: tuple[str, ...] = ("tp",) if groups_lie == "tensor across hosts" else ()
             if groups_lie == "experts across hosts":
                 # With etp above 1, the ranks of one expert may span hosts, or the ranks with equal parts of experts.

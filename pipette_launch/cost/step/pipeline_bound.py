@@ -15,6 +15,7 @@ longest path if all stages are equal, or if one stage is much slower than the ot
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +36,7 @@ class Pipelines:
     """Micro-batches that run through one chunk before the next chunk; unused if V is 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drains:
+class Drains(NamedTuple):
     """Lower bounds on the end of the last backward of each pipeline rank."""
 
     any_UP: Floats
@@ -48,12 +48,9 @@ class Drains:
 
 
 def drains(pipelines: Pipelines, *, slow: Pipelines | None = None) -> Drains:
-    """Bound the drains of all pipelines.
+    """Bound the drains of pipelines with the times of the fastest slots.
 
-    Args:
-        pipelines: pipelines with the times of the fastest slots.
-        slow: pipelines with the times of the slowest slots. One unknown rank of each takes at least these times.
-
+    `slow` has the times of the slowest slots. One unknown rank of each pipeline takes at least these times.
     """
     chains = _Chains.of(pipelines)
     stay = _stay(pipelines, chains)
@@ -68,8 +65,7 @@ def drains(pipelines: Pipelines, *, slow: Pipelines | None = None) -> Drains:
     return Drains(any_UP=drains_2UP[0], first_UP=drains_2UP[1], early_UP=stay.early_UP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Chains:
+class _Chains(NamedTuple):
     """Seconds of the path of a single micro-batch through the stages."""
 
     in_UVP: Floats
@@ -83,11 +79,9 @@ class _Chains:
 
     @classmethod
     def of(cls, pipelines: Pipelines) -> _Chains:
-        shape = pipelines.forward_s_UVP.shape
-        flat = (len(pipelines.hop_s_U), -1)
-        hop_U1 = pipelines.hop_s_U[:, None]
+        shape, flat = pipelines.forward_s_UVP.shape, (len(pipelines.hop_s_U), -1)
         forward_US, backward_US = pipelines.forward_s_UVP.reshape(flat), pipelines.backward_s_UVP.reshape(flat)
-        hops_US = hop_U1 * np.arange(int(np.prod(shape[1:])))
+        hops_US = pipelines.hop_s_U[:, None] * np.arange(int(np.prod(shape[1:])))
         forward_sum_US, backward_sum_US = forward_US.cumsum(axis=1), backward_US.cumsum(axis=1)
         in_US = forward_sum_US - forward_US + hops_US
         out_US = backward_sum_US - backward_US + hops_US
@@ -101,8 +95,7 @@ class _Chains:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stay:
+class _Stay(NamedTuple):
     """Lengths of paths that stay on one rank, up to the first stage's last backward, for each rank.
 
     On the first axis, index 0 is the longest of all these paths. Index 1 is the longest that contains every first
@@ -120,8 +113,7 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
     """Return the lengths of paths that stay on one rank, from the passes of the rank and the paths to it and back."""
     chunks, ranks = own.forward_s_UVP.shape[1:]
     forward_UVP, backward_UVP = own.forward_s_UVP, own.backward_s_UVP
-    n_U1 = own.microbatches_U[:, None]
-    group_U1 = own.group_size_U[:, None]
+    n_U1, group_U1 = own.microbatches_U[:, None], own.group_size_U[:, None]
     last_group_U1 = n_U1 % np.maximum(group_U1, 1)
     last_group_U1 = np.where(last_group_U1 == 0, group_U1, last_group_U1)
     total_U1 = n_U1 * chunks
@@ -134,7 +126,7 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
     top_in_UP = chains.in_UVP[:, -1]
     in_last_UP = top_in_UP - group_U1 * forward_UVP[:, :-1].sum(axis=1)
     in_UP = np.maximum(chains.in_UVP[:, 0], in_last_UP)
-    in_turn_UP = top_in_UP + chains.turn_UP - _first_s(forward_UVP, passed_UP, own)
+    in_turn_UP = top_in_UP + chains.turn_UP - (_counts_UVP(passed_UP, own) * forward_UVP).sum(axis=1)
     # The way back from the rank has the same three cases.
     top_out_UP = chains.out_UVP[:, -1]
     late_UP = last_group_U1 * backward_UVP[:, :-1].sum(axis=1)
@@ -157,17 +149,9 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
     )
 
 
-def _first_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
-    if seconds_UVP.shape[1] == 1:
-        return passed_UP * seconds_UVP[:, 0]
-    return np.asarray((_counts_UVP(passed_UP, own) * seconds_UVP).sum(axis=1))
-
-
 def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
     """Return the seconds of the last `passed_UP` backwards of a rank. Chunks run in the reverse order of forwards."""
     chunks = seconds_UVP.shape[1]
-    if chunks == 1:
-        return passed_UP * seconds_UVP[:, 0]
     n_U1 = own.microbatches_U[:, None]
     before_UVP = _counts_UVP(n_U1 * chunks - passed_UP, own)[:, ::-1]
     return np.asarray(((n_U1[:, None] - before_UVP) * seconds_UVP).sum(axis=1))
@@ -176,6 +160,8 @@ def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
 def _counts_UVP(passed_UP: Ints, own: Pipelines) -> Ints:
     """Return the number of forwards of each chunk among the first `passed_UP` forwards (`schedule_table`)."""
     chunks = own.forward_s_UVP.shape[1]
+    if chunks == 1:
+        return passed_UP[:, None]
     group_U1, n_U1 = own.group_size_U[:, None], own.microbatches_U[:, None]
     rounds_UP = np.minimum(passed_UP // (group_U1 * chunks), n_U1 // group_U1)
     rest_U1P = (passed_UP - rounds_UP * group_U1 * chunks)[:, None]

@@ -21,14 +21,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import GroupsOnHosts
 from pipette_launch.cost.communication.exchanges import aligns_gathers, meets_receivers, num_buckets
-from pipette_launch.cost.layers.parameters import (
-    expert_dp,
-    experts_lie_in_stages,
-    gradient_bytes_per_parameter,
-    held_gradients,
-    resident_parameters,
-    sharding_of,
-)
+from pipette_launch.cost.layers import parameters
 from pipette_launch.cost.step.assemble import StepEnd, gather_waits_s, gathers_in_forward
 from pipette_launch.cost.step.bound_tables import Content, GroupsLie, Tables, UnitTimes, contents_of, split_by_code
 from pipette_launch.cost.step.pipeline_bound import Drains, Pipelines, drains
@@ -245,8 +238,8 @@ class _UpdatePrices:
         slow = [_SlowGroups(stages, *prices(among)) for stages, among in tables.slow_hosts(int(columns.pp[0]))]
         dense_PT, expert_PT = (count_TVP.sum(axis=1).T for count_TVP in counts)
         optimizer_s_PT = tables.once_a_step.seconds(
-            resident_parameters(job, dense_PT, expert_PT, groups),
-            held_gradients(job, dense_PT, expert_PT, groups) * gradient_bytes_per_parameter(job),
+            parameters.resident_parameters(job, dense_PT, expert_PT, groups),
+            parameters.held_gradients(job, dense_PT, expert_PT, groups) * parameters.gradient_bytes_per_parameter(job),
         )
         return cls(
             group_N=group_N,
@@ -262,12 +255,12 @@ class _UpdatePrices:
 
 def _group_slots(tables: Tables, groups: LayoutColumns, groups_lie: GroupsLie) -> tuple[Ints, Ints]:
     """Return the slots that dense and expert groups need on their hosts, including slots that others must fill."""
-    dense_slots_T, expert_slots_T = groups.dp * groups.cp, expert_dp(groups)
+    dense_slots_T, expert_slots_T = groups.dp * groups.cp, parameters.expert_dp(groups)
     if tables.fabric.cluster.keeps_residues:
         # Members whose ranks are equal modulo the slots of a host lie on different hosts.
         dense_slots_T = dense_slots_T * np.gcd(groups.tp, tables.devices)
         apart_T = np.gcd(groups.ep * groups.etp, tables.devices)
-        expert_slots_T = expert_slots_T * np.where(experts_lie_in_stages(groups), apart_T, 1)
+        expert_slots_T = expert_slots_T * np.where(parameters.experts_lie_in_stages(groups), apart_T, 1)
     elif groups_lie == "inside hosts":
         # Each member belongs to a different group inside the layers, and a host holds whole groups of this kind.
         dense_slots_T = dense_slots_T * np.where(tables.tensor_fits_hosts(groups), groups.tp, 1)
@@ -283,14 +276,14 @@ def _exchange_s(
     `counts` are dense and expert parameters of each chunk, and `slots` the slots that dense and expert groups need on
     their hosts. Each group has a slot on at least one of the `among` hosts with the slowest links.
     """
-    job, sharding = tables.job, sharding_of(tables.job)
+    job, sharding = tables.job, parameters.sharding_of(tables.job)
     # FSDP exchanges gradients and weights in the passes. The FSDP gather of embedding and head is left out.
-    gradient_bytes = 0 if sharding and sharding.gradients else gradient_bytes_per_parameter(job)
+    gradient_bytes = 0 if sharding and sharding.gradients else parameters.gradient_bytes_per_parameter(job)
     weight_bytes = 0 if sharding and sharding.weights else job.model.dtype_bytes
     reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)
     is_sharded_T = groups.use_distributed_optimizer > 0
     dense = (groups.dp * groups.cp, slots[0], np.full(len(groups), True))
-    experts = (expert_dp(groups), slots[1], experts_lie_in_stages(groups))
+    experts = (parameters.expert_dp(groups), slots[1], parameters.experts_lie_in_stages(groups))
     for count_TVP, (size_T, slots_T, uses_T) in zip(counts, (dense, experts), strict=True):
         if not count_TVP.any():
             continue

@@ -126,14 +126,8 @@ def fill(
 ) -> DraftSchedule:
     """Simulate an order: each rank runs its next action as soon as possible, and fills waits as the rules allow.
 
-    A forward that would exceed the limit waits for a W that frees memory. If no W is due, the draft stays incomplete.
-
-    Args:
-        problem: times, sizes and limits.
-        order: forwards and backwards of each rank.
-        rules: actions that fill waits.
-        patient: actions for which a rank waits without filling the gap before them.
-
+    A forward that would exceed the limit waits for a W that frees memory. If no W is due, the draft stays incomplete. A
+    rank waits for the actions in `patient` without filling the gap before them.
     """
     return _Clock(problem, order, rules, patient).run()
 
@@ -326,16 +320,8 @@ def best_draft(
 ) -> DraftSchedule:
     """Try every order with all rules, and polish the shortest drafts by the problem's objective.
 
-    A long step is first tried with its first few micro-batches, because the later ones repeat the same pattern.
-
-    Args:
-        problem: the pipeline.
-        orders: function that returns the possible orders of a problem; their number must not depend on the problem.
-        rules: rules for the W.
-
-    Raises:
-        FactError: no order can run to its end within the limits.
-
+    A long step is first tried with its first few micro-batches, because the later ones repeat the same pattern. So the
+    number of orders must not depend on the problem. Raises FactError if no order runs to its end within the limits.
     """
     pairs = itertools.product(range(len(tuple(orders(problem)))), range(len(rules)))
     # Orders and rules are tried by rising index, because the time may not suffice for all.
@@ -452,10 +438,6 @@ def zero_bubble(name: str, problem: SchedulingProblem) -> Schedule:
     F and I are in 1F1B's order. The number of warm-up forwards depends on the limit and on the time at which the first
     gradient comes back. Several numbers are tried, each with all rules of `WEIGHT_GAPS`. With equal stages the bubble
     of ZB-1P is (p-1)(F+I-W+4c), which matches the rates of 2401.10241, Table 5.
-
-    Raises:
-        FactError: a rank may keep less than one micro-batch.
-
     """
     return best_draft(problem, _orders, WEIGHT_GAPS).schedule(name, problem)
 
@@ -477,11 +459,10 @@ def refilled(schedule: Schedule, problem: SchedulingProblem) -> Schedule:
 
 
 def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
-    """Yield one order for each rule of `_WARMUPS`: warm-up forwards, then backward and forward in turn."""
-    for rule in _WARMUPS:
+    """Yield one order for each rule of `_warmups`: warm-up forwards, then backward and forward in turn."""
+    for ahead_P in zip(*(_warmups(problem, rank) for rank in range(problem.pp)), strict=True):
         ranks = []
-        for rank in range(problem.pp):
-            ahead = _ahead(problem, rank, rule)
+        for rank, ahead in enumerate(ahead_P):
             forward, backward = (
                 [Action(rank, kind, microbatch) for microbatch in range(problem.num_microbatches)] for kind in _KINDS
             )
@@ -490,10 +471,21 @@ def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
         yield tuple(ranks)
 
 
-def _ahead(problem: SchedulingProblem, rank: int, count: Callable[[SchedulingProblem, int], int]) -> int:
-    """Count the forwards before a rank's first backward: at least as in 1F1B, at most as many as fit in memory."""
-    room = math.floor(problem.limit_P[rank] / problem.held_S[rank] * (1 + 1e-9)) if problem.held_S[rank] else math.inf
-    return int(max(1, min(max(count(problem, rank), problem.pp - rank), room, problem.num_microbatches)))
+def _warmups(problem: SchedulingProblem, rank: int) -> tuple[int, ...]:
+    """Count the forwards before a rank's first backward, by five rules.
+
+    The rules are: as in 1F1B, as in eager 1F1B, the number that fits before the first gradient comes back (rounded down
+    and up), and this number if rank 0 lacks memory for some of its own forwards, so that gradients come back later.
+    Each count is at least the count of 1F1B, and at most the number that fits in memory.
+    """
+    most, behind = problem.num_microbatches, problem.pp - rank
+    room_P = [limit / held if held else math.inf for limit, held in zip(problem.limit_P, problem.held_S, strict=False)]
+    until = min(_until_return(problem, rank), float(most))
+    late = max(0.0, _until_return(problem, 0) - room_P[0])
+    late_until = min(_until_return(problem, rank) - late, float(most))
+    counts = (behind, 2 * behind - 1, math.floor(until), math.ceil(until), math.ceil(late_until))
+    room = min(room_P[rank] * (1 + 1e-9), float(most))
+    return tuple(max(1, min(max(count, behind), math.floor(room))) for count in counts)
 
 
 def _until_return(problem: SchedulingProblem, rank: int) -> float:
@@ -503,28 +495,6 @@ def _until_return(problem: SchedulingProblem, rank: int) -> float:
     later_s = sum(times.forward_s[rank:]) + sum(input_s[rank + 1 : problem.pp])
     hops_s = sum(times.forward_hop_s[rank:]) + sum(times.backward_hop_s[rank:])
     return (later_s + hops_s) / times.forward_s[rank] if times.forward_s[rank] else math.inf
-
-
-def _covers_beside_first(problem: SchedulingProblem, rank: int) -> int:
-    """Count a rank's warm-up forwards if rank 0 lacks memory for some of its own: gradients then come back later."""
-    room = problem.limit_P[0] / problem.held_S[0] if problem.held_S[0] else math.inf
-    late = max(0.0, _until_return(problem, 0) - room)
-    return math.ceil(_capped(problem, _until_return(problem, rank) - late))
-
-
-def _capped(problem: SchedulingProblem, count: float) -> float:
-    return min(count, float(problem.num_microbatches))
-
-
-_WARMUPS: tuple[Callable[[SchedulingProblem, int], int], ...] = (
-    lambda problem, rank: problem.pp - rank,
-    lambda problem, rank: 2 * (problem.pp - rank) - 1,
-    lambda problem, rank: math.floor(_capped(problem, _until_return(problem, rank))),
-    lambda problem, rank: math.ceil(_capped(problem, _until_return(problem, rank))),
-    _covers_beside_first,
-)
-"""Rules for the number of forwards before a rank's first backward: as in 1F1B, as in eager 1F1B, or the number that
-fits before the first gradient comes back."""
 
 
 PERIOD = 6
@@ -559,10 +529,6 @@ def v_schedule(name: str, problem: SchedulingProblem, slopes: Sequence[Slopes]) 
 
     Peaks stay within the problem's limits. The default limits of V-ZB, V-Half and V-Min are p, floor((p+2)/2) and
     floor((p+4)/3) micro-batches (2405.15362).
-
-    Raises:
-        FactError: no block runs within the limits.
-
     """
 
     def orders(asked: SchedulingProblem) -> Iterator[PassOrder]:
@@ -574,12 +540,7 @@ def v_schedule(name: str, problem: SchedulingProblem, slopes: Sequence[Slopes]) 
 
 
 def one_forward_one_backward_v(problem: SchedulingProblem) -> Schedule:
-    """Return 1F1B-V: whole backwards on a V placement, with two thirds of 1F1B's memory.
-
-    Raises:
-        FactError: no block runs within the limits.
-
-    """
+    """Return 1F1B-V: whole backwards on a V placement, with two thirds of 1F1B's memory."""
 
     def orders(asked: SchedulingProblem) -> Iterable[PassOrder]:
         return [order_of_block(block, asked.num_microbatches, "B") for block in short_lived_blocks(asked.pp)]

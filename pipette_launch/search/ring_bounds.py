@@ -236,6 +236,29 @@ class Tour:
     most_together: int
     """Largest number of blocks of a group on one place."""
 
+    @classmethod
+    def of(cls, places: Places, unit: int, kind: Collective, members: int, stride: int, size_bytes: float) -> Tour:
+        """Divide groups, whose members are `stride` ranks apart, into blocks of `unit` ranks.
+
+        If the ranks of a host must differ modulo its slots, members that are equal modulo the slots lie on different
+        hosts. `units` is 0 if blocks cross groups.
+        """
+        each, per_place, cluster = max(1, unit // stride), places.devices // unit, places.model.fabric.cluster
+        crosses = unit % stride > 0 and stride % unit > 0
+        most_together = per_place
+        if cluster.keeps_residues and len(cluster.hosts) > 1:
+            remainders = places.devices // math.gcd(stride, places.devices)
+            most_together = min(per_place, max(remainders // each, 1))
+        return cls(
+            places=places,
+            kind=kind,
+            members=members,
+            size_bytes=size_bytes,
+            units=0 if crosses else members // each if members % each == 0 else int(members > each),
+            per_place=per_place,
+            most_together=most_together,
+        )
+
     @property
     def leaves_places(self) -> bool:
         """True if no place can hold a whole group."""
@@ -332,18 +355,11 @@ def rings_of(places: Places, unit: int) -> list[Ring]:
         if column and not experts_lie_in_stages(layout):
             continue
         bytes_S = work.gradient_bytes_S2[:, column]
-        units = num_units(members, strides[column], unit)
-        if units > 1 and len(places) > 1 and bytes_S.any():
-            tour = Tour(
-                places=places,
-                kind=work.reduce_kind,
-                members=members,
-                size_bytes=float(bytes_S[bytes_S > 0].min()),
-                units=units,
-                per_place=places.devices // unit,
-                most_together=num_together(places, strides[column], unit),
-            )
-            found.append(Ring(tour=tour, column=column))
+        if len(places) > 1 and bytes_S.any():
+            least_bytes = float(bytes_S[bytes_S > 0].min())
+            tour = Tour.of(places, unit, work.reduce_kind, members, strides[column], least_bytes)
+            if tour.units > 1:
+                found.append(Ring(tour=tour, column=column))
     return found
 
 
@@ -369,39 +385,9 @@ def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
     for item in places.model.work.exchanges:
         if item.part == "expert_parallel" and not experts_lie_in_stages(layout):
             continue
-        members, stride = shapes[item.group]
-        units = num_units(members, stride, unit)
         is_larger = item.group not in found or item.size_bytes > found[item.group].size_bytes
-        most_together = num_together(places, stride, unit)
-        if units > most_together and len(places) > 1 and is_larger:
-            found[item.group] = Tour(
-                places=places,
-                kind=item.kind,
-                members=members,
-                size_bytes=item.size_bytes,
-                units=units,
-                per_place=places.devices // unit,
-                most_together=most_together,
-            )
+        if len(places) > 1 and is_larger:
+            tour = Tour.of(places, unit, item.kind, *shapes[item.group], item.size_bytes)
+            if tour.leaves_places:
+                found[item.group] = tour
     return found
-
-
-def num_units(members: int, stride: int, unit: int) -> int:
-    """Return the number of blocks of a group whose members are `stride` ranks apart; 0 if blocks cross groups."""
-    if unit % stride and stride % unit:
-        return 0
-    each = max(1, unit // stride)
-    return members // each if members % each == 0 else int(members > each)
-
-
-def num_together(places: Places, stride: int, unit: int) -> int:
-    """Return the largest number of blocks of one group on a place, for members that are `stride` ranks apart.
-
-    If the ranks of a host must differ modulo its slots, members that are equal modulo the slots lie on different hosts.
-    """
-    most = places.devices // unit
-    cluster = places.model.fabric.cluster
-    if not cluster.keeps_residues or len(cluster.hosts) == 1:
-        return most
-    remainders = places.devices // math.gcd(stride, places.devices)
-    return min(most, max(remainders // max(unit // stride, 1), 1))

@@ -49,7 +49,6 @@ class Candidate:
 
     layout: Layout
     peak_bytes: tuple[int, ...]
-    """Predicted peak memory on each pipeline rank."""
     bound_s: float
     host_order_s: float
     """Step time in seconds, with the ranks in torchrun's order."""
@@ -95,7 +94,6 @@ class SearchInputs:
     memory_margin: float
     """Share of device memory that a layout must leave free."""
     own_fault: str | None
-    """Rule of Megatron that the user's own layout breaks."""
 
     @classmethod
     def of(

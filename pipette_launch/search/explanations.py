@@ -167,7 +167,6 @@ def _need_text(need_bytes: tuple[int, ...], limit_bytes: int) -> str:
 
 
 def _passed_over(chosen: Chosen) -> list[str]:
-    """Explain why a plan that is predicted slightly faster was not chosen."""
     other = chosen.passed_over
     if other is None:
         return []
@@ -323,7 +322,6 @@ def _nothing_fits(inputs: SearchInputs, is_late: IsLate) -> PlanError:
 
 
 def _without_mask(inputs: SearchInputs) -> Iterator[str]:
-    """Propose to drop the data loader's mask if layouts fit without the mask."""
     bare = without_mask(inputs.job)
     if bare is None:
         return
@@ -340,7 +338,6 @@ def _help(ways: list[str]) -> str:
 
 
 def _released(inputs: SearchInputs, *, must_fit: bool, is_late: IsLate) -> Iterator[str]:
-    """Propose each pinned flag whose release alone would allow a plan."""
     job = inputs.job
     for pin in job.pinned:
         if is_late():
@@ -353,7 +350,6 @@ def _released(inputs: SearchInputs, *, must_fit: bool, is_late: IsLate) -> Itera
 
 
 def _more_hosts(inputs: SearchInputs, is_late: IsLate) -> Iterator[str]:
-    """Propose the smallest multiple of the hosts on which a layout fits."""
     hosts = len(inputs.cluster.hosts)
     for times in range(2, MOST_HOSTS_MORE + 1):
         if is_late():
@@ -365,7 +361,6 @@ def _more_hosts(inputs: SearchInputs, is_late: IsLate) -> Iterator[str]:
 
 
 def _num_fitting(inputs: SearchInputs, found: BaseLayouts) -> int:
-    """Count the base layouts whose leanest variant fits."""
     lean = found.tables.leanest(found.columns)
     return int((inputs.predictor.fullest_N(lean) <= limits_N(inputs.job, lean, inputs.limit_bytes)).sum())
 

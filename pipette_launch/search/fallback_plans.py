@@ -35,11 +35,9 @@ class FallbackNeeds:
     """Number of hosts that may be lost, and the rules for plans on the remaining hosts."""
 
     tolerate: int
-    """Number of hosts that may be lost."""
     least_hosts: int
     """Smallest number of hosts that may train: MIN of --nnodes."""
     global_batch_size: int
-    """Samples of a step on any number of hosts."""
     num_layers: int
     job_of: Callable[[int], Job]
     """Returns the job on a number of hosts, with the same global batch size; raises PipetteError if no job can run."""
@@ -141,7 +139,6 @@ def with_fallback_plans(
 
 
 def _nearly_as_fast(plan: Plan) -> Iterator[Choice]:
-    """Yield candidates that are nearly as fast as the chosen plan, fastest first, each layout once."""
     own = () if plan.own_fault or not plan.own.fits else (plan.own,)
     seen = {plan.chosen.layout}
     for choice in sorted((*plan.alternatives, *own), key=lambda one: one.step_time_s):
@@ -183,7 +180,6 @@ class _Maker:
     """Searches for fallback plans until the deadline."""
 
     plan: Plan
-    """Plan for all hosts."""
     measurements: Measurements
     needs: FallbackNeeds
     options: SolveOptions

@@ -39,8 +39,6 @@ _DEGREES = ("tp", "pp", "cp", "ep")
 
 
 class _Ready(NamedTuple):
-    """A layout that fits in memory and that `take` has not returned yet."""
-
     least_s: float
     number: int
     layout: Layout
@@ -168,7 +166,6 @@ class Frontier:
         return self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
 
     def _promising(self, found: Sequence[_Ready]) -> list[Promising]:
-        """Add the predicted peaks to layouts."""
         peaks = self._inputs.predictor.all_peaks([one.layout for one in found]) if found else ()
         return [
             Promising(least_s=one.least_s, number=one.number, layout=one.layout, peak_bytes=peak_bytes)
@@ -260,7 +257,6 @@ class Frontier:
         return bool(self._fits_N(columns.take(np.flatnonzero(is_lean_M))).any())
 
     def _with_peaks(self, layouts: Sequence[Layout]) -> list[Promising]:
-        """Return the layouts that fit in memory, with predicted peaks and without bounds."""
         found = [_Ready(math.inf, number, layout) for number, layout in enumerate(dict.fromkeys(layouts))]
         return [one for one in self._promising(found) if max(one.peak_bytes) <= self._limit(one.layout)]
 

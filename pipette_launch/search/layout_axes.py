@@ -21,7 +21,6 @@ from pipette_launch.megatron.performance import performance_options
 from pipette_launch.megatron.rules.broken import Rules
 
 SLACK = 1e-9
-"""Times that differ by less than this share count as equal."""
 _HALVINGS = 40
 
 
@@ -30,7 +29,6 @@ class LayerSeconds:
     """Seconds of the parts of a model for one micro-batch, forward plus backward. Only ratios of times matter."""
 
     layers_s: tuple[float, ...]
-    """Seconds of each layer, in model order."""
     first_s: float
     """Seconds of the embedding, which lies on the first stage."""
     last_s: float

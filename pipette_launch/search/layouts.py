@@ -367,7 +367,6 @@ def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
 
 
 def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the legal TP, PP, DP and CP; each degree is checked before values of the next degree are listed."""
     job = rules.job
     for tp in layout_axes.values(job, "tp", layout_axes.divisors(world_size)):
         if world_size % tp or drops(degrees.tensor_faults(rules, tp), dropped):

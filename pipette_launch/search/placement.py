@@ -27,7 +27,6 @@ from pipette_launch.search.slots import IsLate, Placed, Placement, PlacementProb
 from pipette_launch.search.step_model import linearise
 
 ROUNDS = 4
-"""Largest number of rounds that improve the placement of one layout."""
 FEW_STARTS = 6
 """Number of start placements that are priced first. On 512 GPUs the best of 6 was 0.1 % slower than the best of all."""
 MANY_STARTS = 24
@@ -117,9 +116,7 @@ UNEVEN = 1.25
 """Links inside a host count as different if the slowest takes this many times as long as the fastest. With noise of
 3 %, the factor between the 28 links of eight devices stays below 1.2 on each of 64 hosts."""
 ALL_ORDERS = 4
-"""Largest number of devices for which all orders are priced."""
 SWEEPS = 8
-"""Largest number of passes over all swaps of two devices."""
 
 
 def settled(problem: PlacementProblem, placement: Placement) -> Placed:
@@ -370,7 +367,6 @@ MANY_HOSTS = 64
 DESCENTS = 3
 """Number of descents with different random numbers, up to `MANY_HOSTS` hosts. More hosts get one descent."""
 DESCENT_STEPS = 50
-"""Number of batches of proposed exchanges in one descent."""
 TURNS = 3
 """Largest number of linear models, each made at the best placement so far."""
 NEAR = 16

@@ -352,7 +352,6 @@ def _at_own_rank(target_PK: Floats, seconds: float) -> None:
 
 
 def _raise(trials: Prices, *, hops: range | tuple[int, ...], seconds: float) -> None:
-    """Raise the price of some hops to at least `seconds`, in both directions."""
     for hop in hops:
         for target_PK in (trials.forward_hop_s_PD, trials.backward_hop_s_PD):
             np.maximum(target_PK[hop], seconds, out=target_PK[hop])

@@ -172,7 +172,6 @@ class Places:
     model: PlacementCost
     links: Links
     devices: int
-    """Number of devices of each place."""
     names: tuple[str, ...]
 
     @classmethod
@@ -232,7 +231,6 @@ class Tour:
     units: int
     """Number of blocks in a group."""
     per_place: int
-    """Number of blocks on a place."""
     most_together: int
     """Largest number of blocks of a group on one place."""
 

@@ -70,16 +70,12 @@ def unsupported(job: Job, cluster: Cluster) -> str:
 
 
 class _Way(NamedTuple):
-    """A schedule that a layout may run."""
-
     name: str
     group_size: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LayoutMemory:
-    """Memory of a layout's ranks under any schedule."""
-
     inputs: SearchInputs
     layout: Layout
     stock_peaks: tuple[int, ...]

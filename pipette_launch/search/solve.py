@@ -68,9 +68,7 @@ class Searched:
     num_seen: int
     """Number of layouts that were priced or ruled out by their bound."""
     num_aside: int
-    """Layouts that were not priced because others with their degrees promise too little."""
     floor_s: float
-    """Lower bound in seconds over all legal layouts that fit."""
     is_cut_short: bool
     """True if the deadline ended the search."""
 

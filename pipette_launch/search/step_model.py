@@ -51,7 +51,6 @@ class OnHosts(NamedTuple):
     """Size of the groups of one kind, and their spread over hosts."""
 
     size: int
-    """Members of a group."""
     spans: int
     """Largest number of hosts that a group spans."""
     fewest: int = 1
@@ -75,7 +74,6 @@ class View:
     prices: Prices
     host_W: Ints
     stage_W: Ints
-    """Pipeline rank of each rank."""
     slowness_H: Floats
     """1 / speed of the slowest slot of each host."""
     latency_s_HH: Floats
@@ -164,9 +162,7 @@ class Tangents:
     """
 
     duration_BK: Floats
-    """Number of times that each pass lies on the path."""
     hop_JK: Floats
-    """Number of times that each hop lies on the path."""
     most_B: Floats
     """Largest count of each pass over all paths that were found, including paths that were left out."""
 

@@ -33,7 +33,6 @@ class StageTimes:
     """Seconds of one micro-batch on each stage of one pipeline, and between neighbouring stages."""
 
     forward_s: tuple[float, ...]
-    """Seconds of the forward of one micro-batch on each stage."""
     backward_s: tuple[float, ...]
     """Seconds of the whole backward of one micro-batch on each stage, without recompute."""
     forward_hop_s: tuple[float, ...]
@@ -100,7 +99,6 @@ class Timeline:
     """Start and end of every action in one pipeline's step."""
 
     start_s: tuple[tuple[float, ...], ...]
-    """Start of each action of each rank, in seconds from the start of the step."""
     end_s: tuple[tuple[float, ...], ...]
 
     @property
@@ -401,7 +399,6 @@ class Engine:
 
     @cached_property
     def _level_A(self) -> Ints:
-        """Levels in the engine's own order."""
         return np.sort(self.graph.level_A)
 
     @cached_property

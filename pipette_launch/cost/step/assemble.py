@@ -39,7 +39,6 @@ class StepEnd:
     """
 
     layout: Layout | LayoutColumns
-    """Layout or layouts with the overlap flags."""
     drain_s_VPN: Floats
     """Time at which the last backward of each chunk ends."""
     backward_s_VPN: Floats
@@ -154,7 +153,6 @@ class Forwards:
 
     forward_s_SR: Floats
     hop_s_SR: Floats
-    """Seconds of the hop from each stage to the next: S - 1 rows."""
     rendezvous: bool = False
     """True if a send waits for its receiver in the warm-up (`Order.rendezvous`)."""
 
@@ -304,7 +302,6 @@ def _hops_s(rank_S: Ints, prices: Prices) -> tuple[Floats, Floats]:
 
 
 def _first_waits_s(work: LayoutWork, prices: Prices, forward_SD: Floats, hops_D: Floats) -> Floats:
-    """Return the wait of each first forward for its parameters."""
     stages = len(forward_SD)
     gather_SR = np.repeat(prices.gather_s_SK, forward_SD.shape[1] // prices.gather_s_SK.shape[1], axis=1)
     if not work.aligns_gathers:

@@ -47,7 +47,6 @@ class Content:
     """Parts of the chunks of layouts with equal pp and vpp."""
 
     split_N: Ints
-    """Layer split of each layout."""
     kind_CVP: Ints
     parts_KX: Ints
     """Number of each part in each kind of chunk."""
@@ -99,7 +98,6 @@ class UnitTimes:
     hop_s_U: Floats
     """Seconds of a send between two slots over the best link."""
     fastest: float
-    """1 / speed of the fastest slot."""
     slowest: float
 
     def take(self, rows: Ints) -> UnitTimes:

@@ -27,7 +27,6 @@ class Pipelines:
     """U pipelines with the same pp and vpp; all hops of a pipeline take equally long."""
 
     forward_s_UVP: Floats
-    """Seconds of the forward of one micro-batch on each stage."""
     backward_s_UVP: Floats
     """Seconds of the backward of one micro-batch on each stage, with recompute."""
     hop_s_U: Floats

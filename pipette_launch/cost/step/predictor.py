@@ -42,7 +42,6 @@ class PlacementCost:
         self.work = work
         self.fabric = fabric
         self.slowness_W = slowness_W
-        """1 / speed of each slot."""
         self.factor = factor
         """Learned factor on the predicted step of this layout; `cost` and `costs` include the factor."""
         self.groups = Groups.of(work.layout, instances=work.shard_copies)
@@ -204,12 +203,10 @@ def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices
 
 
 def _placed(slot_KW: Ints, ranks_GM: Ints) -> Ints:
-    """Return the slots of all groups of all placements, one group in each row."""
     return slot_KW[:, ranks_GM].reshape(-1, ranks_GM.shape[1])
 
 
 def _columns(values_KPD: Floats) -> Floats:
-    """Put the replicas of all placements side by side."""
     return np.asarray(values_KPD.transpose(1, 0, 2).reshape(values_KPD.shape[1], -1))
 
 
@@ -256,9 +253,7 @@ class Predictor:
         self._job = job
         self._measurements = measurements
         self.compute = ComputeTable(job, measurements)
-        """Seconds of forwards and backwards on a slot of speed 1."""
         self.fabric = Fabric(measurements.cluster, measurements.collectives)
-        """Seconds of collectives and sends between slots."""
         self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)
         self._work = lru_cache(_CACHED_LAYOUTS)(self._new_work)
         self._placement_cost = lru_cache(_CACHED_LAYOUTS)(
@@ -357,7 +352,6 @@ class Predictor:
 
 
 def _unpriced(job: Job) -> Iterator[str]:
-    """Yield a sentence for each flag of the job that changes its step but not the prediction."""
     options = performance_options(job)
     for name, values, meaning in UNPRICED:
         value = getattr(options, name)

@@ -48,7 +48,6 @@ class LayoutWork:
     hop_bytes: int
     traffic: StepTraffic
     gradient_bytes_S2: Floats
-    """Bytes of dense and of expert gradients."""
     parameter_bytes_S2: Floats
     reduce_kind: Collective
     gather_kind: Collective
@@ -62,7 +61,6 @@ class LayoutWork:
     optimizer_s_P: Floats
     """Seconds of gradient scaling, optimizer and host work in one step, on a slot of speed 1."""
     rank_S: Ints
-    """Pipeline rank of each stage."""
 
     @classmethod
     def of(
@@ -116,7 +114,6 @@ class Prices:
     reduce_s_SK: Floats
     gather_s_SK: Floats
     embedding_s_K: Floats
-    """Seconds of the tied embedding's reduction."""
 
 
 def exposed_s(seconds: Floats, hidden_s: float | Floats) -> Floats:

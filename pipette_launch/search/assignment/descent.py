@@ -44,7 +44,6 @@ class Position:
 
     place_Q: Ints
     seat_H: Ints
-    """Number of the seat on each place."""
     cost_s: float
     group_seconds_G: Floats
 

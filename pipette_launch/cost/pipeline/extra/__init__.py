@@ -312,7 +312,6 @@ class StreamEngine(Engine):
 
     @cached_property
     def _order_A(self) -> Ints:
-        """Rows sorted by their levels."""
         return np.argsort(self._rows.level, kind="stable")
 
     @cached_property
@@ -384,5 +383,4 @@ class _Rows:
         return len(self.table) - 1
 
     def _hop(self, message: Message) -> int:
-        """Return the index of a message's time among the hops."""
         return message.stage + self._no_hop // 2 - 1 if message.is_gradient else message.stage

@@ -94,7 +94,6 @@ class DraftSchedule:
 
     ranks: tuple[tuple[tuple[float, float, Action], ...], ...]
     complete: bool
-    """True if all actions ran within the limits."""
 
     @property
     def makespan_s(self) -> float:
@@ -370,7 +369,6 @@ def polish(
 
 
 def _fills(problem: SchedulingProblem) -> int:
-    """Return how often the actions of a problem may be simulated."""
     return max(_ACTIONS // (3 * problem.pp * problem.vpp * problem.num_microbatches), 1)
 
 
@@ -379,7 +377,6 @@ def _ranked(
     orders: Callable[[SchedulingProblem], Iterable[PassOrder]],
     choices: Sequence[Choice],
 ) -> list[tuple[DraftSchedule, Choice]]:
-    """Return the drafts of all choices, the draft with the shortest time first."""
     made = tuple(orders(problem))
     seen: dict[tuple[PassOrder, FillRules], tuple[DraftSchedule, Choice]] = {}
     for place, rule in choices:
@@ -411,7 +408,6 @@ def _waits(problem: SchedulingProblem, draft: DraftSchedule) -> Iterator[frozens
 
 
 def _follows(ran: tuple[Ran, ...], place: int) -> bool:
-    """Return True if an action starts when the previous one ends."""
     return place > 0 and ran[place - 1][1] >= ran[place][0] - _SAME
 
 

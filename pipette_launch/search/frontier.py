@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,12 +37,6 @@ LOOKED_THROUGH = 64
 _DEGREES = ("tp", "pp", "cp", "ep")
 
 
-class _Ready(NamedTuple):
-    least_s: float
-    number: int
-    layout: Layout
-
-
 class Frontier:
     """Lists the variants of base layouts by rising bound, except variants that do not fit or cannot be priced.
 
@@ -66,7 +59,7 @@ class Frontier:
         self._order_N = np.argsort(rough_N, kind="stable")[: len(rough_N) - len(unknown)]
         self._rough = rough_N[self._order_N].tolist()
         self._num_opened = 0
-        self._ready: list[_Ready] = []
+        self._ready: list[Promising] = []
         self._num_ready = 0
         self._fitting: dict[Layout, list[Recompute]] = {}
         self.outdone: set[Layout] = set()
@@ -90,7 +83,7 @@ class Frontier:
         self._lean = self._that_fit(rows, math.inf, leanest=True)
         found = _unlike(self._quick, count)
         self._quick = [layout for layout in self._quick if layout not in found]
-        return self._with_peaks([*found, *_unlike(self._lean, count // 2)])
+        return self._fitting_ones([*found, *_unlike(self._lean, count // 2)])
 
     def take(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
         """Return the next layouts, at most `count`, whose bounds are below a step time."""
@@ -106,10 +99,10 @@ class Frontier:
             if len(perhaps):
                 perhaps = perhaps[self._fastest_bounds_s(perhaps) < below_s]
             self._open(np.concatenate([rows[could_fit_N & is_sure_N], perhaps]), below_s)
-        taken: list[_Ready] = []
+        taken: list[Promising] = []
         while len(taken) < count and self._next_ready_s < below_s:
             taken.append(heapq.heappop(self._ready))
-        return self._promising(taken)
+        return self._with_peaks(taken)
 
     def neighbours(self, layout: Layout, *, below_s: float) -> list[Promising]:
         """Return layouts that differ in one choice, fit, and have a bound below `below_s`; by rising bound."""
@@ -119,12 +112,11 @@ class Frontier:
         least_M = self._bounds_s(columns)
         order = np.argsort(least_M, kind="stable")
         order = order[least_M[order] < below_s]
-        return self._with_peaks([columns.layout(row) for row in order.tolist()])
+        return self._fitting_ones([columns.layout(row) for row in order.tolist()])
 
     def runners_up(self, count: int, *, most_bytes: float) -> list[Promising]:
         """Return up to `count` of the quickest and of the leanest layouts that `dive` found but did not return."""
-        quick = self._with_peaks(self._quick[:count])
-        lean = self._with_peaks(self._lean[:LOOKED_THROUGH])
+        quick, lean = self._fitting_ones(self._quick[:count]), self._fitting_ones(self._lean[:LOOKED_THROUGH])
         return quick + [one for one in lean if max(one.peak_bytes) <= most_bytes][:count]
 
     def over_the_limit(self, *, live: float) -> list[Promising]:
@@ -137,7 +129,7 @@ class Frontier:
         columns = columns.take(np.flatnonzero(~self._fits_N(columns) & self._fits_N(columns, live=live)))
         least_N = self._bounds_s(columns)
         order = np.argsort(least_N, kind="stable")[:LOOKED_THROUGH].tolist()
-        return self._promising([_Ready(float(least_N[row]), row, columns.layout(row)) for row in order])
+        return self._with_peaks([_unpriced(columns.layout(row), row, float(least_N[row])) for row in order])
 
     def find_any(self) -> bool:
         """Return whether some layout fits and can be priced; if none fits, count all as over the limit."""
@@ -165,12 +157,9 @@ class Frontier:
     def _bounds_s(self, columns: LayoutColumns) -> Floats:
         return self._bounds.of_columns(columns) * self._inputs.predictor.step_factor
 
-    def _promising(self, found: Sequence[_Ready]) -> list[Promising]:
+    def _with_peaks(self, found: Sequence[Promising]) -> list[Promising]:
         peaks = self._inputs.predictor.all_peaks([one.layout for one in found]) if found else ()
-        return [
-            Promising(least_s=one.least_s, number=one.number, layout=one.layout, peak_bytes=peak_bytes)
-            for one, peak_bytes in zip(found, peaks, strict=True)
-        ]
+        return [replace(one, peak_bytes=peak_bytes) for one, peak_bytes in zip(found, peaks, strict=True)]
 
     def _could_fit_N(self, rows: Ints) -> NDArray[np.bool_]:
         """Return whether base layouts fit without activations. If not, their variants count as over the limit.
@@ -220,7 +209,7 @@ class Frontier:
         others.append(layout.recompute)
         if layout != self._inputs.job.own:
             self._num_ready += 1
-            heapq.heappush(self._ready, _Ready(least_s, self._num_ready, layout))
+            heapq.heappush(self._ready, _unpriced(layout, self._num_ready, least_s))
 
     def _that_fit(self, rows: Ints, below_s: float, *, leanest: bool = False) -> list[Layout]:
         """Return base layouts that fit with the quickest flags, by rising bound up to a step time.
@@ -256,9 +245,10 @@ class Frontier:
             is_lean_M &= getattr(columns, name) == getattr(lean, name)[place_M]
         return bool(self._fits_N(columns.take(np.flatnonzero(is_lean_M))).any())
 
-    def _with_peaks(self, layouts: Sequence[Layout]) -> list[Promising]:
-        found = [_Ready(math.inf, number, layout) for number, layout in enumerate(dict.fromkeys(layouts))]
-        return [one for one in self._promising(found) if max(one.peak_bytes) <= self._limit(one.layout)]
+    def _fitting_ones(self, layouts: Sequence[Layout]) -> list[Promising]:
+        """Return the layouts that fit in memory, without bounds."""
+        found = self._with_peaks([_unpriced(layout, number) for number, layout in enumerate(dict.fromkeys(layouts))])
+        return [one for one in found if max(one.peak_bytes) <= self._limit(one.layout)]
 
     def _fits_N(self, columns: LayoutColumns, *, live: float = 1.0) -> NDArray[np.bool_]:
         """Return whether each layout fits in memory with the share `live` of its activations."""
@@ -271,6 +261,10 @@ class Frontier:
         if groups not in self._limits:
             self._limits[groups] = self._inputs.limit_bytes(layout)
         return self._limits[groups]
+
+
+def _unpriced(layout: Layout, number: int, least_s: float = math.inf) -> Promising:
+    return Promising(least_s=least_s, number=number, layout=layout, peak_bytes=())
 
 
 def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,8 +71,7 @@ GROUP_NAMES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BoundArgument:
+class BoundArgument(NamedTuple):
     """Proof that every step is at least as long as the shortest of some trial steps."""
 
     words: str
@@ -88,7 +88,7 @@ class BoundArguments:
 
     def all(self) -> Iterator[BoundArgument]:
         """Yield the arguments, the easiest to understand first."""
-        yield BoundArgument(words=BEST_LINKS, trials=self.best)
+        yield BoundArgument(BEST_LINKS, self.best)
         if len(self.places) > 1:
             yield from self._of_places()
             yield from self._of_groups()
@@ -102,7 +102,7 @@ class BoundArguments:
             _at_own_rank(trials.slowness_PD, float(slowness_W[slot]))
             name = self._model.fabric.cluster.slot_name(slot)
             words = f"some stage has {name}, whose speed is {1 / float(slowness_W[slot]):.2f} of the median's"
-            yield BoundArgument(words=words, trials=trials)
+            yield BoundArgument(words, trials)
 
     def crossing(self, names: tuple[str, ...]) -> BoundArgument:
         """Return the argument for placements in which a group with one of these names spans several places."""
@@ -119,7 +119,7 @@ class BoundArguments:
         kinds = " or ".join(dict.fromkeys(GROUP_NAMES[name] for name in used or names))
         # A group without exchanges costs nothing on any place.
         trials = side_by_side(found) if found else self._one
-        return BoundArgument(words=f"the bound holds even if some {kinds} group spans several hosts", trials=trials)
+        return BoundArgument(f"the bound holds even if some {kinds} group spans several hosts", trials)
 
     @property
     def _model(self) -> PlacementCost:
@@ -217,7 +217,7 @@ class BoundArguments:
                     best = min(float(np.delete(way, place).max()) for way in (rates[place], rates[:, place]))
                     own = f"{self.places.names[place]}, whose best is {rate_text(best)}"
                     words = f"some {name} must use a link of {own}"
-                    yield BoundArgument(words=words, trials=self._with_place(place))
+                    yield BoundArgument(words, self._with_place(place))
 
     def _with_place(self, place: int) -> Prices:
         """Return one trial for each stage: in trial k, ranks of stage k lie on the place."""
@@ -246,14 +246,14 @@ class BoundArguments:
             trials = copies(self._mean, self._pp)
             self._add_ring(trials, ring, last_s, has_best=True)
             link = self._link_words(ring.tour.cost_s_HH, last_s)
-            yield BoundArgument(words=f"some gradient ring needs a link no better than {link}", trials=trials)
+            yield BoundArgument(f"some gradient ring needs a link no better than {link}", trials)
         for name, tour in self._tours.items():
             last_s = tour.thresholds_s[-1]
             trials = copies(self._one, self._pp)
             self._exchange(trials, name, tour, last_s, own_rank=True)
             link = self._link_words(tour.cost_s_HH, last_s)
             words = f"some {GROUP_NAMES[name]} group needs a link no better than {link}"
-            yield BoundArgument(words=words, trials=trials)
+            yield BoundArgument(words, trials)
 
     def _of_parts(self) -> Iterator[BoundArgument]:
         """Return arguments on parts of the places: a ring spans two parts, or pipelines change parts."""
@@ -277,7 +277,7 @@ class BoundArguments:
             crossing = "rings or pipelines" if dense else "pipelines"
             words = f"{crossing} cross between parts of the cluster, where no link is better than "
             words += self._link_words(cost_s_HH, cross_s)
-            yield BoundArgument(words=words, trials=side_by_side(trials))
+            yield BoundArgument(words, side_by_side(trials))
 
     def _with_parts(self, part_H: Ints, longest: int) -> Iterator[Prices]:
         """Return trials in which all pipelines change to another part of the places after the same stages.
@@ -299,13 +299,13 @@ class BoundArguments:
         """Return arguments that a pipeline must use links between places if it does not fit on one place."""
         if self._all_hops_cross:
             yield BoundArgument(
-                words="the hops of a pipeline use different links, and not all links are the best", trials=self._mean
+                "the hops of a pipeline use different links, and not all links are the best", self._mean
             )
         if 1 < self._per_place < self._pp:
             hop_s = float(self._hops[0].min())
             splits = ring_bounds.pipeline_splits(self._pp, self._per_place, most=_SPLITS)
             trials = self._with_hops(self._one, splits, hop_s)
-            yield BoundArgument(words=f"pipelines of {self._pp} stages leave their hosts", trials=trials)
+            yield BoundArgument(f"pipelines of {self._pp} stages leave their hosts", trials)
 
     def _add_ring(self, trials: Prices, ring: ring_bounds.Ring, slowest_s: float, *, has_best: bool) -> None:
         """In trial k, raise the price of the rings of pipeline rank k to a slow link, which takes `slowest_s`.

@@ -66,36 +66,22 @@ class LinksBetweenHosts(NamedTuple):
     receiver_L: Ints
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class View:
     """A placement of a layout, described by hosts instead of slots."""
 
-    model: PlacementCost
-    prices: Prices
-    host_W: Ints
-    stage_W: Ints
-    slowness_H: Floats
-    """1 / speed of the slowest slot of each host."""
-    latency_s_HH: Floats
-    per_byte_s_HH: Floats
-
-    @classmethod
-    def of(cls, model: PlacementCost, placement: Ints) -> View:
-        """Describe a placement (RANK of each slot) by hosts."""
+    def __init__(self, model: PlacementCost, placement: Ints) -> None:
         cluster = model.fabric.cluster
-        host_W = np.empty_like(placement)
-        host_W[placement] = np.arange(len(placement)) // cluster.devices_per_host
-        stage_W = np.empty_like(host_W)
-        stage_W[model.groups.grid_PDCT] = np.arange(model.work.layout.pp)[:, None, None, None]
-        return cls(
-            model=model,
-            prices=model.prices(placement.tolist()),
-            host_W=host_W,
-            stage_W=stage_W,
-            slowness_H=model.slowness_W.reshape(-1, cluster.devices_per_host).max(axis=1),
-            latency_s_HH=np.asarray(cluster.between_hosts.latency_s),
-            per_byte_s_HH=cluster.between_hosts.seconds_per_byte,
-        )
+        self.model = model
+        self.prices = model.prices(placement)
+        self.host_W = np.empty_like(placement)
+        self.host_W[placement] = np.arange(len(placement)) // cluster.devices_per_host
+        # Pipeline rank of each rank.
+        self.stage_W = np.empty_like(placement)
+        self.stage_W[model.groups.grid_PDCT] = np.arange(model.work.layout.pp)[:, None, None, None]
+        # 1 / speed of the slowest slot of each host.
+        self.slowness_H = model.slowness_W.reshape(-1, cluster.devices_per_host).max(axis=1)
+        self.latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
+        self.per_byte_s_HH = cluster.between_hosts.seconds_per_byte()
 
     @property
     def num_hosts(self) -> int:
@@ -461,7 +447,7 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: T
     Seat q of the problem is the set of ranks that host q holds now. If no seat moves, the cost is the step time.
     `known` are tangents from other placements, which make the model more exact far from `placement`.
     """
-    view = View.of(model, np.asarray(placement, dtype=np.int64))
+    view = View(model, np.asarray(placement, dtype=np.int64))
     builder = ProblemBuilder(view.num_hosts)
     crossings = crossings_of(view)
     tangents = _add_pipelines(builder, view, crossings, known)

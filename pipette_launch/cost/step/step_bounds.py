@@ -12,7 +12,7 @@ of a simulation. Data-parallel groups that are too large for a host span slow ho
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from pipette_launch.cost.communication.exchanges import aligns_gathers, meets_re
 from pipette_launch.cost.layers import parameters
 from pipette_launch.cost.step.assemble import StepEnd, gather_waits_s, gathers_in_forward
 from pipette_launch.cost.step.bound_tables import Content, GroupsLie, Tables, UnitTimes, contents_of, split_by_code
-from pipette_launch.cost.step.pipeline_bound import Drains, Pipelines, drains
+from pipette_launch.cost.step.pipeline_bound import Pipelines, drains
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Floats, Ints, LayoutColumns, codes_of, grouped
@@ -115,35 +115,24 @@ class BoundColumns:
             for place in np.array_split(np.arange(len(rows)), pieces):
                 part = rows[place]
                 some, here = columns.take(part), replace(content, split_N=content.split_N[place])
-                passes = _Passes.of(
-                    self._tables, some, unit.take(part), here, crossing.take(part) if crossing else None
-                )
-                update = _UpdatePrices.of(self._tables, some, (group_N[part], unit_parameters_U2X), here, groups_lie)
+                passes = _Passes(self._tables, some, unit.take(part), here, crossing.take(part) if crossing else None)
+                update = _UpdatePrices(self._tables, some, (group_N[part], unit_parameters_U2X), here, groups_lie)
                 seconds_N[known[part]] = _step_s_N(some, passes, update)
         return seconds_N * (1 - _ROUNDING)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Passes:
     """Bounds of the pipelines of each group of layouts."""
 
-    group_N: Ints
-    drains: Drains
-    first_forward_s_U: Floats
-    """Forward of the first stage, on the fastest slot."""
-    first_backward_s_U: Floats
-    """Backward of the first stage on the slowest slot. Gradient reductions start at most this long before its end."""
-
-    @classmethod
-    def of(
-        cls, tables: Tables, columns: LayoutColumns, unit: UnitTimes, content: Content, crossing: UnitTimes | None
-    ) -> _Passes:
+    def __init__(
+        self, tables: Tables, columns: LayoutColumns, unit: UnitTimes, content: Content, crossing: UnitTimes | None
+    ) -> None:
         """Bound the pipelines.
 
         If `crossing` is given, at least one rank of each pipeline takes at least its times; which rank is unknown.
         """
         microbatches_N = tables.microbatches_N(columns)
-        first_U, group_N = grouped(unit.group_N, content.split_N, microbatches_N, columns.microbatch_group_size)
+        first_U, self.group_N = grouped(unit.group_N, content.split_N, microbatches_N, columns.microbatch_group_size)
         kinds_UVP = content.kind_CVP[content.split_N[first_U]]
         rows_U = unit.group_N[first_U]
         group_size_U = np.where(columns.microbatch_group_size > 0, columns.microbatch_group_size, columns.pp)[first_U]
@@ -171,12 +160,11 @@ class _Passes:
         by_paths, slow_by_paths = fast, slow
         if meets_receivers(tables.job, int(columns.vpp[0]), tables.compute.device_kind):
             by_paths, slow_by_paths = _with_hops_in_passes(fast), _with_hops_in_passes(slow)
-        return cls(
-            group_N=group_N,
-            drains=drains(by_paths, slow=slow_by_paths if slow is not fast else None),
-            first_forward_s_U=fast.forward_s_UVP[:, 0, 0],
-            first_backward_s_U=slowest.backward_s_UVP[:, 0, 0],
-        )
+        self.drains = drains(by_paths, slow=slow_by_paths if slow is not fast else None)
+        # The first stage's forward on the fastest slot, and its backward on the slowest slot. Gradient reductions start
+        # at most this backward before its end.
+        self.first_forward_s_U = fast.forward_s_UVP[:, 0, 0]
+        self.first_backward_s_U = slowest.backward_s_UVP[:, 0, 0]
 
 
 def _with_hops_in_passes(pipelines: Pipelines) -> Pipelines:
@@ -202,55 +190,38 @@ class _SlowGroups(NamedTuple):
     gather_s_TVP: Floats
 
 
-@dataclass(frozen=True, kw_only=True)
 class _UpdatePrices:
-    """Exchanges and updates after the passes, for each group of layouts."""
+    """Exchanges and updates after the passes, for each group of layouts with the same pp and vpp."""
 
-    group_N: Ints
-    reduce_s_TVP: Floats
-    gather_s_TVP: Floats
-    slow_groups: tuple[_SlowGroups, ...]
-    buckets_T: Ints
-    """Number of gradient buckets of the first stage; later stages have one bucket."""
-    optimizer_s_TP: Floats
-    embedding_s_T: Floats
-    aligns_gathers: bool
-    """`LayoutWork.aligns_gathers`, equal for all layouts with the same pp and vpp."""
-
-    @classmethod
-    def of(
-        cls, tables: Tables, columns: LayoutColumns, unit: tuple[Ints, Ints], content: Content, groups_lie: GroupsLie
-    ) -> _UpdatePrices:
-        """Price the exchanges and updates of layouts with the same pp and vpp.
+    def __init__(
+        self, tables: Tables, columns: LayoutColumns, unit: tuple[Ints, Ints], content: Content, groups_lie: GroupsLie
+    ) -> None:
+        """Price the exchanges and updates.
 
         `unit` has the group of each layout by parameters, and the parameters of a chunk's parts for each group.
         """
         job, (unit_N, parameters_R2X) = tables.job, unit
         fields = [columns.dp, columns.cp, columns.ep, columns.etp, columns.use_distributed_optimizer]
-        first_T, group_N = grouped(unit_N, content.split_N, *fields)
+        first_T, self.group_N = grouped(unit_N, content.split_N, *fields)
         groups = columns.take(first_T)
         kinds_TVP = content.kind_CVP[content.split_N[first_T]]
         rows_T11 = unit_N[first_T][:, None, None]
         parameters_2RK = np.moveaxis(parameters_R2X @ content.parts_KX.T, 1, 0)
         counts = tuple(each_RK[rows_T11, kinds_TVP] for each_RK in parameters_2RK)
         prices = partial(_exchange_s, tables, groups, counts, _group_slots(tables, groups, groups_lie))
-        reduce_s, gather_s = prices(tables.num_hosts)
-        slow = [_SlowGroups(stages, *prices(among)) for stages, among in tables.slow_hosts(int(columns.pp[0]))]
+        self.reduce_s_TVP, self.gather_s_TVP = prices(tables.num_hosts)
+        slow_hosts = tables.slow_hosts(int(columns.pp[0]))
+        self.slow_groups = [_SlowGroups(stages, *prices(among)) for stages, among in slow_hosts]
         dense_PT, expert_PT = (count_TVP.sum(axis=1).T for count_TVP in counts)
         optimizer_s_PT = tables.once_a_step.seconds(
             parameters.resident_parameters(job, dense_PT, expert_PT, groups),
             parameters.held_gradients(job, dense_PT, expert_PT, groups) * parameters.gradient_bytes_per_parameter(job),
         )
-        return cls(
-            group_N=group_N,
-            reduce_s_TVP=reduce_s,
-            gather_s_TVP=gather_s,
-            slow_groups=tuple(slow),
-            buckets_T=num_buckets(sum(counts)[:, 0, 0], groups.dp * groups.cp),
-            optimizer_s_TP=optimizer_s_PT.T * tables.fastest,
-            embedding_s_T=tables.embedding_s_N(groups),
-            aligns_gathers=aligns_gathers(job, int(columns.vpp[0])),
-        )
+        self.optimizer_s_TP = optimizer_s_PT.T * tables.fastest
+        # Number of gradient buckets of the first stage; later stages have one bucket.
+        self.buckets_T = num_buckets(sum(counts)[:, 0, 0], groups.dp * groups.cp)
+        self.embedding_s_T = tables.embedding_s_N(groups)
+        self.aligns_gathers = aligns_gathers(job, int(columns.vpp[0]))
 
 
 def _group_slots(tables: Tables, groups: LayoutColumns, groups_lie: GroupsLie) -> tuple[Ints, Ints]:

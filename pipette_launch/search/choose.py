@@ -53,12 +53,11 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
 
     If the user's own configuration does not fit, choose the fastest candidate.
 
-    The gain must exceed the sum of three amounts. The first is the margin. The second is the error from measured
-    scatter and from times that were measured at other sizes. The third, for other degrees, is the usual error between
-    their predictions. Comparisons between candidates also count these doubts. Among equally fast layouts, the simplest
-    wins: fewest kinds of parallelism, then nearest to the user's own layout. Among equally fast placements, torchrun's
-    order wins. `margin` is the share of the user's own step that another plan must save; with margin 0 every gain
-    counts.
+    The gain must reach each of four amounts: the margin, the usual error between predictions for different degrees, the
+    scatter of the measurements, and the possible error of times that were measured at other sizes. With margin 0 every
+    gain counts. Among equally fast layouts, the simplest wins: fewest kinds of parallelism, then nearest to the user's
+    own layout. Among equally fast placements, torchrun's order wins. `margin` is the share of the user's own step that
+    another plan must save.
     """
     own, basis = _own_choice(inputs, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
@@ -134,9 +133,8 @@ class _Judge:
 
     def is_worth_it(self, one: Candidate) -> bool:
         """Return whether a candidate saves enough of the user's own step with all possible errors."""
-        if self._own is None:
-            return True
-        return self.saves_enough(one) and self._own.step_time_s - one.placed.cost_s >= self.least_gain_s(one)
+        gains = self._own is None or self._own.step_time_s - one.placed.cost_s >= self.least_gain_s(one)
+        return gains and self.saves_enough(one)
 
     def least_gain_s(self, one: Candidate) -> float:
         """Return the seconds that a candidate must save, compared with the user's own step."""

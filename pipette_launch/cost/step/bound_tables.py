@@ -24,7 +24,8 @@ from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.compute.device_model import case_of
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers import parameters
-from pipette_launch.cost.layers.block import Exchange, Hiding, residual_bytes
+from pipette_launch.cost.layers.block import residual_bytes
+from pipette_launch.cost.layers.passes import Exchange, Hiding
 from pipette_launch.cost.step.work import exposed_s, pass_s
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job

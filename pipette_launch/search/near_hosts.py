@@ -87,7 +87,7 @@ def tiers_of(links: Links) -> Tiers:
 
 def distances_s(links: Links) -> Floats:
     """Return the seconds of a typical message between two hosts, mean of both directions (H x H, diagonal 0)."""
-    one_way_HH = np.asarray(links.latency_s) + TYPICAL_MESSAGE_BYTES * links.seconds_per_byte()
+    one_way_HH = np.asarray(links.latency_s) + TYPICAL_MESSAGE_BYTES * links.seconds_per_byte
     return np.asarray((one_way_HH + one_way_HH.T) / 2)
 
 

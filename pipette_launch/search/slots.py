@@ -165,7 +165,7 @@ def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlo
     Near hosts get the ranks that exchange most data. Torchrun's order comes first if the rules allow this order.
     """
     # Only the degrees decide the groups of ranks.
-    degrees = Layout(**Degrees.of(layout)._asdict())
+    degrees = Layout(**{name: getattr(layout, name) for name in Degrees._fields})
     return _starts(degrees, Slots.of(cluster, blocks), tiers_of(cluster.between_hosts), most)
 
 

@@ -81,7 +81,7 @@ class View:
         # 1 / speed of the slowest slot of each host.
         self.slowness_H = model.slowness_W.reshape(-1, cluster.devices_per_host).max(axis=1)
         self.latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
-        self.per_byte_s_HH = cluster.between_hosts.seconds_per_byte()
+        self.per_byte_s_HH = cluster.between_hosts.seconds_per_byte
 
     @property
     def num_hosts(self) -> int:

@@ -33,8 +33,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CPU_INFO = Path("/proc/cpuinfo")
 SYSFS = Path("/sys")
 SECOND_LOOK_S = 1.0  # Longest sample period of a device's utilisation (manual of nvidia-smi)
-DEADLINE_S = 50.0
-POLL_S = 0.5
+DEADLINE_S, POLL_S = 50.0, 0.5
 
 
 def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "cuda", "cpu"] = "auto") -> Host:
@@ -60,13 +59,8 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
             f"CUDA_VISIBLE_DEVICES, or use --pipette-device=cpu{broken}"
         )
     devices = tuple(gpus[:num_devices]) if gpus else _cpu_shares(num_devices)
-    return Host(
-        name=name,
-        address=address,
-        cores=len(os.sched_getaffinity(0)),
-        devices=devices,
-        place=switches(os.environ, socket.gethostname()),
-    )
+    place = switches(os.environ, socket.gethostname())
+    return Host(name=name, address=address, cores=len(os.sched_getaffinity(0)), devices=devices, place=place)
 
 
 def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
@@ -142,10 +136,7 @@ def _handle(nvml: Any, every: list[Any], entry: str) -> Any | None:
     if entry.isdecimal():
         return every[int(entry)] if int(entry) < len(every) else None
     if entry.startswith("MIG-"):
-        try:
-            return nvml.nvmlDeviceGetHandleByUUID(entry)
-        except nvml.NVMLError:
-            return None
+        return driver.query(nvml, "nvmlDeviceGetHandleByUUID", entry)
     matches = [handle for handle in every if entry and driver.text(nvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
     return matches[0] if len(matches) == 1 else None
 
@@ -199,23 +190,24 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
         return driver.query(nvml, f"nvmlDeviceGet{question}", handle, *arguments)
 
     rows = ask("RemappedRows") or (None,) * 4
-    links = [ask("NvLinkState", link) for link in range(driver.MAX_NVLINKS)]
-    links = [state for state in links if state is not None]
-    pci = ask("PciInfo")
+    states = (ask("NvLinkState", link) for link in range(driver.MAX_NVLINKS))
+    links = [state for state in states if state is not None]
+    clocks_mhz = ask("ClockInfo", driver.CLOCK_SM), ask("MaxClockInfo", driver.CLOCK_SM)
+    clocks_hz = [None if mhz is None else mhz * 1_000_000 for mhz in clocks_mhz]
+    pci, processes = ask("PciInfo"), ask("ComputeRunningProcesses") or ()
     # NVML's `00000000:3B:00.0` is sysfs' `0000:3b:00.0`.
     address = driver.text(pci.busId).lower()[-len("0000:3b:00.0") :] if pci else ""
     nic, nic_distance = nearest_nic(address, sysfs)
+    used_bytes = None
+    with suppress(nvml.NVMLError):
+        used_bytes = driver.memory(nvml, handle).held_bytes
     return DeviceCondition(
         uuid=uuid,
-        holders=tuple(
-            _holder(process.pid, process.usedGpuMemory)
-            for process in ask("ComputeRunningProcesses") or ()
-            if process.pid != os.getpid()
-        ),
-        used_bytes=_held_bytes(nvml, handle),
+        holders=tuple(_holder(one.pid, one.usedGpuMemory) for one in processes if one.pid != os.getpid()),
+        used_bytes=used_bytes,
         utilisation=_utilisation(nvml, uuid),
-        sm_clock_hz=_hertz(ask("ClockInfo", driver.CLOCK_SM)),
-        sm_clock_max_hz=_hertz(ask("MaxClockInfo", driver.CLOCK_SM)),
+        sm_clock_hz=clocks_hz[0],
+        sm_clock_max_hz=clocks_hz[1],
         clock_reasons=driver.clock_reasons(nvml, handle),
         ecc_volatile=ask("TotalEccErrors", driver.ERRORS_UNCORRECTED, driver.ECC_VOLATILE),
         ecc_aggregate=ask("TotalEccErrors", driver.ERRORS_UNCORRECTED, driver.ECC_AGGREGATE),
@@ -247,29 +239,13 @@ def nearest_nic(address: str, sysfs: Path) -> tuple[str, Nearness | None]:
     device = sysfs / "bus/pci/devices" / address
     if not address or not device.exists():
         return "", None
-    places = dict(_nics(sysfs))
-    near = {name: _nearness(device, place) for name, place in places.items()}
+    ports = sorted(sysfs.glob("class/infiniband/*/ports/*"))
+    cards = [port.parents[1] for port in ports if "ACTIVE" in _read(port / "state")]
+    if not cards:
+        cards = [one for one in sorted(sysfs.glob("class/net/*")) if _read(one / "operstate") == "up"]
+    near = {card.name: _nearness(device, card / "device") for card in cards if _bridges(card / "device")}
     known = sorted((NEARNESS.index(distance), name) for name, distance in near.items() if distance)
-    if known:
-        rank, name = known[0]
-        return name, NEARNESS[rank]
-    return min(places, default=""), None
-
-
-def _nics(sysfs: Path) -> Iterator[tuple[str, Path]]:
-    """Yield NICs on the PCI bus that are up, with their devices. Yield plain interfaces only without InfiniBand."""
-    found = [
-        (port.parts[-3], port.parents[1] / "device")
-        for port in sorted(sysfs.glob("class/infiniband/*/ports/*"))
-        if "ACTIVE" in _read(port / "state")
-    ]
-    if not found:
-        found = [
-            (interface.name, interface / "device")
-            for interface in sorted(sysfs.glob("class/net/*"))
-            if _read(interface / "operstate") == "up"
-        ]
-    yield from ((name, place) for name, place in found if _bridges(place))
+    return (known[0][1], NEARNESS[known[0][0]]) if known else (min(near, default=""), None)
 
 
 def _nearness(one: Path, other: Path) -> Nearness | None:
@@ -306,17 +282,6 @@ def _holder(pid: int, used_bytes: int | None) -> Holder:
     except psutil.Error:
         name = "name unknown"
     return Holder(pid=pid, name=name, used_bytes=used_bytes)
-
-
-def _held_bytes(nvml: Any, handle: Any) -> int | None:
-    try:
-        return driver.memory(nvml, handle).held_bytes
-    except nvml.NVMLError:
-        return None
-
-
-def _hertz(megahertz: int | None) -> int | None:
-    return None if megahertz is None else megahertz * 1_000_000
 
 
 def _flag(value: int | None) -> bool | None:
@@ -361,23 +326,18 @@ def await_memory(
     try:
         while True:
             # Memory in use beyond the memory that each device held before the warm-up.
-            excess = {
-                device: used_bytes(device.uuid) - (device.memory_total_bytes - device.memory_free_bytes)
-                for device in full
-            }
+            before = {device: device.memory_total_bytes - device.memory_free_bytes for device in full}
+            excess = {device: used_bytes(device.uuid) - held for device, held in before.items()}
             full = [device for device in full if excess[device] > BUSY_TOLERANCE_BYTES]
-            if not full:
-                return ()
-            if clock() >= ends_s:
+            if not full or clock() >= ends_s:
                 break
             sleep(POLL_S)
-        named = [sentence for sentence in holders(host) if any(device.uuid in sentence for device in full)]
+        named = [one for one in holders(host) if any(device.uuid in one for device in full)] if full else []
     except ClusterError as error:
         # Give up if the driver no longer answers, because the training will report the driver's error.
         return (str(error),)
+    after = f"more than before the warm-up, {deadline_s:.0f} s after it"
     stayed_full = (
-        f"{host.name}: {device.name} {device.uuid} still holds {bytes_text(excess[device])} more than before the "
-        f"warm-up, {deadline_s:.0f} s after it"
-        for device in full
+        f"{host.name}: {device.name} {device.uuid} still holds {bytes_text(excess[device])} {after}" for device in full
     )
     return (*stayed_full, *named)

@@ -21,16 +21,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.facts import Device, Host
-from pipette_launch.facts.health import NEARNESS, DeviceCondition, Verdict
+from pipette_launch.facts.health import NEARNESS, DeviceCondition, Verdict, VerdictKind
 from pipette_launch.text import bytes_text, hertz_text, rate_text, seconds_text
 
 Matrix = NDArray[np.float64]
@@ -82,8 +81,7 @@ WAYS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlowLink:
+class SlowLink(NamedTuple):
     """A direction between two hosts that is slower than a detour over a third host."""
 
     source: int
@@ -92,8 +90,7 @@ class SlowLink:
     peers_bytes_per_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlowHost:
+class SlowHost(NamedTuple):
     """A host whose best links are slower than other hosts' best links."""
 
     host: int
@@ -102,8 +99,7 @@ class SlowHost:
     peers_bytes_per_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlowSlot:
+class SlowSlot(NamedTuple):
     """A device that computes slower than others of its type."""
 
     slot: int
@@ -150,7 +146,7 @@ def confirmed_links(bandwidth_HH: Matrix, again_HH: Matrix, *, times: int = 1) -
         return ()
     rate = np.exp(np.log(known) - excess + together)
     return tuple(
-        SlowLink(source=i, target=j, bytes_per_s=float(rate[i, j]), peers_bytes_per_s=float(rate[i, j] / math.exp(x)))
+        SlowLink(i, j, float(rate[i, j]), float(rate[i, j] / math.exp(x)))
         for x, i, j in sorted((float(together[i, j]), int(i), int(j)) for i, j in np.argwhere(faulty))
     )
 
@@ -172,8 +168,7 @@ def confirmed_hosts(bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[SlowHost, .
             together = (best[host] + best_again[host]) / 2
             # Comparisons with nan are false.
             if best_again[host] - usual < math.log(SUSPECT_RATIO) and together - usual < math.log(FAULT_RATIO):
-                rates = math.exp(together), math.exp(usual)
-                found.append(SlowHost(host=host, direction=direction, bytes_per_s=rates[0], peers_bytes_per_s=rates[1]))
+                found.append(SlowHost(host, direction, math.exp(together), math.exp(usual)))
     return tuple(found)
 
 
@@ -190,11 +185,9 @@ def suspect_slots(
     for name in np.unique(name_S):
         members = np.flatnonzero(name_S == name)
         logs = np.log(seconds_S[members])
-        if len(members) >= FEW:
-            # With many values, leaving one value out does not change the median.
-            usual = np.full(len(members), _centre(logs))
-        else:
-            usual = np.array([_centre(np.delete(logs, at)) for at in range(len(members))])
+        # With many values, leaving one value out does not change the median.
+        others = [logs] * len(logs) if len(logs) >= FEW else [np.delete(logs, at) for at in range(len(logs))]
+        usual = np.array([_centre(values) for values in others])
         lag = logs - usual
         count, scale = int(np.isfinite(lag).sum()), MIN_SLOT_SCALE[device_kind]
         # The scatter of few slots cannot be estimated from these slots: of two slots, a slow slot would be half of the
@@ -217,7 +210,7 @@ def confirmed_slots(
         # Comparisons with nan are false.
         slow_again = usual_s / again_S[slot] < SUSPECT_SPEED[device_kind]
         if slow_again and usual_s / together_s < FAULT_SPEED[device_kind]:
-            found.append(SlowSlot(slot=slot, seconds=together_s, peers_seconds=usual_s))
+            found.append(SlowSlot(slot, together_s, usual_s))
     return tuple(sorted(found, key=lambda slow: (slow.peers_seconds / slow.seconds, slow.slot)))
 
 
@@ -311,18 +304,27 @@ def _scatter(values: Vector, centre: float) -> float:
     return 1.4826 * float(np.median(np.abs(finite - centre))) if finite.size else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _PlacedDevice:
+class _PlacedDevice(NamedTuple):
     """One device, with the name of its host and its index on this host."""
 
     host: str
-    index: int
+    local_rank: int
     device: Device
     condition: DeviceCondition
 
-    def verdict(self, kind: str, figure: str, **more: object) -> Verdict:
-        facts: dict[str, object] = {"advice": exclude(self.host), **more}
-        return Verdict(kind=kind, host=self.host, device=self.condition.uuid, figure=figure, **facts)  # type: ignore[arg-type]
+    def verdict(
+        self, kind: VerdictKind, figure: str, advice: str = "", peers: str = "", *, is_sick: bool = True
+    ) -> Verdict:
+        """Return a verdict on this device; without advice, the advice is to start without the host."""
+        return Verdict(
+            kind=kind,
+            host=self.host,
+            device=self.condition.uuid,
+            figure=figure,
+            peers=peers,
+            advice=advice or exclude(self.host),
+            is_sick=is_sick,
+        )
 
 
 def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]) -> tuple[Verdict, ...]:
@@ -338,9 +340,8 @@ def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]
     found: list[Verdict] = []
     for name in dict.fromkeys(one.device.name for one in devices):
         peers = [one for one in devices if one.device.name == name]
-        for rule in (_throttled, _ecc, _rows, _nvlinks, _pcie, _nics):
+        for rule in (_throttled, _ecc, _rows, _nvlinks, _pcie, _nics, _busy):
             found += rule(peers)
-        found += [verdict for device in peers for verdict in _busy(device)]
     return faults_first(found)
 
 
@@ -359,23 +360,21 @@ def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) 
                 advice=f"check its NICs and where it is plugged in, or {exclude(names[host])}",
             )
         )
-    slow_links = confirmed_links(bandwidth_HH, again_HH)
-    by_pair = {(link.source, link.target): link for link in slow_links}
-    for link in slow_links:
+    by_pair = {(link.source, link.target): link for link in confirmed_links(bandwidth_HH, again_HH)}
+    for (source, target), link in by_pair.items():
         # The two directions of a pair make one verdict, on the slower direction.
-        back = by_pair.get((link.target, link.source))
-        if back is not None and (back.bytes_per_s, back.source) < (link.bytes_per_s, link.source):
+        back = by_pair.get((target, source))
+        if back is not None and (back.bytes_per_s, back.source) < (link.bytes_per_s, source):
             continue
         other = f", and {rate_text(back.bytes_per_s)} the other way" if back else " this way only"
-        source, target = names[link.source], names[link.target]
         found.append(
             Verdict(
                 kind="slow-link",
-                host=source,
-                other_host=target,
+                host=names[source],
+                other_host=names[target],
                 figure=f"sends {rate_text(link.bytes_per_s)}{other}",
                 peers=rate_text(link.peers_bytes_per_s),
-                advice=f"check cable and port, or {exclude(source, target)}",
+                advice=f"check cable and port, or {exclude(names[source], names[target])}",
             )
         )
     return tuple(found)
@@ -383,10 +382,10 @@ def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) 
 
 def device_verdicts(hosts: Sequence[Host], slow: Sequence[SlowSlot]) -> tuple[Verdict, ...]:
     """Return the devices that compute slowly; if all devices of a host do, one verdict on the host."""
-    devices = [(host, device) for host in hosts for device in host.devices]
     found = []
+    first_slot = 0
     for host in hosts:
-        mine = [one for one in slow if devices[one.slot][0] is host]
+        mine = [one for one in slow if 0 <= one.slot - first_slot < len(host.devices)]
         together = len(mine) == len(host.devices) > 1
         if together:
             mine = [max(mine, key=lambda one: one.seconds / one.peers_seconds)]
@@ -397,12 +396,13 @@ def device_verdicts(hosts: Sequence[Host], slow: Sequence[SlowSlot]) -> tuple[Ve
                 Verdict(
                     kind="slow-host" if together else "slow-device",
                     host=host.name,
-                    device="" if together else devices[one.slot][1].uuid,
+                    device="" if together else host.devices[one.slot - first_slot].uuid,
                     figure=f"each of its {len(host.devices)} devices {figure}" if together else figure,
                     peers=f"take {seconds_text(one.peers_seconds)}",
                     advice=exclude(host.name),
                 )
             )
+        first_slot += len(host.devices)
     return tuple(found)
 
 
@@ -416,144 +416,122 @@ def exclude(*hosts: str) -> str:
     return f"start without it (sbatch --exclude={' or --exclude='.join(hosts)})"
 
 
-def _busy(device: _PlacedDevice) -> Iterator[Verdict]:
+def _busy(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     """Report other processes that hold memory or compute."""
-    condition = device.condition
-    used = condition.used_bytes or 0
-    # In a container NVML hides the size, or the whole process; then the device's own count is used.
-    held = [(one, used if one.used_bytes is None else one.used_bytes) for one in condition.holders]
-    share_bytes = BUSY_SHARE * device.device.memory_total_bytes
-    advice = f"end it, take the device out of CUDA_VISIBLE_DEVICES, or {exclude(device.host)}"
-    named = [(one, size) for one, size in held if size > BUSY_TOLERANCE_BYTES]
-    for one, size in named:
-        figure = f"process {one.pid} ({one.name}) holds {bytes_text(size)}"
-        yield device.verdict("busy", figure, advice=advice, is_sick=size > share_bytes)
-    if not condition.holders and used > BUSY_TOLERANCE_BYTES:
-        figure = f"{bytes_text(used)} are held by a process that NVML does not name (another container?)"
-        yield device.verdict("busy", figure, advice=advice, is_sick=used > share_bytes)
-    # If a busy device has no holders, the driver still scrubs its memory.
-    is_held = bool(condition.holders) or used > IDLE_BYTES
-    if not named and is_held and (condition.utilisation or 0) > BUSY_SHARE:
-        yield device.verdict("busy", f"others keep it busy {condition.utilisation:.0%} of the time", advice=advice)
+    for one in peers:
+        condition, used = one.condition, one.condition.used_bytes or 0
+        # In a container NVML hides the size, or the whole process; then the device's own count is used.
+        held = [(holder, used if holder.used_bytes is None else holder.used_bytes) for holder in condition.holders]
+        named = [
+            (f"process {holder.pid} ({holder.name}) holds {bytes_text(size)}", size)
+            for holder, size in held
+            if size > BUSY_TOLERANCE_BYTES
+        ]
+        if not held and used > BUSY_TOLERANCE_BYTES:
+            figure = f"{bytes_text(used)} are held by a process that NVML does not name (another container?)"
+            named.append((figure, used))
+        advice = f"end it, take the device out of CUDA_VISIBLE_DEVICES, or {exclude(one.host)}"
+        for figure, size in named:
+            yield one.verdict("busy", figure, advice, is_sick=size > BUSY_SHARE * one.device.memory_total_bytes)
+        # If a busy device has no holders, the driver still scrubs its memory.
+        is_held = bool(held) or used > IDLE_BYTES
+        if (not named or not held) and is_held and (condition.utilisation or 0) > BUSY_SHARE:
+            yield one.verdict("busy", f"others keep it busy {condition.utilisation:.0%} of the time", advice)
 
 
 def _throttled(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     held = [
-        (device, [HELD_DOWN[reason] for reason in device.condition.clock_reasons or () if reason in HELD_DOWN])
-        for device in peers
+        (one, [HELD_DOWN[reason] for reason in one.condition.clock_reasons or () if reason in HELD_DOWN])
+        for one in peers
     ]
     # True if most of at least three peers are in use by other processes.
     common = len(peers) > 2 and 2 * sum(bool(reasons) for _, reasons in held) > len(peers)
-    for device, reasons in held:
-        if not reasons:
-            continue
-        clock = ""
-        if device.condition.sm_clock_hz and device.condition.sm_clock_max_hz:
-            clock = f" at {hertz_text(device.condition.sm_clock_hz)} of {hertz_text(device.condition.sm_clock_max_hz)}"
-        heat = f", {device.condition.temperature_c} °C" if device.condition.temperature_c is not None else ""
-        yield device.verdict(
-            "throttled",
-            f"its clock is held down{clock} ({', '.join(reasons)}{heat})",
-            peers="are held down too" if common else "" if len(peers) == 1 else "run freely",
-            advice=f"check its cooling and power supply, or {exclude(device.host)}",
-            is_sick=not common,
-        )
+    others = "are held down too" if common else "" if len(peers) == 1 else "run freely"
+    for one, reasons in held:
+        if reasons:
+            clock_hz, most_hz = one.condition.sm_clock_hz, one.condition.sm_clock_max_hz
+            heat_c = one.condition.temperature_c
+            clock = f" at {hertz_text(clock_hz)} of {hertz_text(most_hz)}" if clock_hz and most_hz else ""
+            heat = f", {heat_c} °C" if heat_c is not None else ""
+            figure = f"its clock is held down{clock} ({', '.join(reasons)}{heat})"
+            advice = f"check its cooling and power supply, or {exclude(one.host)}"
+            yield one.verdict("throttled", figure, advice, others, is_sick=not common)
 
 
 def _ecc(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    for device in peers:
-        if device.condition.ecc_volatile:
-            yield device.verdict(
-                "ecc",
-                f"{device.condition.ecc_volatile} uncorrected memory errors since its driver was loaded",
-                peers=_usual_text(peers, lambda condition: condition.ecc_volatile),
-                advice=f"drain the node and reset the device, or {exclude(device.host)}",
-            )
-        elif device.condition.ecc_aggregate:
-            yield device.verdict(
-                "ecc",
-                f"{device.condition.ecc_aggregate} uncorrected memory errors in its life, "
-                f"none since its driver was loaded",
-                peers=_usual_text(peers, lambda condition: condition.ecc_aggregate),
-                advice="keep an eye on it",
-                is_sick=False,
-            )
+    for one in peers:
+        now, ever = one.condition.ecc_volatile, one.condition.ecc_aggregate
+        if now:
+            figure = f"{now} uncorrected memory errors since its driver was loaded"
+            advice = f"drain the node and reset the device, or {exclude(one.host)}"
+            yield one.verdict("ecc", figure, advice, _usual_text(peers, "ecc_volatile"))
+        elif ever:
+            figure = f"{ever} uncorrected memory errors in its life, none since its driver was loaded"
+            yield one.verdict("ecc", figure, "keep an eye on it", _usual_text(peers, "ecc_aggregate"), is_sick=False)
 
 
 def _rows(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     """Report rows of memory that wait to be replaced, or cannot be replaced."""
-    for device in peers:
-        if device.condition.rows_failed:
-            yield device.verdict(
-                "remapped-rows",
-                "a faulty row of its memory could not be replaced",
-                advice=f"have the device replaced, and {exclude(device.host)}",
-            )
-        elif device.condition.rows_pending:
-            yield device.verdict(
-                "remapped-rows",
-                "a faulty row of its memory waits to be replaced",
-                advice=f"drain the node and reset the device (nvidia-smi --gpu-reset), or {exclude(device.host)}",
-            )
+    for one in peers:
+        if one.condition.rows_failed:
+            advice = f"have the device replaced, and {exclude(one.host)}"
+            yield one.verdict("remapped-rows", "a faulty row of its memory could not be replaced", advice)
+        elif one.condition.rows_pending:
+            advice = f"drain the node and reset the device (nvidia-smi --gpu-reset), or {exclude(one.host)}"
+            yield one.verdict("remapped-rows", "a faulty row of its memory waits to be replaced", advice)
 
 
 def _nvlinks(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    usual = _usual(peers, lambda condition: condition.nvlinks_up)
-    for device in peers:
-        up = device.condition.nvlinks_up
+    usual = _usual(peers, "nvlinks_up")
+    for one in peers:
+        up, total = one.condition.nvlinks_up, one.condition.nvlinks_total
         if usual is not None and up is not None and up < usual:
-            of_all = f" of {device.condition.nvlinks_total}" if device.condition.nvlinks_total else ""
-            yield device.verdict("nvlink", f"{up}{of_all} NVLinks are up", peers=f"have {usual:g}")
+            yield one.verdict(
+                "nvlink", f"{up}{f' of {total}' if total else ''} NVLinks are up", peers=f"have {usual:g}"
+            )
 
 
 def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     """Report fewer PCIe lanes than the PCIe slot allows, or a slot that allows less than its peers."""
-    lanes = _usual(peers, lambda condition: condition.pcie_width)
-    best = _usual(peers, lambda condition: condition.pcie_generation_max)
-    for device in peers:
-        condition = device.condition
-        width, at_most = condition.pcie_width, condition.pcie_width_max
-        if width is not None and lanes is not None and (width < lanes or (at_most is not None and width < at_most)):
-            of_all = f" of {at_most}" if at_most is not None and at_most > width else ""
-            yield device.verdict(
-                "pcie",
-                f"uses {width}{of_all} PCIe lanes",
-                peers=f"use {lanes:g}" if len(peers) > 1 else "",
-                advice=f"reseat or reset it, or {exclude(device.host)}",
-                is_sick=width < lanes or len(peers) == 1,
-            )
-        if best is not None and condition.pcie_generation_max is not None and condition.pcie_generation_max < best:
-            yield device.verdict(
-                "pcie",
-                f"its slot allows PCIe generation {condition.pcie_generation_max} at most",
-                peers=f"generation {best:g}",
-                advice=f"check the slot and the BIOS, or {exclude(device.host)}",
+    lanes, best = _usual(peers, "pcie_width"), _usual(peers, "pcie_generation_max")
+    is_alone = len(peers) == 1
+    for one in peers:
+        width, at_most, newest = (
+            one.condition.pcie_width,
+            one.condition.pcie_width_max,
+            one.condition.pcie_generation_max,
+        )
+        if width is not None and lanes is not None and width < max(lanes, at_most or 0):
+            figure = f"uses {width}{f' of {at_most}' if at_most and at_most > width else ''} PCIe lanes"
+            advice = f"reseat or reset it, or {exclude(one.host)}"
+            others = "" if is_alone else f"use {lanes:g}"
+            yield one.verdict("pcie", figure, advice, others, is_sick=width < lanes or is_alone)
+        if best is not None and newest is not None and newest < best:
+            advice = f"check the slot and the BIOS, or {exclude(one.host)}"
+            yield one.verdict(
+                "pcie", f"its slot allows PCIe generation {newest} at most", advice, f"generation {best:g}"
             )
 
 
 def _nics(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     """Report a device whose NIC is farther away than on other hosts; devices of one host may differ."""
-    for index in dict.fromkeys(device.index for device in peers):
-        same = [device for device in peers if device.index == index and device.condition.nic_distance is not None]
-        ranks = [NEARNESS.index(device.condition.nic_distance) for device in same if device.condition.nic_distance]
-        usual = statistics.median_low(ranks) if ranks else 0
-        for device, rank in zip(same, ranks, strict=True):
+    known = [(one, NEARNESS.index(one.condition.nic_distance)) for one in peers if one.condition.nic_distance]
+    for local_rank in dict.fromkeys(one.local_rank for one, _ in known):
+        same = [(one, rank) for one, rank in known if one.local_rank == local_rank]
+        usual = statistics.median_low(rank for _, rank in same)
+        for one, rank in same:
             if rank > usual:
-                yield device.verdict(
-                    "nic",
-                    f"reaches its nearest NIC ({device.condition.nic}) {WAYS[NEARNESS[rank]]}",
-                    peers=f"theirs {WAYS[NEARNESS[usual]]}",
-                    advice="check that its own NIC is up (ibstat, ip link)",
-                    is_sick=False,
-                )
+                figure = f"reaches its nearest NIC ({one.condition.nic}) {WAYS[NEARNESS[rank]]}"
+                advice = "check that its own NIC is up (ibstat, ip link)"
+                yield one.verdict("nic", figure, advice, f"theirs {WAYS[NEARNESS[usual]]}", is_sick=False)
 
 
-def _usual(peers: Sequence[_PlacedDevice], figure: Callable[[DeviceCondition], int | None]) -> float | None:
+def _usual(peers: Sequence[_PlacedDevice], name: str) -> float | None:
     """Return the median (the higher of two middle values) of the peers' known figures; None if none is known."""
-    values = [value for value in (figure(device.condition) for device in peers) if value is not None]
+    values = [value for value in (getattr(one.condition, name) for one in peers) if value is not None]
     return statistics.median_high(values) if values else None
 
 
-def _usual_text(peers: Sequence[_PlacedDevice], figure: Callable[[DeviceCondition], int | None]) -> str:
-    usual = _usual(peers, figure)
+def _usual_text(peers: Sequence[_PlacedDevice], name: str) -> str:
+    usual = _usual(peers, name)
     return f"usually {usual:g}" if len(peers) > 1 and usual is not None else ""

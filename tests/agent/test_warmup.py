@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -387,3 +388,77 @@ def test_a_store_that_is_gone_ends_the_round(tmp_path: Path) -> None:
         with pytest.raises(RoundOver):
             made[1].watch()
         assert all(process.wait() is not None for process in made[1].processes.values())
+
+
+class World:
+    """A clock, and what the one worker last said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, process: subprocess.Popen[bytes]) -> None:
+        self.now_s = 0.0
+        self.sign: Sign | None = Sign(phase="links", at_s=0.0, limit_s=60.0)
+        self.processes = {0: process}
+        monkeypatch.setattr(warmup, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        controller: Any = SimpleNamespace(warmup_sign=lambda _: (self.sign, ""))
+        self.warmup = Warmup(controller, RoundStore(HashStore(), 0, 1, is_coordinator=True), DECISION, "node1")
+        self.warmup._sampled_s = 0.0
+
+    def hung_after(self, *, until_s: float, step_s: float = 1.0) -> float | None:
+        """When it was found, looking so often."""
+        while self.now_s < until_s:
+            self.now_s += step_s
+            self.warmup._sample(self.processes)
+            if self.warmup._is_hung:
+                return self.now_s
+        return None
+
+
+@pytest.fixture
+def asleep() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that computes nothing."""
+    with subprocess.Popen(["/bin/sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def test_one_that_neither_speaks_nor_computes_is_hung(
+    asleep: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the next sign is overdue, and no second before."""
+    assert 60 < (World(monkeypatch, asleep).hung_after(until_s=100) or 0) <= 62
+
+
+def test_one_that_says_that_it_waits_is_not(asleep: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that has not said anything yet, nor one that has ended."""
+    for sign in (Sign(phase="links", at_s=0.0, limit_s=60.0, waits_for="the others"), None):
+        world = World(monkeypatch, asleep)
+        world.sign = sign
+        assert world.hung_after(until_s=200) is None
+    asleep.kill()
+    asleep.wait()
+    assert World(monkeypatch, asleep).hung_after(until_s=200) is None
+
+
+def test_an_agent_that_was_away_accuses_nobody_of_that(
+    asleep: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that was suspended for an hour comes back, and its workers get their time anew."""
+    world = World(monkeypatch, asleep)
+    world.hung_after(until_s=50)
+    world.now_s += 3600
+    world.warmup._sample(world.processes)
+
+    assert not world.warmup._is_hung
+    assert 3650 < (world.hung_after(until_s=3700) or 0) <= 3662
+
+
+def test_one_that_computes_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it says nothing."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        world = World(monkeypatch, process)
+        of_process = psutil.Process(process.pid)
+        while of_process.cpu_times().user < 0.5:
+            time.sleep(0.01)
+        world.now_s += 4.0
+        world.warmup._sample(world.processes)
+        assert 0.0 == world.warmup._state(0, process, "a", 0).idle_s
+        process.kill()

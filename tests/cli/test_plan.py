@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
 from megatron_lines import TEXT
+from search.worlds import on_gpus
 
 from pipette_launch import megatron
 from pipette_launch.cli.pipette import main, parser
-from pipette_launch.errors import PlanError
+from pipette_launch.errors import UsageError
 from pipette_launch.facts import Plan, files
 from pipette_launch.facts.measurements import StageReading, memory_digest
-from pipette_launch.launch.cache import check_belongs, on_real_hosts
+from pipette_launch.launch.cache import named_plan
 from pipette_launch.report.page import choices
 from pipette_launch.report.plan import plan_file_screen
 from pipette_launch.report.screen import changed_flags
@@ -245,15 +246,15 @@ def test_what_lies_together_has_a_note(
 
 def test_a_plan_for_imagined_hosts_runs_on_real_ones(saved: tuple[Path, str]) -> None:
     """The same number of real hosts replaces host0 and so on; another number is refused."""
-    plan = files.read(saved[0], Plan)
-    hosts = tiny_cluster(3, 4).hosts
-    taken = on_real_hosts(plan, hosts[:2])
+    hosts = on_gpus(tiny_cluster(3, 4)).hosts
+    taken = named_plan(saved[0], hosts[:2])
 
     assert ("node0", "node1") == taken.hosts
     assert "node0 to node1 replace them in torchrun's order" in taken.notes[-1]
-    assert plan == on_real_hosts(plan, hosts)
-    with pytest.raises(PlanError, match="the plan is for the hosts host0, host1; this job runs on node0, node1, node2"):
-        check_belongs(on_real_hosts(plan, hosts), hosts, "plan.json")
+    with pytest.raises(
+        UsageError, match="the plan is for the hosts host0, host1; this job runs on node0, node1, node2"
+    ):
+        named_plan(saved[0], hosts)
 
 
 def test_a_plan_goes_where_colleagues_can_read_it(saved: tuple[Path, str]) -> None:

@@ -52,7 +52,7 @@ class Efficiency:
     memory_share: float
     """Share of the memory bandwidth that norms, activation functions, dropout and the optimizer reach."""
     launch_s: float
-    """Seconds of the host (Python, torch's dispatcher, the launch) for each kernel, which no kernel undercuts."""
+    """Least seconds of a kernel: the time that the host (Python, torch's dispatcher, CUDA) needs to launch a kernel."""
     scan_share: float | None = None
     """Share of the memory bandwidth that the scan kernels of Mamba-2 layers reach. None = `memory_share`."""
     narrow_shares: dict[str, float] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class DeviceSpec:
     """Origin of the device's figures, one sentence."""
     devices_per_host: int = 8
     exponentials_per_s: float = math.inf
-    """Rate of all special function units, which compute softmax beside attention's products."""
+    """Exponentials per second of all special function units, which compute the softmax of attention."""
     domain_hosts: int = 1
     """Number of hosts in one NVLink domain. Links between these hosts are as fast as `within_host`."""
     host_bytes_per_s: float = 0.0
@@ -199,7 +199,7 @@ _HOPPER = _DGX_H100(
 _GENERATIONS = {
     "VOLTA": _DGX_A100(matmul_share=0.75, attention_share=0.41, memory_share=0.8, half_size=64),
     "AMPERE": _DGX_A100(matmul_share=0.80, attention_share=0.54, memory_share=0.8, half_size=64),
-    # The board is limited to 300 W instead of 400 W. NVIDIA states 90 % of the SXM module's speed for such a card.
+    # Cards with 300 W: NVIDIA states 90 % of the speed of the SXM module with 400 W.
     "AMPERE_300_W": _DGX_A100(matmul_share=0.72, attention_share=0.48, memory_share=0.8, half_size=64),
     "ADA": _DGX_H100(matmul_share=0.85, attention_share=0.61, memory_share=0.85, half_size=64),
     "HOPPER": _HOPPER,
@@ -218,13 +218,13 @@ PCIE3, PCIE4, PCIE5, C2C = 12.5, 25.0, 50.0, 180.0
 NVLINK3 = (6.5, 230.0)
 NVLINK4 = (4.0, 360.0)
 NVLINK5 = (4.0, 720.0)
-# A800 has 8 of A100's 12 links, H800 8 of H100's 18.
+# NVLinks: A800 has 8 of the 12 of A100, and H800 has 8 of the 18 of H100.
 NVLINK_400_AMPERE = (6.5, 153.0)
 NVLINK_400_HOPPER = (4.0, 160.0)
 HDR = (10.0, 24.0, 1)
 NDR = (10.0, 47.0, 1)
 XDR = (10.0, 94.0, 1)
-# All-gathers of 256 MB on 8 to 64 nodes: 37 to 61 us for each step of the ring, independent of the message size.
+# In all-gathers of 256 MB on 8 to 64 nodes, each step of the ring takes 37 to 61 us for any message size.
 EFA = (45.0, 47.0, 1)
 _TO_CARD = "a card of {} Gbit/s for each device"
 _RACK = "18 trays of 4 devices in one NVLink domain, "

@@ -119,7 +119,7 @@ class Links:
 
     @cached_property
     def extremes(self) -> tuple[tuple[int, int], ...]:
-        """(sender, receiver) of the links with the least and the greatest bandwidth. Empty for a single device."""
+        """(sender, receiver) of the links with least and greatest bandwidth. Empty for a single host or device."""
         if self.size < 2:
             return ()
         rates, diagonal = self.bandwidth_bytes_per_s.ravel(), np.eye(self.size, dtype=bool).ravel()
@@ -202,7 +202,7 @@ class Cluster(HostsOfJob):
 
     @property
     def keeps_residues(self) -> bool:
-        """True on CUDA, where the RANKs of a host must differ modulo its devices (`search.slots.Slots`)."""
+        """True on CUDA: RANKs of one host need different remainders modulo the devices of a host (`search.slots`)."""
         return self.device_kind == "cuda"
 
     def host_of(self, slot: int) -> int:
@@ -222,7 +222,7 @@ def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int
 
     Args:
         placement_KW: one placement, or an array with one placement in each row.
-        devices: D.
+        devices: D, the number of devices of each host.
         order_D: devices for the ranks of a host, beginning with the lowest rank. None = in device order.
 
     """

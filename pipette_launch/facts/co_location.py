@@ -93,7 +93,7 @@ class Domains:
 
     @property
     def domain_devices(self) -> frozenset[int]:
-        """Different numbers of devices that the NVLink domains have."""
+        """The different sizes of the NVLink domains, in devices."""
         return frozenset(count * self.devices_per_host for count in Counter(self.domain_H).values())
 
     def first(self, num_hosts: int) -> Domains:
@@ -120,7 +120,7 @@ class Domains:
 
 @lru_cache(maxsize=4)
 def _linked_hosts(links: Links, least_bytes_per_s: float) -> tuple[int, ...]:
-    """Number the NVLink domain of each host. Two hosts share a domain if their link has at least this bandwidth."""
+    """Return the index of each host's NVLink domain. Two hosts share a domain if their link has this bandwidth."""
     near_HH = links.bandwidth_bytes_per_s >= least_bytes_per_s
     domain_H = np.full(links.size, -1)
     for host in range(links.size):
@@ -168,7 +168,7 @@ def expert_block(options: PerformanceOptions, group: int, domains: Domains) -> R
 
 
 def _block_in_a_domain(asked_by: str, group: int, domains: Domains) -> RankBlock | None:
-    """Keep an expert group inside a domain, or on whole domains of one size."""
+    """Return the block that keeps an expert group inside one NVLink domain, or on whole domains of equal size."""
     sizes, kind = domains.domain_devices, "expert-parallel"
     if not sizes:
         return None

@@ -22,7 +22,7 @@ from pipette_launch.text import rate_text
 
 DOMAIN = "NVLink domain"
 MOST_NAMED = 4
-"""Slow hosts that a sentence lists by name."""
+"""Largest number of slow hosts that a sentence names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +164,7 @@ class FabricSpec:
         return tuple(speed_S.tolist())
 
     def tiers_on(self, device: DeviceSpec, num_hosts: int | None = None) -> tuple[Tier, ...]:
-        """Return all tiers, with the NVLink domain of the device type in the size that the job gets."""
+        """Return the tiers of the file, after the tier of NVLink domains that the device type may add."""
         if device.domain_hosts == 1 or any(tier.link == "nvlink" for tier in self.tiers):
             return self.tiers
         share = self._domain_share(device, num_hosts)
@@ -245,7 +245,7 @@ def _factors_H(factors: Mapping[str, float], names: Sequence[str], what: str) ->
 
 
 def _groups_H(tier: Tier, names: Sequence[str]) -> NDArray[np.int64]:
-    """Number the group of each host. A host without a group forms its own group."""
+    """Return the index of each host's group. A host without a group forms its own group."""
     if not tier.groups:
         return np.arange(len(names)) // (tier.hosts_per_group or len(names))
     group_H = len(tier.groups) + np.arange(len(names))

@@ -68,7 +68,7 @@ D = TypeVar("D", bound=Document)
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a fact to JSON types: dataclasses become objects, tuples and arrays become lists."""
+    """Convert a dataclass to JSON types: dataclasses become objects, tuples and arrays become lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
@@ -81,7 +81,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """Build an object of type `kind` from the result of `json.loads`. FileFormatError, with `where`, for a wrong type.
+    """Build an object of type `kind` from the result of `json.loads`. A FileFormatError names `where`.
 
     `kind` is a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]`, a Literal, or
     `NDArray[np.float64]`, which is a square matrix as a list of rows.
@@ -150,7 +150,7 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
     for folder in (*reversed(path.parents),) if not path.parent.exists() else ():
         if not folder.exists():
             folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
-    # Temporary files of writers that were killed. Clocks of two hosts differ by less than one day.
+    # Remove temporary files of killed writers. The limit is larger than the difference between two hosts' clocks.
     names = glob.escape(path.name) if shared else "*"
     for leftover in path.parent.glob(f".{names}.{'[0-9a-f]' * 8}"):
         with contextlib.suppress(OSError):
@@ -206,7 +206,7 @@ def kind_of(path: Path) -> str:
 
 
 def table(package: str, name: str) -> tuple[dict[str, str], ...]:
-    """Return the rows of the file `data/NAME.csv` of a package, each by the heads of the columns."""
+    """Return the rows of the file `data/NAME.csv` of a package. The keys of a row are the names of the columns."""
     text = resources.files(package).joinpath(f"data/{name}.csv").read_text(encoding="utf-8")
     return tuple(csv.DictReader(text.splitlines()))
 

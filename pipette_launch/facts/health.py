@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Nearness = Literal["switch", "root", "node", "across"]
-"""Path from a device to its nearest network card: a common PCIe switch, root port or NUMA node, or between sockets."""
+"""Nearest part that a device shares with its network card: PCIe switch, root port or NUMA node. `across` = no part."""
 NEARNESS: tuple[Nearness, ...] = ("switch", "root", "node", "across")
 """Kinds of nearness, from near to far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """A foreign process that holds memory of the device."""
+    """A process of another job that holds memory of the device."""
 
     pid: int
     name: str

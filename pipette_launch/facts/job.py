@@ -42,7 +42,7 @@ def _option(flag: str, *, default: bool) -> bool:
 class PerformanceOptions:
     """Values of Megatron's options. Field names are Megatron's destinations, and defaults are Megatron's defaults.
 
-    `megatron.performance` reads the options of a job. A new flag that affects cost or search needs only a field here.
+    `megatron.performance` reads the options of a job. To read a further flag, add a field here.
     """
 
     # Precision.
@@ -169,7 +169,7 @@ class PerformanceOptions:
 
     @property
     def graphs(self) -> Graphs:
-        """CUDA graphs that the options request: two older flags also select an implementation, three flags modules."""
+        """CUDA graphs of the options. Two older flags also select an implementation, and three flags select modules."""
         impl = LOCAL if self.enable_cuda_graph else ENGINE if self.external_cuda_graph else self.cuda_graph_impl
         modules = {*self.cuda_graph_modules, *self.cuda_graph_scope, *self.cuda_graph_scope_deprecated} - {"full"}
         # From 0.18 on the old scope `full_iteration` also selects the implementation.

@@ -96,7 +96,7 @@ def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Sche
 
     Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead. Groups g smaller than pp (GIS-H: half of pp)
     cost (pp - g)(vpp - 1) chunk forwards and save memory: (g(vpp - 1) + pp)/vpp micro-batches are in flight on rank 0.
-    The parameters have the meaning of `interleaved`'s. LayoutError if a group is too small for the pipeline.
+    `interleaved` explains the parameters. LayoutError if a group is too small for the pipeline.
     """
     ranks = _split_backwards(pp, vpp, microbatches, group_size, lags=[0] * pp)
     return _schedule("gis", ranks, microbatches, vpp)

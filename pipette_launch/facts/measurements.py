@@ -122,7 +122,7 @@ class RailRates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinkSurvey:
-    """Origin and spread of each entry of `Cluster.between_hosts`."""
+    """Origin and spread of each measured link between hosts."""
 
     spread_HH: NDArray[np.float64]
     """Median absolute deviation divided by the median, for the largest message. 0 = not measured."""
@@ -268,7 +268,7 @@ class CollectiveTime:
 
     kind: Literal[CollectiveKind, "send"]
     slots: tuple[int, ...]
-    """One measured group. Groups with equally many hosts and devices were measured at the same time."""
+    """Slots of one measured group. Groups with equally many hosts and devices were measured at the same time."""
     latency_s: float
     seconds_per_byte: float
     spread: float

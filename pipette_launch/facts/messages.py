@@ -169,7 +169,7 @@ class StageCase:
     layout: Layout
     pp_rank: int
     predicted_bytes: int = 0
-    """0 = no prediction."""
+    """Predicted memory peak of the rank. 0 = no prediction."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:

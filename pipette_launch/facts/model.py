@@ -238,8 +238,8 @@ class ModelSpec:
     def kind_flops_per_token(self, kind: LayerKind) -> float:
         """Return the FLOPs of one layer's forward for one token. The causal mask is ignored.
 
-        A multiply-add counts as 2. Projections take 2 FLOPs per weight, attention scores and context 4*s*a*d (Narayanan
-        et al. 2021, appendix). The scan of a Mamba layer is counted as in Megatron-LM.
+        A multiply-add counts as 2. Projections take 2 FLOPs per weight. Attention scores and context take 4*s*a*d for s
+        tokens and a heads of d channels (Narayanan et al. 2021, appendix). Mamba scans count as in Megatron-LM.
         """
         if kind == "mamba_layer":
             assert self.hybrid is not None

@@ -69,7 +69,7 @@ class Prediction:
     fits: bool | None
     """True if all shown stages leave the margin free. None = the machines are unknown."""
     verdict: MemoryFit
-    """`tight`: the need fits but leaves less than the margin, so no plan may use the layout."""
+    """`tight`: the peak is within the free memory but above the limit, so no plan may use the layout."""
     step_time_s: float | None
     """None = the machines are unknown or their times cannot be predicted, and a note gives the reason."""
     breakdown_s: dict[str, float]

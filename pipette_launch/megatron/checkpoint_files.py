@@ -88,7 +88,7 @@ OTHER = ("other", None)
 
 
 def read_saved(directory: Path) -> tuple[Saved, str | None]:
-    """Return the plain arguments of the run that saved, and the format of its distributed optimizer (None = unknown).
+    """Return the readable arguments of the run that saved, and the format of its distributed optimizer (or None).
 
     `directory` is a folder such as `iter_0000010` of a checkpoint in the format torch_dist or torch.
     """

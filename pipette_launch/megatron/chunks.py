@@ -268,7 +268,7 @@ def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:
 
 
 def _from_counts(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Chunks:
-    """Divide the layers equally, except for first and last stages that flags state. Embedding and loss may count."""
+    """Divide the layers equally over all stages without a stated size. Embedding and loss may count as layers."""
     ends = [(place, arguments.get(dest)) for place, dest in zip((0, pp - 1), ENDS, strict=True)]
     named = [(place, int(layers)) for place, layers in ends if layers is not None]
     given = dict(named)

@@ -225,7 +225,7 @@ class Arguments:
         return flag_defaults(self.version).get(dest)
 
     def size(self, dest: str, *, default: int = 1) -> int:
-        """Return a number of at least 1. `default` if neither the user nor Megatron's default gives a number."""
+        """Return a flag's number of at least 1, or `default` if neither the user nor Megatron gives a number."""
         value = self.get(dest)
         if value is None:
             return default
@@ -243,14 +243,14 @@ class Arguments:
         return value
 
     def shown(self, dest: str) -> str:
-        """Return the user's words for a destination, such as `--micro-batch-size 4`, or only the flag."""
+        """Return the flag and value that the user wrote, `--micro-batch-size 4`, or only the flag that sets `dest`."""
         for token in reversed(self.tokens):
             if token.dest == dest:
                 return " ".join(token.words)
         return self.option(dest)
 
     def option(self, dest: str) -> str:
-        """Return the first flag of a destination. The destination itself if this release has no flag for it."""
+        """Return the first flag of a destination, or the destination itself if this release has no flag."""
         return next((flag.option for flag in self.table.values() if flag.dest == dest), dest)
 
     def shown_given(self, *dests: str) -> str:

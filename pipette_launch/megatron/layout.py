@@ -47,7 +47,7 @@ DESTS_OF: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in SWITCHES},
     "recompute": RECOMPUTE_DESTS[:4],
 }
-"""Megatron's destinations that set each field of a layout. dp follows from the number of ranks."""
+"""Megatron's destinations that set each field of a layout. No flag sets dp, which follows from the number of ranks."""
 
 
 def read_recompute(arguments: Arguments) -> Recompute:
@@ -79,7 +79,7 @@ def known_dest(arguments: Arguments, dest: str) -> str:
 
 
 def num_layers_of(arguments: Arguments) -> int:
-    """Return the number of layers of the model. MegatronError for more layers than the host's memory can hold."""
+    """Return the number of layers of the model. MegatronError above MOST_LAYERS, which would fill the host's memory."""
     pattern = hybrid_pattern(arguments)
     # A hybrid model's pattern overrides `--num-layers`.
     num_layers = len(pattern.layers) if pattern else arguments.size(known_dest(arguments, "num_layers"))

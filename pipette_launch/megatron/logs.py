@@ -16,13 +16,13 @@ _COUNT, _FIGURE = r"(\d{1,15})", r"(\d{1,15}(?:\.\d{0,15})?)"
 ITERATION = re.compile(rf"iteration\s+{_COUNT}/\s*{_COUNT} \|", re.ASCII)
 STEP_TIME = re.compile(rf"elapsed time per iteration \(ms\): {_FIGURE} \|", re.ASCII)
 LOSS = re.compile(r"lm loss: ([-+.\dE]+|INF) \|")
-"""Loss in an iteration line. Megatron prints no loss that is NaN, or negative (until 0.16 also not 0)."""
+"""Loss in an iteration line. Megatron prints no NaN, no negative loss and, until 0.16, no loss of 0."""
 MEMORY = re.compile(
     rf"\[Rank {_COUNT}\] \(after {_COUNT} iterations\) memory \(MB\) \| allocated: {_FIGURE} "
     rf"\| max allocated: {_FIGURE} \| reserved: {_FIGURE} \| max reserved: {_FIGURE}",
     re.ASCII,
 )
-"""Memory line of ranks of the first replica, after the first logged iteration, from 0.16 on after the second."""
+"""Memory line, which ranks of the first replica print after the first logged iteration (from 0.16 on: the second)."""
 RERUN_EXIT_CODES = (16, 17)
 """Exit codes of Megatron's rerun state machine: 16 = start again with the same layout, 17 = a result was wrong."""
 

@@ -1,6 +1,6 @@
 """Data for a report that the plan file lacks: every pass of a step, and memory of each stage by kind."""
 
-# A = actions of all pipeline ranks, rank after rank, each in its own order; S = stages (model chunks).
+# A = actions of all pipeline ranks, one rank after another, in the order of execution. S = stages (model chunks).
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Picture:
 
     chosen: DrawnStep
     own: DrawnStep | None
-    """Step of the user's own configuration; None if this configuration is the chosen one, or cannot run."""
+    """Step of the user's own configuration. None = this configuration is the chosen one, or cannot run."""
     memory_bytes: tuple[dict[str, int], ...]
     """Bytes by kind for each pipeline rank. The sum of a rank's kinds is the rank's predicted peak in the plan."""
 
@@ -64,7 +64,7 @@ class Picture:
 def picture_of(plan: Plan, job: Job, measurements: Measurements) -> Picture:
     """Compute the drawn steps and the memory by kind of a plan, from the job and the measurements of the plan.
 
-    The hosts of the measurements must have the plan's order. Raises PlanError if the plan is for other machines.
+    The hosts of the measurements must have the plan's order. PlanError if the plan is for other machines.
     """
     predictor = Predictor(job, measurements)
     draws_own = not (plan.keeps_own or plan.own_fault)

@@ -161,7 +161,7 @@ def read_problem(request: PlanRequest) -> PlanProblem:
 
 
 def search_plan(problem: PlanProblem) -> Plan:
-    """Search for the best plan. The PlanError names the limit and a remedy if there is no plan."""
+    """Search for the best plan. If there is no plan, the PlanError names the limit and a remedy."""
     request, measured, machines = problem.request, problem.measurements, problem.machines
     schedules = schedule_names(request.schedules)
     settings: tuple[float | str, ...] = (request.margin, request.memory_margin, *schedules)
@@ -245,7 +245,7 @@ def with_setting(
 
 
 def _measurements(machines: TargetMachines, job: Job) -> Measurements:
-    """Return the measurements, or for imagined machines the times of all compute cases and groups of any layout."""
+    """Return the measurements. Imagined machines get a time for every compute case and group that a layout may need."""
     if machines.measured is not None:
         return machines.measured
     size, kind = machines.devices_per_host, machines.kind

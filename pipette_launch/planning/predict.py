@@ -49,7 +49,7 @@ def predict(
     environment: Mapping[str, str] | None = None,
     cache: Path | None = None,
 ) -> Prediction:
-    """Predict memory and step time of exactly the configuration that a Megatron command line describes; start nothing.
+    """Predict memory and step time of exactly the configuration of a Megatron command line, but start nothing.
 
     Args:
         arguments: words of the job's command line after the script's name.

@@ -101,7 +101,7 @@ def decide(
 ) -> Step:
     """Decide how a new round continues with the plan of the last round.
 
-    The job keeps a plan while all hosts with workers are present; a host on standby may leave. A lost host decides
+    The job keeps a plan while all hosts with workers are present, even if a host on standby leaves. A lost host decides
     before the reports of other hosts, whose workers died because the host was lost. A lost host and a plan that cannot
     start do not count as restarts (--max-restarts), but every other failure does.
 
@@ -146,7 +146,7 @@ def decide(
 
 
 def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | None:
-    """Fit the present plan or one of its fallback plans to the present hosts; None if no plan fits these hosts."""
+    """Fit the present plan or one of its fallback plans to the present hosts. None if no plan fits these hosts."""
     if held.plan is None:
         return None
     # A sick host was on standby before, so plans leave out this host.
@@ -157,7 +157,7 @@ def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | 
 
 
 def lost_words(lost: Sequence[tuple[str, str]]) -> str:
-    """Name the lost hosts, each with the reason; empty if no host is lost."""
+    """Name the lost hosts, each with the reason. Empty = no host is lost."""
     return ", ".join(f"{host} is lost ({why})" if why else f"{host} is lost" for host, why in lost)
 
 
@@ -194,7 +194,7 @@ def _on_same_hosts(
 
 
 def _leaner(failures: Sequence[Failure], held: Decision) -> TryNext | None:
-    """Return the next candidate that needs less memory, if a plan that has trained ran out of memory; else None.
+    """Return the next candidate that needs less memory, if a plan that has trained ran out of memory. Otherwise None.
 
     Each candidate is tried once, so these changes end. A change of candidate does not count as a restart.
     """
@@ -241,7 +241,7 @@ def why_to_give_up(
 
 
 def _next_attempt(candidates: Sequence[Choice], attempt: int, *, needs_less: bool) -> int:
-    """Return the index of the next candidate, which needs less memory if `needs_less`. The end means the user's own."""
+    """Return the index of the next candidate (with less memory if `needs_less`), or the number of candidates."""
     held = max(candidates[attempt].memory_shown.need_bytes)
     for index in range(attempt + 1, len(candidates)):
         if not needs_less or max(candidates[index].memory_shown.need_bytes) < held:

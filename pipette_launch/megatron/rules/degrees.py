@@ -114,7 +114,7 @@ def context_faults(rules: Rules, tp: int, cp: int) -> Broken:
 
 
 def _exchange_faults(rules: Rules, tp: int, cp: int) -> Broken:
-    """Check the kinds of exchange in `--cp-comm-type`. For all-to-all, Transformer Engine divides the heads."""
+    """Check the kinds of exchange in `--cp-comm-type`. All-to-all divides the heads over the ranks of the exchange."""
     model, options = rules.job.model, rules.options
     flag, sizes = flag_of("cp_comm_type"), options.hierarchical_context_parallel_sizes
     # TE raises at the first forward (context_parallel.py, attn_forward_func_with_cp); Megatron's help has "allgather".
@@ -133,7 +133,7 @@ def _exchange_faults(rules: Rules, tp: int, cp: int) -> Broken:
 
 
 def _mamba_context_faults(mamba: HybridLayers, tp: int, cp: int) -> Broken:
-    """Check the heads and groups that ranks exchange for tokens (mamba_context_parallel.py of core_v0.17.1)."""
+    """Check that CP divides the heads and groups of Mamba layers (mamba_context_parallel.py of core_v0.17.1)."""
     groups = max(1, mamba.mamba_num_groups // tp)
     if mamba.mamba_num_heads // tp % cp:
         reason = f"cp does not divide mamba_num_heads={mamba.mamba_num_heads}/tp"
@@ -154,7 +154,7 @@ def replicas_faults(rules: Rules, dp: int, cp: int) -> Broken:
 
 
 def _alone_faults(rules: Rules, replicas: int) -> Broken:
-    """Check that no rank holds all weights or experts alone under Megatron-FSDP: it would train on wrong gradients.
+    """Check that under Megatron-FSDP several ranks share all weights and experts. Otherwise gradients are wrong.
 
     A buffer that one rank holds alone is not sharded, and the reduced gradients are added to its old contents
     (param_and_grad_buffer.py:2029, 3253-3257 of megatron_fsdp; so in 0.14 to 0.20, seen with 0.16.1).

@@ -106,14 +106,14 @@ class FlagView:
 
 
 Test = Callable[[Any], object]
-"""Test of a `FlagView`. Its parameter has the type Any, because attributes of a FlagView are destinations."""
+"""Returns a true value if a `FlagView` breaks the rule. With the type Any, mypy accepts every destination."""
 Fault = tuple[str, str]
 """Destinations, and the reason of a refusal. The message shows the given flags of these destinations."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlagRule:
-    """Two flags that exclude each other, or a flag that needs another, in some releases."""
+    """A rule on one or more flags, which some releases of Megatron have."""
 
     names: str
     reason: str
@@ -476,7 +476,7 @@ def _expert_overlap(f: FlagView) -> Iterator[Fault]:
     if (f.mtp_num_layers or 0) > 1:
         reason = "allows one depth of multi-token prediction"
         yield "overlap_moe_expert_parallel_comm mtp_num_layers", reason
-    # With full recompute a plan changes method and number of layers.
+    # A plan may change the method and the number of layers of full recompute.
     if f.granularity != "full" and (f.recompute_method, f.recompute_num_layers) != (None, None):
         names = "overlap_moe_expert_parallel_comm recompute_method recompute_num_layers"
         yield names, "excludes a method and a number of recompute"

@@ -107,7 +107,8 @@ def recompute_faults(rules: Rules, tp: int, layers: frozenset[int], options: Mem
 def _unit_faults(rules: Rules, recompute: Recompute, layers: frozenset[int]) -> Broken:
     if recompute.method != "uniform":
         return
-    # transformer_block.py:536-547 runs whole units, past the chunk's end. From 0.17 on the last unit is shorter.
+    # Megatron runs whole units of layers, even past the chunk's end (transformer_block.py:536-547 of 0.16.1). From 0.17
+    # on the last unit is shorter.
     if rules.release < (0, 17) and any(size % recompute.num_layers for size in layers):
         reason = "before 0.17 uniform recompute takes units that divide every chunk's layers"
         yield BrokenRule(reason, ("recompute",), f"chunks have {' or '.join(map(str, sorted(layers)))} layers")

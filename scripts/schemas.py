@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipette_launch.facts.fabric import FabricSpec
-from pipette_launch.facts.files import LARGEST, MOST_INTEGER, Document
+from pipette_launch.facts.files import LARGEST, MOST_INTEGER, SCHEMA_VERSION, Document
 from pipette_launch.facts.health import Checkup
 from pipette_launch.facts.known_devices import DeviceFile, DeviceFiles
 from pipette_launch.facts.measurements import Measurements
@@ -48,7 +48,7 @@ def schema(document: type[Document]) -> dict[str, Any]:
     """Return the JSON Schema of what facts/files.py reads as this document; what facts check of values is not in it."""
     parts: dict[str, Any] = {}
     whole = _object(document, parts)
-    head = {"kind": {"const": document.KIND}, "schema_version": {"const": document.SCHEMA_VERSION}}
+    head = {"kind": {"const": document.KIND}, "schema_version": {"const": SCHEMA_VERSION}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": document.KIND,

@@ -106,7 +106,6 @@ class NodeReport:
     """The warm-up workers of one agent at the alarm."""
 
     KIND: ClassVar[str] = "warm-up-report"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     workers: tuple[WorkerState, ...]
     output: str
@@ -118,7 +117,6 @@ class WarmupFailure:
     """Why a warm-up failed; the same on all nodes."""
 
     KIND: ClassVar[str] = "warm-up-failure"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     words: str
     absent: tuple[str, ...] = ()

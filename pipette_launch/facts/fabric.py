@@ -88,7 +88,6 @@ class FabricSpec:
     """
 
     KIND: ClassVar[str] = "fabric"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     source: str
     """Origin of the network's figures, one sentence. Plans repeat the sentence."""

@@ -1,7 +1,7 @@
 """Checks of numbers in frozen dataclasses, and the strict JSON files of these dataclasses.
 
-A document is a dataclass with the class variables `KIND` and `SCHEMA_VERSION`. Reading raises FileFormatError for an
-unknown kind, version, field or type, and the message names file and field.
+A document is a dataclass with the class variable `KIND`. Reading raises FileFormatError for an unknown kind, version,
+field or type, and the message names file and field.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def check_numbers(
 
 ADDED_LATER = {"added_later": True}
 """Metadata of a field that files of earlier releases lack. Such a file gives the field its default."""
+SCHEMA_VERSION = 1
+"""Version of every kind of document. A format that changes its meaning needs a new version."""
 MOST_BYTES = 256 << 20
 """Largest file in bytes that is parsed: a cluster.json with all links of 2,000 hosts."""
 MOST_INTEGER = 1 << 63
@@ -60,7 +62,6 @@ class Document(Protocol):
     """A dataclass that is written to a file of its own."""
 
     KIND: ClassVar[str]
-    SCHEMA_VERSION: ClassVar[int]
 
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ def parse(text: str | bytes, source: str) -> Any:
 
 def dumps(document: Document, *, indent: int | None = 1) -> str:
     """Return a document as JSON text. With `indent=None` the text has one line."""
-    head = {"kind": document.KIND, "schema_version": document.SCHEMA_VERSION}
+    head = {"kind": document.KIND, "schema_version": SCHEMA_VERSION}
     return json.dumps({**head, **to_plain(document)}, indent=indent, allow_nan=False)
 
 
@@ -128,8 +129,8 @@ def loads(kind: type[D], text: str | bytes, source: str) -> D:
     if found != kind.KIND or not isinstance(plain, dict):
         raise FileFormatError(f"{source}: expected a {kind.KIND!r} document, found {_shown(found)}")
     version = plain.pop("schema_version", None)
-    if type(version) is not int or version != kind.SCHEMA_VERSION:
-        version_text = f"schema_version {_shown(version)} is not {kind.SCHEMA_VERSION}"
+    if type(version) is not int or version != SCHEMA_VERSION:
+        version_text = f"schema_version {_shown(version)} is not {SCHEMA_VERSION}"
         raise FileFormatError(
             f"{source}: {version_text}, the version that this pipette-launch reads; make the file anew"
         )

@@ -136,7 +136,6 @@ class Checkup:
     """Results of all checks on one machine."""
 
     KIND: ClassVar[str] = "checkup"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     host: str
     taken_at: str

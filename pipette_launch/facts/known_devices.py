@@ -167,7 +167,6 @@ class DeviceFile:
     """
 
     KIND: ClassVar[str] = "device"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     name: str
     """Name of the device on screens and in plans."""
@@ -256,7 +255,6 @@ class DeviceFiles:
     """Document with all known devices that `pipette devices --json` prints."""
 
     KIND: ClassVar[str] = "devices"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     devices: tuple[DeviceFile, ...]
 

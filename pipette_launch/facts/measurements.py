@@ -326,7 +326,6 @@ class Measurements:
     """The file cluster.json: the machines and all measurements on these machines."""
 
     KIND: ClassVar[str] = "cluster"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     cluster: Cluster
     compute: tuple[ComputeTime, ...]

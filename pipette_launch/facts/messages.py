@@ -131,7 +131,6 @@ class MeasuringQuestion:
     """A request of the warm-up for advice on further measurements."""
 
     KIND: ClassVar[str] = "question"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     job: Job
     measurements: Measurements
@@ -181,7 +180,6 @@ class Advice:
     """Links, groups and stages that the warm-up should measure next, because promising plans use these parts."""
 
     KIND: ClassVar[str] = "advice"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     host_pairs: tuple[tuple[int, ...], ...] = ()
     """Links to measure, as pairs of host indices, the lower index first."""
@@ -210,7 +208,6 @@ class NodeRecord:
     """Message in which an agent describes its machine, and how the last attempt at training ended there."""
 
     KIND: ClassVar[str] = "node"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     token: str
     """Identifier of the agent during its life, because two hosts may have the same name."""
@@ -246,7 +243,6 @@ class Decision:
     """The next phase of a job. All agents of a round (the agents that agreed to run together) get the same decision."""
 
     KIND: ClassVar[str] = "decision"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     phase: Literal["warmup", "trial", "train", "stop"]
     tokens: tuple[str, ...]
@@ -373,7 +369,6 @@ class TrialReport:
     """Step times and failures that one agent observed in one trial."""
 
     KIND: ClassVar[str] = "trial-report"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     step_s: tuple[float, ...]
     """Step times in the order in which the script printed them. Empty on nodes without the last rank."""
@@ -388,7 +383,6 @@ class Member:
     """One agent of a job, and the address of the agent's key-value store."""
 
     KIND: ClassVar[str] = "member"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     token: str
     address: str
@@ -406,7 +400,6 @@ class Members:
     """Agents of a round in torchrun's order. The first agent decides, and has the key-value store of the round."""
 
     KIND: ClassVar[str] = "members"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     generation: str
     """Name of the round. Empty before the first round."""
@@ -420,7 +413,6 @@ class Arrival:
     """Message of an agent that arrives at a meeting, where agents agree on the next round."""
 
     KIND: ClassVar[str] = "arrival"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     meeting: int
     """Number of meetings that this agent has attended, which tells answers to this arrival from older answers."""

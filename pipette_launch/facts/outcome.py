@@ -31,7 +31,6 @@ class Outcome:
     """The file outcome.json, written after enough iterations of a plan."""
 
     KIND: ClassVar[str] = "outcome"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     key: str
     """Key of the plan that ran (`Provenance.key`)."""
@@ -109,7 +108,6 @@ class LiveJob:
     """State of a job according to the job's files. None and empty = unknown. Times are seconds since 1970."""
 
     KIND: ClassVar[str] = "live-job"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     read_s: float
     """Time when the files were read."""

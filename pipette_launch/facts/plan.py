@@ -204,7 +204,6 @@ class Plan:
     """The chosen configuration, the alternatives in order, and the user's own configuration, which is tried last."""
 
     KIND: ClassVar[str] = "plan"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     hosts: tuple[str, ...]
     devices_per_host: int
@@ -357,7 +356,6 @@ class Shortage:
     """The file shortage.json: among the plans that ran out of memory, the plan with the least predicted need."""
 
     KIND: ClassVar[str] = "shortage"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     layout: Layout
     need_bytes: int

@@ -42,7 +42,6 @@ class Prediction:
     """The document that `pipette predict --json` prints."""
 
     KIND: ClassVar[str] = "prediction"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     script: str
     layout: Layout
@@ -109,7 +108,6 @@ class Explained:
     """The document that `pipette explain --json` prints."""
 
     KIND: ClassVar[str] = "explained"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     keys: tuple[Explanation, ...]
 
@@ -141,7 +139,6 @@ class Comparison:
     """The document that `pipette compare --json` prints. All plans are compared with the first plan."""
 
     KIND: ClassVar[str] = "comparison"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]

@@ -243,7 +243,6 @@ class ScheduleFile:
     """A schedule with its actions in short form."""
 
     KIND: ClassVar[str] = "schedule"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     name: str
     pp: int

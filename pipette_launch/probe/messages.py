@@ -59,7 +59,6 @@ class WarmupOrder(HostsOfJob):
     """The agent's order for its warm-up workers; ranks are slots (devices), numbered host by host."""
 
     KIND: ClassVar[str] = "probe-options"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     job: Job
     hosts: tuple[Host, ...]
@@ -193,7 +192,6 @@ class WorkerResult:
     """Measurements of one worker: all measurements, or only the ones since the worker last sent its results."""
 
     KIND: ClassVar[str] = "probe-result"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     slot: int
     links: tuple[LinkSamples, ...] = ()
@@ -260,7 +258,6 @@ class Sign:
     """
 
     KIND: ClassVar[str] = "sign"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     phase: str
     at_s: float

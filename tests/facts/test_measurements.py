@@ -113,7 +113,6 @@ class Paper:
     """A document that holds only a survey."""
 
     KIND: ClassVar[str] = "paper"
-    SCHEMA_VERSION: ClassVar[int] = 1
     survey: LinkSurvey | None
 
 

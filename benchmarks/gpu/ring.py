@@ -40,9 +40,8 @@ def main(device_kind: str, sizes_bytes: Sequence[int]) -> None:
     if found != expected:
         raise ValueError(f"rank {rank} got {found} in place of {expected}")
     met_s = time.perf_counter() - began_s
-    mismatch = check_order(device_kind, sizes_bytes=sizes_bytes)
+    wrong = check_order(device_kind, sizes_bytes=sizes_bytes)
     seconds = time.perf_counter() - began_s - met_s
-    wrong = mismatch.words() if mismatch else ""
     # One write for a line: ranks share the pipe, and an unbuffered `print` writes the end of the line by itself.
     sys.stdout.write(json.dumps({"rank": rank, "met_s": met_s, "codes_s": seconds, "wrong": wrong}) + "\n")
     sys.stdout.flush()

@@ -127,11 +127,12 @@ class Lockstep:
         if self.rank:
             return None
         keys = [f"gather/{self._step}/{rank}" for rank in range(self.world_size)]
-
-        def missing() -> list[int]:
-            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-
-        self._wait(keys, "all workers' results", self._deadline_s(left_s), missing=missing)
+        self._wait(
+            keys,
+            "all workers' results",
+            self._deadline_s(left_s),
+            missing=lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])],
+        )
         portions = [keys[first : first + KEYS_PER_READ] for first in range(0, len(keys), KEYS_PER_READ)]
         return [value.decode() for portion in portions for value in self.store.multi_get(portion)]
 

@@ -15,7 +15,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -34,37 +33,17 @@ ELEMENT_BYTES = 4
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mismatch:
-    """First wrong value of a collective on one rank."""
-
-    collective: str
-    size_bytes: int
-    """Size of the full tensor."""
-    position: int
-    """Index of the wrong element in the rank's result."""
-    expected: int
-    found: int
-
-    def words(self) -> str:
-        """Describe the mismatch on one line."""
-        return (
-            f"{self.collective} of {self.size_bytes >> 20} MiB returned {self.found} instead of {self.expected}"
-            f" at element {self.position}"
-        )
-
-
 def check_order(
     device: str, *, sizes_bytes: Sequence[int] = SIZES_BYTES, group: dist.ProcessGroup | None = None
-) -> Mismatch | None:
+) -> str:
     """Run all-gather and reduce-scatter once at each size and compare all values, which encode rank and position.
 
-    All members of the group call this, and run all sizes even after a mismatch, so that no member waits for another. A
-    size is the size of the full tensor, rounded down to a whole number of elements for each rank. Returns the first
-    mismatch in this rank's results; None if all values were exact.
+    All members of the group call this, and run all sizes even after a wrong value, so that no member waits for another.
+    A size is the size of the full tensor, rounded down to a whole number of elements for each rank. Returns a sentence
+    on the first wrong value in this rank's results; empty if all values were exact.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    mismatches: list[Mismatch] = []
+    wrong: list[str] = []
     for size_bytes in sizes_bytes:
         share = size_bytes // ELEMENT_BYTES // num_ranks
         # int32 is a type that NVLS reduces (`ncclNvlsSupported` in NCCL), and sums are exact up to 128 ranks of 64 MiB.
@@ -76,12 +55,12 @@ def check_order(
         dist.reduce_scatter_tensor(reduced, full + rank, group=group)
         summed = mine * num_ranks + sum(range(num_ranks))
         for name, expected, found in (("all_gather", full, gathered), ("reduce_scatter", summed, reduced)):
-            wrong = (expected != found).nonzero()
-            if len(wrong):
-                at = int(wrong[0])
-                values = {"expected": int(expected[at]), "found": int(found[at])}
-                mismatches.append(Mismatch(collective=name, size_bytes=full.nbytes, position=at, **values))
-    return mismatches[0] if mismatches else None
+            differ = (expected != found).nonzero()
+            if len(differ):
+                at = int(differ[0])
+                what = f"{name} of {full.nbytes >> 20} MiB returned {int(found[at])}"
+                wrong.append(f"{what} instead of {int(expected[at])} at element {at}")
+    return wrong[0] if wrong else ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -117,18 +96,18 @@ def _found(kind: str, tp: int, ranks: list[int]) -> str:
     )
     # gloo has one algorithm for all sizes, and takes seconds for large sizes, so one size is enough.
     sizes_bytes = SIZES_BYTES if kind == "cuda" else SIZES_BYTES[:1]
-    mismatch = check_order(kind, sizes_bytes=sizes_bytes)
+    wrong = check_order(kind, sizes_bytes=sizes_bytes)
     if 1 < tp < len(ranks):
         # NCCL chooses algorithms by the number of ranks. Every rank checks both the host's group and its
-        # tensor-parallel group, even after a mismatch.
+        # tensor-parallel group, even after a wrong value.
         groups = [dist.new_group(list(range(first, min(first + tp, len(ranks))))) for first in range(0, len(ranks), tp)]
         group = groups[dist.get_rank() // tp]
         assert isinstance(group, dist.ProcessGroup)
         inner = check_order(kind, sizes_bytes=sizes_bytes, group=group)
-        mismatch = mismatch or inner
+        wrong = wrong or inner
     # Wait for all ranks, because peers may still read from this process.
     dist.barrier()
-    return f"{mismatch.words()} on rank {place.rank}" if mismatch else ""
+    return f"{wrong} on rank {place.rank}" if wrong else ""
 
 
 if __name__ == "__main__":

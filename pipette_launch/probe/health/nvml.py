@@ -7,13 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-CLOCK_SM = 1
-TEMPERATURE_GPU = 0
-ERRORS_UNCORRECTED = 1
-ECC_VOLATILE = 0
-ECC_AGGREGATE = 1
-MAX_NVLINKS = 36
-NVLINK_DOWN = 0
+CLOCK_SM, TEMPERATURE_GPU = 1, 0
+ERRORS_UNCORRECTED, ECC_VOLATILE, ECC_AGGREGATE = 1, 0, 1
+MAX_NVLINKS, NVLINK_DOWN = 36, 0
 CLOCK_REASONS = (
     "GpuIdle",
     "ApplicationsClocksSetting",
@@ -41,15 +37,6 @@ class Memory(NamedTuple):
     free_bytes: int
     held_bytes: int
     """Bytes that processes have allocated, without the driver's own reserve."""
-
-
-class Gpus(NamedTuple):
-    """The GPUs of this machine that this process can use, and the broken GPUs."""
-
-    handles: list[Any]
-    """Handles of the usable GPUs in PCI bus order; CUDA_VISIBLE_DEVICES is not applied."""
-    lost: tuple[str, ...]
-    """Sentences about GPUs that are present but cannot be used, one for each GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,10 +69,8 @@ def session() -> Iterator[Any]:
 def query(nvml: Any, function_name: str, *arguments: Any) -> Any | None:
     """Call a function of NVML; None if the binding, the driver or the device does not support it."""
     function = getattr(nvml, function_name, None)
-    if function is None:
-        return None
     try:
-        return function(*arguments)
+        return function(*arguments) if function else None
     except nvml.NVMLError:
         return None
 
@@ -113,11 +98,11 @@ def memory(nvml: Any, handle: Any) -> Memory:
     return Memory(int(all_used.total), int(all_used.free), max(int(held), 0))
 
 
-def gpus(nvml: Any) -> Gpus:
-    """Return the GPUs that this process may use, and the GPUs that are broken.
+def gpus(nvml: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """Return handles of the GPUs in PCI bus order, without CUDA_VISIBLE_DEVICES, and a sentence for each broken GPU.
 
     NVML counts GPUs that a control group hides, and refuses their handles (nvml.h, nvmlDeviceGetHandleByIndex_v2).
-    CUDA does not count them.
+    CUDA does not count these GPUs.
     """
     count = nvml.nvmlDeviceGetCount()
     handles, lost = [], []
@@ -127,9 +112,8 @@ def gpus(nvml: Any) -> Gpus:
         except nvml.NVMLError as error:
             lost.append(f"GPU {index} of {count} cannot be used (NVML: {error}); reset it or reboot the node")
             continue
-        if handle is not None:
-            handles.append(handle)
-    return Gpus(handles, tuple(lost))
+        handles += [] if handle is None else [handle]
+    return handles, tuple(lost)
 
 
 def _gpu(nvml: Any, index: int) -> Any | None:
@@ -170,9 +154,8 @@ def read_under_load(uuid: str, work: Callable[[], object]) -> LoadReading | None
     with session() as nvml:
         if nvml is None:
             return None
-        try:
-            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        except nvml.NVMLError:
+        handle = query(nvml, "nvmlDeviceGetHandleByUUID", uuid)
+        if handle is None:
             return None
         work()
         clock, most = (query(nvml, f"nvmlDeviceGet{name}", handle, CLOCK_SM) for name in ("ClockInfo", "MaxClockInfo"))

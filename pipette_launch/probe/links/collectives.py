@@ -31,19 +31,15 @@ COMPUTED_S = 2e-3
 without computing before. The message took 4.3 to 5.1 ms after 2, 5 or 15 ms of computing, and about 6 ms in
 training."""
 SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
-"""Up to 256 KiB, collectives on CPUs are repeated twice as often, because small collectives are short and scatter
-most."""
-MOST_CALLS, CALLS_S = 16, 10e-3
-"""On GPUs a value is the mean of 16 calls in a row, or of fewer calls if 16 calls would take longer than 10 ms."""
+"""On CPUs, collectives up to 256 KiB are repeated twice as often, because short collectives scatter most."""
+MOST_CALLS, CALLS_S = 16, 10e-3  # Most calls, and longest time of several calls, in a value on a GPU
 DEADLINE_SHARE = 0.8
-"""A worker gives up after this share of the time limit, because NCCL's watchdog would end the worker without a
+"""A worker gives up after this share of the time limit. At the limit NCCL's watchdog would end the worker without a
 reason."""
-REACH_REPEATS = 3
-REACH_S, REACH_SHARE = 1.5, 0.5
+REACH_REPEATS, REACH_S, REACH_SHARE = 3, 1.5, 0.5
 """The largest tensors of plans, above all gradients, may be many times the largest message between stages. So one size
-near the largest tensors is timed too: the largest size whose repeats fit into 1.5 s and into half of the time left. (On
-links of 100 MB/s, times up to 2 MB predicted 110 to 171 ms for an all-gather of 20 MB, but the all-gather took 169
-ms.)"""
+near the largest tensors is timed too: the largest size of which 3 repeats fit into 1.5 s and into half of the time
+left. (On links of 100 MB/s, times up to 2 MB predicted 110 to 171 ms for an all-gather of 20 MB, which took 169 ms.)"""
 REACH_LIMIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 REACH_LEAST = 2  # A size below this multiple of the largest message is not worth timing
 Call: TypeAlias = Callable[[], object]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, combinations, permutations
 from typing import NamedTuple
 
@@ -42,11 +41,10 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
     half = sum(weight for _, weight in slopes) / 2
     reached = accumulate(weight for _, weight in slopes)
     seconds_per_byte = next(slope for (slope, _), total in zip(slopes, reached, strict=True) if total >= half)
+    (small, small_s), (large, large_s) = points[0], points[-1]
     if seconds_per_byte <= 0:
-        size, value = points[-1]
-        return Line(min(seconds), value / size)
-    size, value = points[0]
-    return Line(max(value - size * seconds_per_byte, 0.0), seconds_per_byte)
+        return Line(min(seconds), large_s / large)
+    return Line(max(small_s - small * seconds_per_byte, 0.0), seconds_per_byte)
 
 
 class LinkFit(NamedTuple):
@@ -80,8 +78,7 @@ def fit_link(link: LinkSamples) -> LinkFit:
     return LinkFit(own, (link.together or link.samples)[-1].spread, link.sizes_bytes, together)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkBook:
+class LinkBook(NamedTuple):
     """Fits of every measured pair of slots."""
 
     first: Mapping[Pair, LinkFit]
@@ -122,8 +119,7 @@ def host_fits(fits: Mapping[Pair, LinkFit], devices_per_host: int) -> dict[Pair,
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class EarlierLinks:
+class EarlierLinks(NamedTuple):
     """Links that an earlier warm-up of the same hosts measured."""
 
     between: Mapping[Pair, Line]
@@ -139,28 +135,26 @@ class EarlierLinks:
         if earlier.cluster.devices_per_host != size or any(host.name not in then for host in options.hosts):
             return None
         at = [then[host.name] for host in options.hosts]
-        survey, links = earlier.survey, earlier.cluster.between_hosts
+        survey = earlier.survey
 
-        def line(links: Links, source: int, target: int) -> Line:
-            bandwidth = float(links.bandwidth_bytes_per_s[source, target])
-            return Line(float(links.latency_s[source, target]), 1 / bandwidth)
+        def line(links: Links, way: Pair) -> Line:
+            return Line(float(links.latency_s[way]), 1 / float(links.bandwidth_bytes_per_s[way]))
 
         return cls(
             between={
-                (a, b): line(links, at[a], at[b])
+                (a, b): line(earlier.cluster.between_hosts, (at[a], at[b]))
                 for a, b in permutations(range(len(at)), 2)
                 if survey is None or survey.origin(at[a], at[b]) != "estimated"
             },
             within={
-                (host * size + a, host * size + b): line(earlier.cluster.within_host[at[host]], a, b)
-                for host in range(len(at))
+                (host * size + a, host * size + b): line(earlier.cluster.within_host[then_at], (a, b))
+                for host, then_at in enumerate(at)
                 for a, b in permutations(range(size), 2)
             },
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundLinks:
+class FoundLinks(NamedTuple):
     """The part of the measurements that describes links."""
 
     between: Links
@@ -196,9 +190,13 @@ def found_links(
     first, again = (host_fits(fits, size) for fits in (book.first, book.again))
     survey = None
     if num_hosts > 1:
+        # Letters for the origin of each link: estimated, cached, measured, or measured again.
+        letters = {**dict.fromkeys(earlier.between if earlier else (), "c"), **dict.fromkeys(hosts, "m")}
+        letters |= {**dict.fromkeys(again, "a"), **{(host, host): "-" for host in range(num_hosts)}}
+        rows = ([letters.get((a, b), "e") for b in range(num_hosts)] for a in range(num_hosts))
         survey = LinkSurvey(
             spread_HH=_by_pair({pair: fit.spread for pair, fit in hosts.items()}, num_hosts, 0.0),
-            origin_HH=_origin_HH(num_hosts, earlier.between if earlier else (), hosts, again),
+            origin_HH=tuple(map("".join, rows)),
             rails=_rails(best, hosts, size) if size > 1 else (),
             rounds=sum(results[0].link_rounds),
             rounds_again=sum(results[0].link_rounds_again),
@@ -219,18 +217,6 @@ def _by_pair(values: Mapping[Pair, float], num_hosts: int, missing: float) -> ND
     for pair, value in values.items():
         matrix_HH[pair] = value
     return matrix_HH
-
-
-def _origin_HH(
-    num_hosts: int, cached: Iterable[Pair], measured: Iterable[Pair], again: Iterable[Pair]
-) -> tuple[str, ...]:
-    """Return a letter for the origin of each link: estimated, cached, measured, or measured again."""
-    origin = np.full((num_hosts, num_hosts), "e")
-    for letter, pairs in (("c", cached), ("m", measured), ("a", again)):
-        for pair in pairs:
-            origin[pair] = letter
-    np.fill_diagonal(origin, "-")
-    return tuple("".join(row) for row in origin)
 
 
 def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: int) -> tuple[RailRates, ...]:

@@ -1,10 +1,10 @@
-"""Print the record of a run of scripts/test-newest, whose exit code is the argument, as JSON."""
+"""The record of a green run of scripts/test-newest: print its age, or write it with `--write FILE`."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
+import subprocess
 import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -12,33 +12,57 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "tests" / "data" / "newest.json"
 FOLDERS = ("pipette_launch/megatron", "pipette_launch/probe", "patches/pipette_patches")
+"""Sources that depend on the release of megatron-core."""
+MOST_LINES = 10
 
 
-def digest() -> str:
-    """Return a digest of the sources that depend on a release of megatron-core."""
-    total = hashlib.sha256()
-    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
-        total.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
-    return total.hexdigest()
-
-
-def main() -> None:
-    """Print the record."""
+def new_record() -> dict[str, str | int | float]:
+    """Return the record of the run whose results lie in the folder `build`."""
     suite = next(ET.parse(ROOT / "build" / "newest.xml").getroot().iter("testsuite"))  # noqa: S314 - pytest wrote it
-    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    gaps = sum(skipped.get("type") == "pytest.xfail" for skipped in suite.iter("skipped"))
     covered = json.loads((ROOT / "build" / "coverage.json").read_text())["totals"]["percent_covered"]
-    record = {
+    return {
         "date": f"{datetime.now(tz=timezone.utc):%Y-%m-%d}",
         "python": platform.python_version(),
         "megatron_core": version("megatron-core"),
         "torch": version("torch"),
-        "exit_code": int(sys.argv[1]),
-        **counts,
+        "passed": int(suite.attrib["tests"]) - int(suite.attrib["skipped"]),
+        "expected_failures": gaps,
+        "skipped": int(suite.attrib["skipped"]) - gaps,
         "coverage_percent": round(covered, 1),
-        "digest": digest(),
     }
-    print(json.dumps(record, indent=1))
+
+
+def git(*words: str) -> str:
+    """Return the output of a git command. Empty if the command fails, as in a clone without history."""
+    command = ["git", "-C", str(ROOT), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def age(record: dict[str, str | int | float], changes: list[str]) -> str:
+    """Return the sentences about a record and the later commits (one line each) that its run did not test."""
+    releases = f"megatron-core {record['megatron_core']} and Python {record['python']}"
+    lines = [f"scripts/test-newest passed on {record['date']} with {releases}."]
+    if changes:
+        lines += [f"Later commits that change {', '.join(FOLDERS)}: {len(changes)}", *changes[:MOST_LINES]]
+        lines += ["Run scripts/test-newest before the next release, and commit tests/data/newest.json."]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the record to the file behind `--write`, or print the age of the record."""
+    if sys.argv[1:2] == ["--write"]:
+        text = json.dumps(new_record(), indent=1)
+        Path(sys.argv[2]).write_text(f"{text}\n")
+        print(text)
+    elif RECORD.is_file():
+        # A rebase changes the name of the tested commit, so count from the commit that brought the record.
+        brought = git("log", "-1", "--format=%H", "--", str(RECORD))
+        changes = git("log", "--oneline", f"{brought}..HEAD", "--", *FOLDERS) if brought else ""
+        print(age(json.loads(RECORD.read_text()), changes.splitlines()))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def buckets(num_ranks: int, bucket_elements: int) -> list[int]:
         "param_dtype": torch.bfloat16,
         "grad_dtype": torch.bfloat16,
         "params": params,
+        "params_with_names": [(param, str(place)) for place, param in enumerate(params)],
         "data_parallel_group": dist.group.WORLD,
         "bucket_size": bucket_elements,
         "param_to_name": {param: str(place) for place, param in enumerate(params)},
@@ -40,11 +41,14 @@ def buckets(num_ranks: int, bucket_elements: int) -> list[int]:
         "nccl_ub": False,
         "pg_collection": groups,
     }
-    # megatron-core 0.19 takes each parameter with its name.
-    if "params_with_names" in inspect.signature(_ParamAndGradBuffer).parameters:
-        names = arguments.pop("param_to_name")
-        arguments["params_with_names"] = [(param, names[param]) for param in arguments.pop("params")]
-    buffer = _ParamAndGradBuffer(**arguments)
+    # megatron-core 0.19 takes each parameter with its name, and its optimizer computes the buckets.
+    known = inspect.signature(_ParamAndGradBuffer).parameters
+    if "param_layout" in known:
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        layout = DistributedOptimizer._compute_per_buffer_param_layout(params, bucket_elements, num_ranks, config)
+        arguments["param_layout"] = layout
+    buffer = _ParamAndGradBuffer(**{name: value for name, value in arguments.items() if name in known})
     dist.destroy_process_group()
     return [bucket.numel_unpadded for bucket in buffer.buckets]
 

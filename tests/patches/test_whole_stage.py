@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from newest import gap_since_019
+from newest import with_gap_since_019
 from patches.stage_cases import CASES, SHARDED, job_of
 
 from pipette_launch.cost.layers.parameters import stage_parameters
@@ -16,6 +16,7 @@ from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 
 ROOT = Path(__file__).parents[2]
+HALF_GRADIENTS = "Megatron-FSDP keeps gradients in the type of the weights, in bf16 half as large as in the formula"
 WORKER = Path(__file__).with_name("stage_worker.py")
 
 
@@ -71,8 +72,7 @@ def predicted(name: str) -> MemoryParts:
     return parts
 
 
-@gap_since_019("shards of Megatron-FSDP are half as large as the formula")
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", with_gap_since_019(SHARDED, HALF_GRADIENTS, but=("not sharded",)))
 def test_shards_are_those_that_the_formula_says(found: dict[str, Any], name: str) -> None:
     """Weights, gradients and states, by strategy; each buffer is rounded up."""
     formula, parts = predicted(name), found[name]["parts"]
@@ -81,8 +81,10 @@ def test_shards_are_those_that_the_formula_says(found: dict[str, Any], name: str
         assert pytest.approx(getattr(formula, kind), rel=0.01) == parts[kind]
 
 
-@gap_since_019("shards of Megatron-FSDP are half as large as the formula")
-@pytest.mark.parametrize("name", [name for name in SHARDED if not name.startswith("wide")])
+@pytest.mark.parametrize(
+    "name",
+    with_gap_since_019([name for name in SHARDED if not name.startswith("wide")], HALF_GRADIENTS, but=("not sharded",)),
+)
 def test_what_sharding_saves_is_what_the_formula_says(found: dict[str, Any], name: str) -> None:
     """Beside the same stage without FSDP, whose layer at work holds the same; within 0.3 % of its peak."""
     saved = found["not sharded"]["peak"] - found[name]["peak"]
@@ -90,8 +92,9 @@ def test_what_sharding_saves_is_what_the_formula_says(found: dict[str, Any], nam
     assert pytest.approx(predicted("not sharded").total - predicted(name).total, abs=52_000) == saved
 
 
-@gap_since_019("shards of Megatron-FSDP are half as large as the formula")
-@pytest.mark.parametrize("name", [name for name in SHARDED if name.startswith("wide")])
+@pytest.mark.parametrize(
+    "name", with_gap_since_019([name for name in SHARDED if name.startswith("wide")], HALF_GRADIENTS)
+)
 def test_gradients_wait_while_gathered_weights_go(found: dict[str, Any], name: str) -> None:
     """If gradients of a layer are larger than its activations, the peak comes late in the backward."""
     assert pytest.approx(predicted(name).total, rel=0.01) == found[name]["peak"]

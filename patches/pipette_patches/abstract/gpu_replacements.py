@@ -26,13 +26,10 @@ from pipette_patches.storage_meter import as_one_kernel, current, recounting, un
 from pipette_patches.without_cuda import FinishedWork, no_coalescing, torch_without_cuda, without_fp8
 
 DEVICE = torch.device("meta")
-# fmt: off
-_MESSAGES = (
-    "_all_gather_base", "_reduce_scatter_base", "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all",
-    "all_to_all_single", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter",
-    "reduce_scatter_tensor", "scatter", "send",
-)
-# fmt: on
+_MESSAGES = """
+_all_gather_base _reduce_scatter_base all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single
+broadcast gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send
+"""
 
 
 def _for_abstract(successor: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -80,7 +77,7 @@ _PROPERTIES = SimpleNamespace(
 )
 _NO_RNG_STATE = torch.zeros(16, dtype=torch.uint8)
 _DISTRIBUTED = {
-    **dict.fromkeys(_MESSAGES, answer(FinishedWork())),
+    **dict.fromkeys(_MESSAGES.split(), answer(FinishedWork())),
     "P2POp": instead(lambda _operation, tensor, *_peer, **_group: tensor),
     "batch_isend_irecv": instead(lambda _operations: []),
     "barrier": nothing,
@@ -99,10 +96,8 @@ TORCH = (
             "current_device": lambda: DEVICE,
             "device_count": lambda: 1,
             "is_current_stream_capturing": lambda: False,
-            "manual_seed": lambda *_, **__: None,
-            "get_rng_state": lambda *_, **__: _NO_RNG_STATE,
-            "random.get_rng_state": lambda *_, **__: _NO_RNG_STATE,
-            "set_rng_state": lambda *_, **__: None,
+            **dict.fromkeys(("manual_seed", "set_rng_state"), lambda *_, **__: None),
+            **dict.fromkeys(("get_rng_state", "random.get_rng_state"), lambda *_, **__: _NO_RNG_STATE),
         },
     ),
     *in_module(
@@ -204,12 +199,16 @@ def _masked_select(given: torch.Tensor, mask: torch.Tensor) -> Any:
 
 
 @wrapping
-def _with_balanced_counts(
-    original: Callable[..., Any], experts: Any, rows: torch.Tensor, _counts: Any, probabilities: torch.Tensor
-) -> Any:
+def _with_balanced_counts(original: Callable[..., Any], experts: Any, rows: Any, _counts: Any, probs: Any) -> Any:
     """Run the experts with an equal number of tokens for each expert."""
-    counts = torch.tensor(balanced(rows.shape[0], experts.num_local_experts))
-    return original(experts, rows, counts, probabilities)
+    return original(experts, rows, torch.tensor(balanced(rows.shape[0], experts.num_local_experts)), probs)
+
+
+@wrapping
+def _permute_balanced(original: Callable[..., Any], rows: Any, mapped: torch.Tensor, **options: Any) -> Any:
+    """Permute the number of token rows of balanced routing, because abstract counts have no values."""
+    num_rows = {} if options.get("drop_and_pad") else {"num_out_tokens": routed_rows(*mapped.shape)}
+    return original(rows, mapped, **options | num_rows)
 
 
 @wrapping
@@ -220,11 +219,9 @@ def _in_equal_parts(original: Callable[..., Any], rows: torch.Tensor, *args: Any
 
 
 @wrapping
-def _sort_equal_chunks(
-    original: Callable[..., Any], rows: torch.Tensor, _sizes: Any, order: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _sort_equal_chunks(original: Callable[..., Any], rows: Any, _sizes: Any, order: Any, **options: Any) -> Any:
     sizes = torch.tensor(balanced(rows.shape[0], len(order)))
-    return original(rows, sizes, torch.arange(len(order)), *args, **kwargs)
+    return original(rows, sizes, torch.arange(len(order)), **options)
 
 
 def _rope_for_key_value(
@@ -248,6 +245,7 @@ EXPERTS = (
             "all_to_all": lambda original: lambda group, rows, *_splits, **_more: original(group, rows),
             "gather_from_sequence_parallel_region": _in_equal_parts,
             "reduce_scatter_to_sequence_parallel_region": _in_equal_parts,
+            "permute": _permute_balanced,
             "sort_chunks_by_idxs": _sort_equal_chunks,
             "pad_routing_map": instead(lambda mapped, _multiple: mapped),
         },
@@ -289,6 +287,8 @@ OFFLOADING = tuple(
     # If a release lacks an attribute, only jobs that offload activations fail.
     Replacement(module=_OFFLOAD, path=path, make=make, may_be_absent=True)
     for path, make in {
+        # From 0.18 on Megatron offloads a tensor only if its device is `cuda` and it is no parameter.
+        "ChunkOffloadHandler._can_manage_tensor_for_offload": instead(lambda _, tensor: type(tensor) is torch.Tensor),
         "ChunkOffloadHandler.offload": instead(_to_host),
         "ChunkOffloadHandler.reload": instead(_from_host),
         "print_offload_summary_table": nothing,

@@ -25,7 +25,7 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.messages import ExecutedMemory, ExecutionAnswer, ExecutionRequest
 
 WORKER = ("-u", "-m", "pipette_patches.abstract")
-REVISION = 7
+REVISION = 8
 """Revision of the counting. A change of the counting must raise this number, because cached answers of other revisions
 are not read."""
 LIMIT_S = 300.0

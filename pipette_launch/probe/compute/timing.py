@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,7 @@ WAIT_S = 0.02  # Wait (s) before each timed pass, in which other processes compu
 WARMUPS, VALUES = 1, 7
 QUEUED = 2  # Batches that each process of a loader prepares ahead (torch's `prefetch_factor`)
 TURNS, BATCHES = 3, 8
-REST_S = 0.05
-"""Seconds in which the loader's processes fill their queues, so that these processes do not compute during the next
-timing."""
+REST_S = 0.05  # Seconds in which the loader's processes fill their queues, so that they rest during the next timing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,9 +251,11 @@ class GptSamples(Dataset[dict[str, torch.Tensor]]):
 
 
 def loads_as_megatron_lm(job: Job) -> bool:
-    """Return whether Megatron-LM's trainer, which makes its own data loader, is installed or beside the script."""
-    is_there = importlib.util.find_spec("megatron.training") is not None
-    return is_there and performance_options(job).dataloader_type != "external"
+    """Return whether the job can import `megatron.training` of a Megatron-LM checkout, whose trainer loads the data."""
+    spec = importlib.util.find_spec("megatron.training")
+    # The wheel of megatron-core 0.19 also contains `megatron.training`, but no script beside it.
+    is_checkout = spec and spec.origin and Path(spec.origin).parents[2].joinpath("pretrain_gpt.py").is_file()
+    return bool(is_checkout) and performance_options(job).dataloader_type != "external"
 
 
 def loading_time(job: Job, layer: Part, micro_batch_size: int) -> LoadingTime:
@@ -272,8 +273,7 @@ def loading_time(job: Job, layer: Part, micro_batch_size: int) -> LoadingTime:
             persistent_workers=num_workers > 0,
         )
         seconds.append(time_loading(layer, iter(loader).__next__, ahead=QUEUED * num_workers))
-        # Delete the loader, which ends the loader's processes.
-        del loader
+        del loader  # Ends the loader's processes
     per_sample_s = max((seconds[1] - seconds[0]) / (sizes[1] - sizes[0]), 0.0)
     return LoadingTime(batch_s=max(min(seconds) - per_sample_s, 0.0), sample_s=per_sample_s)
 

@@ -9,7 +9,6 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from newest import gap_since_019
 
 from pipette_launch.cost.layers.kinds import kept_bytes
 from pipette_launch.cost.layers.parameters import stage_parameters
@@ -67,7 +66,6 @@ def job_of(layout: Layout, *flags: str, **changes: object) -> Job:
     return replace(job, optimizer="adam")
 
 
-@gap_since_019("splits tokens by counts, which abstract tensors lack")
 @pytest.mark.parametrize(
     ("layout", "flags", "changes"),
     [

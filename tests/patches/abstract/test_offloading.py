@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
-from newest import gap_since_019
 
 from pipette_launch.cost.memory.abstract_execution import Executor
 from pipette_launch.cost.memory.peak import peak_memory_bytes
@@ -61,7 +60,6 @@ def job_of(layout: Layout, modules: str, **changes: Any) -> Job:
     return replace(tiny_job(layout.world_size, model=model, own=layout, batch=batch), performance_flags=tuple(flags))
 
 
-@gap_since_019("splits tokens by counts, which abstract tensors lack")
 @pytest.mark.parametrize(
     ("layout", "modules", "changes"),
     [

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -413,12 +415,14 @@ def test_samples_are_those_of_megatrons_gpt_dataset() -> None:
     assert "attention_mask" not in GptSamples(num_samples=2, seq_length=3, has_mask=False)[0]
 
 
-def test_only_the_loader_of_megatron_lms_own_trainer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Megatron-LM checkout has `megatron.training`, megatron-core has not; `external` is the user's own loader."""
-    found = {"megatron.training": object()}
+def test_only_the_loader_of_megatron_lms_own_trainer_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only Megatron-LM has a script beside `megatron.training`; `external` is the user's own loader."""
+    found = {"megatron.training": SimpleNamespace(origin=str(tmp_path / "megatron" / "training" / "__init__.py"))}
     monkeypatch.setattr(timing.importlib.util, "find_spec", found.get)
     external = tiny_job(performance_flags=("--dataloader-type external",))
 
+    assert not loads_as_megatron_lm(tiny_job())
+    (tmp_path / "pretrain_gpt.py").touch()
     assert loads_as_megatron_lm(tiny_job())
     assert not loads_as_megatron_lm(external)
     found.clear()

@@ -150,7 +150,7 @@ class HostsOfJob:
 
     @property
     def devices_per_host(self) -> int:
-        """D, the number of devices on each host."""
+        """Number of devices of each host."""
         return len(self.hosts[0].devices)
 
     @property

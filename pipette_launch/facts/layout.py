@@ -237,7 +237,10 @@ class LayoutGroups(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutColumns:
-    """N layouts, stored as one column for each field of `Layout`. Flags are 0 or 1."""
+    """N layouts, stored as one column for each field of `Layout`. Flags are 0 or 1.
+
+    The columns `recompute` and `layers_per_chunk` are indices into the tables `recomputes` and `cuts`.
+    """
 
     tp: Ints
     pp: Ints
@@ -255,12 +258,10 @@ class LayoutColumns:
     overlap_param_gather: Ints
     use_tp_pp_dp_mapping: Ints
     recompute: Ints
-    """Index of each layout's recompute in `recomputes`."""
     layers_per_chunk: Ints
-    """Index of each layout's layers per chunk in `cuts`."""
     recomputes: tuple[Recompute, ...] = (NO_RECOMPUTE,)
     cuts: tuple[tuple[int, ...], ...] = ((),)
-    """Table of splits: each entry has the number of layers of each chunk. An empty entry is the even split."""
+    """Number of layers of each chunk, for each split. An empty entry is the even split."""
 
     def __post_init__(self) -> None:
         for name in _FIELDS:

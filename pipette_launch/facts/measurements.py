@@ -162,7 +162,6 @@ class LinkSurvey:
 ERROR_OF_MEDIAN = 1.4826 * 1.2533
 """Standard error of a median divided by (median absolute deviation / sqrt(count)), for normal scatter."""
 LAYERS: tuple[str, ...] = (*TRANSFORMER_KINDS, *LETTERS.values())
-"""Parts of a model that are layers, without embedding and head."""
 
 CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """Collectives that the warm-up times."""
@@ -337,7 +336,6 @@ class Measurements:
     taken_at: str
     """Time of the warm-up, UTC, ISO 8601."""
     phase_s: dict[str, float]
-    """Seconds of each phase of the warm-up."""
     notes: tuple[str, ...]
     """Sentences on skipped, unstable and assumed values."""
     optimizer_s_per_parameter: float | None = None

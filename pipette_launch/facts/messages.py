@@ -70,7 +70,6 @@ class ExecutedParts:
 
     weights: int = 0
     gradients: int = 0
-    """Bytes of gradient buffers, padding included."""
     optimizer: int = 0
     """Bytes of master weights and optimizer states."""
     activations: int = 0
@@ -80,11 +79,9 @@ class ExecutedParts:
     embedding: int = 0
     """Bytes of micro-batches from the data loader, and of outputs of the embedding."""
     logits: int = 0
-    """Bytes of tensors of the output layer and the loss."""
     buffers: int = 0
     """Bytes of pipeline messages, and of buffers that all layers share."""
     optimizer_step: int = 0
-    """Bytes of temporary tensors of the optimizer step."""
 
     @property
     def total(self) -> int:
@@ -135,7 +132,6 @@ class MeasuringQuestion:
     job: Job
     measurements: Measurements
     budget_s: float
-    """Seconds that the search for plans may take."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "budget_s", limit=0, above=True)
@@ -272,7 +268,6 @@ class Decision:
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the workers, in addition to torchrun's."""
     patches: tuple[str, ...] = ()
-    """Names of the megatron-core patches that the script needs."""
     reason: str = ""
     """Sentence for the user about this decision. Empty = no sentence."""
     failed: bool = False

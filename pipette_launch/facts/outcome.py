@@ -49,7 +49,6 @@ class Outcome:
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Properties of layout and model by which outcomes of several jobs are compared. Empty in older files."""
     peaks: tuple[PeakReading, ...] = field(default=(), metadata=ADDED_LATER)
-    """Measured memory of each rank whose memory was printed or could be read."""
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
     """Tokens and FLOPs per second of the measured step. None in files of earlier releases."""
 
@@ -110,7 +109,6 @@ class LiveJob:
     KIND: ClassVar[str] = "live-job"
 
     read_s: float
-    """Time when the files were read."""
     written_s: float
     """Time when the launcher last wrote its files."""
     script: str = ""
@@ -122,21 +120,17 @@ class LiveJob:
     """Phase of the job: `warmup`, `trials`, `training`, `succeeded` or `failed`."""
     phase_began_s: float | None = None
     warmup_phase: str = ""
-    """Name of the present part of the warm-up."""
     warmup_done: int = 0
     warmup_total: int = 0
     """Number of steps of the present part of the warm-up. 0 = not counted."""
     warmup_phase_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of the completed parts of the warm-up."""
     key: str = ""
-    """Key of the plan that runs."""
     layout: str = ""
     schedule: str = ""
     restarts: int = 0
     lost_nodes: int = 0
     predicted_step_s: float | None = None
     own_predicted_step_s: float | None = None
-    """Predicted step time of the user's own configuration."""
     step_s: float | None = None
     """Last step time that the training printed."""
     predicted_tokens_per_s: float | None = None
@@ -150,13 +144,10 @@ class LiveJob:
     memory_limit_bytes: int | None = None
     measured_memory_bytes: int | None = None
     warmup_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Duration of the measurements before the plan."""
     search_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Duration of the search for the plan."""
     gap: float | None = field(default=None, metadata=ADDED_LATER)
     """Largest possible gain of any other plan, as a share of the step."""
     verdicts: tuple[Verdict, ...] = ()
-    """Problems of the machines in the measurements of the plan."""
 
     @property
     def age_s(self) -> float:

@@ -24,7 +24,6 @@ class Rate:
     """Speed of a job in tokens and FLOPs per second."""
 
     tokens_per_s: float
-    """Tokens per second of the whole job."""
     flops_per_s: float
     """FLOP/s of each rank, by Megatron's count of the model's FLOPs. Megatron's log has `TFLOP/s/GPU`."""
     mfu: float | None
@@ -88,7 +87,6 @@ class Trials:
     iterations: int
     """Number of measured step times of each trial, without warm-up iterations."""
     runs: tuple[Trial, ...]
-    """The trials in the order of execution."""
 
     @property
     def took_s(self) -> float:
@@ -177,7 +175,6 @@ class Setting:
 
     script: str
     arguments: tuple[str, ...]
-    """Arguments of the script, unchanged from the user."""
     new_arguments: tuple[str, ...]
     """Arguments of the script with the plan's layout."""
     num_parameters: int
@@ -221,13 +218,11 @@ class Plan:
     num_layouts: int
     """Number of legal layouts that the search considered."""
     dropped: dict[str, int]
-    """Number of rejected layouts by reason."""
     solve_s: float
     provenance: Provenance
     floor_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Proven lower bound of the step time of all plans that fit, in the same cost model. 0 = no bound."""
     setting: Setting | None = field(default=None, metadata=ADDED_LATER)
-    """Job and machines of the plan, for readers of the file."""
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
     """Trials that decided the choice. None = no trials."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)

@@ -61,7 +61,6 @@ class Prediction:
     method: Literal["closed", "abstract"]
     """Source of the tensor sizes. `closed`: formulas. `abstract`: abstract execution of the training step."""
     stages: tuple[StageMemory, ...]
-    """The requested stages, in the order of the pipeline."""
     capacity_bytes: int | None
     """Free memory of the fullest device. None = the machines are unknown."""
     memory_margin: float
@@ -96,7 +95,6 @@ class Explanation:
     key: str
     what: str
     unit: str
-    """Unit of the explained number. Empty for a word without a number."""
     how: str
     source: str
     value: str
@@ -126,7 +124,6 @@ class Entry:
     faults: tuple[str, ...]
     """Reasons why the plan cannot run, one sentence each. Empty = the plan can run."""
     remarks: tuple[str, ...]
-    """Further notes on the plan, one sentence each."""
 
     @property
     def runs(self) -> bool:

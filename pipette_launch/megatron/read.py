@@ -66,9 +66,8 @@ def read_job(
         capability: major number of the GPUs' compute capability. None = derive the number from `device_name`.
 
     """
-    written = Arguments.parse(arguments, megatron_version)
     fixed = fixed_fields(fix)
-    given, checkpoint_note = with_checkpoint_arguments(written)
+    given, checkpoint_note = with_checkpoint_arguments(Arguments.parse(arguments, megatron_version))
     check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
     reader = _Reader(
         given=given,

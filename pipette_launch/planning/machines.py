@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pipette_launch import megatron
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, OptionError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements, files
@@ -46,7 +47,6 @@ class TargetMachines:
     measured: Measurements | None = None
     spec: DeviceSpec | None = None
     fabric: FabricSpec = UNIFORM
-    """Network between imagined hosts."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -86,6 +86,32 @@ class TargetMachines:
     def network(self) -> str:
         """Network between imagined hosts, in a few words. Empty for measured hosts and for one host."""
         return self.fabric.words(self.spec, self.num_hosts) if self.spec is not None and self.num_hosts > 1 else ""
+
+    def job(
+        self,
+        arguments: Sequence[str],
+        *,
+        script: str,
+        megatron_version: str | None,
+        environment: Mapping[str, str],
+        **purpose: Any,
+    ) -> Job:
+        """Read a job for these machines. `purpose` has further arguments of `megatron.read_job`.
+
+        The job's notes begin with the note on an assumed Megatron version.
+        """
+        version, guess = megatron.version_or_newest(megatron_version, script, environment)
+        job = megatron.read_job(
+            checked_words(arguments),
+            world_size=self.world_size,
+            megatron_version=version,
+            device_kind=self.kind,
+            environment=environment,
+            device_name=self.device_name,
+            capability=self.capability,
+            **purpose,
+        )
+        return replace(job, notes=(*guess, *job.notes))
 
     def measurements(self, job: Job, layouts: Sequence[Layout] = ()) -> Measurements | None:
         """Return the measurements that price a step, imagined for a device type. None for unknown machines.

@@ -44,7 +44,6 @@ class PlanRequest:
     world_size: int | None = None
     megatron_version: str | None = None
     fix: tuple[str, ...] = ()
-    """Names of the layout's parts that the plan must keep, such as `tp`."""
     schedules: str = "stock"
     margin: float = MARGIN
     memory_margin: float = MEMORY_MARGIN
@@ -141,22 +140,17 @@ def read_problem(request: PlanRequest) -> PlanProblem:
     except OptionError as error:
         names = {"num_hosts": "nodes", "devices_per_host": "gpus_per_node"}
         raise error.renamed(lambda name: names.get(name, name)) from error
-    version, guess = megatron.version_or_newest(request.megatron_version, request.script, os.environ)
-    megatron.fixed_fields(request.fix)
-    job = megatron.read_job(
+    job = machines.job(
         request.arguments,
-        world_size=machines.world_size,
-        megatron_version=version,
-        device_kind=machines.kind,
+        script=request.script,
+        megatron_version=request.megatron_version,
+        environment=os.environ,
         fix=request.fix,
         without_probes=machines.spec is not None,
         for_planning=True,
-        environment=os.environ,
-        device_name=machines.device_name,
-        capability=machines.capability,
     )
     moe = (ONE_EXPERT_SIZE,) if machines.spec is not None and job.model.num_experts else ()
-    job = replace(job, notes=(*guess, *job.notes, *machines.notes, *moe))
+    job = replace(job, notes=(*job.notes, *machines.notes, *moe))
     return PlanProblem(request=request, machines=machines, job=job, measurements=_measurements(machines, job))
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
-from pipette_launch import megatron
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory import overhead as overheads
 from pipette_launch.cost.memory.overhead import MeasuredStages, Overhead
@@ -23,7 +22,7 @@ from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.messages import ExecutedParts
 from pipette_launch.facts.plan import Rate
 from pipette_launch.facts.prediction import MemoryFit, Prediction, StageMemory
-from pipette_launch.planning.machines import Kind, TargetMachines, checked_words, machines_of
+from pipette_launch.planning.machines import Kind, TargetMachines, machines_of
 
 Method = Literal["closed", "abstract"]
 NEEDED = {"torch": "torch", "megatron-core": "megatron"}
@@ -85,31 +84,15 @@ def predict(
         raise OptionError("method", f"must be one of {', '.join(get_args(Method))}, got {method!r}")
     if not 0 <= memory_margin < 1:
         raise OptionError("memory_margin", f"must be at least 0 and below 1 (0.08 is 8 %), got {memory_margin:g}")
-    job = _read_job(arguments, machines, megatron_version, script, environment or {})
+    job = machines.job(
+        arguments,
+        script=script,
+        megatron_version=megatron_version,
+        environment=environment or {},
+        for_prediction=True,
+    )
     counted = _count(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method=method, cache=cache)
     return _prediction(job, machines, counted, rank=rank, method=method, margin=memory_margin, script=script)
-
-
-def _read_job(
-    arguments: Sequence[str],
-    machines: TargetMachines,
-    megatron_version: str | None,
-    script: str,
-    variables: Mapping[str, str],
-) -> Job:
-    """Read the job's flags. The job's notes begin with the note on an assumed Megatron version."""
-    version, version_note = megatron.version_or_newest(megatron_version, script, variables)
-    job = megatron.read_job(
-        checked_words(arguments),
-        world_size=machines.world_size,
-        megatron_version=version,
-        device_kind=machines.kind,
-        for_prediction=True,
-        environment=variables,
-        device_name=machines.device_name,
-        capability=machines.capability,
-    )
-    return replace(job, notes=(*version_note, *job.notes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -220,11 +220,8 @@ Ints = NDArray[np.int64]
 def in_device_order(placement_KW: ArrayLike, devices: int, order_D: Sequence[int] | None = None) -> Ints:
     """Sort the ranks of each host, or put the ranks on the host's devices in a given order. No rank changes its host.
 
-    Args:
-        placement_KW: one placement, or an array with one placement in each row.
-        devices: D, the number of devices of each host.
-        order_D: devices for the ranks of a host, beginning with the lowest rank. None = in device order.
-
+    `placement_KW` is one placement, or an array with one placement in each row. `order_D` has the devices for the ranks
+    of a host, beginning with the lowest rank. None = in device order.
     """
     ranks = np.asarray(placement_KW, dtype=np.int64)
     sorted_KHD = np.sort(ranks.reshape(*ranks.shape[:-1], -1, devices), axis=-1)

@@ -72,18 +72,11 @@ def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | 
 
 @lru_cache(maxsize=256)
 def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
-    """Return Megatron's interleaved 1F1B: a group of micro-batches goes through one chunk before the next chunk.
+    """Return Megatron's interleaved 1F1B: `group_size` micro-batches go through one chunk before the next chunk.
 
-    Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (lines 762-786). Forwards and backwards
-    follow the schedule table (line 798), but the backwards reverse the chunks. LayoutError if Megatron would refuse
-    these numbers (lines 996-1019).
-
-    Args:
-        pp: pipeline ranks.
-        vpp: chunks of each rank.
-        microbatches: micro-batches of one step.
-        group_size: micro-batches that go through one chunk before the next chunk.
-
+    Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (lines 762-786). Each rank has `vpp` chunks.
+    Forwards and backwards follow the schedule table (line 798), but the backwards reverse the chunks. LayoutError if
+    Megatron would refuse these numbers (lines 996-1019).
     """
     check_interleaving(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
     ahead = [num_warmup(pp, vpp, group_size, rank) for rank in range(pp)]

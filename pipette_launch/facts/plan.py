@@ -277,11 +277,8 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
 
     A host in the chosen plan keeps its ranks. The ranks of a missing host go to a remaining host: first to hosts that
     had ranks before, then in torchrun's order (the order of `hosts`). If several plans are equally fast, the plan for
-    the most hosts is taken. The other plans become fallback plans.
-
-    Returns:
-        None if even the smallest plan needs more hosts, or if the plan does not know one of the hosts.
-
+    the most hosts is taken. The other plans become fallback plans. None if even the smallest plan needs more hosts, or
+    if the plan does not know one of the hosts.
     """
     known, plans = plan.known_hosts, (plan, *plan.templates)
     fitting = [one for one in plans if len(one.hosts) <= len(hosts)]

@@ -304,12 +304,8 @@ def programs(
 ) -> tuple[Program, ...]:
     """Insert the messages between the passes of each rank. FactError if the ranks would wait for each other forever.
 
-    Args:
-        passes: passes of each pipeline rank.
-        rank_S: pipeline rank of each stage.
-        times: expected times, which decide the order of messages. None = all passes take equal time.
-        in_streams: True for NCCL, where a receive occupies its stream until the message arrives. False for gloo.
-
+    `times` decide the order of messages (None = all passes take equal time). `in_streams` is true for NCCL, where a
+    receive occupies its stream until the message arrives, and false for gloo.
     """
     expected = times or PassTimes.equal(len(rank_S))
     start_of = starts(passes, rank_S, expected)

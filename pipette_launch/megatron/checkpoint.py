@@ -196,16 +196,8 @@ def _doubt_of_buckets(
 ) -> str:
     """Return a sentence if gradient buckets have other sizes than in the run that saved the optimizer's state.
 
-    If single weights are larger than a bucket, both runs may still have the same buckets.
-
-    Args:
-        arguments: flags of the run that loads.
-        saved: flags of the run that saved.
-        folder: folder of the checkpoint.
-        replicas: DP times CP of the run that saved.
-        world_size: number of ranks of the run that loads.
-        model_size: TP times PP, which is equal in both runs.
-
+    The run that saved had `replicas` = DP times CP. `model_size` = TP times PP is equal in both runs. If single weights
+    are larger than a bucket, both runs may still have the same buckets.
     """
     if saved.get("ddp_num_buckets") or arguments.get("ddp_num_buckets"):
         return ""

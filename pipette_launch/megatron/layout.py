@@ -136,17 +136,8 @@ def read_stand_in(
     """Return a layout that replaces a refused layout, and the names of fields that differ from the flags.
 
     The first attempt only splits the layers anew, as evenly as possible. The second attempt also sets the degrees of
-    experts to Megatron's defaults. The last attempt sets all degrees to the defaults.
-
-    Args:
-        arguments: the user's flags.
-        world_size: ranks of the job.
-        fixed: fields of the layout that must not change.
-        keeps_degrees: true for only the first attempt.
-
-    Returns:
-        None if every replacement would change a fixed field.
-
+    experts to Megatron's defaults. The last attempt sets all degrees to the defaults. With `keeps_degrees` only
+    the first attempt is made. None if every replacement would change a field in `fixed`.
     """
     # A fixed dp also fixes tp, pp and cp, because tp, pp and cp decide dp.
     kept = {*fixed, *(("tp", "pp", "cp") if "dp" in fixed else ())}

@@ -126,16 +126,10 @@ def failure_of(cause: str) -> Failure:
 def why_no_plan_helps(
     failure: Failure, *, before: Iterable[Failure], written: Sequence[str], given: Sequence[str] | None
 ) -> str:
-    """Return the reason why a script, which failed before the first iteration, would fail under every plan.
+    """Return the reason why a script, which failed before the first iteration, would fail under every plan, or "".
 
-    Empty if another plan may help.
-
-    Args:
-        failure: the latest failure.
-        before: failures under other layouts.
-        written: arguments of the script as the user wrote them.
-        given: arguments that the script got. None if the script got the user's own arguments.
-
+    `before` has failures under other layouts, `written` the user's own arguments, and `given` the arguments that the
+    script got (None = the user's own).
     """
     given = written if given is None else given
     if failure.kind == "unknown-flags" and any(flag in written for flag in failure.flags):

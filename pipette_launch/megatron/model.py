@@ -71,13 +71,8 @@ def read_model(
 ) -> ModelSpec:
     """Read the layers and sizes of the model. MegatronError if a flag is missing, or if sizes contradict each other.
 
-    Args:
-        arguments: the job's flags.
-        vocabulary: number of tokens, and the padding of this number.
-        device_kind: `cuda` or `cpu`.
-        environment: variables of the workers, some of which select an attention backend.
-        capability: major number of the GPUs' compute capability. None if unknown.
-
+    `device_kind` is `cuda` or `cpu`. Some variables in `environment` select an attention backend. `capability` is the
+    major number of the GPUs' compute capability (None = unknown).
     """
     # TransformerEngine needs CUDA, so on CPU all layers are Megatron's own layers.
     known = ("local", "transformer_engine")

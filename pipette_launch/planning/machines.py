@@ -165,10 +165,8 @@ def machines_of(
 ) -> TargetMachines:
     """Find the machines that the options name.
 
-    Args:
-        world_size: ranks of the job. None = the product of the other sizes, or the ranks of the cluster.
-        fabric: network between imagined hosts. None = equal links.
-        device_kind: kind of the devices, if neither `gpu` nor `cluster` is given.
+    `world_size` may be None if the other sizes or the cluster determine the number of ranks. `fabric` is the network
+    between imagined hosts (None = equal links). `device_kind` matters only without `gpu` and `cluster`.
 
     Raises:
         PipetteError: sizes are missing or contradict each other or the cluster, options exclude each other, a name is

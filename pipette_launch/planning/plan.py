@@ -197,11 +197,8 @@ def best_plan(
 ) -> Plan:
     """Search for the best plan. API, commands and launcher make every plan by this function.
 
-    Args:
-        clock: clock in seconds that measures the budget.
-        key: key of the plan in the cache, which the plan stores.
-        corrections: factors on the step time, learned from outcomes of earlier jobs.
-
+    `clock` returns seconds and measures the budget. The plan stores `key`, its key in the cache. `corrections` are
+    factors on the step time, learned from outcomes of earlier jobs.
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     provenance = Provenance(key=key, made_at=now, versions=measurements.versions, source=source)

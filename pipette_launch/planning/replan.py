@@ -99,7 +99,7 @@ def decide(
     lost: Mapping[str, str] | None = None,
     least_nodes: int = 1,
 ) -> Step:
-    """Decide how a new round continues with the plan of the last round.
+    """Decide how a new round continues with the plan of the last round and its decision `held` (None = no last round).
 
     The job keeps a plan while all hosts with workers are present, even if a host on standby leaves. A lost host decides
     before the reports of other hosts, whose workers died because the host was lost. A lost host and a plan that cannot
@@ -108,7 +108,6 @@ def decide(
     Args:
         records: one record for each agent of the new round whose host can train.
         hosts: unique host name of each record.
-        held: decision of the last round. None in the first round.
         written: the user's own arguments of the script.
         lost: hosts that can no longer train, each with the reason.
 

@@ -61,6 +61,33 @@ def test_a_list_may_have_been_one_value() -> None:
     assert (options.cuda_graph_scope, options.rampup_batch_size) == (("full_iteration",), (2, 2, 9))
 
 
+@pytest.mark.parametrize(
+    ("version", "impl", "graphs"),
+    [
+        ("0.16.1", "local", ("full_iteration", frozenset())),
+        ("0.16.1", "none", ("none", {"full_iteration"})),
+        ("0.18.0", "none", ("full_iteration", frozenset())),
+        ("0.18.0", "local", ("full_iteration", frozenset())),
+        ("0.18.0", "transformer_engine", ("transformer_engine", {"full_iteration"})),
+    ],
+)
+def test_the_old_scope_selects_the_implementation_from_0_18_on(version: str, impl: str, graphs: object) -> None:
+    """`--cuda-graph-scope full_iteration` graphs the whole iteration, except with Transformer Engine's graphs."""
+    flags = (f"--cuda-graph-impl {impl}", "--cuda-graph-scope full_iteration")
+
+    assert performance_options(tiny_job(megatron_version=version, performance_flags=flags)).graphs == graphs
+
+
+@pytest.mark.parametrize("purpose", ["for_planning", "for_prediction", "is_launched"])
+def test_a_value_that_is_no_number_is_refused_in_words(purpose: str) -> None:
+    """Words in place of numbers give an error that names the flag."""
+    words = [*SMALL, "--rampup-batch-size", "a", "b", "c"]
+    words[words.index("--train-iters")] = "--train-samples"
+
+    with pytest.raises(MegatronError, match="--rampup-batch-size a b c: each value must be a number"):
+        read_job(words, world_size=8, megatron_version="0.14.0", device_kind="cuda", **{purpose: True})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_is_a_flag_of_some_release(name: str) -> None:
     """The flag that a sentence names sets this option in some release."""

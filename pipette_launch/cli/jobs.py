@@ -16,7 +16,7 @@ from pipette_launch.installed import check_installed
 from pipette_launch.text import printable
 
 if TYPE_CHECKING:
-    from pipette_launch.launch.watch import Watched
+    from pipette_launch.launch.metrics import Watched
 
 DEFAULT_PORT, MOST_PORTS = 29500, 1 << 16
 OUT = "--out"
@@ -120,7 +120,7 @@ def _add_watch_arguments(parser: ArgumentParser) -> None:
 
 def _watch(args: Namespace) -> int:
     """Watch until the job ends. Return 1 if the job failed, 0 if the job succeeded or the user stopped watching."""
-    from pipette_launch.launch.watch import Watched
+    from pipette_launch.launch.metrics import Watched
 
     watched = Watched(args.where)
     try:

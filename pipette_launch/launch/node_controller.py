@@ -27,7 +27,7 @@ from pipette_launch.launch.metrics import MetricsFile, Spans, phase_attributes
 from pipette_launch.launch.nodes import described
 from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import add_outcome, existing_page
-from pipette_launch.launch.terminal import Kept, Terminal, parts_words
+from pipette_launch.launch.terminal import Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
@@ -97,30 +97,33 @@ class NodeController(Controller):
             least_nodes=self._rendezvous_settings.least_nodes,
             is_static=self._rendezvous_settings.node_rank >= 0,
         )
-        self._machine = described(node, self._options.device)
-        self._host = self._machine.host
+        bare = NodeRecord(
+            token=self._token,
+            host=None,
+            trouble="",
+            num_slots=node.num_slots,
+            node_rank=self._rendezvous_settings.node_rank,
+            script_digest=files.digest(self._options.script, self._options.script_arguments),
+            versions={},
+            attempt=-1,
+            verdict="none",
+            failure=None,
+            max_restarts=self._options.max_restarts,
+        )
+        self._record = described(bare, node.address, self._options.device)
+        self._host = self._record.host
         return self._token
 
     def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None) -> NodeRecord:
         """Return this node's description and the end of its last attempt, for the other nodes."""
         self._recovery.ended()
-        return NodeRecord(
-            token=self._token,
-            host=self._host,
-            trouble=self._machine.trouble,
-            is_misuse=self._machine.is_misuse,
-            conditions=self._machine.conditions,
-            notes=self._machine.notes,
-            num_slots=self._node.num_slots,
-            node_rank=self._rendezvous_settings.node_rank,
-            script_digest=files.digest(self._options.script, self._options.script_arguments),
-            versions=self._machine.versions,
+        return replace(
+            self._record,
             attempt=attempt,
             verdict=verdict,
             failure=failure,
             iteration=self._recovery.iteration,
             slowed=self.slowed,
-            max_restarts=self._options.max_restarts,
         )
 
     # -- decisions for all nodes, on the first node ---------------------------------------------------------------
@@ -162,10 +165,7 @@ class NodeController(Controller):
             return
         self._spans.begin(decision.key, phase_attributes(decision))
         try:
-            path = self._cache.plan_path
-            page = None if self._options.plan else existing_page(path)
-            kept = Kept(plan=path, page=page, unsaved=self._cache.trouble)
-            self._terminal.tell(decision, self._coordinator.planner.measurements, kept)
+            self._terminal.tell(decision, self._coordinator.planner.measurements, self._cache)
             if decision.phase == "trial":
                 asked = self._options.trials
                 self._terminal.begin(

@@ -7,53 +7,35 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from pipette_launch.agent.controller import Node
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts import Host
-from pipette_launch.facts.health import DeviceCondition
 from pipette_launch.facts.messages import NodeRecord
 from pipette_launch.probe.health import inventory
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """Description of this node's machine, or the reason why it is missing."""
-
-    versions: dict[str, str]
-    host: Host | None = None
-    """Host with its devices. None if the description failed, for the reason in `trouble`."""
-    conditions: tuple[DeviceCondition, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Notes on faults that do not prevent a plan, such as lost GPUs."""
-    trouble: str = ""
-    is_misuse: bool = False
-    """True if `trouble` is about a flag that asks for something this machine lacks."""
-
-
-def described(node: Node, device: Literal["auto", "cuda", "cpu"]) -> Machine:
-    """Describe this machine, with devices of the given kind."""
-    machine = Machine(versions={})
+def described(record: NodeRecord, address: str, device: Literal["auto", "cuda", "cpu"]) -> NodeRecord:
+    """Add a description of this machine, with devices of the given kind, or the reason why there is none."""
     try:
-        machine = Machine(versions=inventory.versions())
+        record = replace(record, versions=inventory.versions())
         host = inventory.host(
             name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-            address=node.address,
-            num_devices=node.num_slots,
+            address=address,
+            num_devices=record.num_slots,
             device=device,
         )
         notes = inventory.lost_gpus() if host.devices[0].kind == "cuda" else ()
-        return replace(machine, host=host, conditions=inventory.conditions(host), notes=notes)
+        return replace(record, host=host, conditions=inventory.conditions(host), notes=notes)
     except PipetteError as error:
-        return replace(machine, trouble=str(error), is_misuse=isinstance(error, UsageError))
+        return replace(record, trouble=str(error), is_misuse=isinstance(error, UsageError))
     except Exception as error:
         # For example, the driver is broken. torchrun does not query the driver, so the job may still train.
         logger.exception("this machine cannot be described")
-        return replace(machine, trouble=f"the machine cannot be described: {type(error).__name__}: {error}")
+        return replace(record, trouble=f"the machine cannot be described: {type(error).__name__}: {error}")
 
 
 def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
@@ -137,19 +119,17 @@ def _check_shared_gpus(hosts: Sequence[Host]) -> None:
 
 def _share(host: Host, num_agents: int) -> Host:
     """Divide a machine's CPU memory among its agents, because each agent reported the whole memory."""
-    return replace(
-        host,
-        devices=tuple(
-            replace(
-                device,
-                memory_total_bytes=device.memory_total_bytes // num_agents,
-                memory_free_bytes=device.memory_free_bytes // num_agents,
-            )
-            if device.kind == "cpu"
-            else device
-            for device in host.devices
-        ),
+    devices = (
+        replace(
+            device,
+            memory_total_bytes=device.memory_total_bytes // num_agents,
+            memory_free_bytes=device.memory_free_bytes // num_agents,
+        )
+        if device.kind == "cpu"
+        else device
+        for device in host.devices
     )
+    return replace(host, devices=tuple(devices))
 
 
 def notes_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[str, ...]:

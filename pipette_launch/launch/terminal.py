@@ -7,14 +7,15 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from threading import Event, Thread
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from pipette_launch import report
 from pipette_launch.facts import Measurements, Plan
 from pipette_launch.facts.messages import Decision
+from pipette_launch.launch.cache import Cache
 from pipette_launch.launch.options import Options
+from pipette_launch.launch.plan_reports import existing_page
 from pipette_launch.launch.trials import trial_words
 from pipette_launch.probe.messages import PhaseEnd, Sign
 from pipette_launch.text import printable
@@ -136,17 +137,6 @@ def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) 
 # -- decisions ----------------------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
-    """Files of a plan that the screen names."""
-
-    plan: Path | None = None
-    """Path of the plan file; None if the plan has no file."""
-    page: Path | None = None
-    """Path of the HTML report; None if the plan has no report."""
-    unsaved: str = ""
-    """Reason why the plan has no file, and what to do; empty if the user wanted no file."""
-
-
 class Terminal:
     """Prints to stderr as much as the user asked for. Every line outside a screen begins with `HEAD`."""
 
@@ -167,8 +157,8 @@ class Terminal:
         if not self._is_quiet:
             self.warn(words)
 
-    def tell(self, decision: Decision, measurements: Measurements | None, kept: Kept) -> None:
-        """Print a decision. `measurements` are the measurements that priced the decision's plan, or None if unknown."""
+    def tell(self, decision: Decision, measurements: Measurements | None, cache: Cache) -> None:
+        """Print a decision. `measurements` priced the plan (None if unknown), and `cache` has its files."""
         # After a failure without a plan, torch's own message is enough.
         if decision.reason and not (decision.failed and self._shown is None):
             is_trial = decision.phase == "trial" and not decision.checks_order
@@ -184,12 +174,12 @@ class Terminal:
         elif decision.phase == "trial" and decision.plan is not None:
             self.say(trial_words(decision, asked=options.trials))
         elif decision.plan is not None:
-            self._show_plan(decision, decision.plan, measurements, kept)
+            self._show_plan(decision, decision.plan, measurements, cache)
         elif decision.phase == "stop" and options.probe_to is not None and measurements is not None:
             sys.stdout.write(report.measured_screen(measurements, title="pipette probe", saved_to=options.probe_to))
             sys.stdout.flush()
 
-    def _show_plan(self, decision: Decision, plan: Plan, measurements: Measurements | None, kept: Kept) -> None:
+    def _show_plan(self, decision: Decision, plan: Plan, measurements: Measurements | None, cache: Cache) -> None:
         if self._shown == (plan, decision.attempt):
             return
         self._shown = (plan, decision.attempt)
@@ -209,9 +199,9 @@ class Terminal:
                     measurements,
                     arguments=self._options.script_arguments,
                     new_arguments=decision.script_arguments,
-                    saved_to=self._options.plan or kept.plan,
-                    drawn_to=kept.page,
-                    unsaved=kept.unsaved,
+                    saved_to=self._options.plan or cache.plan_path,
+                    drawn_to=None if self._options.plan else existing_page(cache.plan_path),
+                    unsaved=cache.trouble,
                     is_whole=self._options.detail == "verbose",
                 )
             )

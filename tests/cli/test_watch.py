@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launch.test_metrics import printed
-from launch.test_watch import kept
+from launch.test_metrics import kept, printed
 
 from pipette_launch.cli import jobs
 from pipette_launch.cli.pipette import main

@@ -219,7 +219,7 @@ def test_lost_gpus_are_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     """The node is described by the GPUs that are left, and a note names those that are not."""
     install(monkeypatch, FakeNvml(3)).lost = {0}
 
-    machine = described(NODE, "cuda")
+    machine = described(records()[0], "127.0.0.1", "cuda")
 
     assert machine.host is not None
     assert ["GPU-bbbb-1", "GPU-aaaa-2"] == [device.uuid for device in machine.host.devices]

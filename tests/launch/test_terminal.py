@@ -13,10 +13,10 @@ from launch.worlds import options, plan, records
 
 from pipette_launch.facts import Layout
 from pipette_launch.facts.messages import Decision
+from pipette_launch.launch.cache import Cache
 from pipette_launch.launch.terminal import (
     CLEAR,
     LOG_S,
-    Kept,
     ProgressLine,
     Terminal,
     Ticker,
@@ -150,14 +150,14 @@ TRAINING = replace(WARMUP, phase="train", plan=MADE, script_arguments=("--lr", "
 def printed(detail: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the output of a start with a warm-up and an ignored request of the user."""
     terminal = Terminal(options(detail=detail))
-    terminal.tell(WARMUP, None, Kept())
+    terminal.tell(WARMUP, None, Cache(None, ""))
     terminal.warmup_goes_on(Sign(phase="links", at_s=0.0, limit_s=1.0))
     terminal.warmup_is_over(None)
     terminal.say("the warm-up took 3 s")
     terminal.begin("choosing a plan, {:.0f} s".format)
     terminal.end()
     measured = tiny_measurements(tiny_cluster(2, 2))
-    terminal.tell(replace(TRAINING, reason="node7 is left out"), measured, Kept())
+    terminal.tell(replace(TRAINING, reason="node7 is left out"), measured, Cache(None, ""))
     return capsys.readouterr().err.splitlines()
 
 

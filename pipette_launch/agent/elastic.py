@@ -93,15 +93,14 @@ class PipetteAgent(LocalElasticAgent):
         self._first_iteration: FirstIteration | None = None
         self._phase: PhaseBeforeTraining | None = None
         """Warm-up or trial of this round; None during a training."""
-        self._token = controller.begin(
-            Node(
-                entrypoint=spec.entrypoint or sys.executable,
-                arguments=tuple(str(word) for word in spec.args),
-                num_slots=spec.local_world_size,
-                address=self._address,
-                interruption=SignalException,
-            )
+        node = Node(
+            entrypoint=spec.entrypoint or sys.executable,
+            arguments=tuple(str(word) for word in spec.args),
+            num_slots=spec.local_world_size,
+            address=self._address,
+            interruption=SignalException,
         )
+        self._token = controller.begin(node)
         self._membership = Membership(self._token, self._address, rendezvous_settings.node_rank)
 
     @property
@@ -371,30 +370,26 @@ def run(args: Namespace, make_controller: Callable[[RendezvousSettings], Control
     exit codes. `advice` is the last sentence of error messages about launchers that fail to meet.
     """
     drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
-    if (
-        args.rdzv_backend in ("static", "c10d")
-        and not rendezvous.becomes_standalone(args)
-        and not rendezvous.is_file(args)
-    ):
+    is_tcp = args.rdzv_backend in ("static", "c10d") and not rendezvous.is_file(args)
+    if is_tcp and not rendezvous.becomes_standalone(args):
         rendezvous_handler.await_name(rendezvous.endpoint_of(args), patience_s=rendezvous.connect_seconds(args))
     rendezvous_handler.note_unknown_address(args.local_addr)
     conf = str(args.rdzv_conf or "")
-    place = rendezvous.settle(args, advice=advice)
-    rendezvous_handler.await_store(place)
-    controller = make_controller(place)
-    agents: list[PipetteAgent] = []
+    settings = rendezvous.settle(args, advice=advice)
+    rendezvous_handler.await_store(settings)
+    controller = make_controller(settings)
+    agent: PipetteAgent | None = None
 
-    def make_agent(*words: Any, **settings: Any) -> PipetteAgent:
-        agents.append(PipetteAgent(*words, **settings, controller=controller, rendezvous_settings=place))
-        return agents[-1]
+    def make_agent(*words: Any, **more: Any) -> PipetteAgent:
+        nonlocal agent
+        agent = PipetteAgent(*words, **more, controller=controller, rendezvous_settings=settings)
+        return agent
 
     with (
-        signals.ended(lambda: _running(agents[0]) if agents else set()),
-        signals.passed_on(
-            lambda: bool(agents) and agents[0].is_training, lambda: _workers(agents[0]) if agents else None
-        ),
+        signals.ended(lambda: _running(agent) if agent else set()),
+        signals.passed_on(lambda: bool(agent and agent.is_training), lambda: _workers(agent) if agent else None),
         _in_place_of(launcher, "LocalElasticAgent", make_agent),
-        _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, place, conf)),
+        _in_place_of(registry, "get_rendezvous_handler", _explaining(registry.get_rendezvous_handler, settings, conf)),
     ):
         torchrun.run(args)  # type: ignore[no-untyped-call]
 

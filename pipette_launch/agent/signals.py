@@ -121,20 +121,6 @@ def passed_on(is_training: Callable[[], bool], workers: Callable[[], Collection[
         # Python sets handlers in the main thread only.
         yield
         return
-    before = {number: signal.getsignal(number) for number in PASSED_ON}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, _handler(is_training, workers))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _handler(
-    is_training: Callable[[], bool], workers: Callable[[], Collection[int] | None]
-) -> Callable[[int, FrameType | None], None]:
     launcher = os.getpid()
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -156,7 +142,14 @@ def _handler(
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-    return handle
+    before = {one: old for one in PASSED_ON if (old := signal.getsignal(one)) is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def slurm_signals_workers(environ: Mapping[str, str]) -> bool:

@@ -130,8 +130,11 @@ class Streams:
     def _loop(self) -> None:
         is_over = behind = False
         while not is_over:
-            # Pipes wake the selector; files need polling.
-            ready = self._selector.select(self._wait_s((0.0 if behind else FOLLOW_S) if self._files else math.inf))
+            # Pipes wake the selector; files need polling, and the oldest incomplete line must be copied in time.
+            sources = [key.data for key in self._selector.get_map().values() if key.data]
+            due_s = min((source.held_until_s for source in sources), default=math.inf) - time.monotonic()
+            wait_s = min(due_s, (0.0 if behind else FOLLOW_S) if self._files else math.inf)
+            ready = self._selector.select(None if wait_s == math.inf else max(wait_s, 0.0))
             is_over = any(key.fd == self._bell for key, _ in ready)
             for key, _ in ready:
                 if key.fd != self._bell and not is_over:
@@ -139,13 +142,6 @@ class Streams:
             self._copy_begun_lines(time.monotonic())
             behind = max((self._read_file(file, CHUNK_BYTES) for file in self._files), default=0) == CHUNK_BYTES
         self._drain()
-
-    def _wait_s(self, longest_s: float) -> float | None:
-        """Return the seconds until the oldest incomplete line must be copied; None without a limit."""
-        keys = self._selector.get_map().values()
-        due_s = min((key.data.held_until_s for key in keys if key.data), default=math.inf)
-        wait_s = min(longest_s, due_s - time.monotonic())
-        return None if wait_s == math.inf else max(wait_s, 0.0)
 
     def _drain(self) -> None:
         """Read the bytes written up to now; a child that outlives its worker may write for ever."""

@@ -14,6 +14,8 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,6 @@ from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import has_two_embeddings
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, files
-from pipette_launch.facts.measurements import CollectiveKind
 from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.planning.plan import best_plan
 from pipette_launch.search.solve import SolveOptions
@@ -93,34 +94,28 @@ def host_pairs(job: Job, shortlist: Sequence[Choice], devices_per_host: int) -> 
 
 def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
     """Return the groups of slots of each parallel dimension without duplicates, first the first plan's groups."""
-    kinds: dict[tuple[tuple[int, ...], ...], dict[CollectiveKind, None]] = {}
-    names: dict[tuple[tuple[int, ...], ...], str] = {}
-    most_bytes: dict[tuple[tuple[int, ...], ...], int] = {}
+    found: dict[tuple[tuple[int, ...], ...], Dimension] = {}
     for choice in shortlist:
         slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))
         for group in collective_dimensions(job, choice.layout):
-            slots_GK = np.sort(slot_W[group.ranks_GK], axis=1)
-            groups = tuple(sorted(tuple(row) for row in slots_GK.tolist()))
-            kinds.setdefault(groups, {}).update(dict.fromkeys(group.kinds))
-            names.setdefault(groups, group.name)
-            most_bytes[groups] = max(group.most_bytes, most_bytes.get(groups, 0))
-    found = [
-        Dimension(name=names[groups], kinds=tuple(used), groups=groups, most_bytes=most_bytes[groups])
-        for groups, used in kinds.items()
-    ]
-    return tuple(found[:MOST_DIMENSIONS])
+            groups = tuple(sorted(tuple(row) for row in np.sort(slot_W[group.ranks_GK], axis=1).tolist()))
+            made = Dimension(name=group.name, kinds=tuple(group.kinds), groups=groups, most_bytes=group.most_bytes)
+            known = found.setdefault(groups, made)
+            kinds = tuple(dict.fromkeys((*known.kinds, *made.kinds)))
+            found[groups] = replace(known, kinds=kinds, most_bytes=max(known.most_bytes, made.most_bytes))
+    return tuple(found.values())[:MOST_DIMENSIONS]
 
 
 def fullest_stages(shortlist: Sequence[Choice]) -> tuple[StageCase, ...]:
     """Return all pipeline ranks: first each layout's fullest rank, then each layout's second fullest rank."""
-    ranked = [sorted(range(choice.layout.pp), key=lambda rank: -choice.peak_memory_bytes[rank]) for choice in shortlist]
+    ranked = []
+    for choice in shortlist:
+        peaks = choice.peak_memory_bytes
+        ranks = sorted(range(choice.layout.pp), key=lambda rank, peaks=peaks: -peaks[rank])  # type: ignore[misc]
+        ranked.append([StageCase(layout=choice.layout, pp_rank=rank, predicted_bytes=peaks[rank]) for rank in ranks])
     found: dict[tuple[Layout, int], StageCase] = {}
-    for turn in range(max(map(len, ranked))):
-        for choice, ranks in zip(shortlist, ranked, strict=True):
-            if turn < len(ranks):
-                rank = ranks[turn]
-                case = StageCase(layout=choice.layout, pp_rank=rank, predicted_bytes=choice.peak_memory_bytes[rank])
-                found.setdefault((choice.layout, rank), case)
+    for case in filter(None, chain.from_iterable(zip_longest(*ranked))):
+        found.setdefault((case.layout, case.pp_rank), case)
     return tuple(found.values())[:MOST_STAGES]
 
 

@@ -27,7 +27,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerCommand:
-    """The command that runs on every slot of this node."""
+    """The command that runs on every slot (device) of this node."""
 
     entrypoint: str | Callable[..., Any]
     arguments: tuple[str, ...]
@@ -65,7 +65,7 @@ class Controller(ABC):
 
     @abstractmethod
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
-        """Return the next trial, or the training."""
+        """Return the decision to run the next trial, or to train."""
 
     @abstractmethod
     def command(self, decision: Decision) -> WorkerCommand:
@@ -78,7 +78,7 @@ class Controller(ABC):
         """Read a line of the last rank's stdout; return its step time (s) if it reports an iteration, else None."""
 
     def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:  # noqa: ARG002
-        """Return whether workers that printed no iteration trained nevertheless."""
+        """Return whether workers trained although they printed no iteration."""
         return False
 
     def warmup_goes_on(self, *, leads: bool) -> None:  # noqa: B027 - an optional hook

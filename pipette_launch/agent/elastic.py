@@ -43,7 +43,7 @@ from pipette_launch.facts.messages import Decision, Failure
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.3
-"""Seconds to wait after another agent's alarm, because a dying worker closes its connections before it ends."""
+"""Seconds between another agent's alarm and a look at the workers, whose connections close before they end."""
 SIGNALLED_S = 5.0
 """Longest wait (s) for a console that accepts no output, after a signal has ended the agent."""
 MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"
@@ -164,7 +164,7 @@ class PipetteAgent(LocalElasticAgent):
         worker_group.group_world_size = len(decision.tokens)
         key, self._store_of_phase = f"store/{decision.key}", None
         if 0 in ranks:
-            # An ephemeral port, as under torch's c10d rendezvous: RANK 0 may be far from the host of the rendezvous.
+            # The port is free, and not the rendezvous port: RANK 0 may be far from the host of the rendezvous.
             self._store_of_phase = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             round_store.put(key, f"{self._address} {self._store_of_phase.port}")
         place = round_store.take(key, what="the store of RANK 0", deadline_s=PEER_WAIT_S)
@@ -184,8 +184,8 @@ class PipetteAgent(LocalElasticAgent):
         if self._bindings:
             self._set_up(worker_group.spec, decision)
         else:
-            # torch starts zero workers, so that its agent installs its signal handlers. A program and not a function:
-            # torch starts functions in ways that need at least one worker.
+            # torch starts zero workers of a program, so that its agent installs its signal handlers. torch cannot start
+            # zero workers of a function.
             worker_group.spec.entrypoint, worker_group.spec.args = sys.executable, ()
             self._logs_specs = NoLogs()
         self._attempt = Attempt(index=decision.attempt if decision.phase == "train" else -1, began_s=time.monotonic())
@@ -331,7 +331,7 @@ class PipetteAgent(LocalElasticAgent):
         return self._failed or self._succeeded(self._worker_group)
 
     def _exit_barrier(self) -> None:
-        """Wait for all nodes to finish the phase; a failed node that calls a meeting ends the wait."""
+        """Wait until all nodes have finished the phase. A failed node that calls a meeting ends the wait."""
         decision, round_store = self._current()
         if not self._bindings or decision.phase == "trial":
             return
@@ -416,7 +416,7 @@ def _running(agent: PipetteAgent) -> set[int]:
 
 
 def _workers(agent: PipetteAgent) -> set[int] | None:
-    """Return the process ids of the workers that run; None before the agent has started any."""
+    """Return the process ids of the workers that run; None before the first start of workers."""
     context = agent._pcontext  # noqa: SLF001
     if context is None:
         return None

@@ -128,7 +128,7 @@ class Membership:
                 return self._lead(record, held, decide, is_awaited)
             try:
                 if leader == self._leader and self._leader_store is not None and self._round_store is not None:
-                    # Do not wait once more for an agent that was silent in the round.
+                    # If the leader was silent in the round, this check avoids a second wait.
                     self._round_store.check_is_there()
                 return self._follow(leader, record, held)
             except StoreGone as error:
@@ -181,7 +181,7 @@ class Membership:
             raise StoreGone(f"its agent does not answer ({error})") from error
 
     def _answer(self, leader: Member, desk: AgentStore) -> str:
-        """Wait for the leader to publish the name of the new round."""
+        """Wait for the leader's answer: the name of the new round, `REJOIN` or `LEFT_OUT`."""
         # The first agent waits PEER_WAIT_S for other agents, and may then search for a plan.
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
         pauses_s = growing_pauses()
@@ -277,7 +277,7 @@ class Membership:
                 self._lost[member.token] = lost or why
 
     def _look_for(self, member: Member) -> tuple[str, str]:
-        """Return why an agent is out of reach, and why others believe the agent lost; empty texts if it answers."""
+        """Return why an agent is out of reach and why others believe it lost; both are empty if the agent answers."""
         why, lost = why_unreachable(member, timeout_s=PROBE_S), self._reported(member, "lost")
         # The kernel of a stopped process accepts connections; the store of a working agent also answers.
         return why, lost if lost and (why or not answers(member, within_s=PROBE_S)) else ""
@@ -339,7 +339,7 @@ class Membership:
         return f"the agent at {peer.address}: {why}"
 
     def _stop_watching(self) -> None:
-        """Stop the threads that look for lost agents, and keep silent agents that the round has not noticed."""
+        """Stop the threads that look for lost agents, and note silent agents that this round has not reported."""
         for one in self._finders:
             one.stop()
             if one.lost == SILENT and one.peer is not None:

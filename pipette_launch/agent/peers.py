@@ -36,12 +36,12 @@ LONGEST_PAUSE_S = 1.0
 
 
 class LostFinder(threading.Thread):
-    """Thread that looks for a lost agent, and ends after the first."""
+    """Thread that looks for lost agents, and ends when an agent is lost."""
 
     def __init__(self, peers: Sequence[Member], name: str) -> None:
         super().__init__(name=name, daemon=True)
         self.peer = peers[0] if peers else None
-        """The agent that is lost or was checked last; None without agents."""
+        """Agent that is lost, or was checked last; None if no agents are to be checked."""
         self.lost = ""
         """Reason why the agent `peer` is believed lost; empty while all checked agents answer."""
         self._peers = peers
@@ -64,7 +64,7 @@ class PeerWatch(LostFinder):
         super().__init__([peer], f"{STORE_THREAD}-watch")
 
     def run(self) -> None:
-        """Watch the agent, also after faults of this process."""
+        """Watch the agent until it is lost. After a fault of this process, connect again."""
         while not (self.lost or self._is_over.wait(RETRY_S)):
             self._has_answer.clear()
             self.lost = self._why_connection_ended(self._peers[0])

@@ -32,7 +32,7 @@ class PhaseBeforeTraining(ABC):
     """A warm-up or a trial on the node of one agent."""
 
     def __init__(self, controller: Controller, round_store: RoundStore, decision: Decision, token: str) -> None:
-        """Begin; `token` names this agent."""
+        """Begin the phase; `token` names this agent."""
         self._controller = controller
         self._round_store = round_store
         self._decision = decision

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous flags. Values on which torch would wait in vain or fail later are errors here."""
+"""torchrun's rendezvous flags. Raises errors for values with which torch would wait in vain or fail later."""
 
 from __future__ import annotations
 

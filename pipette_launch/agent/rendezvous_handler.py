@@ -94,7 +94,7 @@ def await_name(at: Endpoint, *, patience_s: float) -> None:
 
 
 def note_unknown_address(local_addr: str | None) -> None:
-    """Print if --local-addr has no address. A missing address is no error, because only some nodes need the address."""
+    """Print that --local-addr has no address, if so. This is no error, because only some nodes need the address."""
     why = _unresolved(local_addr) if local_addr else ""
     if why:
         say(f"--local-addr {local_addr}: this node finds no address for that name ({why}), by which others reach it")
@@ -142,7 +142,7 @@ def await_store(settings: RendezvousSettings, environ: Mapping[str, str] = os.en
 
 
 def _unready(host: str, port: int, settings: RendezvousSettings) -> str:
-    """Return why no store answers; empty if a store answers."""
+    """Return why no rendezvous store answers at this address; empty if a store answers."""
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except TimeoutError:
@@ -380,7 +380,7 @@ class AgentStoreHandler(RendezvousHandler):
         self._asked(self._inner.set_closed, otherwise=None)
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 if the agents have to meet: torch's loop then restarts. A waiting node joins at the next restart."""
+        """Return 1 if the agents have to meet, so that torch's loop restarts; else 0, even if new nodes wait."""
         return int(self._is_round_over())
 
     def num_nodes_joining(self) -> int:

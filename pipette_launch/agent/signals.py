@@ -1,4 +1,4 @@
-"""Ends of the launcher process, and signals that the launcher receives.
+"""The end of the launcher process, and the signals that the launcher receives.
 
 SIGUSR1 and SIGUSR2 request a checkpoint of the training. SLURM's `scancel --signal` and `sbatch --signal` reach only
 the launcher under proctrack/cgroup and proctrack/pgid, and also the workers under proctrack/linuxproc.

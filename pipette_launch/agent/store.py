@@ -110,7 +110,7 @@ class AgentStore:
         return bool(self._call(lambda: self._store.check([f"{self._prefix}/{key}"])))
 
     def peek(self, key: str) -> str | None:
-        """Return a text, or None before the text is published; never blocks."""
+        """Return a text, or None if the text is not published yet; never blocks."""
         return self._get(key) if self.has(key) else None
 
     def _get(self, key: str) -> str:
@@ -142,7 +142,7 @@ class AgentStore:
         """Raise RoundOver if the awaited text can no longer come; the base class never raises."""
 
     def settle(self, key: str, text: str) -> str:
-        """Publish a text unless another agent was first; return the first text. Works during a meeting, too."""
+        """Publish a text unless another agent was first; return the first text. This works during a meeting, too."""
         # Compare and set in one call, because the first agent may end before a second call.
         return _text(key, self._call(lambda: self._store.compare_set(f"{self._prefix}/{key}", "", text)))
 

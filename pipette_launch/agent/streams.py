@@ -47,7 +47,7 @@ class _Source:
     """Start of a line that is not copied yet."""
     held_until_s: float = math.inf
     path: Path = Path(os.devnull)
-    """File that torch creates when the worker starts; the null device if the stream is a pipe."""
+    """File with the worker's output, made by torch at the worker's start; the null device if the stream is a pipe."""
     opened: IO[bytes] | None = None
 
 
@@ -144,7 +144,7 @@ class Streams:
         self._drain()
 
     def _drain(self) -> None:
-        """Read the bytes written up to now; a child that outlives its worker may write for ever."""
+        """Read only the bytes written so far, because a child that outlives its worker may write for ever."""
         for key in list(self._selector.get_map().values()):
             left = 0
             if key.fd != self._bell:
@@ -271,7 +271,7 @@ class NoLogs(LogsSpecs):
         return os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:  # noqa: ARG002
-        """Name no file except the null device, which torch opens for lines filtered from all workers."""
+        """Return the null device for the lines that torch filters from all workers, and no other file."""
         destinations = LogsDest()
         for name in ("filtered_stdout", "filtered_stderr"):
             if hasattr(destinations, name):

@@ -94,7 +94,7 @@ class TrialRun(PhaseBeforeTraining):
             self._heard_s = time.monotonic()
 
     def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:
-        """Return whether the trial is over on all nodes; see the base class."""
+        """Return whether the trial is over on all nodes."""
         store, key = self._round_store, self._decision.key
         try:
             store.check_goes_on()
@@ -153,7 +153,7 @@ class TrialRun(PhaseBeforeTraining):
         return silent_s > first_s + self._decision.iterations * next_s
 
     def _describe(self, codes: Mapping[int, int | None], bindings: Sequence[DeviceBinding]) -> Failure:
-        """Return which worker died and why; of several dead workers, a worker with a known reason."""
+        """Return which worker died and why. A dead worker with a known reason comes first."""
         assert self._streams is not None
         # Close the streams first, because the reason of the death is in the last lines.
         self._streams.close()

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_S = 1.0
 BUSY_SHARE = 0.03
-"""A worker that computes for more than this share of each second is slow but does not hang."""
+"""A worker that computes for more than this share of the time is slow but does not hang."""
 AWAY_S = 5.0
 """If an agent did not look at its workers for this time (s), the agent itself was stopped, and cannot judge its
 workers."""
@@ -56,7 +56,7 @@ _WAITS = re.compile(
     r"|remote process exited|ncclremoteerror|communicator was aborted|watchdog caught",
     re.IGNORECASE,
 )
-"""Errors of a worker whose peer was missing, as printed by the probe, TCPStore, gloo and NCCL."""
+"""Pattern of errors of workers whose peer was missing, as printed by the probe, TCPStore, gloo and NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +74,8 @@ class WorkerState:
     where: str
     """Phase of the warm-up, and step within this phase."""
     advance: int
-    """Weighted number of finished steps and phases. A stuck worker has a lower number than the workers that wait for
-    it."""
+    """1000 for each finished phase, and 1 for each step of this phase. A stuck worker has a lower number than the
+    workers that wait for it."""
     silent_s: float
     """Seconds since the worker's last progress message."""
     idle_s: float
@@ -96,14 +96,14 @@ class WorkerState:
 
     @property
     def was_killed(self) -> bool:
-        """True if a signal ended the worker, and not torch, the end of the job, or NCCL's watchdog."""
+        """True if a signal other than SIGTERM ended the worker, and its error does not blame a missing worker."""
         code = self.exit_code
         return code is not None and code < 0 and code != -signal.SIGTERM and not self.is_victim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeReport:
-    """The warm-up workers of one agent at the alarm."""
+    """States of the warm-up workers of one agent after an alarm."""
 
     KIND: ClassVar[str] = "warm-up-report"
 
@@ -226,7 +226,7 @@ class Warmup(PhaseBeforeTraining):
         self._sampled_s = self._began_s
         self._pulses: dict[int, _Pulse] = defaultdict(lambda: _Pulse(0.0, 0.0, time.monotonic()))
         self._overdue: set[int] = set()
-        """Local ranks of the workers whose next progress message is late and that have hardly computed since."""
+        """Local ranks of the workers whose next progress message is late and that hardly compute."""
         self._is_hung = False
         """True if an overdue worker does not report that it waits for other workers."""
         self.failure = ""
@@ -246,7 +246,7 @@ class Warmup(PhaseBeforeTraining):
         return bool(self._logs) and any(path.is_file() and path.stat().st_size for path in Path(self._logs).rglob("*"))
 
     def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:  # noqa: ARG002
-        """Return whether the warm-up is over on all nodes; see the base class."""
+        """Return whether the warm-up is over on all nodes."""
         self._sample(processes)
         self._controller.warmup_goes_on(leads=self._token == self._decision.tokens[0])
         try:

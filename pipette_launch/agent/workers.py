@@ -1,4 +1,4 @@
-"""The worker processes of one node: binding to devices, causes of death, and ending the processes."""
+"""The worker processes of one node: their devices, the reasons why they died, and their end."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def first_failure(result: RunResult, ranks: Sequence[int], tail: Callable[[int],
     """
     if not result.failures:
         return None
-    # The earliest failure, because torch then ends the other workers by SIGTERM.
+    # After the earliest failure torch ends the other workers by SIGTERM.
     first = min(result.failures.values(), key=lambda one: (one.exitcode == -signal.SIGTERM, one.timestamp))
     lines = tail(first.local_rank)
     # A killed worker cannot report the cause, so its last line is ignored.

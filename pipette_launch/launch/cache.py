@@ -1,4 +1,4 @@
-"""Cache of plans, measurements, outcomes and memory shortages for later jobs; and plan files that the user names."""
+"""Cache of plans, measurements, outcomes and memory shortages for later jobs. Also reads the user's plan files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OUTCOME = "outcome.json"
 OUTCOMES = "outcomes"
 """Name of the folder with all jobs' outcomes, which has a subfolder for each kind of machine."""
 MOST_OUTCOMES = 200
-"""Number of outcomes that a job reads, newest first."""
+"""Most outcomes that a job reads. Older outcomes are ignored."""
 CLUSTERS = "clusters"
 SHORTAGES = "shortages"
 SHORTAGE = "shortage.json"
@@ -117,7 +117,7 @@ class Cache:
         """Reason why the plan was not kept, and what to do. Empty after success, or if the job keeps no files."""
 
     def path(self, name: str) -> Path | None:
-        """Return the path of a file; None if the job keeps no files. FileFormatError if the path leaves the cache."""
+        """Return the path of a file; None if the job keeps no files. FileFormatError for a path outside the cache."""
         return inside(self._root, self.key, name) if self._root else None
 
     def load(self, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
@@ -151,7 +151,7 @@ class Cache:
         return tuple(filter(None, kept))
 
     def keep_outcome(self, outcome: Outcome, host: Host) -> str:
-        """Keep an outcome beside its plan, and for all jobs on this kind of machine; return the error, or ""."""
+        """Keep an outcome beside its plan and for all jobs on such machines; return an error or an empty text."""
         name = f"{outcome.key}-{files.digest(outcome.layout, list(outcome.placement))}.json"
         if outcome.features:
             trouble = "the outcome cannot be kept for later jobs"
@@ -209,7 +209,7 @@ class MachineMeasurements(KeptFile[Measurements]):
         super().__init__(Measurements, root, CLUSTERS, key, CLUSTER)
 
     def kept(self, measurements: Measurements) -> Measurements:
-        """Replace the last measurements; return the new ones, with earlier times that are still valid."""
+        """Keep new measurements, completed by earlier times that are still valid; return the completed measurements."""
         # Imported here, because a start with a cached plan keeps no new measurements.
         from pipette_launch.cost.compute.carried_over import with_cached_times
 
@@ -232,7 +232,7 @@ class ShortageFile(KeptFile[Shortage]):
 
 
 def named_plan(path: Path, hosts: Sequence[Host]) -> Plan:
-    """Read the user's plan file, with real hosts for imagined hosts; UsageError for a missing file or other hosts."""
+    """Read the user's plan file, with real hosts for imagined hosts; raises UsageError if it cannot run on these."""
     try:
         plan = files.read(path, Plan)
         if plan.provenance.source == "imagined" and plan.hosts == made_up_names(len(hosts)):
@@ -264,7 +264,7 @@ def check_belongs(plan: Plan, hosts: Sequence[Host], source: str, *, key: str = 
 
 
 def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
-    """Turn a plan from a file into a plan of this job as `suited` does; return it, and a note for the user or ""."""
+    """Turn a plan from a file into a plan of this job as `suited` does; also return a note for the user, or ""."""
     adopted = suited(plan, job, key, source)
     adopted = replace(adopted, provenance=replace(adopted.provenance, source="file"))
     if plan.provenance.key == key:

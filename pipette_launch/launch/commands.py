@@ -20,7 +20,7 @@ from pipette_launch.launch.options import Options
 from pipette_launch.probe.messages import TINY_BYTES, WarmupOrder
 
 SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
-"""(least, most) message size. Latency dominates smaller messages, and larger messages reach no higher bandwidth."""
+"""(least, most) bytes of a message. Latency dominates smaller messages, and larger messages are no faster per byte."""
 LEAST_REACH = 32
 """Least ratio of the largest message size to the smallest; a fit of latency and bandwidth needs distant sizes."""
 ADVISER = f"{__package__}.measuring_advice"
@@ -78,7 +78,7 @@ def probe_options(
         output=str(folder / CLUSTER),
         progress_dir=str(folder / "progress"),
         message_sizes_bytes=message_sizes_bytes(job, cases, kind),
-        # Without its two files, and with the options by which the planner judges plans.
+        # The worker adds the names of two files. The options are those by which the planner judges plans.
         adviser=(
             *(_python(), "-m", ADVISER, "--margin", str(options.margin)),
             *("--memory-margin", str(options.memory_margin), "--seed", str(options.seed)),

@@ -61,7 +61,7 @@ class Coordinator:
             on_sick=options.on_sick, spares=options.spares, least_nodes=least_nodes, is_static=is_static
         )
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
-        """Drivers' reports on the devices of each host."""
+        """Drivers' reports on the devices, by host."""
         self._driver_verdicts: tuple[Verdict, ...] = ()
         self._told_before_warmup: tuple[str, ...] = ()
         self._measures_anew = False
@@ -180,7 +180,7 @@ class Coordinator:
         """Find a plan in a file or in the cache, else order a warm-up."""
         planner, options = self.planner, self._options
         if options.plan is not None:
-            # Hosts that the user's plan file does not name become spares, up to --pipette-spares.
+            # Hosts that the user's plan file does not name become spares, if --pipette-spares allows as many.
             in_plan = files.read(options.plan, Plan).hosts if options.spares and options.plan.is_file() else bare.hosts
             others = tuple(host.name for host in hosts if host.name not in in_plan)
             if 0 < len(others) <= min(options.spares, len(hosts) - self._least_nodes):
@@ -279,12 +279,12 @@ class Coordinator:
     def _plan(self, bare: Decision, hosts: tuple[Host, ...], job: Job, measurements: Measurements) -> Decision:
         """Plan for the measured hosts, without spares and without hosts that the warm-up found sick."""
         ruling = self._rule(measurements.verdicts, hosts, for_spares=measurements.verdicts)
-        # The drivers reported some of these sick hosts before the warm-up.
+        # The user has read the reasons that the drivers gave before the warm-up.
         news = (reason for reason in ruling.reasons if reason not in self._told_before_warmup)
         bare = replace(bare, reason=joined(bare.reason, *news))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
-        # Kept because the next start would otherwise measure the sick hosts again.
+        # Without these measurements, the next start would measure the sick hosts again.
         trouble = self.planner.cache.save(CLUSTER, measurements) if ruling.on_standby else ""
         smaller, rest = apart(replace(bare, reason=joined(bare.reason, trouble)), hosts, ruling)
 

@@ -1,4 +1,4 @@
-"""Policy for sick hosts and spare hosts (`--pipette-on-sick`, `--pipette-spares`); decides from verdicts alone."""
+"""Policy for sick hosts and spare hosts (`--pipette-on-sick`, `--pipette-spares`), which decides by verdicts alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipette_launch.launch.options import OnSick
 from pipette_launch.text import plural
 
 MEASURED = ("slow-device", "slow-host", "slow-link")
-"""Kinds of verdicts that only a warm-up can give. Each start finds verdicts of other kinds again."""
+"""Kinds of verdicts that only a warm-up can give. The drivers give the other verdicts at each start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ruling:
-    """Hosts that the policy keeps without workers, with the reasons."""
+    """Decision of the policy: hosts that run no workers, and the reasons."""
 
     leave_out: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ def small_holders(verdicts: Sequence[Verdict]) -> tuple[str, ...]:
 
 
 def hosts_to_leave(sick: Sequence[Verdict], hosts: Sequence[str]) -> tuple[str, ...]:
-    """Return few hosts whose absence removes all these faults. Leaving out one end removes a slow link.
+    """Return few hosts whose absence removes all these faults. Without one of its two hosts, a slow link is gone.
 
     The next host is always the host with most of the remaining slow links; among equals the last in torchrun's order.
     """

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 KEPT = "live.json"
 """Name of the document in the job's folder of the cache."""
 REFRESH_S = 2.0
-"""Shortest time between two writes of the files. A new phase of the job is written at once."""
+"""Shortest time (s) between two writes of the files. A new phase of the job is written at once."""
 ALIVE_S = 10.0
-"""Time after which an unchanged document is written again, because its age shows whether the launcher runs."""
+"""Time (s) after which an unchanged document is written again, because its age shows whether the launcher runs."""
 PHASES = {"warmup": "warmup", "trial": "trials", "train": "training"}
 MEASURED = ("iteration", "iterations", "printed_s", "step_s", "tokens_per_s", "measured_memory_bytes")
 """Fields of the document that the node of the last rank reads from the output of the training."""
@@ -43,11 +43,11 @@ ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 NEEDED = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
 FLUSH_MS = 5000
-"""Longest time that the end of a job waits for the OpenTelemetry collector."""
+"""Longest time (ms) that the end of a job waits for the OpenTelemetry collector."""
 
 
 class MetricsFile:
-    """Keeps the job's document and Prometheus file up to date. The log reports an error once, and the job goes on."""
+    """Writes the job's document and Prometheus file. The log reports a file error once, and the job goes on."""
 
     def __init__(
         self, path: Path | None, *, script: str = "", keeps: bool = True, now: Callable[[], float] = time.time
@@ -155,7 +155,7 @@ class MetricsFile:
         )
 
     def note(self, **changes: Any) -> None:
-        """Change fields of the job's document. The next refresh writes the change."""
+        """Change fields of the job's document. The next refresh writes the files."""
         self.known = replace(self.known, **changes)
 
     def ended(self, *, failed: bool) -> None:
@@ -170,7 +170,7 @@ class MetricsFile:
         return path if self._decides else measured_beside(path)
 
     def refresh(self) -> None:
-        """Write the files if the job's state changed or the last write is old."""
+        """Write the files if the job's state changed, or the last write is `ALIVE_S` old."""
         with self._lock:
             job, now_s = self.known, self._now()
             if not self._decides:
@@ -351,7 +351,7 @@ class Watched:
 
     @property
     def steps_s(self) -> tuple[float, ...]:
-        """Step times that were seen under the present plan, newest last."""
+        """Step times (s) since the last change of the job's phase, newest last; at most `MOST_STEPS`."""
         return (*self._steps,)
 
     def look(self, now_s: float) -> LiveJob:
@@ -366,7 +366,7 @@ class Watched:
             if before is None:
                 raise
             if not self._path.exists():
-                # The job runs another plan now, so the document is in the other plan's folder.
+                # The job runs another plan now, and its document is in the folder of that plan.
                 self._path = _newest(self._path.parent.parent) or self._path
             return replace(before, read_s=now_s)
         if before is not None and job.phase_began_s != before.phase_began_s and not job.is_over:
@@ -387,7 +387,7 @@ class Watched:
 
 
 def document_at(where: Path | None) -> Path:
-    """Return the document of a job; raises UsageError if there is none, or other users may write to its folder.
+    """Return the document of a job; raises UsageError if no job left a document or others may write to its folder.
 
     `where` is the folder of a job, a cache, a plan.json, or a Prometheus file; None is the usual cache.
     """

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 def launch(args: Namespace, options: Options, *, advice: str = "") -> None:
-    """Run a job; return if the job succeeded, else raise as torchrun does. `elastic.run` explains `advice`."""
-    # The folder gets its name here and is made when needed: a launcher that a signal ends early leaves no folder.
+    """Run a job; return if the job succeeded, else raise as torchrun does. `advice` ends errors about missing nodes."""
+    # The folder is made when it is needed, so a launcher that a signal ends early leaves no folder.
     folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
     metrics = MetricsFile(options.metrics_file, script=options.script, keeps=not options.only_looks)
     spans = Spans(os.environ)
@@ -157,7 +157,7 @@ class NodeController(Controller):
     # -- the phase on this node -----------------------------------------------------------------------------------
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
-        """Note a decision. Print the decision if `speaks`, on the deciding node."""
+        """Note a decision. The deciding node (`speaks`) prints the decision."""
         self._terminal.end()
         self._begin_attempt(decision)
         self._metrics.decided(decision, self._coordinator.planner.cache if speaks else self._cache, decides=speaks)
@@ -279,7 +279,7 @@ class NodeController(Controller):
     # -- warm-up and trials ---------------------------------------------------------------------------------------
 
     def warmup_goes_on(self, *, leads: bool) -> None:
-        """Show the progress of the warm-up if `leads`, on the node of RANK 0."""
+        """Show the progress of the warm-up on the node of RANK 0 (`leads`)."""
         self._leads = leads
         if leads:
             # On the node of RANK 0, the first worker is RANK 0.

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def described(record: NodeRecord, address: str, device: Literal["auto", "cuda", "cpu"]) -> NodeRecord:
-    """Add a description of this machine, with devices of the given kind, or the reason why there is none."""
+    """Add a description of this machine with its devices of one kind to a record, or the reason why that failed."""
     try:
         record = replace(record, versions=inventory.versions())
         host = inventory.host(
@@ -45,7 +45,7 @@ def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
 
 
 def unique_names(records: Sequence[NodeRecord], held: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return a unique name for each host; equal names get the address or a number.
+    """Return a unique name for each host. Equal names are extended by the address or a number.
 
     Names `held` in the last round, by token, stay, so that the loss of a host does not rename other hosts.
     """

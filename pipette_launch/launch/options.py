@@ -33,7 +33,7 @@ class Options:
     is_module: bool
     plan: Path | None = None
     probe_to: Path | None = None
-    """File for measurements of a job that only measures; None for a job that trains."""
+    """File for the measurements of a job that only measures; None for a job that trains."""
     fix: tuple[str, ...] = ()
     on_error: Literal["train", "fail"] | None = None
     """Reaction to an error.
@@ -121,7 +121,7 @@ class Script:
         self._options = options
         self._environ = environ
         self.device_name = ""
-        """Name of the first device; empty until the device is known."""
+        """Name of the first GPU or CPU of the job; empty until the device is known."""
 
     def read(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
         """Read the job for `world_size` ranks; raises what `megatron.read_job` does.

@@ -1,4 +1,4 @@
-"""Report (HTML) and trace beside a plan file, written with the plan or later from files in the plan's folder."""
+"""HTML report and trace of a plan, written with the plan or later from the files in the plan's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipette_launch.launch.cache import CLUSTER, OUTCOME, PLAN
 if TYPE_CHECKING:
     from pipette_launch.planning.picture import Picture
 
-# Functions import the reports, because a start with a cached plan draws nothing.
+# The report package is imported in functions, because a start with a cached plan draws nothing.
 
 PAGE = "report.html"
 TRACE = "trace.json"
@@ -40,7 +40,7 @@ def page_path(plan: Path) -> Path:
 
 
 def existing_page(plan: Path | None) -> Path | None:
-    """Return the path of a plan's report; None if there is no report."""
+    """Return the path of a plan's report; None if the report does not exist."""
     path = None if plan is None else page_path(plan)
     return path if path is not None and path.exists() else None
 

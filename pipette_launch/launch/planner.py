@@ -1,4 +1,4 @@
-"""The planner of a job on the deciding node: reads the job for given hosts, and finds, keeps or refits a plan."""
+"""The planner of a job on the deciding node reads the job for its hosts, and finds, keeps or refits a plan."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Planner:
     # -- the job, for given hosts ---------------------------------------------------------------------------------
 
     def read_job(self, world_size: int, device_kind: str, *, batch: int | None = None) -> Job:
-        """Read the job for `world_size` ranks as `megatron.read_job` does. `batch` replaces the batch size so far."""
+        """Read the job for `world_size` ranks as `megatron.read_job` does; a `batch` replaces `self.batch`."""
         self.job = job = self._script.read(world_size, device_kind, global_batch_size=batch or self.batch)
         self.device_kind = device_kind
         # The script uses Megatron, so without a GPU the script needs the CPU patch even if planning fails.
@@ -89,7 +89,7 @@ class Planner:
         return job
 
     def read_with_spares(self, hosts: Sequence[Host], num_spares: int) -> Job:
-        """Read the job for all hosts, including spares, although the user's own configuration may be illegal on all."""
+        """Read the job for all hosts with spares, even if the user's own configuration is legal only without spares."""
         num_spares = min(num_spares, len(hosts) - self._least_nodes)
         try:
             return self.read_keyed(hosts)
@@ -116,7 +116,7 @@ class Planner:
         return MachineMeasurements(self._options.cache, hosts, self.versions, environ=self._environ)
 
     def from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
-        """Return the plan file that the user named as a plan of this job. The screen shows the plan's notes."""
+        """Read the plan file that the user named, and turn it into a plan of this job."""
         adopted, note = adopt(named_plan(path, hosts), job, self.cache.key, str(path))
         self.measurements = None if note else self.cache.measurements()
         if self.shortage and self.shortage.rules_out(adopted.chosen):
@@ -127,7 +127,7 @@ class Planner:
     def from_cache(self, job: Job, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
         """Return an earlier job's plan without candidates that are known to run out of memory, and a reason.
 
-        The plan is None if it is missing or unusable, or if all candidates of the plan need too much memory.
+        If no plan is cached, or the plan is unusable or needs too much memory, the first result is None.
         """
         plan, trouble = self.cache.load(hosts)
         if plan is None or self.shortage is None:

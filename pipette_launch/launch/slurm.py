@@ -1,4 +1,4 @@
-"""SLURM: a step's variables in place of torchrun's flags, and the tasks of one node.
+"""SLURM: torchrun's flags from the variables of a step, and the tasks of one node.
 
 With one task per GPU, the first task of a node is the node's agent. The other tasks wait for the agent's end and exit
 with the agent's code. The tasks of a node meet at a socket with an abstract Linux name, which leaves no file behind and
@@ -30,7 +30,7 @@ from pipette_launch.errors import ClusterError, UsageError
 
 PORTS_FROM, NUM_PORTS = 20000, 10000
 STEP_STRIDE = 1009
-"""Distance between the ports of two steps of a job, so that a job's next step does not get the next job's port."""
+"""Distance between the ports of two steps of a job, so that two jobs with successive ids do not share a port."""
 LARGEST_STEP = 0xFFFFFFF0
 """Least step id that does not belong to srun, but to a batch script or a shell of salloc."""
 PART = r"[^\[\],]+|\[[0-9,-]+\]"
@@ -239,7 +239,7 @@ def take_flags(args: Namespace, given: Collection[str], environ: Mapping[str, st
             _check_port(step)
         meets = RendezvousSettings(endpoint=flags["rdzv_endpoint"], node_rank=-1, may_host_store=False)
         address = meets.own_address()
-        # Otherwise this node's address towards the endpoint is unknown.
+        # A host name or a loopback address means that the address towards the endpoint is unknown.
         if address != socket.getfqdn() and not address.startswith("127."):
             flags["local_addr"] = address
     taken = {name: value for name, value in flags.items() if name not in given}
@@ -267,7 +267,7 @@ def _check_port(step: Step) -> None:
 
 
 class Siblings:
-    """Connections of the agent to the other tasks of its node; no connections until `open`."""
+    """Connections of the agent to the other tasks of its node, after `open`."""
 
     def __init__(self) -> None:
         self._door: socket.socket | None = None
@@ -349,7 +349,7 @@ def await_agent(name: str, *, clock: Callable[[], float] = time.monotonic) -> in
 
 
 def _socket() -> socket.socket:
-    # A packet socket, so that each write arrives as one piece.
+    # In a packet socket each write arrives as one piece.
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

@@ -23,7 +23,7 @@ from pipette_launch.text import printable
 HEAD = "pipette-launch: "
 REFRESH_S = 0.2
 LOG_S = 10.0
-"""Shortest time between two progress lines in a log."""
+"""Shortest time (s) between two progress lines in a log."""
 CLEAR = "\r\x1b[K"
 """Terminal codes that move to the first column and clear the line."""
 SHOWN_HOSTS = 4
@@ -123,7 +123,7 @@ def running_words(sign: Sign, elapsed_s: float, budget_s: float) -> str:
 
 
 def ended_words(ended: PhaseEnd) -> str:
-    """Return the log line of an ended part of the warm-up."""
+    """Return the log line of a finished part of the warm-up."""
     words = f": {ended.words}" if ended.words else ""
     return f"{ended.phase} {ended.seconds:.1f} s{words}"
 
@@ -158,8 +158,8 @@ class Terminal:
             self.warn(words)
 
     def tell(self, decision: Decision, measurements: Measurements | None, cache: Cache) -> None:
-        """Print a decision. `measurements` priced the plan (None if unknown), and `cache` has its files."""
-        # After a failure without a plan, torch's own message is enough.
+        """Print a decision. `measurements` priced its plan (None if unknown), and `cache` has its plan's files."""
+        # If the job failed before any plan was shown, torch prints the error.
         if decision.reason and not (decision.failed and self._shown is None):
             is_trial = decision.phase == "trial" and not decision.checks_order
             (self.say if is_trial else self.warn)(decision.reason)

@@ -16,9 +16,9 @@ from pipette_launch.megatron import Iteration, MemoryLine
 from pipette_launch.text import plural, seconds_text
 
 ITERATIONS = 20
-"""Least number of iterations of an outcome. One logged line may cover several iterations."""
+"""Least number of iterations that an outcome covers. One logged line may cover several iterations."""
 STEADY_S = 10.0
-"""Least duration of an outcome's steady iterations, because the speed of machines varies from second to second."""
+"""Least duration (s) of an outcome's steady iterations, because the speed of machines varies from second to second."""
 COMPLETE = 2
 """First iteration in which activations and optimizer states coexist. The first iteration creates the states last."""
 WARM_UPS = 5
@@ -26,9 +26,9 @@ WARM_UPS = 5
 IGNORED_STEPS = 10
 """Number of first step times of an attempt that the check for a slowdown skips."""
 WINDOW = 30
-"""Number of step times that a pace covers. Evaluations and checkpoints are rarer than one in this number of steps."""
+"""Number of step times of a median, which ignores evaluations and checkpoints because these are rare."""
 SETTLED_S = 600.0
-"""Time within which a plan that cannot start usually fails: imports, data, a checkpoint, and the first step."""
+"""Time (s) within which a plan that cannot start usually fails: imports, data, a checkpoint, and the first step."""
 SETTLED_STEPS = 20
 """Number of steps within which a plan that cannot start fails if steps are long."""
 
@@ -142,7 +142,7 @@ def _readings(
 
 
 class Recovery:
-    """Measures the cost of a restart on one node, from the end of its workers to the next iteration in their output."""
+    """Measures the cost of a restart on one node, from the end of the workers to the next iteration in their output."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

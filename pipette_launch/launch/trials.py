@@ -42,7 +42,7 @@ def check_before(training: Decision) -> Decision:
 
 
 def order_words(decision: Decision) -> str:
-    """Name the order in which ranks take the devices of a host."""
+    """Describe the order in which ranks take the devices of a host."""
     plan, choice = decision.plan, decision.choice
     assert plan is not None
     assert choice is not None
@@ -139,7 +139,7 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
 
 
 def noise_s(one: Samples, other: Samples) -> float:
-    """Return the largest difference between the two medians that noise explains."""
+    """Return the largest difference (s) between the medians of two samples that noise explains."""
     # Imported here, because only trials need the code that prices plans, and a start with a cached plan has no trials.
     from pipette_launch.cost.learned import ERRORS_APART
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,29 +52,13 @@ COMPUTED = ("compute", "recompute", "bubble")
 """Parts of a step that grow with the compute times."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Factor:
-    """Ratio of measured to predicted figures in earlier jobs, with its spread."""
+class Factor(NamedTuple):
+    """Ratio of measured to predicted figures in earlier jobs."""
 
-    log_factor: float
-    """Mean of log(measured / predicted)."""
-    spread: float
-    """Standard deviation of log(measured / predicted) that is expected of one further job."""
-    num_outcomes: int
-    error_before: float
-    """Root mean square of log(measured / predicted) without the factor."""
-    error_after: float
-    """Root mean square of log(measured / predicted) with a factor learned from all other outcomes."""
-
-    @property
-    def factor(self) -> float:
-        """Expected ratio of measured to predicted."""
-        return math.exp(self.log_factor)
-
-    @property
-    def careful_factor(self) -> float:
-        """Ratio of measured to predicted that about one job of six exceeds, but at least 1."""
-        return max(1.0, math.exp(self.log_factor + self.spread))
+    factor: float
+    """Expected ratio of measured to predicted: the geometric mean of earlier jobs."""
+    careful_factor: float
+    """Ratio of measured to predicted that about one job of six exceeds, but at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,39 +89,32 @@ def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
     known = list(newest.values())[-MOST_OUTCOMES:]
     if not known:
         return NOTHING_LEARNED
-    notes, found = [], {}
-    measured = {
-        "Step times": [outcome.log_step_error for outcome in known],
-        "Peaks of memory": [error for outcome in known if (error := outcome.log_memory_error) is not None],
-    }
-    for what, errors in measured.items():
-        if errors:
-            found[what], note = _learn(what, errors)
-            notes.append(note)
-    return Corrections(step=found.get("Step times"), memory=found.get("Peaks of memory"), notes=tuple(notes))
+    step, step_note = _learn("Step times", [outcome.log_step_error for outcome in known])
+    memory_errors = [error for outcome in known if (error := outcome.log_memory_error) is not None]
+    memory, memory_note = _learn("Peaks of memory", memory_errors) if memory_errors else (None, "")
+    return Corrections(step=step, memory=memory, notes=tuple(filter(None, (step_note, memory_note))))
 
 
 def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
     """Return the learned factor and a sentence about the result. A factor that does not lower the error is None."""
     errors_N = np.array([error for error in log_errors if math.isfinite(error)])
-    refused = f"{what} are not corrected by earlier outcomes on these machines:"
-    if len(errors_N) < LEAST_OUTCOMES:
-        return None, (
-            f"{refused} {len(errors_N)} different configurations were measured, and {LEAST_OUTCOMES} are needed."
-        )
+    count, refused = len(errors_N), f"{what} are not corrected by earlier outcomes on these machines:"
+    if count < LEAST_OUTCOMES:
+        return None, f"{refused} {count} different configurations were measured, and {LEAST_OUTCOMES} are needed."
     mean = float(errors_N.mean())
     # Difference between each error and the mean of all other errors.
-    left_N = (errors_N - mean) * len(errors_N) / (len(errors_N) - 1)
+    left_N = (errors_N - mean) * count / (count - 1)
     before, after = (math.sqrt(float(np.mean(each_N**2))) for each_N in (errors_N, left_N))
     if after > WORTH * before:
         return None, (
             f"{refused} predicting each run from the others leaves {after:.1%} of error, after {before:.1%} without."
         )
-    spread = float(errors_N.std(ddof=1)) * math.sqrt(1 + 1 / len(errors_N))
-    found = Factor(log_factor=mean, spread=spread, num_outcomes=len(errors_N), error_before=before, error_after=after)
+    # Standard deviation that is expected of one further job.
+    spread = float(errors_N.std(ddof=1)) * math.sqrt(1 + 1 / count)
+    found = Factor(math.exp(mean), max(1.0, math.exp(mean + spread)))
     return found, (
-        f"{what} are multiplied by {found.factor:.3f}, learned from {len(errors_N)} earlier outcomes on these "
-        f"machines; each is predicted by the others to {after:.1%} instead of {before:.1%}."
+        f"{what} are multiplied by {found.factor:.3f}, learned from {count} earlier outcomes on these machines; each "
+        f"is predicted by the others to {after:.1%} instead of {before:.1%}."
     )
 
 
@@ -177,10 +155,9 @@ class CorrectedPredictor(Predictor):
 
     def __init__(self, job: Job, measurements: Measurements, corrections: Corrections = NOTHING_LEARNED) -> None:
         super().__init__(job, measurements)
-        step, memory = corrections.step, corrections.memory
-        self.step_factor = step.factor if step else 1.0
+        self.step_factor = corrections.step.factor if corrections.step else 1.0
         """Factor on every predicted step."""
-        self.memory_factor = memory.careful_factor if memory else 1.0
+        self.memory_factor = corrections.memory.careful_factor if corrections.memory else 1.0
         """Factor on every predicted peak."""
         self._stages = MeasuredStages(job, measurements)
 
@@ -228,9 +205,7 @@ class CorrectedPredictor(Predictor):
         found = peak_memory_columns(self._job, columns)
         total_S = replace(found.parts_S, activations=np.ceil(live * found.parts_S.activations).astype(np.int64)).total
         fullest_N = np.maximum.reduceat(total_S, found.starts_N) * self.memory_factor
-        if live < 1:
-            return fullest_N
-        for layout in self._stages.layouts:
+        for layout in self._stages.layouts if live >= 1 else ():
             rows = columns.rows_of(layout)
             if len(rows):
                 fullest_N[rows] = max(self.peaks(layout))
@@ -253,8 +228,7 @@ class Uncertainty:
     """Error of predicted steps due to few samples, or due to times that were measured on other shapes."""
 
     def __init__(self, job: Job, table: ComputeTable, measurements: Measurements) -> None:
-        self._job = job
-        self._table = table
+        self._job, self._table = job, table
         self._devices = measurements.cluster.devices_per_host
         self._collectives = {
             (one.kind, len(one.slots), self._lies_across(np.array([one.slots])))
@@ -281,12 +255,12 @@ class Uncertainty:
     def carried_s(self, layout: Layout, placement: Sequence[int], parts_s: Mapping[str, float]) -> float:
         """Return the standard error of a step, in seconds, due to times that were carried over from other shapes.
 
-        The error is 0 if all times were measured. The error is also 0 if no time was measured, because then all steps
-        are equally uncertain. `placement` has the RANK of each slot, and `parts_s` has the parts of the step
-        (`StepTime.breakdown_s`).
+        The error is 0 if all times were measured. The error of compute is also 0 if the device model carried over all
+        times of layers, because then all steps are equally uncertain. `placement` has the RANK of each slot, and
+        `parts_s` has the parts of the step (`StepTime.breakdown_s`).
         """
         _, is_modelled = self._errors.get(case_of(layout), (0.0, True))
-        computed_s = sum(parts_s.get(name, 0.0) for name in COMPUTED) if self._has_measured and is_modelled else 0.0
+        computed_s = _computed_s(parts_s) if self._has_measured and is_modelled else 0.0
         slot_W = np.argsort(np.array(placement, dtype=np.int64))
         # Parts of the step with a collective that was not measured on a group of equal size and equal spread over
         # hosts.
@@ -305,7 +279,10 @@ class Uncertainty:
         return bool((hosts_GK != hosts_GK[:, :1]).any())
 
     def shape_error(self, one: Layout, other: Layout) -> float:
-        """Return the relative error between two predicted steps due to different degrees; 0 if nothing was measured."""
+        """Return the relative error between two predicted steps due to different degrees.
+
+        The error is 0 if the device model carried over all times of layers from other shapes.
+        """
         degrees = {(layout.tp, layout.pp, layout.cp, layout.ep, layout.vpp) for layout in (one, other)}
         return SHAPE_ERROR if self._has_measured and len(degrees) > 1 else 0.0
 
@@ -313,32 +290,32 @@ class Uncertainty:
         """Return True if both layouts use the same compute times, so that their errors are equal."""
         return self._table.source(case_of(one)) == self._table.source(case_of(other))
 
-    def chance_s(self, one: tuple[Layout, Mapping[str, float]], other: tuple[Layout, Mapping[str, float]]) -> float:
+    def chance_s(self, *steps: tuple[Layout, Mapping[str, float]]) -> float:
         """Return the seconds by which two predicted steps may differ by chance; 0 if both use the same compute times.
 
         If the device model made the times of both steps, its error is left out, because it is the same in both. Each
         step is given by its layout and its parts (`StepTime.breakdown_s`).
         """
-        if self.have_same_source(one[0], other[0]):
+        if self.have_same_source(*(layout for layout, _ in steps)):
             return 0.0
-        errors, are_modelled = [], []
-        for layout, _ in (one, other):
+        found = []
+        for layout, parts_s in steps:
             case = case_of(layout)
             source = self._table.source(case)
             error, is_modelled = self._errors.get(source, (0.0, False)) if source else (0.0, False)
-            errors.append(error)
             # The time of a case is also carried over if its source is another case.
-            are_modelled.append(is_modelled or source != case)
-        own_error = MODELLED_ERROR if not all(are_modelled) else 0.0
-        errors_s = [
-            math.hypot(error, own_error * is_modelled) * sum(parts_s.get(name, 0.0) for name in COMPUTED)
-            for error, is_modelled, (_, parts_s) in zip(errors, are_modelled, (one, other), strict=True)
-        ]
+            found.append((error, is_modelled or source != case, _computed_s(parts_s)))
+        own_error = 0.0 if all(is_modelled for _, is_modelled, _ in found) else MODELLED_ERROR
+        errors_s = [math.hypot(error, own_error * is_modelled) * seconds for error, is_modelled, seconds in found]
         return ERRORS_APART * math.hypot(*errors_s)
 
 
+def _computed_s(parts_s: Mapping[str, float]) -> float:
+    return sum(parts_s.get(name, 0.0) for name in COMPUTED)
+
+
 def _scatter(time: ComputeTime) -> float:
-    """Relative standard error of all passes of a layer on one slot."""
+    """Return the relative standard error of all passes of a layer on one slot."""
     passes = (time.forward, time.input_grad, time.weight_grad)
     whole_s = sum(one.median_s for one in passes)
     return math.hypot(*(one.median_error_s for one in passes)) / whole_s if whole_s else 0.0

@@ -136,10 +136,11 @@ def test_all_jobs_on_the_machines_share_one_factor() -> None:
 def test_the_newest_outcome_of_a_configuration_replaces_the_older_ones() -> None:
     """Twenty runs of one layout count as one configuration, with the error of the last run."""
     again = [outcome(LAYOUTS[0], step=2.0)] * 20 + [outcome(layout) for layout in LAYOUTS[:4]]
-    learned = corrections_from(again).step
+    learned = corrections_from(again)
 
-    assert learned is not None
-    assert (4, pytest.approx(1.2)) == (learned.num_outcomes, learned.factor)
+    assert learned.step is not None
+    assert pytest.approx(1.2) == learned.step.factor
+    assert "learned from 4 earlier outcomes" in learned.notes[0]
 
 
 def test_errors_without_a_common_part_correct_nothing() -> None:

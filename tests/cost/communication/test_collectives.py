@@ -52,7 +52,7 @@ def test_a_look_up_is_what_the_whole_matrix_says(seed: int, hosts: int, devices:
         ]
 
     assert between_slots(lambda links: links.latency_s) == table.latency_s_L[links].tolist()
-    assert between_slots(Links.seconds_per_byte) == table.seconds_per_byte_L[links].tolist()
+    assert between_slots(lambda links: links.seconds_per_byte) == table.seconds_per_byte_L[links].tolist()
 
 
 @given(st.integers(0, 10**6), st.integers(2, 5), st.booleans())

@@ -16,25 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.groups import Groups, group_sizes
-from pipette_launch.cost.layers.block import FP32_BYTES, Parameters, Sizes
+from pipette_launch.cost.layers import parameters
+from pipette_launch.cost.layers.block import FP32_BYTES, Sizes
 from pipette_launch.cost.layers.ends import depth_exchanges
 from pipette_launch.cost.layers.kinds import BLOCKS, KINDS, blocks_of
-from pipette_launch.cost.layers.parameters import (
-    Sharding,
-    chunk_kinds,
-    chunk_parameters,
-    end_parameters,
-    gradient_bytes_per_parameter,
-    has_two_embeddings,
-    held_gradients,
-    layer_weight_bytes,
-    resident_parameters,
-    shard_copies,
-    sharding_of,
-    stage_parameters,
-    unit_parameters,
-    word_embedding_parameters,
-)
 from pipette_launch.cost.layers.passes import Behind, Exchange, Group, Hiding
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Ints, Layout
@@ -87,7 +72,7 @@ class LayerCounts:
     @classmethod
     def of(cls, job: Job, layout: Layout) -> LayerCounts:
         """Count the layers and other parts of every chunk of a layout, in model order."""
-        chunks, possible = chunk_kinds(job.model, layout), job.model.possible_kinds
+        chunks, possible = parameters.chunk_kinds(job.model, layout), job.model.possible_kinds
         stage_S = np.arange(len(chunks))
         return cls(
             layers_S={kind: np.array([kinds.count(kind) for kinds, _ in chunks]) for kind in possible},
@@ -143,17 +128,17 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     """
     if layout.tp == 1:
         return
-    count = Sizes(job.model, layout).tokens
+    count, options = Sizes(job.model, layout).tokens, performance_options(job)
     size = job.model.dtype_bytes * count * job.model.hidden_size
     cut = {kind: sum(block.is_cut_by_tp() for block in blocks_of(job.model, layout, kind)) for kind in counts.layers_S}
     once_S, again_S = counts.run(cut)
-    embedding_S, head_S = counts.embedding_S, counts.head_S
-    none_S = 0 * head_S
-    if layout.sequence_parallel and performance_options(job).tp_comm_overlap:
+    embedding_S, head_S, none_S = counts.embedding_S, counts.head_S, 0 * counts.head_S
+    behind: Behind | None
+    if layout.sequence_parallel and options.tp_comm_overlap:
         yield Exchange.of("all_gather", "tp", size, head_S, embedding_S)
         yield Exchange.of("reduce_scatter", "tp", size, embedding_S, none_S)
         for part, hides in ((size / layout.tp, False), (size - size / layout.tp, True)):
-            behind: Behind | None = "forward_s" if hides else None
+            behind = "forward_s" if hides else None
             yield Exchange.of("all_gather", "tp", part, once_S, once_S + again_S, behind=behind)
             yield Exchange.of("reduce_scatter", "tp", part, once_S, again_S, behind=behind)
         yield Exchange.of("all_gather", "tp", size, none_S, once_S + head_S, behind="input_grad_s")
@@ -164,11 +149,9 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
         yield Exchange.of("reduce_scatter", "tp", size, once_S + embedding_S, again_S)
         yield Exchange.of("reduce_scatter", "tp", size, none_S, once_S + head_S, behind="weight_grad_s")
     else:
-        hides_sum = performance_options(job).async_tensor_model_parallel_allreduce
+        behind = "weight_grad_s" if options.async_tensor_model_parallel_allreduce else None
         yield Exchange.of("all_reduce", "tp", size, once_S + embedding_S, again_S)
-        yield Exchange.of(
-            "all_reduce", "tp", size, none_S, once_S + head_S, behind="weight_grad_s" if hides_sum else None
-        )
+        yield Exchange.of("all_reduce", "tp", size, none_S, once_S + head_S, behind)
     yield Exchange.of("all_reduce", "tp", FP32_BYTES * count, _CROSS_ENTROPY_REDUCTIONS * head_S, none_S)
 
 
@@ -181,74 +164,57 @@ def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[E
     of the embedding, because every micro-batch waits for their end (FSDP megatron_fsdp.py:755-791,
     param_and_grad_buffer.py:3018). `counts` includes the depths of multi-token prediction.
     """
-    sharding = sharding_of(job)
+    sharding = parameters.sharding_of(job)
     if sharding is None or not sharding.gradients:
         return
-    units = unit_parameters(job.model, layout)
+    members = group_sizes(layout, instances=parameters.shard_copies(job))
+    weight, gradient = parameters.layer_weight_bytes(job)[1], parameters.gradient_bytes_per_parameter(job)
+    gathers = sharding.weights * weight
+    again = sharding.gathers_twice * gathers
+    layers = parameters.unit_parameters(job.model, layout).layers
+    groups: tuple[Group, Group] = ("shard", "expert_shard")
     for kind, layers_S in counts.layers_S.items():
+        forward: Behind = ("forward", kind)
+        backward: Behind = ("backward", kind)
         first_S = counts.embedding_S * (kind == job.model.layer_kinds[0])
-        yield from _sharded_layers(job, layout, sharding, units.layers[kind], layers_S, first_S, kind)
-    if group_sizes(layout, instances=shard_copies(job))["shard"] > 1:
+        none_S, hidden_S = 0 * layers_S, layers_S - first_S
+        sizes = zip(groups, (layers[kind].dense, layers[kind].expert), strict=True)
+        used = [(group, count, count * (1 - 1 / members[group])) for group, count in sizes if members[group] > 1]
+        moved = sum(each for _, _, each in used)
+        for group, count, each in used:
+            if not count:
+                continue
+            size, reduced, share = float(count * weight), float(count * gradient), each / moved
+            in_backward = share / (again + gradient)
+            if gathers:
+                yield Exchange.of("all_gather", group, size, first_S, none_S)
+                yield Exchange.of("all_gather", group, size, hidden_S, none_S, forward, share)
+            if again:
+                yield Exchange.of("all_gather", group, size, none_S, layers_S, backward, again * in_backward)
+            yield Exchange.of("reduce_scatter", group, reduced, none_S, first_S)
+            yield Exchange.of("reduce_scatter", group, reduced, none_S, hidden_S, backward, gradient * in_backward)
+    if members["shard"] > 1:
         yield from _sharded_ends(job, layout, sharding, counts)
 
 
-def _sharded_layers(
-    job: Job,
-    layout: Layout,
-    sharding: Sharding,
-    layer: Parameters,
-    layers_S: Ints,
-    first_S: Ints,
-    kind: LayerKind,
-) -> Iterator[Exchange]:
-    """Yield FSDP's collectives of layers of one kind; compute hides them except in `first_S` layers of each stage."""
-    members = group_sizes(layout, instances=shard_copies(job))
-    weight, gradient = layer_weight_bytes(job)[1], gradient_bytes_per_parameter(job)
-    sizes: tuple[tuple[Group, int, int], ...] = (
-        ("shard", layer.dense, members["shard"]),
-        ("expert_shard", layer.expert, members["expert_shard"]),
-    )
-    used = [(group, count, count * (1 - 1 / size)) for group, count, size in sizes if count and size > 1]
-    moved = sum(each for _, _, each in used)
-    none_S, hidden_S = 0 * layers_S, layers_S - first_S
-    gathers = sharding.weights * weight
-    again = sharding.gathers_twice * gathers
-    forward: Behind = ("forward", kind)
-    backward: Behind = ("backward", kind)
-    for group, count, each in used:
-        share = each / moved
-        in_backward = share / (again + gradient)
-        size, reduced = float(count * weight), float(count * gradient)
-        if gathers:
-            yield Exchange.of("all_gather", group, size, first_S, none_S)
-            yield Exchange.of("all_gather", group, size, hidden_S, none_S, behind=forward, share=share)
-        if again:
-            share_again = again * in_backward
-            yield Exchange.of("all_gather", group, size, none_S, layers_S, behind=backward, share=share_again)
-        yield Exchange.of("reduce_scatter", group, reduced, none_S, first_S)
-        share_reduced = gradient * in_backward
-        yield Exchange.of("reduce_scatter", group, reduced, none_S, hidden_S, behind=backward, share=share_reduced)
-
-
-def _sharded_ends(job: Job, layout: Layout, sharding: Sharding, counts: LayerCounts) -> Iterator[Exchange]:
+def _sharded_ends(job: Job, layout: Layout, sharding: parameters.Sharding, counts: LayerCounts) -> Iterator[Exchange]:
     """Yield the reductions of embedding and head, and their gathers if gathered weights are not kept from pass to pass.
 
     The layer next to the head hides the head's exchanges.
     """
-    model, gradient = job.model, gradient_bytes_per_parameter(job)
-    embedding, head = end_parameters(model, layout)
-    embedding_S, head_S = counts.embedding_S, counts.head_S
-    none_S = 0 * head_S
+    model, gradient = job.model, parameters.gradient_bytes_per_parameter(job)
+    embedding, head = parameters.end_parameters(model, layout)
+    embedding_S, head_S, none_S = counts.embedding_S, counts.head_S, 0 * counts.head_S
     forward: Behind = ("forward", model.layer_kinds[-1])
     backward: Behind = ("backward", model.layer_kinds[-1])
     yield Exchange.of("reduce_scatter", "shard", embedding * gradient, none_S, embedding_S)
-    yield Exchange.of("reduce_scatter", "shard", head * gradient, none_S, head_S, behind=backward)
+    yield Exchange.of("reduce_scatter", "shard", head * gradient, none_S, head_S, backward)
     if sharding.weights and not sharding.keeps_ends:
         again = int(sharding.gathers_twice)
         embedding, head = embedding * model.dtype_bytes, head * model.dtype_bytes
         yield Exchange.of("all_gather", "shard", embedding, embedding_S, none_S)
-        yield Exchange.of("all_gather", "shard", embedding, none_S, again * embedding_S, behind=backward)
-        yield Exchange.of("all_gather", "shard", head, head_S, none_S, behind=forward)
+        yield Exchange.of("all_gather", "shard", embedding, none_S, again * embedding_S, backward)
+        yield Exchange.of("all_gather", "shard", head, head_S, none_S, forward)
         yield Exchange.of("all_gather", "shard", head, none_S, again * head_S)
 
 
@@ -278,34 +244,33 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     step. The prediction prices these bytes as if all replicas reduced them. Parameters outside the layers are gathered
     once a step.
     """
-    gradient, sharding, copies = gradient_bytes_per_parameter(job), sharding_of(job), shard_copies(job)
-    chunks = chunk_parameters(job.model, layout)
-    gathered = job.model.dtype_bytes if layout.use_distributed_optimizer else 0
-    ranks = [(part.dense, part.expert) for part in stage_parameters(job.model, layout)]
+    sharding, copies = parameters.sharding_of(job), parameters.shard_copies(job)
+    gradient = parameters.gradient_bytes_per_parameter(job)
+    chunks = parameters.chunk_parameters(job.model, layout)
+    dense = expert = float(gradient)
     if sharding and sharding.gradients:
         members, moved = group_sizes(layout, instances=copies), 2 * (copies - 1) / copies * gradient
         dense, expert = moved / members["shard"], moved / members["expert_shard"]
-        gradients = tuple((int(chunk.dense * dense), int(chunk.expert * expert)) for chunk in chunks)
-    else:
-        gradients = tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks)
+    sent = [(chunk.dense, chunk.expert) for chunk in chunks]
     if sharding and sharding.weights:
-        (first, last), stages = end_parameters(job.model, layout), range(layout.num_chunks)
-        ends = [(stage == 0) * first + (stage == layout.num_chunks - 1) * last for stage in stages]
-        parameters = tuple((end * gathered, 0) for end in ends)
-    else:
-        parameters = tuple((chunk.dense * gathered, chunk.expert * gathered) for chunk in chunks)
-    shared = layout.pp > 1 and has_two_embeddings(job.model)
+        first, last = parameters.end_parameters(job.model, layout)
+        sent = [(0, 0) for _ in chunks]
+        sent[0] = (first, 0)
+        sent[-1] = (sent[-1][0] + last, 0)
+    gathered = job.model.dtype_bytes if layout.use_distributed_optimizer else 0
+    ranks = [(part.dense, part.expert) for part in parameters.stage_parameters(job.model, layout)]
+    shared = layout.pp > 1 and parameters.has_two_embeddings(job.model)
     return StepTraffic(
-        gradient_bytes=gradients,
-        parameter_bytes=parameters,
+        gradient_bytes=tuple((int(chunk.dense * dense), int(chunk.expert * expert)) for chunk in chunks),
+        parameter_bytes=tuple((dense * gathered, expert * gathered) for dense, expert in sent),
         # Only the first chunk of pipeline rank 0 has several buckets, and only with overlap (param_and_grad_buffer.py).
         num_buckets=tuple(
             1 if stage or not layout.overlap_grad_reduce else int(num_buckets(chunk.count, layout.dp * layout.cp))
             for stage, chunk in enumerate(chunks)
         ),
-        resident_parameters=tuple(int(resident_parameters(job, *rank, layout)) for rank in ranks),
-        held_gradients=tuple(int(held_gradients(job, *rank, layout)) for rank in ranks),
-        embedding_bytes=word_embedding_parameters(job.model, layout.tp) * gradient if shared else 0,
+        resident_parameters=tuple(int(parameters.resident_parameters(job, *rank, layout)) for rank in ranks),
+        held_gradients=tuple(int(parameters.held_gradients(job, *rank, layout)) for rank in ranks),
+        embedding_bytes=parameters.word_embedding_parameters(job.model, layout.tp) * gradient if shared else 0,
     )
 
 
@@ -374,7 +339,7 @@ def collective_dimensions(job: Job, layout: Layout) -> Iterator[CollectiveDimens
 
     Dimensions used once a step come first, because their tensors are largest and least hidden by compute.
     """
-    groups = Groups.of(layout, instances=shard_copies(job))
+    groups = Groups.of(layout, instances=parameters.shard_copies(job))
     reduced: tuple[CollectiveKind, ...] = ("all_reduce",)
     parts: tuple[str, ...] = ("data_parallel",)
     if layout.use_distributed_optimizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -42,27 +42,10 @@ class Passes:
     """Part of backward and recompute in which the device waits for the host."""
 
     def __add__(self, other: Passes) -> Passes:
-        """Add the passes of two parts that run one after the other."""
-        # The sum is written out for speed, because a search adds up ten thousand `Passes`.
-        return Passes(
-            forward_s=self.forward_s + other.forward_s,
-            backward_s=self.backward_s + other.backward_s,
-            recompute_s=self.recompute_s + other.recompute_s,
-            weight_grad_s=self.weight_grad_s + other.weight_grad_s,
-            forward_idle_s=self.forward_idle_s + other.forward_idle_s,
-            backward_idle_s=self.backward_idle_s + other.backward_idle_s,
-        )
+        return Passes(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
     def __mul__(self, factor: float) -> Passes:
-        """Return the passes with all times multiplied by a factor."""
-        return Passes(
-            forward_s=self.forward_s * factor,
-            backward_s=self.backward_s * factor,
-            recompute_s=self.recompute_s * factor,
-            weight_grad_s=self.weight_grad_s * factor,
-            forward_idle_s=self.forward_idle_s * factor,
-            backward_idle_s=self.backward_idle_s * factor,
-        )
+        return Passes(**{name: getattr(self, name) * factor for name in self.__slots__})
 
     def again(self, share: float) -> Passes:
         """Return the passes if the backward runs `share` of the forward again."""
@@ -84,13 +67,14 @@ class ComputeTable:
         """`cuda` or `cpu`, the same for all slots."""
         self._repriced = repriced(job, measurements)
         compute = self._repriced.compute
-        medians = _median_passes(compute, measurements.cluster.slot_speed)
-        self._passes = {(case, part): one for (case, part, ep, _), one in medians.items() if not ep}
+        self._passes: dict[tuple[ComputeCase, str], Passes] = {}
         # Times of parts with experts for each (EP, ETP), if the warm-up timed several.
         self._shared: dict[tuple[ComputeCase | None, int, int], dict[str, Passes]] = {}
-        for (case, part, ep, etp), one in medians.items():
+        for (case, part, ep, etp), one in _median_passes(compute, measurements.cluster.slot_speed).items():
             if ep:
                 self._shared.setdefault((case, ep, etp), {})[part] = one
+            else:
+                self._passes[case, part] = one
         self._origins = {time.case: time.source for time in compute if time.source != "measured"}
         shares: dict[tuple[ComputeCase, str], list[float]] = {}
         for time in compute:
@@ -108,17 +92,20 @@ class ComputeTable:
         self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
         self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
         self._parts = ("embedding", "head", *sorted({*job.model.layer_kinds, *job.model.prediction_kinds})[::-1])
-        self._sources: dict[ComputeCase, ComputeCase | None] = {}
         self._scaled: dict[ComputeCase, dict[str, Passes]] = {}
+        complete = sorted(
+            case
+            for case in {case for case, _ in self._passes}
+            if all((case, part) in self._passes for part in self._parts)
+        )
+        # The source of a measured case is the case itself. The method `source` adds the sources of other cases when
+        # needed.
+        self._sources: dict[ComputeCase, ComputeCase | None] = {case: case for case in complete}
         # Measured case for each tp and number of tokens; of cases with equal numbers the first is used.
         self._complete: dict[int, dict[Fraction, ComputeCase]] = {}
-        for measured in sorted({measured for measured, _ in self._passes}):
-            if all((measured, part) in self._passes for part in self._parts):
-                tokens = Fraction(measured.micro_batch_size, measured.cp)
-                self._complete.setdefault(measured.tp, {}).setdefault(tokens, measured)
-                # The source of a measured case is the case itself. The method `source` adds the sources of other cases
-                # when needed.
-                self._sources[measured] = measured
+        for case in complete:
+            tokens = Fraction(case.micro_batch_size, case.cp)
+            self._complete.setdefault(case.tp, {}).setdefault(tokens, case)
 
     @property
     def copies_to_host(self) -> bool:
@@ -315,22 +302,20 @@ def _median_passes(
     compute: Sequence[ComputeTime], speed: Sequence[float]
 ) -> dict[tuple[ComputeCase, str, int, int], Passes]:
     """Return median times over the measured slots, by (case, part, EP, ETP), each converted to speed 1 first."""
-    times: dict[tuple[ComputeCase, str, int, int], list[ComputeTime]] = {}
+    times: dict[tuple[ComputeCase, str, int, int], list[dict[str, float]]] = {}
     for time in compute:
-        times.setdefault((time.case, time.part, time.ep, time.etp), []).append(time)
-
-    def median(group: Sequence[ComputeTime], seconds: Callable[[ComputeTime], float]) -> float:
-        scaled = [speed[time.slot] * seconds(time) for time in group]
-        return scaled[0] if len(scaled) == 1 else statistics.median(scaled)
-
+        backward_s = time.input_grad.median_s + time.weight_grad.median_s
+        seconds = {
+            "forward_s": time.forward.median_s,
+            "backward_s": backward_s,
+            "weight_grad_s": time.weight_grad.median_s,
+            "forward_idle_s": time.forward_idle_s,
+            "backward_idle_s": time.backward_idle_s,
+        }
+        scaled = {name: speed[time.slot] * each for name, each in seconds.items()}
+        times.setdefault((time.case, time.part, time.ep, time.etp), []).append(scaled)
     return {
-        key: Passes(
-            forward_s=median(group, lambda time: time.forward.median_s),
-            backward_s=median(group, lambda time: time.input_grad.median_s + time.weight_grad.median_s),
-            weight_grad_s=median(group, lambda time: time.weight_grad.median_s),
-            forward_idle_s=median(group, lambda time: time.forward_idle_s),
-            backward_idle_s=median(group, lambda time: time.backward_idle_s),
-        )
+        key: Passes(**{name: statistics.median([one[name] for one in group]) for name in group[0]})
         for key, group in times.items()
     }
 

@@ -16,7 +16,8 @@ fp8_utils.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,8 +56,7 @@ replicas (ParamAndGradBuffer, start_grad_sync; one replica needs no division).""
 _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Precision:
+class Precision(NamedTuple):
     """The formats in which a job computes."""
 
     dtype: str
@@ -73,17 +73,13 @@ class Precision:
         """Read the formats from the job's flags."""
         model, options = job.model, performance_options(job)
         if model.transformer_impl != "transformer_engine" or not (options.fp8 or options.fp4):
-            return cls(dtype=model.params_dtype)
+            return cls(model.params_dtype)
         recipe = "fp4" if options.fp4 else options.fp8_recipe
         is_blackwell = (device.compute_capability or 0) >= _BLACKWELL
         one_copy = _ONE_COPY_BYTES if is_blackwell and recipe in _ONE_SCALE else 0.0
         wide = options.num_layers_at_start_in_bf16 + options.num_layers_at_end_in_bf16
-        return cls(
-            dtype=model.params_dtype,
-            narrow="fp4" if options.fp4 else "fp8",
-            cast_bytes=CAST_BYTES[recipe] - one_copy,
-            narrow_layers=max(0.0, 1 - wide / model.num_layers) if options.first_last_layers_bf16 else 1.0,
-        )
+        layers = max(0.0, 1 - wide / model.num_layers) if options.first_last_layers_bf16 else 1.0
+        return cls(model.params_dtype, "fp4" if options.fp4 else "fp8", CAST_BYTES[recipe] - one_copy, layers)
 
 
 def pass_s(device: DeviceSpec, precision: Precision, load: Load) -> float:
@@ -106,14 +102,12 @@ def device_s(device: DeviceSpec, precision: Precision, load: Load) -> float:
     products_s = 0.0
     for product in load.products:
         share = narrow_share if product.is_linear else 0.0
-        products_s += (1 - share) * _product_s(device, precision.dtype, product) if share < 1 else 0.0
-        products_s += share * _product_s(device, precision.narrow, product) if share else 0.0
+        for dtype, part in ((precision.dtype, 1 - share), (precision.narrow, share)):
+            if part > 0:
+                rate = device.peak_flops_per_s(dtype) * matmul_efficiency(device, dtype, product) * product.rate
+                products_s += part * (product.flops / rate)
     scan_s = load.scan_bytes / (device.memory_bytes_per_s * _scan_share(device))
     return products_s + attention_s + moved_bytes * _moved_byte_s(device) + scan_s
-
-
-def _product_s(device: DeviceSpec, dtype: str, product: Product) -> float:
-    return product.flops / (device.peak_flops_per_s(dtype) * matmul_efficiency(device, dtype, product) * product.rate)
 
 
 def matmul_efficiency(device: DeviceSpec, dtype: str, product: Product) -> float:
@@ -159,13 +153,7 @@ def imagined(
 ) -> Measurements:
     """Return the measurements that a warm-up would make on equal hosts of one device type.
 
-    Args:
-        job: gives the model and the flags.
-        device: type of all devices.
-        num_hosts: number of hosts, 1 or more.
-        devices_per_host: devices of each host, 1 or more.
-        layouts: layouts to be priced; the result covers their shapes of computation and group sizes.
-        fabric: network between the hosts.
+    The result covers the shapes of computation and the group sizes of the layouts.
 
     Raises:
         FactError: a number is not positive, there is no layout, the device has no peak for the model's type, or the
@@ -224,42 +212,42 @@ def assumptions(
     efficiency, inside, precision = device.efficiency, device.within_host, Precision.of(job, device)
     peak = f"{device.peak_flops_per_s(job.model.params_dtype) / 1e12:.0f} TFLOP/s ({job.model.params_dtype})"
     memory = rate_text(device.memory_bytes_per_s)
-    narrow, windows, scan, host = "", "", "", ""
+    sentences = [
+        f"Nothing was measured: times come from a model of {device.name}. {device.source}",
+        f"Matrix products reach {efficiency.matmul_share:.0%} of {peak}, half if a side is {efficiency.half_size:g}.",
+    ]
     if precision.narrow:
         share, narrow_peak = efficiency.share_of(precision.narrow), device.peak_flops_per_s(precision.narrow)
-        narrow = (
+        sentences.append(
             f"Matrix products of transformer layers reach {share:.0%} of {narrow_peak / 1e12:.0f} TFLOP/s "
             f"({precision.narrow}), and casts move {precision.cast_bytes:g} bytes an element."
         )
     sizes = [window for window in job.model.attention_windows if window]
     if sizes and is_flash(job.model):
-        windows = (
+        sentences.append(
             f"{len(sizes)} of {job.model.num_layers} layers attend to a window of {max(sizes)} tokens; each layer is "
             f"priced at the mean of all."
         )
-    if job.model.hybrid:
-        scan = f"The scan of Mamba layers moves bytes at {_scan_share(device):.0%} of {memory}."
-    if performance_options(job).fine_grained_activation_offloading and device.host_bytes_per_s:
-        host = f"Activations go to the host and come back at {rate_text(device.host_bytes_per_s)} each way."
-    sentences = (
-        f"Nothing was measured: times come from a model of {device.name}. {device.source}",
-        f"Matrix products reach {efficiency.matmul_share:.0%} of {peak}, half if a side is {efficiency.half_size:g}.",
-        narrow,
-        windows,
+    sentences += [
         f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",
         f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
-        scan,
+    ]
+    if job.model.hybrid:
+        sentences.append(f"The scan of Mamba layers moves bytes at {_scan_share(device):.0%} of {memory}.")
+    sentences += [
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
         f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",
         f"Links within hosts: {inside.latency_s * 1e6:g} us, {rate_text(inside.fair_bytes_per_s)} each.",
         f"Links between hosts: {fabric.words(device, num_hosts)}. {fabric.source}",
         fabric.domain_words(device, num_hosts or 1),
-        host,
-        "Collectives are rings; a group with several members on each host uses the links of all of them.",
-        "" if fabric.compute_factor else "All devices are equally fast.",
-        *fabric.laggards(),
-    )
-    return tuple(filter(None, sentences))
+    ]
+    if performance_options(job).fine_grained_activation_offloading and device.host_bytes_per_s:
+        rate = rate_text(device.host_bytes_per_s)
+        sentences.append(f"Activations go to the host and come back at {rate} each way.")
+    sentences.append("Collectives are rings; a group with several members on each host uses the links of all of them.")
+    if not fabric.compute_factor:
+        sentences.append("All devices are equally fast.")
+    return tuple(filter(None, (*sentences, *fabric.laggards())))
 
 
 def imagined_cluster(
@@ -302,28 +290,29 @@ def _compute_times(
         layers = sum((kind_loads(job, layout, kind) for kind in prediction), PassLoads())
         parts["prediction"] = depth_loads(job, layout, layers)
     if not only_experts:
-        parts |= {
-            "embedding": embedding_loads(job, layout),
-            "head": head_loads(job, layout),
-            "core_attention": Attention(job.model, layout).core_loads(),
-        }
+        parts["embedding"] = embedding_loads(job, layout)
+        parts["head"] = head_loads(job, layout)
+        parts["core_attention"] = Attention(job.model, layout).core_loads()
     for name, loads in parts.items():
         # Input gradient and weight gradient run as one pass, because the host launches one while the device runs the
         # other.
         backward = loads.input_grad + loads.weight_grad
-        backward_s = pass_s(device, precision, backward)
-        backward_device_s = device_s(device, precision, backward)
+        backward_s, backward_device_s = pass_s(device, precision, backward), device_s(device, precision, backward)
         weight_device_s = device_s(device, precision, loads.weight_grad)
         weight_s = backward_s * (weight_device_s / backward_device_s if backward_device_s else 0.0)
+        forward_s, forward_device_s = (
+            pass_s(device, precision, loads.forward),
+            device_s(device, precision, loads.forward),
+        )
         yield ComputeTime(
             case=case,
             part=name,
             slot=0,
-            forward=Samples(values_s=(pass_s(device, precision, loads.forward),)),
+            forward=Samples(values_s=(forward_s,)),
             input_grad=Samples(values_s=(backward_s - weight_s,)),
             weight_grad=Samples(values_s=(weight_s,)),
-            forward_idle_s=max(host_s(device, loads.forward) - device_s(device, precision, loads.forward), 0.0),
-            backward_idle_s=max(host_s(device, backward) - backward_device_s, 0.0),
+            forward_idle_s=forward_s - forward_device_s,
+            backward_idle_s=backward_s - backward_device_s,
         )
 
 

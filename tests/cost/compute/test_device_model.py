@@ -110,7 +110,7 @@ def test_layers_that_stay_in_16_bits_count_as_such() -> None:
     """The first and the last of four: half of the linears."""
     mixed = precision("--fp8-format e4m3", "--fp8-recipe mxfp8", "--first-last-layers-bf16")
     load = Load(products=(Product(m=1000, n=1000, k=1000, is_linear=True),), cast_elements=1e6)
-    whole = replace(mixed, narrow_layers=1.0)
+    whole = mixed._replace(narrow_layers=1.0)
 
     assert 0.5 == mixed.narrow_layers
     mean_s = (device_s(DEVICE, whole, load) + device_s(DEVICE, BF16, load)) / 2

@@ -30,16 +30,16 @@ LEARNED = "learned_correction"
 LEAST_OUTCOMES = 4
 """Least number of measured configurations from which a correction is learned."""
 MOST_OUTCOMES = 64
-"""Number of outcomes that are used, the newest ones."""
+"""Largest number of outcomes that are used; older outcomes are left out."""
 WORTH = 0.8
-"""A factor is used if it lowers the error to this share or less. The error is measured by predicting each outcome from
-all other outcomes."""
+"""Largest ratio of the error with a factor to the error without, at which the factor is used. The error with a factor
+is measured by predicting each outcome from all other outcomes."""
 
 ERRORS_APART = 2.0
-"""Two steps count as different if they differ by this many standard errors of their difference."""
+"""Number of standard errors by which two steps must differ to count as different."""
 MODELLED_ERROR = 0.1
-"""Relative error of a layer's time that was carried over from another case. On fenced CPU cores, times of layers with
-equal tp and 0.5 to 8 times the tokens were wrong by -24 to +14 %. The root mean square of these errors was 12 %."""
+"""Relative error of a layer's time that was carried over from another case. On reserved CPU cores, times of layers with
+equal tp and 0.5 to 8 times the tokens were wrong by -24 to +14 %, with a root mean square of 12 %."""
 CARRIED_ERROR = 0.2
 """Relative error of a collective's time that was carried over from another kind or group size. In 18 warm-ups on four
 hosts over gloo, each group was predicted from groups of other shapes. The root mean square error was 14 % from 1 MB on,
@@ -178,12 +178,7 @@ class CorrectedPredictor(Predictor):
         return super().bound_s(layout) * self.step_factor
 
     def peaks(self, layout: Layout) -> tuple[int, ...]:
-        """Return each pipeline rank's peak bytes of tensors: measured if the warm-up ran the stage, else predicted.
-
-        Raises:
-            LayoutError: the layout divides the layers or the batch unevenly.
-
-        """
+        """Return each pipeline rank's peak bytes of tensors: measured if the warm-up ran the stage, else predicted."""
         return self.all_peaks([layout])[0]
 
     def all_peaks(self, layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
@@ -287,14 +282,14 @@ class Uncertainty:
         return SHAPE_ERROR if self._has_measured and len(degrees) > 1 else 0.0
 
     def have_same_source(self, one: Layout, other: Layout) -> bool:
-        """Return True if both layouts use the same compute times, so that their errors are equal."""
+        """Return True if both layouts use the same compute times, so that the errors of their steps are equal."""
         return self._table.source(case_of(one)) == self._table.source(case_of(other))
 
     def chance_s(self, *steps: tuple[Layout, Mapping[str, float]]) -> float:
         """Return the seconds by which two predicted steps may differ by chance; 0 if both use the same compute times.
 
-        If the device model made the times of both steps, its error is left out, because it is the same in both. Each
-        step is given by its layout and its parts (`StepTime.breakdown_s`).
+        If the device model made the times of both steps, the model's error cancels and is left out. Each step is given
+        by its layout and its parts (`StepTime.breakdown_s`).
         """
         if self.have_same_source(*(layout for layout, _ in steps)):
             return 0.0

@@ -10,11 +10,11 @@ of each kind for k members and a tensor of `bytes`:
     all_to_all       (k - 1) steps of bytes / k, over every pair
     send                   1 step of bytes
 
-`bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. If the warm-up measured a group of
-equal or similar size, this measurement corrects the formula, so a measured group gets its measured time. The correction
-multiplies the time per byte and adds the library's latency to each step. With this factor, slower links still cost
-more. Sends are not corrected, because links are measured by sends. Groups that run at the same time are priced
-separately, because their measurement includes their contention.
+`bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. A measured group of equal or
+similar size corrects the formula: a factor on the time per byte, and extra latency for each step. So a measured group
+gets its measured time, and slower links still cost more. Sends are not corrected, because links are measured by sends.
+Groups that run at the same time are priced one by one, because the warm-up measured groups while similar groups were
+running.
 """
 
 # G = groups of one kind, K = members of a group in ring order, L = links, T = groups of any kinds, S = slots,
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,7 +53,7 @@ class _Kind(NamedTuple):
     is_ring: bool = True
     """True if members send around a ring, which uses the links of all members on a host at the same time."""
     stand_ins: tuple[Collective, ...] = ()
-    """Kinds of collectives whose measurements are used if this kind was not measured. Both kinds run the same ring,
+    """Kinds of collectives whose measurements are used if this kind was not measured, because they run the same ring
     once or twice."""
     gloo_runs: float = 1.0
     """Number of rings that gloo runs: 2 for reduce-scatter, which gloo runs as an all-reduce."""
@@ -70,8 +69,8 @@ COLLECTIVES: dict[Collective, _Kind] = {
     "send": _Kind(),
 }
 """Every kind of collective. The direction of gloo's rings was measured on four hosts whose links carry 25 MB/s to the
-next host and 100 MB/s back. An all-gather of 20 MB took 630 ms there, but 170 ms with 100 MB/s in both directions. A
-reduce-scatter took 340 ms in both cases. The direction of NCCL's rings has not been measured; the model assumes 1."""
+next host and 100 MB/s back. On these links an all-gather of 20 MB took 630 ms, and with 100 MB/s in both directions 170
+ms. A reduce-scatter took 340 ms on both. The direction of NCCL's rings has not been measured; the model assumes 1."""
 
 
 def num_steps(kind: Collective, size: int) -> int:
@@ -105,51 +104,34 @@ def spread_over_hosts(host_GK: Ints) -> tuple[Ints, Ints]:
 def links_together(kind: Collective, fewest: Ints) -> Ints:
     """Return the number of links between two hosts that carry a group's traffic at the same time.
 
-    Links are measured while all slots of two hosts send, so the rate of a link is one slot's share. Between two hosts a
-    ring uses the links of all members on a host: a shared wire, or each member's network card. Each byte passes every
-    host, so the host with the fewest members limits the ring: NCCL gives a host with one member one network card. If
-    the members share one wire unequally, the price is therefore too high. In an all-to-all each member uses its own
-    link, so the result is 1. `fewest` comes from `spread_over_hosts`.
+    Links are measured while all slots of two hosts send, so the rate of a link is one slot's share. A ring between
+    hosts uses the links of all members on a host, and the host with the fewest members limits the ring. The price is
+    too high if members of one host share one wire. In an all-to-all each member uses only its own link. `fewest` comes
+    from `spread_over_hosts`.
     """
     return fewest if COLLECTIVES[kind].is_ring else np.ones_like(fewest)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LinkTable:
-    """All links in one array: H * H links between hosts, then D * D links for each different matrix within a host.
+    """All links in one array: H * H links between hosts, then D * D links for each different matrix within a host."""
 
-    A matrix of all slots by all slots would be too large.
-    """
-
-    latency_s_L: Floats
-    """Latency of each link; 0 from a host or device to itself, as in `seconds_per_byte_L`."""
-    seconds_per_byte_L: Floats
-    host_S: Ints
-    _between_S: Ints
-    """Index of the first link from a slot's host to other hosts."""
-    _within_S: Ints
-    """Index of the first link from a slot to the slots of its own host."""
-    _local_S: Ints
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> LinkTable:
-        """Return the table of all links of a cluster."""
+    def __init__(self, cluster: Cluster) -> None:
         hosts, devices = len(cluster.hosts), cluster.devices_per_host
         kinds: dict[Links, int] = {}
         kind_H = np.array([kinds.setdefault(links, len(kinds)) for links in cluster.within_host], dtype=np.int64)
         matrices = (cluster.between_hosts, *kinds)
-        slots = np.arange(cluster.num_slots)
-        host_S, local_S = slots // devices, slots % devices
-        return cls(
-            latency_s_L=np.concatenate(
-                [np.where(np.eye(len(links.latency_s), dtype=bool), 0.0, links.latency_s).ravel() for links in matrices]
-            ),
-            seconds_per_byte_L=np.concatenate([links.seconds_per_byte.ravel() for links in matrices]),
-            host_S=host_S,
-            _between_S=host_S * hosts,
-            _within_S=hosts * hosts + (kind_H[host_S] * devices + local_S) * devices,
-            _local_S=local_S,
+        self.latency_s_L: Floats = np.concatenate(
+            [np.where(np.eye(len(links.latency_s), dtype=bool), 0.0, links.latency_s).ravel() for links in matrices]
         )
+        """Latency of each link; 0 from a host or device to itself, as in `seconds_per_byte_L`."""
+        self.seconds_per_byte_L: Floats = np.concatenate([links.seconds_per_byte.ravel() for links in matrices])
+        slots = np.arange(cluster.num_slots)
+        self.host_S: Ints = slots // devices
+        self._local_S: Ints = slots % devices
+        self._between_S: Ints = self.host_S * hosts
+        """Index of the first link from a slot's host to other hosts."""
+        self._within_S: Ints = hosts * hosts + (kind_H[self.host_S] * devices + self._local_S) * devices
+        """Index of the first link from a slot to the slots of its own host."""
 
     def links(self, sender: Ints, receiver: Ints) -> Ints:
         """Return the index of the link from each sender to its receiver; both arrays have the same shape."""
@@ -181,8 +163,8 @@ def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
 def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
     """Return (cost, host, host) of the links of a minimum spanning tree, cheapest first (Prim 1957).
 
-    If links of the tree up to some cost do not connect two hosts, no links up to this cost connect these hosts. This
-    holds for every ring, because a pair of hosts counts with its cheaper direction.
+    If links of the tree up to some cost do not connect two hosts, no links up to this cost connect these hosts. The
+    statement holds for every ring, because a pair of hosts counts with the cheaper direction of its two links.
     """
     cost: Floats = np.minimum(cost_HH, cost_HH.T)
     hosts = len(cost)
@@ -213,11 +195,11 @@ class Bottlenecks:
         self._known: dict[int, Floats] = {}
 
     def slowness_H(self, fewest: int) -> Floats:
-        """Return, for each host, a lower bound on the slowest link's seconds per byte in groups that use this host.
+        """Return, for each host, a lower bound of the slowest link's seconds per byte in any group that uses the host.
 
         A group's ring enters and leaves each of its hosts, and all links of the ring are at most as slow as its slowest
-        link. So links up to this slowness connect each host of the group to at least `fewest` hosts, itself included.
-        `fewest` is 2 or more.
+        link. So links that are no slower connect each host of the group to at least `fewest` hosts, the host itself
+        included. `fewest` is 2 or more.
         """
         if fewest not in self._known:
             joined_H = np.zeros(len(self._leave_H))
@@ -313,18 +295,15 @@ class GroupsOnHosts(NamedTuple):
     fewest_T: Ints
     """Least number of hosts of the group."""
     among_T: Ints
-    """The group has at least one slot on the N slowest hosts. Ignored if the group can fit on one host."""
+    """Number N of slowest hosts of which the group uses at least one; ignored if the group can fit on one host."""
 
 
 class Fabric:
-    """Links of an allocation, corrected by the collectives measured on it.
-
-    The object stores H x H links between hosts and D x D links within each different host, never S x S links.
-    """
+    """Links of an allocation, corrected by the collectives measured on it."""
 
     def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime] = ()) -> None:
         self.cluster = cluster
-        self._table = LinkTable.of(cluster)
+        self._table = LinkTable(cluster)
         self.host_S = self._table.host_S
         self.domain_slots = min(Domains.of(cluster).domain_devices)
         """Number of slots of the smallest NVLink domain; a host without NVLink between hosts is a domain."""
@@ -388,8 +367,8 @@ class Fabric:
     def routes(self, kind: Collective, slots_GK: Ints) -> Routes:
         """Look up the links of rings or, for kind `send`, of sends from the first to the second slot of each pair.
 
-        Rings over the same slots have the same routes if `ring_shift` is the same. An all-to-all has no routes, because
-        it has too many links; `seconds_G` prices an all-to-all in pieces.
+        Rings over the same slots have the same routes if `ring_shift` is the same. An all-to-all has too many links to
+        look up at once, so `seconds_G` prices an all-to-all in pieces.
         """
         if kind == "send":
             return self._routes(self._unknown_spread(slots_GK), slots_GK[:, :1], slots_GK[:, 1:2])
@@ -435,7 +414,7 @@ class Fabric:
         return num_steps(kind, size) * step_s_G
 
     def bound_s(self, kind: Collective, size: int, size_bytes: float) -> float:
-        """Return a lower bound of the seconds of any group of `size` slots: its slowest link is the best link.
+        """Return a lower bound of the seconds of any group of `size` slots, as if all its links were the best link.
 
         A group on one host uses only links within hosts. A group on several hosts uses at least one link between hosts.
         """
@@ -513,7 +492,7 @@ class Fabric:
 
         The limit is the factor that the library's algorithm explains: gloo's reduce-scatter is an all-reduce, gloo's
         other rings are plain rings, and NCCL's algorithm is not known. A larger factor comes from processes that share
-        a host's cores, so it does not hold for links between hosts. Without the limit, a step of 8 CPU ranks on slow
+        a host's cores, and says nothing about links between hosts. Without the limit, a step of 8 CPU ranks on slow
         links was predicted to take 22 s, but it took 2.9 s.
         """
         num_hosts, device_kind = len(self.cluster.hosts), self.cluster.device_kind

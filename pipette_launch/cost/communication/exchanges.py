@@ -1,4 +1,4 @@
-"""Data that a layout makes its ranks exchange: inside the passes of a micro-batch, between stages, and once a step.
+"""Data that the ranks of a layout exchange: inside the passes of a micro-batch, between stages, and once a step.
 
 FSDP = megatron/core/distributed/fsdp/src/megatron_fsdp of core_v0.16.1.
 """
@@ -67,7 +67,7 @@ class LayerCounts:
     embedding_S: Ints
     head_S: Ints
     prediction_S: Ints
-    """1 on the stage of the depths of multi-token prediction, also in a model without depths."""
+    """1 on the stage that has, or would have, the depths of multi-token prediction."""
 
     @classmethod
     def of(cls, job: Job, layout: Layout) -> LayerCounts:
@@ -84,7 +84,7 @@ class LayerCounts:
 
     @classmethod
     def one_of_each(cls, model: ModelSpec) -> LayerCounts:
-        """Return one stage for each part of a model: layers of each kind, without and with recompute; then the rest."""
+        """Return one stage for each part: layers of each kind without and with recompute, embedding, head, depths."""
         kinds = model.possible_kinds
         stages = np.eye(2 * len(kinds) + 3, dtype=np.int64)
         return cls(
@@ -241,8 +241,8 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     """Count each stage's reduced gradients and gathered parameters; collectives of FSDP within passes are not included.
 
     If Megatron-FSDP keeps n copies of its shards, an all-reduce over the copies moves 2 (n - 1) / n of a shard once a
-    step. The prediction prices these bytes as if all replicas reduced them. Parameters outside the layers are gathered
-    once a step.
+    step. The prediction prices the all-reduce as one over all replicas. Parameters outside the layers are gathered once
+    a step.
     """
     sharding, copies = parameters.sharding_of(job), parameters.shard_copies(job)
     gradient = parameters.gradient_bytes_per_parameter(job)
@@ -285,10 +285,11 @@ def num_buckets(parameters: Ints | int, replicas: Ints | int) -> Ints:
 def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:
     """Return True if a message between stages starts only when its receiver ends a pass and requests the message.
 
-    Megatron requests a message just before the pass that needs it, except with `overlap_p2p_comm`. This option is the
-    default with virtual stages and does not apply without them (arguments.py, validate_args). gloo sends nothing before
-    the receiver's request: between 4 hosts, a late request still took the full 13 ms of an activation. NCCL has not
-    been measured. Published step times fit better, by 0.1 to 0.7 points, if NCCL's messages travel before the request.
+    Without `overlap_p2p_comm` Megatron requests a message just before the pass that needs the message. The option is
+    the default with virtual stages, and has no effect without virtual stages (arguments.py, validate_args). gloo sends
+    nothing before the receiver's request: between 4 hosts, a late request still took the full 13 ms of an activation.
+    NCCL has not been measured. Published step times fit better, by 0.1 to 0.7 percentage points, if NCCL's messages
+    travel before the request.
     """
     asks_late = vpp == 1 or not performance_options(job).overlap_p2p_comm
     return device_kind == "cpu" and asks_late
@@ -297,9 +298,9 @@ def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:
 def blocks_at_ends(job: Job, vpp: int, device_kind: str) -> bool:
     """Return True if ranks with virtual stages wait for the messages of warm-up and cool-down before their next pass.
 
-    Megatron overlaps the messages of warm-up and cool-down only with `overlap_p2p_comm_warmup_flush`. On 2 x 2 hosts,
-    groups of 4 micro-batches have a longer warm-up and cool-down than groups of 2. Their step was 8 % longer, but
-    without this wait it should have been 1 % shorter. NCCL has not been measured.
+    Megatron overlaps the messages of warm-up and cool-down only with `overlap_p2p_comm_warmup_flush`. The step of 4 CPU
+    hosts was 8 % longer with groups of 4 micro-batches, whose warm-up and cool-down are longer, than with groups of 2.
+    Without the wait the step should have been 1 % shorter. NCCL has not been measured.
     """
     options = performance_options(job)
     return device_kind == "cpu" and vpp > 1 and options.overlap_p2p_comm and not options.overlap_p2p_comm_warmup_flush
@@ -316,8 +317,9 @@ def aligns_gathers(job: Job, vpp: int) -> bool:
 def loss_report_bytes(device_kind: str) -> int:
     """Return the bytes of the loss that the last stage's replicas all-reduce once a step: its sum and its token count.
 
-    Over gloo this all-reduce makes all replicas wait: 5 to 7 ms of a step of 57 ms with four ranks on two cores. Over
-    NCCL the all-reduce takes some tens of microseconds. The formula for rings would predict more, so it counts as 0.
+    Over gloo all replicas wait for this all-reduce: 5 to 7 ms of a step of 57 ms with four ranks on two cores. Over
+    NCCL the all-reduce takes some tens of microseconds, for which the formula for rings predicts too much, so 0 bytes
+    are counted.
     """
     return 2 * FP32_BYTES if device_kind == "cpu" else 0
 
@@ -337,7 +339,7 @@ class CollectiveDimension(NamedTuple):
 def collective_dimensions(job: Job, layout: Layout) -> Iterator[CollectiveDimension]:
     """Yield parallel dimensions of at least 2 ranks.
 
-    Dimensions used once a step come first, because their tensors are largest and least hidden by compute.
+    Dimensions used once a step come first, because they have the largest tensors, which compute hides least.
     """
     groups = Groups.of(layout, instances=parameters.shard_copies(job))
     reduced: tuple[CollectiveKind, ...] = ("all_reduce",)

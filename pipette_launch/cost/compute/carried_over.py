@@ -1,7 +1,7 @@
 """Compute times for shapes (tp, cp, micro-batch size) and flags that the warm-up did not time.
 
-A measured time is multiplied by the device model's ratio between two shapes, or between two sets of flags
-(`device_model`). Another source is an earlier warm-up of the same machines and model.
+A measured time is multiplied by the ratio of two times of the device model (`device_model`), for two shapes or for two
+sets of flags. Other times come from an earlier warm-up of the same machines and model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, 
 from pipette_launch.megatron.performance import performance_options
 
 CHANGED = 0.25
-"""Earlier times are not used if the speed of cases measured both times changed by more than this share."""
+"""Largest relative change of speed since an earlier warm-up with which the earlier times are still used."""
 _LOCAL = Link(latency_s=1e-6, bytes_per_s=1e10)
 GENERIC = DeviceSpec(
     name="any",
@@ -63,9 +63,9 @@ def as_timed(job: Job) -> Job:
 def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurements:
     """Add times of the cases that the warm-up did not reach, marked as modelled.
 
-    An added time is the nearest measured case's time, multiplied by the device model's ratio between both shapes.
-    Measurements without a complete case are returned unchanged. A case gets no time if it may run out of memory,
-    because a similar case was refused.
+    An added time is the nearest measured case's time, multiplied by the ratio of the device model's times for the two
+    shapes. Without a measured layer nothing is added. A case that may run out of memory, like a similar case that was
+    refused, gets no time.
     """
     known = _middle_times(measurements)
     ran = {time.case.cp for time in measurements.compute}
@@ -125,7 +125,7 @@ def _modelled(job: Job, spec: DeviceSpec, layouts: Sequence[Layout]) -> dict[tup
 
 
 def times_ratio(time: ComputeTime, there: ComputeTime, here: ComputeTime) -> ComputeTime:
-    """Return `time` with each pass multiplied by the ratio of this pass in `there` to this pass in `here`."""
+    """Return `time` with each pass multiplied by the pass's seconds in `there`, divided by its seconds in `here`."""
 
     def scaled(samples: Samples, name: str) -> Samples:
         before_s, after_s = getattr(here, name).median_s, getattr(there, name).median_s
@@ -148,10 +148,9 @@ class Repriced(NamedTuple):
 
     compute: tuple[ComputeTime, ...]
     factors: Factors
-    """Time of the layers with all flags, divided by their measured time, for each case; empty if the times were not
-    changed."""
+    """For each case: time of the layers with all flags, divided by the measured time; empty if no time was changed."""
     flags: str = ""
-    """Flags that the timed layers did not have; empty if no flag changes their time."""
+    """Flags that the timed layers did not have; empty if no flag changes the time of layers."""
     origin: str = ""
     """Name of the device model, or the reason why the times were not changed."""
 
@@ -159,10 +158,10 @@ class Repriced(NamedTuple):
 def repriced(job: Job, measurements: Measurements) -> Repriced:
     """Multiply measured times by the device model's ratio for the flags that the timed layers did not have.
 
-    seconds = measured seconds * model(with all flags) / model(as timed), for each pass of each part in each case. Both
-    modelled times are for the same layer, shape and device, so most errors of the device model cancel. The factor
+    seconds = measured seconds * model(with all flags) / model(as timed), for each pass of each part in each case. The
+    two modelled times are for the same layer, shape and device, so most errors of the device model cancel. The ratio
     covers FP8 or FP4 with casts, CUDA graphs of parts or of the whole iteration, and attention windows in the mean of
-    all layers. Times that a data sheet predicts include all flags already, so they are returned unchanged.
+    all layers. Times of imagined machines include all flags already, and are returned unchanged.
     """
     plain = as_timed(job)
     same_options = performance_options(job) == performance_options(plain)
@@ -202,8 +201,8 @@ def _layers_s(times: Sequence[ComputeTime]) -> dict[ComputeCase, float]:
 def with_cached_times(measurements: Measurements, earlier: Measurements | None) -> Measurements:
     """Add the earlier warm-up's times of unmeasured cases, marked as cached and scaled to today's speed.
 
-    Today's speed is the median ratio of layers in cases that were measured both times. Without a case that was measured
-    both times, or if the speed changed by more than CHANGED, no time is added.
+    The scale is the median ratio of today's to earlier times of layers, over cases that both warm-ups measured. Without
+    such a case, or if the ratio differs from 1 by more than CHANGED, no time is added.
     """
     if earlier is None or not measurements.model_digest or earlier.model_digest != measurements.model_digest:
         return measurements

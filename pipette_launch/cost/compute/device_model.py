@@ -7,9 +7,9 @@ seconds of a pass = max(host, device), with
              + bytes / (bandwidth * memory_share) + bytes of the scan / (bandwidth * scan_share)
 
 Peak and share depend on the number format of a product. With FP8 or FP4, Transformer Engine's linears inside
-transformer layers run in this format. A linear casts its input once in the forward and its output's gradient once in
-the backward. Each cast makes a copy by rows and a copy by columns. All other work stays in 16 bits: attention's
-products, embedding, output layer, router, norms, activations, dispatch, and the reduction of gradients (megatron-core,
+transformer layers run in FP8 or FP4. A linear casts its input once in the forward and its output's gradient once in the
+backward. Each cast makes a copy by rows and a copy by columns. All other work stays in 16 bits: attention's products,
+embedding, output layer, router, norms, activations, dispatch, and the reduction of gradients (megatron-core,
 fp8_utils.py).
 """
 
@@ -42,11 +42,12 @@ from pipette_launch.text import rate_text
 
 CAST_BYTES = {"delayed": 4.0, "tensorwise": 6.0, "blockwise": 4.1, "mxfp8": 4.1, "fp4": 5.1, "custom": 4.1}
 """Bytes read and written to cast one 16-bit element, by recipe (TransformerEngine v2.18, pytorch/csrc/quantizer.cpp):
-one read and two narrow copies with their scales. If the scale belongs to the whole tensor and is not delayed, another
-read finds the largest value. Casts inside a norm's own kernel are also counted, although they need no extra read."""
+one read and two narrow copies with their scales. A scale that belongs to the whole tensor and is not delayed needs a
+second read, which finds the largest value. A cast inside a norm's own kernel counts like any cast, although the cast
+needs no extra read."""
 _ONE_COPY_BYTES = 1.0
-"""Bytes an element that recipes with one scale a tensor save on Blackwell, where one narrow copy serves both
-products."""
+"""Bytes an element that recipes with one scale a tensor save on Blackwell, because forward and backward read one narrow
+copy."""
 _ONE_SCALE = ("delayed", "tensorwise")
 _BLACKWELL = 10
 _GRADIENT_PASSES = 4
@@ -111,7 +112,7 @@ def device_s(device: DeviceSpec, precision: Precision, load: Load) -> float:
 
 
 def matmul_efficiency(device: DeviceSpec, dtype: str, product: Product) -> float:
-    """Return the share of the peak that a product reaches: above 0, at most the device's share for the format."""
+    """Return the share of the peak FLOP/s that a product reaches, at most the device's share for the format."""
     efficiency = device.efficiency
     ends = 1 / product.m + 1 / product.n + 1 / product.k
     return efficiency.share_of(dtype) / (1 + efficiency.half_size * ends)
@@ -321,9 +322,9 @@ def _collective_times(
 ) -> Iterator[CollectiveTime]:
     """Yield modelled times of rings; between hosts each member adds its own share of the host's network cards.
 
-    For each group size the number of hosts doubles from the least possible number up to one member a host. An
-    all-to-all is not a ring: each member sends pieces for other hosts through its own share of the network cards only.
-    Pieces for its own host use the links inside the host.
+    For each group size the number of hosts doubles from the least possible number up to one member a host. In an
+    all-to-all each member sends pieces to other hosts through its own share of the network cards, and pieces to its own
+    host through the links inside the host.
     """
     latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
     byte_s_HH = cluster.between_hosts.seconds_per_byte

@@ -56,9 +56,9 @@ class Passes:
 class ComputeTable:
     """Measured compute times of a job, and times of unmeasured cases derived from them.
 
-    The time of an unmeasured case is proportional to its tokens (micro-batch over cp). The source of this time is the
-    measured case with the same tp and the nearest number of tokens. Times are not carried over to another tp, because
-    kernels of other widths were not measured.
+    The time of an unmeasured case is proportional to its tokens (micro-batch over cp). The factor multiplies the time
+    of the source: the measured case with the same tp and the nearest number of tokens. Times are not carried over to
+    another tp, because kernels of other widths were not measured.
     """
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
@@ -128,7 +128,7 @@ class ComputeTable:
         return self._sources[case]
 
     def note(self, case: ComputeCase) -> str | None:
-        """Return a sentence about the source of a case's time; None if it was measured or has no source."""
+        """Return a sentence about the source of a case's time; None if the time was measured or has no source."""
         source = self.source(case)
         if source is None:
             return None
@@ -141,7 +141,7 @@ class ComputeTable:
         )
 
     def flags_note(self, case: ComputeCase) -> str | None:
-        """Return a sentence about flags that the timed layers lacked, and their factor; None without such flags."""
+        """Return a sentence about flags that the timed layers lacked, with their factor; None without such flags."""
         _, factors, flags, origin = self._repriced
         source = self.source(case)
         if not flags or source is None:
@@ -153,9 +153,7 @@ class ComputeTable:
     def chunk_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return the passes of one micro-batch on each chunk in model order, with recompute, without communication.
 
-        Raises:
-            PlanError: no case of this tp was measured.
-
+        Raises PlanError if no case with the layout's tp was measured.
         """
         model = self._job.model
         part = self._passes_of(layout)
@@ -185,12 +183,10 @@ class ComputeTable:
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return the units that `chunk_passes` adds up; 0 s for kinds that the model does not have.
 
-        The units of each possible kind of layer are a layer without full recompute (but with selective recompute) and a
+        Each possible kind of layer has two units: a layer without full recompute (but with selective recompute), and a
         layer with full recompute. After the layers come embedding, heads, and the depths of multi-token prediction.
 
-        Raises:
-            PlanError: no case of this tp was measured.
-
+        Raises PlanError if no case with the layout's tp was measured.
         """
         part = self._passes_of(layout)
         layers = (
@@ -281,8 +277,8 @@ class ComputeTable:
         model, layer, source = self._job.model, part[kind], self.source(case_of(layout))
         share = recompute_share(model, layout, index_in_chunk, kind)
         if layout.recompute.granularity == "full" and source:
-            # The ratio is 1 if the warm-up timed no recompute. If the warm-up timed recompute in other cases only, the
-            # median of these cases is used, because the ratio hardly differs between cases.
+            # The ratio is 1 if the warm-up timed no recompute. If the warm-up timed recompute only in other cases,
+            # their median is used, because the ratio hardly differs between cases.
             share *= self._again.get((source, kind), self._usual_again[kind])
         if _CORE in part and "core_attn" in recompute_modules(layout):
             core_share = attention_core_share(model, kind)

@@ -121,13 +121,13 @@ class Attention(Block):
 
         A whole layer of Llama with fused attention keeps s*b*h*(12 + 4k/a + 6f/h)/t bytes with sequence parallelism.
         Without sequence parallelism the factor of s*b*h is 8 + (4 + 4k/a + 6f/h)/t. For a GPT with dropout the factors
-        are 34/t and 10 + 24/t (Korthikanti et al. 2022, section 4). Executing megatron-core confirmed these factors.
+        are 34/t and 10 + 24/t (Korthikanti et al. 2022, section 4).
         """
         latent, latents = self.model.latent_attention, 0
         if latent:
             fused = self.uses_te and performance_options(job).apply_rope_fusion
             each = self.latent_bytes(latent, fused_rope=fused)
-            # The ring's own buffer keeps the last keys and values, and recompute of projections does not free it.
+            # Ring attention keeps the last keys and values in a buffer that recompute of projections does not free.
             pair = self.pair_bytes if ring_steps(job, self.layout) else 0
             kept, latents = each.compressed + each.context + pair, each.projected - pair
         else:
@@ -154,7 +154,7 @@ class Attention(Block):
         if not is_local(model) and model.attention_backend == "flash" and self.layout.micro_batch_size > 1:
             # Flash attention needs the batch dimension first. With more than one sample, FlashAttention.forward copies
             # its output for the projection, so the output is kept twice (TE backends.py, v1.7 to v1.11 and from v2.3
-            # on). NVIDIA's golden values on A100 show the copy.
+            # on).
             kept += element * self.heads * channels
         if model.qk_layernorm:
             # Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481).
@@ -168,7 +168,7 @@ class Attention(Block):
     def latent_bytes(self, latent: LatentAttention, *, fused_rope: bool) -> LatentBytes:
         """Count the bytes that multi-latent attention keeps (MLA:580-850).
 
-        The outputs of the up-projections are not kept, because query, key and value are assembled from them. An unfused
+        The outputs of the up-projections are not kept: query, key and value are assembled from copies. An unfused
         rotary embedding keeps the sines and cosines of queries and keys. Sequence parallelism splits latents.
         """
         model, ranks = self.model, latent.kv_lora_rank + (latent.q_lora_rank or 0)
@@ -213,7 +213,7 @@ class Attention(Block):
 
         Query, key and value are views of the output of one matrix, and recompute keeps views. If a rotary embedding
         makes a new query and key, the value's view keeps the whole output. Otherwise query groups make a copy of the
-        query. Norms of query and key keep the output anyway. Abstract execution of megatron-core gave the same bytes.
+        query. Norms of query and key keep the output anyway.
         """
         model = self.model
         if model.latent_attention or model.qk_layernorm:
@@ -224,10 +224,7 @@ class Attention(Block):
         return vector * self.heads if self.heads > self.groups else 0
 
     def scores_buffer_bytes(self) -> int:
-        """Count the scores of local attention, 2as/(h*t), in one buffer for all layers (dot_product_attention.py).
-
-        NVIDIA's golden values of the local implementation fit 5as/(h*t) a layer and one buffer, not 7as/(h*t) a layer.
-        """
+        """Count the scores of local attention, 2as/(h*t), in one buffer for all layers (dot_product_attention.py)."""
         model = self.model
         return model.dtype_bytes * self.heads * self.tokens * model.seq_length if is_local(model) else 0
 

@@ -1,7 +1,8 @@
-"""A block of a layer: sizes of its tensors, parameters, kept activations, work for the device, and exchanges.
+"""A block is attention, a Mamba mixer, an MLP or experts; this module has the base class of all blocks, and their data
+types.
 
-A layer kind is an entry of `kinds.KINDS`: one or two blocks, each behind a norm and beside a residual connection. Every
-size is for one micro-batch on one rank.
+A layer has one or two blocks, each behind a norm and beside a residual connection. Every size is for one micro-batch on
+one rank.
 """
 
 # S = stages (model chunks) in model order.
@@ -87,7 +88,8 @@ class Activations:
     """Input of an MLP or expert block."""
     mlp_norm: int = 0
     mlp: int = 0
-    """Output of the first matrix; experts also keep tensors of router and dispatch."""
+    """Output of the first matrix; for experts also the tensors of router and dispatch, and the input of the first
+    matrix."""
     mlp_activation: int = 0
     """Input of the second matrix."""
     shared_experts: int = 0
@@ -146,7 +148,7 @@ class Sizes:
         if model.hidden_dropout > 0:
             self.dropout_mask_bytes = self.residual_bytes // model.dtype_bytes * MASK_BYTES
         self.gates = 2 if model.gated_linear_unit else 1
-        """Number of tensors as wide as the MLP that its first matrix computes."""
+        """Number of results, each as wide as the MLP, that the first matrix of an MLP computes: 2 for gated units."""
         self.uses_te = model.transformer_impl == "transformer_engine"
 
     def stream_bytes(self, job: Job) -> int:
@@ -156,7 +158,8 @@ class Sizes:
 
 
 class Block(Sizes, ABC):
-    """A block of a layer, without its norm unless a method includes the norm; the methods' job has the same model."""
+    """A block of a layer, without its norm unless a method includes the norm. The argument `job` of a method has the
+    block's model."""
 
     graph_module = ""
     """Megatron's name of the block as a scope of CUDA graphs; empty if CUDA graphs have no scope for the block."""

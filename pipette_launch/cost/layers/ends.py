@@ -32,7 +32,7 @@ def attention_mask_bytes(job: Job, layout: Layout) -> int:
     """Count the mask b * s/c * s of one byte that the first and the last pipeline rank load for a forward pass.
 
     Megatron's data loader makes the mask unless a flag forbids it, although causal attention does not use it (datasets/
-    gpt_dataset.py, _get_ltor_masks_and_position_ids). NVIDIA's golden values confirm the size.
+    gpt_dataset.py, _get_ltor_masks_and_position_ids).
     """
     options = performance_options(job)
     makes = options.create_attention_mask_in_dataloader and not options.dataloader_inter_document_masking
@@ -67,10 +67,9 @@ def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
 
     Megatron's loss keeps an fp32 copy of 2-byte logits, and changes this copy in place to the softmax and then to the
     gradient. The copy exists beside the logits in the forward, and beside the logits' gradient in the backward. fp32
-    logits are changed in place (measured; MC tensor_parallel/cross_entropy.py:24-33). With native fusion, the compiled
-    backward writes the gradient to another fp32 tensor (MC fusions/fused_cross_entropy.py, calculate_gradients; golden
-    H100 rows hold T*V/t*4 = 393 MiB more). TE's fused loss changes the logits in place (TE
-    common/triton/cross_entropy.py).
+    logits have no copy (measured; MC tensor_parallel/cross_entropy.py:24-33). With native fusion, the compiled backward
+    writes the gradient to another fp32 tensor (MC fusions/fused_cross_entropy.py, calculate_gradients). TE's fused loss
+    changes the logits in place (TE common/triton/cross_entropy.py).
     """
     options = performance_options(job)
     if job.model.dtype_bytes == FP32_BYTES:

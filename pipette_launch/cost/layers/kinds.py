@@ -1,8 +1,4 @@
-"""The kinds of layers: the blocks of each kind, and the sums over its blocks.
-
-A new kind of layer needs a name in `facts/model.py` and an entry in `KINDS`. A new block needs a class like
-`mamba.Mamba` and an entry in `BLOCKS`.
-"""
+"""The kinds of layers: the blocks of each kind, and the sums over its blocks."""
 
 from __future__ import annotations
 

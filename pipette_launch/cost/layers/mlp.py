@@ -2,7 +2,7 @@
 
 Every tensor that autograd saves is counted as megatron-core 0.13 to 0.19 saves it (MO = megatron/core/transformer/moe,
 line numbers of core_v0.16.1). Balanced routing means that all experts get the same number of tokens. Real routing is
-less even. These formulas do not include the difference; corrections from measured jobs do.
+less even. The formulas do not include the difference, but corrections from measured jobs do.
 """
 
 # T = tokens of a rank, n = tokens before dispatch, M = rows that a rank's experts work on, E = experts, k = top-k,
@@ -80,7 +80,8 @@ class _FeedForward(Block):
         )
 
     def unfused_copies(self, job: Job) -> int:
-        """Return the number of tensors, as wide as the second matrix's input, that an unfused gated unit also keeps.
+        """Return the number of tensors, each as wide as the second matrix's input, that an unfused gated unit keeps in
+        addition.
 
         These are the activated half of the input and, from core_v0.15 on, the sum of the other half with an offset
         (transformer/mlp.py, `glu`).
@@ -110,7 +111,7 @@ class Mlp(_FeedForward):
         """Count the activations of the norm, the output of the first matrix, and the input of the second matrix.
 
         Both matrices keep 6f/h for fused SwiGLU, 4f/h for GELU, and 8f/h or 10f/h for unfused SwiGLU, in units of s*b*h
-        bytes. The contract test of saved bytes confirms these factors.
+        bytes.
         """
         copies = 0 if performance_options(job).bias_swiglu_fusion else self.unfused_copies(job)
         return Activations(
@@ -308,9 +309,9 @@ class Experts(_FeedForward):
     def _shared_bytes(self, job: Job) -> int:
         """Count the shared expert: a dense MLP on the rank's tokens, split over tp (MO/shared_experts.py).
 
-        The shared expert's input is the norm's output, which the layer keeps anyway. If the shared expert overlaps with
-        the dispatcher, it gathers its input itself and keeps the gathered input (:150-156). A gate keeps the output
-        that it multiplies.
+        The shared expert's input is the norm's output, which the layer keeps anyway. A shared expert that overlaps with
+        the dispatcher gathers its own input and keeps the gathered input (:150-156). A gate keeps the output of the
+        shared expert.
         """
         options, layout, dtype = performance_options(job), self.layout, self.model.dtype_bytes
         if not self.shared_width:
@@ -415,8 +416,8 @@ def _probability_bytes(job: Job) -> int:
 def _touches(job: Job) -> float:
     """Return how often the dispatcher reads or writes each copy of a token in a pass, without the exchange.
 
-    `alltoall` permutes tokens before the exchange and sorts them by expert afterwards, and does both again on the way
-    back. Backends of `flex` permute tokens once each way. If a CUDA graph captures the whole step, experts read the
+    `alltoall` permutes tokens before the exchange and sorts tokens by expert afterwards, and repeats both steps on the
+    way back. Backends of `flex` permute tokens once each way. If a CUDA graph captures the whole step, experts read the
     permuted tokens directly.
     """
     if _dispatcher(job) != "flex":
@@ -427,8 +428,8 @@ def _touches(job: Job) -> float:
 def copies_of_a_token(topk: int, ep: int, domain: int) -> float:
     """Return the mean number of ranks, or of domains if there are several, that have some of a token's experts.
 
-    Inside a domain of fast links, dispatchers reach only IN_DOMAIN_SHARE of the bandwidth. The result therefore counts
-    more copies there.
+    Inside a domain of fast links, dispatchers reach only IN_DOMAIN_SHARE of the bandwidth, so the number is divided by
+    this share.
     """
     places = ep if ep <= domain else -(-ep // domain)
     hit = places * (1 - (1 - 1 / places) ** topk)

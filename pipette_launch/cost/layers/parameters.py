@@ -1,7 +1,7 @@
 """Number of parameters on one rank, their sharding, and the bytes of weights, gradients and optimizer states.
 
-With bf16 weights, fp32 gradients, Adam and the distributed optimizer, a rank holds 6 + 12/(d*c) bytes a parameter
-(Rajbhandari et al. 2020, ZeRO, section 5.1). MC = megatron/core of core_v0.16.1; FSDP = MC
+With bf16 weights, fp32 gradients, Adam and the distributed optimizer, a rank holds 6 + 12/(d*c) bytes a parameter, d =
+dp and c = cp (Rajbhandari et al. 2020, ZeRO, section 5.1). MC = megatron/core of core_v0.16.1; FSDP = MC
 distributed/fsdp/src/megatron_fsdp.
 """
 
@@ -52,7 +52,8 @@ def experts_lie_in_stages(layout: Layout) -> bool: ...
 @overload
 def experts_lie_in_stages(layout: LayoutColumns) -> NDArray[np.bool_]: ...
 def experts_lie_in_stages(layout: Layout | LayoutColumns) -> bool | NDArray[np.bool_]:
-    """Return True if each expert group is inside one pipeline stage; the rank order tp-pp-dp does not ensure it."""
+    """Return True if each expert group is inside one pipeline stage. With the rank order tp-pp-dp a group may span
+    several stages."""
     return (layout.use_tp_pp_dp_mapping == 0) | (layout.ep * layout.etp == layout.tp * layout.cp)
 
 
@@ -230,7 +231,7 @@ def layer_weight_bytes(job: Job) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """Bytes that a rank of a sharded job holds whole, beside its shards."""
+    """Bytes of gathered weights and of unreduced gradients that a rank of an FSDP job holds beside its shards."""
 
     weights: int = 0
     """Bytes of the weights of running layers, of layers gathered ahead, and of embedding and head."""
@@ -249,7 +250,7 @@ class Whole:
 
 
 def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
-    """Count the bytes that a rank of a sharded job holds whole; `gradient` = bytes of each gradient.
+    """Count the bytes beside shards that FSDP needs at its peak; `gradient` = bytes of each gradient.
 
     Megatron-FSDP gathers layers ahead up to half of `--suggested-communication-unit-size`. Reduced gradients are freed
     only before the next bucket's reduction, and only if more parameters than this size wait. `--fsdp-double-buffer`
@@ -431,7 +432,7 @@ def step_bytes_per_parameter(job: Job) -> int:
     The gradient is read for the norm and for the step, each state is read and written, the weight is written: 8 + 24 +
     2 for Adam on 16-bit weights. An fp32 weight, or a bf16 weight that is half of its fp32 copy, is also read. A state
     in a chosen type is copied to fp32 and back (see `optimizer_bytes`). Only the precision-aware optimizer reads 16-bit
-    gradients directly. Other optimizers read an fp32 copy of the gradients; the time for making this copy is not
+    gradients directly. Other optimizers read an fp32 copy of the gradients. The time for making the copy is not
     counted.
     """
     is_aware = performance_options(job).use_precision_aware_optimizer

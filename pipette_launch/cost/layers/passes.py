@@ -59,7 +59,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassLoads:
-    """Work of the three passes of a layer or of a part of the model."""
+    """Work of forward, input gradient and weight gradient of a layer or of another part of the model."""
 
     forward: Load = Load()
     input_grad: Load = Load()
@@ -87,14 +87,8 @@ def matrix(
 ) -> PassLoads:
     """Return the work of y = xW in the forward, and of dx = dy W' and dW = x' dy with accumulation in the backward.
 
-    Args:
-        rows: rows of x, the tokens.
-        outputs: columns of W.
-        inputs: rows of W.
-        count: number of matrices of this shape, each with `rows` tokens.
-        is_linear: True for a linear of Transformer Engine, which can run in FP8 or FP4.
-        rate: speed relative to one large product.
-
+    x has `rows` tokens and `inputs` columns, and y has `outputs` columns. There are `count` matrices, each with its own
+    tokens. `Product` explains `is_linear` and `rate`.
     """
     shapes = ((rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows))
     forward, input_grad, weight_grad = (

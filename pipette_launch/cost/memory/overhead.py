@@ -1,8 +1,8 @@
 """Bytes that a rank's device holds beside the model's own tensors; each figure is measured or a stated default.
 
-All of pipette-launch uses this rule: a layout fits if `reserve * (model's peak + workspace) + context + communicators`
-stays below the device's memory minus a margin. The rule does not include uneven routing of tokens to experts, or
-fragmentation beyond the allocator's reserve.
+Every part of pipette-launch uses one rule: a layout fits if `reserve * (model's peak + workspace) + context +
+communicators` stays below the device's memory minus a margin. Uneven routing of tokens to experts and fragmentation
+beyond the allocator's reserve are left out.
 """
 
 from __future__ import annotations
@@ -38,18 +38,16 @@ DENSE_RESERVE = 1.03
 MOE_RESERVE = 1.15
 RESERVE_SOURCE = "default: max reserved over max allocated in public Megatron logs, dense 1.004-1.06, MoE 1.1-1.2"
 EXPANDABLE_SHARE = 0.54
-"""Reserved minus allocated bytes with expandable segments, divided by this difference without expandable segments. It
-is the median of 6 groups of ranks in STAlloc's artifact, between 0.08 and 0.89 (github.com/infinigence/STAlloc,
-example/analyze). The artifact ran Megatron-LM's GPT-2, Llama2-7B and Qwen1.5-MoE with recompute and CPU offload. A 7B
-model of cosmos-rl also has 0.54 (pull request 388 of cosmos-rl).
-"""
+"""Reserved minus allocated bytes with expandable segments, divided by reserved minus allocated bytes without them. The
+median of 6 groups of ranks in STAlloc's artifact, whose ratios are 0.08 to 0.89 (github.com/infinigence/STAlloc,
+example/analyze). A 7B model of cosmos-rl also has 0.54 (pull request 388 of cosmos-rl)."""
 EXPANDABLE_SOURCE = (
     f"default with expandable segments: {EXPANDABLE_SHARE:.0%} of the usual reserve, as max reserved over max "
     f"allocated of Megatron-LM in STAlloc's artifact (arXiv 2507.16274)"
 )
 MOST_RESERVE = 1.2
-"""Largest ratio of reserved to allocated bytes that counts as needed. Above this ratio, torch's allocator holds cached
-memory, which it frees before it runs out of memory."""
+"""Largest ratio of reserved to allocated bytes that counts as needed. More reserved memory is a cache, which torch's
+allocator frees before it runs out of memory."""
 CONTEXT_BYTES = 500_000_000
 CONTEXT_SOURCE = "default: a CUDA context takes 300 to 500 MB"
 COMMUNICATOR_BYTES = 500_000_000
@@ -62,7 +60,7 @@ UNKNOWN_CAPABILITY = 9
 NATIVE = "native"
 """torch's own allocator, the default of the option `backend`."""
 UNCOUNTED_OPTIONS = ("backend", "max_split_size_mb", "per_process_memory_fraction", "roundup_power2_divisions")
-"""Options of the allocator that change how much it reserves."""
+"""Options of torch's allocator that change the reserve in an unknown way."""
 MEASURED = "measured by the warm-up"
 
 
@@ -74,9 +72,7 @@ def workspace_bytes(job: Job, *, capability: int) -> int:
     and autograd's own thread runs backwards (ATen, CublasHandlePool.cpp). As in PyTorch, a value of
     CUBLAS_WORKSPACE_CONFIG without any `:SIZE:COUNT` is ignored. TransformerEngine adds one workspace
     (`get_cublas_workspace_size_bytes`), and four workspaces for grouped GEMMs, one for each stream
-    (`get_multi_stream_cublas_workspace`). Megatron's golden values confirm PyTorch's and TransformerEngine's sizes to
-    0.1 MiB at pp 1: 4 + 64 MiB in sum on A100 and 32 + 64 MiB on H100. The test with `--tp-comm-overlap` holds 64 MiB
-    more.
+    (`get_multi_stream_cublas_workspace`).
 
     Args:
         job: decides the libraries and their environment.
@@ -95,7 +91,7 @@ def workspace_bytes(job: Job, *, capability: int) -> int:
 
 
 class Figure(NamedTuple):
-    """One number, and a text that names its origin."""
+    """A number of bytes or a ratio, and a text that names its origin."""
 
     value: float
     source: str
@@ -285,8 +281,8 @@ def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
 
     torch opens a communicator for each group at the group's first collective or batch of messages. A plain isend or
     irecv opens a communicator of the two ranks instead (ProcessGroupNCCL.cpp, pointToPoint). Groups of one rank have no
-    communicator. Groups for sharded weights, checkpoints and MoE's auxiliary losses are left out. The groups are those
-    of parallel_state.py; each line below names the file that uses its group.
+    communicator. Groups for sharded weights, checkpoints and MoE's auxiliary losses are left out. parallel_state.py
+    makes the groups; each comment below names the file that uses the group.
     """
     options, model = performance_options(job), job.model
     world = several(layout.tp * layout.cp * layout.pp * layout.dp)
@@ -330,7 +326,7 @@ def several(size: int | Ints) -> int | Ints:
 
 
 class MeasuredStages:
-    """Measured memory of a job's stages; empty if the warm-up measured another job or ran an earlier release.
+    """Measured memory of a job's stages; empty if the warm-up measured another job.
 
     On CPU the peak is the bytes of the counted tensors, as in predictions. The process's resident set would include the
     interpreter and gaps in the heap, which predictions do not include.

@@ -1,11 +1,11 @@
 """Peak bytes on each pipeline rank, for one layout or for many at once, as an analytic sum.
 
-The peak is the larger need of forward and backward, and of the optimizer step. Not included: bytes outside the model's
-tensors (context, communicators, workspaces, fragmentation; see `overhead`), and the alignment of each parameter within
-its bucket.
+The peak is the larger need of forward and backward, and of the optimizer step. Left out are bytes outside the model's
+tensors (context, communicators, workspaces and fragmentation are in `overhead`), and the alignment of each parameter
+within its bucket.
 
-The sizes of a layer's tensors are computed once for all layouts with equal values in the fields that decide these
-sizes. numpy then copies the sizes to the stages of all layouts. A single layout is a column of length 1.
+The sizes of a layer's tensors are computed once for all layouts with equal degrees, micro-batch and recompute. numpy
+then copies the sizes to the stages of all layouts. A single layout is a column of length 1.
 """
 
 # N = layouts, S = stages (pipeline ranks) of all layouts, layout by layout, C = chunks of all layouts. R = stages of
@@ -53,9 +53,9 @@ _RESET = "--reset-attention-mask"
 _SFT_ASSERTS = (0, 16)
 """First release whose data set for --sft asserts that no mask is requested (sft_dataset.py, __getitem__)."""
 _HOST_BYTES = 8
-"""Host bytes for each entry of a mask: ones and their lower triangle, both in fp32 (gpt_dataset.py)."""
+"""Host bytes for each entry of a mask: a matrix of ones, and its lower triangle, both in fp32 (gpt_dataset.py)."""
 
-# Figures that a search needs again for most of its batches of layouts.
+# The caches hold figures that a search needs again for most of its batches of layouts.
 _LAYERS: Memo[Memo[dict[str, int]]] = Memo()
 _COUNTS: Memo[Memo[Ints]] = Memo()
 
@@ -80,8 +80,8 @@ class PeakParts(Generic[Bytes]):
     recompute: Bytes
     """Activations of one recomputed layer while its backward runs."""
     backward: Bytes
-    """Largest extra bytes that a layer's backward needs for a while. With offloading a forward between backwards may
-    need more."""
+    """Largest extra bytes that a layer's backward needs for a while. With offloading the number may belong to a forward
+    between two backwards."""
     mask: Bytes
     """The data loader's attention mask, while a forward pass runs."""
     loading: Bytes
@@ -131,8 +131,8 @@ class MemoryParts(PeakParts[int]):
     def by_kind(self) -> dict[str, int]:
         """Split the peak into the kinds that users see; the values add up to `total`.
 
-        The peak occurs in the loss with its logits, in the backward of a layer, while a mask is loaded, or in the
-        optimizer step, whose temporaries count as buffers.
+        The peak is in the loss, in the backward of a layer, while a mask is loaded, or in the optimizer step.
+        Temporaries of the optimizer step count as buffers.
         """
         by_kind = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         at_loss, at_backward, at_loading = self._instants
@@ -174,17 +174,13 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
 
 
 def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
-    """Predict every pipeline rank's peak for many layouts.
-
-    Raises:
-        LayoutError: a row divides the layers or the batch unevenly; the message names the row's numbers.
-
-    """
+    """Predict every pipeline rank's peak for many layouts; raises LayoutError like `peak_memory_bytes`."""
     if not len(layouts):
         nothing = np.zeros(0, dtype=np.int64)
         return MemoryColumns(starts_N=nothing, parts_S=PeakParts(**dict.fromkeys(_PARTS, nothing)))
     stages, layer = _Stages(job, layouts), _by_layer(job, layouts)
-    # Without virtual stages the last stage runs each backward directly after its forward.
+    # Without virtual stages the last stage runs each micro-batch's backward directly after its forward, so no other
+    # forward runs between two backwards.
     waiting = np.maximum(layer["backward"], layer["forward"])
     deferred = layer["deferred"] * ends.deferred_microbatches(job, stages.microbatches_N)
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
@@ -206,8 +202,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         head=stages.spread(0, last=layer["head"]),
         deferred=stages.spread(0, last=np.where(has_pipeline, deferred, 0)),
         # Three tensors: the received tensor, the sent tensor, and the tensor sent before. torch holds a sent tensor
-        # until NCCL's watchdog has seen the end of the send. NVIDIA's golden values with a pipeline have one or two
-        # sent tensors, of 4 and of 64 MiB.
+        # until NCCL's watchdog has seen the end of the send.
         buffers=stages.spread(np.where(has_pipeline, 3 * layer["stream"], 0)),
         optimizer_step=optimizer_step,
         whole=stages.spread(_whole(layouts, layer)),
@@ -367,8 +362,8 @@ def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
 def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
     """Count the bytes of activations that recompute restores for a while, for one unit of layers at a time.
 
-    With method `block` the result is 0 unless every layer of a chunk runs again. If some layers are kept, their
-    backward runs first, so their activations are freed before the recompute.
+    With method `block` the result is 0 unless every layer of a chunk runs again. If a chunk keeps the activations of
+    some layers, the backward of these layers runs first and frees the activations before the recompute.
     """
     even = job.model.num_layers // (layouts.pp * layouts.vpp)
     sizes = np.array([[max(cut, default=0), min(filter(None, cut), default=0)] for cut in layouts.cuts])
@@ -516,10 +511,10 @@ def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> Ints:
 def _input_bytes(stages: _Stages, layer: dict[str, Ints], *, all_chunks_load: bool) -> Ints:
     """Count bytes of the model's inputs, for all live micro-batches of the chunks that load them.
 
-    The first rank keeps token ids and the embedding's dropout mask. Recompute keeps the attention mask, because it
-    keeps all arguments of its layers. The mask exists in the first chunk, in the last chunk, and in the chunk of
-    multi-token prediction. If `all_chunks_load`, as in releases before core_v0.15, the mask exists in all chunks of the
-    first and of the last rank.
+    The first rank keeps token ids and the embedding's dropout mask. Recompute keeps the attention mask, because the
+    mask is an argument of the recomputed layers. The mask exists in the first chunk, in the last chunk, and in the
+    chunk of multi-token prediction. If `all_chunks_load`, as in releases before core_v0.15, the mask exists in all
+    chunks of the first and of the last rank.
     """
     layouts, mask = stages.layouts, layer["kept_mask"]
     zero, last_chunk = np.zeros_like(layouts.pp), layouts.vpp - 1
@@ -564,15 +559,8 @@ def _loading(stages: _Stages, layer: dict[str, Ints], beyond: Ints, chunk_N: Int
 def folded_peaks(job: Job, layout: Layout, live_bytes: Sequence[int]) -> tuple[MemoryParts, ...]:
     """Predict each pipeline rank's peak in a V placement: two equal chunks a rank, both model ends on the first rank.
 
-    Args:
-        job: the training job.
-        layout: a layout with at least three pipeline ranks, so that under Megatron's placement some rank has no end of
-            the model.
-        live_bytes: activations of all live micro-batches on each rank.
-
-    Raises:
-        LayoutError: the layout divides the layers or the batch unevenly.
-
+    The layout has at least three pipeline ranks, so that under Megatron's placement some rank has no end of the model.
+    `live_bytes` are the activations of all live micro-batches on each rank.
     """
     first, middle, *_, last = peak_memory_bytes(job, layout)
     held = {

@@ -35,7 +35,7 @@ def test_a_look_up_is_what_the_whole_matrix_says(seed: int, hosts: int, devices:
     cluster = drawn_cluster(random.Random(seed), hosts=hosts, devices=devices)
     if alike:
         cluster = replace(cluster, within_host=cluster.within_host[:1] * hosts)
-    table = LinkTable.of(cluster)
+    table = LinkTable(cluster)
     sender, receiver = np.indices((cluster.num_slots, cluster.num_slots))
     links = table.links(sender, receiver)
 
@@ -83,7 +83,7 @@ def test_a_ring_over_two_islands_crosses_between_them() -> None:
 
 def test_a_large_cluster_keeps_few_links() -> None:
     """Hosts that are alike share one matrix: 40 hosts of 8 keep 40 * 40 + 8 * 8 links, not 320 * 320."""
-    assert 40 * 40 + 8 * 8 == len(LinkTable.of(tiny_cluster(40, 8)).latency_s_L)
+    assert 40 * 40 + 8 * 8 == len(LinkTable(tiny_cluster(40, 8)).latency_s_L)
 
 
 def test_the_best_links_by_hand() -> None:

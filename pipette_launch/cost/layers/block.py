@@ -1,5 +1,4 @@
-"""A block is attention, a Mamba mixer, an MLP or experts; this module has the base class of all blocks, and their data
-types.
+"""Base class and data types of the blocks of layers: attention, Mamba mixer, MLP, and experts.
 
 A layer has one or two blocks, each behind a norm and beside a residual connection. Every size is for one micro-batch on
 one rank.
@@ -158,8 +157,7 @@ class Sizes:
 
 
 class Block(Sizes, ABC):
-    """A block of a layer, without its norm unless a method includes the norm. The argument `job` of a method has the
-    block's model."""
+    """A block of a layer. Methods leave out the block's norm unless they name it; their job has the same model."""
 
     graph_module = ""
     """Megatron's name of the block as a scope of CUDA graphs; empty if CUDA graphs have no scope for the block."""

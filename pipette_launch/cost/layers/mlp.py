@@ -80,8 +80,7 @@ class _FeedForward(Block):
         )
 
     def unfused_copies(self, job: Job) -> int:
-        """Return the number of tensors, each as wide as the second matrix's input, that an unfused gated unit keeps in
-        addition.
+        """Return the number of tensors of the second matrix's width that only an unfused gated unit keeps.
 
         These are the activated half of the input and, from core_v0.15 on, the sum of the other half with an offset
         (transformer/mlp.py, `glu`).

@@ -52,8 +52,7 @@ def experts_lie_in_stages(layout: Layout) -> bool: ...
 @overload
 def experts_lie_in_stages(layout: LayoutColumns) -> NDArray[np.bool_]: ...
 def experts_lie_in_stages(layout: Layout | LayoutColumns) -> bool | NDArray[np.bool_]:
-    """Return True if each expert group is inside one pipeline stage. With the rank order tp-pp-dp a group may span
-    several stages."""
+    """Return True if each expert group is inside one pipeline stage, which rank order tp-pp-dp does not ensure."""
     return (layout.use_tp_pp_dp_mapping == 0) | (layout.ep * layout.etp == layout.tp * layout.cp)
 
 

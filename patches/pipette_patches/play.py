@@ -1,0 +1,215 @@
+"""Play one rank of a training program in this process, without other ranks, up to the program's first training step.
+
+The program runs unchanged under a fake process group, in which every collective returns at once. megatron-core's
+`get_forward_backward_func` is the door: each training step goes through the function that it returns. So a program may
+use Megatron's `pretrain()` or a training loop of its own. After the door, several plays can follow each other in one
+process, and only the first one pays for imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from pipette_launch.errors import PipetteError
+from pipette_patches.replacements import Replacements, in_module, wrapping
+from pipette_patches.run import Program, load
+
+
+class PlayError(PipetteError):
+    """The program did not reach its first training step."""
+
+
+class Stop(BaseException):  # noqa: N818
+    """Ends the program. `except Exception` in the program does not catch it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A training step that the program requests: a call of megatron-core's schedule function."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+    def run(self, **changes: Any) -> Any:
+        """Run forward and backward of the step, with some arguments changed, such as `num_microbatches`."""
+        return self.function(**{**self.arguments, **changes})
+
+    @property
+    def chunks(self) -> list[Any]:
+        """Model chunks of this rank, as the program wrapped them."""
+        model = self.arguments["model"]
+        return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
+@dataclass(kw_only=True)
+class Play:
+    """The rank that is played, and the parts of the program that have been seen so far."""
+
+    rank: int
+    world_size: int
+    on_step: Callable[[Play, Step], Any]
+    """Called in place of each training step. Runs the step and returns its result, or raises `Stop`."""
+    num_steps: int = 0
+    """Number of training steps that the program has requested."""
+    optimizers: list[Any] = field(default_factory=list)
+    """Megatron's optimizers that the program has made, and the configuration of each optimizer."""
+
+
+_playing: list[Play] = []
+"""The present play. The replacements below stay for the life of the process, because modules that the program imported
+keep references to them."""
+
+
+@wrapping
+def _fake_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _playing:
+        return original(*args, **kwargs)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return original("fake", store=FakeStore(), rank=_playing[0].rank, world_size=_playing[0].world_size)
+
+
+@wrapping
+def _own_groups(original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Make a fake group of this rank. A job has thousands of groups without this rank, which this rank never uses."""
+    if not _playing:
+        return original(ranks, *args, **kwargs)
+    if ranks is not None and _playing[0].rank not in ranks:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    return original(ranks)
+
+
+@wrapping
+def _door(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    function = original(*args, **kwargs)
+
+    @functools.wraps(function)
+    def step(**arguments: Any) -> Any:
+        if not _playing:
+            return function(**arguments)
+        play = _playing[0]
+        play.num_steps += 1
+        return play.on_step(play, Step(function=function, arguments=arguments))
+
+    return step
+
+
+@wrapping
+def _seen_optimizer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    optimizer = original(*args, **kwargs)
+    if _playing:
+        _playing[0].optimizers.append((args[0] if args else kwargs["config"], optimizer))
+    return optimizer
+
+
+@functools.cache
+def open_door() -> None:
+    """Put the replacements into torch and megatron-core."""
+    Replacements(
+        (
+            *in_module("torch.distributed", {"init_process_group": _fake_group, "new_group": _own_groups}),
+            *in_module("megatron.core.optimizer", {"get_megatron_optimizer": _seen_optimizer}),
+            *(
+                each
+                for module in ("megatron.core.pipeline_parallel", "megatron.core.pipeline_parallel.schedules")
+                for each in in_module(module, {"get_forward_backward_func": _door})
+            ),
+        )
+    ).apply()
+
+
+@contextlib.contextmanager
+def played(
+    program: Callable[[], object], *, rank: int, world_size: int, on_step: Callable[[Play, Step], Any]
+) -> Iterator[Play]:
+    """Run a program as one rank until `on_step` raises `Stop`; the block then finds its groups and tensors as they are.
+
+    At the end of the block all process groups and global variables of Megatron are gone, so that the next play starts
+    afresh.
+
+    Raises:
+        PlayError: the program ends before `on_step` stops it. Errors of the program are raised as they are.
+
+    """
+    open_door()
+    play = Play(rank=rank, world_size=world_size, on_step=on_step)
+    _playing.append(play)
+    try:
+        with _as_rank(rank, world_size):
+            try:
+                program()
+            except Stop:
+                pass
+            except SystemExit as error:
+                raise PlayError(f"the script exits with {error.code!r} before its first training step") from error
+            else:
+                raise PlayError("the script ends before its first training step")
+        yield play
+    finally:
+        play.optimizers.clear()
+        _forget()
+        _playing.clear()
+
+
+@contextlib.contextmanager
+def _as_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Give the program torchrun's variables, no standard input, and handlers of signals that end with the block."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        # A script must not wait for a network that the other ranks would not see.
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    argv, path, main, stdin = list(sys.argv), list(sys.path), sys.modules["__main__"], sys.stdin
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    os.environ.update(variables)
+    try:
+        with open(os.devnull) as nothing:
+            sys.stdin = nothing
+            yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        sys.argv[:], sys.path[:], sys.modules["__main__"], sys.stdin = argv, path, main, stdin
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run_script(program: Program) -> None:
+    """Run a script or module as `python` itself would, in this process."""
+    code, main = load(program)
+    sys.modules["__main__"] = main
+    exec(code, vars(main))  # noqa: S102
+
+
+def _forget() -> None:
+    """Remove process groups and Megatron's global variables."""
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_global_memory_buffer()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    trainer = sys.modules.get("megatron.training.global_vars")
+    if trainer is not None:
+        trainer.destroy_global_vars()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()

@@ -1,7 +1,7 @@
 """Megatron's configuration objects for a job, as Megatron's training script makes them from the flags.
 
-`layers_config` serves the timed layers of `workload`. The other functions serve one rank of a job. All functions follow
-Megatron-LM core_v0.16.1: training/arguments.py (core_transformer_config_from_args, validate_args) and
+These functions serve one rank of a job without its script: abstract execution, and scripts that cannot be played. They
+follow Megatron-LM core_v0.16.1: training/arguments.py (core_transformer_config_from_args, validate_args) and
 training/training.py (get_model, train).
 """
 
@@ -15,8 +15,7 @@ from typing import Any, Literal
 import torch
 
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts import ComputeCase, Job, Layout, ModelSpec
-from pipette_launch.facts.job import NOT_TIMED, RING
+from pipette_launch.facts import Job, Layout, ModelSpec
 
 
 class NotModelledError(PipetteError):
@@ -64,18 +63,6 @@ _FUSION_FLAGS: _FlagTable = {
     "--no-persist-layer-norm": ("persist_layer_norm", _switch_off),
     "--no-rope-fusion": ("apply_rope_fusion", _switch_off),
 }
-_TIMED_FLAGS: _FlagTable = {
-    **_FUSION_FLAGS,
-    **_same_name(
-        _switch_on,
-        """
-        --cross-entropy-loss-fusion --deterministic-mode --fp32-residual-connection
-        --moe-permute-fusion --moe-router-fusion --qk-layernorm
-        """,
-    ),
-    **_same_name(str, "--cross-entropy-fusion-impl --rope-type"),
-}
-"""Flags of TransformerConfig that the timed layers follow."""
 _RANK_FLAGS: _FlagTable = {
     **_FUSION_FLAGS,
     **_same_name(
@@ -206,75 +193,6 @@ def _expert_fields(model: ModelSpec) -> dict[str, Any]:
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
     }
-
-
-def layers_config(
-    job: Job, case: ComputeCase, kinds: tuple[PartName, ...], *, device_kind: str, uses_te: bool
-) -> tuple[Any, tuple[str, ...]]:
-    """Make the TransformerConfig of a model with one layer of each kind.
-
-    Returns:
-        The configuration, and one sentence for each difference from the job's own configuration.
-
-    """
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.enums import AttnBackend
-
-    model = job.model
-    on_cuda = device_kind == "cuda"
-    # Without Transformer Engine and Apex, Megatron uses torch's norms, which refuse sequence parallelism.
-    splits_sequence = on_cuda and (uses_te or bool(getattr(gpt_layer_specs, "HAVE_APEX", False)))
-    experts, notes = _share_of_experts(job, kinds, uses_te=uses_te)
-    unheeded = ", ".join(flag for flag in job.performance_flags if flag.startswith(NOT_TIMED))
-    if unheeded:
-        notes = (*notes, f"compute was measured without {unheeded}")
-    exchange = flags(job).get("--cp-comm-type", RING)
-    if case.cp > 1 and exchange != RING:
-        notes = (*notes, f"compute with cp{case.cp} was timed as a ring, not with --cp-comm-type {exchange}")
-    fields: dict[str, Any] = {
-        **_model_fields(model, len(kinds)),
-        "tensor_model_parallel_size": case.tp,
-        "context_parallel_size": case.cp,
-        # Jobs with TP on GPUs use sequence parallelism, and experts with TP require it on every device.
-        "sequence_parallel": case.tp > 1 and (splits_sequence or job.own.sequence_parallel or "moe_layer" in kinds),
-        "use_cpu_initialization": not on_cuda,
-        # Keep Megatron's default fusions, also on CPUs, although uncompiled fusions are a third slower there.
-        "bias_activation_fusion": _fuses_activation(job),
-        "masked_softmax_fusion": on_cuda,
-        "apply_rope_fusion": uses_te,
-        "gradient_accumulation_fusion": uses_te,
-        "persist_layer_norm": on_cuda,
-        **({"attention_backend": AttnBackend[model.attention_backend]} if on_cuda else {}),
-        **experts,
-        # Time one depth of multi-token prediction, because all depths are alike.
-        **({"mtp_num_layers": 1} if model.mtp_num_layers else {}),
-        # A flag may switch a fusion off, but may not switch on a fusion that the device lacks.
-        **_fields_set_by_flags(job, _TIMED_FLAGS),
-    }
-    return _transformer_config(model, fields), notes
-
-
-def _share_of_experts(
-    job: Job, kinds: tuple[PartName, ...], *, uses_te: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields, and notes, for one rank's experts. Each expert gets as many tokens as in the job."""
-    model = job.model
-    if not model.num_experts:
-        return {}, ()
-    local_experts = max(model.num_experts // job.own.ep, model.moe_router_topk)
-    share = (
-        f"MoE layers were measured with {local_experts} of {model.num_experts} experts, "
-        f"one rank's share at ep{job.own.ep}"
-    )
-    return {
-        "num_moe_experts": local_experts,
-        "moe_layer_freq": [int(kind == "moe_layer") for kind in kinds],
-        **_expert_fields(model),
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": uses_te and "--moe-grouped-gemm" in job.performance_flags,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-    }, (() if local_experts == model.num_experts else (share,))
 
 
 def left_out(job: Job) -> str:

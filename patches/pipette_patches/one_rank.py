@@ -41,12 +41,29 @@ def import_megatron() -> None:
 @contextlib.contextmanager
 def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int = 1) -> Iterator[None]:
     """Make this process the first rank of a pipeline stage during the block. No process group may exist before."""
+    from megatron.core import parallel_state
+
+    try:
+        initialize(layout, pp_rank, num_optimizer_instances=num_optimizer_instances)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_global_memory_buffer()
+        dist.destroy_process_group()
+
+
+def first_rank(layout: Layout, pp_rank: int) -> int:
+    """Return the first rank of a pipeline stage, whose shard of the distributed optimizer has no padding."""
+    return layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
+
+
+def initialize(layout: Layout, pp_rank: int, *, num_optimizer_instances: int) -> None:
+    """Make the fake process groups of the first rank of a pipeline stage, and seed its random numbers."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Run the first rank of the stage, because its shard of the distributed optimizer has no padding.
-    rank = layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
+    rank = first_rank(layout, pp_rank)
 
     @wrapping
     def only_own_groups(original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -56,26 +73,20 @@ def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int =
         return original(ranks, *args, **kwargs)
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    try:
-        with Replacements(in_module("torch.distributed", {"new_group": only_own_groups})):
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=layout.tp,
-                pipeline_model_parallel_size=layout.pp,
-                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-                context_parallel_size=layout.cp,
-                expert_model_parallel_size=layout.ep,
-                expert_tensor_parallel_size=layout.etp,
-                num_distributed_optimizer_instances=num_optimizer_instances,
-                order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-                create_gloo_process_groups=False,
-            )
-        random.initialize_rng_tracker(force_reset=True)
-        tensor_parallel.model_parallel_cuda_manual_seed(1234)
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_global_memory_buffer()
-        dist.destroy_process_group()
+    with Replacements(in_module("torch.distributed", {"new_group": only_own_groups})):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            num_distributed_optimizer_instances=num_optimizer_instances,
+            order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+            create_gloo_process_groups=False,
+        )
+    random.initialize_rng_tracker(force_reset=True)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,10 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +31,7 @@ class PlayError(PipetteError):
     """The program did not reach its first training step."""
 
 
-class Stop(BaseException):  # noqa: N818
+class Stop(BaseException):
     """Ends the program. `except Exception` in the program does not catch it."""
 
 
@@ -114,7 +116,8 @@ def _seen_optimizer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 @functools.cache
 def open_door() -> None:
-    """Put the replacements into torch and megatron-core."""
+    """Put the replacements into torch and megatron-core, and the guard into this process."""
+    sys.addaudithook(_guard)
     Replacements(
         (
             *in_module("torch.distributed", {"init_process_group": _fake_group, "new_group": _own_groups}),
@@ -145,7 +148,7 @@ def played(
     play = Play(rank=rank, world_size=world_size, on_step=on_step)
     _playing.append(play)
     try:
-        with _as_rank(rank, world_size):
+        with _as_rank(rank, world_size), _guarded():
             try:
                 program()
             except Stop:
@@ -159,6 +162,50 @@ def played(
         play.optimizers.clear()
         _forget()
         _playing.clear()
+
+
+CACHES = ("__pycache__", ".cache", ".triton", ".nv", "torchinductor_")
+"""Beginnings of names of folders in which compilers keep their results."""
+_CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate", "shutil.rmtree"}
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def _guard(event: str, args: tuple[Any, ...]) -> None:
+    """Refuse to change files and to reach other machines while a program is played (an audit hook of Python)."""
+    if not _folders:
+        return
+    if event == "open" and isinstance(args[0], (str, os.PathLike)) and args[2] & _WRITES:
+        _check(args[0])
+    elif event in _CHANGES:
+        for path in args[: 2 if event == "os.rename" else 1]:
+            _check(path)
+    elif event == "socket.connect" and isinstance(args[1], tuple) and not str(args[1][0]).startswith(("127.", "::1")):
+        raise ConnectionRefusedError(f"{args[1][0]}: the script is only measured, so it reaches no other machine")
+
+
+def _check(path: Any) -> None:
+    whole = Path(os.fsdecode(path)).absolute()
+    is_ours = whole.is_relative_to(_folders[0]) or whole.parts[1:2] in (("dev",), ("proc",))
+    if not is_ours and not any(part.startswith(CACHES) for part in whole.parts):
+        raise PermissionError(f"{whole}: the script is only measured, so it changes no file")
+
+
+_folders: list[str] = []
+"""Folder for temporary files of the program that is played; empty between plays."""
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """Give the program a folder for temporary files, and refuse to change any other file."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="pipette_play_") as folder:
+        tempfile.tempdir = folder
+        _folders.append(folder)
+        try:
+            yield
+        finally:
+            _folders.clear()
+            tempfile.tempdir = before
 
 
 @contextlib.contextmanager
@@ -178,7 +225,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     os.environ.update(variables)
     try:
-        with open(os.devnull) as nothing:
+        with Path(os.devnull).open() as nothing:
             sys.stdin = nothing
             yield
     finally:

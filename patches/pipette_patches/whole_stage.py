@@ -1,7 +1,7 @@
 """One whole stage of a training job on a real device: the memory that one rank really uses.
 
-`one_rank` sets up the model, gradient buffers and optimizer with real tensors and a fake process group of the full
-world size. Warm-up, steady state and cooldown run with as many micro-batches in flight as in the job, and then the
+`play` runs the job's own script, or a program that builds the model from flags, as one rank of the full world size with
+real tensors. Warm-up, steady state and cooldown run with as many micro-batches in flight as in the job, and then the
 optimizer steps. No message is sent. Random noise of the same shape replaces each received tensor.
 """
 
@@ -11,18 +11,27 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pipette_launch.facts import Job, Layout
 from pipette_patches import megatron_config
-from pipette_patches.one_rank import Trainer, enough_microbatches, full_size, inner_optimizers, one_rank
+from pipette_patches.one_rank import enough_microbatches, first_rank, inner_optimizers
+from pipette_patches.play import Play, Step, Stop, played
 from pipette_patches.replacements import Replacement, Replacements, instead, nothing, wrapping
 from pipette_patches.storage_meter import StorageMeter, metered, recounting, under
 from pipette_patches.without_cuda import no_coalescing
-from pipette_patches.workload import forget_dummy_gradients, refusals_named
+from pipette_patches.workload import (
+    MakeProgram,
+    as_run_here,
+    forget_dummy_gradients,
+    from_flags,
+    refusals_named,
+)
+
+_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,62 +49,69 @@ class StageRun:
     """One sentence for each difference from the real job."""
 
 
-def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> StageRun:
-    """Train the first rank of a stage for one or two steps, and free everything.
+def run_stage(
+    job: Job, layout: Layout, pp_rank: int, *, device_kind: str, program: MakeProgram | None = None
+) -> StageRun:
+    """Train the first rank of a stage for two steps, and free everything.
 
-    `workload.load` must have run, and no process group may exist. On CUDA two iterations run, because the optimizer's
-    states exist from the second iteration on. On a CPU an optimizer step without gradients makes the states, and then
-    one iteration runs. With Megatron-FSDP two iterations run, because parameters have no gradients before a backward.
+    `workload.load` must have run, and no process group may exist. Two steps run, because the optimizer's states exist
+    from the end of the first step on. On a CPU the first step of a model from flags has no forward and backward, unless
+    Megatron-FSDP shards the model: its parameters have no gradients before a backward.
+
+    Args:
+        program: the job's own script. None = build the model from the job's flags.
 
     Raises:
-        WorkloadError: megatron-core refuses the stage. Out-of-memory errors are raised as torch raises them.
+        WorkloadError: megatron-core or the script refuses the stage. Out-of-memory errors are raised as torch raises
+            them.
 
     """
-    real, changes, notes = _as_run_here(job, device_kind)
+    meter = StorageMeter()
+    num_microbatches = enough_microbatches(layout, pp_rank, layout.num_microbatches(job.batch.global_batch_size))
+    real, changes, notes = (job, {}, ()) if program else as_run_here(job, device_kind)
+    skips_first = program is None and device_kind == "cpu" and not megatron_config.is_sharded(real)
+
+    def start() -> None:
+        nonlocal meter
+        # On a GPU torch's allocator counts, including the memory that kernels allocate for themselves.
+        with metered("cpu") if device_kind == "cpu" else contextlib.nullcontext(StorageMeter()) as meter:
+            if program is not None:
+                program(job, layout)()
+                return
+            from_flags(
+                real,
+                layout,
+                pp_rank,
+                changes=changes,
+                meter=meter,
+                num_microbatches=num_microbatches,
+                num_optimizer_instances=megatron_config.optimizer_instances(real),
+            )
+
+    def on_step(play: Play, step: Step) -> Any:
+        for _, optimizer in play.optimizers:
+            for inner in inner_optimizers(optimizer):
+                _never_skips(inner)
+        if play.num_steps > _STEPS:
+            meter.mark()
+            raise Stop
+        if play.num_steps == 1 and skips_first:
+            return None
+        return step.run(num_microbatches=num_microbatches)
+
+    rank = first_rank(layout, pp_rank)
     try:
         with (
             refusals_named(stage_words(layout, pp_rank)),
             Replacements(_WITHOUT_PEERS),
-            one_rank(layout, pp_rank, num_optimizer_instances=megatron_config.optimizer_instances(real)),
-            # On a GPU torch's allocator counts, including the memory that kernels allocate for themselves.
-            metered("cpu") if device_kind == "cpu" else contextlib.nullcontext(StorageMeter()) as meter,
+            played(start, rank=rank, world_size=layout.world_size, on_step=on_step),
         ):
-            size = full_size(real, layout)
-            size = replace(size, num_microbatches=enough_microbatches(layout, pp_rank, size.num_microbatches))
-            trainer = Trainer(real, layout, pp_rank, meter=meter, size=size, changes=changes)
-            for optimizer in inner_optimizers(trainer.optimizer):
-                _never_skips(optimizer)
-            is_sharded = megatron_config.is_sharded(real)
-            trainer.step("first", forward_and_backward=device_kind == "cuda" or is_sharded)
-            trainer.step("second")
-            meter.mark()
-            del trainer
             peak = max(meter.stretches, key=lambda stretch: stretch.total)
     finally:
         forget_dummy_gradients()
         gc.collect()
     parts = {name: size for name, size in peak.at_peak.items() if size}
     return StageRun(tally_bytes=peak.total, parts=parts, notes=notes)
-
-
-def _as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
-    """Return a job that this device can run, changed fields of TransformerConfig, and notes on each difference."""
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.enums import AttnBackend
-
-    # Initialise the weights, because the router chooses experts by the values of the weights.
-    changes: dict[str, Any] = {"perform_initialization": True}
-    if device_kind == "cuda":
-        # megatron-core keeps the backend in the environment and allows no second choice in this process.
-        changes["attention_backend"] = AttnBackend[job.model.attention_backend]
-    without = megatron_config.left_out(job)
-    notes = [f"stages were measured without {without}"] if without else []
-    if job.model.transformer_impl == "transformer_engine":
-        if device_kind == "cuda" and getattr(gpt_layer_specs, "HAVE_TE", False):
-            return job, changes, tuple(notes)
-        notes.append("stages were measured with megatron-core's local layers: transformer-engine is not there")
-    local = replace(job.model, transformer_impl="local", attention_backend="local")
-    return replace(job, model=local), changes, tuple(notes)
 
 
 def stage_words(layout: Layout, pp_rank: int) -> str:

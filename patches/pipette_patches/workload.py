@@ -1,8 +1,9 @@
 """The layers of the user's model and their optimizer step on one device, without other ranks.
 
-The process group of tp*cp ranks is fake. Communication takes no time, and the data that a collective would have
-received stays uninitialised, which changes no time. So each device measures alone. The devices of a job measure
-layers of different shapes at the same time.
+The job's own script builds a small model: one layer of each kind, and both ends. `play` stops the script in its first
+forward. The layers are then run with the arguments that the script gave them. If the script cannot be played, `Trainer`
+builds the model from the job's flags. Communication takes no time, and data that a collective would have received stays
+uninitialised, which changes no time. So each device measures alone, and devices measure different shapes at once.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import torch
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Job, Layout
 from pipette_patches import registry
-from pipette_patches.megatron_config import DTYPES, PartName, layers_config
-from pipette_patches.one_rank import import_megatron, one_rank
+from pipette_patches.megatron_config import PartName, left_out
+from pipette_patches.one_rank import Size, Trainer, import_megatron, initialize
+from pipette_patches.play import Play, PlayError, Step, Stop, played
+from pipette_patches.storage_meter import StorageMeter
 
-_REFUSALS = (AssertionError, AttributeError, ImportError, NameError, RuntimeError, TypeError, ValueError)
+_REFUSALS = (AssertionError, AttributeError, ImportError, NameError, PlayError, RuntimeError, TypeError, ValueError)
 """Errors that megatron-core raises for a case that it cannot run (NameError: MoE without Transformer Engine, 0.16)."""
-_OPTIMIZERS = ("adam", "sgd")
+MakeProgram = Callable[[Job, Layout], Callable[[], object]]
+"""Returns the job's own script as a function that runs the script for another model size and layout."""
 
 
 class WorkloadError(PipetteError):
@@ -43,7 +47,9 @@ class Part:
     forward: Callable[[int], torch.Tensor]
     """Runs the part N times in a row, each time on its last output. If `chains` is False, runs the part once."""
     chains: bool
-    main_grad_dtype: torch.dtype
+    accumulating: Callable[[], contextlib.AbstractContextManager[object]]
+    """Context in which each weight gradient is added to a main gradient right away, as in all micro-batches but the
+    last."""
     recomputed: Callable[[int], torch.Tensor] | None = None
     """`forward` under full recompute: the backward runs each layer again. None if Megatron never does so."""
 
@@ -59,29 +65,6 @@ class Part:
         for parameter in self.parameters:
             parameter.requires_grad_(not frozen)
 
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Add each weight gradient to a main gradient right away, as Megatron's data parallelism does."""
-
-        def add(parameter: Any) -> None:
-            # Skip the gradient if a kernel of Transformer Engine has added it already.
-            if not parameter.grad_added_to_main_grad:
-                parameter.main_grad.add_(parameter.grad)
-            parameter.grad = None
-
-        parameters: tuple[Any, ...] = self.parameters
-        for parameter in parameters:
-            parameter.main_grad = torch.zeros_like(parameter, dtype=self.main_grad_dtype)
-            parameter.grad_added_to_main_grad = False
-        hooks = [parameter.register_post_accumulate_grad_hook(add) for parameter in parameters]
-        try:
-            yield
-        finally:
-            for parameter, hook in zip(parameters, hooks, strict=True):
-                hook.remove()
-                parameter.grad = None
-                del parameter.main_grad
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -91,9 +74,14 @@ class Workload:
     model: Any
     """The GPTModel that contains the parts."""
     token_ids: torch.Tensor
-    """Token ids of the input, which are also the labels of the loss."""
+    """Token ids that are the labels of the loss."""
     notes: tuple[str, ...]
     """One sentence for each difference from the real job."""
+    wrapped: Any
+    """The model in Megatron's DistributedDataParallel."""
+    optimizer: Any
+    """Megatron's optimizer of the model, and its configuration."""
+    optimizer_config: Any
 
 
 MOST_VARIANTS = 64
@@ -121,22 +109,161 @@ def load(device_kind: str) -> None:
 
 
 @contextlib.contextmanager
-def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workload]:
+def workload(
+    job: Job, case: ComputeCase, *, device_kind: str, program: MakeProgram | None = None
+) -> Iterator[Workload]:
     """Build the parts of a compute case for the block, and free all tensors afterwards.
 
     `load` must have run, and no process group may exist in this process.
 
+    Args:
+        program: the job's own script. None = build the model from the job's flags.
+
     Raises:
-        WorkloadError: megatron-core refuses the case. Out-of-memory errors are raised as torch raises them.
+        WorkloadError: megatron-core or the script refuses the case. Out-of-memory errors are raised as torch raises
+            them.
 
     """
+    small, layout, notes = one_of_each(job, case, device_kind=device_kind)
+    if program is None:
+        small, changes, more = as_run_here(small, device_kind)
+        notes += more
+        start: Callable[[], object] = lambda: from_flags(small, layout, changes=changes)  # noqa: E731
+    else:
+        start = program(small, layout)
+    seen = _Seen()
     try:
-        with one_rank(Layout(tp=case.tp, cp=case.cp, etp=1)):
+        with contextlib.ExitStack() as stack:
             with refusals_named(case_words(case)):
-                built = _build(job, case, device_kind)
-            yield built
+                play = stack.enter_context(played(start, rank=0, world_size=layout.world_size, on_step=seen.look))
+                config, optimizer = play.optimizers[-1]
+                parts, ids = _parts(seen, small, case)
+            yield Workload(
+                parts=parts,
+                model=seen.model,
+                token_ids=ids,
+                notes=notes,
+                wrapped=seen.wrapped,
+                optimizer=optimizer,
+                optimizer_config=config,
+            )
     finally:
+        seen.calls.clear()
         forget_dummy_gradients()
+
+
+def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, Layout, tuple[str, ...]]:
+    """Return the job with one layer of each kind and one micro-batch, the layout of a case, and notes on differences.
+
+    Each expert gets as many tokens as in the job: the model has one rank's share of the experts, and no expert
+    parallelism.
+    """
+    model = job.model
+    notes: tuple[str, ...] = ()
+    kinds = tuple(sorted(set(model.moe_layer_freq))) if model.num_experts else (0,)
+    changes: dict[str, Any] = {"num_layers": len(kinds), "mtp_num_layers": min(model.mtp_num_layers, 1)}
+    if model.num_experts:
+        local_experts = max(model.num_experts // job.own.ep, model.moe_router_topk)
+        changes |= {"num_experts": local_experts, "moe_layer_freq": kinds}
+        if local_experts != model.num_experts:
+            share = f"{local_experts} of {model.num_experts} experts, one rank's share at ep{job.own.ep}"
+            notes = (f"MoE layers were measured with {share}",)
+    # Plans for GPUs with TP use sequence parallelism, and experts with TP require it on every device.
+    splits = case.tp > 1 and (device_kind == "cuda" or job.own.sequence_parallel or bool(model.num_experts))
+    layout = Layout(tp=case.tp, cp=case.cp, etp=1, micro_batch_size=case.micro_batch_size, sequence_parallel=splits)
+    batch = dataclasses.replace(job.batch, global_batch_size=case.micro_batch_size)
+    return dataclasses.replace(job, model=dataclasses.replace(model, **changes), batch=batch), layout, notes
+
+
+def as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
+    """Return a job that this device can run from its flags, changed fields of TransformerConfig, and notes.
+
+    Each note is one sentence on a difference from the user's job.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.enums import AttnBackend
+
+    # Initialise the weights, because the router chooses experts by the values of the weights.
+    changes: dict[str, Any] = {"perform_initialization": True}
+    if device_kind == "cuda":
+        # megatron-core keeps the backend in the environment and allows no second choice in this process.
+        changes["attention_backend"] = AttnBackend[job.model.attention_backend]
+    without = left_out(job)
+    notes = [f"layers and stages were measured without {without}"] if without else []
+    if job.model.transformer_impl == "transformer_engine":
+        if device_kind == "cuda" and getattr(gpt_layer_specs, "HAVE_TE", False):
+            return job, changes, tuple(notes)
+        notes.append("layers and stages were measured with megatron-core's local layers: transformer-engine is absent")
+    local = dataclasses.replace(job.model, transformer_impl="local", attention_backend="local")
+    return dataclasses.replace(job, model=local), changes, tuple(notes)
+
+
+def from_flags(
+    job: Job,
+    layout: Layout,
+    pp_rank: int = 0,
+    *,
+    changes: dict[str, Any],
+    meter: StorageMeter | None = None,
+    num_microbatches: int = 1,
+    num_optimizer_instances: int = 1,
+) -> None:
+    """Train a model that is built from the job's flags. This program replaces a script that cannot be played."""
+    initialize(layout, pp_rank, num_optimizer_instances=num_optimizer_instances)
+    size = Size(chunks=layout.chunk_layers(job.model.num_layers), num_microbatches=num_microbatches)
+    trainer = Trainer(job, layout, pp_rank, meter=meter or StorageMeter(), size=size, changes=changes)
+    while True:
+        trainer.step("step")
+
+
+class _Seen:
+    """Calls of layers, embedding and prediction block in the first forward of a played program."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.precisions: dict[Any, Callable[[], contextlib.AbstractContextManager[object]]] = {}
+        self.model: Any = None
+        self.wrapped: Any = None
+
+    def look(self, _play: Play, step: Step) -> None:
+        """Run the first forward of a step, keep the arguments of each part, and stop the program."""
+        (self.wrapped,) = step.chunks
+        self.model = self.wrapped
+        while hasattr(self.model, "module"):
+            self.model = self.model.module
+
+        def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.calls[module], self.precisions[module] = (args, kwargs), _precision()
+
+        def stop(*_call: object) -> None:
+            raise Stop
+
+        parts = [*self.model.decoder.layers, self.model.embedding, getattr(self.model, "mtp", None)]
+        hooks = [part.register_forward_pre_hook(keep, with_kwargs=True) for part in parts if part is not None]
+        hooks.append(self.model.register_forward_hook(stop))
+        try:
+            step.run(num_microbatches=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def again(self, module: Any, **changes: Any) -> Any:
+        """Call a part with the arguments of its first call, some of them changed."""
+        args, kwargs = self.calls[module]
+        with self.precisions[module]():
+            return module(*args, **{**kwargs, **changes})
+
+
+def _precision() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Return a context like the present one of Transformer Engine, in which matrix products run in FP8 or FP4.
+
+    Megatron's blocks enter this context around their layers, so a layer that runs alone must enter the context too.
+    """
+    engine: Any = sys.modules.get("transformer_engine.pytorch.fp8")
+    if engine is None or not engine.FP8GlobalStateManager.is_fp8_enabled():
+        return contextlib.nullcontext
+    recipe = engine.FP8GlobalStateManager.get_fp8_recipe()
+    return lambda: engine.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
 def forget_dummy_gradients() -> None:
@@ -174,60 +301,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text or no_kernel
 
 
-def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
-    """Build a model with one layer of each kind that the user's model has."""
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    model = job.model
-    dense: tuple[PartName, ...] = ("layer",) if 0 in model.moe_layer_freq or not model.num_experts else ()
-    kinds = (*dense, "moe_layer") if 1 in model.moe_layer_freq else dense
-    wants_te = device_kind == "cuda" and model.transformer_impl == "transformer_engine"
-    uses_te = wants_te and bool(getattr(gpt_layer_specs, "HAVE_TE", False))
-    notes = []
-    if wants_te and not uses_te:
-        notes.append("compute was measured with megatron-core's local layers: transformer-engine is not installed")
-    config, config_notes = layers_config(job, case, kinds, device_kind=device_kind, uses_te=uses_te)
-    spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=uses_te, normalization=None if uses_te else model.normalization
-    )
-    prediction = None
-    if model.mtp_num_layers:
-        last = spec.layer_specs[kinds.index("moe_layer" if model.has_expert_prediction else "layer")]
-        prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, last, use_transformer_engine=uses_te)
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        mtp_block_spec=prediction,
-        vocab_size=model.padded_vocab_size(case.tp),
-        max_sequence_length=model.max_position_embeddings,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
-    )
-    # Megatron's Float16Module also converts norms to the training type.
-    gpt = gpt.to(device=device_kind, dtype=DTYPES[model.params_dtype]).train()
-    ids = torch.randint(model.vocab_size, (case.micro_batch_size, model.seq_length // case.cp), device=device_kind)
-    parts = _parts(gpt, job, case, kinds=kinds, ids=ids)
-    return Workload(parts=parts, model=gpt, token_ids=ids, notes=(*notes, *config_notes))
-
-
-def _parts(
-    gpt: Any, job: Job, case: ComputeCase, *, kinds: tuple[PartName, ...], ids: torch.Tensor
-) -> tuple[Part, ...]:
-    model = job.model
-    # Under sequence parallelism a rank has one TP-th of the sequence.
-    rows = ids.shape[1] // (case.tp if gpt.config.sequence_parallel else 1)
-    shape = (rows, case.micro_batch_size, model.hidden_size)
-    hidden = torch.randn(shape, dtype=DTYPES[model.params_dtype], device=ids.device, requires_grad=True)
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    main_grad_dtype = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
-    # Latent attention makes its own rotary embedding.
-    has_rope = model.position_embedding_type == "rope" and not model.latent_attention
-    rope = gpt.rotary_pos_emb(model.seq_length) if has_rope else None
+def _parts(seen: _Seen, job: Job, case: ComputeCase) -> tuple[tuple[Part, ...], torch.Tensor]:
+    """Return the parts of the model that a program has built, and token ids for the loss."""
+    gpt, model = seen.model, job.model
+    layers = list(gpt.decoder.layers)
+    hidden = seen.calls[layers[0]][1]["hidden_states"].detach().normal_().requires_grad_()
+    shape = (case.micro_batch_size, model.seq_length // case.cp)
+    ids = torch.randint(model.vocab_size, shape, device=hidden.device)
     tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
 
     def run(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda flow: layer(flow, attention_mask=None, rotary_pos_emb=rope)[0]
+        return lambda flow: seen.again(layer, hidden_states=flow)[0]
 
     def loss_of(normed: torch.Tensor) -> torch.Tensor:
         logits, _bias = gpt.output_layer(normed, weight=tied)
@@ -236,38 +320,36 @@ def _parts(
 
     def predict(_: int) -> torch.Tensor:
         # The multi-token prediction block returns its input, followed by the output of its only depth.
-        both = gpt.mtp(ids, positions, hidden, None, rotary_pos_emb=rope, embedding=gpt.embedding)
-        return loss_of(both.chunk(2)[1])
+        return loss_of(seen.again(gpt.mtp, hidden_states=hidden).chunk(2)[1])
 
     def part(name: PartName, module: Any, forward: Callable[[int], torch.Tensor], **options: Any) -> Part:
         parameters = tuple(module.parameters())
-        return Part(name=name, parameters=parameters, forward=forward, main_grad_dtype=main_grad_dtype, **options)
+        return Part(name=name, parameters=parameters, forward=forward, accumulating=seen.wrapped.no_sync, **options)
 
-    layers = [
+    timed = [
         part(
-            kind,
+            "moe_layer" if model.num_experts and model.moe_layer_freq[index] else "layer",
             layer,
             _chain(run(layer), hidden),
             source=hidden,
             chains=True,
             recomputed=_chain(_checkpointed(run(layer)), hidden),
         )
-        for kind, layer in zip(kinds, gpt.decoder.layers, strict=True)
+        for index, layer in enumerate(layers)
     ]
-    first = gpt.decoder.layers[0]
-    query, core, chains = _attention_core(first, lambda: run(first)(hidden))
+    query, core, chains = _attention_core(layers[0], lambda: run(layers[0])(hidden))
     words = gpt.embedding if tied is not None else gpt.output_layer
     head = torch.nn.ModuleList([gpt.decoder.final_layernorm, words])
     found = [
-        *layers,
-        part("embedding", gpt.embedding, lambda _: gpt.embedding(ids, positions), source=None, chains=False),
+        *timed,
+        part("embedding", gpt.embedding, lambda _: seen.again(gpt.embedding), source=None, chains=False),
         part("head", head, lambda _: loss_of(gpt.decoder.final_layernorm(hidden)), source=hidden, chains=False),
-        part("core_attention", first.self_attention.core_attention, core, source=query, chains=chains),
+        part("core_attention", layers[0].self_attention.core_attention, core, source=query, chains=chains),
     ]
     if model.mtp_num_layers:
         modules = torch.nn.ModuleList([gpt.mtp, gpt.embedding, words])
         found.append(part("prediction", modules, predict, source=hidden, chains=False))
-    return tuple(found)
+    return tuple(found), ids
 
 
 def _chain(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) -> Callable[[int], torch.Tensor]:
@@ -329,39 +411,15 @@ class OptimizerStep:
     gradient_bytes: int
 
 
-def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
-    """Make gradients and an optimizer for the workload's model, as a training job does.
+def optimizer_step(work: Workload) -> OptimizerStep:
+    """Give the workload's parameters random gradients, and return the step of the optimizer that the program has made.
 
     The distributed optimizer is off, because it does the same work on fewer parameters. Measure the parts of the model
-    before, because the optimizer then changes the model's parameters.
-
-    Raises:
-        WorkloadError: the job's optimizer is neither adam nor sgd.
-
+    before, because the step changes the model's parameters.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer
 
-    if job.optimizer not in _OPTIMIZERS:
-        raise WorkloadError(f"the step of optimizer {job.optimizer!r} is not measured, only {', '.join(_OPTIMIZERS)}")
-    dtype = job.model.params_dtype
-    config = OptimizerConfig(
-        optimizer=job.optimizer,
-        lr=1e-6,
-        bf16=dtype == "bf16",
-        fp16=dtype == "fp16",
-        params_dtype=DTYPES[dtype],
-        # Only fp16 checks gradients for values that are not finite before it steps.
-        loss_scale=1.0 if dtype == "fp16" else None,
-    )
-
-    def step_of(module: torch.nn.Module) -> Callable[[], None]:
-        wrapped = DistributedDataParallel(
-            config=work.model.config,
-            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=not job.grad_reduce_in_bf16),
-            module=module,
-        )
-        optimizer: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+    def step_of(wrapped: Any, optimizer: Any) -> Callable[[], None]:
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 # Random gradients have a norm far above Megatron's limit of 1, so the step clips gradients.
@@ -369,12 +427,15 @@ def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
         step: Callable[[], None] = optimizer.step
         return step
 
-    parameters: list[Any] = [each for each in work.model.parameters() if each.requires_grad]
+    parameters: list[Any] = [each for each in work.wrapped.parameters() if each.requires_grad]
     single = torch.nn.Module()
     single.elements = torch.nn.ParameterList(each.detach().flatten()[:1].clone() for each in parameters)
+    few = type(work.wrapped)(config=work.model.config, ddp_config=work.wrapped.ddp_config, module=single)
     return OptimizerStep(
-        run=step_of(work.model),
-        run_on_single_elements=step_of(single),
+        run=step_of(work.wrapped, work.optimizer),
+        run_on_single_elements=step_of(
+            few, get_megatron_optimizer(work.optimizer_config, [few], use_gloo_process_groups=False)
+        ),
         num_parameters=sum(each.numel() for each in parameters),
         gradient_bytes=sum(each.main_grad.numel() * each.main_grad.element_size() for each in parameters),
     )

@@ -102,7 +102,13 @@ def _add_choices(add: Callable[..., object]) -> None:
         help="if steps become slower during training: print a warning (default), measure again and restart from the "
         "last checkpoint with a new plan, or do nothing",
     )
-    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="kind of device that trains")
+    add(
+        "--pipette-layers",
+        choices=("script", "flags"),
+        default="script",
+        help="build the measured layers with your script (default), or from your flags alone",
+    )
+    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the job")
 
 
 def _add_amounts_and_files(add: Callable[..., object]) -> None:
@@ -270,6 +276,24 @@ def options_from(args: Namespace, *, advice: str = "") -> Options:
         script_arguments=tuple(args.training_script_args),
         runs_python=not args.no_python and not args.run_path,
         is_module=args.module,
+        plan=Path(args.pipette_plan) if args.pipette_plan else None,
+        probe_to=Path(args.pipette_probe).absolute() if args.pipette_probe else None,
+        fix=fix,
+        on_error=args.pipette_on_error,
+        on_sick=args.pipette_on_sick,
+        watch=args.pipette_watch,
+        watch_limit=args.pipette_watch_limit,
+        device=args.pipette_device,
+        layers=args.pipette_layers,
+        budget_s=args.pipette_budget,
+        margin=args.pipette_margin,
+        memory_margin=args.pipette_memory_margin,
+        cache=_cache(args.pipette_cache),
+        dry_run=args.pipette_dry_run,
+        detail="quiet" if args.pipette_quiet else "verbose" if args.pipette_verbose else "usual",
+        trials=args.pipette_trials,
+        trial_iters=args.pipette_trial_iters,
+        schedules=schedule_names(args.pipette_schedules),
         is_function=args.run_path,
         max_restarts=args.max_restarts,
         **own,

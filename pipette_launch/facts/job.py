@@ -9,10 +9,10 @@ from pipette_launch.facts.files import ADDED_LATER, check_numbers
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
-MODELLED = ("--fp8", "--fp4", "--cuda-graph", "--window-size")
-"""Prefixes of flags that the warm-up's layers ignore. The device model computes the effect of these flags on time."""
-NOT_TIMED = (*MODELLED, "--enable-cuda-graph", "--external-cuda-graph")
-"""Prefixes of all flags that change a layer's time, but that the warm-up's layers ignore."""
+PRECISION = ("--fp8", "--fp4")
+"""Prefixes of flags of a precision below 16 bits. Layers that the job's own script builds have this precision."""
+MODELLED = (*PRECISION, "--cuda-graph", "--window-size")
+"""Prefixes of flags that layers built from flags ignore. The device model computes their effect on time."""
 RING = "p2p"
 """Megatron's default exchange of context parallelism (--cp-comm-type). Other exchanges are not measured or priced."""
 SHARDS_GRADIENTS = ("optim_grads", "optim_grads_params")

@@ -358,6 +358,8 @@ class Measurements:
     """Compute cases that the warm-up had no time to measure, beginning with the most promising."""
     model_digest: str = field(default="", metadata=ADDED_LATER)
     """`layers_digest` of the model whose layers were measured. Empty in files of earlier releases."""
+    timed_flags: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    """Flags of the job's precision that the timed layers had. Empty if the layers were built from the job's flags."""
     conditions: tuple[DeviceCondition, ...] = field(default=(), metadata=ADDED_LATER)
     """Reports of the driver on each slot's device before the warm-up, in slot order. Empty = none."""
     verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)

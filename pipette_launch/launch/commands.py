@@ -87,8 +87,17 @@ def probe_options(
         budget_s=options.budget_s,
         conditions=tuple(conditions),
         # The training imports the megatron-core beside the script, so the warm-up must import the same megatron-core.
+        script=own_script(options),
+        script_arguments=options.script_arguments if own_script(options) else (),
         python_path=() if options.is_module else (str(Path(options.script).resolve().parent),),
     )
+
+
+def own_script(options: Options) -> tuple[str, ...]:
+    """Return Python's arguments that name the job's script; empty if the warm-up must not or cannot play the script."""
+    if options.layers == "flags" or not options.runs_python or options.is_function:
+        return ()
+    return ("-m", options.script) if options.is_module else (options.script,)
 
 
 def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["cuda", "cpu"]) -> tuple[int, ...]:

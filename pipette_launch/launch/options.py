@@ -42,6 +42,8 @@ class Options:
     """
     on_sick: OnSick = "warn"
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    layers: Literal["script", "flags"] = "script"
+    """Program that builds the measured models: the job's own script, or a program that follows the job's flags."""
     budget_s: float = defaults.WARMUP_BUDGET_S
     margin: float = defaults.MARGIN
     memory_margin: float = defaults.MEMORY_MARGIN

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.facts import Layout
+from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.accelerators import compute_capability
+from pipette_launch.megatron.chunks import PATTERN_DESTS, SPLIT_DESTS
 from pipette_launch.megatron.flags import Arguments, newest_release
+from pipette_launch.megatron.layout import known_dest, write_arguments
 
 _BLACKWELL = 10
 """Compute capability from which on Megatron no longer demands CUDA_DEVICE_MAX_CONNECTIONS=1."""
@@ -102,6 +104,16 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("ckpt_convert_format", "the script converts a checkpoint and trains nothing"),
     ("moe_use_upcycling", "the script first writes an upcycled checkpoint"),
 )
+UNPLAYED = (
+    # Checkpoints, whose contents change neither time nor memory.
+    *("load", "pretrained_checkpoint", "use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
+    # Buffers and graphs that need other ranks or the whole step.
+    *(r"\w*cuda_graph\w*", "tp_comm_overlap", r"\w*nccl_ub"),
+)
+"""Flags that a script does not get while it is measured, as regular expressions, besides `TAKEN_OUT`."""
+OF_MANY_LAYERS = (r"use_\w*fsdp2?", "window_size", "window_attn_skip_freq", *SPLIT_DESTS, *PATTERN_DESTS)
+"""Flags that a script does not get while single layers are measured, as regular expressions."""
+DATA = (r"data_path|\w+_data_path|\w*data_args_path|data_cache_path",)
 WARM_UPS = 2
 """Number of first iterations that a trial does not count, because of compilation, new communicators and cold caches."""
 
@@ -142,3 +154,38 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
     captures = captures or given.get("cuda_graph_impl") not in (None, "none")
     capture_warm_ups = 1 + (given.get("cuda_graph_warmup_steps") or 0) if captures else 0
     return TrialWords(tried.words, max(WARM_UPS, capture_warm_ups))
+
+
+def played_arguments(
+    arguments: Sequence[str], *, job: Job, layout: Layout, mocks_data: bool, single_layers: bool
+) -> tuple[str, ...]:
+    """Change a command line so that a script trains one rank of a layout, without data and checkpoint.
+
+    Args:
+        arguments: the words after the script's name.
+        job: the job; for single layers, with the numbers of layers, experts and samples that the script should have.
+        layout: the layout to measure.
+        mocks_data: True if the script takes its data from Megatron-LM's trainer, which can make them up.
+        single_layers: True if the script builds one layer of each kind instead of the whole model.
+
+    """
+    given = Arguments.parse(arguments, job.megatron_version)
+    gone = "|".join(
+        (TAKEN_OUT.pattern, *UNPLAYED, *(OF_MANY_LAYERS if single_layers else ()), *(DATA if mocks_data else ()))
+    )
+    written = given.without(*(token.dest for token in given.tokens if token.dest and re.fullmatch(gone, token.dest)))
+    if mocks_data:
+        written = written.with_flag("--mock-data").with_value("num_workers", 0)
+    if single_layers:
+        model = job.model
+        written = written.with_value(known_dest(written, "num_layers"), model.num_layers)
+        written = written.with_value("global_batch_size", job.batch.global_batch_size)
+        if model.mtp_num_layers:
+            written = written.with_value("mtp_num_layers", model.mtp_num_layers)
+        if model.num_experts:
+            written = written.with_value("num_experts", model.num_experts)
+            # Megatron evaluates the pattern as Python.
+            written = written.with_value("moe_layer_freq", str(list(model.moe_layer_freq)).replace(" ", ""))
+    # Data that other ranks would have sent are whatever the memory holds.
+    written = written.with_flag("--no-check-for-nan-in-loss-and-grad")
+    return write_arguments(written.words, job=job, layout=layout)

@@ -94,6 +94,9 @@ class WarmupOrder(HostsOfJob):
     """Number of untimed messages or collectives of each size, sent first."""
     conditions: tuple[DeviceCondition, ...] = ()
     """The driver's report on each device, in slot order; empty = unknown."""
+    script: tuple[str, ...] = ()
+    """The job's script as Python's arguments: a file, or `-m` and a module. Empty = measure models from the flags."""
+    script_arguments: tuple[str, ...] = ()
     python_path: tuple[str, ...] = ()
     """Folders that the script's interpreter searches first, such as one with a megatron checkout."""
 
@@ -204,6 +207,8 @@ class WorkerResult:
     compute: tuple[ComputeTime, ...] = ()
     """Times of parts of the model. On a CPU these are processor times, without the time of other processes (see
     `stretch`)."""
+    timed_flags: tuple[str, ...] = ()
+    """Flags that change the precision and that the timed layers had, because the job's own script built them."""
     stretch: float = 1.0
     """Wall time divided by processor time while all slots worked; 1 on CUDA."""
     paces: tuple[Pace, ...] = ()

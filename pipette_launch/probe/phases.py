@@ -44,6 +44,7 @@ from pipette_launch.facts.health import Verdict
 from pipette_launch.facts.measurements import LAYERS, UNSTABLE_SPREAD, CollectiveKind, Coverage, layers_digest
 from pipette_launch.facts.messages import Advice, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.probe.compute import benches
+from pipette_launch.probe.compute.own_script import OwnScript
 from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wall, speeds
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, judge, link_verdicts
@@ -89,6 +90,10 @@ class Phases:
     meter: MemoryMeter
     workspace_bytes: int
     """Bytes of libraries' workspaces in the allocator after the first lap."""
+    script: OwnScript | None = None
+    """The job's own script; None = measure models that are built from the job's flags."""
+    notes: tuple[str, ...] = ()
+    """Notes from before the first phase."""
     _mine: WorkerResult = field(init=False)
     """Measurements since this worker last sent results to rank 0; fields with a single value are kept after sending."""
     _gathered: list[WorkerResult] = field(default_factory=list, init=False)
@@ -100,18 +105,19 @@ class Phases:
 
     def __post_init__(self) -> None:
         self.rank, self.progress = self.lockstep.rank, self.lockstep.progress
-        self._mine = WorkerResult(slot=self.rank)
+        self._mine = WorkerResult(slot=self.rank, notes=self.notes)
 
     def alone(self) -> None:
         """Measure layers and their memory, without peers, under a fake communicator."""
         with self.progress.during("compute"):
-            bench = benches.LayerBench(options=self.options, slot=self.rank, meter=self.meter)
+            bench = benches.LayerBench(options=self.options, slot=self.rank, meter=self.meter, script=self.script)
             bench.measure(self.lockstep, self.budget)
             self._count(bench)
         # Read the overhead before any communicator exists.
         alone_bytes = self.meter.overhead_bytes()
         self._add(
             compute=tuple(bench.times),
+            timed_flags=self.script.timed_flags(self.options.job) if self.script else (),
             refused=tuple(bench.refused),
             stretch=bench.stretch,
             paces=tuple(bench.paces),
@@ -185,7 +191,11 @@ class Phases:
         kept_bytes = self._mine.overhead.workspace_bytes
         with self.progress.during("stages"):
             bench = benches.StageBench(
-                options=self.options, slot=self.rank, meter=self.meter, workspace_bytes=kept_bytes
+                options=self.options,
+                slot=self.rank,
+                meter=self.meter,
+                script=self.script,
+                workspace_bytes=kept_bytes,
             )
             bench.measure(self._stages, self.lockstep, self.budget)
         self._add(stages=tuple(bench.readings), notes=tuple(bench.notes))
@@ -489,6 +499,7 @@ def assemble(
         refused=refused,
         unmeasured=tuple(case for case in missing if case not in refused),
         model_digest=layers_digest(options.job.model),
+        timed_flags=results[0].timed_flags,
         overhead_bytes=overhead.total_bytes if overhead else 0,
         overhead=overhead if options.device_kind == "cuda" else None,
         stages=tuple(reading for result in results for reading in result.stages),

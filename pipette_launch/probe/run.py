@@ -68,6 +68,7 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     import torch.distributed as dist
 
     from pipette_launch.probe.compute.benches import LayerBench
+    from pipette_launch.probe.compute.own_script import OwnScript
     from pipette_launch.probe.instruments import meter as meter_of
     from pipette_launch.probe.phases import Phases
     from pipette_patches import workload
@@ -81,8 +82,10 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
     progress.step(0, 0, "imports")
     workload.load(options.device_kind)
     progress.step(0, 0, "first lap")
-    workspace_bytes = LayerBench(options=options, slot=place.rank, meter=meter).first_lap()
+    bench = LayerBench(options=options, slot=place.rank, meter=meter, script=OwnScript.of(options))
+    workspace_bytes = bench.first_lap()
     lockstep = _met(options, place, progress, started_s)
+    plays = lockstep.agree(lambda: bench.script is not None)
     now_s = time.perf_counter()
     progress.phase_s[START] = now_s - started_s
     phases = Phases(
@@ -91,6 +94,8 @@ def _work(options: WarmupOrder, place: WorkerPlace, progress: Progress, started_
         budget=Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter),
         meter=meter,
         workspace_bytes=workspace_bytes,
+        script=bench.script if plays else None,
+        notes=tuple(bench.notes),
     )
     phases.alone()
     # The barrier comes first, because the deadline of a connection does not allow for the compute phases of other

@@ -54,9 +54,9 @@ def layout_of(job: Job, case: ComputeCase) -> Layout:
     return replace(own, tp=case.tp, cp=case.cp, micro_batch_size=case.micro_batch_size, sequence_parallel=case.tp > 1)
 
 
-def as_timed(job: Job) -> Job:
-    """Return the job with the flags of the timed layers: 16 bits, no CUDA graphs, no attention windows."""
-    kept = tuple(flag for flag in job.performance_flags if not flag.startswith(MODELLED))
+def as_timed(job: Job, measurements: Measurements) -> Job:
+    """Return the job with the flags of the timed layers: no CUDA graphs, no windows, 16 bits but for `timed_flags`."""
+    kept = tuple(flag for flag in job.performance_flags if not flag.startswith(MODELLED)) + measurements.timed_flags
     return replace(job, performance_flags=kept, model=replace(job.model, attention_windows=()))
 
 
@@ -82,7 +82,7 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
     if not known or not missing:
         return measurements
     spec = spec_of(measurements.cluster.hosts[0].devices[0])
-    modelled = _modelled(as_timed(job), spec, [layout_of(job, one) for one in (*known, *missing)])
+    modelled = _modelled(as_timed(job, measurements), spec, [layout_of(job, one) for one in (*known, *missing)])
     added = []
     for case in missing:
         source = min(known, key=lambda other, case=case: (_doublings(case, other), other))  # type: ignore[misc]
@@ -163,7 +163,7 @@ def repriced(job: Job, measurements: Measurements) -> Repriced:
     covers FP8 or FP4 with casts, CUDA graphs of parts or of the whole iteration, and attention windows in the mean of
     all layers. Times of imagined machines include all flags already, and are returned unchanged.
     """
-    plain = as_timed(job)
+    plain = as_timed(job, measurements)
     same_options = performance_options(job) == performance_options(plain)
     if not measurements.versions or (same_options and job.model == plain.model):
         return Repriced(measurements.compute, {})
@@ -205,6 +205,8 @@ def with_cached_times(measurements: Measurements, earlier: Measurements | None) 
     such a case, or if the ratio differs from 1 by more than CHANGED, no time is added.
     """
     if earlier is None or not measurements.model_digest or earlier.model_digest != measurements.model_digest:
+        return measurements
+    if earlier.timed_flags != measurements.timed_flags:
         return measurements
     now, then = _forward_s(measurements), _forward_s(earlier)
     ratios = [now[case] / then[case] for case in now if then.get(case)]

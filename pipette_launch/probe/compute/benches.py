@@ -27,6 +27,7 @@ from pipette_launch.facts import (
 from pipette_launch.facts.job import OPTIMIZER_STATE_BYTES
 from pipette_launch.facts.measurements import LAYERS, memory_digest
 from pipette_launch.facts.messages import StageCase
+from pipette_launch.probe.compute.own_script import OwnScript
 from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.compute.timing import (
     HABITS,
@@ -118,6 +119,8 @@ class Bench:
     options: WarmupOrder
     slot: int
     meter: MemoryMeter
+    script: OwnScript | None = None
+    """The job's own script. None = build models from the job's flags."""
     notes: list[str] = field(default_factory=list)
 
     def check_free_memory(self, words: str, needed_bytes: int, purpose: str = "") -> None:
@@ -225,18 +228,29 @@ class LayerBench(Bench):
     def first_lap(self) -> int:
         """Run the reference case and its optimizer once, untimed, before the budget begins, to start compilers.
 
-        A failure is ignored here, because it happens again and is noted when the case is measured. Returns the bytes of
-        workspaces that libraries keep from now on.
+        If the script cannot be played, the model is built from the job's flags from now on. Any other failure is
+        ignored here, because it happens again and is noted when the case is measured. Returns the bytes of workspaces
+        that libraries keep from now on.
         """
-        with suppress(WorkloadError, RuntimeError, MemoryError), ExitStack() as stack:
-            self._build_and_run(stack)
+        if self.script is not None:
+            try:
+                with ExitStack() as stack:
+                    self._build_and_run(stack)
+            except Exception as error:  # noqa: BLE001
+                # A script may raise any error.
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self.notes.append(f"{self.PHASE}: layers were built from the job's flags, because {reason}")
+                self.script = None
+        if self.script is None:
+            with suppress(WorkloadError, RuntimeError, MemoryError), ExitStack() as stack:
+                self._build_and_run(stack)
         # Read the workspaces after the layers are freed, because layers would count as workspaces.
         return self.meter.workspace_bytes()
 
     def _build_and_run(self, stack: ExitStack) -> None:
         work = self._build(self.options.cases[0], stack)
         _untimed_lap(work)
-        optimizer_step(work, self.options.job).run()
+        optimizer_step(work).run()
         self._stopwatch.settle()
 
     def measure(self, lockstep: Lockstep, budget: Budget) -> None:
@@ -307,7 +321,8 @@ class LayerBench(Bench):
         needed_bytes = weight_bytes(self.options.job, case)
         self.check_free_memory(case_words(case), needed_bytes, " for one layer's weights and gradients")
         kind = self.options.device_kind
-        return stack.enter_context(patches_workload.workload(self.options.job, case, device_kind=kind))
+        program = self.script.for_layers if self.script else None
+        return stack.enter_context(patches_workload.workload(self.options.job, case, device_kind=kind, program=program))
 
     def _overheads(self, case: ComputeCase) -> None:
         """Measure the overheads of a CPU stage: running with cold caches after a wait, and loading micro-batches."""
@@ -339,7 +354,7 @@ class LayerBench(Bench):
         if work is None:
             return
         with self.noting(case_words(case)):
-            step = optimizer_step(work, self.options.job)
+            step = optimizer_step(work)
             # In training the optimizer follows the exchange of gradients, so on a CPU the optimizer finds cold caches.
             wait = partial(sleep, WAIT_S) if self.options.device_kind == "cpu" else None
             whole_s, few_s = (
@@ -487,7 +502,8 @@ class StageBench(Bench):
         """Run a stage; an out-of-memory error is stored in `failures`, so that the meter still reads the peak."""
         job, kind = self.options.job, self.options.device_kind
         try:
-            runs.append(whole_stage.run_stage(job, case.layout, case.pp_rank, device_kind=kind))
+            program = self.script.for_stages if self.script else None
+            runs.append(whole_stage.run_stage(job, case.layout, case.pp_rank, device_kind=kind, program=program))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -129,7 +129,7 @@ def _layer(book: Notebook, case: Case, spec: DeviceSpec, watch: Stopwatch, habit
         # Building it, and compiling what torch compiles at the first call.
         begun_s = time.perf_counter() - before_s
         found = time_part(layer, compute, slot=0, stopwatch=watch, habits=habits)
-        step = optimizer_step(work, job)
+        step = optimizer_step(work)
         stepped, few = (
             time_calls(run, stopwatch=watch, habits=habits) for run in (step.run, step.run_on_single_elements)
         )

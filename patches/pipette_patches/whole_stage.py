@@ -58,8 +58,7 @@ def run_stage(
     from the end of the first step on. On a CPU the first step of a model from flags has no forward and backward, unless
     Megatron-FSDP shards the model: its parameters have no gradients before a backward.
 
-    Args:
-        program: the job's own script. None = build the model from the job's flags.
+    `program` is the job's own script; None builds the model from the job's flags.
 
     Raises:
         WorkloadError: megatron-core or the script refuses the stage. Out-of-memory errors are raised as torch raises
@@ -89,9 +88,8 @@ def run_stage(
             )
 
     def on_step(play: Play, step: Step) -> Any:
-        for _, optimizer in play.optimizers:
-            for inner in inner_optimizers(optimizer):
-                _never_skips(inner)
+        for inner in (inner for _, optimizer in play.optimizers for inner in inner_optimizers(optimizer)):
+            _never_skips(inner)
         if play.num_steps > _STEPS:
             meter.mark()
             raise Stop

@@ -74,7 +74,7 @@ class Workload:
     model: Any
     """The GPTModel that contains the parts."""
     token_ids: torch.Tensor
-    """Token ids that are the labels of the loss."""
+    """Token ids of the input, which are also the labels of the loss."""
     notes: tuple[str, ...]
     """One sentence for each difference from the real job."""
     wrapped: Any
@@ -137,7 +137,7 @@ def workload(
             with refusals_named(case_words(case)):
                 play = stack.enter_context(played(start, rank=0, world_size=layout.world_size, on_step=seen.look))
                 config, optimizer = play.optimizers[-1]
-                parts, ids = _parts(seen, small, case)
+                parts, ids = _parts(seen, small)
             yield Workload(
                 parts=parts,
                 model=seen.model,
@@ -233,7 +233,9 @@ class _Seen:
             self.model = self.model.module
 
         def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.calls[module], self.precisions[module] = (args, kwargs), _precision()
+            # Multi-token prediction calls the embedding again.
+            if module not in self.calls:
+                self.calls[module], self.precisions[module] = (args, kwargs), _precision()
 
         def stop(*_call: object) -> None:
             raise Stop
@@ -301,13 +303,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text or no_kernel
 
 
-def _parts(seen: _Seen, job: Job, case: ComputeCase) -> tuple[tuple[Part, ...], torch.Tensor]:
-    """Return the parts of the model that a program has built, and token ids for the loss."""
+def _parts(seen: _Seen, job: Job) -> tuple[tuple[Part, ...], torch.Tensor]:
+    """Return the parts of the model that a program has built, and the token ids of its first forward."""
     gpt, model = seen.model, job.model
     layers = list(gpt.decoder.layers)
     hidden = seen.calls[layers[0]][1]["hidden_states"].detach().normal_().requires_grad_()
-    shape = (case.micro_batch_size, model.seq_length // case.cp)
-    ids = torch.randint(model.vocab_size, shape, device=hidden.device)
+    args, kwargs = seen.calls[gpt.embedding]
+    ids: torch.Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
     tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
 
     def run(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:

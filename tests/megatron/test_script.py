@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -11,9 +12,16 @@ from megatron_lines import SMALL
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Layout
-from pipette_launch.megatron import environment, newest_release, script_version, trial_arguments, version_or_newest
+from pipette_launch.megatron import (
+    environment,
+    newest_release,
+    read_job,
+    script_version,
+    trial_arguments,
+    version_or_newest,
+)
 from pipette_launch.megatron.flags import flag_table, releases
-from pipette_launch.megatron.script import ENDS, GROWING, REFUSED, TAKEN_OUT, WRITERS
+from pipette_launch.megatron.script import ENDS, GROWING, REFUSED, TAKEN_OUT, WRITERS, played_arguments
 
 
 def checkout(folder: Path, version: str) -> Path:
@@ -203,3 +211,38 @@ def test_what_cannot_be_cut_safely_is_refused(more: str, expected: str) -> None:
     """The error names the flag and the reason."""
     with pytest.raises(MegatronError, match=re.escape(expected)):
         trial_arguments([*SMALL, *more.split()], "0.16.1")
+
+
+def test_a_played_script_gets_a_layout_and_neither_data_nor_checkpoint() -> None:
+    """Layers, experts and samples are those of the small job; precision and model stay word for word."""
+    words = (
+        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 1 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 128 "
+        "--num-experts 8 --expert-model-parallel-size 4 --moe-layer-freq 2 --pipeline-model-parallel-size 2 "
+        "--load /ckpt --save /ckpt --data-path /data --fp8-format hybrid --lr 1e-3 --train-iters 5 --window-size 8,0"
+    ).split()
+    job = read_job(words, world_size=8, megatron_version="0.16.1", device_kind="cuda")
+    model = replace(job.model, num_layers=2, num_experts=2, moe_layer_freq=(0, 1))
+    small = replace(job, model=model, batch=replace(job.batch, global_batch_size=4))
+
+    found = played_arguments(
+        words, job=small, layout=Layout(tp=2, etp=1, micro_batch_size=4), mocks_data=True, single_layers=True
+    )
+
+    assert (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 4 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 128 "
+        "--num-experts 2 --expert-model-parallel-size 1 --moe-layer-freq [0,1] --pipeline-model-parallel-size 1 "
+        "--fp8-format hybrid --lr 1e-3 --train-iters 5 --mock-data --num-workers 0 --no-check-for-nan-in-loss-and-grad "
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    ).split() == list(found)
+
+
+def test_a_played_stage_keeps_shards_and_its_own_data() -> None:
+    """A whole stage keeps the model, Megatron-FSDP and windows; a script without Megatron's trainer keeps its data."""
+    words = [*SMALL, "--use-megatron-fsdp", "--window-size", "8,0", "--data-path", "/data", "--load", "/ckpt"]
+    job = read_job(SMALL, world_size=2, megatron_version="0.16.1", device_kind="cpu")
+
+    found = played_arguments(words, job=job, layout=job.own, mocks_data=False, single_layers=False)
+
+    assert [*words[:-2], "--no-check-for-nan-in-loss-and-grad"] == list(found)

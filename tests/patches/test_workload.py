@@ -46,11 +46,6 @@ def test_the_compiler_is_imported_and_keeps_all_shapes(found: dict[str, Any]) ->
     assert [True, 64] == found["compiler"]
 
 
-def test_another_exchange_of_context_parallelism_is_noted(found: dict[str, Any]) -> None:
-    """Layers with context parallelism are timed as a ring, with a note for other exchanges."""
-    assert ["compute with cp2 was timed as a ring, not with --cp-comm-type a2a"] == found["exchange"]
-
-
 def test_layer_and_head_are_the_model(found: dict[str, Any]) -> None:
     """Layer and head run one after the other give the loss of Megatron's own forward."""
     whole, parts = found["losses"]
@@ -71,7 +66,7 @@ def test_a_frozen_part_has_the_same_input_gradient_and_no_other(found: dict[str,
 
 def test_gradients_go_to_main_gradients(found: dict[str, Any]) -> None:
     """They add up there, not in `.grad`, and nothing is left behind."""
-    assert [True, True, True, True] == found["accumulated"]
+    assert [True, True, True] == found["accumulated"]
 
 
 def test_full_recompute_is_megatrons(found: dict[str, Any]) -> None:
@@ -99,14 +94,13 @@ def test_the_fused_loss_is_the_other_one(found: dict[str, Any]) -> None:
 
 
 def test_the_optimizer_clips_and_steps_on_everything(found: dict[str, Any]) -> None:
-    """All parameters move, and all are counted; an optimizer that Megatron does not have is refused by name."""
+    """All parameters move, and all are counted."""
     moved, counted, norm, clipped = found["moved"]
 
     assert moved
     assert found["parameters"] == counted
     assert pytest.approx(counted**0.5, rel=0.1) == norm
     assert pytest.approx(1.0, rel=1e-3) == clipped
-    assert "the step of optimizer 'muon' is not measured" in found["unknown optimizer"]
 
 
 def test_tensor_parallelism_halves_the_matrices(found: dict[str, Any]) -> None:
@@ -121,7 +115,7 @@ def test_tensor_parallelism_halves_the_matrices(found: dict[str, Any]) -> None:
 
 def test_performance_flags_are_heeded_or_named(found: dict[str, Any]) -> None:
     """Two flags change the model that is measured (norms of queries and keys are four more), the third is a note."""
-    assert [True, True, "compute was measured without --fp8-format hybrid"] == found["flags"]
+    assert [True, True, "layers and stages were measured without --fp8-format hybrid"] == found["flags"]
     assert 12 + 4 == found["norms"]
 
 
@@ -138,11 +132,6 @@ def test_a_name_that_megatron_core_misses_is_a_refusal(found: dict[str, Any]) ->
 def test_sequence_parallelism_is_timed_where_norms_know_it(found: dict[str, Any]) -> None:
     """With Transformer Engine tensor-parallel layers split the sequence; torch's own norms would refuse to."""
     assert [True, False] == found["splits sequence"]
-
-
-def test_layers_and_stages_of_a_gpu_share_one_attention_backend(found: dict[str, Any]) -> None:
-    """megatron-core keeps the choice in the process's environment, and refuses another one after it."""
-    assert ["local", "local"] == found["attention backends"]
 
 
 def test_latent_attention_is_built_of_megatrons_own_layers(found: dict[str, Any]) -> None:

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from facts_for_tests import fine_grained_model, tiny_job, tiny_model
 
 from pipette_launch.facts import ComputeCase
-from pipette_patches.megatron_config import layers_config
-from pipette_patches.whole_stage import _as_run_here
-from pipette_patches.workload import Part, Workload, WorkloadError, load, optimizer_step, workload
+from pipette_patches.workload import Part, Workload, WorkloadError, load, one_of_each, optimizer_step, workload
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
 WATCHED: list[Any] = []
@@ -22,12 +20,27 @@ WATCHED: list[Any] = []
 JOB = replace(tiny_job(1), model=tiny_model(untie_embeddings_and_output_weights=True))
 
 
+def open_mask(work: Workload) -> torch.Tensor:
+    """Return the attention mask of models that are built from flags, which masks nothing."""
+    size, length = work.token_ids.shape
+    return torch.zeros(size, 1, length, length, dtype=torch.bool)
+
+
+def take_gradients(part: Part) -> list[torch.Tensor]:
+    """Return the main gradients of a part and clear them."""
+    taken = []
+    for parameter in part.parameters:
+        taken.append(parameter.main_grad.clone())  # type: ignore[attr-defined]
+        parameter.main_grad.zero_()  # type: ignore[attr-defined]
+    return taken
+
+
 def whole_and_parts(work: Workload) -> list[float]:
     """Return the loss of Megatron's own forward over a hidden state, and the loss of the layer and then the head."""
     layer, _, head, _ = work.parts
     hidden = layer.source
     assert hidden is not None
-    whole = work.model(None, None, None, decoder_input=hidden, labels=work.token_ids).mean()
+    whole = work.model(None, None, open_mask(work), decoder_input=hidden, labels=work.token_ids).mean()
     with torch.no_grad():
         hidden.copy_(layer.forward(1))
     return [whole.item(), head.forward(1).item()]
@@ -35,19 +48,19 @@ def whole_and_parts(work: Workload) -> list[float]:
 
 def gradients(part: Part, frozen: bool) -> tuple[torch.Tensor, list[bool]]:
     """The input's gradient, and which parameters got one."""
+    take_gradients(part)
     part.freeze(frozen)
     part.backward(part.forward(1))
     assert part.source is not None
     assert part.source.grad is not None
-    found = [parameter.grad is not None for parameter in part.parameters]
-    for parameter in part.parameters:
-        parameter.grad = None
+    found = [bool(gradient.any()) for gradient in take_gradients(part)]
     part.freeze(False)
     return part.source.grad.clone(), found
 
 
 def accumulated(part: Part) -> list[bool]:
     """Return whether two backwards give twice the main gradient of one, and leave no other gradient."""
+    take_gradients(part)
     with part.accumulating():
         part.backward(part.forward(1))
         once = [parameter.main_grad.clone() for parameter in part.parameters]  # type: ignore[attr-defined]
@@ -56,13 +69,13 @@ def accumulated(part: Part) -> list[bool]:
         doubled = all(torch.allclose(2 * a, b, atol=1e-6) for a, b in zip(once, twice, strict=True))
         nonzero = any(bool(a.any()) for a in once)
         clean = all(parameter.grad is None for parameter in part.parameters)
-    return [doubled, nonzero, clean, not hasattr(part.parameters[0], "main_grad")]
+    return [doubled, nonzero, clean]
 
 
 def moved(work: Workload) -> list[Any]:
     """Return whether a step moves every matrix, and the number of parameters."""
     before = [parameter.detach().clone() for parameter in work.model.parameters()]
-    step = optimizer_step(work, replace(JOB, optimizer="adam"))
+    step = optimizer_step(work)
     gradients = [parameter.main_grad.clone() for parameter in work.model.parameters()]
     step.run_on_single_elements()
     step.run()
@@ -83,14 +96,13 @@ def run_again(layer: Part) -> list[Any]:
     hook = module.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
     outputs, inputs, weights = [], [], []
     for forward in (layer.forward, layer.recomputed):
+        take_gradients(layer)
         output = forward(2)
         layer.backward(output)
         assert layer.source.grad is not None
         outputs.append(output.detach())
         inputs.append(layer.source.grad.clone())
-        weights.append([parameter.grad.clone() for parameter in layer.parameters if parameter.grad is not None])
-        for parameter in layer.parameters:
-            parameter.grad = None
+        weights.append(take_gradients(layer))
     hook.remove()
     close = [torch.allclose(a, b, atol=1e-5) for a, b in zip(*weights, strict=True)]
     return [torch.allclose(*outputs), torch.allclose(*inputs, atol=1e-5), all(close) and len(close), runs]
@@ -154,28 +166,9 @@ def without_its_engine() -> str:
 
 
 def splits_sequence() -> list[bool]:
-    """Return whether a GPU's tensor-parallel layer is timed with sequence parallelism, with and without an engine."""
-    configs = [
-        layers_config(JOB, replace(CASE, tp=2), ("layer",), device_kind="cuda", uses_te=uses_te)[0]
-        for uses_te in (True, False)
-    ]
-    return [config.sequence_parallel for config in configs]
-
-
-def attention_backends() -> list[str]:
-    """Return the attention backends of a GPU's layers and of its whole stages, if the user's flags name one."""
-    job = replace(JOB, model=replace(JOB.model, transformer_impl="local", attention_backend="local"))
-    config, _ = layers_config(job, CASE, ("layer",), device_kind="cuda", uses_te=False)
-    _, changes, _ = _as_run_here(job, "cuda")
-    return [config.attention_backend.name, changes["attention_backend"].name]
-
-
-def exchange_notes() -> list[str]:
-    """Return the notes on context parallelism with another exchange than the timed ring."""
-    job = replace(JOB, performance_flags=("--cp-comm-type a2a",))
-    cases = (replace(CASE, cp=cp) for cp in (1, 2))
-    notes = (layers_config(job, case, ("layer",), device_kind="cuda", uses_te=True)[1] for case in cases)
-    return [note for each in notes for note in each]
+    """Return whether a tensor-parallel layer is timed with sequence parallelism, on a GPU and on a CPU."""
+    case = replace(CASE, tp=2)
+    return [one_of_each(JOB, case, device_kind=kind)[1].sequence_parallel for kind in ("cuda", "cpu")]
 
 
 def compiler() -> list[Any]:
@@ -193,8 +186,7 @@ def narrow_values(work: Workload) -> list[Any]:
     output = core.forward(1)
     hook.remove()
     query, key, value = (each.detach().permute(1, 2, 0, 3) for each in given[0])
-    # Flash attention's way: rows are masked above the diagonal.
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     core.backward(output)
     assert core.source is not None
     far = (output - expected.permute(2, 0, 1, 3).flatten(2)).abs().max().item()
@@ -213,7 +205,14 @@ def predicted(work: Workload) -> list[Any]:
         # Before 0.16 megatron-core has no default for it.
         work.model.config.mtp_loss_scaling_factor = 0.1
         mask = torch.ones_like(work.token_ids, dtype=torch.float32)
-        work.model(work.token_ids, positions, None, decoder_input=hidden, labels=work.token_ids, loss_mask=mask)
+        work.model(
+            work.token_ids,
+            positions,
+            open_mask(work),
+            decoder_input=hidden,
+            labels=work.token_ids,
+            loss_mask=mask,
+        )
         for layer in (dense, moe):
             hidden.copy_(layer.forward(1))
         hidden.copy_(work.model.decoder.final_layernorm(hidden))
@@ -221,7 +220,7 @@ def predicted(work: Workload) -> list[Any]:
     hook.remove()
     depth.backward(loss)
     behind, _, timed = read
-    reached = [parameter.grad is not None for parameter in depth.parameters]
+    reached = [bool(gradient.any()) for gradient in take_gradients(depth)]
     return [torch.allclose(behind, timed, atol=1e-6), loss.ndim, hidden.grad is not None, sum(reached), len(reached)]
 
 
@@ -249,7 +248,7 @@ def loaded_later() -> list[str]:
     with workload(JOB, CASE, device_kind="cpu") as work:
         for part in work.parts:
             part.backward(part.forward(1))
-        optimizer_step(work, JOB).run()
+        optimizer_step(work).run()
     return sorted(name for name in set(sys.modules) - before if name.startswith(("megatron", "torch._")))
 
 
@@ -266,11 +265,9 @@ def main() -> None:
         found["again"] = run_again(layer)
         found["core"] = core_alone(work)
         found["losses"] = whole_and_parts(work)
-        found["unknown optimizer"] = refusal(lambda: optimizer_step(work, replace(JOB, optimizer="muon")))
         found["moved"] = moved(work)
         found["parameters"] = sum(parameter.numel() for parameter in work.model.parameters())
     found["fused losses"] = fused_and_unfused_losses()
-    found["exchange"] = exchange_notes()
     found["group left"] = dist.is_initialized()
     shapes = {}
     for tp in (1, 2):
@@ -285,7 +282,6 @@ def main() -> None:
         work.parts[0].backward(work.parts[0].forward(1))
     found["without its engine"] = without_its_engine()
     found["splits sequence"] = splits_sequence()
-    found["attention backends"] = attention_backends()
     # Last, as it changes what torch compiles.
     found["compiler"] = compiler()
     sys.stdout.write(json.dumps(found) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections import deque
@@ -76,6 +77,12 @@ def measure(slot: LayerBench, now_s: float = 0.0) -> None:
     slot.measure(lockstep, Budget(started_s=0, budget_s=10, clock=lambda: now_s))
 
 
+def work_of(part: Part) -> Workload:
+    """Return a workload with a single part, without a model."""
+    absent = dict.fromkeys(("model", "wrapped", "optimizer", "optimizer_config"))
+    return Workload(parts=(part,), token_ids=torch.ones(1), notes=(), **absent)
+
+
 def failing_workload(error: Exception, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for megatron-core: the first builds fail, and the others have no parts."""
     left = deque([error] * times)
@@ -91,10 +98,10 @@ def failing_workload(error: Exception, times: int, monkeypatch: pytest.MonkeyPat
             source=torch.ones(1, requires_grad=True),
             forward=lambda _: weight * 1.0,
             chains=True,
-            main_grad_dtype=torch.float32,
+            accumulating=contextlib.nullcontext,
             recomputed=lambda _: weight * 1.0,
         )
-        yield Workload(parts=(part,), model=None, token_ids=weight, notes=())
+        yield work_of(part)
 
     monkeypatch.setattr(benches.patches_workload, "load", lambda _: None)
     monkeypatch.setattr(benches.patches_workload, "workload", workload)
@@ -330,7 +337,7 @@ def layer_on(device: CompilingDevice, case: ComputeCase) -> Part:
         source=source,
         forward=forward,
         chains=True,
-        main_grad_dtype=torch.float32,
+        accumulating=contextlib.nullcontext,
         recomputed=partial(forward, mode="no grad"),
     )
 
@@ -346,15 +353,15 @@ def measured(
     meter = meter or Meter()
 
     @contextmanager
-    def workload(_: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workload]:
+    def workload(_: Job, case: ComputeCase, *, device_kind: str, program: object) -> Iterator[Workload]:
         layer = layer_on(device, case)
         meter.add(layer.parameters[0])
-        yield Workload(parts=(layer,), model=None, token_ids=torch.ones(1), notes=())
+        yield work_of(layer)
 
     def nothing() -> None:
         pass
 
-    def optimizer_step(work: Workload, _: Job) -> OptimizerStep:
+    def optimizer_step(work: Workload) -> OptimizerStep:
         # Megatron's hooks of a parameter lead back to it (distributed_data_parallel.py, _make_backward_post_hook).
         weight: Any = work.parts[0].parameters[0]
         weight.wrapped = [weight]
@@ -464,8 +471,10 @@ def bench_after(allocator: Allocator, folder: Path, *, layer_leaves: bool) -> St
 def test_a_workload_leaves_no_empty_gradient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The layer's empty gradients end with the layer, so only cuBLAS' workspace is left beside a stage."""
     allocator = Allocator(monkeypatch)
-    monkeypatch.setattr(workload, "one_rank", lambda _: nullcontext())
-    monkeypatch.setattr(workload, "_build", lambda *_: None)
+    play = SimpleNamespace(optimizers=[(None, None)])
+    monkeypatch.setattr(workload, "played", lambda *_, **__: nullcontext(play))
+    monkeypatch.setattr(workload, "as_run_here", lambda job, _: (job, {}, ()))
+    monkeypatch.setattr(workload, "_parts", lambda *_: ((), None))
     bench = bench_after(allocator, tmp_path, layer_leaves=False)
     with workload.workload(bench.options.job, CASE, device_kind="cuda"):
         allocator.train(MIB, MATRIX)
@@ -561,7 +570,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Layout, int]]:
     """Return the stages that were run, each with 77 bytes of tensors."""
     done: list[tuple[Layout, int]] = []
 
-    def run_stage(job: object, layout: Layout, pp_rank: int, *, device_kind: str) -> StageRun:
+    def run_stage(job: object, layout: Layout, pp_rank: int, *, device_kind: str, program: object) -> StageRun:
         done.append((layout, pp_rank))
         return StageRun(tally_bytes=77, parts={}, notes=())
 
@@ -599,7 +608,7 @@ def test_a_cpu_counts_tensors(tmp_path: Path, ran: list[tuple[Layout, int]]) -> 
 def test_running_out_of_memory_is_a_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a stage that runs out of memory is a result, and the next stage is measured."""
 
-    def run_stage(job: object, layout: Layout, pp_rank: int, *, device_kind: str) -> StageRun:
+    def run_stage(job: object, layout: Layout, pp_rank: int, *, device_kind: str, program: object) -> StageRun:
         if pp_rank == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return StageRun(tally_bytes=0, parts={}, notes=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 from collections import deque
@@ -122,7 +123,7 @@ def part_on(clock: FakeClock, *, chains: bool = True, scale: float = 1.0) -> Par
         source=source,
         forward=lambda length: chain(length, 0.0),
         chains=chains,
-        main_grad_dtype=torch.float32,
+        accumulating=contextlib.nullcontext,
         recomputed=lambda length: chain(length, AGAIN_S),
     )
 

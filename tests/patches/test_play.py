@@ -1,0 +1,71 @@
+"""A training program is played as one rank up to its training steps, and leaves nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).parent / "play_worker.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of a separate process, so that this process has no megatron-core and no process groups."""
+    worker = subprocess.run(
+        [sys.executable, str(WORKER), str(tmp_path_factory.mktemp("scripts"))],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert 0 == worker.returncode, worker.stderr
+    result: dict[str, Any] = json.loads(worker.stdout.splitlines()[-1])
+    return result
+
+
+def test_a_trainer_of_ones_own_runs_its_steps_as_one_rank(found: dict[str, Any]) -> None:
+    """The example calls the schedule itself; its steps run with fewer micro-batches than the script requested."""
+    assert [[4, 2, 1], [4, 2, 1]] == found["example"]["steps"]
+    assert [2, 4, "fake"] == found["example"]["world"]
+    assert 1 == found["example"]["optimizers"]
+
+
+def test_groups_arguments_and_variables_are_as_before(found: dict[str, Any]) -> None:
+    """After a play another play may follow, or the warm-up's own process group."""
+    assert [False, True, True] == found["example"]["left"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("exits", "PlayError: the script exits with 3 before its first training step"),
+        ("raises", "ValueError: no data here"),
+        ("ends", "PlayError: the script ends before its first training step"),
+        ("reads", "EOFError: EOF when reading a line"),
+        ("catches all errors", "trains"),
+        ("sets a handler", "trains"),
+        ("prints much", "trains"),
+        ("writes", "PermissionError: FOLDER/target: the script is only measured, so it changes no file"),
+        ("makes a folder", "PermissionError: FOLDER/target: the script is only measured, so it changes no file"),
+        ("writes a temporary file", "trains"),
+        (
+            "calls home",
+            "ConnectionRefusedError: 192.0.2.1: the script is only measured, so it reaches no other machine",
+        ),
+    ],
+)
+def test_a_bad_script_ends_with_one_sentence(found: dict[str, Any], name: str, expected: str) -> None:
+    """A script that does not reach its training, or would change something, is refused with the reason."""
+    assert expected == found["outcomes"][name]
+
+
+def test_handlers_of_signals_are_put_back(found: dict[str, Any]) -> None:
+    """A script's handler for SIGTERM would keep the agent from ending the worker."""
+    assert found["same handler"]

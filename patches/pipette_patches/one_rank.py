@@ -22,7 +22,7 @@ from pipette_launch.facts import Cell, Job, Layout
 from pipette_launch.facts.known_schedules import num_warmup, schedule_table
 from pipette_patches import megatron_config
 from pipette_patches.megatron_config import flags
-from pipette_patches.replacements import Replacements, in_module, wrapping
+from pipette_patches.play import Stop, played
 from pipette_patches.storage_meter import StorageMeter, Stretch, current, local, under
 
 
@@ -41,15 +41,14 @@ def import_megatron() -> None:
 @contextlib.contextmanager
 def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int = 1) -> Iterator[None]:
     """Make this process the first rank of a pipeline stage during the block. No process group may exist before."""
-    from megatron.core import parallel_state
 
-    try:
-        initialize(layout, pp_rank, num_optimizer_instances=num_optimizer_instances)
+    def start() -> None:
+        initialize(layout, num_optimizer_instances=num_optimizer_instances)
+        raise Stop
+
+    rank = first_rank(layout, pp_rank)
+    with played(start, rank=rank, world_size=layout.world_size, on_step=lambda _, step: step.run()):
         yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_global_memory_buffer()
-        dist.destroy_process_group()
 
 
 def first_rank(layout: Layout, pp_rank: int) -> int:
@@ -57,34 +56,23 @@ def first_rank(layout: Layout, pp_rank: int) -> int:
     return layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
 
 
-def initialize(layout: Layout, pp_rank: int, *, num_optimizer_instances: int) -> None:
-    """Make the fake process groups of the first rank of a pipeline stage, and seed its random numbers."""
+def initialize(layout: Layout, *, num_optimizer_instances: int) -> None:
+    """Make the process groups of the rank that is played, and seed its random numbers."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import random
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    rank = first_rank(layout, pp_rank)
-
-    @wrapping
-    def only_own_groups(original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # A job has thousands of process groups without this rank, and this rank uses no such group.
-        if ranks is not None and rank not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
-        return original(ranks, *args, **kwargs)
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    with Replacements(in_module("torch.distributed", {"new_group": only_own_groups})):
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-            num_distributed_optimizer_instances=num_optimizer_instances,
-            order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-            create_gloo_process_groups=False,
-        )
+    dist.init_process_group()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        num_distributed_optimizer_instances=num_optimizer_instances,
+        order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        create_gloo_process_groups=False,
+    )
     random.initialize_rng_tracker(force_reset=True)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 

@@ -58,12 +58,8 @@ def run_stage(
     from the end of the first step on. On a CPU the first step of a model from flags has no forward and backward, unless
     Megatron-FSDP shards the model: its parameters have no gradients before a backward.
 
-    `program` is the job's own script; None builds the model from the job's flags.
-
-    Raises:
-        WorkloadError: megatron-core or the script refuses the stage. Out-of-memory errors are raised as torch raises
-            them.
-
+    `program` is the job's own script; None builds the model from the job's flags. A WorkloadError says that Megatron or
+    the script refuses the stage. Out-of-memory errors are raised as torch raises them.
     """
     meter = StorageMeter()
     num_microbatches = enough_microbatches(layout, pp_rank, layout.num_microbatches(job.batch.global_batch_size))
@@ -88,8 +84,8 @@ def run_stage(
             )
 
     def on_step(play: Play, step: Step) -> Any:
-        for inner in (inner for _, optimizer in play.optimizers for inner in inner_optimizers(optimizer)):
-            _never_skips(inner)
+        for _, optimizer in play.optimizers:
+            _never_skips(optimizer)
         if play.num_steps > _STEPS:
             meter.mark()
             raise Stop
@@ -120,9 +116,10 @@ def stage_words(layout: Layout, pp_rank: int) -> str:
 def _never_skips(optimizer: Any) -> None:
     """Let an fp16 optimizer step even if gradients are not finite, because a skipped step makes no states."""
     name = "_unscale_main_grads_and_check_for_nan"
-    unscale: Callable[[], bool] | None = getattr(optimizer, name, None)
-    if unscale is not None:
-        setattr(optimizer, name, lambda: bool(unscale()) and False)
+    for inner in inner_optimizers(optimizer):
+        unscale: Callable[[], bool] | None = getattr(inner, name, None)
+        if unscale is not None:
+            setattr(inner, name, lambda unscale=unscale: bool(unscale()) and False)
 
 
 @wrapping

@@ -161,7 +161,12 @@ def one_of_each(job: Job, case: ComputeCase, *, device_kind: str) -> tuple[Job, 
     model = job.model
     notes: tuple[str, ...] = ()
     kinds = tuple(sorted(set(model.moe_layer_freq))) if model.num_experts else (0,)
-    changes: dict[str, Any] = {"num_layers": len(kinds), "mtp_num_layers": min(model.mtp_num_layers, 1)}
+    # Windows differ between layers, so all layers are timed without windows.
+    changes: dict[str, Any] = {
+        "num_layers": len(kinds),
+        "mtp_num_layers": min(model.mtp_num_layers, 1),
+        "attention_windows": (),
+    }
     if model.num_experts:
         local_experts = max(model.num_experts // job.own.ep, model.moe_router_topk)
         changes |= {"num_experts": local_experts, "moe_layer_freq": kinds}
@@ -209,7 +214,7 @@ def from_flags(
     num_optimizer_instances: int = 1,
 ) -> None:
     """Train a model that is built from the job's flags. This program replaces a script that cannot be played."""
-    initialize(layout, pp_rank, num_optimizer_instances=num_optimizer_instances)
+    initialize(layout, num_optimizer_instances=num_optimizer_instances)
     size = Size(chunks=layout.chunk_layers(job.model.num_layers), num_microbatches=num_microbatches)
     trainer = Trainer(job, layout, pp_rank, meter=meter or StorageMeter(), size=size, changes=changes)
     while True:

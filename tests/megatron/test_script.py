@@ -222,7 +222,7 @@ def test_a_played_script_gets_a_layout_and_neither_data_nor_checkpoint() -> None
         "--load /ckpt --save /ckpt --data-path /data --fp8-format hybrid --lr 1e-3 --train-iters 5 --window-size 8,0"
     ).split()
     job = read_job(words, world_size=8, megatron_version="0.16.1", device_kind="cuda")
-    model = replace(job.model, num_layers=2, num_experts=2, moe_layer_freq=(0, 1))
+    model = replace(job.model, num_layers=2, num_experts=2, moe_layer_freq=(0, 1), attention_windows=())
     small = replace(job, model=model, batch=replace(job.batch, global_batch_size=4))
 
     found = played_arguments(

@@ -69,16 +69,17 @@ def _plan(args: Namespace) -> int:
 def _write_plan(out: Path, plan: Plan, problem: PlanProblem) -> Path | None:
     """Write the plan's file, trace and report. Return the path of the report, or None if the report cannot be made."""
     from pipette_launch.facts import files
-    from pipette_launch.launch.plan_reports import page_path, trace_path, write_page, write_trace
+    from pipette_launch.launch.plan_reports import PlanDocuments, page_of, page_path, trace_of, trace_path
     from pipette_launch.planning.picture import picture_of
 
     with flags.writing("--out", out):
         files.write(out, plan, shared=True)
         picture = picture_of(plan, problem.job, problem.measurements)
-        write_trace(trace_path(out), plan, problem.measurements, picture, shared=True)
+        documents = PlanDocuments(plan=plan, measurements=problem.measurements, picture=picture)
+        files.write_text(trace_path(out), trace_of(documents), shared=True)
     page = page_path(out)
     try:
-        write_page(page, plan, problem.measurements, picture, shared=True)
+        files.write_text(page, page_of(documents), shared=True)
     except (OSError, PipetteError) as error:
         sys.stderr.write(f"no report beside {printable(str(out))}: {printable(str(error))}\n")
         return None

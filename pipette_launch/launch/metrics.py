@@ -39,6 +39,9 @@ ALIVE_S = 10.0
 PHASES = {"warmup": "warmup", "trial": "trials", "train": "training"}
 MEASURED = ("iteration", "iterations", "printed_s", "step_s", "tokens_per_s", "measured_memory_bytes")
 """Fields of the document that the node of the last rank reads from the output of the training."""
+OF_ATTEMPT = (*MEASURED[:-1], "warmup_phase", "warmup_done", "warmup_total", "warmup_phase_s")
+"""Fields of the document that are empty at the start of each phase."""
+EMPTY = LiveJob(read_s=0.0, written_s=0.0)
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 NEEDED = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
@@ -68,7 +71,7 @@ class MetricsFile:
         self._is_over = Event()
         self._lost: set[str] = set()
         self._num_trainings = 0
-        self.known = LiveJob(read_s=0.0, written_s=0.0, script=script, began_s=now())
+        self.known = replace(EMPTY, script=script, began_s=now())
 
     def begin(self) -> None:
         """Start a thread that refreshes the files until the job has ended."""
@@ -91,15 +94,7 @@ class MetricsFile:
             phase_began_s=known.phase_began_s if phase == known.phase == "trials" else self._now(),
             nodes=len(decision.hosts),
             restarts=max(self._num_trainings - 1, 0),
-            warmup_phase="",
-            warmup_done=0,
-            warmup_total=0,
-            warmup_phase_s={},
-            iteration=None,
-            iterations=None,
-            printed_s=None,
-            step_s=None,
-            tokens_per_s=None,
+            **{name: getattr(EMPTY, name) for name in OF_ATTEMPT},
         )
         if plan is not None:
             choice = decision.choice or plan.own
@@ -174,9 +169,8 @@ class MetricsFile:
         with self._lock:
             job, now_s = self.known, self._now()
             if not self._decides:
-                empty = LiveJob(read_s=0.0, written_s=0.0)
-                job = replace(empty, **{name: getattr(job, name) for name in MEASURED})
-                if job == empty:
+                job = replace(EMPTY, **{name: getattr(job, name) for name in MEASURED})
+                if job == EMPTY:
                     return
             if job == self._written[0] and now_s - self._written[1] < ALIVE_S:
                 return

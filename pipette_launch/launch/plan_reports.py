@@ -45,15 +45,6 @@ def existing_page(plan: Path | None) -> Path | None:
     return path if path is not None and path.exists() else None
 
 
-def write_page(
-    path: Path, plan: Plan, measurements: Measurements | None, picture: Picture | None, *, shared: bool = False
-) -> None:
-    """Write the report of a plan; raises OSError, or PipetteError if jinja2 is not installed."""
-    from pipette_launch.report.page.page import plan_page
-
-    files.write_text(path, plan_page(plan, measurements, picture), shared=shared)
-
-
 def add_outcome(path: Path | None, outcome: Outcome) -> str:
     """Write the outcome of a run into the report of its plan; return the error, or an empty text.
 
@@ -73,39 +64,25 @@ def add_outcome(path: Path | None, outcome: Outcome) -> str:
     return ""
 
 
-# -- the trace ----------------------------------------------------------------------------------------------------
-
-
 def trace_path(plan: Path) -> Path:
     """Return the path of a plan's trace: `trace.json` beside `plan.json`, else the plan's name with `.trace.json`."""
     return plan.with_name(TRACE) if plan.name == PLAN else plan.with_suffix(f".{TRACE}")
 
 
-def write_trace(
-    path: Path, plan: Plan, measurements: Measurements | None, picture: Picture | None, *, shared: bool = False
-) -> None:
-    """Write the trace of a plan; raises OSError."""
-    from pipette_launch.report.trace import trace_text
-
-    files.write_text(path, trace_text(plan, measurements, picture), shared=shared)
-
-
-# -- from the files of an earlier plan ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundFiles:
-    """A plan, and the documents in the plan file's folder that belong to the plan."""
+class PlanDocuments:
+    """A plan, and the documents that its report and trace show."""
 
     plan: Plan
     measurements: Measurements | None
     picture: Picture | None
-    outcome: Outcome | None
-    missing: str
+    """Drawn steps of the plan; None if these cannot be computed."""
+    outcome: Outcome | None = None
+    missing: str = ""
     """Sentence about the parts that the report lacks; empty if the report is complete."""
 
 
-def found_files(path: Path, cluster: Path | None) -> FoundFiles:
+def found_files(path: Path, cluster: Path | None) -> PlanDocuments:
     """Read a plan file, and `cluster.json` and `outcome.json` beside it.
 
     `cluster` names the file of measurements; None takes `cluster.json` beside the plan, if this file exists.
@@ -133,17 +110,17 @@ def found_files(path: Path, cluster: Path | None) -> FoundFiles:
     outcome = files.read(ran_at, Outcome) if ran_at.exists() else None
     if outcome is not None and outcome.key != plan.provenance.key:
         outcome = None
-    return FoundFiles(plan=plan, measurements=measured, picture=picture, outcome=outcome, missing=missing)
+    return PlanDocuments(plan=plan, measurements=measured, picture=picture, outcome=outcome, missing=missing)
 
 
-def page_of(found: FoundFiles) -> str:
+def page_of(found: PlanDocuments) -> str:
     """Return the report as HTML; raises PipetteError if jinja2 is not installed."""
     from pipette_launch.report.page.page import plan_page
 
     return plan_page(found.plan, found.measurements, found.picture, found.outcome)
 
 
-def trace_of(found: FoundFiles, profile: Path | None = None) -> str:
+def trace_of(found: PlanDocuments, profile: Path | None = None) -> str:
     """Return the trace as JSON; `profile` is the folder of torch's profiler traces, or None for no measured passes.
 
     Raises PipetteError if the profile cannot be read or is of another configuration, or the plan has no timeline.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipette_launch import megatron
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
-from pipette_launch.facts import Host, Job, Measurements, Plan
+from pipette_launch.facts import Host, Job, Measurements, Plan, files
 from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.facts.messages import Decision, NodeRecord
@@ -27,7 +27,7 @@ from pipette_launch.launch.cache import (
 )
 from pipette_launch.launch.nodes import joined
 from pipette_launch.launch.options import Options, Script
-from pipette_launch.launch.plan_reports import page_path, trace_path, write_page, write_trace
+from pipette_launch.launch.plan_reports import PlanDocuments, page_of, page_path, trace_of, trace_path
 from pipette_launch.planning.plan_key import plan_key
 from pipette_launch.planning.replan import UseFallback
 
@@ -203,8 +203,9 @@ class Planner:
 
         try:
             picture = None if self.measurements is None else picture_of(plan, job, self.measurements)
-            write_trace(trace_path(path), plan, self.measurements, picture)
-            write_page(page_path(path), plan, self.measurements, picture)
+            documents = PlanDocuments(plan=plan, measurements=self.measurements, picture=picture)
+            files.write_text(trace_path(path), trace_of(documents))
+            files.write_text(page_path(path), page_of(documents))
         except (OSError, PipetteError) as error:
             logger.warning("report or trace is missing beside %s: %s", path, error)
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):

@@ -21,8 +21,8 @@ from pipette_launch.launch.plan_reports import (
     page_path,
     profiled_rank,
     read_profile,
-    write_page,
 )
+from pipette_launch.report.page.page import plan_page
 
 SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
 
@@ -138,14 +138,14 @@ def test_only_a_report_that_was_written_is_there(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     assert existing_page(None) is None
     assert existing_page(plan) is None
-    write_page(page_path(plan), drawn().plan, drawn().measurements, drawn().picture)
+    page_path(plan).write_text(plan_page(drawn().plan, drawn().measurements, drawn().picture))
     assert existing_page(plan) == tmp_path / "report.html"
 
 
 def test_what_a_run_came_to_is_added(tmp_path: Path) -> None:
     """The report of its plan gets the outcome; the reports of other plans stay."""
     found, path = drawn(), tmp_path / "report.html"
-    write_page(path, found.plan, found.measurements, found.picture)
+    path.write_text(plan_page(found.plan, found.measurements, found.picture))
     before = path.read_text()
 
     assert "" == add_outcome(path, replace(found.outcome, key="other"))
@@ -166,7 +166,7 @@ def test_a_report_that_cannot_be_changed_is_told(tmp_path: Path) -> None:
 def test_without_jinja2_the_outcome_is_told_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says what to install."""
     path = tmp_path / "report.html"
-    write_page(path, drawn().plan, drawn().measurements, drawn().picture)
+    path.write_text(plan_page(drawn().plan, drawn().measurements, drawn().picture))
     monkeypatch.setitem(sys.modules, "jinja2", None)
 
     assert "pip install jinja2" in add_outcome(path, drawn().outcome)

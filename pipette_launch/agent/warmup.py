@@ -8,7 +8,6 @@ torch does, because torch ends all workers at the first death, and their last ou
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import signal
@@ -112,21 +111,10 @@ class NodeReport:
     """Folder and host of the workers' output; empty if the workers printed nothing."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WarmupFailure:
-    """Why a warm-up failed; the same on all nodes."""
-
-    KIND: ClassVar[str] = "warm-up-failure"
-
-    words: str
-    absent: tuple[str, ...] = ()
-    """Hosts whose agents did not answer. Without these hosts this round cannot train either."""
-
-
 # -- who is at fault ----------------------------------------------------------------------------------------------
 
 
-def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: float) -> WarmupFailure:
+def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: float) -> str:
     """Name the cause of a failed warm-up in one sentence; `absent` has the hosts of the agents that did not answer."""
     states = sorted((state for report in reports for state in report.workers), key=lambda state: state.slot)
     killed = [state for state in states if state.was_killed]
@@ -144,12 +132,12 @@ def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: flo
         doing = "; ".join(
             f"{state.name} (pid {state.pid}) is in phase {state.where}, in state {state.status}" for state in slowest
         )
-        return WarmupFailure(words=f"{after}, its deadline: {doing}{_output(reports, states)}")
+        return f"{after}, its deadline: {doing}{_output(reports, states)}"
     named = {state.slot for state in guilty}
     waiting = sum(state.slot not in named and (state.is_victim or bool(state.waits_for)) for state in states)
     if waiting:
         causes.append(f"{waiting} other worker{'s' if waiting > 1 else ''} waited in vain")
-    return WarmupFailure(words=f"{after}: {'; '.join(causes)}{_output(reports, guilty)}", absent=tuple(absent))
+    return f"{after}: {'; '.join(causes)}{_output(reports, guilty)}"
 
 
 def _guilty(states: Sequence[WorkerState]) -> list[WorkerState]:
@@ -222,7 +210,6 @@ class Warmup(PhaseBeforeTraining):
 
     def __init__(self, controller: Controller, round_store: RoundStore, decision: Decision, token: str) -> None:
         super().__init__(controller, round_store, decision, token)
-        self._is_done = False
         self._sampled_s = self._began_s
         self._pulses: dict[int, _Pulse] = defaultdict(lambda: _Pulse(0.0, 0.0, time.monotonic()))
         self._overdue: set[int] = set()
@@ -250,18 +237,17 @@ class Warmup(PhaseBeforeTraining):
         self._sample(processes)
         self._controller.warmup_goes_on(leads=self._token == self._decision.tokens[0])
         try:
-            failure = self._judge(processes)
+            is_over = self._is_over(processes)
         except RoundOver:
             self._end(processes)
             raise
-        if failure is None and not self._is_done:
-            return False
-        left = self._end(processes)
-        if failure is not None:
-            self.failure, self.absent = "; ".join(filter(None, (failure.words, left))), failure.absent
-        elif left:
-            logger.warning("%s", left)
-        return True
+        if is_over:
+            left = self._end(processes)
+            if self.failure:
+                self.failure = "; ".join(filter(None, (self.failure, left)))
+            elif left:
+                logger.warning("%s", left)
+        return is_over
 
     def following(self) -> Decision:
         """Return the plan of the deciding node, which needs the measurements of the node of RANK 0.
@@ -326,21 +312,22 @@ class Warmup(PhaseBeforeTraining):
                 self._overdue.add(local)
                 self._is_hung |= not sign.waits_for
 
-    def _judge(self, processes: Mapping[int, Popen[bytes]]) -> WarmupFailure | None:
-        """Return why the warm-up failed; None while the warm-up runs and when all nodes are done."""
+    def _is_over(self, processes: Mapping[int, Popen[bytes]]) -> bool:
+        """Return whether all nodes are done, or the warm-up failed for the reason in `failure`."""
         store = self._round_store
         store.check_goes_on()
         codes = [process.poll() for process in processes.values()]
         waited_s = time.monotonic() - self._began_s
         is_late = waited_s > self._controller.warmup_deadline_s
         if any(codes) or self._is_hung or is_late or store.has("warmup-alarm"):
-            return self._find_out(processes, waited_s)
-        if all(code == 0 for code in codes):
-            # A node that is done still answers alarms. The phase ends when all nodes are done.
-            done = store.count("warmup-done", 0 if self._has_ended else 1)
-            self._has_ended = True
-            self._is_done = done == len(self._decision.tokens)
-        return None
+            self._find_out(processes, waited_s)
+            return True
+        if any(code is None for code in codes):
+            return False
+        # A node that is done still answers alarms. The phase ends when all nodes are done.
+        done = store.count("warmup-done", 0 if self._has_ended else 1)
+        self._has_ended = True
+        return done == len(self._decision.tokens)
 
     def _end(self, processes: Mapping[int, Popen[bytes]]) -> str:
         """Kill the workers and all processes that they started; return a sentence about processes that do not end."""
@@ -348,8 +335,8 @@ class Warmup(PhaseBeforeTraining):
         self._controller.workers_are_gone()
         return f"the kernel cannot end process {', '.join(map(str, left))} of the warm-up" if left else ""
 
-    def _find_out(self, processes: Mapping[int, Popen[bytes]], waited_s: float) -> WarmupFailure:
-        """Publish the state of this node's workers; return the verdict of the first agent."""
+    def _find_out(self, processes: Mapping[int, Popen[bytes]], waited_s: float) -> None:
+        """Publish the state of this node's workers; set `failure` and `absent` by the verdict of the first agent."""
         store, decision, token = self._round_store, self._decision, self._token
         store.put("warmup-alarm", "yes")
         time.sleep(SETTLE_S)
@@ -360,16 +347,16 @@ class Warmup(PhaseBeforeTraining):
             output=f"{self._logs} on {host}" if self._has_output() else "",
         )
         store.put(f"warmup-report/{token}", files.dumps(report))
-        if token == decision.tokens[0]:
-            found = reports(store, decision, NodeReport, prefix="warmup-report", patience_s=REPORT_S)
-            failure = judge(*found, waited_s=waited_s)
-            store.put("warmup-failed", failure.words)
-            store.put("warmup-verdict", files.dumps(failure))
-            return failure
-        with contextlib.suppress(ClusterError):
-            text = store.take("warmup-verdict", what="why the warm-up failed", deadline_s=VERDICT_S)
-            return files.loads(WarmupFailure, text, "verdict of the first agent")
-        return judge([report], decision.hosts[:1], waited_s=waited_s)
+        try:
+            if token == decision.tokens[0]:
+                found, absent = reports(store, decision, NodeReport, prefix="warmup-report", patience_s=REPORT_S)
+                store.put("warmup-absent", " ".join(absent))
+                store.put("warmup-failed", judge(found, absent, waited_s=waited_s))
+            self.failure = store.take("warmup-failed", what="why the warm-up failed", deadline_s=VERDICT_S)
+            self.absent = tuple((store.peek("warmup-absent") or "").split())
+        except ClusterError:
+            self.absent = decision.hosts[:1]
+            self.failure = judge([report], self.absent, waited_s=waited_s)
 
     def _state(self, local: int, process: Popen[bytes], host: str, first_slot: int) -> WorkerState:
         sign, error = self._controller.warmup_sign(local)

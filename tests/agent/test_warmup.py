@@ -67,7 +67,7 @@ def told(*states: WorkerState, absent: tuple[str, ...] = ()) -> str:
         NodeReport(workers=states[first : first + 2], output=f"/tmp/x on node{first // 2 + 1}")
         for first in range(0, len(states), 2)
     ]
-    return judge(reports, absent, waited_s=12.34).words
+    return judge(reports, absent, waited_s=12.34)
 
 
 @pytest.mark.parametrize("error", VICTIMS)

@@ -23,7 +23,7 @@ from megatron_lines import SMALL
 
 from pipette_launch.agent.rendezvous import check_meeting, settle
 from pipette_launch.agent.store import pack, unpack
-from pipette_launch.agent.warmup import NodeReport, WarmupFailure, WorkerState
+from pipette_launch.agent.warmup import NodeReport, WorkerState
 from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Layout, Samples, files
 from pipette_launch.facts.fabric import FabricSpec, Tier
@@ -186,7 +186,6 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     ),
     "probe-result": (WorkerResult(slot=0, compute=MEASURED.compute[:1], phase_s={"links": 1.0}), str),
     "warm-up-report": (NodeReport(workers=(WORKER,), output="folder"), str),
-    "warm-up-failure": (WarmupFailure(words="it failed", absent=("a",)), str),
 }
 """A document of each kind, and what is done with one that was read."""
 

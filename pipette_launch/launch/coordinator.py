@@ -16,8 +16,18 @@ from pipette_launch.facts.health import DeviceCondition, Verdict
 from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
 from pipette_launch.launch.cache import CLUSTER
-from pipette_launch.launch.health_policy import Policy, Ruling, apart, measured, small_holders
-from pipette_launch.launch.nodes import hosts_of, in_order, joined, notes_of, unique_names
+from pipette_launch.launch.hosts import (
+    Policy,
+    Ruling,
+    apart,
+    hosts_of,
+    in_order,
+    joined,
+    measured,
+    notes_of,
+    small_holders,
+    unique_names,
+)
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.planner import Planner
 from pipette_launch.launch.trials import TrialCoordinator, check_before, failed, needs_check, passed

@@ -23,8 +23,8 @@ from pipette_launch.facts.outcome import Outcome, PeakReading
 from pipette_launch.launch import commands
 from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
+from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile, Spans, phase_attributes
-from pipette_launch.launch.nodes import described
 from pipette_launch.launch.options import Options
 from pipette_launch.launch.plan_reports import add_outcome, existing_page
 from pipette_launch.launch.terminal import Terminal, parts_words

@@ -25,7 +25,7 @@ from pipette_launch.launch.cache import (
     named_plan,
     suited,
 )
-from pipette_launch.launch.nodes import joined
+from pipette_launch.launch.hosts import joined
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.plan_reports import PlanDocuments, page_of, page_path, trace_of, trace_path
 from pipette_launch.planning.plan_key import plan_key

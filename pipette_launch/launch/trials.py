@@ -13,7 +13,7 @@ from pipette_launch.facts import Choice, Job, Layout, Plan, Samples
 from pipette_launch.facts.cluster import in_device_order, is_in_device_order, shared_order
 from pipette_launch.facts.messages import Decision, Failure, TrialReport
 from pipette_launch.facts.plan import Trial, Trials
-from pipette_launch.launch.nodes import joined
+from pipette_launch.launch.hosts import joined
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.planning.replan import why_to_give_up
 from pipette_launch.text import seconds_text
@@ -89,20 +89,19 @@ def failed(ended: Decision, failure: Failure) -> tuple[Plan, str]:
 
 def trial_progress(decision: Decision, num_iterations: int, elapsed_s: float, *, asked: int) -> str:
     """Return the progress line of a trial. Only the node of the last rank sees iterations."""
-    if decision.checks_order:
-        return f"{check_words(decision)}, {elapsed_s:.0f} s"
     seen = f"iteration {num_iterations} of {decision.iterations}, " if num_iterations else ""
     return f"{_trial_name(decision, asked)}, {seen}{elapsed_s:.0f} s"
 
 
 def trial_words(decision: Decision, *, asked: int) -> str:
     """Announce a trial, with its number and the number of all trials."""
-    if decision.checks_order:
-        return check_words(decision)
-    return f"{_trial_name(decision, asked)}, {decision.iterations} iterations"
+    name = _trial_name(decision, asked)
+    return name if decision.checks_order else f"{name}, {decision.iterations} iterations"
 
 
 def _trial_name(decision: Decision, asked: int) -> str:
+    if decision.checks_order:
+        return check_words(decision)
     assert decision.plan is not None
     what = decision.choice.layout.words() if decision.choice else "your own configuration"
     return f"trial {decision.trial + 1} of {min(asked, len(decision.plan.contenders())) + 1}: {what}"

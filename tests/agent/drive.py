@@ -21,7 +21,7 @@ from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.agent.signals import end_at_once
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages import Decision, NodeRecord, TrialReport
-from pipette_launch.launch.nodes import unique_names
+from pipette_launch.launch.hosts import unique_names
 from pipette_launch.planning import replan
 
 

@@ -17,9 +17,9 @@ from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages import Decision
 from pipette_launch.facts.outcome import LiveJob, Outcome
 from pipette_launch.launch import node_controller as module
+from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile, Spans
 from pipette_launch.launch.node_controller import NodeController
-from pipette_launch.launch.nodes import described
 from pipette_launch.probe.health import inventory
 from pipette_launch.report.page.page import plan_page
 

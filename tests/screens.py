@@ -243,7 +243,7 @@ def spared(width: int) -> str:
         other_hosts=("spare0", "spare1"),
         reasons=tuple(f"Reason number {number} takes a whole line of a screen of 100 columns." for number in range(6)),
         notes=(
-            "--moe-router-load-balancing-type sinkhorn balances within a micro-batch: its size stays",
+            "--moe-router-load-balancing-type sinkhorn balances within a micro-batch: the micro-batch size stays",
             "--save is not given: after the loss of a host the job starts over from iteration 0",
             *(f"links: assumption {number} that nobody can change" for number in range(9)),
             *(f"Not modelled: effect {number}." for number in range(13)),

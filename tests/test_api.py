@@ -107,7 +107,10 @@ def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:
     ("said", "message"),
     [
         ({}, "gpu and cluster are missing: name a device type or a measured cluster"),
-        ({"gpu": "h100"}, "world_size is missing: give it, or the number of hosts and of devices on each host"),
+        (
+            {"gpu": "h100"},
+            "world_size is missing: give this number, or the number of hosts and of devices on each host",
+        ),
         ({"gpu": "h100", "nodes": 0}, "nodes must be at least 1"),
         ({"gpu": "h100", "gpus_per_node": 2.5}, "gpus_per_node must be a whole number"),
         (

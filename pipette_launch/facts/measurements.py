@@ -440,7 +440,7 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
         conditions=tuple(measurements.conditions[slot] for slot in slots) if measurements.conditions else (),
         verdicts=tuple(one for one in measurements.verdicts if one.host not in names and one.other_host not in names),
         survey=_survey(survey, kept_H) if survey else None,
-        notes=(*measurements.notes, f"measured with {', '.join(sorted(names))}, but planned without"),
+        notes=(*measurements.notes, f"measured with {', '.join(sorted(names))}, but planned without these hosts"),
     )
 
 

@@ -142,7 +142,7 @@ def _of_torch(
     fields = (*MODEL_FIELDS, *(OPTIMIZER_FIELDS if reads_optimizer else ()))
     if written.get("tp") == tp:
         values |= {name: written[name] for name in fields if name in written}
-    note = f"{folder} has the format torch, one file for each rank: {', '.join(fields)} stay as it was written"
+    note = f"{folder} has the format torch, one file for each rank: {', '.join(fields)} stay as in the checkpoint"
     return Demands(own=values, pins=(Pin(fields, note),))
 
 

@@ -368,7 +368,7 @@ def unknown_note(arguments: Arguments) -> list[str]:
     )
     if not found:
         return []
-    shown, stops = [], "the script stops at them unless it adds them itself"
+    shown, stops = [], "the script stops at these flags unless the script defines them"
     for word in found:
         short, new = SHORT_SIZES.get(_letters(word).removesuffix("size")), NEW_NAMES.get(word)
         meant = short or (new if new in flag_table(version) else likely_flag(word, version))

@@ -9,17 +9,9 @@ from typing import Any
 from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE, OVERLAPS, SWITCHES
+from pipette_launch.megatron import chunks
 from pipette_launch.megatron.checkpoint_files import with_checkpoint_arguments
-from pipette_launch.megatron.chunks import (
-    PATTERN_DESTS,
-    SPLIT_DESTS,
-    Split,
-    hybrid_pattern,
-    nearly_even,
-    read_chunks,
-    stated_vpp,
-    write_chunks,
-)
+from pipette_launch.megatron.chunks import Split
 from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.tokenizers import read_vocabulary
 
@@ -39,9 +31,9 @@ RECOMPUTE_DESTS = (
 DESTS_OF: dict[str, tuple[str, ...]] = {
     **{name: (dest,) for name, dest in DEGREES.items()},
     "dp": (),
-    "vpp": (*SPLIT_DESTS[:3], *PATTERN_DESTS),
-    "layers_per_chunk": (*SPLIT_DESTS, *PATTERN_DESTS),
-    "chunks_after_mtp": (SPLIT_DESTS[2],),
+    "vpp": (*chunks.SPLIT_DESTS[:3], *chunks.PATTERN_DESTS),
+    "layers_per_chunk": (*chunks.SPLIT_DESTS, *chunks.PATTERN_DESTS),
+    "chunks_after_mtp": (chunks.SPLIT_DESTS[2],),
     "microbatch_group_size": (GROUP_SIZE,),
     "micro_batch_size": ("micro_batch_size",),
     **{name: (name,) for name in SWITCHES},
@@ -80,7 +72,7 @@ def known_dest(arguments: Arguments, dest: str) -> str:
 
 def num_layers_of(arguments: Arguments) -> int:
     """Return the number of layers of the model. MegatronError above MOST_LAYERS, which would fill the host's memory."""
-    pattern = hybrid_pattern(arguments)
+    pattern = chunks.hybrid_pattern(arguments)
     # A hybrid model's pattern overrides `--num-layers`.
     num_layers = len(pattern.layers) if pattern else arguments.size(known_dest(arguments, "num_layers"))
     if num_layers > MOST_LAYERS:
@@ -105,7 +97,7 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
             given = " with ".join(arguments.shown(dest) for dest in dests if arguments.is_given(dest))
             flags = given or "the parallel sizes"
             raise MegatronError(f"{flags} needs a multiple of {size} ranks, but the job has {world_size}; {remedy}")
-    split = read_chunks(arguments, pp=pp, num_layers=num_layers_of(arguments))
+    split = chunks.read_chunks(arguments, pp=pp, num_layers=num_layers_of(arguments))
     switches: dict[str, Any] = {name: bool(arguments.get(name)) for name in SWITCHES}
     # Megatron silently ignores sequence parallelism at TP 1. From 0.18 on, Megatron-FSDP turns the distributed
     # optimizer on (validate_args).
@@ -151,7 +143,7 @@ def read_stand_in(
         for words in (bare, *longer):
             with contextlib.suppress(MegatronError):
                 layout = read_layout(_split_anew(words, fixed), world_size=world_size)
-                same = {"vpp"} if layout.vpp == stated_vpp(arguments, layout.pp) else set()
+                same = {"vpp"} if layout.vpp == chunks.stated_vpp(arguments, layout.pp) else set()
                 return layout, frozenset(differs - same)
     return None
 
@@ -159,14 +151,14 @@ def read_stand_in(
 def _split_anew(arguments: Arguments, fixed: Collection[str]) -> Arguments:
     """Split the layers as evenly as possible, with the stated virtual stages if there are enough layers."""
     pp, num_layers = arguments.size(PP), num_layers_of(arguments)
-    stated = stated_vpp(arguments, pp)
+    stated = chunks.stated_vpp(arguments, pp)
     if "layers_per_chunk" in fixed or ("vpp" in fixed and stated is None):
         return arguments
     vpp = stated if stated and ("vpp" in fixed or (pp > 1 and pp * stated <= num_layers)) else 1
     if pp * vpp > num_layers:
         return arguments
     bare = arguments if vpp > 1 else arguments.without(GROUP_SIZE)
-    return write_chunks(bare, Split(vpp, nearly_even(num_layers, pp * vpp)), pp=pp, num_layers=num_layers)
+    return chunks.write_chunks(bare, Split(vpp, chunks.nearly_even(num_layers, pp * vpp)), pp=pp, num_layers=num_layers)
 
 
 def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tuple[str, ...]:
@@ -208,15 +200,15 @@ def _with_chunks(written: Arguments, layout: Layout, num_layers: int) -> Argumen
     wanted = Split(layout.vpp, layout.layers_per_chunk, layout.chunks_after_mtp)
     # A hybrid model's layers from a checkpoint become a flag, because the flag also states where stages begin.
     cut, (whole, _) = written, with_checkpoint_arguments(written)
-    saved = next((dest for dest in PATTERN_DESTS if whole.get(dest) and not written.get(dest)), None)
+    saved = next((dest for dest in chunks.PATTERN_DESTS if whole.get(dest) and not written.get(dest)), None)
     if saved:
         cut = written.with_value(saved, whole.get(saved))
     try:
-        said = read_chunks(cut, pp=layout.pp, num_layers=num_layers)
+        said = chunks.read_chunks(cut, pp=layout.pp, num_layers=num_layers)
     except MegatronError:
         said = None  # the user's flags are for another pipeline size
     if said != wanted:
-        written = write_chunks(cut, wanted, pp=layout.pp, num_layers=num_layers)
+        written = chunks.write_chunks(cut, wanted, pp=layout.pp, num_layers=num_layers)
     size = layout.microbatch_group_size
     if written.size(GROUP_SIZE, default=0) == size:
         return written

@@ -86,7 +86,7 @@ MAY_BE_THE_LAYOUT = re.compile(
     re.IGNORECASE,
 )
 """Pattern of exceptions that another layout may avoid, even if two layouts had the same exception."""
-OWN_WORDS = "the words that the script refuses are your own"
+OWN_WORDS = "the script refuses flags that you wrote"
 
 
 def exception_in(text: str) -> str:
@@ -139,9 +139,9 @@ def why_no_plan_helps(
         if any(values and values == _values(given, flag) for flag, values in own.items()):
             return OWN_WORDS
     if failure.kind == "missing":
-        return "what is missing is missing under every plan"
+        return "the missing file or module is missing under every plan"
     if failure.kind == "exception" and any(failure.cause == other.cause for other in before):
-        return "it is the same under two layouts"
+        return "two layouts ended with the same exception"
     return ""
 
 

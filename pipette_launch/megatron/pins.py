@@ -126,9 +126,9 @@ def _check_hybrid(arguments: Arguments) -> None:
         reason = "offloading of activations is not modelled for hybrid models"
         raise arguments.refusal(reason, "fine_grained_activation_offloading")
     if arguments.get("use_torch_fsdp2"):
-        raise arguments.refusal("its wrapping of hybrid models is not modelled", "use_torch_fsdp2")
+        raise arguments.refusal("the wrapping of hybrid models by torch FSDP is not modelled", "use_torch_fsdp2")
     if arguments.get("use_megatron_fsdp") and release_of(arguments.version) < (0, 19):
-        reason = "before Megatron 0.19 it does not wrap Mamba layers one by one, which is not modelled"
+        reason = "before 0.19 Megatron-FSDP does not wrap Mamba layers one by one, which is not modelled"
         raise arguments.refusal(reason, "use_megatron_fsdp")
 
 
@@ -182,7 +182,7 @@ def _data_pins(arguments: Arguments, own: Layout) -> Iterator[Pin]:
     uneven = next((dest for dest in ("eod_mask_loss", "sft", "fim_data") if arguments.get(dest)), None)
     if uneven and not arguments.get("calculate_per_token_loss"):
         note = (
-            f"{arguments.shown(uneven)} masks tokens, and the loss averages micro-batches: their size stays "
+            f"{arguments.shown(uneven)} masks tokens, and the loss averages micro-batches: the micro-batch size stays "
             f"(--calculate-per-token-loss would free it)"
         )
         yield Pin(("micro_batch_size",), note)
@@ -193,7 +193,7 @@ def _expert_pins(arguments: Arguments) -> Iterator[Pin]:
     weights = _as_list(arguments.get("moe_aux_loss_coeff"))
     shown = arguments.shown("moe_router_load_balancing_type")
     if "sinkhorn" in balancing or ("aux_loss" in balancing and any(weights)):
-        yield Pin(("micro_batch_size",), f"{shown} balances within a micro-batch: its size stays")
+        yield Pin(("micro_batch_size",), f"{shown} balances within a micro-batch: the micro-batch size stays")
     if {"global_aux_loss", "quantile_balancing"} & set(balancing):
         yield Pin(("dp", "micro_batch_size"), f"{shown} counts over dp and micro-batches: both stay")
     if arguments.get("moe_expert_capacity_factor") is not None:

@@ -10,16 +10,10 @@ from typing import Any, NamedTuple
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.facts.accelerators import compute_capability
+from pipette_launch.megatron import flags
 from pipette_launch.megatron.checkpoint import demands, unseen_note
 from pipette_launch.megatron.checkpoint_files import checkpoint_folder, with_checkpoint_arguments
-from pipette_launch.megatron.flags import (
-    Arguments,
-    check_words,
-    known_release,
-    newest_release,
-    release_of,
-    unknown_note,
-)
+from pipette_launch.megatron.flags import Arguments, release_of
 from pipette_launch.megatron.layout import read_layout, read_stand_in
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import allocator_config, performance_flags
@@ -125,7 +119,7 @@ class _Reader:
         given, environment, kind = self.given, self.environment, self.device_kind
         starts_nothing = (self.for_prediction or self.for_planning) and not self.is_launched
         if starts_nothing:
-            check_words(given)
+            flags.check_words(given)
         needless = check_required(given, starts_nothing=starts_nothing, cause=self.checkpoint_note)
         vocabulary = read_vocabulary(given)
         model = read_model(given, vocabulary, device_kind=kind, environment=environment, capability=self.capability)
@@ -141,7 +135,7 @@ class _Reader:
             raise MegatronError(own.doubt)
         notes = [self.checkpoint_note, vocabulary.note, *own.notes]
         notes += _notes(given, own.layout, found.layout, own.refusal)
-        notes += [needless, *unknown_note(given)] if starts_nothing else []
+        notes += [needless, *flags.unknown_note(given)] if starts_nothing else []
         notes += [unseen_note(given)] if starts_nothing and self.for_planning else []
         if self.fixed:
             notes.append(f"The plan keeps these parts of your layout, as you asked: {', '.join(self.fixed)}.")
@@ -206,7 +200,7 @@ class _Reader:
 
 def global_batch_size(words: Sequence[str]) -> int | None:
     """Return the global batch size of a command line. None if the size depends on the layout."""
-    given = Arguments.parse(words, newest_release())
+    given = Arguments.parse(words, flags.newest_release())
     return int(given.get("global_batch_size")) if given.is_given("global_batch_size") else None
 
 
@@ -244,7 +238,7 @@ def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) ->
 
 
 def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: MegatronError | None) -> list[str]:
-    notes = [] if refusal is None else [f"{refusal}; {own.words()} stands in for your own layout"]
+    notes = [] if refusal is None else [f"{refusal}; {own.words()} replaces your own layout"]
     if given.get("step_batch_size_schedule"):
         notes.append(f"{given.shown('step_batch_size_schedule')}: figures are for a step of the last batch size")
     elif not given.is_given("global_batch_size"):
@@ -255,7 +249,7 @@ def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: Megatro
     if release_of(given.version) < (0, 15) and "m" in layout.rpartition("|")[0]:
         shown = given.shown("pipeline_model_parallel_layout")
         notes.append(f"{shown}: Megatron 0.14 always builds multi-token prediction (m) on the last stage")
-    newest = known_release(given.version)
+    newest = flags.known_release(given.version)
     if release_of(given.version) > release_of(newest):
         notes.append(f"Megatron {given.version} is newer than {newest}, the newest release whose flags are known")
     return notes

@@ -254,6 +254,6 @@ def _assumed_count(arguments: Arguments, kind: str, environ: Mapping[str, str]) 
         return usual, f"assumed a vocabulary of {usual} tokens for {kind}; --vocab-size N corrects it"
     file = f"with {arguments.shown('tokenizer_model')}" if path else "without --tokenizer-model"
     raise MegatronError(
-        f"{arguments.shown('tokenizer_type')} {file}: its vocabulary cannot be counted on this machine; "
+        f"{arguments.shown('tokenizer_type')} {file}: the vocabulary cannot be counted on this machine; "
         f"add --vocab-size N, which Megatron itself does not read for this tokenizer"
     )

@@ -12,16 +12,10 @@ from typing import Any, Literal, NamedTuple
 from pipette_launch import megatron
 from pipette_launch.cost.compute.device_model import imagined
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, OptionError, UsageError
-from pipette_launch.facts import Job, Layout, Measurements, files
+from pipette_launch.facts import Job, Layout, Measurements, files, known_devices
 from pipette_launch.facts.accelerators import DeviceSpec
 from pipette_launch.facts.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
-from pipette_launch.facts.known_devices import (
-    DeviceFile,
-    UnknownDeviceError,
-    capability_of_cluster,
-    device_named,
-    other_meanings,
-)
+from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.measurements import layers_digest
 from pipette_launch.text import did_you_mean
 
@@ -30,7 +24,7 @@ DEVICES_PER_HOST = 8
 MOST_HOSTS, MOST_DEVICES, MOST_RANKS = 1 << 14, 1 << 10, 1 << 18
 """Largest sizes of a job. The matrix of links between hosts takes 2 GiB for 16,384 hosts."""
 ITS_OWN_MODEL = (
-    "Layer times are those of the model that the warm-up timed; for layers of another kind or size they are wrong."
+    "The layer times belong to the model that the warm-up timed, and are wrong for layers of another kind or size."
 )
 """Note on measurements whose file does not name the model whose layers were timed."""
 
@@ -65,7 +59,7 @@ class TargetMachines:
     def capability(self) -> int | None:
         """Major number of the devices' compute capability. None = unknown."""
         if self.measured is not None:
-            return capability_of_cluster(self.measured.cluster)
+            return known_devices.capability_of_cluster(self.measured.cluster)
         return self.spec.compute_capability if self.spec else None
 
     @property
@@ -211,8 +205,8 @@ def _device(source: str | Path | DeviceFile) -> tuple[DeviceSpec, tuple[str, ...
     if isinstance(source, Path) or Path(name).suffix == ".json" or os.sep in name:
         return files.read(Path(name), DeviceFile).spec(), ()
     try:
-        return device_named(name), tuple(filter(None, (other_meanings(name),)))
-    except UnknownDeviceError as error:
+        return known_devices.device_named(name), tuple(filter(None, (known_devices.other_meanings(name),)))
+    except known_devices.UnknownDeviceError as error:
         # Path.exists would raise for a name that no file can have.
         if os.path.lexists(name):
             return files.read(Path(name), DeviceFile).spec(), ()
@@ -284,7 +278,9 @@ def _hosts_and_devices(sizes: _Sizes, *, usual: int = DEVICES_PER_HOST) -> tuple
     ranks, num_hosts, devices_per_host = sizes
     if ranks is None:
         if num_hosts is None or devices_per_host is None:
-            raise OptionError("world_size", "is missing: give it, or the number of hosts and of devices on each host")
+            raise OptionError(
+                "world_size", "is missing: give this number, or the number of hosts and of devices on each host"
+            )
         return num_hosts, devices_per_host, ()
     if num_hosts is None and devices_per_host is None:
         devices = max(size for size in range(1, usual + 1) if ranks % size == 0)

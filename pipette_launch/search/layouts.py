@@ -398,8 +398,9 @@ def _expert_degrees(rules: Rules, dense_D4: Ints, dropped: Counter[str]) -> tupl
                         break
 
     lists = SharedLists(legal, width=3)
-    # The list depends on the ranks of a stage; on TP only if ETP equals TP; on DP only in the tp-pp-dp rank order.
-    follows, asks = not job.model.num_experts, any(layout_axes.rank_orders(job))
+    # The list depends on the ranks of a stage, on TP only without experts and before 0.19 (where ETP may have to equal
+    # TP), and on DP only in the tp-pp-dp rank order.
+    follows, asks = not job.model.num_experts or rules.release < (0, 19), any(layout_axes.rank_orders(job))
     keys = (
         (pp, tp * dp * cp, tp if follows else 1, dp if asks else tp * dp * cp // (tp if follows else 1))
         for tp, pp, dp, cp in dense_D4.tolist()

@@ -177,7 +177,7 @@ def test_no_fold_of_the_development_data_shares_a_configuration() -> None:
             {},
             {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": "/nowhere"},
             "regular",
-            "its vocabulary cannot be counted on this machine",
+            "the vocabulary cannot be counted on this machine",
         ),
     ],
 )

@@ -337,7 +337,7 @@ def test_what_stands_in_for_a_refused_layout_is_not_shown_as_yours(
 
     assert 0 == code
     assert plan.own_fault.startswith(reason)
-    assert f"{plan.own_fault}; {plan.own.layout.words()} stands in for your own layout" in plan.notes
+    assert f"{plan.own_fault}; {plan.own.layout.words()} replaces your own layout" in plan.notes
     assert not [note for note in plan.notes if "is ruled out" in note]
     assert not plan.keeps_own
     assert not [screen for screen in screens if "yours" in screen]
@@ -495,7 +495,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "code", "complaint"),
     [
-        (f"plan --gpu h100 {JOB}", 2, "--world-size is missing: give it, or the number of hosts"),
+        (f"plan --gpu h100 {JOB}", 2, "--world-size is missing: give this number, or the number of hosts"),
         (f"plan --world-size 8 {JOB}", 2, "--gpu and --cluster are missing: name a device type or a measured cluster"),
         (f"plan --gpu hh200 --nodes 2 {JOB}", 2, "unknown device 'hh200'; did you mean H200, H200-NVL or H20?"),
         (

@@ -52,7 +52,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (JOB, "--world-size is missing: give it, or the number of hosts"),
+        (JOB, "--world-size is missing: give this number, or the number of hosts"),
         (f"--world-size 0 {JOB}", "--world-size must be at least 1, got 0"),
         (f"--world-size many {JOB}", "argument --world-size: invalid int value: 'many'"),
         (f"--world-size 6 {JOB}", "--pipeline-model-parallel-size 4 needs a multiple of 4 ranks, but the job has 6"),

@@ -124,8 +124,8 @@ def test_a_refused_plan_gives_way_with_the_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "starts", "why"),
     [
-        ("open('/no/such/data')", 1, "what is missing is missing under every plan"),
-        ("raise KeyError('text')", 2, "it is the same under two layouts"),
+        ("open('/no/such/data')", 1, "the missing file or module is missing under every plan"),
+        ("raise KeyError('text')", 2, "two layouts ended with the same exception"),
     ],
 )
 def test_a_fault_of_the_script_is_not_tried_under_every_plan(

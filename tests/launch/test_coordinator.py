@@ -321,7 +321,7 @@ def test_words_that_the_user_wrote_are_no_plans_fault(tmp_path: Path) -> None:
     after = one.decide(died, one.decide(records(), None))
 
     assert ("stop", True) == (after.phase, after.failed)
-    assert f"{refused.sentence}; no other plan is tried: the words that the script refuses are your own" == after.reason
+    assert f"{refused.sentence}; no other plan is tried: the script refuses flags that you wrote" == after.reason
 
 
 def test_what_became_of_earlier_candidates_is_remembered(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_what_became_of_earlier_candidates_is_remembered(tmp_path: Path) -> None
     after = from_file(tmp_path, plan(PP)).decide([replace(node, attempt=1) for node in failed], second)
 
     assert ("train", "stop") == (second.phase, after.phase)
-    assert after.reason.endswith("no other plan is tried: it is the same under two layouts")
+    assert after.reason.endswith("no other plan is tried: two layouts ended with the same exception")
 
 
 def test_the_record_beside_the_checkpoints_is_what_runs(tmp_path: Path) -> None:

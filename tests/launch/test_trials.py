@@ -444,7 +444,10 @@ def test_a_script_that_cannot_run_is_tried_once(tmp_path: Path) -> None:
     last = judge.after_trial(judge.decide(records(), None), TrialReport(step_s=(), failure=missing, took_s=3.0))
 
     assert ("stop", True, None) == (last.phase, last.failed, last.plan)
-    assert f"{missing.sentence}; no other plan is tried: what is missing is missing under every plan" == last.reason
+    assert (
+        f"{missing.sentence}; no other plan is tried: the missing file or module is missing under every plan"
+        == last.reason
+    )
 
 
 @pytest.mark.parametrize(

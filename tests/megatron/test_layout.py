@@ -52,7 +52,7 @@ def test_a_refused_layout_has_a_stand_in(words: str, fix: tuple[str, ...], expec
     layout = Layout(**({"etp": expected.get("tp", 1)} | expected))
 
     assert layout == asked.own
-    assert f"{asked.own_refusal}; {layout.words()} stands in for your own layout" in asked.notes
+    assert f"{asked.own_refusal}; {layout.words()} replaces your own layout" in asked.notes
 
 
 @pytest.mark.parametrize(

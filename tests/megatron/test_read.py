@@ -244,7 +244,7 @@ def test_where_nothing_starts_unknown_flags_are_named(words: str, shown: str) ->
     """A note lists the unknown flags with the probable right ones; a launched script would refuse them itself."""
     note = (
         f"not flags of Megatron 0.16.1, so without effect here: {shown}; "
-        "the script stops at them unless it adds them itself"
+        "the script stops at these flags unless the script defines them"
     )
 
     assert (note,) == job(words, for_planning=True).notes == job(words, for_prediction=True).notes
@@ -258,7 +258,7 @@ def test_a_plan_needs_no_layout_of_the_users_own() -> None:
 
     assert asked.own == Layout(dp=8, micro_batch_size=2, use_distributed_optimizer=True)
     assert asked.notes[-1].startswith(f"{TP} 3 with {PP} 5 needs a multiple of 15 ranks, but the job has 8;")
-    assert asked.notes[-1].endswith("; tp1 pp1 dp8 mbs2 dist-opt stands in for your own layout")
+    assert asked.notes[-1].endswith("; tp1 pp1 dp8 mbs2 dist-opt replaces your own layout")
     assert job(sizes, fix=("mbs",), for_planning=True).pinned == ("micro_batch_size",)
     assert job(sizes, device_kind="cpu", for_planning=True).pinned == ("cp",)
     for wrong in ({"fix": ("tp",)}, {"base": TEXT.replace("--global-batch-size 32", "").split()}):

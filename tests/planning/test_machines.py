@@ -94,7 +94,7 @@ def test_of_unknown_machines_nothing_is_known() -> None:
 @pytest.mark.parametrize(
     ("said", "error", "message"),
     [
-        ({}, UsageError, "world_size is missing: give it, or the number of hosts and of devices"),
+        ({}, UsageError, "world_size is missing: give this number, or the number of hosts and of devices"),
         ({"num_hosts": 2}, UsageError, "world_size is missing"),
         ({"world_size": 0}, UsageError, "world_size must be at least 1, got 0"),
         ({"world_size": -8}, UsageError, "world_size must be at least 1, got -8"),

@@ -333,7 +333,7 @@ def test_flags_that_megatron_does_not_have_are_named() -> None:
 
     note = (
         "not flags of Megatron 0.16.1, so without effect here: --num-layres (did you mean --num-layers?); "
-        "the script stops at them unless it adds them itself"
+        "the script stops at these flags unless the script defines them"
     )
     assert [note] == [each for each in found.notes if each not in clean.notes]
     assert clean.stages == found.stages

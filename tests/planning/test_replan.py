@@ -189,7 +189,7 @@ def test_what_the_whole_device_holds_is_compared(kind: Any) -> None:
 
 def test_what_no_plan_can_cause_ends_the_job() -> None:
     """A missing file is missing under every plan, and the sentence says so."""
-    why = f"{NO_FILE.sentence}; no other plan is tried: what is missing is missing under every plan"
+    why = f"{NO_FILE.sentence}; no other plan is tried: the missing file or module is missing under every plan"
 
     assert GiveUp(reason=why) == decide([death(TERMINATED), death(NO_FILE)], ["a", "b"], decision("a", "b"))
 
@@ -198,7 +198,7 @@ def test_one_exception_under_two_layouts_ends_the_job() -> None:
     """Its rank and exit code do not matter."""
     held = two_layouts(attempt=1, failures=(replace(ODD_KEY, rank=1, exit_code=3),))
 
-    why = f"{ODD_KEY.sentence}; no other plan is tried: it is the same under two layouts"
+    why = f"{ODD_KEY.sentence}; no other plan is tried: two layouts ended with the same exception"
     assert GiveUp(reason=why) == decide([death(ODD_KEY, 1)], ["a"], held)
 
 

@@ -110,6 +110,7 @@ def degrees_hold(case: Case, layout: Layout) -> Iterator[bool]:
         yield model.num_experts % layout.ep == 0
         yield model.moe_ffn_hidden_size % layout.etp == 0
         yield layout.etp == 1 or not model.add_bias_linear or job.megatron_version == "0.14.0"
+        yield layout.ep > 1 or layout.etp == tp or job.release >= (0, 19)
         yield tp == 1 or (kind == "cuda" and model.seq_length // cp % tp == 0)
 
 

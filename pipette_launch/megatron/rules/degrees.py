@@ -218,6 +218,10 @@ def _width_faults(rules: Rules, degrees: Degrees) -> Broken:
     if model.add_bias_linear and degrees.etp > 1 and rules.release >= (0, 15):
         reason = "experts with biases need etp = 1 (--disable-bias-linear would free it)"
         yield BrokenRule(reason, ("etp",), "use --expert-tensor-parallel-size 1")
+    if degrees.ep == 1 and degrees.etp != degrees.tp and rules.release < (0, 19):
+        # Parameters are marked as an expert's only for ep > 1 (tensor_parallel/layers.py; seen with 0.16.1).
+        reason = "before 0.19 expert gradients are not summed over tp if ep = 1 and etp is not tp"
+        yield BrokenRule(reason, ("tp", "ep", "etp"), "use ep > 1 or equal sizes", is_refused=False)
 
 
 def _expert_flag_faults(rules: Rules, degrees: Degrees) -> Broken:

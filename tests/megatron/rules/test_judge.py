@@ -120,6 +120,10 @@ def test_the_planner_and_the_reader_judge_alike(words: str, flags: str, reason: 
             f"{FSDP} --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads {TP} 8",
             "Megatron-FSDP adds gradients twice if one rank holds them alone",
         ),
+        (
+            f"--num-experts 8 --disable-bias-linear --sequence-parallel {TP} 2 --expert-tensor-parallel-size 1",
+            "before 0.19 expert gradients are not summed over tp if ep = 1 and etp is not tp",
+        ),
     ],
 )
 def test_what_starts_and_goes_wrong_later_is_predicted_with_a_note(words: str, reason: str) -> None:

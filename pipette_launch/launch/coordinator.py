@@ -342,7 +342,7 @@ class Coordinator:
         known = planner.measurements
         if report.failure and known is not None and plan.hosts == tuple(host.name for host in known.cluster.hosts):
             # Imported here, because a start with a cached plan predicts nothing.
-            from pipette_launch.planning.measured_plan import priced_anew
+            from pipette_launch.planning.plan import priced_anew
 
             outcomes = planner.cache.outcomes(known.cluster.hosts[0])
             plan = priced_anew(plan, job, known, outcomes, options=planner.options.search_options())

@@ -155,8 +155,7 @@ class Planner:
         `surveyed` are the measurements of all hosts of the warm-up, including the hosts that stand by (`spares`).
         """
         # Imported here, because a start with a cached plan searches nothing.
-        from pipette_launch.planning.measured_plan import make_plan
-        from pipette_launch.planning.plan import with_setting
+        from pipette_launch.planning.plan import make_plan, with_setting
         from pipette_launch.search.fallback_plans import FallbackNeeds
 
         self.job = job
@@ -265,7 +264,7 @@ class Planner:
         self.measurements = measurements = self.surveyed_of(plan.hosts)
         if measurements is None:
             return job, plan
-        from pipette_launch.planning.measured_plan import placed_for
+        from pipette_launch.planning.plan import placed_for
 
         outcomes = self.cache.outcomes(hosts[0])
         try:

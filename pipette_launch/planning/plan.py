@@ -1,4 +1,4 @@
-"""Plan of a job on machines that were measured earlier or are imagined."""
+"""Plan of a job: from a request on measured or imagined machines, or from the warm-up before the training."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from typing import Literal
 import numpy as np
 
 from pipette_launch import megatron
+from pipette_launch.cost.compute.carried_over import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import stage_parameters
-from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections
+from pipette_launch.cost.learned import NOTHING_LEARNED, Corrections, corrections_from
 from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import OptionError
-from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance, Setting
+from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan, Provenance, Setting
 from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.known_devices import DeviceFile
 from pipette_launch.facts.known_schedules import schedule_names
+from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.plan import in_order_of
 from pipette_launch.planning.machines import TargetMachines, checked_words, machines_of
 from pipette_launch.planning.plan_key import plan_key
+from pipette_launch.search.candidates import SearchInputs
+from pipette_launch.search.choose import choice_of
+from pipette_launch.search.fallback_plans import FallbackNeeds, placed_anew, with_cases_of, with_fallback_plans
 from pipette_launch.search.layouts import BaseLayouts, base_layouts
 from pipette_launch.search.solve import SolveOptions, solve
 
@@ -257,3 +263,69 @@ def _needed_layouts(found: BaseLayouts, own: Layout) -> list[Layout]:
     cases = near[nearest].tolist()
     degrees = columns.groups("tp", "pp", "dp", "cp", "ep", "etp").first_U.tolist()
     return [found.columns.layout(row) for row in dict.fromkeys((*cases, *degrees))]
+
+
+PLACING_S = 0.5
+"""Longest search for a placement after the loss of a host. Every GPU waits during this search."""
+
+
+def make_plan(
+    job: Job,
+    measurements: Measurements,
+    outcomes: Sequence[Outcome],
+    *,
+    options: SolveOptions,
+    key: str,
+    needs: FallbackNeeds | None = None,
+) -> Plan:
+    """Search for a plan and its fallback plans. PlanError if no layout is legal, fits in memory and has a price.
+
+    `needs` holds the conditions of the fallback plans for fewer hosts. None makes no fallback plans.
+    """
+    corrections = corrections_from(outcomes)
+    priced = with_extrapolated_times(job, measurements)
+    clock = time.monotonic
+    plan = best_plan(job, priced, options=options, clock=clock, key=key, source="measured", corrections=corrections)
+    if needs is None:
+        return plan
+    return with_fallback_plans(plan, measurements, needs, options=options, clock=clock, corrections=corrections)
+
+
+def placed_for(
+    plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: SolveOptions
+) -> Plan:
+    """Place the ranks of a plan again on the remaining hosts, and predict the step time on these hosts.
+
+    The user's own configuration stays in torchrun's order.
+    """
+    plan = in_order_of(plan, [host.name for host in measurements.cluster.hosts])
+    if plan.keeps_own:
+        return plan
+    ends_s = time.monotonic() + PLACING_S
+    inputs = _inputs(job, with_cases_of(job, measurements), outcomes, options)
+    chosen = placed_anew(inputs, plan.chosen, seed=options.seed, is_late=lambda: time.monotonic() >= ends_s)
+    return replace(plan, chosen=chosen)
+
+
+def priced_anew(
+    plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: SolveOptions
+) -> Plan:
+    """Predict the step times of a plan's candidates again, without moving ranks."""
+    inputs = _inputs(job, measurements, outcomes, options)
+
+    def priced(one: Choice) -> Choice:
+        if not inputs.predictor.can_price(one.layout):
+            return one
+        bound, peaks, layout = (one.bound_s, one.bound_reason), one.peak_memory_bytes, one.layout
+        return choice_of(inputs, layout, one.placement, priced=layout, peaks=peaks, bound=bound, schedule=one.order)
+
+    return replace(plan, chosen=priced(plan.chosen), alternatives=tuple(map(priced, plan.alternatives)))
+
+
+def _inputs(job: Job, measurements: Measurements, outcomes: Sequence[Outcome], options: SolveOptions) -> SearchInputs:
+    return SearchInputs.of(
+        job,
+        with_extrapolated_times(job, measurements),
+        memory_margin=options.memory_margin,
+        corrections=corrections_from(outcomes),
+    )

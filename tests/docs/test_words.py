@@ -62,6 +62,7 @@ def written() -> str:
                 )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(re.sub(r"%s|\{\w+\}", "…", node.value))
+    texts += [path.read_text() for path in (ROOT / "pipette_launch").rglob("data/*.csv")]
     return "\n".join(texts)
 
 

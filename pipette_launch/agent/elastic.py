@@ -30,13 +30,10 @@ from pipette_launch.agent import rendezvous, rendezvous_handler, signals, worker
 from pipette_launch.agent.controller import Controller, Node
 from pipette_launch.agent.membership import LEFT_OUT, Membership, Rejoin
 from pipette_launch.agent.phases import NEWS_S, Attempt, FirstIteration, PhaseBeforeTraining
-from pipette_launch.agent.rendezvous import RendezvousSettings
-from pipette_launch.agent.rendezvous_handler import AgentStoreHandler, first_meeting
 from pipette_launch.agent.store import PEER_WAIT_S, RoundOver, RoundStore, await_all, say_goodbye
 from pipette_launch.agent.streams import NoLogs, Streams, WatchedLogs
 from pipette_launch.agent.trial import TrialRun
 from pipette_launch.agent.warmup import Warmup
-from pipette_launch.agent.workers import DeviceBinding, StoppedWorkers, bindings, oom_kills, visible_devices
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.messages import Decision, Failure
 
@@ -63,12 +60,14 @@ class PipetteAgent(LocalElasticAgent):
         logs_specs: LogsSpecs,
         *args: Any,
         controller: Controller,
-        rendezvous_settings: RendezvousSettings,
+        rendezvous_settings: rendezvous.RendezvousSettings,
         **kwargs: Any,
     ) -> None:
         # If this variable is set, torch assumes equal nodes, and assigns ranks without asking the nodes.
         os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
-        self._handler = AgentStoreHandler(spec.rdzv_handler, rendezvous_settings, is_round_over=self._is_round_over)
+        self._handler = rendezvous_handler.AgentStoreHandler(
+            spec.rdzv_handler, rendezvous_settings, is_round_over=self._is_round_over
+        )
         spec.rdzv_handler = self._handler
         super().__init__(spec, logs_specs, *args, **kwargs)
         self._controller = controller
@@ -78,7 +77,7 @@ class PipetteAgent(LocalElasticAgent):
         self._address = spec.local_addr or rendezvous_settings.own_address()
         self._round_store: RoundStore | None = None
         self._decision: Decision | None = None
-        self._bindings: tuple[DeviceBinding, ...] = ()
+        self._bindings: tuple[workers.DeviceBinding, ...] = ()
         self._store_of_phase: TCPStore | None = None
         self._streams: Streams | None = None
         self._is_same_round = False
@@ -88,7 +87,7 @@ class PipetteAgent(LocalElasticAgent):
         self._is_called = False
         """True if an agent called a meeting while this node waited for other nodes to finish."""
         self._attempt = Attempt()
-        self._stopped_workers = StoppedWorkers()
+        self._stopped_workers = workers.StoppedWorkers()
         self._starts = self._oom_kills = 0
         self._first_iteration: FirstIteration | None = None
         self._phase: PhaseBeforeTraining | None = None
@@ -114,7 +113,7 @@ class PipetteAgent(LocalElasticAgent):
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         assign = super()._assign_worker_ranks
-        return first_meeting(
+        return rendezvous_handler.first_meeting(
             lambda: assign(store, group_rank, group_world_size, spec),
             lambda: self._membership.join(store, group_rank, group_world_size),
         )
@@ -152,7 +151,9 @@ class PipetteAgent(LocalElasticAgent):
         decision, round_store = self._current()
         ranks = decision.ranks_of(self._token)
         # With NUMA options torch binds a worker to the cores near device LOCAL_RANK, so devices must keep their order.
-        self._bindings = bindings(ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None)
+        self._bindings = workers.bindings(
+            ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None
+        )
         size = sum(decision.num_slots)
         worker_group.workers = [
             Worker(local, global_rank=one.rank, role_rank=one.rank, world_size=size, role_world_size=size)
@@ -189,7 +190,7 @@ class PipetteAgent(LocalElasticAgent):
             worker_group.spec.entrypoint, worker_group.spec.args = sys.executable, ()
             self._logs_specs = NoLogs()
         self._attempt = Attempt(index=decision.attempt if decision.phase == "train" else -1, began_s=time.monotonic())
-        self._failed, self._is_called, self._oom_kills = None, False, oom_kills()
+        self._failed, self._is_called, self._oom_kills = None, False, workers.oom_kills()
         # torch counts restarts of each node; the decision counts restarts of the job.
         self._remaining_restarts = decision.restarts_left
         self._controller.show(decision, speaks=round_store.is_coordinator)
@@ -209,7 +210,7 @@ class PipetteAgent(LocalElasticAgent):
             self._starts += 1
         if self._streams is not None:
             self._streams.start()
-        order = visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), self._bindings)
+        order = workers.visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), self._bindings)
         os.environ.clear()
         os.environ.update(self._base_environment | command.environment | order)
         os.environ.update(self._phase.variables if self._phase else {})
@@ -281,7 +282,7 @@ class PipetteAgent(LocalElasticAgent):
     def _describe(self, result: RunResult) -> Failure | None:
         ranks = [binding.rank for binding in self._bindings]
         found = workers.first_failure(result, ranks, self._streams.tail if self._streams else lambda _local: ())
-        return workers.as_oom_kill(found, kills=oom_kills() - self._oom_kills)
+        return workers.as_oom_kill(found, kills=workers.oom_kills() - self._oom_kills)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -363,7 +364,9 @@ class PipetteAgent(LocalElasticAgent):
 # -- torchrun's own run, with our agent ---------------------------------------------------------------------------
 
 
-def run(args: Namespace, make_controller: Callable[[RendezvousSettings], Controller], *, advice: str = "") -> None:
+def run(
+    args: Namespace, make_controller: Callable[[rendezvous.RendezvousSettings], Controller], *, advice: str = ""
+) -> None:
     """Run a job as torchrun would, with Pipette's agent instead of torch's.
 
     All code around the agent is the installed torch's own: launch settings, error files, the end of the rendezvous,
@@ -424,7 +427,7 @@ def _workers(agent: PipetteAgent) -> set[int] | None:
     return set(context.pids().values()) & {child.pid for child in psutil.Process().children()}
 
 
-def _explaining(make: Callable[[Any], Any], settings: RendezvousSettings, conf: str) -> Callable[[Any], Any]:
+def _explaining(make: Callable[[Any], Any], settings: rendezvous.RendezvousSettings, conf: str) -> Callable[[Any], Any]:
     """Wrap torch's function that opens a rendezvous, so that torch's errors become sentences for the user."""
 
     def made(parameters: Any) -> Any:

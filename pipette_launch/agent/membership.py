@@ -1,27 +1,17 @@
-"""Meetings of agents after torch's first rendezvous, to find lost agents and to share one decision."""
+"""Meetings of agents after torch's first rendezvous, to find lost agents and cut links, and to share one decision."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 from torch.distributed import Store, TCPStore
 
-from pipette_launch.agent.peers import (
-    GONE,
-    SILENT,
-    LostFinder,
-    PeerWatch,
-    ReachSweep,
-    answers,
-    connected,
-    cut_links,
-    out_of_reach,
-    why_unreachable,
-)
+from pipette_launch.agent.peers import GONE, SILENT, PeerWatch, ReachSweep, answers, connected, why_unreachable
 from pipette_launch.agent.store import BROKEN, PEER_WAIT_S, AgentStore, RoundStore, StoreGone, growing_pauses
 from pipette_launch.defaults import HOST_SILENCE_S
 from pipette_launch.errors import ClusterError
@@ -63,7 +53,7 @@ class Membership:
         self._leader_store: Store | None = None
         """Client of the store of the agent that decided last; None if this agent decided."""
         self._round_store: RoundStore | None = None
-        self._finders: tuple[LostFinder, ...] = ()
+        self._finders: tuple[PeerWatch | ReachSweep, ...] = ()
         """Threads that look for lost agents during the round."""
         self._out_of_reach: set[str] = set()
         """Tokens of agents to which this agent cannot connect."""
@@ -345,3 +335,44 @@ class Membership:
             if one.lost == SILENT and one.peer is not None:
                 self._out_of_reach.add(one.peer.token)
         self._finders = ()
+
+
+def cut_links(missed: Mapping[str, Collection[str]]) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of agents without a working link; `missed` has the agents that an agent cannot reach."""
+    pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
+    return tuple(sorted(pairs))
+
+
+def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> dict[str, str]:
+    """Choose agents to leave out, so that all others reach each other; agents with most cut links are chosen first.
+
+    Args:
+        pairs: cut links, each as two tokens.
+        order: tokens of all agents. Among agents with equally many cut links, the last agent is left out.
+
+    Returns:
+        Token of each agent that is left out, with the token of the first agent that it cannot reach.
+
+    """
+    place = {token: index for index, token in enumerate(order)}
+    cut = {frozenset(pair) for pair in pairs if set(pair) <= set(place) and len(set(pair)) == 2}
+    left_out: dict[str, str] = {}
+    while cut:
+        missed = Counter(token for pair in cut for token in pair)
+        worst = max(missed, key=lambda token: (missed[token], place[token]))
+        others = {token for pair in cut if worst in pair for token in pair} - {worst}
+        left_out[worst] = min(others, key=place.__getitem__)
+        cut = {pair for pair in cut if worst not in pair}
+    return left_out
+
+
+def out_of_reach(
+    agents: Sequence[Member], cut: Collection[tuple[str, str]], *, standby: Collection[str]
+) -> dict[str, str]:
+    """Return the tokens of the agents to leave out, each with a reason: the address that cannot reach the agent.
+
+    Agents on `standby`, which have no workers, are left out before other agents. `cut` has pairs of tokens.
+    """
+    address = {agent.token: agent.address for agent in agents}
+    left_out = best_left_out(cut, sorted(address, key=lambda token: token in standby))
+    return {token: f"out of reach from {address[peer]}" for token, peer in left_out.items()}

@@ -1,4 +1,4 @@
-"""Liveness of other agents, and links between agents that are cut.
+"""Liveness of other agents.
 
 An agent keeps an idle connection to another agent's store, and the kernel closes this connection when the other process
 ends. The agent also sends a request every second. The request stays without an answer if the host lost power, the wire
@@ -13,8 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from torch.distributed import Store, TCPStore
 
@@ -151,44 +150,3 @@ def why_unreachable(peer: Member, *, timeout_s: float) -> str:
             time.sleep(RETRY_S)
         else:
             return ""
-
-
-def cut_links(missed: Mapping[str, Collection[str]]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of agents without a working link; `missed` has the agents that an agent cannot reach."""
-    pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
-    return tuple(sorted(pairs))
-
-
-def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> dict[str, str]:
-    """Choose agents to leave out, so that all others reach each other; agents with most cut links are chosen first.
-
-    Args:
-        pairs: cut links, each as two tokens.
-        order: tokens of all agents. Among agents with equally many cut links, the last agent is left out.
-
-    Returns:
-        Token of each agent that is left out, with the token of the first agent that it cannot reach.
-
-    """
-    place = {token: index for index, token in enumerate(order)}
-    cut = {frozenset(pair) for pair in pairs if set(pair) <= set(place) and len(set(pair)) == 2}
-    left_out: dict[str, str] = {}
-    while cut:
-        missed = Counter(token for pair in cut for token in pair)
-        worst = max(missed, key=lambda token: (missed[token], place[token]))
-        others = {token for pair in cut if worst in pair for token in pair} - {worst}
-        left_out[worst] = min(others, key=place.__getitem__)
-        cut = {pair for pair in cut if worst not in pair}
-    return left_out
-
-
-def out_of_reach(
-    agents: Sequence[Member], cut: Collection[tuple[str, str]], *, standby: Collection[str]
-) -> dict[str, str]:
-    """Return the tokens of the agents to leave out, each with a reason: the address that cannot reach the agent.
-
-    Agents on `standby`, which have no workers, are left out before other agents. `cut` has pairs of tokens.
-    """
-    address = {agent.token: agent.address for agent in agents}
-    left_out = best_left_out(cut, sorted(address, key=lambda token: token in standby))
-    return {token: f"out of reach from {address[peer]}" for token, peer in left_out.items()}

@@ -20,7 +20,6 @@ from pipette_launch.agent import workers
 from pipette_launch.agent.controller import Controller
 from pipette_launch.agent.store import RoundOver, RoundStore
 from pipette_launch.agent.streams import Streams
-from pipette_launch.agent.workers import DeviceBinding
 from pipette_launch.facts.messages import AttemptEnd, Decision, Failure
 
 NEWS_S = 1.0
@@ -54,7 +53,7 @@ class PhaseBeforeTraining(ABC):
         return {}
 
     @abstractmethod
-    def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[DeviceBinding]) -> bool:
+    def look(self, processes: Mapping[int, Popen[bytes]], bindings: Sequence[workers.DeviceBinding]) -> bool:
         """Return whether the phase is over on all nodes, also by a failure or a hang.
 
         `processes` and `bindings` describe the workers of this node by local rank. Raises RoundOver if another agent is

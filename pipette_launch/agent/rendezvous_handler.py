@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, api
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
 from pipette_launch.agent.peers import answers
 from pipette_launch.agent.rendezvous import ADDRESS, Endpoint, RendezvousSettings
@@ -336,12 +335,12 @@ class AgentStoreHandler(RendezvousHandler):
         except api.RendezvousTimeoutError as error:
             missing = self._waiting.missing(time.monotonic() - began_s)
             raise ClusterError(f"the nodes cannot meet: {missing}") from error
-        except (api.RendezvousGracefulExitError, api.RendezvousClosedError, RendezvousConnectionError) as error:
+        except (api.RendezvousGracefulExitError, api.RendezvousClosedError, api.RendezvousConnectionError) as error:
             if self._waiting.is_spare:
                 raise ClusterError(
                     "the job has ended with its own nodes, and this launcher took no part in it"
                 ) from error
-            if isinstance(error, RendezvousConnectionError):
+            if isinstance(error, api.RendezvousConnectionError):
                 raise
             raise ClusterError(
                 f"the job with --rdzv-id {self._inner.get_run_id()} has ended before this launcher joined it, and its "
@@ -364,7 +363,7 @@ class AgentStoreHandler(RendezvousHandler):
             if self._host is None or answers(self._host, within_s=HOST_SILENCE_S):
                 answered_s = time.monotonic()
             elif time.monotonic() - answered_s > HOST_GONE_S:
-                raise RendezvousConnectionError(
+                raise api.RendezvousConnectionError(
                     f"{self._host.address}:{self._host.port} was there, and has not answered for {HOST_GONE_S:.0f} s"
                 )
         met = call.result()
@@ -398,7 +397,7 @@ class AgentStoreHandler(RendezvousHandler):
     def _asked(self, do: Callable[[], Answer], *, otherwise: Answer) -> Answer:
         try:
             return within(ANSWER_S, do)
-        except (TimeoutError, RuntimeError, RendezvousError) as error:
+        except (TimeoutError, RuntimeError, api.RendezvousError) as error:
             logger.info("torch's rendezvous cannot be reached: %s", error)
             return otherwise
 

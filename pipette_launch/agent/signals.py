@@ -6,7 +6,6 @@ the launcher under proctrack/cgroup and proctrack/pgid, and also the workers und
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -41,7 +40,7 @@ def end_at_once() -> None:
         code = 1
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 

@@ -31,7 +31,6 @@ from pipette_launch.launch.terminal import Terminal, parts_words
 from pipette_launch.launch.training import OutcomeTracker, Recovery, Slowdown, device_peaks, has_trained
 from pipette_launch.launch.trials import trial_progress
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.health.inventory import await_memory
 from pipette_launch.probe.messages import START_S, WarmupOrder, wait_s
 
 logger = logging.getLogger(__name__)
@@ -295,7 +294,7 @@ class NodeController(Controller):
         if self._host is None:
             return
         try:
-            for trouble in await_memory(self._host):
+            for trouble in inventory.await_memory(self._host):
                 self._terminal.warn(trouble)
         except self._node.interruption:
             raise

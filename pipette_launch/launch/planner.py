@@ -15,16 +15,8 @@ from pipette_launch.facts.co_location import Domains
 from pipette_launch.facts.measurements import without_hosts
 from pipette_launch.facts.messages import Decision, NodeRecord
 from pipette_launch.facts.plan import Shortage, in_order_of, lower
-from pipette_launch.launch.cache import (
-    PLAN,
-    Cache,
-    MachineMeasurements,
-    ShortageFile,
-    adopt,
-    kept_together,
-    named_plan,
-    suited,
-)
+from pipette_launch.launch import cache
+from pipette_launch.launch.cache import PLAN, Cache, ShortageFile
 from pipette_launch.launch.hosts import joined
 from pipette_launch.launch.options import Options, Script
 from pipette_launch.launch.plan_reports import PlanDocuments, page_of, page_path, trace_of, trace_path
@@ -103,7 +95,7 @@ class Planner:
         """Return why the job cannot run on these hosts; empty if the job can."""
         try:
             if self._options.plan is not None:
-                named_plan(self._options.plan, hosts)
+                cache.named_plan(self._options.plan, hosts)
             self._script.read(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind)
         except PipetteError as error:
             return str(error)
@@ -111,13 +103,13 @@ class Planner:
 
     # -- the job's plan --------------------------------------------------------------------------------------------
 
-    def machine_measurements(self, hosts: Sequence[Host]) -> MachineMeasurements:
+    def machine_measurements(self, hosts: Sequence[Host]) -> cache.MachineMeasurements:
         """Return the file with the measurements of these hosts, which all jobs share."""
-        return MachineMeasurements(self._options.cache, hosts, self.versions, environ=self._environ)
+        return cache.MachineMeasurements(self._options.cache, hosts, self.versions, environ=self._environ)
 
     def from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
         """Read the plan file that the user named, and turn it into a plan of this job."""
-        adopted, note = adopt(named_plan(path, hosts), job, self.cache.key, str(path))
+        adopted, note = cache.adopt(cache.named_plan(path, hosts), job, self.cache.key, str(path))
         self.measurements = None if note else self.cache.measurements()
         if self.shortage and self.shortage.rules_out(adopted.chosen):
             note = f"This plan runs because you named it, though it needs as much memory: {self.shortage.sentence}."
@@ -255,7 +247,7 @@ class Planner:
         Raises PipetteError if the job cannot run with the fallback plan, or cannot load the checkpoint.
         """
         job = self.read_keyed(hosts)
-        plan = suited(step.plan, job, self.cache.key, MADE_AHEAD)
+        plan = cache.suited(step.plan, job, self.cache.key, MADE_AHEAD)
         if self.shortage is not None:
             leaner = self.shortage.leaner(plan)
             if leaner is None:
@@ -272,7 +264,7 @@ class Planner:
         except PipetteError as error:
             logger.warning("the ranks keep their places on the remaining nodes: %s", error)
             plan = in_order_of(plan, [host.name for host in measurements.cluster.hosts])
-        return job, kept_together(plan, job, Domains.of(measurements.cluster), MADE_AHEAD)
+        return job, cache.kept_together(plan, job, Domains.of(measurements.cluster), MADE_AHEAD)
 
     def without_what_cannot_load(self, plan: Plan, job: Job) -> Plan:
         """Remove fallback plans that cannot load the chosen candidate's checkpoints, with a note about their number."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import resource
 import signal
@@ -17,12 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed import Store
 
 from pipette_launch.agent import peers
-from pipette_launch.agent.peers import GONE, SILENT, PeerWatch, ReachSweep, best_left_out, out_of_reach, why_unreachable
+from pipette_launch.agent.peers import GONE, SILENT, PeerWatch, ReachSweep, why_unreachable
 from pipette_launch.facts.messages import Member
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
@@ -194,32 +191,6 @@ def member(name: str) -> Member:
     return Member(token=name, address=name, port=1, node_rank=-1)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
-        ([], {}),
-        ([("b", "d")], {"d": "b"}),
-        ([("d", "b"), ("b", "d")], {"d": "b"}),
-        ([("b", "c"), ("b", "d")], {"b": "c"}),
-        ([("b", "c"), ("a", "d")], {"d": "a", "c": "b"}),
-        ([("b", "x"), ("b", "b")], {}),
-    ],
-    ids=["none", "later", "both say so", "most", "two wires", "absent"],
-)
-def test_whoever_misses_most_others_is_left_out(pairs: list[tuple[str, str]], expected: dict[str, str]) -> None:
-    """Of two ends of one wire the later one; an agent that did not come counts for nothing."""
-    assert expected == best_left_out(pairs, "abcd")
-
-
-@given(st.sets(st.tuples(st.sampled_from("abcdef"), st.sampled_from("abcdef"))))
-def test_those_that_stay_all_reach_each_other(pairs: set[tuple[str, str]]) -> None:
-    """Whatever wires are cut, no pair of those that stay is among them."""
-    left_out = best_left_out(pairs, "abcdef")
-
-    stay = set("abcdef") - set(left_out)
-    assert not {pair for pair in itertools.permutations(stay, 2) if pair in pairs}
-
-
 @pytest.mark.parametrize("why", [GONE, SILENT])
 def test_a_sweep_stops_at_the_first_that_is_lost(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """An agent whose process has ended, too: where a wire is cut the neighbour watches another."""
@@ -263,11 +234,3 @@ def test_a_sweep_between_two_attempts_stops_at_once(monkeypatch: pytest.MonkeyPa
 
     assert time.monotonic() - began_s < 0.5
     assert not sweep.lost
-
-
-def test_who_stands_by_is_left_out_first() -> None:
-    """It costs the training nothing; else it is the later one."""
-    agents = [member(name) for name in "abc"]
-
-    assert {"b": "out of reach from c"} == out_of_reach(agents, [("b", "c")], standby=["b"])
-    assert {"c": "out of reach from b"} == out_of_reach(agents, [("b", "c")], standby=[])

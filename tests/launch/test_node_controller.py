@@ -16,7 +16,6 @@ from pipette_launch.agent.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages import Decision
 from pipette_launch.facts.outcome import LiveJob, Outcome
-from pipette_launch.launch import node_controller as module
 from pipette_launch.launch.hosts import described
 from pipette_launch.launch.metrics import MetricsFile, Spans
 from pipette_launch.launch.node_controller import NodeController
@@ -279,14 +278,14 @@ def test_training_waits_for_the_memory_of_the_warmup(
     told = begun(tmp_path)
     troubles: list[Exception] = [OSError("driver/library version mismatch"), KeyError("signal 15")]
 
-    monkeypatch.setattr(module, "await_memory", lambda host: (f"{host.name}: GPU 0 still holds 1 GiB",))
+    monkeypatch.setattr(inventory, "await_memory", lambda host: (f"{host.name}: GPU 0 still holds 1 GiB",))
     told.workers_are_gone()
     assert "GPU 0 still holds 1 GiB\n" in capsys.readouterr().err
 
     def fail(host: object) -> None:
         raise troubles.pop(0)
 
-    monkeypatch.setattr(module, "await_memory", fail)
+    monkeypatch.setattr(inventory, "await_memory", fail)
     told.workers_are_gone()
     with pytest.raises(KeyError):
         told.workers_are_gone()

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost import Memo
 from pipette_launch.cost.layers.passes import Collective
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster, Links
@@ -319,8 +320,8 @@ class Fabric:
         self._measured = [
             _MeasuredGroup(one, cluster.device_kind, self._table) for one in collectives if one.kind != "send"
         ]
-        self._scales: dict[tuple[Collective, int], Scale] = {}
-        self._bound_lines: dict[tuple[Collective, int, int, int | None], list[tuple[float, float]]] = {}
+        self._scales: Memo[Scale] = Memo()
+        self._bound_lines: Memo[list[tuple[float, float]]] = Memo()
 
     @cached_property
     def _bottlenecks(self) -> Bottlenecks:
@@ -359,10 +360,7 @@ class Fabric:
     def send_s(self, sender: Ints, receiver: Ints, size_bytes: float) -> Floats:
         """Return the seconds of the send from each sender to its receiver."""
         links = self._table.links(sender, receiver)
-        seconds = self._table.seconds_per_byte_L.take(links)
-        seconds *= size_bytes
-        seconds += self._table.latency_s_L.take(links)
-        return seconds
+        return self._table.seconds_per_byte_L.take(links) * size_bytes + self._table.latency_s_L.take(links)
 
     def routes(self, kind: Collective, slots_GK: Ints) -> Routes:
         """Look up the links of rings or, for kind `send`, of sends from the first to the second slot of each pair.
@@ -452,9 +450,7 @@ class Fabric:
         Without `among` the lines assume that the group's slowest link is the best link of the allocation.
         """
         key = kind, size, fewest, among
-        if key not in self._bound_lines:
-            self._bound_lines[key] = self._new_bound_lines(*key) if size > 1 else [(0.0, 0.0)]
-        return self._bound_lines[key]
+        return self._bound_lines.get(key, lambda: self._new_bound_lines(*key) if size > 1 else [(0.0, 0.0)])
 
     def _new_bound_lines(
         self, kind: Collective, size: int, fewest: int, among: int | None
@@ -483,9 +479,7 @@ class Fabric:
 
     def scale(self, kind: Collective, size: int) -> Scale:
         """Return the correction of the nearest measured group for groups of this kind and size, by number of hosts."""
-        if (kind, size) not in self._scales:
-            self._scales[kind, size] = self._new_scale(kind, size)
-        return self._scales[kind, size]
+        return self._scales.get((kind, size), lambda: self._new_scale(kind, size))
 
     def _new_scale(self, kind: Collective, size: int) -> Scale:
         """Return the correction; without a measured group across hosts, the factor on bytes is limited there.

@@ -350,12 +350,10 @@ def collective_dimensions(job: Job, layout: Layout) -> Iterator[CollectiveDimens
     found = [CollectiveDimension("dp", reduced, groups.dp_cp, dense, parts)]
     if job.model.num_experts:
         found.append(CollectiveDimension("expert dp", reduced, groups.expert_dp, expert, parts))
-    by_group: dict[str, list[Exchange]] = {}
-    for exchange in exchanges(job, layout, Hiding()):
-        if exchange.kind != "send":
-            by_group.setdefault(exchange.group, []).append(exchange)
-    for name, sent in by_group.items():
-        kinds = tuple(dict.fromkeys(one.kind for one in sent if one.kind != "send"))
-        most_bytes = int(max(one.size_bytes for one in sent))
-        found.append(CollectiveDimension(name, kinds, getattr(groups, name), most_bytes, (sent[0].part,)))
+    sent = exchanges(job, layout, Hiding())
+    for name in dict.fromkeys(one.group for one in sent):
+        mine = [one for one in sent if one.group == name]
+        kinds = tuple(dict.fromkeys(one.kind for one in mine if one.kind != "send"))
+        most_bytes = int(max(one.size_bytes for one in mine))
+        found.append(CollectiveDimension(name, kinds, getattr(groups, name), most_bytes, (mine[0].part,)))
     yield from (one for one in found if one.ranks_GK.shape[1] > 1)

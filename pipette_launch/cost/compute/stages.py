@@ -7,7 +7,6 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from pipette_launch.cost.compute.carried_over import repriced
 from pipette_launch.cost.compute.device_model import case_of
@@ -56,9 +55,9 @@ class Passes:
 class ComputeTable:
     """Measured compute times of a job, and times of unmeasured cases derived from them.
 
-    The time of an unmeasured case is proportional to its tokens (micro-batch over cp). The factor multiplies the time
-    of the source: the measured case with the same tp and the nearest number of tokens. Times are not carried over to
-    another tp, because kernels of other widths were not measured.
+    The time of an unmeasured case is the time of a measured case, multiplied by the ratio of their tokens (micro-batch
+    over cp). The measured case, called the source, has the same tp and the nearest number of tokens. Times are not
+    carried over to another tp, because kernels of other widths were not measured.
     """
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
@@ -93,19 +92,9 @@ class ComputeTable:
         self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
         self._parts = ("embedding", "head", *sorted({*job.model.layer_kinds, *job.model.prediction_kinds})[::-1])
         self._scaled: dict[ComputeCase, dict[str, Passes]] = {}
-        complete = sorted(
-            case
-            for case in {case for case, _ in self._passes}
-            if all((case, part) in self._passes for part in self._parts)
-        )
-        # The source of a measured case is the case itself. The method `source` adds the sources of other cases when
-        # needed.
-        self._sources: dict[ComputeCase, ComputeCase | None] = {case: case for case in complete}
-        # Measured case for each tp and number of tokens; of cases with equal numbers the first is used.
-        self._complete: dict[int, dict[Fraction, ComputeCase]] = {}
-        for case in complete:
-            tokens = Fraction(case.micro_batch_size, case.cp)
-            self._complete.setdefault(case.tp, {}).setdefault(tokens, case)
+        cases = sorted({case for case, _ in self._passes})
+        self._complete = [case for case in cases if all((case, part) in self._passes for part in self._parts)]
+        self._sources: dict[ComputeCase, ComputeCase | None] = {case: case for case in self._complete}
 
     @property
     def copies_to_host(self) -> bool:
@@ -121,7 +110,7 @@ class ComputeTable:
         """Return the measured case whose times `case` uses: `case` itself, the nearest case of equal tp, or None."""
         if case not in self._sources:
             self._sources[case] = min(
-                self._complete.get(case.tp, {}).values(),
+                (measured for measured in self._complete if measured.tp == case.tp),
                 key=lambda measured: (abs(math.log(_tokens(case, measured))), measured),
                 default=None,
             )
@@ -155,8 +144,7 @@ class ComputeTable:
 
         Raises PlanError if no case with the layout's tp was measured.
         """
-        model = self._job.model
-        part = self._passes_of(layout)
+        model, part = self._job.model, self._passes_of(layout)
         loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
         chunks, first = [], 0
         seen: dict[tuple[LayerKind, ...], Passes] = {}
@@ -164,8 +152,7 @@ class ComputeTable:
             kinds = model.layer_kinds[first : first + layers]
             first += layers
             if kinds not in seen:
-                layers_passes = (self._layer(layout, part, index, kind) for index, kind in enumerate(kinds))
-                seen[kinds] = sum(layers_passes, Passes())
+                seen[kinds] = sum((self._layer(layout, part, *each) for each in enumerate(kinds)), Passes())
             chunks.append(seen[kinds])
         # Schedules never delay weight gradients of embedding and head, because the head would have to keep its logits'
         # gradients.
@@ -198,8 +185,7 @@ class ComputeTable:
 
     def hiding(self, layout: Layout) -> Hiding:
         """Return the compute that can hide collectives: of the first layer, or of the mean layer of a hybrid model."""
-        model = self._job.model
-        part = self._passes_of(layout)
+        model, part = self._job.model, self._passes_of(layout)
         kinds = model.layer_kinds if model.hybrid else model.layer_kinds[:1]
         shares = {kind: count / len(kinds) for kind, count in Counter(kinds).items()}
         layer = sum((part[kind] * share for kind, share in shares.items()), Passes())
@@ -300,10 +286,9 @@ def _median_passes(
     """Return median times over the measured slots, by (case, part, EP, ETP), each converted to speed 1 first."""
     times: dict[tuple[ComputeCase, str, int, int], list[dict[str, float]]] = {}
     for time in compute:
-        backward_s = time.input_grad.median_s + time.weight_grad.median_s
         seconds = {
             "forward_s": time.forward.median_s,
-            "backward_s": backward_s,
+            "backward_s": time.input_grad.median_s + time.weight_grad.median_s,
             "weight_grad_s": time.weight_grad.median_s,
             "forward_idle_s": time.forward_idle_s,
             "backward_idle_s": time.backward_idle_s,

@@ -188,6 +188,11 @@ class _Tensor(NamedTuple):
     """Bytes that leave the device with the tensor; 0 if another reference keeps the tensor on the device."""
     moved: int
 
+    @classmethod
+    def of(cls, elements: int, element_bytes: int) -> _Tensor:
+        """Return a tensor that leaves the device."""
+        return cls(elements, elements * element_bytes, elements * element_bytes)
+
 
 def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
     """Count one layer's bytes that leave the device, without tensors that selective recompute does not keep."""
@@ -209,10 +214,6 @@ def offloaded(job: Job, layout: Layout, kind: LayerKind) -> Offloaded:
     )
 
 
-def _tensor(elements: int, element_bytes: int) -> _Tensor:
-    return _Tensor(elements, elements * element_bytes, elements * element_bytes)
-
-
 def _stream(job: Job, block: Block) -> _Tensor:
     """Return the tensor between layers."""
     return _Tensor(block.local_tokens * job.model.hidden_size, block.stream_bytes(job), block.stream_bytes(job))
@@ -228,7 +229,7 @@ def _attention_tensors(job: Job, block: Attention) -> Iterator[_Tensor]:
         yield from _projection_tensors(job, block)
     if "core_attn" in modules and not {"core_attn", "mla_up_proj"} & set(recomputed):
         for channels in (block.heads * block.query, block.groups * block.query, block.groups * block.value):
-            yield _tensor(block.tokens * channels, model.dtype_bytes)
+            yield _Tensor.of(block.tokens * channels, model.dtype_bytes)
         if model.attention_backend == "unfused":
             # Without dropout, softmax and product save the same probabilities: two copies come back.
             size, copies = block.core_bytes(job), 1 if model.attention_dropout > 0 else 2
@@ -247,13 +248,13 @@ def _projection_tensors(job: Job, block: Block) -> Iterator[_Tensor]:
     model, latent, local = job.model, job.model.latent_attention, block.local_tokens
     if latent is None:
         yield _stream(job, block)
-        yield _tensor(local * model.hidden_size, matrix_input_bytes(job))
+        yield _Tensor.of(local * model.hidden_size, matrix_input_bytes(job))
         return
     if "layernorm" not in recompute_modules(block.layout):
-        yield _tensor(local * model.hidden_size, model.dtype_bytes)
+        yield _Tensor.of(local * model.hidden_size, model.dtype_bytes)
     query, key_value = latent.q_lora_rank or 0, latent.kv_lora_rank
     for width in (query, key_value + latent.qk_pos_emb_head_dim, *((query, key_value) if model.qk_layernorm else ())):
-        yield _tensor(local * width, model.dtype_bytes)
+        yield _Tensor.of(local * width, model.dtype_bytes)
 
 
 def _expert_tensors(job: Job, layout: Layout) -> Iterator[_Tensor]:

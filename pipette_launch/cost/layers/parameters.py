@@ -235,8 +235,7 @@ class Whole:
     weights: int = 0
     """Bytes of the weights of running layers, of layers gathered ahead, and of embedding and head."""
     gradients: int = 0
-    """Bytes of gradients when the backward reaches the last layer: of the layer, of the head, and of a tied
-    embedding."""
+    """Bytes of gradients of the last layer, of the head, and of a tied embedding."""
     layer_gradients: int = 0
     """Bytes of the gradients of one layer."""
     layer_weights: int = 0
@@ -244,8 +243,7 @@ class Whole:
     waiting: int = 0
     """Number of layers whose gradients wait for their reduction while the number of gathered layers is unchanged."""
     waiting_at_end: int = 0
-    """Number of further layers whose gradients wait when no layer is left to gather. Each such layer frees one layer's
-    gathered weights."""
+    """Number of further layers whose gradients wait when all layers were gathered; each frees its gathered weights."""
 
 
 def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
@@ -257,9 +255,8 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
     651-800). A weight shared by embedding and head is reduced when the backward is over (megatron_fsdp.py:767). torch
     FSDP2 holds weights and gradients of two units.
 
-    If layers are not units of FSDP, gradients form buckets with overlap, else one bucket. Plans do not change the
-    overlap flag under FSDP. `--ddp-bucket-size`, `--ddp-num-buckets`, and the growth of buckets beyond 40 replicas are
-    left out.
+    If layers are not units of FSDP, gradients form buckets with overlap, else one bucket. `--ddp-bucket-size`,
+    `--ddp-num-buckets`, and the growth of buckets beyond 40 replicas are left out.
     """
     sharding, options, model = sharding_of(job), performance_options(job), job.model
     if sharding is None or not sharding.gradients:
@@ -293,8 +290,7 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OnceAStep:
+class OnceAStep(NamedTuple):
     """Measured times of a slot of speed 1 for work once a step: optimizer, gradient buffers, and work of the host."""
 
     optimizer_s_per_parameter: float
@@ -302,13 +298,9 @@ class OnceAStep:
     host_s: float
 
     @classmethod
-    def of(cls, measurements: Measurements) -> OnceAStep:
+    def of(cls, measured: Measurements) -> OnceAStep:
         """Take the measured values; a value that was not measured counts as 0 s."""
-        return cls(
-            optimizer_s_per_parameter=measurements.optimizer_s_per_parameter or 0.0,
-            gradient_s_per_byte=measurements.gradient_s_per_byte,
-            host_s=measurements.step_s,
-        )
+        return cls(measured.optimizer_s_per_parameter or 0.0, measured.gradient_s_per_byte, measured.step_s)
 
     def seconds(self, resident: Ints, gradient_bytes: Ints) -> Floats:
         """Return the seconds of ranks that step `resident` parameters and hold `gradient_bytes` of gradients."""
@@ -327,22 +319,17 @@ def gradient_bytes_per_parameter(job: Job) -> int:
     return 2 if job.grad_reduce_in_bf16 else FP32_BYTES
 
 
-def padded(job: Job, counts: IntOrInts, num_shards: IntOrInts) -> Ints:
-    """Return the sizes of buckets of `counts` elements after padding for `num_shards` shards."""
-    extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else 1
-    multiple = np.lcm(np.lcm(num_shards, _SHARD_ALIGNMENT), extra)
-    return np.asarray(-(-counts // multiple) * multiple)
-
-
 def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
     """Count the elements of the flat buffers for weights and gradients, padded so that all shards are equal.
 
     With the distributed optimizer a bucket ends at a multiple of lcm(d*c, 128), and of 2^16 too with
     `--ddp-pad-buckets-for-high-nccl-busbw` (MC distributed/param_and_grad_buffer.py:638-666). The dense parameters
-    count as one bucket, and the experts' parameters as another bucket. The start of each parameter at a multiple of 64
-    is left out.
+    count as one bucket, and the experts' parameters as another. The start of each parameter at a multiple of 64 is left
+    out.
     """
-    parts = padded(job, dense, layout.dp * layout.cp) + padded(job, expert, expert_dp(layout))
+    extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else _SHARD_ALIGNMENT
+    multiples = (np.lcm(layout.dp * layout.cp, extra), np.lcm(expert_dp(layout), extra))
+    parts = sum(-(-count // multiple) * multiple for count, multiple in zip((dense, expert), multiples, strict=True))
     return np.where(layout.use_distributed_optimizer, parts, dense + expert)
 
 

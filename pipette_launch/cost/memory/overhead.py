@@ -149,27 +149,23 @@ def uncounted(job: Job) -> tuple[str, ...]:
     graphs, above 10 GB with a pipeline. For graphs of whole iterations the notes mention 1.5 to 2 times the peak.
     """
     options, found = performance_options(job), []
-    captured = {
-        "cuda_graph_impl": options.cuda_graph_impl != "none",
-        "enable_cuda_graph": options.enable_cuda_graph,
-        "external_cuda_graph": options.external_cuda_graph,
-    }
-    flag = next((flag_of(name) for name, is_on in captured.items() if is_on), "")
-    if flag:
+    names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+    flags = [flag_of(name) for name in names if getattr(options, name) not in (False, "none")]
+    if flags:
         found.append(
-            f"{flag}: what captured graphs hold is not in the predicted memory; devices hold some GB more, and up to "
-            f"twice as much where whole iterations are captured."
+            f"{flags[0]}: what captured graphs hold is not in the predicted memory; devices hold some GB more, and up "
+            f"to twice as much where whole iterations are captured."
         )
     if options.cpu_offloading_num_layers:
         found.append(
             f"{flag_of('cpu_offloading_num_layers')} is not in the predicted memory: activations are counted as kept "
             f"on the device, and the peak may be too high."
         )
-    allocator = {"backend": NATIVE} | allocator_options(job.allocator_config)
-    names = [name for name in UNCOUNTED_OPTIONS if name in allocator and (name, allocator[name]) != ("backend", NATIVE)]
-    if names:
+    allocator = allocator_options(job.allocator_config)
+    unknown = [name for name in UNCOUNTED_OPTIONS if allocator.get(name, NATIVE) != NATIVE]
+    if unknown:
         found.append(
-            f"Not in the allocator's reserve: {', '.join(names)} of {VARIABLES[0]}; it may be larger or smaller."
+            f"Not in the allocator's reserve: {', '.join(unknown)} of {VARIABLES[0]}; it may be larger or smaller."
         )
     return tuple(found)
 

@@ -121,22 +121,11 @@ def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
 def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str, float]:
     """Describe a configuration by numbers, so that outcomes of equal configurations are recognized; sizes are log2."""
     model = job.model
-    doublings = {
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "dp": layout.dp,
-        "cp": layout.cp,
-        "ep": layout.ep,
-        "vpp": layout.vpp,
-        "micro_batch_size": layout.micro_batch_size,
-        "num_microbatches": layout.num_microbatches(job.batch.global_batch_size),
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "seq_length": model.seq_length,
-        "vocab_size": model.vocab_size,
-        "num_experts": model.num_experts or 1,
-        "tp_over_hosts": -(-layout.tp // devices_per_host),
-    }
+    degrees = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch_size")
+    sizes = {name: int(getattr(layout, name)) for name in degrees}
+    sizes["num_microbatches"] = layout.num_microbatches(job.batch.global_batch_size)
+    sizes |= {name: getattr(model, name) for name in ("num_layers", "hidden_size", "seq_length", "vocab_size")}
+    sizes |= {"num_experts": model.num_experts or 1, "tp_over_hosts": -(-layout.tp // devices_per_host)}
     switches = {
         "sequence_parallel": layout.sequence_parallel,
         "distributed_optimizer": layout.use_distributed_optimizer,
@@ -145,9 +134,8 @@ def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str,
         "full_recompute": layout.recompute.granularity == "full",
         "fp32": model.params_dtype == "fp32",
     }
-    return {name: math.log2(value) for name, value in doublings.items()} | {
-        name: float(value) for name, value in switches.items()
-    }
+    found = {name: math.log2(size) for name, size in sizes.items()}
+    return found | {name: float(value) for name, value in switches.items()}
 
 
 class CorrectedPredictor(Predictor):

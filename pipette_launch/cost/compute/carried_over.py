@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from pipette_launch.cost.compute.device_model import modelled_compute
 from pipette_launch.errors import FactError
@@ -69,16 +69,17 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
     """
     known = _middle_times(measurements)
     ran = {time.case.cp for time in measurements.compute}
-
-    def may_fail(case: ComputeCase) -> bool:
-        """Return True if a refused case of equal cp needs at most as much memory, or if no case of this cp ran."""
-        alike = (refused for refused in measurements.refused if refused.cp == case.cp)
-        return any(
-            case.cp not in ran or (refused.tp >= case.tp and refused.micro_batch_size <= case.micro_batch_size)
-            for refused in alike
+    refused = [(one.cp, one.tp, one.micro_batch_size) for one in measurements.refused]
+    # A case may run out of memory if a refused case of equal cp needs at most as much memory, or if no case of its cp
+    # ran.
+    missing = [
+        case
+        for case in measurements.unmeasured
+        if not any(
+            cp == case.cp and (cp not in ran or (tp >= case.tp and size <= case.micro_batch_size))
+            for cp, tp, size in refused
         )
-
-    missing = [case for case in measurements.unmeasured if not may_fail(case)]
+    ]
     if not known or not missing:
         return measurements
     spec = spec_of(measurements.cluster.hosts[0].devices[0])
@@ -105,16 +106,13 @@ def _doublings(case: ComputeCase, other: ComputeCase) -> float:
 def _middle_times(measurements: Measurements) -> dict[ComputeCase, dict[str, ComputeTime]]:
     """Return each case's measured times by part, on the slot of median speed; cases without a layer are left out."""
     times: dict[ComputeCase, dict[str, list[ComputeTime]]] = {}
+    speed = measurements.cluster.slot_speed
     for time in measurements.compute:
         times.setdefault(time.case, {}).setdefault(time.part, []).append(time)
-    speed = measurements.cluster.slot_speed
-
-    def middle(group: Sequence[ComputeTime]) -> ComputeTime:
-        ranked = sorted(group, key=lambda time: speed[time.slot] * time.forward.median_s)
-        return ranked[(len(ranked) - 1) // 2]
-
+    for group in (group for parts in times.values() for group in parts.values()):
+        group.sort(key=lambda time: speed[time.slot] * time.forward.median_s)
     return {
-        case: {part: middle(group) for part, group in parts.items()}
+        case: {part: group[(len(group) - 1) // 2] for part, group in parts.items()}
         for case, parts in times.items()
         if not parts.keys().isdisjoint(LAYERS)
     }
@@ -140,14 +138,11 @@ def times_ratio(time: ComputeTime, there: ComputeTime, here: ComputeTime) -> Com
     )
 
 
-Factors: TypeAlias = Mapping[ComputeCase, float]
-
-
 class Repriced(NamedTuple):
     """Compute times with all of a job's flags."""
 
     compute: tuple[ComputeTime, ...]
-    factors: Factors
+    factors: Mapping[ComputeCase, float]
     """For each case: time of the layers with all flags, divided by the measured time; empty if no time was changed."""
     flags: str = ""
     """Flags that the timed layers did not have; empty if no flag changes the time of layers."""

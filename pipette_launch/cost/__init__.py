@@ -21,7 +21,7 @@ class Memo(Generic[T]):
         return len(self._values)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of a key; `make` computes a missing value and may depend on the key only."""
+        """Return the value of a key; `make` computes a missing value, which must depend on nothing but the key."""
         if key not in self._values:
             if len(self._values) >= self._most:
                 self._values.clear()

@@ -63,7 +63,7 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corrections:
-    """Factors on the step time and on the memory peak; None = not corrected."""
+    """Factors on the predicted step time and on the predicted memory peak; None = no correction."""
 
     step: Factor | None = None
     memory: Factor | None = None
@@ -96,7 +96,7 @@ def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
 
 
 def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
-    """Return the learned factor and a sentence about the result. A factor that does not lower the error is None."""
+    """Return the learned factor and a sentence about the result. The factor is None if it does not lower the error."""
     errors_N = np.array([error for error in log_errors if math.isfinite(error)])
     count, refused = len(errors_N), f"{what} are not corrected by earlier outcomes on these machines:"
     if count < LEAST_OUTCOMES:
@@ -119,7 +119,7 @@ def _learn(what: str, log_errors: Sequence[float]) -> tuple[Factor | None, str]:
 
 
 def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str, float]:
-    """Describe a configuration by numbers, so that outcomes of equal configurations are recognized; sizes are log2."""
+    """Return numbers that are equal for jobs of equal configuration; sizes are log2."""
     model = job.model
     degrees = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch_size")
     sizes = {name: int(getattr(layout, name)) for name in degrees}
@@ -139,7 +139,7 @@ def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str,
 
 
 class CorrectedPredictor(Predictor):
-    """Predictor whose figures are multiplied by the factors of earlier jobs, and replaced by measured stage peaks."""
+    """Predictor that multiplies its figures by the factors of earlier jobs, and takes the measured peaks of stages."""
 
     def __init__(self, job: Job, measurements: Measurements, corrections: Corrections = NOTHING_LEARNED) -> None:
         super().__init__(job, measurements)
@@ -208,7 +208,7 @@ class CorrectedPredictor(Predictor):
 
 
 class Uncertainty:
-    """Error of predicted steps due to few samples, or due to times that were measured on other shapes."""
+    """Error of predicted steps that comes from few samples, or from times that were measured on other shapes."""
 
     def __init__(self, job: Job, table: ComputeTable, measurements: Measurements) -> None:
         self._job, self._table = job, table

@@ -87,7 +87,7 @@ def chunk_share(kind: Collective, size: int) -> float:
 
 
 def spread_over_hosts(host_GK: Ints) -> tuple[Ints, Ints]:
-    """Count each group's hosts, and its members on the host with fewest members; (1, 1) for a group on one host."""
+    """Count the hosts of each group, and the members on its host with the fewest members; (1, 1) on a single host."""
     if (host_GK[:, 1:] < host_GK[:, :-1]).any():
         host_GK = np.sort(host_GK, axis=1)
     begins_GK = np.ones(host_GK.shape, dtype=bool)
@@ -164,7 +164,7 @@ def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
 def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
     """Return (cost, host, host) of the links of a minimum spanning tree, cheapest first (Prim 1957).
 
-    If links of the tree up to some cost do not connect two hosts, no links up to this cost connect these hosts. The
+    If two hosts are not connected by the tree's links up to some cost, no other links up to this cost connect them. The
     statement holds for every ring, because a pair of hosts counts with the cheaper direction of its two links.
     """
     cost: Floats = np.minimum(cost_HH, cost_HH.T)
@@ -242,7 +242,7 @@ class _MeasuredGroup:
 
     @cached_property
     def _correction(self) -> tuple[float, float, float]:
-        """Latency factor, extra latency of a step and byte factor that explain the measurement."""
+        """(latency factor, extra latency of a step, byte factor) with which the formula gives the measured time."""
         kind, size, slots = self.measured.kind, self.size, np.array(self.slots)
         shifts = [_ring_shift(kind, self._device_kind)] if COLLECTIVES[kind].is_ring else range(1, size)
         used = np.concatenate([self._table.links(slots, np.roll(slots, -shift)) for shift in shifts])
@@ -260,9 +260,9 @@ class _MeasuredGroup:
         latency_factor, extra_s, bytes_factor = self._correction
         more = _library_runs(kind, self._device_kind) / _library_runs(self.measured.kind, self._device_kind)
         if self._device_kind == "cpu":
-            # The time that members wait for each other grows more slowly than the number of steps. An all-reduce took
-            # 10 ms on 4 slots of 2 hosts, and 7 ms on 2 slots. A reduce-scatter took 9 ms on 4 hosts, and 3 ms on 2
-            # hosts.
+            # With gloo, the time that members wait for each other grows more slowly than the number of steps. An
+            # all-reduce took 10 ms on 4 slots of 2 hosts, and 7 ms on 2 slots. A reduce-scatter took 9 ms on 4 hosts,
+            # and 3 ms on 2 hosts.
             longer = max(num_steps(kind, size), 1) / num_steps(self.measured.kind, self.size)
             extra_s *= math.sqrt(longer * more) / longer
         return latency_factor, extra_s, bytes_factor * more
@@ -445,9 +445,9 @@ class Fabric:
     def _bound_lines_of(
         self, kind: Collective, size: int, fewest: int = 1, among: int | None = None
     ) -> list[tuple[float, float]]:
-        """Return (fixed seconds, seconds per byte) of lines whose minimum is the bound at every size.
+        """Return (fixed seconds, seconds per byte) of straight lines; their minimum at a size is the bound of the time.
 
-        Without `among` the lines assume that the group's slowest link is the best link of the allocation.
+        Without `among` the lines assume that all links of the group are the best link of the allocation.
         """
         key = kind, size, fewest, among
         return self._bound_lines.get(key, lambda: self._new_bound_lines(*key) if size > 1 else [(0.0, 0.0)])
@@ -482,7 +482,7 @@ class Fabric:
         return self._scales.get((kind, size), lambda: self._new_scale(kind, size))
 
     def _new_scale(self, kind: Collective, size: int) -> Scale:
-        """Return the correction; without a measured group across hosts, the factor on bytes is limited there.
+        """Return the correction; if no group across hosts was measured, the factor on bytes across hosts is limited.
 
         The limit is the factor that the library's algorithm explains: gloo's reduce-scatter is an all-reduce, gloo's
         other rings are plain rings, and NCCL's algorithm is not known. A larger factor comes from processes that share
@@ -511,7 +511,7 @@ class Fabric:
 
 
 def _nearest(candidates: Sequence[_MeasuredGroup], size: int, *, across: bool) -> list[_MeasuredGroup]:
-    """Return the measured groups that cross hosts like the wanted groups, if any, and have the nearest size.
+    """Return the measured groups of the nearest size, among those that cross hosts if `across`, if there are any.
 
     Sorting by slots makes the result independent of the order of the measurements.
     """

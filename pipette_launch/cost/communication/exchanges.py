@@ -63,7 +63,7 @@ class LayerCounts:
     layers_S: Mapping[LayerKind, Ints]
     """Number of layers of each kind on each stage, for every kind that the model may have."""
     again_S: Mapping[LayerKind, Ints]
-    """Number of layers on each stage that full recompute runs again."""
+    """Number of layers of each kind on each stage that full recompute runs again."""
     embedding_S: Ints
     head_S: Ints
     prediction_S: Ints
@@ -121,10 +121,10 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
 
     tp cuts the blocks attention, Mamba and MLP. With sequence parallelism the all-reduce is an all-gather and a
     reduce-scatter (Korthikanti et al. 2022, section 4.2.2). The backward gathers the input of each column-parallel
-    matrix again for the weight gradient (layers.py). The computation of the input gradient hides this gather. The
+    matrix again for the weight gradient (layers.py). The computation of the input gradient hides the second gather. The
     computation of the weight gradient hides the reduction of input gradients, unless
     `--no-async-tensor-model-parallel-allreduce` forbids the overlap (until v16, and without sequence parallelism). With
-    `--tp-comm-overlap`, the products of layers hide all chunks of these exchanges but one.
+    `--tp-comm-overlap`, the products of layers hide all chunks of an exchange but one.
     """
     if layout.tp == 1:
         return
@@ -241,8 +241,8 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     """Count each stage's reduced gradients and gathered parameters; collectives of FSDP within passes are not included.
 
     If Megatron-FSDP keeps n copies of its shards, an all-reduce over the copies moves 2 (n - 1) / n of a shard once a
-    step. The prediction prices the all-reduce as one over all replicas. Parameters outside the layers are gathered once
-    a step.
+    step. The prediction prices this all-reduce like an all-reduce over all replicas. Parameters outside the layers are
+    gathered once a step.
     """
     sharding, copies = parameters.sharding_of(job), parameters.shard_copies(job)
     gradient = parameters.gradient_bytes_per_parameter(job)
@@ -274,12 +274,12 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     )
 
 
-def num_buckets(parameters: Ints | int, replicas: Ints | int) -> Ints:
+def num_buckets(num_parameters: Ints | int, replicas: Ints | int) -> Ints:
     """Return the number of buckets of overlapped gradients: a bucket has 40 million parameters, or 1 million a replica.
 
     The larger bucket counts (distributed_data_parallel.py). `replicas` is dp * cp. Arguments are numbers or arrays.
     """
-    return np.asarray(-(-parameters // np.maximum(40_000_000, 1_000_000 * replicas)))
+    return np.asarray(-(-num_parameters // np.maximum(40_000_000, 1_000_000 * replicas)))
 
 
 def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:

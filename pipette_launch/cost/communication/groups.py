@@ -19,7 +19,7 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """The communication groups of a layout. Members are sorted by RANK, as torch sorts them."""
+    """The communication groups of a layout. The ranks of each group are sorted, as torch sorts them."""
 
     grid_PDCT: Ranks
     """RANK of each cell (pipeline rank, replica, cp, tp)."""
@@ -39,8 +39,8 @@ class Groups:
     embedding: Ranks
     """Pairs of first and last pipeline rank with equal (dp, cp, tp)."""
     forward_hop: Ranks
-    """(sender, receiver) from each pipeline rank to the next, and from the last to the first; rows ordered by (pp, dp,
-    cp, tp)."""
+    """Pairs (sender, receiver) of ranks in neighbouring stages, and from the last stage to the first; rows ordered by
+    the sender's (pp, dp, cp, tp)."""
 
     @classmethod
     def of(cls, layout: Layout, *, instances: int = 1) -> Groups:
@@ -105,7 +105,7 @@ def rank_grid(layout: Layout) -> Ranks:
 
 
 def _grid(layout: Layout, replicas: int, outer: int, inner: int) -> Ranks:
-    """Return the RANK of each (pp, replica, outer, inner), for the dense or for the expert dimensions."""
+    """Return the RANK of each (pp, replica, outer, inner): outer and inner are cp and tp, or for experts ep and etp."""
     ranks = np.arange(layout.world_size, dtype=np.int64)
     if layout.use_tp_pp_dp_mapping:
         return np.asarray(ranks.reshape(replicas, layout.pp, outer, inner).transpose(1, 0, 2, 3).copy())

@@ -186,7 +186,7 @@ def imagined(
 
 
 def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) -> tuple[ComputeTime, ...]:
-    """Return the modelled times of every part of the model in each shape of computation of the layouts.
+    """Return the modelled times of each part of the model for each (tp, cp, micro-batch size) of the layouts.
 
     A compute case does not contain the number of experts on a rank, which decides the tokens of each expert. If the
     layouts have several (ep, etp), parts with experts are listed once more for each (ep, etp).
@@ -295,8 +295,8 @@ def _compute_times(
         parts["head"] = head_loads(job, layout)
         parts["core_attention"] = Attention(job.model, layout).core_loads()
     for name, loads in parts.items():
-        # Input gradient and weight gradient run as one pass, because the host launches one while the device runs the
-        # other.
+        # Input gradient and weight gradient are priced as one pass, because the host launches kernels of one gradient
+        # while the device computes the other.
         backward = loads.input_grad + loads.weight_grad
         backward_s, backward_device_s = pass_s(device, precision, backward), device_s(device, precision, backward)
         weight_device_s = device_s(device, precision, loads.weight_grad)
@@ -320,7 +320,7 @@ def _compute_times(
 def _collective_times(
     device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout], instances: int
 ) -> Iterator[CollectiveTime]:
-    """Yield modelled times of rings; between hosts each member adds its own share of the host's network cards.
+    """Yield modelled times of collectives; in a ring between hosts each member adds its own share of the network cards.
 
     For each group size the number of hosts doubles from the least possible number up to one member a host. In an
     all-to-all each member sends pieces to other hosts through its own share of the network cards, and pieces to its own

@@ -161,9 +161,9 @@ class ComputeTable:
         head, prediction = self._ends(layout, part)
         chunks[-1] += head + (loaded if layout.pp > 1 else Passes())
         chunks[layout.mtp_chunk] += prediction + (loaded if layout.chunks_after_mtp else Passes())
-        # In pipelines each pass of a chunk follows a wait for a message. Without a pipeline only the first pass of a
-        # step follows a wait, for the exchange of gradients. A step of four ranks on two cores took 24.2 ms of
-        # processor time, but 19.6 ms without exchanges.
+        # In pipelines the device waits for a message before each pass of a chunk. Without a pipeline the device waits
+        # once a step, for the exchange of gradients. A step of four ranks on two cores took 24.2 ms of processor time,
+        # but 19.6 ms without exchanges.
         waits = 1.0 if layout.pp > 1 else 1 / layout.num_microbatches(self._job.batch.global_batch_size)
         return tuple(chunk + self.wake * waits for chunk in chunks)
 
@@ -184,7 +184,7 @@ class ComputeTable:
         return (*layers, part["embedding"], *self._ends(layout, part))
 
     def hiding(self, layout: Layout) -> Hiding:
-        """Return the compute that can hide collectives: of the first layer, or of the mean layer of a hybrid model."""
+        """Return the compute that can hide collectives, of the first layer or of a hybrid model's mean layer."""
         model, part = self._job.model, self._passes_of(layout)
         kinds = model.layer_kinds if model.hybrid else model.layer_kinds[:1]
         shares = {kind: count / len(kinds) for kind, count in Counter(kinds).items()}
@@ -235,7 +235,7 @@ class ComputeTable:
         """Return the passes of all heads, and of all depths of multi-token prediction without their heads.
 
         Every depth has its own head, on the stage of the model's head (gpt_model.py:611-660; DeepSeek-V3, section 2.2).
-        If no depth was timed as a whole, a depth counts as its layers. Layers of a depth are recomputed like all
+        If no depth was timed as a whole, its time is the time of its layers. Layers of a depth are recomputed like all
         layers, but not by method `block` (multi_token_prediction.py, _checkpointed_forward). No schedule delays the
         weight gradients of heads or depths.
         """
@@ -254,7 +254,7 @@ class ComputeTable:
         return head * (1 + model.mtp_num_layers), depth * model.mtp_num_layers
 
     def _whole_layer(self, layout: Layout, part: dict[str, Passes], kind: LayerKind, *, again: bool = False) -> Passes:
-        """Return the passes of one layer, with full recompute if `again`; 0 s if the model lacks this kind."""
+        """Return the passes of one layer, with full recompute if `again`; 0 s if the model has no layer of the kind."""
         if kind not in self._parts:
             return Passes()
         return self._layer(layout, part, 0 if again else layout.recompute.num_layers, kind)
@@ -263,8 +263,8 @@ class ComputeTable:
         model, layer, source = self._job.model, part[kind], self.source(case_of(layout))
         share = recompute_share(model, layout, index_in_chunk, kind)
         if layout.recompute.granularity == "full" and source:
-            # The ratio is 1 if the warm-up timed no recompute. If the warm-up timed recompute only in other cases,
-            # their median is used, because the ratio hardly differs between cases.
+            # The ratio of recompute to forward is 1 if the warm-up timed no recompute. If the warm-up timed recompute
+            # only in other cases, their median is used, because the ratio hardly differs between cases.
             share *= self._again.get((source, kind), self._usual_again[kind])
         if _CORE in part and "core_attn" in recompute_modules(layout):
             core_share = attention_core_share(model, kind)

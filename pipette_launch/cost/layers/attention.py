@@ -40,7 +40,7 @@ def is_local(model: ModelSpec) -> bool:
 
 
 def is_flash(model: ModelSpec) -> bool:
-    """Return True if attention keeps its scores on chip, as flash and fused attention do."""
+    """Return True for flash and fused attention, which never write the scores to the device's memory."""
     return not is_local(model) and model.attention_backend != "unfused"
 
 
@@ -99,7 +99,7 @@ class Attention(Block):
 
         tp splits up-projections and the output projection. Transformer Engine's layers have the whole down-projections
         on every rank (models/gpt/gpt_layer_specs.py:245-262, from core_v0.14 on), but Megatron's own layers split the
-        down-projections. The latents have norms only with `--qk-layernorm`.
+        down-projections. Only `--qk-layernorm` gives the latents norms.
         """
         model, hidden, tp = self.model, self.model.hidden_size, self.layout.tp
         down_shards = 1 if self.uses_te else tp
@@ -185,9 +185,9 @@ class Attention(Block):
         """Count the bytes that the attention core keeps, by backend.
 
         Flash and fused attention keep the log-sum-exp in fp32. Unfused attention, Megatron's own included, keeps
-        probabilities. With dropout it also keeps a mask and the dropped probabilities: 5as/(h*t) in bf16. If Megatron's
-        softmax is neither fused nor in the element type, probabilities are kept in fp32: 7as/(h*t) (MC
-        fusions/fused_softmax.py:289-320).
+        probabilities. Unfused attention with dropout also keeps a mask and the dropped probabilities: 5as/(h*t) in
+        bf16. If Megatron's softmax is neither fused nor in the element type, probabilities are kept in fp32: 7as/(h*t)
+        (MC fusions/fused_softmax.py:289-320).
         """
         model, rows = self.model, self.heads * self.tokens
         if is_flash(model):
@@ -212,8 +212,8 @@ class Attention(Block):
         """Count the bytes of the query-key-value output that recompute of the core keeps beyond query, key and value.
 
         Query, key and value are views of the output of one matrix, and recompute keeps views. If a rotary embedding
-        makes a new query and key, the value's view keeps the whole output. Otherwise query groups make a copy of the
-        query. Norms of query and key keep the output anyway.
+        makes a new query and key, the view of the value still keeps the whole output. Otherwise query groups make a
+        copy of the query. Norms of query and key keep the output anyway.
         """
         model = self.model
         if model.latent_attention or model.qk_layernorm:
@@ -233,7 +233,7 @@ class Attention(Block):
         return max(2 * self.residual_bytes + self.core_backward_bytes(job), self.exchange_bytes(job))
 
     def core_backward_bytes(self, job: Job) -> int:
-        """Count the bytes that the core's backward needs beyond its kept activations.
+        """Count the bytes that the backward of the attention core needs beyond the core's kept activations.
 
         The backward needs the gradients of query, key, value and context. Unfused attention also needs a gradient as
         large as the probabilities. Ring attention has two buffers, each for keys, values and their gradients. Ring

@@ -43,7 +43,7 @@ def as_matrix_input(job: Job, size_bytes: int) -> int:
 
 
 def recompute_modules(layout: Layout) -> tuple[str, ...]:
-    """Return the modules of selective recompute; Megatron's default is the attention core."""
+    """Return the modules that selective recompute runs again; Megatron's default is the attention core."""
     if layout.recompute.granularity != "selective":
         return ()
     return layout.recompute.modules or ("core_attn",)
@@ -184,7 +184,7 @@ class Block(Sizes, ABC):
 
     @abstractmethod
     def loads(self, job: Job) -> PassLoads:
-        """Return the work for the device."""
+        """Return the work of the block's passes for the device."""
 
     def module_flops(self) -> dict[str, float]:
         """Return the forward FLOPs per token of each module of the block that selective recompute can name."""

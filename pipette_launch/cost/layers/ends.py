@@ -80,10 +80,10 @@ def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
 
 
 def deferred_bytes(job: Job, layout: Layout) -> int:
-    """Count the bytes that a deferred micro-batch keeps for the head's weight gradient until the cool-down.
+    """Count the bytes that each micro-batch keeps until the cool-down for a deferred weight gradient of the head.
 
-    With `--defer-embedding-wgrad-compute` and several pipeline ranks these are the bytes of the head's input and of the
-    logits' gradient (MC tensor_parallel/layers.py:509-511, 1003-1008).
+    `--defer-embedding-wgrad-compute` with several pipeline ranks keeps the head's input and the gradient of the logits
+    (MC tensor_parallel/layers.py:509-511, 1003-1008).
     """
     if not performance_options(job).defer_embedding_wgrad_compute:
         return 0
@@ -92,7 +92,7 @@ def deferred_bytes(job: Job, layout: Layout) -> int:
 
 
 def deferred_microbatches(job: Job, num_microbatches: Ints) -> Ints:
-    """Count micro-batches with a deferred head weight gradient: at most `--wgrad-deferral-limit`; 0 defers all."""
+    """Count the micro-batches whose weight gradient of the head is deferred; `--wgrad-deferral-limit` 0 defers all."""
     limit = performance_options(job).wgrad_deferral_limit
     return np.minimum(num_microbatches, limit) if limit else num_microbatches
 

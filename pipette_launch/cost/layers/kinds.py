@@ -28,7 +28,7 @@ KINDS: dict[LayerKind, tuple[type[Block], ...]] = {
 """Blocks of each kind of layer, in order. The kinds with one block belong to hybrid models."""
 BLOCKS: tuple[type[Block], ...] = (Mamba, Attention, Mlp, Experts)
 _KERNELS_PER_COLLECTIVE = 3.0
-"""Host time for one collective of torch's process group, as a number of kernel launches."""
+"""Host time for one collective of torch's process group, divided by the host time for launching a kernel."""
 
 
 def blocks_of(model: ModelSpec, layout: Layout, kind: LayerKind) -> list[Block]:
@@ -62,9 +62,9 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     """Count the most bytes that the backward of one layer needs for a while, beyond the layer's kept activations.
 
     Autograd frees an operation's saved tensors when the operation's backward is done. The peak is in the MLP or
-    experts, or in the attention core after the MLP's tensors are freed. Context parallelism may need more in the core's
-    forward, before the MLP's tensors exist. Layers of one block count like a transformer layer, which is an upper
-    bound.
+    experts, or in the attention core after the MLP's tensors are freed. With context parallelism the peak may be in the
+    forward of the attention core, before the MLP's tensors exist. Layers of one block count like a transformer layer,
+    which is an upper bound.
     """
     if Mamba in KINDS[kind]:
         return Mamba(job.model, layout).backward_bytes(job)
@@ -74,7 +74,7 @@ def backward_bytes(job: Job, layout: Layout, kind: LayerKind) -> int:
     freed = kept.total - kept.dropout_masks - away.mlp
     peak = max(behind.backward_bytes(job), Attention(job.model, layout).backward_bytes(job) - freed)
     if has_experts and performance_options(job).overlap_moe_expert_parallel_comm:
-        # The next micro-batch's forward runs beside this backward, layer by layer, so one more layer keeps its
+        # The forward of the next micro-batch runs beside the backward, layer by layer, so one more layer keeps its
         # activations (megatron-core, pipeline_parallel/combined_1f1b.py).
         peak += kept_bytes(job, layout, "moe_layer")
     return peak + away.moved
@@ -170,9 +170,9 @@ class Offloaded:
     moved: int = 0
     """Bytes that are copied to the host, and back for the backward."""
     in_forward: int = 0
-    """Extra bytes of a forward that runs just before another micro-batch's backward. The tensors of the other
-    micro-batch's last layer are back on the device, and the running layer's tensors have not left the device. The
-    scores of an unfused core are included."""
+    """Extra bytes of a forward that runs just before another micro-batch's backward. At this time the tensors of the
+    other micro-batch's last layer are back on the device, and the tensors of the running layer are still on the device.
+    The scores of an unfused core are included."""
 
     @property
     def left(self) -> int:

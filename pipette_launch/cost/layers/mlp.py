@@ -39,13 +39,13 @@ _FP8_ROWS = 16
 GROUPED_RATE = 0.67
 """Speed of products of many experts, each with its own tokens, relative to one product of all tokens."""
 ROUTED_KERNELS = 92.0
-"""Kernels of router and dispatcher in a forward; the backward has 80 % of them. The router alone launches 72 if nothing
-is fused (Megatron-LM's guide to DeepSeek-V3 on GB200)."""
+"""Number of kernels of router and dispatcher in a forward; a backward launches 80 % as many. The router alone launches
+72 if nothing is fused (Megatron-LM's guide to DeepSeek-V3 on GB200)."""
 BIASED_TOUCHES = 18.0
 """Number of times that experts with biases read or write the outputs of their two matrices in a forward. A backward has
 1.5 times this number. Biases, limits, gates and probabilities are separate kernels."""
 IN_DOMAIN_SHARE = 0.42
-"""Share of the fastest links' bandwidth that `flex` dispatchers reach inside their domain."""
+"""Share of the fastest links' bandwidth that `flex` dispatchers reach inside a domain of such links."""
 OVERLAP_COSTS = 0.15
 """Share of a hidden exchange that still costs time: its kernels take 20 of 132 multiprocessors from the products beside
 them (`--moe-deepep-num-sms`)."""
@@ -123,7 +123,7 @@ class Mlp(_FeedForward):
         )
 
     def backward_bytes(self, job: Job) -> int:
-        """Return the larger need of the second matrix and of the activation.
+        """Return the larger need of two steps: the backward of the second matrix, and the backward of the activation.
 
         The second matrix needs its output's gradient, gathered under sequence parallelism, and its input's gradient.
         Without `gradient_accumulation_fusion` the matrix's own gradient exists once in the weights' type. The
@@ -263,7 +263,7 @@ class Experts(_FeedForward):
         return fused or options.moe_use_legacy_grouped_gemm
 
     def _router_bytes(self, job: Job) -> int:
-        """Count the bytes that TopKRouter.routing saves (MO/router.py:531-640, MO/moe_utils.py:600-740)."""
+        """Count the bytes that Megatron's TopKRouter.routing saves (MO/router.py:531-640, MO/moe_utils.py:600-740)."""
         options, local, topk = performance_options(job), self.local_tokens, self.model.moe_router_topk
         num_experts, capacity, one = self.model.num_experts or 0, self.capacity(job), _probability_bytes(job)
         balancing, coefficients = options.moe_router_load_balancing_type, options.moe_aux_loss_coeff
@@ -292,8 +292,7 @@ class Experts(_FeedForward):
 
         The all-gather dispatcher permutes all gathered tokens for the local experts; `alltoall` permutes the rank's own
         tokens for all experts. If rows are padded to a capacity, both dispatchers keep indices of rows and of
-        probabilities. The fused kernels keep one map of 2E + 1 entries a token instead (Transformer Engine,
-        permutation.py).
+        probabilities. Fused kernels keep only one map of 2E + 1 entries a token (Transformer Engine, permutation.py).
         """
         options, layout, dispatcher = performance_options(job), self.layout, _dispatcher(job)
         seen, experts, sent = self.local_tokens, self.model.num_experts or 0, rows // layout.etp
@@ -331,13 +330,13 @@ class Experts(_FeedForward):
         return self.local_tokens * group * self.row_bytes if is_used else 0
 
     def backward_bytes(self, job: Job) -> int:
-        """Return the larger need of computing and of moving the gradients of the experts' rows.
+        """Return the larger need of two steps: computing and moving the gradients of the experts' rows.
 
         The second matrices' backward needs the gradients of their output (M*h), of their input, and of the first
         matrices' output. The probability's gradient also needs the product of the input's gradient with the activation.
         If the activation is not fused and probabilities have a wider type, three gradients of the activation have this
-        wider type when the second matrices' input is freed. Moving rows back through sort and exchange needs two copies
-        of M*h and the layer's own gradient.
+        wider type when the second matrices' input is freed. Moving the gradients back through sort and exchange needs
+        two copies of M*h. The layer's own gradient is needed in both cases.
         """
         rows, dtype = self.rows(job), self.model.dtype_bytes
         at_once = rows if performance_options(job).moe_grouped_gemm else -(-rows // self.local_experts)

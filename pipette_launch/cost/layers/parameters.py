@@ -241,9 +241,9 @@ class Whole:
     layer_weights: int = 0
     """Bytes of the gathered weights of one layer."""
     waiting: int = 0
-    """Number of layers whose gradients wait for their reduction while the number of gathered layers is unchanged."""
+    """Number of layers whose gradients wait for their reduction while further layers are gathered."""
     waiting_at_end: int = 0
-    """Number of further layers whose gradients wait when all layers were gathered; each frees its gathered weights."""
+    """Number of layers whose gradients wait after the last gather; each of them has freed its gathered weights."""
 
 
 def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
@@ -324,8 +324,8 @@ def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
 
     With the distributed optimizer a bucket ends at a multiple of lcm(d*c, 128), and of 2^16 too with
     `--ddp-pad-buckets-for-high-nccl-busbw` (MC distributed/param_and_grad_buffer.py:638-666). The dense parameters
-    count as one bucket, and the experts' parameters as another. The start of each parameter at a multiple of 64 is left
-    out.
+    count as one bucket, and the experts' parameters as another. Megatron also starts each parameter at a multiple of
+    64, which is left out.
     """
     extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else _SHARD_ALIGNMENT
     multiples = (np.lcm(layout.dp * layout.cp, extra), np.lcm(expert_dp(layout), extra))
@@ -382,9 +382,9 @@ def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layou
 
     torch's foreach Adam, which runs without TransformerEngine, needs 4 temporary bytes a parameter. Gradients that are
     not fp32 are copied to fp32, which needs another 4 bytes a parameter. The precision-aware optimizer instead copies
-    each state that is not fp32 to fp32, for all dense or for all expert parameters at once. It steps dense and expert
-    parameters one after the other (TE 2.8, optimizers/fused_adam.py, step). Optimizers other than Adam and SGD are
-    counted as Adam.
+    each state that is not fp32 to fp32, for all dense or for all expert parameters at once. The optimizer steps dense
+    parameters and expert parameters one after the other (TE 2.8, optimizers/fused_adam.py, step). Optimizers other than
+    Adam and SGD are counted as Adam.
     """
     resident = resident_parameters(job, dense, expert, layout)
     options = performance_options(job)
@@ -402,9 +402,9 @@ def state_bytes_per_parameter(job: Job) -> int:
     """Return the bytes of optimizer states on a rank for each parameter that the rank's optimizer holds.
 
     Adam keeps two moments of 4 bytes and, for 2-byte weights, an fp32 copy of 4 bytes. SGD keeps one momentum of 4
-    bytes and this fp32 copy. The precision-aware optimizer keeps moments in chosen types. It keeps only the lower half
-    of a bf16 weight's fp32 copy, because the weight itself is the upper half (MC optimizer/__init__.py:365-390,
-    optimizer_config.py:192, 351-384).
+    bytes and the fp32 copy. The precision-aware optimizer keeps moments in chosen types. The precision-aware optimizer
+    keeps only the lower half of a bf16 weight's fp32 copy, because the weight itself is the upper half (MC
+    optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384).
     """
     if job.optimizer == "sgd" or not performance_options(job).use_precision_aware_optimizer:
         states = OPTIMIZER_STATE_BYTES.get(job.optimizer, OPTIMIZER_STATE_BYTES["adam"])

@@ -44,7 +44,8 @@ class Load:
     attention_flops: float = 0.0
     """FLOPs of flash attention, which has a rate of its own."""
     exponentials: float = 0.0
-    """Number of exponentials of flash attention's softmax: one for each score, computed again in the backward."""
+    """Number of exponentials in flash attention's softmax: one for each score, in the forward and again in the
+    backward."""
     moved_bytes: float = 0.0
     """Bytes read and written by kernels that compute almost nothing."""
     scan_bytes: float = 0.0
@@ -129,7 +130,7 @@ class Hiding:
     layer's weights and of the previous layer's gradients."""
 
     def seconds(self, behind: Behind) -> float:
-        """Return the seconds that `behind` names; 0 if they were not given."""
+        """Return the field or layer pass that `behind` names, in seconds; 0 if the pass was not given."""
         return self.layers_s.get(behind, 0.0) if isinstance(behind, tuple) else float(getattr(self, behind))
 
 

@@ -38,8 +38,8 @@ DENSE_RESERVE = 1.03
 MOE_RESERVE = 1.15
 RESERVE_SOURCE = "default: max reserved over max allocated in public Megatron logs, dense 1.004-1.06, MoE 1.1-1.2"
 EXPANDABLE_SHARE = 0.54
-"""Reserved minus allocated bytes with expandable segments, divided by reserved minus allocated bytes without them. The
-median of 6 groups of ranks in STAlloc's artifact, whose ratios are 0.08 to 0.89 (github.com/infinigence/STAlloc,
+"""Reserved minus allocated bytes with expandable segments, divided by the same difference without expandable segments.
+The median of 6 groups of ranks in STAlloc's artifact, whose ratios are 0.08 to 0.89 (github.com/infinigence/STAlloc,
 example/analyze). A 7B model of cosmos-rl also has 0.54 (pull request 388 of cosmos-rl)."""
 EXPANDABLE_SOURCE = (
     f"default with expandable segments: {EXPANDABLE_SHARE:.0%} of the usual reserve, as max reserved over max "
@@ -235,7 +235,7 @@ def measured_overhead(job: Job, layout: Layout, measured: Measurements) -> Overh
 
 
 def _reserve(job: Job, readings: Sequence[StageReading]) -> Figure:
-    """Return the allocator's largest ratio in measured stages of this job; the default if no stage was measured."""
+    """Return the largest ratio of reserved to allocated bytes in measured stages of the job; else the default."""
     digest = memory_digest(job) if readings else ""
     ratios = [
         reading.reserved_peak_bytes / reading.allocator_peak_bytes
@@ -295,8 +295,9 @@ def num_communicators(job: Job, layout: Layout | LayoutColumns) -> int | Ints:
         + world * (layout.use_distributed_optimizer > 0)
         # param_and_grad_buffer.py: inside an instance of the distributed optimizer, and between instances.
         + gradients * (1 + (options.num_distributed_optimizer_instances > 1))
-        # p2p_communication.py: a batch in the pipeline group, or with overlap plain messages from and to both
-        # neighbours. With two stages the second communicator belongs to the group of all ranks.
+        # p2p_communication.py: batched messages use the pipeline group; with overlap, messages of a rank with each of
+        # its two neighbours use a communicator of the pair. With two stages one of the communicators belongs to the
+        # group of all ranks.
         + pipeline * (1 + several(layout.vpp) * options.overlap_p2p_comm)
         # Transformer Engine's ring: batched for two ranks, else plain messages to the next rank and from the previous.
         + several(layout.cp)

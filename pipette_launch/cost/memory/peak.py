@@ -71,8 +71,8 @@ class PeakParts(Generic[Bytes]):
     shared_buffer: Bytes
     """Bytes of Megatron's global memory buffer, which is never freed after its first use."""
     dummy_gradients: Bytes
-    """Bytes of dummy gradients, which are never freed. TransformerEngine returns them if gradients go directly into
-    their buffer."""
+    """Bytes of dummy gradients, which are never freed. TransformerEngine returns dummy gradients if the real gradients
+    go directly into their buffer."""
     activations: Bytes
     """Activations that the layers of all live micro-batches keep."""
     embedding: Bytes
@@ -119,7 +119,7 @@ class PeakParts(Generic[Bytes]):
 
     @property
     def _instants(self) -> tuple[Bytes, Bytes, Bytes]:
-        """Bytes at three different times: end of a forward with the loss, a layer's backward, and loading of a mask."""
+        """Bytes at three times: in a forward with the loss, in a layer's backward, and while a mask is loaded."""
         return self.mask + self.head, self.recompute + self.backward, self.loading
 
 
@@ -374,7 +374,7 @@ def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints
 
 
 def _recompute_fields(layouts: LayoutColumns) -> Ints:
-    """Return 4 columns of N: method `uniform`, method `block`, selective recompute, and number of layers."""
+    """Return 4 columns of N: 1 for method `uniform`, 1 for `block`, 1 for selective recompute, number of layers."""
     fields_of = [
         (each.method == "uniform", each.method == "block", each.granularity == "selective", each.num_layers)
         for each in layouts.recomputes
@@ -464,10 +464,10 @@ def _live_bytes(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
 
 
 def _beyond_first_chunk(stages: _Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
-    """Count the bytes by which a first stage's peak in a later chunk exceeds its peak in its first chunk (N).
+    """Count how far the first stage's peak exceeds the bytes kept when its first chunk runs its last forward (N).
 
     With few micro-batches all forwards of the first chunk run early in the warm-up of an interleaved schedule, when
-    less memory is in use. The difference is counted only if all chunks keep the same bytes, else 0.
+    less memory is in use. The result is 0 unless all chunks keep the same bytes.
     """
     layouts, microbatches = stages.layouts, stages.microbatches_N
     pp, vpp = layouts.pp, layouts.vpp
@@ -492,7 +492,7 @@ def peak_live_bytes(
         return min(num_microbatches, pp - stage) * chunk_bytes_V[0]
     group_size = group_size or pp
     ahead = num_warmup(pp, vpp, group_size, stage)
-    # Whole groups in the middle are left out, because after the warm-up all groups reach the same peak.
+    # Groups of micro-batches in the middle are left out, because after the warm-up all groups reach the same peak.
     groups, rest = divmod(num_microbatches, group_size)
     repeating = min(groups, -(-ahead // (vpp * group_size)) + 2) * group_size + rest
     chunks_M = _chunk_order(vpp, repeating, group_size)
@@ -576,9 +576,9 @@ def without_mask(job: Job) -> Job | None:
     """Return the job without its data loader's mask; None if it makes no mask, or if attention reads the mask.
 
     Causal attention of Transformer Engine's flash and fused backends reads no mask. Unfused attention, Megatron's own
-    included, adds the mask to the causal one, so the mask changes the result only if `--reset-attention-mask` separates
-    documents (TE v2.8, dot_product_attention/utils.py, get_full_mask; megatron/core fusions/fused_softmax.py of
-    core_v0.16.1). No plan adds the flag against the mask, because attention of a user's script may read the mask.
+    included, combines the mask with the causal mask, so the mask changes the result only if `--reset-attention-mask`
+    separates documents (TE v2.8, dot_product_attention/utils.py, get_full_mask; megatron/core fusions/fused_softmax.py
+    of core_v0.16.1). No plan adds the flag against the mask, because attention of a user's script may read the mask.
     """
     if not ends.attention_mask_bytes(job, job.own) or (not is_flash(job.model) and _RESET in job.performance_flags):
         return None

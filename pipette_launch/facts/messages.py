@@ -361,7 +361,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialReport:
-    """Step times and failures that one agent observed in one trial."""
+    """Step times and failure of one trial, as one agent observed them."""
 
     KIND: ClassVar[str] = "trial-report"
 

@@ -113,7 +113,7 @@ def explain_failure(text: str) -> Failure | None:
 
 
 def failure_of(cause: str) -> Failure:
-    """Return the failure that one line of a worker describes. The line is the worker's exception or last output."""
+    """Return the failure that a line describes: a worker's exception, or the last line of a worker's output."""
     kind: FailureKind = "other"
     if not OF_ONE_RANK.search(cause):
         if MISSING.search(cause):

@@ -159,15 +159,10 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
 def played_arguments(
     arguments: Sequence[str], *, job: Job, layout: Layout, mocks_data: bool, single_layers: bool
 ) -> tuple[str, ...]:
-    """Change a command line so that a script trains one rank of a layout, without data and checkpoint.
+    """Change a command line so that a script trains one rank of a layout alone, without data and checkpoint.
 
-    Args:
-        arguments: the words after the script's name.
-        job: the job; for single layers, with the numbers of layers, experts and samples that the script should have.
-        layout: the layout to measure.
-        mocks_data: True if the script takes its data from Megatron-LM's trainer, which can make them up.
-        single_layers: True if the script builds one layer of each kind instead of the whole model.
-
+    With `single_layers` the script builds one layer of each kind, and `job` has the numbers of layers, experts and
+    samples. `mocks_data` is true if the script takes data from Megatron-LM's trainer, which can generate data.
     """
     given = Arguments.parse(arguments, job.megatron_version)
     gone = "|".join(
@@ -186,6 +181,6 @@ def played_arguments(
             written = written.with_value("num_experts", model.num_experts)
             # Megatron evaluates the pattern as Python.
             written = written.with_value("moe_layer_freq", str(list(model.moe_layer_freq)).replace(" ", ""))
-    # Data that other ranks would have sent are whatever the memory holds.
+    # No other rank sends data, so the memory for received data holds arbitrary values.
     written = written.with_flag("--no-check-for-nan-in-loss-and-grad")
     return write_arguments(written.words, job=job, layout=layout)

@@ -156,7 +156,7 @@ def replicas_faults(rules: Rules, dp: int, cp: int) -> Broken:
 def _alone_faults(rules: Rules, replicas: int) -> Broken:
     """Check that under Megatron-FSDP several ranks share all weights and experts. Otherwise gradients are wrong.
 
-    A buffer that one rank holds alone is not sharded, and the reduced gradients are added to its old contents
+    A buffer of a single rank is not sharded, and the reduced gradients are added to the old contents of the buffer
     (param_and_grad_buffer.py:2029, 3253-3257 of megatron_fsdp; so in 0.14 to 0.20, seen with 0.16.1).
     """
     options = rules.options

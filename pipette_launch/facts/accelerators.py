@@ -133,7 +133,7 @@ _CAPABILITIES = {
     (8, 0): r"A2|A10|A10G|A16|A30|A40|A100|A800|RTX A\d{3,4}|A[456][05]00|(RTX )?30[5-9]0|ORIN",
     (7, 0): r"V100S?|T4G?|TITAN (RTX|V)|GV100|RTX 20[678]0|RTX [3-8]000",
 }
-"""Least compute capability of a chip, by patterns of the chip's name. The first matching pattern counts."""
+"""Least compute capability of a chip, by patterns of the chip's name. The first matching pattern decides."""
 _CHIP = {capability: re.compile(rf"(?<!\S)({chips})(?!\S)") for capability, chips in _CAPABILITIES.items()}
 
 

@@ -39,7 +39,7 @@ class Tier:
     share: float | None = field(default=None, metadata=ADDED_LATER)
     """Share of the bandwidth that remains when all devices send: 0.5 behind switches with 2:1 oversubscription."""
     bandwidth_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
-    """Bandwidth of one device when all devices send. Replaces `share`."""
+    """Bandwidth of one device when all devices send. A tier with this figure has no `share`."""
     latency_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Latency of the tier in seconds. None = the latency of the link."""
 
@@ -92,7 +92,7 @@ class FabricSpec:
     source: str
     """Origin of the network's figures, one sentence. Plans repeat the sentence."""
     tiers: tuple[Tier, ...]
-    """Tiers from the inside out. The last tier holds all hosts."""
+    """Levels of the network, the smallest groups of hosts first. The last tier holds all hosts."""
     hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Names of the hosts in torchrun's order, as plans for real hosts need them. Empty = host0, host1 and so on."""
     network_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)

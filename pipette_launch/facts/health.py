@@ -99,7 +99,7 @@ class Verdict:
     advice: str = ""
     """Advice that solves the problem, such as `exclude it with --exclude=node17`."""
     is_sick: bool = True
-    """True if the launcher may exclude the host because of this problem. False = the launcher only prints it."""
+    """True if the launcher may exclude the host because of this problem. False = the launcher prints the problem."""
 
     def words(self) -> str:
         """Return the problem as a sentence."""

@@ -100,7 +100,7 @@ class PerformanceOptions:
     nccl_ub: bool = _option("--use-nccl-ub", default=False)
     outer_dp_sharding_strategy: str = "no_shard"
     suggested_communication_unit_size: int | None = None
-    """Number of parameters whose gradients are reduced together. Gathers run ahead by twice this number."""
+    """Number of parameters whose gradients are reduced together. Gathers run ahead by twice as many parameters."""
     torch_fsdp2_reshard_after_forward: bool = _option("--torch-fsdp2-no-reshard-after-forward", default=True)
     use_megatron_fsdp: bool = False
     use_torch_fsdp2: bool = False

@@ -361,7 +361,7 @@ class Measurements:
     timed_flags: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Flags of the job's precision that the timed layers had. Empty if the layers were built from the job's flags."""
     conditions: tuple[DeviceCondition, ...] = field(default=(), metadata=ADDED_LATER)
-    """Reports of the driver on each slot's device before the warm-up, in slot order. Empty = none."""
+    """Reports of the driver on each slot's device before the warm-up, in slot order. Empty = no reports."""
     verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
     """Problems of hosts, devices and links. Problems that may exclude a host come first."""
     survey: LinkSurvey | None = field(default=None, metadata=ADDED_LATER)

@@ -25,7 +25,7 @@ class Rate:
 
     tokens_per_s: float
     flops_per_s: float
-    """FLOP/s of each rank, by Megatron's count of the model's FLOPs. Megatron's log has `TFLOP/s/GPU`."""
+    """FLOP/s of each rank, by Megatron's count of the model's FLOPs. Megatron's log calls it `TFLOP/s/GPU`."""
     mfu: float | None
     """Share of the device's dense peak in the format of the weights, never in FP8. None = the peak is unknown."""
 
@@ -226,7 +226,7 @@ class Plan:
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
     """Trials that decided the choice. None = no trials."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
-    """Number of first alternatives that are better than the user's own configuration. None = all alternatives."""
+    """Number of first alternatives that are better than the user's own configuration. None = all are better."""
     own_fault: str = field(default="", metadata=ADDED_LATER)
     """Reason why the user's own configuration cannot run. Empty = the configuration can run.
 

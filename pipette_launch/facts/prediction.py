@@ -120,7 +120,7 @@ class Entry:
     gap: float | None
     """Step time / proven lower bound (floor) - 1. None = no lower bound was proven."""
     num_moved: int | None
-    """Number of ranks that sit on another device than under the first compared plan. None for other machines."""
+    """Number of ranks that sit on another device than under the first compared plan. None = the machines differ."""
     faults: tuple[str, ...]
     """Reasons why the plan cannot run, one sentence each. Empty = the plan can run."""
     remarks: tuple[str, ...]

@@ -252,7 +252,7 @@ class ScheduleFile:
     ranks: tuple[str, ...]
     """Actions of each pipeline rank, separated by blanks."""
     checks_first_step: bool = field(default=False, metadata=ADDED_LATER)
-    """True if Megatron's own schedule also runs the first step and both results are compared. Needs memory for both."""
+    """True if Megatron's own schedule also runs the first step, to compare the results. Needs memory for both runs."""
     times: PassTimes | None = field(default=None, metadata=ADDED_LATER)
     """Expected times, which decide the order of messages over NCCL. None = all passes take equal time."""
 

@@ -21,7 +21,7 @@ MODEL_FIELDS = ("tp", "pp", *Split._fields, "ep", "etp")
 IN_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space")
 """Optimizer formats that save each gradient bucket separately. The run that loads needs buckets of the same sizes."""
 EQUAL_BUCKETS_DP = 40
-"""Most replicas for which gradient buckets have a fixed size. Above, buckets grow (core_v0.16 training.py:1317)."""
+"""Most replicas for which gradient buckets have a fixed size. With more, buckets grow (core_v0.16 training.py:1317)."""
 REPLICA_ELEMENTS = 1_000_000
 """Elements of a gradient bucket for each replica, if buckets grow."""
 RNG_OF_EXPERTS = "0.16 loads expert-parallel random state only at the same dp and cp"
@@ -103,8 +103,8 @@ def unseen_note(arguments: Arguments) -> str:
     if not arguments.get("load") or checkpoint_folder(arguments):
         return ""
     return (
-        f"this machine has no checkpoint at {arguments.shown('load')}, so no field is kept for one: on other machines "
-        f"it may fix tp, pp and more; --pipette-fix keeps them"
+        f"this machine has no checkpoint at {arguments.shown('load')}, so no checkpoint fixes layout fields here: on "
+        f"other machines a checkpoint may fix tp, pp and other fields; --pipette-fix keeps them"
     )
 
 

@@ -40,8 +40,8 @@ def read_job(
     """Read a job from the user's command line, with the layout fields that a plan must not change.
 
     If a checkpoint demands a layout, `Job.own` has the checkpoint's values instead of the flags' values. If the layers
-    do not divide among the stages, `Job.own` is a substitute layout that splits the layers unevenly, and a note reports
-    this. MegatronError if a flag is missing, contradicts another flag, or describes a job that is not planned.
+    do not divide among the stages, `Job.own` is a substitute layout that splits the layers unevenly, and a note names
+    it. MegatronError if a flag is missing, contradicts another flag, or describes a job that is not planned.
 
     Args:
         arguments: the words after the script's name.

@@ -58,7 +58,7 @@ class Picture:
     own: DrawnStep | None
     """Step of the user's own configuration. None = this configuration is the chosen one, or cannot run."""
     memory_bytes: tuple[dict[str, int], ...]
-    """Bytes by kind for each pipeline rank. The sum of a rank's kinds is the rank's predicted peak in the plan."""
+    """Bytes by kind for each pipeline rank. The bytes of a rank sum to the rank's predicted peak in the plan."""
 
 
 def picture_of(plan: Plan, job: Job, measurements: Measurements) -> Picture:

@@ -484,8 +484,8 @@ def test_every_difference_of_buckets_is_found(
 def test_a_checkpoint_that_is_not_here_is_a_note(tmp_path: Path) -> None:
     """A plan on another machine cannot read the checkpoint, so a note warns; a prediction needs none."""
     note = (
-        f"this machine has no checkpoint at --load {tmp_path}, so no field is kept for one: on other machines it may "
-        "fix tp, pp and more; --pipette-fix keeps them"
+        f"this machine has no checkpoint at --load {tmp_path}, so no checkpoint fixes layout fields here: on other "
+        "machines a checkpoint may fix tp, pp and other fields; --pipette-fix keeps them"
     )
 
     assert note in read(f"--load {tmp_path}", dp=4).notes

@@ -66,7 +66,7 @@ class Layout:
     microbatch_group_size: int = 0
     """Micro-batches that run through one chunk before the next chunk starts. 0 = Megatron's default, `pp`."""
     layers_per_chunk: tuple[int, ...] = ()
-    """Layers of each of the `pp * vpp` chunks in model order. Chunk c is on pipeline rank c % pp. Empty = equal sizes."""
+    """Layers of each of the `pp * vpp` chunks in model order. Chunk c is on pipeline rank c % pp. Empty = equal."""
     chunks_after_mtp: int = field(default=0, metadata=ADDED_LATER)
     """Number of chunks after the chunk with multi-token prediction. 0 = the last chunk has multi-token prediction."""
     micro_batch_size: int = 1

@@ -133,7 +133,8 @@ class Choice:
 
     def __post_init__(self) -> None:
         size = self.layout.world_size
-        if sorted(self.placement) != list(range(size)):
+        # A damaged file may name billions of ranks, so the number of ranks is compared first.
+        if len(self.placement) != size or sorted(self.placement) != list(range(size)):
             shown = reprlib.repr(self.placement)
             raise FactError(f"placement must hold every rank from 0 to {size - 1} once, got {shown}")
         check_numbers(self, "step_time_s", "step_correction", "memory_correction", limit=0, above=True)

@@ -31,8 +31,7 @@ from pipette_launch.cost.communication.groups import Groups
 from pipette_launch.cost.layers import ends, kinds
 from pipette_launch.cost.layers.block import residual_bytes
 from pipette_launch.cost.layers.parameters import gradient_bytes_per_parameter, optimizer_bytes, stage_parameters
-from pipette_launch.cost.pipeline.engine import StageTimes
-from pipette_launch.cost.pipeline.steady_state import engine_of
+from pipette_launch.cost.pipeline.engine import StageTimes, engine_of
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job

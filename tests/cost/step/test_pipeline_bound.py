@@ -10,7 +10,7 @@ from event_loop import one_forward_one_backward_s
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.pipeline.steady_state import engine_of
+from pipette_launch.cost.pipeline.engine import engine_of
 from pipette_launch.cost.step.pipeline_bound import Drains, Pipelines, drains
 from pipette_launch.facts import Layout
 
